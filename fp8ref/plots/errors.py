@@ -27,14 +27,9 @@ def cast_difference(ax: Axes, x, codes, fmt: Format, *, label: str = "theirs") -
     ax.plot(
         x, decoded, color=style.VERMILLION, linewidth=1.2, linestyle=style.DASHES[1], label=label
     )
-    ax.plot(
-        x[differ],
-        decoded[differ],
-        "o",
-        color=style.VERMILLION,
-        markersize=3.5,
-        label=f"{np.count_nonzero(differ):,} of {x.size:,} differ",
-    )
+    label = f"{np.count_nonzero(differ):,} of {x.size:,} differ"
+    dots = x[differ], decoded[differ]
+    ax.plot(*dots, "o", color=style.VERMILLION, markersize=3.5, label=label)
     ax.set(xlabel="before the cast", ylabel=f"after, in {fmt.name}")
     style.legend(ax, loc="lower right")
     return style.plain(ax, grid="both")
@@ -78,9 +73,8 @@ def scale_difference(ax: Axes, amaxes, scales, expected, *, bins: int = 64) -> A
               whose order is that of their bits.
     """
     place = np.log2(np.asarray(amaxes, np.float64))
-    ulps = np.asarray(scales, np.float32).view(np.int32).astype(np.int64) - np.asarray(
-        expected, np.float32
-    ).view(np.int32)
+    bits, expected_bits = (np.asarray(x, np.float32).view(np.int32) for x in (scales, expected))
+    ulps = bits.astype(np.int64) - expected_bits
     edges = np.linspace(place.min(), place.max(), bins + 1)
     total = np.histogram(place, edges)[0]
     looks = {"1 ulp": (np.abs(ulps) == 1, 0.45), "2 and more": (np.abs(ulps) > 1, 1.0)}
@@ -89,9 +83,8 @@ def scale_difference(ax: Axes, amaxes, scales, expected, *, bins: int = 64) -> A
         bottom = np.zeros(bins)
         for name, (some, alpha) in looks.items():
             chosen = some & (np.sign(ulps) == sign)
-            share = 100 * np.divide(
-                np.histogram(place[chosen], edges)[0], total, out=np.zeros(bins), where=total > 0
-            )
+            counts = np.histogram(place[chosen], edges)[0]
+            share = 100 * np.divide(counts, total, out=np.zeros(bins), where=total > 0)
             if chosen.any():
                 label = f"{name} {side}: {100 * chosen.mean():.1f} %"
                 ax.bar(
@@ -136,7 +129,7 @@ def error_lines(
     x = np.asarray(x)
     percent = {name: 100 * np.asarray(error, np.float64) for name, error in errors.items()}
     for (name, error), look in zip(percent.items(), style.layers(len(percent)), strict=True):
-        ax.plot(x, error, label=name, **look)
+        style.line(ax, x, error, look, name)
     low, high = min(e.min() for e in percent.values()), max(e.max() for e in percent.values())
     if low > 0:
         ax.set_yscale("log")
@@ -165,9 +158,10 @@ def error_histogram(ax: Axes, errors: Mapping[str, np.ndarray], *, bins: int = 6
         low, high = low - 0.5, high + 0.5
     edges = np.linspace(low, high, bins + 1)
     for (name, value), look in zip(values.items(), style.looks(len(values)), strict=True):
-        share = 100 * np.histogram(value, edges)[0] / value.size
-        ax.stairs(share, edges, fill=True, alpha=0.25, color=look["color"])
-        ax.stairs(share, edges, label=f"{name}: mean {value.mean():.2g} %", linewidth=1.4, **look)
+        share, color = 100 * np.histogram(value, edges)[0] / value.size, look["color"]
+        label, dash = f"{name}: mean {value.mean():.2g} %", look["linestyle"]
+        ax.stairs(share, edges, fill=True, alpha=0.25, color=color)
+        ax.stairs(share, edges, label=label, linewidth=1.4, color=color, linestyle=dash)
     ax.axvline(0, ymax=0.75, color=style.MUTED, linewidth=0.8)
     ax.set(xlabel="error, %", ylabel="% of outputs")
     ax.set_ylim(0, 1.35 * ax.get_ylim()[1])
@@ -202,15 +196,8 @@ def number_table(
         if np.isfinite(value):
             red, green, blue, _ = image.cmap(image.norm(value))
             light = 0.299 * red + 0.587 * green + 0.114 * blue > 0.5
-            ax.text(
-                column,
-                row,
-                text.format(value),
-                ha="center",
-                va="center",
-                fontsize=9,
-                color="black" if light else "white",
-            )
+            shown, color = text.format(value), "black" if light else "white"
+            ax.text(column, row, shown, ha="center", va="center", fontsize=9, color=color)
     ax.set_xticks(range(len(columns)), columns)
     ax.set_yticks(range(len(rows)), rows)
     ax.spines[:].set_visible(False)

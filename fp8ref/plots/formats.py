@@ -18,31 +18,13 @@ def ranges(ax: Axes, formats: Sequence[Format]) -> Axes:
         smallest, normal, largest = (
             np.log2(v) for v in (fmt.smallest_subnormal, fmt.smallest_normal, fmt.max)
         )
-        ax.barh(
-            row,
-            largest - normal,
-            left=normal,
-            height=0.5,
-            color=style.BLUE,
-            label="normal" if row == 0 else None,
-        )
-        ax.barh(
-            row,
-            normal - smallest,
-            left=smallest,
-            height=0.5,
-            color=style.ORANGE,
-            label="subnormal" if row == 0 else None,
-        )
-        ax.annotate(
-            f"{fmt.max:.4g}",
-            (largest, row),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-            color=style.MUTED,
-        )
+        for left, right, color, label in (
+            (normal, largest, style.BLUE, "normal"),
+            (smallest, normal, style.ORANGE, "subnormal"),
+        ):
+            named = label if row == 0 else None  # once in the legend
+            ax.barh(row, right - left, left=left, height=0.5, color=color, label=named)
+        style.note(ax, f"{fmt.max:.4g}", (largest, row), (4, 0), "left")
     _rows(ax, formats)
     lowest, highest = np.log2(
         [min(fmt.smallest_subnormal for fmt in formats), max(fmt.max for fmt in formats)]
@@ -62,36 +44,16 @@ def number_line(ax: Axes, formats: Sequence[Format]) -> Axes:
     for row, fmt in enumerate(formats):
         values = _positive(fmt)
         normal = values >= fmt.smallest_normal
-        names = ("normal", "subnormal") if row == 0 else ("", "")  # once in the legend
-        ax.vlines(
-            np.log2(values[normal]),
-            row - 0.3,
-            row + 0.3,
-            color=style.BLUE,
-            linewidth=0.7,
-            label=names[0],
-        )
-        ax.vlines(
-            np.log2(values[~normal]),
-            row - 0.3,
-            row + 0.3,
-            color=style.VERMILLION,
-            linewidth=1.2,
-            label=names[1],
-        )
-        for value, side in ((fmt.smallest_subnormal, "right"), (fmt.max, "left")):
-            text = style.power(np.log2(value)) if side == "right" else f"{fmt.max:g}"
-            shift = -5 if side == "right" else 5
-            ax.annotate(
-                text,
-                (np.log2(value), row),
-                xytext=(shift, 0),
-                textcoords="offset points",
-                ha=side,
-                va="center",
-                fontsize=8,
-                color=style.MUTED,
-            )
+        for some, color, width, label in (
+            (normal, style.BLUE, 0.7, "normal"),
+            (~normal, style.VERMILLION, 1.2, "subnormal"),
+        ):
+            label = label if row == 0 else ""  # once in the legend
+            x, low, high = np.log2(values[some]), row - 0.3, row + 0.3
+            ax.vlines(x, low, high, color=color, linewidth=width, label=label)
+        smallest, largest = np.log2(fmt.smallest_subnormal), np.log2(fmt.max)
+        style.note(ax, style.power(smallest), (smallest, row), (-5, 0), "right")
+        style.note(ax, f"{fmt.max:g}", (largest, row), (5, 0), "left")
     _rows(ax, formats)
     lowest = int(np.log2(min(fmt.smallest_subnormal for fmt in formats)))
     highest = int(np.ceil(np.log2(max(fmt.max for fmt in formats))))
@@ -117,21 +79,12 @@ def near_zero(ax: Axes, formats: Sequence[Format], *, until: int = 32) -> Axes:
             (False, style.BLUE, "normal"),
         ):
             some = values[(values < border) == below]
-            ax.plot(
-                some,
-                np.full(some.size, row),
-                "o",
-                color=color,
-                markersize=5,
-                label=label if row == 0 else None,
-            )
+            named = label if row == 0 else None
+            ax.plot(some, np.full(some.size, row), "o", color=color, markersize=5, label=named)
         ax.axhline(row, color=style.FAINT, linewidth=0.8, zorder=0)
     _rows(ax, formats)
-    ax.set(
-        xlabel="multiples of the format's smallest number",
-        title="next to zero",
-        xlim=(-1, until + 1),
-    )
+    xlabel = "multiples of the format's smallest number"
+    ax.set(xlabel=xlabel, title="next to zero", xlim=(-1, until + 1))
     style.above(ax, 2)
     return style.plain(ax, grid="x")
 
@@ -143,25 +96,17 @@ def spacing(ax: Axes, formats: Sequence[Format]) -> Axes:
     Raises:   ValueError: a format that is not of 8 bits.
     """
     for fmt, look in zip(formats, style.looks(len(formats)), strict=True):
+        color, dash = look["color"], look["linestyle"]
         values = np.append(fmt.smallest_subnormal, _positive(fmt)[1:])
-        ax.step(
-            np.log2(values[:-1]), np.log2(np.diff(values)), where="post", label=fmt.name, **look
-        )
-        ax.plot(
-            np.log2(fmt.smallest_normal),
-            np.log2(fmt.smallest_subnormal),
-            "o",
-            color=look["color"],
-            markersize=5,
-        )
+        x, gaps = np.log2(values[:-1]), np.log2(np.diff(values))
+        ax.step(x, gaps, where="post", label=fmt.name, color=color, linestyle=dash)
+        normal, gap = np.log2(fmt.smallest_normal), np.log2(fmt.smallest_subnormal)
+        ax.plot(normal, gap, "o", color=color, markersize=5)
     style.label_powers(ax.xaxis, *_limits(formats, 0))
     bottom, top = (int(limit) for limit in ax.get_ylim())
     style.label_powers(ax.yaxis, bottom, top)
-    ax.set(
-        xlabel="magnitude",
-        ylabel="gap to the next number",
-        title="spacing; a dot where the normal numbers begin",
-    )
+    title = "spacing; a dot where the normal numbers begin"
+    ax.set(xlabel="magnitude", ylabel="gap to the next number", title=title)
     style.legend(ax)
     return style.plain(ax, grid="both")
 
@@ -173,9 +118,8 @@ def relative_error(
     2^lowest to 2^highest, evenly over log2 x."""
     x = np.exp2(np.linspace(lowest, highest, points))
     for fmt, look in zip(formats, style.looks(len(formats)), strict=True):
-        ax.plot(
-            np.log2(x), 100 * _error(x, fmt), linewidth=1.1, label=fmt.name, color=look["color"]
-        )
+        error = 100 * _error(x, fmt)
+        ax.plot(np.log2(x), error, linewidth=1.1, label=fmt.name, color=look["color"])
     style.label_powers(ax.xaxis, lowest, highest)
     ax.yaxis.set_major_formatter("{x:g} %")
     ax.set(xlabel="magnitude", ylabel="relative error", title="rounded to nearest even")
@@ -193,14 +137,12 @@ def worst_error(ax: Axes, formats: Sequence[Format], *, beyond: int = 3, points:
     lowest, highest = _limits(formats, beyond)
     exponents = np.arange(lowest, highest)
     x = np.ldexp(1 + (np.arange(points) + 0.5) / points, exponents[:, None])
+    edges = np.append(exponents, highest)
     for fmt, look in zip(formats, style.looks(len(formats)), strict=True):
+        color, dash = look["color"], look["linestyle"]
+        worst = 100 * _error(x, fmt).max(axis=1)
         ax.stairs(
-            100 * _error(x, fmt).max(axis=1),
-            np.append(exponents, highest),
-            baseline=None,
-            linewidth=1.8,
-            label=fmt.name,
-            **look,
+            worst, edges, baseline=None, linewidth=1.8, label=fmt.name, color=color, linestyle=dash
         )
     ax.set_yscale("log")
     ax.set_yticks([5, 10, 20, 50, 100], ["5 %", "10 %", "20 %", "50 %", "100 %"])
@@ -224,15 +166,7 @@ def code_map(ax: Axes, fmt: Format) -> Axes:
     image = ax.imshow(shown, cmap="viridis", interpolation="nearest")
     for (row, column), value in np.ndenumerate(values):
         if value == 0 or not np.isfinite(value):
-            text = (
-                "NaN"
-                if np.isnan(value)
-                else f"{value:g}"
-                if np.isinf(value)
-                else "-0"
-                if np.signbit(value)
-                else "0"
-            )
+            text = "NaN" if np.isnan(value) else f"{value:g}"
             ax.text(column, row, text, ha="center", va="center", fontsize=6)
     digits = [f"{i:X}" for i in range(16)]
     ax.set_xticks(range(16), digits)
@@ -268,10 +202,8 @@ def _error(x: np.ndarray, fmt: Format) -> np.ndarray:
 
 
 def _limits(formats: Sequence[Format], beyond: int) -> tuple[int, int]:
-    smallest, largest = (
-        min(fmt.smallest_subnormal for fmt in formats),
-        max(fmt.max for fmt in formats),
-    )
+    smallest = min(fmt.smallest_subnormal for fmt in formats)
+    largest = max(fmt.max for fmt in formats)
     return int(np.log2(smallest)) - beyond, int(np.ceil(np.log2(largest))) + beyond
 
 

@@ -28,13 +28,14 @@ def below(
     count = min(columns, len(entries))
     longest = most = max(map(_width, entries))
     while True:
-        options = {
-            "loc": "outside lower center",
-            "ncols": count,
-            "frameon": False,
-            "fontsize": size,
-        }
-        legend = figure.legend(list(entries.values()), ["-"] * len(entries), **options)
+        legend = figure.legend(
+            list(entries.values()),
+            ["-"] * len(entries),
+            loc="outside lower center",
+            ncols=count,
+            frameon=False,
+            fontsize=size,
+        )
         for text, name in zip(legend.get_texts(), entries, strict=True):
             text.set_parse_math(False)
             text.set_text(wrapped(name, most))
@@ -51,21 +52,18 @@ def below(
             for line in wrapped(name, most).split("\n")
         ]
         # 4 em: line and padding
-        width = max(
-            extent.width, count * (4 + max(foreign, default=0) / 2) * size * figure.dpi / 72
-        )
+        ems = count * (4 + max(foreign, default=0) / 2)
+        width = max(extent.width, ems * size * figure.dpi / 72)
         if width <= room or (count == 1 and most == 1):
             break
         legend.remove()
         if count > 1:
             count -= 1
         else:
-            most = max(
-                1, min(most - 1, int(longest * room / width) if most == longest else most - 1)
-            )
-    figure.set_size_inches(
-        figure.get_figwidth(), figure.get_figheight() + extent.height / figure.dpi
-    )
+            fits = int(longest * room / width) if most == longest else most - 1
+            most = max(1, min(most - 1, fits))
+    height = figure.get_figheight() + extent.height / figure.dpi
+    figure.set_size_inches(figure.get_figwidth(), height)
 
 
 def wrapped(name: str, most: int) -> str:

@@ -42,13 +42,9 @@ def loss_curves(
             continue
         width = min(smooth, len(loss))
         mean = np.convolve(loss, np.ones(width) / width, "valid")
-        ax.plot(
-            np.arange(width - 1, len(loss)),
-            mean,
-            color=COLORS.get(recipe),
-            linestyle=STYLES.get(backend),
-            label=f"{backend} {recipe}",
-        )
+        steps, dash = np.arange(width - 1, len(loss)), STYLES.get(backend)
+        label = f"{backend} {recipe}"
+        ax.plot(steps, mean, color=COLORS.get(recipe), linestyle=dash, label=label)
     if entropy is not None:
         ax.axhline(entropy, color="#888888", linewidth=1, linestyle=":")
         ax.annotate(
@@ -60,11 +56,8 @@ def loss_curves(
             color="#666666",
             fontsize=8,
         )
-    ax.set(
-        xlabel="optimizer step",
-        ylabel="training loss, nats",
-        title=f"running mean of {smooth} steps",
-    )
+    title = f"running mean of {smooth} steps"
+    ax.set(xlabel="optimizer step", ylabel="training loss, nats", title=title)
     style.legend(ax)
     return style.plain(ax)
 
@@ -81,9 +74,8 @@ def step_lines(
         zip(curves.items(), style.layers(len(curves)), strict=True)
     ):
         every = max(len(curve) // 6, len(curves))  # a marker of one line after the other
-        ax.plot(
-            np.arange(first, first + len(curve)), curve, markevery=(i, every), label=name, **look
-        )
+        steps = np.arange(first, first + len(curve))
+        style.line(ax, steps, curve, look, name, markevery=(i, every))
     ax.set(xlabel="optimizer step", ylabel=ylabel)
     style.legend(ax)
     return style.plain(ax)
@@ -102,14 +94,8 @@ def loss_gaps(
         )
     for i, (name, (mean, low, high)) in enumerate(gaps.items()):
         color = COLORS.get(name.split()[-1], style.CYCLE[i % len(style.CYCLE)])
-        ax.errorbar(
-            i,
-            mean,
-            [[mean - low], [high - mean]],
-            fmt="s" if "torch" in name else "o",
-            color=color,
-            capsize=4,
-        )
+        marker, sides = "s" if "torch" in name else "o", [[mean - low], [high - mean]]
+        ax.errorbar(i, mean, sides, fmt=marker, color=color, capsize=4)
     ax.axhline(0, color="#000000", linewidth=0.8)
     ax.set_xticks(range(len(gaps)), [name.replace(" ", "\n") for name in gaps], fontsize=8)
     ax.set(ylabel="nats", title="training loss minus bf16's, with its interval")
@@ -134,16 +120,11 @@ def staleness(
     steps = first + np.arange(amaxes.size)
     ax.plot(steps, amaxes, color=style.BLACK, linewidth=1.2, label="amax")
     for (name, scale), look in zip(scales.items(), style.looks(len(scales)), strict=True):
-        missed = delayed.clipped(amaxes, scale, fmt)
-        ax.step(
-            steps,
-            fmt.max / np.asarray(scale, np.float64),
-            where="mid",
-            linewidth=1.3,
-            label=f"fits, {name}: {missed.sum()} clipped",
-            **look,
-        )
-        ax.plot(steps[missed], amaxes[missed], "x", color=look["color"], markersize=6)
+        missed, fits = delayed.clipped(amaxes, scale, fmt), fmt.max / np.asarray(scale, np.float64)
+        color, dash = look["color"], look["linestyle"]
+        label = f"fits, {name}: {missed.sum()} clipped"
+        ax.step(steps, fits, where="mid", linewidth=1.3, label=label, color=color, linestyle=dash)
+        ax.plot(steps[missed], amaxes[missed], "x", color=color, markersize=6)
     ax.set_yscale("log", base=2)
     ax.set(xlabel="optimizer step", ylabel="magnitude")
     style.legend(ax)

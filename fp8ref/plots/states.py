@@ -26,7 +26,8 @@ def moment_range(ax: Axes, values: Mapping[str, np.ndarray], fmt: Format) -> Axe
         binades = np.log2(x / x.max()) if x.size else x
         share = 100 * np.histogram(np.clip(binades, edges[0], 0), edges)[0] / max(x.size, 1)
         below = 100 * np.mean(binades < lost) if x.size else 0.0
-        ax.stairs(share, edges, linewidth=1.5, label=f"{name}: {below:.2g} % below", **look)
+        label, color, dash = f"{name}: {below:.2g} % below", look["color"], look["linestyle"]
+        ax.stairs(share, edges, linewidth=1.5, label=label, color=color, linestyle=dash)
     ax.axvline(lost, color=style.MUTED, linewidth=0.9)
     ax.annotate(
         f"0 in {fmt.name}",
@@ -54,12 +55,8 @@ def update_ratios(
     for (name, ratio), look in zip(ratios.items(), style.looks(len(ratios)), strict=True):
         x = np.sort(np.abs(np.asarray(ratio, np.float64)).ravel())
         x = x[np.isfinite(x) & (x > 0)]
-        ax.plot(
-            x,
-            100 * np.arange(x.size, 0, -1) / np.size(ratio),
-            label=f"{name}: largest {x[-1]:.3g}",
-            **look,
-        )
+        above = 100 * np.arange(x.size, 0, -1) / np.size(ratio)
+        style.line(ax, x, above, look, f"{name}: largest {x[-1]:.3g}")
     if bound is not None:
         ax.axvline(bound, color=style.MUTED, linewidth=0.9)
         ax.annotate(
@@ -93,14 +90,8 @@ def health_lines(
             getattr(health, field) / (health.count if field in COUNTS else 1)
             for health in measurements
         ]
-        every = max(len(values) // 6, len(runs))
-        ax.plot(
-            np.arange(first, first + len(values)),
-            100 * np.array(values),
-            markevery=every,
-            label=name,
-            **look,
-        )
+        every, steps = max(len(values) // 6, len(runs)), np.arange(first, first + len(values))
+        style.line(ax, steps, 100 * np.array(values), look, name, markevery=every)
     ax.set(xlabel="optimizer step", ylabel=f"{field}, %")
     style.legend(ax)
     return style.plain(ax)

@@ -3,6 +3,7 @@ Q-1).
 """
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -35,7 +36,7 @@ def sqnr_map(
             f"sqnr is [{len(layers)}, {len(recipes)}], as many as there are names; got "
             f"{sqnr.shape}."
         )
-    return _map(ax, sqnr, layers, recipes, "SQNR, dB", "viridis", low, high, most)
+    return _map(ax, sqnr, layers, recipes, _Scale("SQNR, dB", "viridis", low, high), most)
 
 
 def attention_map(
@@ -53,9 +54,17 @@ def attention_map(
             f"errors are [{len(layers)}, {len(variants)}], as many as there are names; got "
             f"{errors.shape}."
         )
-    return _map(
-        ax, errors, layers, variants, "error of the output, %", "viridis_r", 0.0, None, most
-    )
+    scale = _Scale("error of the output, %", "viridis_r", 0.0, None)
+    return _map(ax, errors, layers, variants, scale, most)
+
+
+class _Scale(NamedTuple):
+    """A scale of colors: what it is of, its colors and ends."""
+
+    label: str
+    cmap: str
+    low: float | None
+    high: float | None
 
 
 def _map(
@@ -63,28 +72,25 @@ def _map(
     values: np.ndarray,
     rows: Sequence[str],
     columns: Sequence[str],
-    label: str,
-    cmap: str,
-    low: float | None,
-    high: float | None,
+    scale: _Scale,
     most: int,
 ) -> Axes:
     image = ax.imshow(
         np.ma.masked_invalid(values),
-        cmap=cmap,
+        cmap=scale.cmap,
         aspect="auto",
         interpolation="nearest",
-        vmin=low,
-        vmax=high,
+        vmin=scale.low,
+        vmax=scale.high,
     )
-    readout.cells(image, rows, columns, what=label)
+    readout.cells(image, rows, columns, what=scale.label)
     every = -(-len(rows) // most)
     ax.set_yticks(range(0, len(rows), every), rows[::every])
     ax.set_xticks(range(len(columns)), columns, rotation=30, ha="right", rotation_mode="anchor")
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0)
     if ax.figure is not None:
-        ax.figure.colorbar(image, ax=ax, label=label)
+        ax.figure.colorbar(image, ax=ax, label=scale.label)
     return style.plain_map(ax)
 
 
@@ -104,15 +110,8 @@ def depth_lines(
     entries: dict[str, Artist] = {}
     for i, (name, error) in enumerate(errors.items()):
         color = colors[i % len(colors)] if colors else None
-        dashes = style.DASHES[i % len(style.DASHES)]
-        (line,) = ax.plot(
-            range(1, len(error) + 1),
-            error,
-            linestyle=dashes,
-            linewidth=1.6,
-            label=name,
-            color=color,
-        )
+        dash, places = style.DASHES[i % len(style.DASHES)], range(1, len(error) + 1)
+        (line,) = ax.plot(places, error, linestyle=dash, linewidth=1.6, label=name, color=color)
         readout.name(line, name)
         entries[name] = line
     ax.set(xlabel="linear, in the order of the pass", ylabel="error of its input")

@@ -50,9 +50,8 @@ def figure(
 
     Save it with ``figure.savefig``, or take ``png`` of it.
     """
-    new_figure = Figure(
-        figsize=(width * columns, height * rows), layout="constrained", facecolor="white", dpi=120
-    )
+    size = width * columns, height * rows
+    new_figure = Figure(figsize=size, layout="constrained", facecolor="white", dpi=120)
     return new_figure, np.atleast_1d(new_figure.subplots(rows, columns)).ravel().tolist()
 
 
@@ -61,9 +60,8 @@ def png(figure: Figure) -> bytes:
     third as large."""
     drawn, written = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png")
-    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
-        written, format="png", optimize=True
-    )
+    few = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    few.save(written, format="png", optimize=True)
     return written.getvalue()
 
 
@@ -100,10 +98,28 @@ def layers(count: int) -> Sequence[dict]:
     for i, look in enumerate(looks(count)):
         rest = 1 - i / max(count - 1, 1)  # from 1 to 0
         size = {"linewidth": 1.1 + 1.1 * rest, "markersize": 4 + 5 * rest}
-        styles.append(
-            look | size | {"marker": MARKERS[i % len(MARKERS)], "markerfacecolor": "white"}
-        )
+        marker = {"marker": MARKERS[i % len(MARKERS)], "markerfacecolor": "white"}
+        styles.append(look | size | marker)
     return styles
+
+
+def line(ax: Axes, x, y, look: dict, label: str, markevery: int | tuple | None = None) -> None:
+    """Draw a line of one of ``looks`` or ``layers``."""
+    ax.plot(x, y, label=label, markevery=markevery, **look)
+
+
+def note(ax: Axes, text: str, at: tuple[float, float], shift: tuple[int, int], ha: str) -> None:
+    """A small gray note beside a place; shift: in points."""
+    ax.annotate(
+        text,
+        at,
+        xytext=shift,
+        textcoords="offset points",
+        ha=ha,
+        va="center",
+        fontsize=8,
+        color=MUTED,
+    )
 
 
 def power(exponent: float) -> str:
@@ -124,16 +140,8 @@ def label_powers(axis, lowest: int, highest: int, *, ticks: int = 9) -> None:
 def legend(ax: Axes, **options: Any) -> None:
     """A legend on white, so that neither grid nor shading shows through; options: matplotlib's own
     keywords."""
-    ax.legend(
-        **{
-            "fontsize": 8,
-            "facecolor": "white",
-            "edgecolor": "none",
-            "framealpha": 0.9,
-            "borderpad": 0.2,
-        }
-        | options
-    )
+    plain = {"fontsize": 8, "facecolor": "white", "edgecolor": "none"}
+    ax.legend(**{**plain, "framealpha": 0.9, "borderpad": 0.2} | options)
 
 
 def above(ax: Axes, columns: int) -> None:

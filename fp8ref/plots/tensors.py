@@ -61,18 +61,16 @@ def error_map(
     Raises:   ValueError: as ``sim.scaling.dequantize``; x that is not a matrix.
     """
     x = _matrix(x).astype(np.float64)
-    relative = np.divide(
-        dequantize(q).astype(np.float64) - x, x, out=np.zeros_like(x), where=x != 0
-    )
+    error = dequantize(q).astype(np.float64) - x
+    relative = np.divide(error, x, out=np.zeros_like(x), where=x != 0)
     size = cell or -(-max(x.shape) // 64)
     rows, columns = (np.arange(0, n, size) for n in x.shape)
     total, count = (
         np.add.reduceat(np.add.reduceat(v, rows, axis=0), columns, axis=1)
         for v in (relative**2, (x != 0).astype(np.float64))
     )
-    share = 100 * np.sqrt(
-        np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
-    )
+    empty = np.full(total.shape, np.nan)
+    share = 100 * np.sqrt(np.divide(total, count, out=empty, where=count > 0))
     image = ax.imshow(
         np.ma.masked_invalid(share),
         cmap="magma_r",
@@ -126,9 +124,8 @@ def fates(x, q: Quantized) -> np.ndarray:
     clipped = np.isfinite(decoded) & ~np.isfinite(cast.round_to(scaled, q.fmt))
     cases = [x == 0, ~np.isfinite(decoded), decoded == 0, clipped, decoded < q.fmt.smallest_normal]
     names = ["was zero", "not finite", "became zero", "clipped", "subnormal"]
-    return np.select(
-        cases, [list(FATES).index(name) for name in names], list(FATES).index("normal")
-    )
+    numbers = {name: i for i, name in enumerate(FATES)}
+    return np.select(cases, [numbers[name] for name in names], numbers["normal"])
 
 
 def exponent_histogram(
@@ -150,33 +147,21 @@ def exponent_histogram(
     """
     fmt = q.fmt
     # half the smallest number: from there down all becomes zero
-    top, bottom = (int(np.floor(np.log2(fmt.max))), fmt.emin - fmt.mantissa_bits - 1)
-    lowest, highest = (
-        bottom - 4 if lowest is None else lowest,
-        top + 2 if highest is None else highest,
-    )
+    top, bottom = int(np.floor(np.log2(fmt.max))), fmt.emin - fmt.mantissa_bits - 1
+    lowest = bottom - 4 if lowest is None else lowest
+    highest = top + 2 if highest is None else highest
     counts = stats.exponents(x, q, lowest=lowest, highest=highest).scaled
     places = np.arange(lowest - 1, highest + 2)
     # exponent e is from 2^e to 2^(e + 1)
-    ax.bar(
-        places + 0.5, 100 * counts / max(np.asarray(x).size, 1), width=0.85, color=color, zorder=2
-    )
+    share = 100 * counts / max(np.asarray(x).size, 1)
+    ax.bar(places + 0.5, share, width=0.85, color=color, zorder=2)
     left, right = lowest - 1.2, highest + 2.2
-    ax.axvspan(
-        bottom, fmt.emin, color=style.ORANGE, alpha=0.25, linewidth=0, zorder=0, label="subnormal"
-    )
-    ax.axvspan(
-        left, bottom, color=style.VERMILLION, alpha=0.3, linewidth=0, zorder=0, label="becomes zero"
-    )
-    ax.axvspan(
-        np.log2(fmt.max),
-        right,
-        color=style.PURPLE,
-        alpha=0.3,
-        linewidth=0,
-        zorder=0,
-        label="beyond max",
-    )
+    for begin, end, shade, alpha, label in (
+        (bottom, fmt.emin, style.ORANGE, 0.25, "subnormal"),
+        (left, bottom, style.VERMILLION, 0.3, "becomes zero"),
+        (np.log2(fmt.max), right, style.PURPLE, 0.3, "beyond max"),
+    ):
+        ax.axvspan(begin, end, color=shade, alpha=alpha, linewidth=0, zorder=0, label=label)
     ax.set_xlim(left, right)
     ax.margins(y=0.15)
     style.label_powers(ax.xaxis, lowest, highest + 1, ticks=7)
@@ -198,16 +183,10 @@ def code_difference(ax: Axes, a: Quantized, b: Quantized, *, most: int = 4) -> A
             f"codes are compared in one format and shape; got {a.fmt.name} {a.codes.shape} and "
             f"{b.fmt.name} {b.codes.shape}. Quantize one tensor alike."
         )
-    magnitude = [
-        np.where(
-            np.isnan(cast.decode(q.codes, q.fmt)),
-            np.nan,
-            (q.codes & ~np.uint8(q.fmt.sign_bit)).astype(float),
-        )
-        for q in (a, b)
-    ]
+    magnitudes = [(q.codes & ~np.uint8(q.fmt.sign_bit)).astype(float) for q in (a, b)]
+    nans = np.isnan(cast.decode(a.codes, a.fmt)) | np.isnan(cast.decode(b.codes, b.fmt))
     image = ax.imshow(
-        np.ma.masked_invalid(magnitude[1] - magnitude[0]),
+        np.ma.masked_where(nans, magnitudes[1] - magnitudes[0]),
         cmap="RdBu_r",
         vmin=-most - 0.5,
         vmax=most + 0.5,
