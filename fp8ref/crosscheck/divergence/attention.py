@@ -155,11 +155,9 @@ def _cast_reason(
         backend_array = np.asarray(v.value)
         off = int((sim_array != backend_array.reshape(sim_array.shape)).sum())
         wrong += [f"{name}'s ({off} of {sim_array.size})"] if off else []
-    clauses, of = (
-        ("A-2, S-2, S-9", "values are")
-        if a.part == "scale"
-        else ("A-2, C-1, C-2, S-5", "values and scale are")
-    )
+    clauses, of = "A-2, C-1, C-2, S-5", "values and scale are"
+    if a.part == "scale":
+        clauses, of = "A-2, S-2, S-9", "values are"
     return Reason(
         (),
         f"no clause explains it: its {of} equal, and {clauses} define every bit of its "
@@ -217,7 +215,7 @@ def _simulated(v: Value, what: str, variant: Variant, states: States) -> np.ndar
             "s/value": result.scores,
             "p/scale": result.scale_p,
             "p/codes": result.p_codes,
-            "o/value": _short(result.o),
+            "o/value": cast.round_to(result.o, BFLOAT16),  # the model's
         }
         arrays |= {} if o is None else {"o/scale": o.scale, "o/codes": o.codes}
         return np.asarray(arrays[f"{what}/{v.part}"])
@@ -241,11 +239,6 @@ def _simulated(v: Value, what: str, variant: Variant, states: States) -> np.ndar
                 f"{role}/codes": gradients.tensors[role].codes,
             }
     return np.asarray(arrays[f"{what}/{v.part}"])
-
-
-def _short(o: np.ndarray) -> np.ndarray:
-    """The output in the model's bfloat16."""
-    return cast.round_to(o, BFLOAT16)
 
 
 def _pair(passes: tuple[AttentionPass, ...]) -> Pair:

@@ -309,10 +309,12 @@ def lengthens(config: Config, manifest: dict, trained: int) -> bool:
     source = getattr(manifest, "source", "manifest.json")
     before = configs.from_dict(manifest["config"], source=source)
     now, steps = config.run.steps, before.run.steps
+    if now <= steps:
+        return False
     rate, rate_before = config.optimizer.learning_rate_at, before.optimizer.learning_rate_at
     same_rates = all(rate(step, now) == rate_before(step, steps) for step in range(trained))
     entries = config.numerics.schedule or ()
-    return now > steps and same_rates and all(isinstance(begin, int) for begin, _ in entries)
+    return same_rates and all(isinstance(begin, int) for begin, _ in entries)
 
 
 def evaluated(data: Mapping) -> dict[str, str]:
