@@ -65,6 +65,13 @@ def add(commands) -> None:
         metavar="N",
         help="the expected reduced axis, -1 or 0, with --expect POLICY",
     )
+    _add_arrays(conform)
+    _add_kinds(conform)
+    supervision.add_timeout(conform)
+    shared.add_json(conform)
+
+
+def _add_arrays(conform: argparse.ArgumentParser) -> None:
     conform.add_argument(
         "--framework",
         metavar="NAME",
@@ -76,18 +83,15 @@ def add(commands) -> None:
         metavar="NAME",
         help="the device of PyTorch tensors, such as cuda (default cpu)",
     )
+
+
+def _add_kinds(conform: argparse.ArgumentParser) -> None:
+    """Options of one kind of subject: casts, optimizers and attention."""
     conform.add_argument(
         "--exhaustive",
         action="store_true",
         help="also test a cast with all 2^32 float32 inputs (minutes)",
     )
-    _add_kinds(conform)
-    supervision.add_timeout(conform)
-    shared.add_json(conform)
-
-
-def _add_kinds(conform: argparse.ArgumentParser) -> None:
-    """Options of optimizers and attention."""
     conform.add_argument(
         "--numbers",
         nargs="+",
@@ -308,10 +312,7 @@ def _another_kind(outcome, expect: str):
         expected = "a cast: codes that depend on each number alone"
         behavior, clause = "codes that depend on other elements too", "C-1"
     witness = Counterexample(
-        input="x [256, 384]",
-        got=behavior,
-        expected=f"{expect!r}, {expected}",
-        clause=clause,
+        input="x [256, 384]", got=behavior, expected=f"{expect!r}, {expected}", clause=clause
     )
     return dataclasses.replace(outcome, expected=expect, differences=[witness])
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class AttentionRow:
     """One layer's attention by one variant.
 
@@ -58,18 +58,12 @@ class JudgedAttention(Result):
 
     def by_variant(self) -> list[tuple[str, float, AttentionRow]]:
         """(variant, the median error of the output over layers, the row of the largest)."""
-        of = {
-            variant: [row for row in self.rows if row.variant == variant]
-            for variant in dict.fromkeys(row.variant for row in self.rows)
-        }
-        return [
-            (
-                name,
-                float(np.median([row.error for row in rows])),
-                max(rows, key=lambda row: row.error),
-            )
-            for name, rows in of.items()
-        ]
+        summaries = []
+        for variant in dict.fromkeys(row.variant for row in self.rows):
+            rows = [row for row in self.rows if row.variant == variant]
+            median = float(np.median([row.error for row in rows]))
+            summaries.append((variant, median, max(rows, key=lambda row: row.error)))
+        return summaries
 
     def gradients(self, variant: str) -> str:
         """The median error of a variant's gradients, in words."""
@@ -84,10 +78,8 @@ class JudgedAttention(Result):
         """(layers, variants, error of the output [layers, variants]); NaN where a variant was left
         out.
         """
-        layers, names = (
-            list(dict.fromkeys(getattr(row, key) for row in self.rows))
-            for key in ("layer", "variant")
-        )
+        layers = list(dict.fromkeys(row.layer for row in self.rows))
+        names = list(dict.fromkeys(row.variant for row in self.rows))
         error_map = np.full((len(layers), len(names)), np.nan)
         for row in self.rows:
             error_map[layers.index(row.layer), names.index(row.variant)] = row.error
@@ -128,11 +120,9 @@ def judge(recording: Recording, variants: Sequence[str] | None = None) -> Judged
             "or more heads."
         )
     rows, left_out = [], dict(recording.refused)
-    names = (
-        [by_name(name).name for name in variants]
-        if variants is not None
-        else [name for name in VARIANTS if name != "exact"]
-    )
+    names = [name for name in VARIANTS if name != "exact"]
+    if variants is not None:
+        names = [by_name(name).name for name in variants]
     with console.library_bar("judge attention", len(recording.attention)) as advance:
         for one in recording.attention.values():
             real = _passed(one, "exact")
@@ -142,12 +132,11 @@ def judge(recording: Recording, variants: Sequence[str] | None = None) -> Judged
                 except ValueError as error:
                     left_out[f"{one.layer}, {name}"] = str(error)
                     continue
-                errors = {
-                    key: distance(tensors[key], real[key])
-                    for key in ("error", "gradients")
-                    if tensors[key] and real[key]
-                }
-                rows.append(AttentionRow(layer=one.layer, variant=name, **errors))
+                gradients = None
+                if tensors["gradients"] and real["gradients"]:
+                    gradients = distance(tensors["gradients"], real["gradients"])
+                output = distance(tensors["error"], real["error"])
+                rows.append(AttentionRow(one.layer, name, output, gradients))
             advance(one.layer)
     return JudgedAttention(rows=tuple(rows), refused=left_out)
 
@@ -155,12 +144,8 @@ def judge(recording: Recording, variants: Sequence[str] | None = None) -> Judged
 def distance(tensors: Sequence[np.ndarray], real: Sequence[np.ndarray]) -> float:
     """||x' - x|| / ||x|| of several tensors together; 0 where x is."""
     size = math.hypot(*(float(np.linalg.norm(x)) for x in real))
-    return (
-        math.hypot(*(float(np.linalg.norm(a - b)) for a, b in zip(tensors, real, strict=True)))
-        / size
-        if size
-        else 0.0
-    )
+    errors = (float(np.linalg.norm(a - b)) for a, b in zip(tensors, real, strict=True))
+    return math.hypot(*errors) / size if size else 0.0
 
 
 def _passed(one: Attended, variant: str) -> dict[str, list[np.ndarray]]:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -99,9 +99,8 @@ class Judged(Result):
         """dB, float64 [layers, recipes]: that number of a Row, of a role's two GEMMs the lower; NaN
         where neither casts it, -inf where it is not a number."""
         decibels = np.full((len(self.layers), len(self.recipes)), np.nan)
-        layers, recipes = (
-            {name: i for i, name in enumerate(names)} for names in (self.layers, self.recipes)
-        )
+        layers = {name: i for i, name in enumerate(self.layers)}
+        recipes = {name: i for i, name in enumerate(self.recipes)}
         for row in self.rows:
             if row.role == role:
                 at = layers[row.layer], recipes[row.recipe]
@@ -114,25 +113,19 @@ class Judged(Result):
         lowest 5th percentile of rows, the most lost and the most clipped elements, then the second
         of each. An operand that two GEMMs cast alike is one."""
         rows = [row for row in self.rows if recipe in (None, row.recipe)]
-        once = list(
-            {
-                (row.recipe, row.layer, row.role, row.sqnr, row.low, row.lost): row
-                for row in reversed(rows)
-            }.values()
-        )
+        distinct = {
+            (row.recipe, row.layer, row.role, row.sqnr, row.low, row.lost): row
+            for row in reversed(rows)
+        }
+        once = list(distinct.values())
         orders = [
             sorted(once, key=lambda row: (not math.isnan(row.sqnr), row.sqnr)),
             sorted(once, key=lambda row: row.low),
             sorted((row for row in once if row.lost), key=lambda row: -row.lost),
             sorted((row for row in once if row.clipped), key=lambda row: -row.clipped),
         ]
-        in_turn = [
-            row
-            for rank_rows in itertools.zip_longest(*orders)
-            for row in rank_rows
-            if row is not None
-        ]
-        return list(dict.fromkeys(in_turn))[:count]
+        in_turn = itertools.chain.from_iterable(itertools.zip_longest(*orders))
+        return [row for row in dict.fromkeys(in_turn) if row is not None][:count]
 
     def sentence(self) -> str:
         """The operand that loses or clips the largest share of its elements."""
@@ -150,22 +143,18 @@ class Judged(Result):
         for recipe, role in itertools.product(self.recipes, ROLES):
             rows = [row for row in self.rows if (row.recipe, row.role) == (recipe, role)]
             if rows:
-                low = min(rows, key=lambda row: (not math.isnan(row.sqnr), row.sqnr))
-                numbers = (
-                    float(np.median([row.sqnr for row in rows])),
-                    low.sqnr,
-                    f"{low.layer}/{low.gemm}",
-                    min(row.low for row in rows),
+                worst = min(rows, key=lambda row: (not math.isnan(row.sqnr), row.sqnr))
+                summary = Summary(
+                    recipe,
+                    role,
+                    median=float(np.median([row.sqnr for row in rows])),
+                    lowest=worst.sqnr,
+                    at=f"{worst.layer}/{worst.gemm}",
+                    low=min(row.low for row in rows),
+                    lost=max(row.lost for row in rows),
+                    clipped=max(row.clipped for row in rows),
                 )
-                summaries.append(
-                    Summary(
-                        recipe,
-                        role,
-                        *numbers,
-                        max(row.lost for row in rows),
-                        max(row.clipped for row in rows),
-                    )
-                )
+                summaries.append(summary)
         return summaries
 
     def to_dict(self) -> dict:
@@ -190,19 +179,9 @@ class Judged(Result):
             "clipped at most",
         )
         for summary in self.by_role():
-            decibels = (
-                f"{summary.median:.1f}",
-                f"{summary.lowest:.1f}",
-                summary.at,
-                f"{summary.low:.1f}",
-            )
-            table.add_row(
-                summary.recipe,
-                summary.role,
-                *decibels,
-                f"{summary.lost:.3%}",
-                f"{summary.clipped:.3%}",
-            )
+            recipe, role, median, lowest, at, low, *shares = summary
+            numbers = f"{median:.1f}", f"{lowest:.1f}", at, f"{low:.1f}"
+            table.add_row(recipe, role, *numbers, *(f"{share:.3%}" for share in shares))
         console.print(table)
         if self.absent:
             console.print(f"not recorded: {', '.join(self.absent)}", markup=False, soft_wrap=True)
@@ -223,6 +202,39 @@ def judge(
     """
     recordings.check(recording)
     recordings.listed(recipes, "recipes")
+    casts = _casts(recipes)
+    rows, absent, once = [], {}, {}  # type: ignore[var-annotated]
+    with console.library_bar("judge", len(recording.layers)) as advance:
+        for layer in recording.layers:
+            for name, cast in ((name, cast) for name, each in casts.items() for cast in each):
+                role, axis = cast.role, cast.axis
+                operand = recording.operands.get(f"{layer}/{role}")
+                if operand is None:
+                    absent[f"{layer}/{role}"] = None
+                    continue
+                spec = cast.spec
+                own_axis = None if spec.granularity == "tensorwise" else axis
+                key = layer, role, spec.fmt.name, spec.granularity, spec.policy, own_axis
+                if key not in once:
+                    once[key] = _measure(operand, spec, axis)
+                rows.append(Row(recipe=name, layer=layer, gemm=cast.gemm, role=role, **once[key]))
+            advance(layer)
+    return Judged(rows=tuple(rows), absent=tuple(absent))
+
+
+class _Cast(NamedTuple):
+    """How a GEMM casts an operand; axis: that it reduces."""
+
+    gemm: Gemm
+    role: Role
+    spec: CastSpec
+    axis: int
+
+
+def _casts(
+    recipes: Sequence[str | Recipe] | Mapping[str, CastSpec] | None,
+) -> dict[str, list[_Cast]]:
+    """The casts of operands in FP8 by recipe, as ``judge`` takes recipes."""
     if isinstance(recipes, Mapping):
         if other := [name for name, spec in recipes.items() if not isinstance(spec, CastSpec)]:
             raise ValueError(
@@ -234,60 +246,31 @@ def judge(
                 f"a study judges casts to FP8, rounded to nearest; {alone[0]!r} is another. Use "
                 "fp8ref.sim.linear.quantize_operands."
             )
-        casts = {name: _everywhere(spec) for name, spec in recipes.items()}
-    else:
-        chosen = [
-            recipes_of.check_trained(r) for r in (trained_recipes() if recipes is None else recipes)
-        ]
-        chosen = [r for r in chosen if r.fp8 or recipes is not None]
-        if plain := [recipe.name for recipe in chosen if not recipe.fp8]:
-            raise ValueError(
-                f"a study judges casts to FP8; recipe {plain[0]!r} has none. Leave it out."
-            )
-        casts = {recipe.name: _recipe_casts(recipe) for recipe in chosen}
-    rows, absent, once = [], {}, {}  # type: ignore[var-annotated]
-    with console.library_bar("judge", len(recording.layers)) as advance:
-        for layer in recording.layers:
-            for name, (gemm, role), (spec, axis) in (
-                (name, *one) for name, gemm_casts in casts.items() for one in gemm_casts.items()
-            ):
-                operand = recording.operands.get(f"{layer}/{role}")
-                if operand is None:
-                    absent[f"{layer}/{role}"] = None
-                    continue
-                key = (
-                    layer,
-                    role,
-                    spec.fmt.name,
-                    spec.granularity,
-                    spec.policy,
-                    None if spec.granularity == "tensorwise" else axis,
-                )
-                if key not in once:
-                    once[key] = _measure(operand, spec, axis)
-                rows.append(Row(recipe=name, layer=layer, gemm=gemm, role=role, **once[key]))
-            advance(layer)
-    return Judged(rows=tuple(rows), absent=tuple(absent))
-
-
-def _recipe_casts(recipe: Recipe) -> dict[tuple[Gemm, Role], tuple[CastSpec, int]]:
-    """{(GEMM, role): (cast, the axis that the GEMM reduces)} of a recipe's operands in FP8."""
-    return {
-        (gemm, role): (cast_spec, axis)
-        for gemm, spec in recipe.gemms.items()
-        for role, cast_spec, axis in zip(
-            OPERANDS[gemm], (spec.a, spec.b), REDUCED_AXES[gemm], strict=True
+        return {
+            name: [cast for gemm in OPERANDS for cast in _gemm_casts(gemm, spec, spec)]
+            for name, spec in recipes.items()
+        }
+    named = trained_recipes() if recipes is None else recipes
+    chosen = [recipes_of.check_trained(recipe) for recipe in named]
+    chosen = [recipe for recipe in chosen if recipe.fp8 or recipes is not None]
+    if plain := [recipe.name for recipe in chosen if not recipe.fp8]:
+        raise ValueError(
+            f"a study judges casts to FP8; recipe {plain[0]!r} has none. Leave it out."
         )
-        if cast_spec is not None
-    }
-
-
-def _everywhere(spec: CastSpec) -> dict[tuple[Gemm, Role], tuple[CastSpec, int]]:
     return {
-        (gemm, role): (spec, axis)
-        for gemm, roles in OPERANDS.items()
-        for role, axis in zip(roles, REDUCED_AXES[gemm], strict=True)
+        recipe.name: [
+            cast
+            for gemm, spec in recipe.gemms.items()
+            for cast in _gemm_casts(gemm, spec.a, spec.b)
+        ]
+        for recipe in chosen
     }
+
+
+def _gemm_casts(gemm: Gemm, a: CastSpec | None, b: CastSpec | None) -> Iterator[_Cast]:
+    for role, spec, axis in zip(OPERANDS[gemm], (a, b), REDUCED_AXES[gemm], strict=True):
+        if spec is not None:
+            yield _Cast(gemm, role, spec, axis)
 
 
 def _measure(operand: Operand, spec: CastSpec, axis: int) -> dict[str, float]:
@@ -309,14 +292,15 @@ def _measure(operand: Operand, spec: CastSpec, axis: int) -> dict[str, float]:
     q = scaling.quantize_with(x, scales, spec.fmt, granularity=kind, policy=spec.policy, axis=axis)
     statistics = stats.statistics(x, q)
     count = operand.kept.size
-    median, low = _row_sqnr(
-        operand.kept, scaling.dequantize(q)[: operand.kept.shape[0], : operand.kept.shape[1]]
-    )
-    shares = {
+    rows, columns = operand.kept.shape
+    median, low = _row_sqnr(operand.kept, scaling.dequantize(q)[:rows, :columns])
+    return {
+        "sqnr": float(statistics.sqnr),
+        "median": median,
+        "low": low,
         "lost": float(statistics.underflows) / count,
         "clipped": float(statistics.overflows) / count,
     }
-    return {"sqnr": float(statistics.sqnr), "median": median, "low": low, **shares}
 
 
 def _row_sqnr(x: np.ndarray, decoded: np.ndarray) -> tuple[float, float]:
@@ -330,9 +314,8 @@ def _row_sqnr(x: np.ndarray, decoded: np.ndarray) -> tuple[float, float]:
         decibels = 10 * np.log10(signal / noise)[signal > 0]
     if not decibels.size:
         return math.inf, math.inf
-    median, low = np.percentile(
-        np.nan_to_num(decibels, nan=-np.inf, posinf=np.inf, neginf=-np.inf), [50, 5], method="lower"
-    )
+    numbers = np.where(np.isnan(decibels), -np.inf, decibels)
+    median, low = np.percentile(numbers, [50, 5], method="lower")
     return float(median), float(low)
 
 

@@ -54,17 +54,9 @@ def record(model: nnx.Module, recording: Recording, *, heads: int, tokens: int) 
         out = inner(query, key, value, *args, **more)
         layer = _caller()
         mask = args[1] if len(args) > 1 else more.get("mask")
-        others = {
-            name: x
-            for name, x in more.items()
-            if name not in ("mask", "scale", "is_causal", "implementation")
-            and x is not None
-            and x is not False
-        }
         bias, scale = args[0] if args else None, more.get("scale")
-        if not isinstance(scale, int | float | None):
-            others["scale"] = scale
-        if query.ndim != 4 or query.shape[1] != key.shape[1] or others or bias is not None:
+        square = query.ndim == 4 and query.shape[1] == key.shape[1]
+        if not square or bias is not None or _has_others(more):
             if layer not in traced_layers:  # the first call decides
                 recording.refused[layer] = TAKEN
             return out
@@ -74,21 +66,17 @@ def record(model: nnx.Module, recording: Recording, *, heads: int, tokens: int) 
             x[:1, :tokens, :h].swapaxes(1, 2).astype(jnp.float32)
             for x, h in ((query, n), (key, key_heads), (value, key_heads))
         ]
-        seen = (
-            None
-            if mask is None
-            else jnp.broadcast_to(mask, (*mask.shape[:-2], query.shape[1], key.shape[1]))[
-                :1
-            ].reshape(-1, query.shape[1], key.shape[1])
-        )
+        seen = None
+        if mask is not None:
+            shape = query.shape[1], key.shape[1]
+            seen = jnp.broadcast_to(mask, (*mask.shape[:-2], *shape))[:1].reshape(-1, *shape)
         keep = functools.partial(kept.call, layer, bool(more.get("is_causal")), scale)
         jax.debug.callback(keep, *few, seen)
         return _reporting(out, few[0], functools.partial(kept.gradient, layer), n, tokens)
 
     for path, layer in modules:  # static attributes, which a traced copy of the model has too
-        setattr(
-            layer, _NAME, nnx.static((".".join(map(str, path)) or type(model).__name__, number))
-        )
+        name = ".".join(map(str, path)) or type(model).__name__
+        setattr(layer, _NAME, nnx.static((name, number)))
     jax.nn.dot_product_attention = attending
     try:
         yield
@@ -97,6 +85,14 @@ def record(model: nnx.Module, recording: Recording, *, heads: int, tokens: int) 
         jax.nn.dot_product_attention = inner
         for _, layer in modules:
             delattr(layer, _NAME)
+
+
+def _has_others(options: dict) -> bool:
+    """Whether a call has options by name that a study does not take."""
+    taken = ("mask", "scale", "is_causal", "implementation")
+    others = [x for name, x in options.items() if name not in taken]
+    traced_scale = not isinstance(options.get("scale"), int | float | None)
+    return traced_scale or any(x is not None and x is not False for x in others)
 
 
 def _reporting(out: jax.Array, q: jax.Array, keep: Callable, heads: int, tokens: int) -> jax.Array:

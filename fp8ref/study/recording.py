@@ -114,10 +114,9 @@ class Recording:
             arrays[name] = _narrow(operand.kept)
             arrays |= {f"{name}/amax": operand.amax, f"{name}/columns": operand.columns}
         for layer, one in self.attention.items():
-            tensors = {"q": one.q, "k": one.k, "v": one.v} | (
-                {} if one.do is None else {"do": one.do}
-            )
-            arrays |= {f"{layer}/{ATTENTION}/{role}": _narrow(x) for role, x in tensors.items()}
+            for role in ("q", "k", "v", "do"):
+                if (x := getattr(one, role)) is not None:
+                    arrays[f"{layer}/{ATTENTION}/{role}"] = _narrow(x)
         about = {
             "framework": self.framework,
             "chosen": self.chosen,
@@ -139,29 +138,20 @@ def read(path: Path | str) -> Recording:
     try:
         arrays = files.read_arrays(Path(path))
         about = files.parse_json(str(arrays["about"]))
-        for name in (
-            *about["rows"],
-            *about.get(ATTENTION, {}),
-            *about["chosen"],
-            *about.get("refused", {}),
-        ):
+        attended, refused = about.get(ATTENTION, {}), about.get("refused", {})
+        for name in (*about["rows"], *attended, *about["chosen"], *refused):
             if one_line(name) != name:
                 raise ValueError(
                     f"the name {one_line(name)!r} has several lines, or control characters"
                 )
         operands = {name: _operand(name, arrays, rows) for name, rows in about["rows"].items()}
-        attention = {
-            layer: _attended(layer, arrays, mask)
-            for layer, mask in about.get(ATTENTION, {}).items()
-        }
+        attention = {layer: _attended(layer, arrays, mask) for layer, mask in attended.items()}
         return Recording(
             framework=_typed(about["framework"], str),
             chosen=tuple(_typed(name, str) for name in about["chosen"]),
             operands=operands,
             attention=attention,
-            refused={
-                name: one_line(_typed(why, str)) for name, why in about.get("refused", {}).items()
-            },
+            refused={name: one_line(_typed(why, str)) for name, why in refused.items()},
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
@@ -252,24 +242,24 @@ def _attended(layer: str, arrays: dict[str, np.ndarray], mask: dict) -> Attended
         for role in ("q", "k", "v", "do")
         if (name := f"{layer}/{ATTENTION}/{role}") in arrays
     }
-    q, k, v = (tensors[role] for role in ("q", "k", "v"))
+    q, k, v, do = tensors["q"], tensors["k"], tensors["v"], tensors.get("do")
     fits = (
         q.shape[0] == k.shape[0]
         and q.shape[1] % max(1, k.shape[1]) == 0
         and q.shape[3] == k.shape[3]
         and k.shape[:3] == v.shape[:3]
     )
-    if (
-        not fits
-        or 0 in (*q.shape, *k.shape, *v.shape)
-        or ("do" in tensors and tensors["do"].shape != (*q.shape[:3], v.shape[3]))
-    ):
+    fits &= 0 not in (*q.shape, *k.shape, *v.shape)
+    if not fits or (do is not None and do.shape != (*q.shape[:3], v.shape[3])):
         raise ValueError(f"attention of {layer} has shapes {[x.shape for x in tensors.values()]}")
     return Attended(
         layer=layer,
         causal=_typed(mask["causal"], bool),
         scale=_typed(mask["scale"], float, int, type(None)),
-        **tensors,
+        q=q,
+        k=k,
+        v=v,
+        do=do,
     )
 
 

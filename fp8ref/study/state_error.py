@@ -45,13 +45,12 @@ class JudgedStates(Result):
         number before all.
         """
         rows = [(name, one) for name, one in self.layouts[layout].items() if name]
-        return sorted(
-            rows,
-            key=lambda row: (
-                not np.isnan(row[1].update_error),
-                -np.nan_to_num(row[1].update_error),
-            ),
-        )[:count]
+
+        def rank(row: tuple[str, Health]) -> tuple[bool, float]:
+            error = row[1].update_error
+            return not np.isnan(error), -np.nan_to_num(error)
+
+        return sorted(rows, key=rank)[:count]
 
     def ranked(self) -> list[str]:
         """The layouts, the smallest error of an update first; one that is not a number last."""
@@ -113,10 +112,8 @@ def judge_states(
     Source:     spec O-1 to O-12.
     """
     recordings.listed(layouts, "layouts")
-    chosen = {
-        layout.name: layout
-        for layout in map(layouts_of.by_name, LAYOUTS if layouts is None else layouts)
-    }
+    named = map(layouts_of.by_name, LAYOUTS if layouts is None else layouts)
+    chosen = {layout.name: layout for layout in named}
     if kept := [name for name, layout in chosen.items() if layout.keeps_master]:
         raise ValueError(
             f"a study judges layouts of moments; {kept[0]!r} stores masters too. Leave it out."
@@ -126,10 +123,6 @@ def judge_states(
     steps, first = 0, {}  # type: ignore[var-annotated]
     for step_gradients in console.counted("judge states", gradients):
         whole = {name: _array(name, g) for name, g in step_gradients.items()}
-        arrays = {
-            name: g.astype(np.float32).reshape(-1)[: _kept(g.size, most)]
-            for name, g in whole.items()
-        }
         sizes = {name: g.shape for name, g in whole.items()}
         if steps and sizes != first:
             raise ValueError(
@@ -137,19 +130,14 @@ def judge_states(
                 "Record them alike."
             )
         first, steps = sizes, steps + 1
-        for layout in chosen.values():
-            for name, g in arrays.items():
+        for name, gradient in whole.items():
+            g = gradient.astype(np.float32).reshape(-1)[: _kept(gradient.size, most)]
+            for layout in chosen.values():
                 key = layout.name, name
                 before = now.get(key) or states.init(g.shape, layout)
+                w = np.zeros(g.shape, np.float32)
                 _, now[key] = states.step(
-                    np.zeros(g.shape, np.float32),
-                    g,
-                    before,
-                    learning_rate=0.0,
-                    b1=b1,
-                    b2=b2,
-                    eps=eps,
-                    layout=layout,
+                    w, g, before, learning_rate=0.0, b1=b1, b2=b2, eps=eps, layout=layout
                 )
                 last[key] = health.numbers(
                     g, before, now[key], b1=b1, b2=b2, eps=eps, layout=layout
@@ -159,9 +147,8 @@ def judge_states(
             "a study of states takes the gradients of at least one step and one parameter; got "
             "none."
         )
-    return JudgedStates(
-        steps=steps, layouts={name: _layout_health(layout, last) for name, layout in chosen.items()}
-    )
+    judged = {name: _layout_health(layout, last) for name, layout in chosen.items()}
+    return JudgedStates(steps=steps, layouts=judged)
 
 
 def _layout_health(layout: Layout, last: Mapping[tuple[str, str], np.ndarray]) -> dict[str, Health]:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,31 +38,17 @@ class _Watching(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func is functional.scaled_dot_product_attention:
-            self._keep(out, *args, **(kwargs or {}))
+            self._keep(out, _Call(*args, **(kwargs or {})))
         return out
 
-    def _keep(
-        self,
-        out,
-        query,
-        key,
-        value,
-        attn_mask=None,
-        dropout_p=0.0,
-        is_causal=False,
-        scale=None,
-        enable_gqa=False,
-    ) -> None:
+    def _keep(self, out: torch.Tensor, call: "_Call") -> None:
         layer, recording = (self._within or [""])[-1] or "the model", self._recording
         if layer in recording.refused:
             return
-        causal = is_causal or _lower(attn_mask)
-        if (
-            query.ndim != 4
-            or query.shape[2] != key.shape[2]
-            or dropout_p
-            or not (causal or attn_mask is None)
-        ):
+        query, key, value, scale = call.query, call.key, call.value, call.scale
+        causal = call.is_causal or _lower(call.attn_mask)
+        square = query.ndim == 4 and query.shape[2] == key.shape[2]
+        if not square or call.dropout_p or not (causal or call.attn_mask is None):
             if layer not in recording.attention:  # the first call decides
                 recording.refused[layer] = TAKEN
             return
@@ -86,6 +73,19 @@ class _Watching(TorchFunctionMode):
         first = self._recording.attention[layer]
         if first.do is None:
             self._recording.attention[layer] = dataclasses.replace(first, do=_numpy(grad))
+
+
+class _Call(NamedTuple):
+    """The arguments of scaled_dot_product_attention."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
 
 
 def _lower(mask: torch.Tensor | None) -> bool:

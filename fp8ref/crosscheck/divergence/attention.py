@@ -67,50 +67,49 @@ def explain(
         )
     # multiplied by the hardware
     uses_codes = variant.fmt.bits == 8 and (a.phase == "forward" or variant.backward == "cast")
-    if (
-        uses_codes
-        and forms == ["stated", "stated"]
-        and None not in multiply
-        and multiply[0] == multiply[1]
-    ):
+    alike = None not in multiply and multiply[0] == multiply[1]
+    if uses_codes and forms == ["stated", "stated"] and alike:
         return _bits_reason(a, b, what, names, variant, multiply[0], states)
-    form = " and ".join(dict.fromkeys(forms))
     if what == "p":
-        near = attention.neighbors(np.asarray(a.value), np.asarray(b.value))
-        equal = (
-            "scores are equal"
-            if a.phase == "forward"
-            else "q, k and the log-sum-exp are of equal operands"
-        )
-        if near:
-            return Reason(
-                ("A-5", "A-18"),
-                f"{equal}; exponentials of the {form} form may differ by two units in the last "
-                "place, and codes by one",
-            )
-        return Reason(
-            (),
-            f"no clause explains it: {equal}, but codes of P are more than neighbors (A-5, "
-            "A-18): a fault",
-        )
+        return _probability_reason(a, b, " and ".join(dict.fromkeys(forms)))
     if a.part != "value":
         return Reason(
             ("A-18",),
             f"it is made of the amax of {a.role}, whose elements are sums in the library's order",
         )
-    pairs = [_pair(one.passes) for one in (a, b)]
-    exact_results = [attention.exact(what, *pair, variant) for pair in pairs]
-    if exact_results[0] is None or exact_results[1] is None:
+    return _sum_reason(a, b, what, names, variant)
+
+
+def _probability_reason(a: Value, b: Value, form: str) -> Reason:
+    """Of codes of P; form: of the arithmetic."""
+    equal = "q, k and the log-sum-exp are of equal operands"
+    if a.phase == "forward":
+        equal = "scores are equal"
+    if attention.neighbors(np.asarray(a.value), np.asarray(b.value)):
         return Reason(
-            ("A-18",),
-            f"all before it is equal; {a.role} of variant {variant.name!r} has no bound here: "
-            "not all of its operands are shown, or its scores are not those of base e",
+            ("A-5", "A-18"),
+            f"{equal}; exponentials of the {form} form may differ by two units in the last "
+            "place, and codes by one",
         )
-    distances = [
-        attention.distance(np.asarray(v.value), right)
-        for v, right in zip((a, b), exact_results, strict=True)
-        if right is not None
-    ]
+    return Reason(
+        (),
+        f"no clause explains it: {equal}, but codes of P are more than neighbors (A-5, "
+        "A-18): a fault",
+    )
+
+
+def _sum_reason(a: Value, b: Value, what: str, names: tuple[str, str], variant: Variant) -> Reason:
+    """Of sums, whose order is the library's: each within A-18's bound, or a fault."""
+    distances = []
+    for v in (a, b):
+        right = attention.exact(what, *_pair(v.passes), variant)
+        if right is None:
+            return Reason(
+                ("A-18",),
+                f"all before it is equal; {a.role} of variant {variant.name!r} has no bound here: "
+                "not all of its operands are shown, or its scores are not those of base e",
+            )
+        distances.append(attention.distance(np.asarray(v.value), right))
     shown = " and ".join(f"{name} at {u:.2g}" for name, u in zip(names, distances, strict=True))
     operands = f"the operands of {a.role} are equal"
     if not max(distances) <= 1:

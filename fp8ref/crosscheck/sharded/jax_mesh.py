@@ -58,21 +58,7 @@ def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
     Raises:   ConfigError: a recipe without FP8 or that only JAX runs, gradients in FP8, too few
               devices, no mesh that fits.
     """
-    supported = [name for name, recipe in RECIPES.items() if recipe.fp8 and recipe.shared]
-    if config.numerics.recipe not in supported:
-        raise ConfigError(
-            f"--sharded takes recipes {', '.join(supported)}; got {config.numerics.recipe!r}. Set "
-            "--recipe to one of these."
-        )
-    if config.parallel.reduce_dtype == "float8_e4m3fn":
-        raise ConfigError(
-            "--sharded bounds sums of gradients that were not cast; got parallel.reduce_dtype "
-            "'float8_e4m3fn'. Set it to float32 or bfloat16."
-        )
-    if jax.device_count() < devices:
-        raise ConfigError(
-            f"--sharded {devices} needs as many devices; jax has {jax.device_count()}."
-        )
+    _check(config, devices)
     report, unfit = Report(), {}
     one = _OneDevice(config)
     experts_rows = _buffer(one.experts, devices)
@@ -111,6 +97,24 @@ def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
             + "; ".join(f"{name}: {why}" for name, why in unfit.items())
         )
     return report, unfit
+
+
+def _check(config: Config, devices: int) -> None:
+    supported = [name for name, recipe in RECIPES.items() if recipe.fp8 and recipe.shared]
+    if config.numerics.recipe not in supported:
+        raise ConfigError(
+            f"--sharded takes recipes {', '.join(supported)}; got {config.numerics.recipe!r}. Set "
+            "--recipe to one of these."
+        )
+    if config.parallel.reduce_dtype == "float8_e4m3fn":
+        raise ConfigError(
+            "--sharded bounds sums of gradients that were not cast; got parallel.reduce_dtype "
+            "'float8_e4m3fn'. Set it to float32 or bfloat16."
+        )
+    if jax.device_count() < devices:
+        raise ConfigError(
+            f"--sharded {devices} needs as many devices; jax has {jax.device_count()}."
+        )
 
 
 class _OneDevice:
