@@ -576,7 +576,8 @@ def of_states(layout: str, target: str) -> dict:
             return optax.apply_updates(p, updates), state
         # a master's, where it is used
         weights = states.weights(state, layout, g.dtype) if p is None else p
-        new, state = states.step(weights, g, state, learning_rate=1e-3, layout=layout)
+        by = states.AdamW(learning_rate=1e-3, layout=layout)
+        new, state = states.step(weights, g, state, by)
         return None if p is None else new, state
 
     given = (None if layout in WITH_MASTERS else p, state, p)

@@ -1,22 +1,43 @@
 """Parameters that are stacks: tensors of one shape along a first dim, as a scan over layers takes
 them.
 
-Which parameters are, or decay, is said as optax says masks: by a tree of booleans, of the
-parameters' structure or a prefix of it, or by a function of the parameters.
+``Parameters`` says which are.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.custom_batching import custom_vmap
 
 
-def flags(name: str, mask: Any, params, *, default: bool) -> Any:
-    """The boolean of each parameter, of a mask; default where none is given.
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """Which parameters an AdamW treats in which way.
 
-    Raises:   ValueError: a mask of another structure, under its name.
+    mask      which of them decay, as in ``optax.adamw``: a tree of booleans, of the parameters'
+              structure or a prefix of it, or a function of the parameters; None: all.
+    stacked   which are stacks, in the same way; None: none is.
     """
+
+    mask: Any = None
+    stacked: Any = None
+
+    def decays(self, params) -> Any:
+        """For each parameter, whether it decays. Raises as ``stacks``."""
+        return _flags("mask", self.mask, params, default=True)
+
+    def stacks(self, params) -> Any:
+        """For each parameter, whether it is a stack; ValueError for a tree of another structure."""
+        return _flags("stacked", self.stacked, params, default=False)
+
+
+ALL_ALIKE = Parameters()
+"""All decay, and none is a stack."""
+
+
+def _flags(name: str, mask: Any, params, *, default: bool) -> Any:
     if mask is None or not jax.tree.leaves(params):
         return jax.tree.map(lambda _: default, params)
     mask_tree = mask(params) if callable(mask) else mask

@@ -7,7 +7,7 @@ parameters are trees of their structure, one for each field, as optax's own: nnx
 optax.tree.map_params take no tuple in a parameter's place.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -181,26 +181,21 @@ def check_moment(
         )
 
 
-def check_numbers(
-    learning_rate, b1: float, b2: float, eps: float, weight_decay: float, layout: Layout, seed: int
-) -> None:
+def check_numbers(learning_rate, numbers: Mapping[str, Any], layout: Layout) -> None:
     """ValueError for numbers of a step outside their ranges, for what is no number, and for what a
     jitted step cannot read (O-2).
+
+    numbers  by name: b1, b2, eps, weight_decay and seed.
     """
-    for name, value in (
-        ("b1", b1),
-        ("b2", b2),
-        ("eps", eps),
-        ("weight_decay", weight_decay),
-        ("seed", seed),
-    ):
+    for name, value in numbers.items():
         if isinstance(value, jax.Array):
             raise ValueError(
                 f"{name} is a Python number; got a jax array. Under optax.inject_hyperparams "
                 "only learning_rate varies: name b1, b2, eps, weight_decay and seed in "
                 "static_args."
             )
-    states.check_seed(seed, layout)
+    states.check_seed(numbers["seed"], layout)
+    b1, b2, eps, weight_decay = (numbers[key] for key in ("b1", "b2", "eps", "weight_decay"))
     states.check(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, layout=layout)
     if callable(learning_rate):
         return

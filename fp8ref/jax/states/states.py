@@ -23,7 +23,9 @@ them. Each has its own scales and blocks, as if it were a parameter of its own.
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +39,69 @@ from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.jax.states import moments, parameter_stacks
 from fp8ref.jax.states import state as adamw_state
 from fp8ref.jax.states.moments import MomentState, Scalars
+from fp8ref.jax.states.parameter_stacks import ALL_ALIKE, Parameters
 from fp8ref.jax.states.state import AdamWState
 from fp8ref.jax.transforms import array_types
 from fp8ref.recipe import Recipe
 from fp8ref.spec.states import layouts as states
 from fp8ref.spec.states.layouts import Layout
+
+__all__ = ["AdamW", "Parameters", "adamw", "copies", "decode", "step", "weights"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """The numbers, the layout and the parameters of an AdamW, as ``adamw`` takes them; ``step``
+    makes its steps.
+
+    Raises:   ValueError: as ``adamw``, before ``init``.
+    """
+
+    learning_rate: optax.ScalarOrSchedule
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    layout: str | Layout = "sqrt_e4m3"
+    parameters: Parameters = ALL_ALIKE
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        names = ("b1", "b2", "eps", "weight_decay", "seed")
+        numbers = {name: getattr(self, name) for name in names}
+        adamw_state.check_numbers(self.learning_rate, numbers, states.by_name(self.layout))
+
+    def transformation(self) -> optax.GradientTransformation:
+        """The optimizer for optax."""
+        return optax.GradientTransformation(self._init, self._update)
+
+    def _init(self, params) -> AdamWState:
+        structure: Any
+        layout = states.by_name(self.layout)
+        leaves, structure = jax.tree.flatten(params)
+        stacks = structure.flatten_up_to(self.parameters.stacks(params))
+        pairs = list(zip(leaves, stacks, strict=True))
+        kept = [
+            [moments.zeros(p, _layout_of(layout, p, s), i, stacked=s) for p, s in pairs]
+            for i in (0, 1)
+        ]
+        if layout.keeps_master:
+            kept.append(
+                [parameter_stacks.each(lambda w: moments.master(w, layout), s)(p) for p, s in pairs]
+            )
+        trees = [
+            adamw_state.by_field(each, structure, moment, stacks)
+            for each, moment in zip(kept, layout.kept, strict=True)
+        ]
+        decisions = adamw_state.decisions(layout)
+        return AdamWState(jnp.zeros((), jnp.int32), *trees)._replace(decisions=decisions)
+
+    def _update(self, grads, state: AdamWState, params=None):
+        if params is None:
+            raise ValueError(
+                "AdamW's decay needs the parameters: call update(grads, state, params)."
+            )
+        return _step_leaves(_updated, params, grads, state, self)
 
 
 def adamw(
@@ -52,8 +112,7 @@ def adamw(
     weight_decay: float = 0.0,
     *,
     layout: str | Layout = "sqrt_e4m3",
-    mask: Any = None,
-    stacked: Any = None,
+    parameters: Parameters = ALL_ALIKE,
     seed: int = 0,
 ) -> optax.GradientTransformation:
     """AdamW with the moments of a layout.
@@ -63,10 +122,7 @@ def adamw(
                    runs: outside of [0, 1024] it is NaN then, and so is every weight (O-2). The
                    other numbers are Python's: under ``optax.inject_hyperparams`` they are among the
                    static_args.
-    mask           which parameters decay, as in ``optax.adamw``: a tree of booleans, of the
-                   parameters' structure or a prefix of it, or a function of the parameters; None:
-                   all.
-    stacked        which parameters are stacks, in the same way; None: none is.
+    parameters     which of them decay, and which are stacks.
     seed           of a layout that rounds stochastically. Tensors are numbered as jax.tree flattens
                    the parameters, those of a stack one after the other.
 
@@ -76,7 +132,7 @@ def adamw(
               layout with masters the sum may miss the new weight by a rounding, in float32, of the
               old one; the next step does not read it. ``weights`` gives the new weight itself.
     Specials: a gradient that is not finite makes its weight NaN, and the moments of its group
-    (O-2).
+              (O-2).
     Raises:   ValueError: an unknown layout; a seed of a layout that does not round stochastically;
               numbers outside their ranges (O-2); at ``init`` and ``update``, parameters that are
               not float32 or empty, or missing; a state of another layout. Under jit, where
@@ -84,67 +140,24 @@ def adamw(
               weight NaN (O-17).
     Source:   spec O.
     """
-    layout = states.by_name(layout)
-    adamw_state.check_numbers(learning_rate, b1, b2, eps, weight_decay, layout, seed)
-
-    def init(params) -> AdamWState:
-        structure: Any
-        leaves, structure = jax.tree.flatten(params)
-        stacks = structure.flatten_up_to(
-            parameter_stacks.flags("stacked", stacked, params, default=False)
-        )
-        of = list(zip(leaves, stacks, strict=True))
-        kept = [
-            [moments.zeros(p, _layout_of(layout, p, s), i, stacked=s) for p, s in of]
-            for i in (0, 1)
-        ]
-        if layout.keeps_master:
-            kept.append(
-                [parameter_stacks.each(lambda w: moments.master(w, layout), s)(p) for p, s in of]
-            )
-        trees = [
-            adamw_state.by_field(each, structure, moment, stacks)
-            for each, moment in zip(kept, layout.kept, strict=True)
-        ]
-        return AdamWState(jnp.zeros((), jnp.int32), *trees)._replace(
-            decisions=adamw_state.decisions(layout)
-        )
-
-    def update(grads, state: AdamWState, params=None):
-        if params is None:
-            raise ValueError(
-                "AdamW's decay needs the parameters: call update(grads, state, params)."
-            )
-        return _step_leaves(
-            _leaf,
-            params,
-            grads,
-            state,
-            learning_rate,
-            (b1, b2, eps, weight_decay),
-            layout,
-            mask,
-            stacked,
-            seed,
-        )
-
-    return optax.GradientTransformation(init, update)
+    return AdamW(
+        learning_rate=learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        weight_decay=weight_decay,
+        layout=layout,
+        parameters=parameters,
+        seed=seed,
+    ).transformation()
 
 
 def step(
     params,
     grads,
     state: AdamWState,
+    optimizer: AdamW,
     *,
-    learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.9,
-    b2: float = 0.95,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    layout: str | Layout = "sqrt_e4m3",
-    mask: Any = None,
-    stacked: Any = None,
-    seed: int = 0,
     factor: jax.Array | float = 1.0,
     finite: jax.Array | bool = True,
 ) -> tuple[Any, AdamWState]:
@@ -164,57 +177,9 @@ def step(
     Raises:   ValueError: as ``adamw``.
     Source:   spec O.
     """
-    layout = states.by_name(layout)
-    adamw_state.check_numbers(learning_rate, b1, b2, eps, weight_decay, layout, seed)
     factor, finite = jnp.asarray(factor, jnp.float32), jnp.asarray(finite)
-
-    def step_leaf(
-        p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: tuple, is_stack: bool
-    ):
-        own = _layout_of(layout, p, is_stack)
-        adamw_state.check_leaf(p, g, stored, own, is_stack)
-
-        def by_xla(p, g, stored, at, factor, finite):
-            update, *after = _leaf(p, cast.to_f32(g) * factor, stored, at, layout, draw, is_stack)
-            new = p + update
-            if layout.keeps_master:
-                new = parameter_stacks.each(
-                    lambda x: moments.read(x, layout.master, layout), is_stack
-                )(after[2]).astype(p.dtype)
-            return jax.tree.map(
-                lambda new, old: jnp.where(finite, new, old), (new, *after), (p, *stored)
-            )
-
-        args = (p, g, stored, at, factor, finite)
-        # Pallas is slow to import
-        from fp8ref.jax.states import kernel
-
-        # Of a stack the kernel takes all blocks at once. Scales of masters, one for each of its
-        # tensors, it does not. Its results have no types of a mesh.
-        if (
-            not kernel.takes(p.shape[is_stack:], own)
-            or (is_stack and own.keeps_master)
-            or any(map(array_types.on_a_mesh, (p, g)))
-        ):
-            return by_xla(*args)
-        return parameter_stacks.batched_by(by_xla)(
-            lambda *args: lax.platform_dependent(
-                *args, cuda=functools.partial(kernel.step, layout=own), default=by_xla
-            )
-        )(*args)
-
-    new, after = _step_leaves(
-        step_leaf,
-        params,
-        grads,
-        state,
-        learning_rate,
-        (b1, b2, eps, weight_decay),
-        layout,
-        mask,
-        stacked,
-        seed,
-    )
+    stepped = functools.partial(_stepped, factor=factor, finite=finite)
+    new, after = _step_leaves(stepped, params, grads, state, optimizer)
     return new, after._replace(count=jnp.where(finite, after.count, state.count))
 
 
@@ -223,7 +188,7 @@ def decode(
 ) -> tuple[Any, Any]:
     """Trees of m and v, float32, as the next step reads them (spec O-4).
 
-    stacked   as ``adamw`` has it; a function takes the tree of codes.
+    stacked   as ``Parameters`` has it; a function takes the tree of codes.
     Raises:   ValueError: an unknown layout, or a state of another.
     """
     layout = states.by_name(layout)
@@ -249,7 +214,7 @@ def weights(
     """The tree of parameters that the masters hold, in a dtype: what a model computes with after
     the step (spec O-14).
 
-    stacked   as ``adamw`` has it; a function takes the tree of codes.
+    stacked   as ``Parameters`` has it; a function takes the tree of codes.
     Order:    code * scale_inv, exactly, then one rounding to the dtype.
     Raises:   ValueError: an unknown layout, or one without masters; a state of another layout.
     """
@@ -315,9 +280,8 @@ def _map_stored(f, trees: MomentState, layout: Layout, which: int, stacked) -> A
     """The tree of f(what is stored of a parameter, whether it is a stack)."""
     structure: Any
     codes, structure = jax.tree.flatten(getattr(trees, "codes", None))
-    stacks = structure.flatten_up_to(
-        parameter_stacks.flags("stacked", stacked, structure.unflatten(codes), default=False)
-    )
+    flags = Parameters(stacked=stacked).stacks(structure.unflatten(codes))
+    stacks = structure.flatten_up_to(flags)
     owns = [
         _sized_layout(layout, x.shape, s).kept[which] for x, s in zip(codes, stacks, strict=True)
     ]
@@ -330,39 +294,29 @@ def _sized_layout(layout: Layout, shape: tuple[int, ...], is_stack: bool) -> Lay
     return layout.of(math.prod(shape[1:] if is_stack else shape))
 
 
+class _Leaf(NamedTuple):
+    """A parameter in a step, or a stack of them: what is stored of it, its own layout, and of
+    stochastic rounding the seed, the number of the step and that of the tensor, a stack's first."""
+
+    p: jax.Array
+    g: jax.Array
+    stored: list[MomentState]
+    at: Scalars
+    layout: Layout
+    draw: tuple
+    is_stack: bool
+
+
 def _step_leaves(
-    leaf,
-    params,
-    grads,
-    state: AdamWState,
-    learning_rate,
-    numbers: tuple,
-    layout: Layout,
-    mask,
-    stacked,
-    seed: int,
+    step_leaf: Callable[[_Leaf], tuple], params, grads, state: AdamWState, optimizer: AdamW
 ):
-    """leaf of each parameter: (the tree of what it gives first, the state after the step)."""
-    b1, b2, eps, weight_decay = numbers
-    held, table = adamw_state.trees(state, layout), np.array(states.corrections(b1, b2), np.float32)
+    """step_leaf of each parameter: (the tree of what it gives first, the state after the step)."""
+    layout = states.by_name(optimizer.layout)
+    held = adamw_state.trees(state, layout)
     adamw_state.check_decisions(state, layout)
     count = optax.safe_increment(state.count)
-    at_step = jnp.asarray(table)[jnp.minimum(count, len(table)) - 1]
-    rate = jnp.asarray(
-        learning_rate(state.count) if callable(learning_rate) else learning_rate, jnp.float32
-    )
-    if rate.shape != ():
-        raise ValueError(
-            f"a schedule gives a number or an array of shape (); got one of shape {rate.shape}."
-        )
-    # too late to refuse it
-    rate = jnp.where((rate >= 0) & (rate <= 1024) & adamw_state.is_of(state, layout), rate, jnp.nan)
-    scalars = (b1, 1 - b1, b2, 1 - b2, *at_step, rate, eps, weight_decay)
-    at = Scalars(*(jnp.asarray(x, jnp.float32) for x in scalars))
-    decays, stacks = (
-        parameter_stacks.flags("mask", mask, params, default=True),
-        parameter_stacks.flags("stacked", stacked, params, default=False),
-    )
+    at = _scalars(state, count, layout, optimizer)
+    decays, stacks = optimizer.parameters.decays(params), optimizer.parameters.stacks(params)
 
     structure: Any
     leaves, structure = jax.tree.flatten(params)
@@ -373,9 +327,11 @@ def _step_leaves(
         for i, trees in enumerate(held)
     ]
     new, number = [], 0
-    for p, g, d, is_stack, *stored in zip(leaves, *columns, strict=True):
+    for p, own, g, d, is_stack, *stored in zip(leaves, owns, *columns, strict=True):
+        adamw_state.check_leaf(p, g, stored, own, is_stack)
         decayed = at._replace(weight_decay=jnp.where(d, at.weight_decay, 0))
-        new.append(leaf(p, g, stored, decayed, layout, (seed, count, number), is_stack))
+        draw = (optimizer.seed, count, number)
+        new.append(step_leaf(_Leaf(p, g, stored, decayed, own, draw, is_stack)))
         number += p.shape[0] if is_stack else 1
     if not new:
         return grads, state._replace(count=count)
@@ -387,23 +343,71 @@ def _step_leaves(
     return structure.unflatten(first), AdamWState(count, *trees)._replace(decisions=state.decisions)
 
 
-def _leaf(
-    p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: tuple, is_stack: bool
-):
-    """(update, m, v) of one parameter, and its master if one is kept; draw: the seed, the number of
-    the step and that of the tensor, the first of a stack."""
-    own, (seed, step, number) = _layout_of(layout, p, is_stack), draw
-    adamw_state.check_leaf(p, g, stored, own, is_stack)
-    if not is_stack:
-        return _tensor(p, g, stored, at, own, draw)
+def _scalars(state: AdamWState, count: jax.Array, layout: Layout, optimizer: AdamW) -> Scalars:
+    """The numbers of the step of this count (O-2, O-3)."""
+    b1, b2, learning_rate = optimizer.b1, optimizer.b2, optimizer.learning_rate
+    table = np.array(states.corrections(b1, b2), np.float32)
+    at_step = jnp.asarray(table)[jnp.minimum(count, len(table)) - 1]
+    rate = jnp.asarray(
+        learning_rate(state.count) if callable(learning_rate) else learning_rate, jnp.float32
+    )
+    if rate.shape != ():
+        raise ValueError(
+            f"a schedule gives a number or an array of shape (); got one of shape {rate.shape}."
+        )
+    # too late to refuse it
+    rate = jnp.where((rate >= 0) & (rate <= 1024) & adamw_state.is_of(state, layout), rate, jnp.nan)
+    scalars = (b1, 1 - b1, b2, 1 - b2, *at_step, rate, optimizer.eps, optimizer.weight_decay)
+    return Scalars(*(jnp.asarray(x, jnp.float32) for x in scalars))
+
+
+def _updated(leaf: _Leaf) -> tuple:
+    """(update, m, v) of one parameter, and its master if one is kept."""
+    if not leaf.is_stack:
+        return _tensor(leaf)
+    (seed, count, number), p = leaf.draw, leaf.p
     numbers = jnp.arange(number, number + p.shape[0], dtype=jnp.uint32)
-    return jax.vmap(
-        lambda p, g, stored, number: _tensor(p, g, stored, at, own, (seed, step, number))
-    )(p, g, stored, numbers)
+
+    def updated(p, g, stored, number):
+        return _tensor(leaf._replace(p=p, g=g, stored=stored, draw=(seed, count, number)))
+
+    return jax.vmap(updated)(p, leaf.g, leaf.stored, numbers)
 
 
-def _tensor(p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: tuple):
-    """``_leaf`` of one tensor, under its own layout."""
+def _stepped(leaf: _Leaf, *, factor: jax.Array, finite: jax.Array) -> tuple:
+    """(the new parameter, m, v) of one parameter, and its master if one is kept."""
+    from fp8ref.jax.states import kernel  # Pallas is slow to import
+
+    own = leaf.layout
+
+    def by_xla(p, g, stored, at, factor, finite):
+        scaled = cast.to_f32(g) * factor
+        update, *after = _updated(leaf._replace(p=p, g=scaled, stored=stored, at=at))
+        new = p + update
+        if own.keeps_master:
+            read = parameter_stacks.each(lambda x: moments.read(x, own.master, own), leaf.is_stack)
+            new = read(after[2]).astype(p.dtype)
+        return jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), (new, *after), (p, *stored)
+        )
+
+    args = (leaf.p, leaf.g, leaf.stored, leaf.at, factor, finite)
+    # Of a stack the kernel takes all blocks at once. Scales of masters, one for each of its
+    # tensors, it does not. Its results have no types of a mesh.
+    if (
+        not kernel.takes(leaf.p.shape[leaf.is_stack :], own)
+        or (leaf.is_stack and own.keeps_master)
+        or any(map(array_types.on_a_mesh, (leaf.p, leaf.g)))
+    ):
+        return by_xla(*args)
+    on_gpu = functools.partial(kernel.step, layout=own)
+    choice = functools.partial(lax.platform_dependent, cuda=on_gpu, default=by_xla)
+    return parameter_stacks.batched_by(by_xla)(lambda *args: choice(*args))(*args)
+
+
+def _tensor(leaf: _Leaf) -> tuple:
+    """``_updated`` of one tensor."""
+    p, g, stored, at, layout, (seed, count, number), _ = leaf
     new, change = moments.new(p, g, stored, at, layout)
     extremes = [
         moments.extremes(x, new[0], moment, i)
@@ -414,9 +418,8 @@ def _tensor(p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: 
         # read.
         g, stored, extremes = lax.optimization_barrier((g, stored, extremes))
         new, change = moments.new(p, g, stored, at, layout)
-    seed, step, number = draw
     keys = [
-        philox.key_of(seed, step, 2 * number + i % 2, master=i == 2)
+        philox.key_of(seed, count, 2 * number + i % 2, master=i == 2)
         if moment.rounding == "stochastic"
         else None
         for i, moment in enumerate(layout.kept)
@@ -427,9 +430,8 @@ def _tensor(p, g, stored: list[MomentState], at: Scalars, layout: Layout, draw: 
     ]
     if not layout.keeps_master:
         return -change, *after
-    return moments.read(after[2], layout.master, layout).astype(p.dtype).astype(
-        jnp.float32
-    ) - cast.to_f32(p), *after
+    weight = moments.read(after[2], layout.master, layout).astype(p.dtype)
+    return weight.astype(jnp.float32) - cast.to_f32(p), *after
 
 
 def _layout_of(layout: Layout, p, is_stack: bool) -> Layout:

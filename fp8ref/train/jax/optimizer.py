@@ -107,9 +107,10 @@ class Optimizer:
         norm, factor = self._clipping(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         if self._moments:
-            keys = {**self._adamw(), "learning_rate": lr, "factor": factor, "finite": finite}
+            before, optimizer = self._adamw_state(params, state), self._adamw(lr)
+            weights = self.weights(params)
             masters, new = self._apart(
-                *states.step(self.weights(params), grads, self._adamw_state(params, state), **keys)
+                *states.step(weights, grads, before, optimizer, factor=factor, finite=finite)
             )
         else:
             before = optax.ScaleByAdamState(
@@ -309,18 +310,19 @@ class Optimizer:
 
     def _at(self, lr) -> optax.GradientTransformation:
         """The optimizer of a layout at a learning rate, which its updates contain."""
-        return states.adamw(lambda _: lr, **self._adamw())
+        return self._adamw(lambda _: lr).transformation()
 
-    def _adamw(self) -> dict[str, Any]:
-        """What ``states.adamw`` and ``states.step`` take but for the learning rate."""
-        keys, layout = self._keys, self._moments or "float32"
-        numbers = {
-            "b1": keys.beta1,
-            "b2": keys.beta2,
-            "eps": keys.eps,
-            "weight_decay": keys.weight_decay,
-        }
-        return {**numbers, "layout": layout, "mask": _matrices, "stacked": _stacks}
+    def _adamw(self, learning_rate) -> states.AdamW:
+        keys = self._keys
+        return states.AdamW(
+            learning_rate=learning_rate,
+            b1=keys.beta1,
+            b2=keys.beta2,
+            eps=keys.eps,
+            weight_decay=keys.weight_decay,
+            layout=self._moments or "float32",
+            parameters=states.Parameters(mask=_matrices, stacked=_stacks),
+        )
 
     def _by_name(self, tree) -> dict[str, Any]:
         """What is kept of each parameter by its name: an array, or a ``MomentState``."""

@@ -83,7 +83,8 @@ def test_steps_of_an_nnx_optimizer_are_those_of_update(name):
 def test_map_params_reaches_what_is_kept_of_each_parameter(name):  # optax.tree.map_params
     params = {"w": jnp.ones((32, 256)), "b": jnp.ones(5), "layers": jnp.ones((3, 4))}
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16) if name in BFLOAT16 else p, params)
-    tx = states.adamw(**hyper(name), stacked={"w": False, "b": False, "layers": True})
+    stacked = states.Parameters(stacked={"w": False, "b": False, "layers": True})
+    tx = states.adamw(**hyper(name), parameters=stacked)
     state = tx.init(params)
     seen = []
     mapped = optax.tree.map_params(

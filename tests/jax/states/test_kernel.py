@@ -168,7 +168,9 @@ def test_on_an_nvidia_gpu_alone():
     """states.step lowers to it there; elsewhere to no kernel."""
     p = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
     state = jax.eval_shape(states.adamw(1e-3).init, p)
-    traced = jax.jit(functools.partial(states.step, **HYPER)).trace(p, p, state)
+    traced = jax.jit(functools.partial(states.step, optimizer=states.AdamW(**HYPER))).trace(
+        p, p, state
+    )
     texts = {
         platform: traced.lower(lowering_platforms=(platform,)).as_text()
         for platform in ("cpu", "cuda")

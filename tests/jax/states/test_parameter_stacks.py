@@ -113,11 +113,12 @@ def trained(layout, steps: int, place=lambda x: x) -> int:
     given = {
         "weight_decay": 0.1,
         "layout": layout,
-        "stacked": STACKED,
+        "parameters": states.Parameters(stacked=STACKED),
         "seed": 5 if layout.stochastic else 0,
     }
     optimizer = states.adamw(1e-2, **given)
-    step = jax.jit(lambda p, g, state: states.step(p, g, state, learning_rate=1e-2, **given))
+    by = states.AdamW(learning_rate=1e-2, **given)
+    step = jax.jit(lambda p, g, state: states.step(p, g, state, by))
     p = {name: place(jnp.asarray(w)) for name, w in weights().items()}
     state, total = optimizer.init(p), 0
     for t, held in enumerate(steps_of_each(layout, steps)):
@@ -167,7 +168,9 @@ def test_copies_of_a_stack_are_scanned(name):  # O-16
         rng.standard_normal((LAYERS, 32, 32)) * 4.0 ** np.arange(LAYERS).reshape(-1, 1, 1),
         jnp.float32,
     )
-    state = states.adamw(1e-3, layout=name, stacked=True).init({"w": w})
+    state = states.adamw(1e-3, layout=name, parameters=states.Parameters(stacked=True)).init(
+        {"w": w}
+    )
     x = jnp.asarray(rng.standard_normal((16, 32)), jnp.bfloat16)
 
     @jax.jit
@@ -193,21 +196,23 @@ def test_copies_of_a_stack_are_scanned(name):  # O-16
 
 def test_stacks_are_named_as_masks_are():
     p = {"layers": {"w": jnp.ones((LAYERS, 128))}, "head": jnp.ones((2, 128))}
-    by_function = states.adamw(
-        1e-3, stacked=lambda p: jax.tree.map(lambda x: x.shape[0] == LAYERS, p)
-    )
-    for tx in (states.adamw(1e-3, stacked={"layers": True, "head": False}), by_function):
+
+    def optimizer(stacked):
+        return states.adamw(1e-3, parameters=states.Parameters(stacked=stacked))
+
+    by_function = optimizer(lambda p: jax.tree.map(lambda x: x.shape[0] == LAYERS, p))
+    for tx in (optimizer({"layers": True, "head": False}), by_function):
         assert tx.init(p).m.scale_inv["layers"]["w"].shape == (LAYERS, 1)
         assert tx.init(p).m.scale_inv["head"].shape == (2,)
     with pytest.raises(
         ValueError,
         match="stacked is a tree of booleans, of the parameters' structure or a prefix of it; got",
     ):
-        states.adamw(1e-3, stacked={"layers": True}).init(p)
+        optimizer({"layers": True}).init(p)
     with pytest.raises(
         ValueError, match=r"a stack has its tensors along its first dim; got one of shape \(\)"
     ):
-        states.adamw(1e-3, stacked=True).init(jnp.float32(1))
+        optimizer(True).init(jnp.float32(1))
     other = states.adamw(1e-3).init(p)  # one tensor of 3 * 128 elements
     with pytest.raises(ValueError, match=r"States of another layout are not converted"):
         by_function.update(p, other, p)

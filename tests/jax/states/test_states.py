@@ -268,10 +268,11 @@ def test_explicit_axes_change_nothing(name, of, shape):  # O-11
         types = [[jax.typeof(x) for x in jax.tree.leaves(tree)] for tree in ((own, state), found)]
         assert types[0] == types[1]
         assert [x.shape for x in jax.tree.leaves(stepped)] == [x.shape for x in types[0]]
+        tx = states.adamw(1e-3, parameters=states.Parameters(stacked=True))
         with pytest.raises(
             ValueError, match="Explicit axes cut other dims of a stack than its first"
         ):
-            states.adamw(1e-3, stacked=True).init(jax.device_put(p, NamedSharding(mesh, P("x"))))
+            tx.init(jax.device_put(p, NamedSharding(mesh, P("x"))))
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
     assert all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
 
@@ -284,7 +285,7 @@ def test_a_step_inside_shard_map():  # O-11
     )
 
     def step(p):
-        return states.step(p, p, states.adamw(1e-3).init(p), learning_rate=1e-3)[0]
+        return states.step(p, p, states.adamw(1e-3).init(p), states.AdamW(learning_rate=1e-3))[0]
 
     found = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x")))(p)
     assert np.asarray(found).tobytes() == np.asarray(step(p)).tobytes()
@@ -340,9 +341,8 @@ def test_schedules_masks_and_moments_read_back():  # O-3, O-4
         )
         == 0
     )
-    matrices = states.adamw(
-        1e-2, layout="sqrt_e4m3", mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p), **HYPER
-    )
+    decays = states.Parameters(mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p))
+    matrices = states.adamw(1e-2, layout="sqrt_e4m3", parameters=decays, **HYPER)
     p = {"w": jnp.ones((2, 128)), "b": jnp.ones(128)}
     g = jax.tree.map(jnp.zeros_like, p)
     updates, state = matrices.update(g, matrices.init(p), p)
@@ -398,11 +398,13 @@ def test_a_learning_rate_that_optax_injects(jitted):  # O-3
 def test_a_mask_may_be_a_prefix_of_the_parameters():
     p = {"layer": {"w": jnp.ones((2, 128)), "b": jnp.ones(3)}, "norm": jnp.ones(3)}
     g = jax.tree.map(jnp.zeros_like, p)
-    optimizer = states.adamw(1e-2, weight_decay=0.5, mask={"layer": True, "norm": False})
+    decays = states.Parameters(mask={"layer": True, "norm": False})
+    optimizer = states.adamw(1e-2, weight_decay=0.5, parameters=decays)
     updates, _ = optimizer.update(g, optimizer.init(p), p)
     moved = jax.tree.map(lambda x: bool((x != 0).all()), updates)
     assert moved == {"layer": {"w": True, "b": True}, "norm": False}
-    wrong = states.adamw(1e-2, weight_decay=0.5, mask={"layer": True})
+    decays = states.Parameters(mask={"layer": True})
+    wrong = states.adamw(1e-2, weight_decay=0.5, parameters=decays)
     with pytest.raises(
         ValueError,
         match="mask is a tree of booleans, of the parameters' structure or a prefix of it; got",
@@ -456,10 +458,9 @@ def test_a_step_is_an_update_and_its_sum(name):  # O-6, O-14
     layout = {**LAYOUTS, **WITH_MASTERS}[name]
     optimizer, p, g = states.adamw(1e-3, layout=layout, **HYPER), start_arrays(), gradients_of(0)
     twice = jax.tree.map(lambda x: np.asarray(x) * np.float32(2), g)
+    by = states.AdamW(learning_rate=1e-3, layout=layout, **HYPER)
     step = jax.jit(
-        lambda p, g, state, finite: states.step(
-            p, g, state, learning_rate=1e-3, layout=layout, factor=0.5, finite=finite, **HYPER
-        )
+        lambda p, g, state, finite: states.step(p, g, state, by, factor=0.5, finite=finite)
     )
     state = optimizer.init(p)
     updates, wanted = jax.jit(optimizer.update)(g, state, p)
@@ -546,7 +547,7 @@ def test_a_schedule_that_leaves_the_range_makes_nan(name):  # O-2
     assert np.isnan(np.asarray(updates["w"])).all()
     assert all(np.isfinite(np.asarray(x)).all() for x in states.decode(state, name)[0].values())
     negative = jax.jit(
-        lambda rate: states.step(p, g, tx.init(p), learning_rate=rate, layout=name)[0]
+        lambda rate: states.step(p, g, tx.init(p), states.AdamW(learning_rate=rate, layout=name))[0]
     )
     assert np.isnan(np.asarray(negative(-1e-3)["w"])).all()
     for rate in (-1e-3, 1025.0, np.float32(np.nan)):
