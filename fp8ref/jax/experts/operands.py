@@ -87,11 +87,18 @@ class Codes(NamedTuple):
             if self.codes.dtype == native
             else lax.bitcast_convert_type(self.codes, native)
         )
-        if self.scale.ndim == 0:
-            options: dict = {"fmt": spec.fmt, "granularity": spec.granularity, "axis": axis}
-            return Quantized(codes=codes, scale=self.scale, scale_inv=self.scale_inv, **options)
-        return Segmented(
+        rows = Segmented(
             codes, self.scale, self.scale_inv, groups.group, spec.fmt, spec.granularity, axis
+        )
+        if self.scale.ndim:
+            return rows
+        return Quantized(
+            codes=codes,
+            scale=self.scale,
+            scale_inv=self.scale_inv,
+            fmt=spec.fmt,
+            granularity=spec.granularity,
+            axis=axis,
         )
 
 

@@ -40,7 +40,7 @@ hook sees it, and adds the bias after the output is rounded.
 
 from fp8ref.jax.flax.amax_observations import SEEN, STATE, Observed, merge
 from fp8ref.jax.flax.calibration import calibrate
-from fp8ref.jax.flax.convert import convert, deconvert, report
+from fp8ref.jax.flax.convert import Inputs, convert, deconvert, report
 from fp8ref.jax.flax.fp8_ops_state import flax_recipe, from_flax, to_flax
 from fp8ref.jax.flax.grouped_linear import GroupedLinear
 from fp8ref.jax.flax.linen import Einsum, linen_dot_general, linen_einsum
@@ -53,6 +53,7 @@ __all__ = [
     "Einsum",
     "Fp8State",
     "GroupedLinear",
+    "Inputs",
     "Observed",
     "Seen",
     "calibrate",

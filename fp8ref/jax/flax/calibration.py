@@ -1,5 +1,6 @@
 """The first scales of a Flax model under delayed scaling, before it is evaluated."""
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 
 from flax import nnx, traverse_util
@@ -28,47 +29,48 @@ def calibrate(model: nnx.Module | Mapping, batches: Iterable, *, apply: Callable
               runs in its present mode: call model.eval() before.
     Raises:   ValueError: no batch; a model without delayed scaling; linen without apply.
     """
-    begun, calls = unseen(model).layers, [_arguments(batch) for batch in batches]
+    begun, batches = unseen(model).layers, list(batches)
     if not begun:
         raise ValueError(
             "calibrate sets the scales of delayed scaling; the model has none. Convert it to a "
             "recipe such as 'delayed' first."
         )
-    if not calls:
+    if not batches:
         raise ValueError("calibrate takes at least one batch of the model's inputs; got none.")
     if isinstance(model, nnx.Module):
-        return update(model, Observed(layers=_nnx_seen(model, begun, calls)))
+        return update(model, Observed(layers=_nnx_seen(model, begun, batches)))
     if apply is None:
         raise ValueError(
             "calibrate runs a linen model by its apply; got none. Pass apply=net.apply."
         )
     seen = collection({tuple(path.split(".")): blank for path, blank in begun.items()}, "seen")
     with amax_observations.observing(), amax_observations.calibration(True):
-        for args, kwargs in calls:
-            seen = apply({**model, SEEN: seen}, *args, mutable=[SEEN], **kwargs)[1][SEEN]
+        for batch in batches:
+            run = functools.partial(apply, {**model, SEEN: seen}, mutable=[SEEN])
+            seen = _called(run, batch)[1][SEEN]
     layers: dict[str, dict] = {}
     for path, observed in traverse_util.flatten_dict(seen).items():
         layers.setdefault(".".join(path[:-2]), {})[path[-1]] = observed
     return update(model, Observed(layers=layers))
 
 
-def _nnx_seen(model: nnx.Module, begun: Mapping, calls: list[tuple[tuple, dict]]) -> dict:
+def _nnx_seen(model: nnx.Module, begun: Mapping, batches: list) -> dict:
     """The observations of an NNX model's hooks, by path."""
     stateful = {path: hook for path, hook in hooks(model).items() if path in begun}
     try:
         for path, hook in stateful.items():
             hook.seen = nnx.data(Seen(dict(begun[path])))
         with amax_observations.observing(), amax_observations.calibration(True):
-            for args, kwargs in calls:
-                model(*args, **kwargs)
+            for batch in batches:
+                _called(model, batch)
         return {path: hook.seen.get_value() for path, hook in stateful.items()}
     finally:
         for hook in stateful.values():
             hook.seen = nnx.data(None)
 
 
-def _arguments(batch) -> tuple[tuple, dict]:
-    """A batch as arguments by position and by name."""
+def _called(run: Callable, batch):
+    """run of a batch, as its arguments by position or by name."""
     if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
+        return run(**batch)
+    return run(*batch) if isinstance(batch, tuple | list) else run(batch)

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
@@ -36,14 +37,22 @@ Placements = Placement | Mapping[str, Placement] | Callable[[str], Placement | N
 """What ``convert`` takes for placement."""
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """What shows the layers of a linen model: arguments of its call (jax.ShapeDtypeStruct will do),
+    and the rngs of its init."""
+
+    args: tuple
+    rngs: Any = None
+
+
 def convert(
     model,
     recipe: str | Recipe,
     *,
     filter_fqns: Sequence[str] = (),
     fp8_fqns: Sequence[str] = (),
-    inputs: tuple | None = None,
-    rngs: Any = None,
+    inputs: tuple | Inputs | None = None,
     multiply: Multiply | None = None,
     placement: Placements | None = None,
     rules: Sequence[Rule] = (),
@@ -57,9 +66,8 @@ def convert(
               precision (X-11): a linear below a name "router" or "gate" with an output for each
               expert, unless fp8_fqns names it.
     linen:    a new module of the same fields and parameters, whose nn.Dense and nn.DenseGeneral
-    have hooks wherever they are
-              called. ``inputs``, arguments of its call (jax.ShapeDtypeStruct will do), show which
-              those are, traced with ``rngs``. Under delayed scaling its init makes the state:
+              have hooks wherever they are called. ``inputs``, arguments of its call or ``Inputs``,
+              show which those are. Under delayed scaling its init makes the state:
               {**variables, STATE: converted.init(rngs, *inputs)[STATE]}.
     multiply  simulated hardware of every hook, as in ``linen_dot_general``.
     placement of the linears on a mesh, as in ``linen_dot_general``: one for all of them; a mapping
@@ -71,139 +79,129 @@ def convert(
     Patterns: as everywhere: runs of whole components of a layer's dotted path, or shell patterns
               (R-3).
     Raises:   ValueError: a pattern that names nothing, or a placement's that names no linear in
-              FP8; nothing converted; a layer that has a hook
-              or a precision already, or that takes no hook (linen's nn.Einsum); a converted linen
-              model inside another or bound; in its call, a layer that ``inputs`` did not show.
+              FP8; nothing converted; a layer that has a hook or a precision already, or that takes
+              no hook (linen's nn.Einsum); a converted linen model inside another or bound; in its
+              call, a layer that ``inputs`` did not show.
     """
     recipe = linear.check_recipe(recipe, "convert")
-    options = {"filter_fqns": filter_fqns, "fp8_fqns": fp8_fqns}
+    choices = _Choices(recipe, filter_fqns, fp8_fqns, multiply, placement, rules)
     if isinstance(model, nnx.Module):
-        if inputs is not None or rngs is not None:
+        if inputs is not None:
             raise ValueError(
-                "inputs and rngs are for linen models, which show their layers when they are "
-                "called. Leave both out for an NNX model."
+                "inputs are for linen models, which show their layers when they are called. Leave "
+                "them out for an NNX model."
             )
-        return _convert_nnx(
-            model, recipe, options, {"multiply": multiply, "placement": placement}, rules
-        )
+        return _convert_nnx(model, choices)
     if rules:
         raise ValueError(
             f"rules change casts of an NNX model; got a {type(model).__name__}. Leave them out, "
             "or convert to NNX."
         )
-    if isinstance(model, nn.Module):
-        if inputs is None:
-            raise ValueError(
-                "a linen model shows its layers when it is called: give arguments of "
-                f"{type(model).__name__} as inputs=(x,)."
-            )
-        return _convert_linen(
-            model, recipe, options, inputs, rngs, {"multiply": multiply, "placement": placement}
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"convert takes a linen or an NNX module; got {type(model).__name__}.")
+    if inputs is None:
+        raise ValueError(
+            "a linen model shows its layers when it is called: give arguments of "
+            f"{type(model).__name__} as inputs=(x,)."
         )
-    raise ValueError(f"convert takes a linen or an NNX module; got {type(model).__name__}.")
+    return _convert_linen(model, choices, inputs if isinstance(inputs, Inputs) else Inputs(inputs))
 
 
-def _hook_options(chosen: Sequence[str], hook_options: Mapping) -> dict[str, dict]:
-    """For each layer in FP8, the options of its hook: simulated hardware, placement."""
-    placement = hook_options["placement"]
-    if isinstance(placement, Mapping):
-        for pattern in placement:
-            if not any(linear_selection.matches(pattern, name) for name in chosen):
+@dataclass(frozen=True)
+class _Choices:
+    """What a conversion is asked for, of either kind of model."""
+
+    recipe: Recipe
+    filter_fqns: Sequence[str]
+    fp8_fqns: Sequence[str]
+    multiply: Multiply | None
+    placement: Placements | None
+    rules: Sequence[Rule]
+
+    def select(self, dims: Mapping[str, tuple[int, int]]) -> list[linear_selection.Decision]:
+        """A decision for each layer, of N and K by its path."""
+        return linear_selection.select(
+            dims, self.recipe, filter_fqns=self.filter_fqns, fp8_fqns=self.fp8_fqns
+        )
+
+    def placements(self, chosen: Sequence[str]) -> dict[str, Placement | None]:
+        """The placement of each layer in FP8."""
+        by_name = self._placed_by_pattern if isinstance(self.placement, Mapping) else self.placement
+        if isinstance(self.placement, Mapping):
+            for pattern in self.placement:
+                if not any(linear_selection.matches(pattern, name) for name in chosen):
+                    raise ValueError(
+                        "every pattern of placement names at least one linear in FP8 (R-3); "
+                        f"{pattern!r} names none of: {linear_selection.listed(chosen)}."
+                    )
+        placements = {name: by_name(name) if callable(by_name) else by_name for name in chosen}
+        for name, placed in placements.items():
+            if not isinstance(placed, Placement | None):
                 raise ValueError(
-                    "every pattern of placement names at least one linear in FP8 (R-3); "
-                    f"{pattern!r} names none of: {linear_selection.listed(chosen)}."
+                    f"{name}: a placement is a sharding.Placement or None; got "
+                    f"{type(placed).__name__}."
                 )
-        placements = {
-            name: next(
-                (
-                    placed
-                    for pattern, placed in placement.items()
-                    if linear_selection.matches(pattern, name)
-                ),
-                None,
-            )
-            for name in chosen
-        }
-    else:
-        placements = {
-            name: placement(name) if callable(placement) else placement for name in chosen
-        }
-    for name, placed in placements.items():
-        if not isinstance(placed, Placement | None):
-            raise ValueError(
-                f"{name}: a placement is a sharding.Placement or None; got {type(placed).__name__}."
-            )
-    return {
-        name: {"multiply": hook_options["multiply"], "placement": placed}
-        for name, placed in placements.items()
-    }
+        return placements
+
+    def _placed_by_pattern(self, name: str) -> Placement | None:
+        assert isinstance(self.placement, Mapping)
+        matches = (v for k, v in self.placement.items() if linear_selection.matches(k, name))
+        return next(matches, None)
 
 
-def _convert_nnx(
-    model: nnx.Module,
-    recipe: Recipe,
-    options: Mapping,
-    hook_options: Mapping,
-    rules: Sequence[Rule],
-) -> nnx.Module:
+_OWN_FUNCTION = {
+    nnx.Linear: lax.dot_general,
+    nnx.LinearGeneral: None,
+    nnx.Einsum: jnp.einsum,
+    GroupedLinear: lax.ragged_dot,
+}
+"""What multiplies in a layer of Flax without a hook."""
+
+
+def _convert_nnx(model: nnx.Module, choices: _Choices) -> nnx.Module:
     """Put hooks into an NNX model's layers, after all of them were checked."""
-    # Called for its check.
     nnx_hooks.hooks(model)  # refuses shared ones
     layers = _linears(model)
-    selected = linear_selection.select(
-        {name: _dims(name, layer) for name, layer in layers.items()}, recipe, **options
-    )
+    selected = choices.select({name: _dims(name, layer) for name, layer in layers.items()})
     selected = [_refined(decision, layers[decision.path]) for decision in selected]
-    selected = routers.left_out(
-        selected, {d.experts for d in selected if d.fp8 and d.experts}, options["fp8_fqns"]
-    )
-    plan = linear_rules.apply(rules, selected)
+    experts = {d.experts for d in selected if d.fp8 and d.experts}
+    plan = linear_rules.apply(choices.rules, routers.left_out(selected, experts, choices.fp8_fqns))
     chosen = [(decision, layers[decision.path]) for decision in plan if decision.fp8]
     _check_some(plan)
     for decision, layer in chosen:  # all of them, before the first one changes
-        free = {
-            nnx.Linear: lax.dot_general,
-            nnx.LinearGeneral: None,
-            nnx.Einsum: jnp.einsum,
-            GroupedLinear: lax.ragged_dot,
-        }
+        own = next(v for kind, v in _OWN_FUNCTION.items() if isinstance(layer, kind))
         hooks = [getattr(layer, _attribute(layer)), getattr(layer, "dot_general_cls", None)]
-        hooks_in_use = [
-            hook
-            for hook in hooks
-            if hook not in (next(v for k, v in free.items() if isinstance(layer, k)), None)
-        ]
+        hooks_in_use = [hook for hook in hooks if hook not in (own, None)]
         _check_free(decision.path, hooks_in_use, getattr(layer, "precision", None))
         _check_dtype(decision.path, layer)
-    by_layer = _hook_options([decision.path for decision, _ in chosen], hook_options)
+    placements = choices.placements([decision.path for decision, _ in chosen])
     # refuses what a hook does not take
-    new_hooks = [_hook(decision, layer, by_layer[decision.path]) for decision, layer in chosen]
+    new_hooks = [
+        _hook(decision, layer, choices.multiply, placements[decision.path])
+        for decision, layer in chosen
+    ]
     notice = unset_scales.Model()
     for (_, layer), hook in zip(chosen, new_hooks, strict=True):
         setattr(layer, _attribute(layer), nnx.data(hook))
         unset_scales.models[hook] = notice
     decisions = {decision.path: decision for decision in plan}
-    _log(
-        reports.nnx_report(
-            model, None, {path: decision.shape for path, decision in decisions.items()}, decisions
-        ),
-        type(model).__name__,
-    )
+    dims = {path: decision.shape for path, decision in decisions.items()}
+    _log(reports.nnx_report(model, None, dims, decisions), type(model).__name__)
     return model
 
 
-def _hook(decision: linear_selection.Decision, layer, options: Mapping) -> nnx_hooks.Hook:
+def _hook(
+    decision: linear_selection.Decision,
+    layer,
+    multiply: Multiply | None,
+    placement: Placement | None,
+) -> nnx_hooks.Hook:
     """What takes the place of a layer's own function, which it remembers."""
-    attribute, kernel = _attribute(layer), layer.kernel.get_value()
-    kind = {"einsum_op": nnx_hooks.EinsumOp, "ragged_dot": RaggedDot}.get(
-        attribute, nnx_hooks.DotGeneral
-    )
-    hook = kind(
-        decision.recipe,
-        decision.path,
-        kernel.shape[: kernel.ndim - reports.kernel_ndim(layer)],
-        **options,
-    )
+    attribute, shape = _attribute(layer), layer.kernel.get_value().shape
+    kinds = {"einsum_op": nnx_hooks.EinsumOp, "ragged_dot": RaggedDot}
+    kind = kinds.get(attribute, nnx_hooks.DotGeneral)
+    stack = shape[: len(shape) - reports.kernel_ndim(layer)]
+    hook = kind(decision.recipe, decision.path, stack, multiply, placement)
     hook.replaces = (getattr(layer, attribute),)
     return hook
 
@@ -238,7 +236,7 @@ def _check_some(plan: Sequence[linear_selection.Decision]) -> None:
 def _ignores_hook(layer) -> bool:
     """True if the layer's class has a __call__ of its own that takes one input, as Flax's, and
     never runs the hook: it is traced. A call that cannot be traced so may run it."""
-    flax_class = next(kind for kind in type(layer).__mro__ if kind in _OF_FLAX)
+    flax_class = next(kind for kind in type(layer).__mro__ if kind in _OWN_FUNCTION)
     if isinstance(layer, GroupedLinear) or type(layer).__call__ is flax_class.__call__:
         return False
     graph, state = nnx.split(layer)
@@ -270,7 +268,6 @@ def _ignores_hook(layer) -> bool:
     return not ran
 
 
-_OF_FLAX = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, GroupedLinear)
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -402,9 +399,7 @@ def _einsum_dims(name: str, subscripts: str, shape: Sequence[int]) -> tuple[int,
     )
 
 
-def _convert_linen(
-    model: nn.Module, recipe: Recipe, options: Mapping, inputs: tuple, rngs, hook_options: Mapping
-) -> nn.Module:
+def _convert_linen(model: nn.Module, choices: _Choices, inputs: Inputs) -> nn.Module:
     """A linen module with hooks in its linears.
 
     A linen module names its layers only when it is called. So its init is traced once to record
@@ -414,36 +409,8 @@ def _convert_linen(
         raise ValueError(
             f"{type(model).__name__} is converted already; convert the original model, once."
         )
-    rngs = jax.random.key(0) if rngs is None else rngs
-
-    def init(module: nn.Module):
-        return module.init(
-            rngs,
-            *jax.tree.map(
-                lambda v: jnp.zeros(v.shape, v.dtype) if isinstance(v, jax.ShapeDtypeStruct) else v,
-                inputs,
-            ),
-        )
-
-    layers: dict[str, tuple[nn.Module, tuple[int, int]]] = {}
-    modules: dict[str, nn.Module] = {}
-
-    def record(call, args, kwargs, context):
-        modules.setdefault(linen_hooks.layer_name(context.module), context.module)
-        if _is_linear_call(context):
-            name = linen_hooks.layer_name(context.module)
-            layers[name] = (
-                context.module.clone(parent=None),
-                _linen_dims(name, context.module, *args, **kwargs),
-            )
-        return call(*args, **kwargs)
-
-    # Shapes are enough to name layers and dims: nothing is computed.
-    with nn.intercept_methods(record):
-        jax.eval_shape(lambda: init(model))
-    plan = linear_selection.select(
-        {name: dims for name, (_, dims) in layers.items()}, recipe, **options
-    )
+    layers, modules = _recorded(model, inputs)
+    plan = choices.select({name: dims for name, (_, dims) in layers.items()})
     for decision in plan:
         layer = layers[decision.path][0]
         if decision.fp8 and isinstance(layer, nn.Einsum):
@@ -452,17 +419,18 @@ def _convert_linen(
                 "fj.flax.Einsum(..., recipe=...), or name it in filter_fqns."
             )
         if decision.fp8:
-            _check_free(
-                decision.path,
-                [hook for hook in (layer.dot_general, layer.dot_general_cls) if hook is not None],
-                layer.precision,
-            )
-    by_layer = _hook_options([decision.path for decision in plan if decision.fp8], hook_options)
-    hooks = {
-        d.path: linen_hooks.linen_dot_general(d.recipe, **by_layer[d.path]) if d.fp8 else None
+            hooks = [h for h in (layer.dot_general, layer.dot_general_cls) if h is not None]
+            _check_free(decision.path, hooks, layer.precision)
+    placements = choices.placements([decision.path for decision in plan if decision.fp8])
+    hook_of = {
+        d.path: linen_hooks.linen_dot_general(
+            d.recipe, multiply=choices.multiply, placement=placements[d.path]
+        )
+        if d.fp8
+        else None
         for d in plan
     }
-    converted = _converted(model, hooks)
+    converted = _converted(model, hook_of)
     # What a call refuses is refused here.
     ran: set[str] = set()
 
@@ -472,23 +440,48 @@ def _convert_linen(
         return call(*args, **kwargs)
 
     with nn.intercept_methods(note):
-        jaxpr, variables = jax.make_jaxpr(lambda: init(converted), return_shape=True)()
-    plan = [
-        _without_hook(decision) if decision.fp8 and decision.path not in ran else decision
-        for decision in plan
-    ]
+        jaxpr, variables = jax.make_jaxpr(lambda: _init(converted, inputs), return_shape=True)()
+    plan = [_without_hook(d) if d.fp8 and d.path not in ran else d for d in plan]
     _check_some(plan)
-    layer_recipes = {decision.path: decision.recipe for decision in plan}
     report = reports.linen_report(
         modules,
         variables.get("params", {}),
         {decision.path: decision for decision in plan},
-        layer_recipes,
+        {decision.path: decision.recipe for decision in plan},
         jaxpr.jaxpr,
     )
     type(converted)._report = report
     _log(report, type(model).__name__)
     return converted
+
+
+def _init(module: nn.Module, inputs: Inputs):
+    def array(v):
+        return jnp.zeros(v.shape, v.dtype) if isinstance(v, jax.ShapeDtypeStruct) else v
+
+    rngs = jax.random.key(0) if inputs.rngs is None else inputs.rngs
+    return module.init(rngs, *jax.tree.map(array, inputs.args))
+
+
+def _recorded(
+    model: nn.Module, inputs: Inputs
+) -> tuple[dict[str, tuple[nn.Module, tuple[int, int]]], dict[str, nn.Module]]:
+    """The linears that a model's init calls, with N and K of each, and all its modules."""
+    layers: dict[str, tuple[nn.Module, tuple[int, int]]] = {}
+    modules: dict[str, nn.Module] = {}
+
+    def record(call, args, kwargs, context):
+        module = context.module
+        name = linen_hooks.layer_name(module)
+        modules.setdefault(name, module)
+        if _is_linear_call(context):
+            layers[name] = module.clone(parent=None), _linen_dims(name, module, *args, **kwargs)
+        return call(*args, **kwargs)
+
+    # Shapes are enough to name layers and dims: nothing is computed.
+    with nn.intercept_methods(record):
+        jax.eval_shape(lambda: _init(model, inputs))
+    return layers, modules
 
 
 def _is_linear_call(context) -> bool:
@@ -534,31 +527,44 @@ class _Converted:
     _report: reports.Report
 
 
-def _converted(model: nn.Module, hooks: Mapping[str, Callable | None]) -> nn.Module:
+def _converted(model: nn.Module, hook_of: Mapping[str, Callable | None]) -> nn.Module:
     """A copy of model whose class runs init and apply with hooks in its linears."""
+    original = type(model)
+    members = _members(original, _interceptor(hook_of))
+    members |= {"_original": original, "__module__": original.__module__}
+    cls = type(original.__name__, (original, _Converted), {**members, "__doc__": original.__doc__})
+    return cls(**_fields(model))
+
+
+def _interceptor(hook_of: Mapping[str, Callable | None]) -> Callable:
+    """What runs in place of a layer's call: the same call, with the layer's hook."""
 
     def intercept(call, args, kwargs, context):
         if not _is_linear_call(context):
             return call(*args, **kwargs)
         layer = context.module
         name = linen_hooks.layer_name(layer)
-        if name not in hooks:
+        if name not in hook_of:
             raise ValueError(
                 f"{name} is not among the layers that convert's inputs called: "
-                f"{', '.join(hooks)}. Give inputs that call every layer."
+                f"{', '.join(hook_of)}. Give inputs that call every layer."
             )
-        if hooks[name] is None:
+        if hook_of[name] is None:
             return call(*args, **kwargs)
         # Modules are frozen, but this is the copy that is bound for this call; it is restored
         # below.
-        object.__setattr__(layer, "dot_general_cls", hooks[name])
+        object.__setattr__(layer, "dot_general_cls", hook_of[name])
         try:
             return call(*args, **kwargs)
         finally:
             object.__setattr__(layer, "dot_general_cls", None)
 
-    original = type(model)
+    return intercept
 
+
+def _members(original: type, intercept: Callable) -> dict[str, Any]:
+    """The methods of a converted class: its own init and apply intercept calls, and what would run
+    without them is refused."""
     inside: ContextVar[bool] = ContextVar("fp8ref_jax_flax_inside", default=False)
 
     def intercepted(name: str):
@@ -579,7 +585,7 @@ def _converted(model: nn.Module, hooks: Mapping[str, Callable | None]) -> nn.Mod
         )
 
     def post_init(self):
-        original.__post_init__(self)
+        original.__post_init__(self)  # type: ignore[attr-defined]
         if isinstance(self.parent, nn.Module):
             raise ValueError(
                 f"a converted {original.__name__} is a whole model; got it inside "
@@ -588,18 +594,13 @@ def _converted(model: nn.Module, hooks: Mapping[str, Callable | None]) -> nn.Mod
         if isinstance(self.parent, Scope) and not inside.get():  # as by nn.apply
             refused(self)
 
-    members = {
+    return {
         "apply": intercepted("apply"),
         "init_with_output": intercepted("init_with_output"),
         "__post_init__": post_init,
+        "bind": refused,
+        "tabulate": refused,
     }
-    members |= {"bind": refused, "tabulate": refused, "_original": original}
-    cls = type(
-        original.__name__,
-        (original, _Converted),
-        {**members, "__module__": original.__module__, "__doc__": original.__doc__},
-    )
-    return cls(**_fields(model))
 
 
 def _fields(model: nn.Module) -> dict:

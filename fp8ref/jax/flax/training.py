@@ -2,7 +2,8 @@
 state (spec H-9)."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import jax
@@ -254,15 +255,12 @@ def _nnx_value_and_grad(
         with amax_observations.observing() as observers:
             watched = _watched(loss_fn, observers.names)
             differentiated = nnx.DiffState(0, nnx.Any(nnx.All(wrt, nnx.Not(Fp8State)), Seen))
-            # also where Flax is set to treat modules as trees (nnx.set_graph_mode,
+            # graph: also where Flax is set to treat modules as trees (nnx.set_graph_mode,
             # set_graph_updates)
-            as_graph: dict = {
-                "argnums": differentiated,
-                "has_aux": has_aux,
-                "graph": True,
-                "graph_updates": True,
-            }
-            value, both = nnx.value_and_grad(watched, **as_graph)(model, *args, **kwargs)
+            differentiate = nnx.value_and_grad(
+                watched, argnums=differentiated, has_aux=has_aux, graph=True, graph_updates=True
+            )
+            value, both = differentiate(model, *args, **kwargs)
         forward = {path: hook.seen.get_value() for path, hook in stateful.items()}
     finally:
         for path, hook in every.items():
@@ -362,27 +360,10 @@ def _linen_value_and_grad(loss_fn: Callable, model: Model, args: tuple, has_aux:
             )
         return loss, (_linen_seen(updated, start, observers.threaded), aux)
 
-    with amax_observations.observing() as observers:
-        try:
-            differentiated = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)
-            all_params = {prefix: tree["params"] for prefix, tree in models.items()}
-            (loss, (forward, aux)), (grads, backward) = differentiated(all_params, dict(start))
-        except ValueError as error:
-            if "broadcasted variable has a data dependency" not in str(error):
-                raise
-            raise ValueError(
-                f"an nn.scan that shares its layers' weights cannot broadcast {SEEN!r}, which "
-                "every use changes; got it in variable_broadcast. Broadcast 'params' and "
-                f"{STATE!r}, and name {SEEN!r} in variable_carry."
-            ) from error
-        except TypeError as error:
-            if "scan body function carry" not in str(error) or SEEN not in str(error):
-                raise
-            raise ValueError(
-                f"an nn.scan that carries {SEEN!r} hands observations from use to use; got an "
-                f"apply that does not let it change. Call apply(..., mutable=[{SEEN!r}]), and "
-                "return (loss, updated)."
-            ) from error
+    with amax_observations.observing() as observers, _scans_named():
+        differentiated = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)
+        all_params = {prefix: tree["params"] for prefix, tree in models.items()}
+        (loss, (forward, aux)), (grads, backward) = differentiated(all_params, dict(start))
     if lost := [
         path for path in observers.given if path not in observers.delivered | observers.threaded
     ]:
@@ -400,6 +381,29 @@ def _linen_value_and_grad(loss_fn: Callable, model: Model, args: tuple, has_aux:
     )
     grads = _like(model, [grads[prefix] for prefix in models])
     return ((loss, aux) if has_aux else loss), grads, seen
+
+
+@contextmanager
+def _scans_named() -> Iterator[None]:
+    """Errors of an nn.scan that does not hand observations on, said in words of ours."""
+    try:
+        yield
+    except ValueError as error:
+        if "broadcasted variable has a data dependency" not in str(error):
+            raise
+        raise ValueError(
+            f"an nn.scan that shares its layers' weights cannot broadcast {SEEN!r}, which "
+            "every use changes; got it in variable_broadcast. Broadcast 'params' and "
+            f"{STATE!r}, and name {SEEN!r} in variable_carry."
+        ) from error
+    except TypeError as error:
+        if "scan body function carry" not in str(error) or SEEN not in str(error):
+            raise
+        raise ValueError(
+            f"an nn.scan that carries {SEEN!r} hands observations from use to use; got an "
+            f"apply that does not let it change. Call apply(..., mutable=[{SEEN!r}]), and "
+            "return (loss, updated)."
+        ) from error
 
 
 def _parts(out, has_aux: bool, model: Model) -> tuple:

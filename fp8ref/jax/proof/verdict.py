@@ -184,35 +184,31 @@ def missing(
             others = [text for text in present if text != expected]
             promise = f"{layer}/{which}: planned {expected}"
             lines += [f"{promise}; {have}" for have in (others if here else ["found no such dot"])]
-            # Gathers: one in FP8 for each role that the placement gathers.
-            placement = (placements or {}).get(layer)
-            gathered = [role for role in OPERANDS[which] if placement and placement.gathered(role)]
-            bytes_ = [
-                m
-                for m in moved
-                if (m.layer, m.which, m.kind) == (layer, which, "all_gather")
-                and m.dtype.startswith("f8")
-            ]
-            wide = [
-                m
-                for m in moved
-                if (m.layer, m.which, m.kind) == (layer, which, "all_gather")
-                and not m.dtype.startswith("f8")
-            ]
-            if len(bytes_) + _merged(moved, layer, which, recipe, placement) < len(gathered):
-                lines.append(
-                    f"{layer}/{which}: planned {len(gathered)} gathers in FP8, of "
-                    f"{', '.join(gathered)}; found {len(bytes_)}"
-                )
-            # Scales of rows are [..., M, 1], or [M] where XLA leaves the 1 out.
-            paired = "grad_output" in gathered and recipes.by_name(recipe).pairs_gradients
-            wide = [
-                m
-                for m in wide
-                if len(m.shape) > 1 and 1 not in m.shape[-2:] and not (paired and _is_bits(m.dtype))
-            ]
-            lines += [f"{layer}/{which}: gathers {m.dtype}{list(m.shape)}" for m in wide]
+            place, placement = f"{layer}/{which}", (placements or {}).get(layer)
+            lines += [f"{place}: {line}" for line in _gathers(moved, place, recipe, placement)]
     return lines
+
+
+def _gathers(
+    moved: list[Collective], place: str, recipe: str | Recipe, placement: Placement | None
+) -> Iterator[str]:
+    """What a GEMM's gathers lack of one in FP8 for each role that the placement gathers, and those
+    of wider numbers. place: ``layer/which``."""
+    layer, _, which = place.rpartition("/")
+    roles = OPERANDS[which]  # type: ignore[index]
+    gathered = [role for role in roles if placement and placement.gathered(role)]
+    here = [m for m in moved if (m.layer, m.which, m.kind) == (layer, which, "all_gather")]
+    in_fp8 = [m for m in here if m.dtype.startswith("f8")]
+    if len(in_fp8) + _merged(moved, layer, which, recipe, placement) < len(gathered):
+        yield (
+            f"planned {len(gathered)} gathers in FP8, of {', '.join(gathered)}; found {len(in_fp8)}"
+        )
+    paired = "grad_output" in gathered and recipes.by_name(recipe).pairs_gradients
+    for m in here:
+        # Scales of rows are [..., M, 1], or [M] where XLA leaves the 1 out.
+        numbers = len(m.shape) > 1 and 1 not in m.shape[-2:]
+        if not m.dtype.startswith("f8") and numbers and not (paired and _is_bits(m.dtype)):
+            yield f"gathers {m.dtype}{list(m.shape)}"
 
 
 def lost(compiled: Program, program: Program) -> list[str]:

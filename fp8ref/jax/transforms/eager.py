@@ -32,10 +32,10 @@ def as_one_program(
         def run(*args: Any, **options: Any):
             if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, options))):
                 return function(*args, **options)
-            call = signature.bind(*args, **options).arguments
+            call = signature.bind(*args, **options)
             for name, take_off in unnamed.items():
-                call[name] = take_off(call[name])
-            return compiled(**call)
+                call.arguments[name] = take_off(call.arguments[name])
+            return compiled(*call.args, **call.kwargs)
 
         return run
 
