@@ -350,14 +350,8 @@ def _linen_value_and_grad(loss_fn: Callable, model: Model, args: tuple, has_aux:
             has_aux,
             model,
         )
-        if not has_aux and (
-            others := [name for tree in updated.values() for name in tree if name != SEEN]
-        ):
-            observed = any(SEEN in tree for tree in updated.values())
-            raise ValueError(
-                f"collections {', '.join(others)} would be lost. Return them as aux, under "
-                f"has_aux=True: (loss, {'(updated, updated)' if observed else 'updated'})."
-            )
+        if not has_aux:
+            _check_others(updated)
         return loss, (_linen_seen(updated, start, observers.threaded), aux)
 
     with amax_observations.observing() as observers, _scans_named():
@@ -381,6 +375,16 @@ def _linen_value_and_grad(loss_fn: Callable, model: Model, args: tuple, has_aux:
     )
     grads = _like(model, [grads[prefix] for prefix in models])
     return ((loss, aux) if has_aux else loss), grads, seen
+
+
+def _check_others(updated: Mapping[str, Mapping]) -> None:
+    """ValueError for collections that apply returned and the loss would drop."""
+    if others := [name for tree in updated.values() for name in tree if name != SEEN]:
+        observed = any(SEEN in tree for tree in updated.values())
+        raise ValueError(
+            f"collections {', '.join(others)} would be lost. Return them as aux, under "
+            f"has_aux=True: (loss, {'(updated, updated)' if observed else 'updated'})."
+        )
 
 
 @contextmanager
