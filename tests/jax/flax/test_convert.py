@@ -351,7 +351,7 @@ def shared():
             "runs by its own init and apply",
         ),
         (lambda: fj.flax.convert(Model(), "rowwise"), r"inputs=\(x,\)"),
-        (lambda: fj.flax.convert(net(), "rowwise", inputs=(X,)), "Leave both out"),
+        (lambda: fj.flax.convert(net(), "rowwise", inputs=(X,)), "Leave them out"),
         (
             lambda: fj.flax.convert(
                 nnx.Sequential(nnx.Einsum("bd,...df->b...f", (2, 32, 64), rngs=nnx.Rngs(0))),
