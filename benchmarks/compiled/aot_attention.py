@@ -12,7 +12,7 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from fp8ref.jax.attention import attention
+from fp8ref.jax.attention import DeviceCall, attention
 from fp8ref.jax.attention import kernel as attention_kernel
 from fp8ref.spec.attention import delayed as attention_delayed
 from fp8ref.spec.attention.variants import VARIANTS, Mask
@@ -60,7 +60,7 @@ def of_attention(name: str, target: str) -> dict:
             return jax.nn.dot_product_attention(
                 *heads, is_causal=True, implementation="cudnn"
             ).swapaxes(1, 2)
-        return attention.apply(q, k, v, variant=name, mask=mask, name="layer")
+        return attention.apply(q, k, v, variant=DeviceCall(variant=name, mask=mask, layer="layer"))
 
     def step(scales, q, k, v):
         if name in VARIANTS and VARIANTS[name].backward is None:

@@ -24,6 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from fp8ref.jax.attention import DeviceCall
 from fp8ref.jax.attention import attention as jax_attention
 from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import ARITHMETIC, VARIANTS, Mask
@@ -72,7 +73,7 @@ def in_jax(
 
     def by(variant: str, arithmetic):
         return lambda q, k, v: jax_attention.apply(
-            q, k, v, variant=variant, mask=MASK, arithmetic=arithmetic
+            q, k, v, variant=DeviceCall(variant=variant, mask=MASK, arithmetic=arithmetic)
         )
 
     def forward(function):

@@ -27,7 +27,7 @@ def of_jax(arrays, **how):
                 if key == "scales"
                 else (tuple(map(jnp.asarray, given)) if key == "documents" else jnp.asarray(given))
             )
-    return fj.forward(*map(jnp.asarray, arrays), arithmetic="stated", **how)
+    return fj.forward(*map(jnp.asarray, arrays), **call_options(arithmetic="stated", **how))
 
 
 def of_torch(arrays, **how):

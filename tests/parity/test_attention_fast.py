@@ -11,6 +11,7 @@ import torch
 from helpers.attention import attention_cases as cases
 from helpers.attention.attention_cases import backward_options, call_options
 
+from fp8ref.jax.attention import DeviceCall
 from fp8ref.jax.attention import attention as jax_attention
 from fp8ref.sim.attention import attention as sim
 from fp8ref.sim.attention.gradients import gradients as sim_gradients
@@ -150,7 +151,9 @@ def test_exact_sums_have_the_stated_bits(name, operand):  # A-18, item 5
     found = torch_forward(q, k, v, variant=variant)
     np.testing.assert_array_equal(found.o.numpy(), wanted.o)
     in_jax = jax.jit(
-        lambda *given: jax_attention.forward(*given, variant=variant, arithmetic="fast")
+        lambda *given: jax_attention.forward(
+            *given, variant=DeviceCall(variant=variant, arithmetic="fast")
+        )
     )(q, k, v)
     if variant.base == "e":  # XLA's e^(x ln 2) of 2^8 is rounded
         np.testing.assert_array_equal(in_jax.o, wanted.o)

@@ -412,9 +412,12 @@ def test_the_stated_arithmetic_is_a_choice_by_name(backend, config, monkeypatch)
         (attention_jax, "apply_with_stats") if backend == "jax" else (attention_torch, "apply")
     )
     asked, apply = [], getattr(module, name)
-    monkeypatch.setattr(
-        module, name, lambda *a, **k: asked.append(k["arithmetic"]) or apply(*a, **k)
-    )
+
+    def applied(*args, **options):
+        asked.append(options.get("arithmetic") or options["variant"].arithmetic)
+        return apply(*args, **options)
+
+    monkeypatch.setattr(module, name, applied)
     tokens = loader.open_batches(config).step(0)
     found = [
         loop.trainer(backend, config.replace(numerics={"attention_arithmetic": how})).evaluate(

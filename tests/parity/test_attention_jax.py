@@ -35,7 +35,7 @@ def forward(name: str, mask: str, arithmetic: str, with_documents: bool = False)
 
     @functools.partial(jax.jit, static_argnames="scale")
     def run(q, k, v, scale):
-        return attention.forward(q, k, v, scale=scale, documents=given, **how)
+        return attention.forward(q, k, v, **call_options(scale=scale, documents=given, **how))
 
     return run
 
@@ -148,12 +148,14 @@ def test_real_arithmetic(mask):  # A-1, A-14
     q, k, v, do = cases.normal()
     how = {"variant": "exact", "mask": cases.MASKS[mask], "documents": cases.documents()}
     wanted = sim.forward(q, k, v, **call_options(**how))
-    found = jax.jit(lambda q, k, v: attention.forward(q, k, v, **how))(q, k, v)
+    found = jax.jit(lambda q, k, v: attention.forward(q, k, v, **call_options(**how)))(q, k, v)
     np.testing.assert_array_equal(found.o, wanted.o)
     np.testing.assert_array_equal(found.lse, wanted.lse)
-    gradients = jax.jit(lambda do, q, k, v, result: attention.backward(do, q, k, v, result, **how))(
-        do, q, k, v, found
-    )
+    gradients = jax.jit(
+        lambda do, q, k, v, result: attention.backward(
+            do, q, k, v, result, **backward_options(**how)
+        )
+    )(do, q, k, v, found)
     for mine, other in zip(
         gradients[:3],
         sim_gradients.backward(do, q, k, v, wanted, **backward_options(**how))[:3],
@@ -179,8 +181,12 @@ def test_gradients_of_integers(name, mask):  # A-15, A-16
 
     @jax.jit
     def run(do, q, k, v):
-        of_forward = attention.forward(q, k, v, variant=name, arithmetic="stated", **how)
-        return attention.backward(do, q, k, v, of_forward, variant=name, arithmetic="stated", **how)
+        of_forward = attention.forward(
+            q, k, v, **call_options(variant=name, arithmetic="stated", **how)
+        )
+        return attention.backward(
+            do, q, k, v, of_forward, **backward_options(variant=name, arithmetic="stated", **how)
+        )
 
     found = run(do, q, k, v)
     same_tensors(found, wanted, ["do"])
@@ -223,7 +229,9 @@ def test_gradients_of_numbers(name):  # A-15, A-16
     )
 
     def run(q, k, v, do):
-        return jax.vjp(lambda *given: attention.apply(*given, variant=name, **how), q, k, v)[1](do)
+        return jax.vjp(
+            lambda *given: attention.apply(*given, **call_options(variant=name, **how)), q, k, v
+        )[1](do)
 
     exponent = float(bound.exponent.max())
     for mine, other in zip(
@@ -259,9 +267,16 @@ def test_delayed_scales():  # A-12
     @jax.jit
     def run(q, k, v, do):
         how = {"variant": "cudnn", "scale": cases.SCALE, "arithmetic": "stated"}
-        o, vjp = jax.vjp(lambda *given: attention.apply(*given, scales=scales, **how), q, k, v)
-        result = attention.forward(q, k, v, scales=first, **how)
-        return o, vjp(do), result, attention.backward(do, q, k, v, result, scales=second, **how)
+        o, vjp = jax.vjp(
+            lambda *given: attention.apply(*given, **call_options(scales=scales, **how)), q, k, v
+        )
+        result = attention.forward(q, k, v, **call_options(scales=first, **how))
+        return (
+            o,
+            vjp(do),
+            result,
+            attention.backward(do, q, k, v, result, **backward_options(scales=second, **how)),
+        )
 
     o, of_apply, result, found = run(q, k, v, do)
     same_tensors(result, wanted, wanted.tensors)

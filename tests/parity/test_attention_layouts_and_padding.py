@@ -44,7 +44,7 @@ def of_jax(arrays, documents, *, layout="bhtd", sinks=None, **how):
     ids = documents and tuple(map(jnp.asarray, documents))
 
     def attend(q, k, v, sinks):
-        return fj.apply(q, k, v, documents=ids, layout=layout, sinks=sinks, **how)
+        return fj.apply(q, k, v, **call_options(layout=layout, documents=ids, sinks=sinks, **how))
 
     @jax.jit  # in one program: to compile each operation by itself takes three times as long
     def both(given, sinks, do):

@@ -98,9 +98,10 @@ def test_a_wider_product_stops_a_jax_run(config, monkeypatch, tmp_path):  # B-15
 def test_attention_by_another_function_stops_a_jax_run(config, monkeypatch):  # B-15
     import jax
 
-    def other(q, k, v, *, tap, **how):
+    def other(q, k, v, *, carried, **how):
         heads = (x.swapaxes(1, 2) for x in (q, k, v))
-        return jax.nn.dot_product_attention(*heads, is_causal=True).swapaxes(1, 2), None, tap
+        o = jax.nn.dot_product_attention(*heads, is_causal=True).swapaxes(1, 2)
+        return o, carried._replace(seen=None)
 
     monkeypatch.setattr(attention_jax, "apply_with_stats", other)
     with pytest.raises(

@@ -15,7 +15,7 @@ from fp8ref.jax.attention.operands import inputs as attention_inputs
 from fp8ref.sim.attention import attention as sim
 from fp8ref.sim.attention import sinks as sim_sinks
 from fp8ref.sim.attention.gradients import gradients as sim_gradients
-from fp8ref.spec.attention.variants import VARIANTS, Mask
+from fp8ref.spec.attention.variants import VARIANTS
 from fp8ref.torch.attention import attention as torch_attention
 from fp8ref.torch.attention import sinks as torch_sinks
 
@@ -55,22 +55,24 @@ class Jax:
 
     @staticmethod
     def forward(*tensors, sinks, **how):
-        return jax.jit(lambda tensors, sinks: jax_attention.forward(*tensors, sinks=sinks, **how))(
-            tensors, sinks
-        )
+        return jax.jit(
+            lambda tensors, sinks: jax_attention.forward(
+                *tensors, **call_options(sinks=sinks, **how)
+            )
+        )(tensors, sinks)
 
     @staticmethod
     def backward(*given, sinks, **how):
-        return jax.jit(lambda given, sinks: jax_attention.backward(*given, sinks=sinks, **how))(
-            given, sinks
-        )
+        return jax.jit(
+            lambda given, sinks: jax_attention.backward(*given, **backward_options(**how))
+        )(given, sinks)
 
     @staticmethod
     def by_autodiff(q, k, v, do, sinks, **how):
         return jax.jit(
-            lambda do, *of: jax.vjp(lambda *x: jax_attention.apply(*x[:3], sinks=x[3], **how), *of)[
-                1
-            ](do)
+            lambda do, *of: jax.vjp(
+                lambda *x: jax_attention.apply(*x[:3], **call_options(sinks=x[3], **how)), *of
+            )[1](do)
         )(do, q, k, v, sinks)
 
 
@@ -205,11 +207,9 @@ def test_gradients_are_the_simulators(name, arithmetic, backend):  # A-14 to A-1
 
 def of_sinks(d, lse, sinks):
     """The gradient of sinks in the stated form, in PyTorch and in JAX."""
-    use = attention_inputs.Use(
-        variant=VARIANTS["cudnn"], mask=Mask(), scale=0.125, seed=0, arithmetic="stated", over=()
-    )
+    call = attention_inputs.DeviceCall(variant=VARIANTS["cudnn"], scale=0.125, arithmetic="stated")
     found = torch_sinks.gradient(*map(torch.from_numpy, (d, lse, sinks)), "stated")
-    return numbers(found), np.asarray(attention_sinks.gradient(d, lse, sinks, use))
+    return numbers(found), np.asarray(attention_sinks.gradient(d, lse, sinks, call))
 
 
 def test_stated_gradients_of_sinks_are_the_simulators_where_float64_holds_their_sums():  # A-23
@@ -230,6 +230,10 @@ def test_stated_gradients_of_sinks_otherwise_err_by_their_orders_roundings():  #
     assert sim_sinks.gradient(d, zeros, zeros[0, 0, :1]) == -1
     for found in of_sinks(d, zeros, zeros[0, 0, :1]):
         assert abs(found[0] + 1) <= 3 * 2.0**-53 / (1 - 3 * 2.0**-53) * 2.0**61
+
+
+def simulated(*tensors, **how):
+    return sim.forward(*tensors, **call_options(**how))
 
 
 def test_what_is_refused(backend):
@@ -254,7 +258,7 @@ def test_softcaps_without_normal_factors_are_refused(cap, scale):  # A-22
     q, k, v, do = cases.normal(b=1, tq=4, tk=8)
     how = {"softcap": cap, "scale": scale, "sinks": SINKS}
     for name in ("exact", "cudnn", "fa3"):
-        for forward in (sim.forward, Torch.forward, Jax.forward):
+        for forward in (simulated, Torch.forward, Jax.forward):
             with pytest.raises(
                 ValueError,
                 match=r"normal float32 numbers scale / cap and cap log2\(e\) \(A-22\); got ",

@@ -134,7 +134,9 @@ def tensors(monkeypatch):
         note(name, role)(x.float().numpy())
         report(name, product, role, x, tensor)
 
-    def applied(q, k, v, *, name, tap, **how):
+    def applied(q, k, v, *, variant, carried, **how):
+        name = variant.layer
+
         @jax.custom_vjp
         def passed(o):
             return o
@@ -146,8 +148,8 @@ def tensors(monkeypatch):
         passed.defvjp(lambda o: (o, None), backward)
         for role, x in (("q", q), ("k", k), ("v", v)):
             jax.debug.callback(note(name, role), x)
-        o, seen, tap = apply(q, k, v, name=name, tap=tap, **how)
-        return passed(o), seen, tap
+        o, carried = apply(q, k, v, variant=variant, carried=carried, **how)
+        return passed(o), carried
 
     monkeypatch.setattr(attention_observer, "report", reported)
     monkeypatch.setattr(attention_jax, "apply_with_stats", applied)

@@ -10,6 +10,13 @@ observer, statistics, counts
             what a run sees of its operands
 """
 
-from fp8ref.jax.attention.attention import apply, apply_with_stats, backward, forward
+from fp8ref.jax.attention.attention import (
+    Carried,
+    DeviceCall,
+    apply,
+    apply_with_stats,
+    backward,
+    forward,
+)
 
-__all__ = ["apply", "apply_with_stats", "backward", "forward"]
+__all__ = ["Carried", "DeviceCall", "apply", "apply_with_stats", "backward", "forward"]

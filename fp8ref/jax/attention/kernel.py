@@ -8,30 +8,28 @@ It takes the scales of everything that it casts, and returns amaxes: scales are 
 ``attention`` computes the same variant from tiles, whose sums are known.
 """
 
-import dataclasses
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from fp8ref.formats import E4M3FN
 from fp8ref.jax import delayed
 from fp8ref.jax.attention import one_device
+from fp8ref.jax.attention.attention import observed
 from fp8ref.jax.attention.operands import heads
 from fp8ref.jax.attention.operands import inputs as inputs
 from fp8ref.jax.attention.operands import operands as operands
-from fp8ref.jax.attention.operands.inputs import Inputs, Use
+from fp8ref.jax.attention.operands.inputs import DeviceCall, Inputs
 from fp8ref.jax.quantize import cast, scales
 from fp8ref.jax.states import moments
 from fp8ref.jax.transforms import derivatives
-from fp8ref.spec.attention import delayed as attention_delayed
 from fp8ref.spec.attention import variants as data
-from fp8ref.spec.attention.variants import FULL, Layout, Mask, Variant
+from fp8ref.spec.attention.call import Call
+from fp8ref.spec.attention.variants import Mask, Variant
 
 CALLS = {"forward": "__cudnn$fmhaSoftmaxF8", "backward": "__cudnn$fmhaSoftmaxBackwardF8"}
 """XLA's names of the kernel's two passes in a compiled program."""
@@ -40,30 +38,16 @@ FEATURES, TOKENS = 128, 128
 """The features of a head, and what divides both lengths, that cuDNN takes with gradients."""
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """One call: what is static about it."""
-
-    use: Use
-
-    def scope(self, phase: str):
-        """A context that names a pass in the program: ``<layer>/attention:kernel_<phase>``."""
-        return jax.named_scope(f"{self.use.layer or 'attention'}/attention:kernel_{phase}")
-
-
 def apply(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     *,
-    scales: Mapping[str, jax.Array],
-    variant: str | Variant = "cudnn",
-    mask: Mask = FULL,
-    scale: float | None = None,
+    scales: Mapping,
+    variant: str | Variant | Call = "cudnn",
+    mask: Mask | None = None,
     seen: delayed.Seen | None = None,
-    name: str = "",
     platform: str | None = None,
-    layout: Layout = "bhtd",
 ) -> tuple[jax.Array, delayed.Seen | None]:
     """softmax(q k^T scale) v by cuDNN's FP8 kernel, with its gradients, on one device.
 
@@ -73,48 +57,40 @@ def apply(
 
     scales    delayed ones of roles s, o, do, ds, dq, dk and dv, and optionally of q, k and v,
               float32 ().
-    seen      observations by role (``attention.apply_with_stats``); they are merged with the
-              kernel's amaxes.
+    variant   or a ``DeviceCall``, with a softmax scale, a layout and a layer's name.
+    seen      observations by role (``attention.Carried``); they are merged with the kernel's
+              amaxes.
     platform  what the program is compiled for; None: that of jax's own devices.
-    layout    of q, k, v and o: ``bhtd``, or ``bthd``, tokens before heads.
     Shapes:   q [B, H, T, 128], k and v [B, Hkv, S, 128], 128 dividing T and S; one dtype of high
               precision.
     Order:    of q, k, v, do and the outputs' scales A-2 and A-12; of all else the kernel's.
     Returns:  (o in q's dtype, seen); the gradient by seen has the observations of the backward
               pass.
-    Raises:   ValueError: another variant than one with the granularity ``tensor`` in e4m3fn;
-              shapes, masks or a platform that the kernel does not take; a role without a scale;
-              shard_map, or tensors on several devices.
+    Raises:   ValueError: another variant than one with the granularity ``tensor`` in e4m3fn; a
+              Call with what the kernel does not do; shapes, masks or a platform that it does not
+              take; a role without a scale; shard_map, or tensors on several devices.
     Source:   jax 0.10.2, jax/_src/cudnn/fused_attention_stablehlo.py; spec A-20.
     """
     _check_alone(q, k, v)
-    q, k, v = data.heads_first(layout, q, k, v)
-    use, qkv = inputs.prepare(q, k, v, variant, mask, scale, None, 0, "fast", ())
-    check(use.variant, mask, qkv.q.shape, qkv.k.shape, platform or jax.default_backend())
-    by_role = inputs.check_scales(scales, use.variant, (*data.ROLES, *data.GRADIENT_ROLES))
+    call = DeviceCall.resolve(variant, mask)
+    call.check_nothing_kept()
+    qkv = inputs.prepare(q, k, v, call, None, None)
+    check(call, qkv.q.shape, qkv.k.shape, platform or jax.default_backend())
+    by_role = inputs.check_scales(scales, call.variant, (*data.ROLES, *data.GRADIENT_ROLES))
     if missing := [role for role in ("s", "o", *data.GRADIENT_ROLES) if role not in by_role]:
         raise ValueError(
             f"cuDNN's kernel casts with scales that are given; {', '.join(missing)} have none. "
             "Use delayed scaling (fp8ref.spec.attention.delayed), or fp8ref.jax.attention, "
             "which takes scales of the tensors themselves."
         )
-    if any(sign in name for sign in "/()"):
-        raise ValueError(
-            "attention's name has no '/', '(' or ')', which part the names of scopes; got "
-            f"{name!r}. Write dots."
-        )
-    kernel = Kernel(dataclasses.replace(use, layer=name))
     by_role = {role: lax.stop_gradient(jnp.asarray(x, jnp.float32)) for role, x in by_role.items()}
-    if seen is not None:
-        inputs.check_seen(seen, use.variant)
-    tensors = (derivatives.reverse_only(x, kernel.use.name, "attention") for x in qkv[:3])
-    o, seen = _attention(*tensors, by_role, None if seen is None else dict(seen), kernel)
-    return data.in_layout(layout, o), seen
+    inputs.check_seen(seen or {}, call.variant)
+    tensors = (derivatives.reverse_only(x, call.name, "attention") for x in qkv[:3])
+    o, seen = _attention(*tensors, by_role, None if seen is None else dict(seen), call)
+    return data.in_layout(call.layout, o), seen
 
 
-def check(
-    variant: Variant, mask: Mask, q: tuple[int, ...], k: tuple[int, ...], platform: str
-) -> None:
+def check(call: Call, q: tuple[int, ...], k: tuple[int, ...], platform: str) -> None:
     """ValueError, with what to use instead, for what cuDNN's kernel does not take.
 
     q, k     shapes [B, heads, T, D].
@@ -127,6 +103,13 @@ def check(
     if platform not in ("gpu", "cuda"):
         raise ValueError(
             f"cuDNN's FP8 attention needs an NVIDIA GPU; this program is for {platform}. {instead}"
+        )
+    variant, mask = call.variant, call.mask
+    plain = DeviceCall(variant=variant, mask=mask, scale=call.scale, layout=call.layout)
+    if isinstance(call, DeviceCall) and call.unnamed() != plain:
+        raise ValueError(
+            "cuDNN's FP8 attention has a variant, a mask, a softmax scale and a layout; got "
+            f"{call}. {instead}"
         )
     whole = (
         variant.granularity == "tensor"
@@ -180,58 +163,73 @@ def _check_alone(q, k, v) -> None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, scales_: dict, seen: dict | None, kernel: Kernel
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scales_: dict,
+    seen: delayed.Seen | None,
+    call: DeviceCall,
 ):
-    o, seen, _ = _forward(q, k, v, scales_, seen, kernel)
+    o, seen, _ = _forward(q, k, v, scales_, seen, call)
     return o, seen
 
 
 def _saved(
-    q: jax.Array, k: jax.Array, v: jax.Array, scales_: dict, seen: dict | None, kernel: Kernel
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scales_: dict,
+    seen: delayed.Seen | None,
+    call: DeviceCall,
 ):
-    q, k, v = (derivatives.not_again(x, kernel.use.name, "attention") for x in (q, k, v))
-    o, merged, pullback = _forward(q, k, v, scales_, seen, kernel)
+    q, k, v = (derivatives.not_again(x, call.name, "attention") for x in (q, k, v))
+    o, merged, pullback = _forward(q, k, v, scales_, seen, call)
     return (o, merged), derivatives.saved((pullback, scales_, seen))
 
 
-def _gradients(kernel: Kernel, saved, cotangents):
+def _gradients(call: DeviceCall, saved, cotangents):
     (pullback, scales_, seen), (do, later) = saved, cotangents
-    do = derivatives.not_again(do, kernel.use.name, "attention")
+    do = derivatives.not_again(do, call.name, "attention")
     do_heads = heads.quantize(
-        do, E4M3FN, "tensor", kernel.use.variant.policy, heads=1, scale=scales_["do"]
+        do, E4M3FN, "tensor", call.variant.policy, heads=1, scale=scales_["do"]
     )
-    with kernel.scope("backward"):
+    with call.scope("kernel_backward"):
         *codes, amaxes = pullback(do_heads.codes)
     grads = [
         _values(x, scales_[role]).astype(do.dtype)
         for role, x in zip(("dq", "dk", "dv"), codes, strict=True)
     ]
     # cuDNN's scale_dP and amax_dP are those of dS (A-15).
-    observed = {
+    amaxes_by_role = {
         "do": do_heads.amax,
         "ds": amaxes["amax_dP"],
         "dq": amaxes["amax_dQ"],
         "dk": amaxes["amax_dK"],
         "dv": amaxes["amax_dV"],
     }
-    return *grads, jax.tree.map(jnp.zeros_like, scales_), _merged(later, observed, seen)
+    return *grads, jax.tree.map(jnp.zeros_like, scales_), observed(later, amaxes_by_role, seen)
 
 
 derivatives.defvjp(_attention, _saved, _gradients)
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, scales_: dict, seen: dict | None, kernel: Kernel
-) -> tuple[jax.Array, dict | None, Any]:
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scales_: dict,
+    seen: delayed.Seen | None,
+    call: DeviceCall,
+) -> tuple[jax.Array, delayed.Seen | None, Any]:
     """(o, observations, the pullback of codes of o)."""
     q = one_device.check(q, _SEVERAL.replace("{role}", "the program"))
-    tensors = operands.quantize(Inputs(q, k, v, None), kernel.use, scales_)
+    tensors = operands.quantize(Inputs(q, k, v, None), call, scales_)
     parameters = _parameters(
         {role: scales.Scales(x.scale, x.scale_inv) for role, x in tensors.items()}, scales_
     )
 
-    def call(q8, k8, v8, amaxes: dict):
-        outputs = dot_product_attention(q8, k8, v8, kernel, parameters | amaxes)
+    def products(q8, k8, v8, amaxes: dict):
+        outputs = dot_product_attention(q8, k8, v8, call, parameters | amaxes)
         return outputs[0], outputs[1:]
 
     empty = {
@@ -239,26 +237,26 @@ def _forward(
         for key in ("amax_dQ", "amax_dK", "amax_dV", "amax_dP")
     }
     codes = (tensors[role].codes for role in ("q", "k", "v"))
-    with kernel.scope("forward"):
-        o8, pullback, (amax_s, amax_o) = jax.vjp(call, *codes, empty, has_aux=True)
-    observed = {role: x.amax for role, x in tensors.items()} | {"s": amax_s, "o": amax_o}
-    return _values(o8, scales_["o"]).astype(q.dtype), _merged(seen, observed, seen), pullback
+    with call.scope("kernel_forward"):
+        o8, pullback, (amax_s, amax_o) = jax.vjp(products, *codes, empty, has_aux=True)
+    amaxes_by_role = {role: x.amax for role, x in tensors.items()} | {"s": amax_s, "o": amax_o}
+    return _values(o8, scales_["o"]).astype(q.dtype), observed(seen, amaxes_by_role, seen), pullback
 
 
 def dot_product_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, kernel: Kernel, parameters: dict[str, jax.Array]
+    q: jax.Array, k: jax.Array, v: jax.Array, call: DeviceCall, parameters: dict[str, jax.Array]
 ) -> tuple:
     """JAX's cuDNN call of codes: (codes of o, amax of P, amax of o). The gradients of parameters'
     amaxes are those of the backward pass."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    mask = cudnn.MaskType.CAUSAL if kernel.use.mask.causal else cudnn.MaskType.NO_MASK
+    mask = cudnn.MaskType.CAUSAL if call.mask.causal else cudnn.MaskType.NO_MASK
     fp8_parameters: Any = parameters
     return cudnn.dot_product_attention(
         q,
         k,
         v,
-        scale=float(kernel.use.softmax_scale(q.shape[3])),
+        scale=float(call.softmax_scale(q.shape[3])),
         mask_type=mask,
         qkv_layout="BNTH",
         fp8_params=fp8_parameters,
@@ -283,15 +281,3 @@ def _parameters(tensor_scales: dict[str, scales.Scales], scales_: dict) -> dict[
 def _values(codes: jax.Array, scale: jax.Array) -> jax.Array:
     """Numbers of e4m3fn codes, divided by their scale."""
     return moments.product(cast.decode(codes, E4M3FN), scales.with_inverse(scale).scale_inv)
-
-
-def _merged(seen: dict | None, amaxes: dict, own_seen: dict | None) -> dict | None:
-    if seen is None or own_seen is None:
-        return None
-    roles = attention_delayed.roles(data.VARIANTS["cudnn"])
-    assert set(seen) <= set(roles)
-    return delayed.merged(
-        seen,
-        {role: jnp.max(amaxes[role]).astype(np.float32) for role in seen if role in amaxes},
-        own_seen,
-    )

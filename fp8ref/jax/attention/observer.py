@@ -14,7 +14,7 @@ from jax import lax
 
 from fp8ref.jax.attention import counts as attention_counts
 from fp8ref.jax.attention.operands.heads import Heads
-from fp8ref.jax.attention.operands.inputs import Inputs, Use
+from fp8ref.jax.attention.operands.inputs import DeviceCall, Inputs
 from fp8ref.spec.attention.products import Phase
 
 _watcher: ContextVar[Callable | None] = ContextVar("fp8ref_jax_attention_watcher", default=None)
@@ -39,13 +39,13 @@ def watcher() -> Callable | None:
     return _watcher.get()
 
 
-def show(use: Use, phase: Phase, arrays: dict[str, jax.Array]) -> None:
+def show(call: DeviceCall, phase: Phase, arrays: dict[str, jax.Array]) -> None:
     """Call the watcher when the program runs."""
-    assert use.watcher is not None
-    jax.debug.callback(functools.partial(use.watcher, use.layer, phase), arrays)
+    assert call.watcher is not None
+    jax.debug.callback(functools.partial(call.watcher, call.layer, phase), arrays)
 
 
-def forward_arrays(qkv: Inputs, result, use: Use) -> dict[str, jax.Array]:
+def forward_arrays(qkv: Inputs, result, call: DeviceCall) -> dict[str, jax.Array]:
     """What a forward pass made, and of what softcap and sinks."""
     shown: dict = {
         f"{role}/value": x.astype(jnp.float32)
@@ -56,7 +56,7 @@ def forward_arrays(qkv: Inputs, result, use: Use) -> dict[str, jax.Array]:
         "p/scale": result.scale_p,
         "p/codes": result.p_codes,
         "o/value": result.o.astype(qkv.q.dtype).astype(jnp.float32),
-        "softcap/value": None if use.softcap is None else jnp.float32(use.softcap),
+        "softcap/value": None if call.softcap is None else jnp.float32(call.softcap),
         "sinks/value": None if qkv.sinks is None else qkv.sinks.astype(jnp.float32),
     }
     return (

@@ -18,7 +18,7 @@ from fp8ref.jax.attention.gradients import gradients as gradients
 from fp8ref.jax.attention.operands import context, heads
 from fp8ref.jax.attention.operands import operands as operands
 from fp8ref.jax.attention.operands.heads import Heads
-from fp8ref.jax.attention.operands.inputs import Inputs, Use
+from fp8ref.jax.attention.operands.inputs import DeviceCall, Inputs
 from fp8ref.jax.attention.operands.kept import Kept
 from fp8ref.jax.attention.operands.operands import Parts
 from fp8ref.jax.states import moments
@@ -38,13 +38,14 @@ class Result(NamedTuple):
     saturated      int32: probabilities that the cast clipped, a fault of the variant (A-8).
     lost           int32: probabilities of at least 2^-126 that the cast made 0.
     counts         int32 [3, 2]: those two and all that are seen, of this device, as ``counts``;
-                   None unless ``Use.measures``.
+                   None unless ``DeviceCall.measures``.
     p_codes        uint8 [B, H, Tq, Tk]: the probabilities as they were cast, each under the maximum
                    of its own tile; None unless asked for.
     scale_p        what probabilities were multiplied by before their cast.
     scale_inv_p    what their codes are multiplied by.
     scores         float32 [B, H, Tq, Tk]: with all factors, under the variant's base, -infinity of
                    a key that is not seen; None unless asked for.
+    documents      of queries and of keys, and ``sinks``: what the backward pass needs of them.
     """
 
     o: jax.Array
@@ -58,56 +59,58 @@ class Result(NamedTuple):
     scores: jax.Array | None = None
     lost: jax.Array | None = None
     counts: jax.Array | None = None
+    documents: tuple[jax.Array, jax.Array] | None = None
+    sinks: jax.Array | None = None
 
 
-@as_one_program("use", "observe", unnamed={"use": Use.unnamed})
-def run(inputs: Inputs, scales: dict, use: Use, *, observe: bool = False) -> Result:
+@as_one_program("call", "observe", unnamed={"call": DeviceCall.unnamed})
+def run(inputs: Inputs, scales: dict, call: DeviceCall, *, observe: bool = False) -> Result:
     """One pass over all blocks and tiles.
 
     observe   also count clipped and lost probabilities, and take amaxes of what has no scale by
               them.
     """
-    if use.variant.real:
-        o, lse = real.forward(inputs, use)
+    if call.variant.real:
+        o, lse = real.forward(inputs, call)
         amaxes = {
             role: heads.amax(x, None, heads=1)
             for role, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v), ("o", o))
         }
         one = jnp.ones((), jnp.float32)
         return Result(o, lse, {}, amaxes | {"s": one}, jnp.int32(0), None, one, one)
-    variant = use.variant
-    tensors = operands.quantize(inputs, use, scales)
+    variant = call.variant
+    tensors = operands.quantize(inputs, call, scales)
     p_scale, p_scale_inv = operands.probability_scale(variant, scales)
-    whole = context.gathered(tensors, use)
-    parts = Parts(context.problem(inputs, whole, use), use, whole)
+    whole = context.gathered(tensors, call)
+    parts = Parts(context.problem(inputs, whole, call), call, whole)
     factor = parts.raw_factor() if variant.scores == "raw" else None
-    order: data.SumOrder = "tile" if use.fast else variant.sum_order
+    order: data.SumOrder = "tile" if call.fast else variant.sum_order
     grid, (b, n, g, t, d) = parts.grid, parts.q.shape
     rows = softmax.start(parts.zeros(b, n, g, t), order)
-    largest, counts = parts.zeros(), parts.zeros(3 if use.measures else 2, 2, dtype=jnp.int32)
-    kept = Kept(parts, ["p_codes"] * use.keep_p + ["scores"] * use.keep_s)
+    largest, counts = parts.zeros(), parts.zeros(3 if call.measures else 2, 2, dtype=jnp.int32)
+    kept = Kept(parts, ["p_codes"] * call.keep_p + ["scores"] * call.keep_s)
 
     def body(carry, block, tile):
         rows, o, largest, counts, matrices = carry
         own = jax.tree.map(lambda x: parts.block(x, block), rows)
         seen = parts.seen(block, tile)
         s = parts.scores(block, tile)
-        if use.keep_s:
+        if call.keep_s:
             matrices = kept.put(
                 matrices,
                 "scores",
                 block,
                 tile,
-                jnp.where(seen, s if use.fast else _scaled(s, factor), -jnp.inf),
+                jnp.where(seen, s if call.fast else _scaled(s, factor), -jnp.inf),
             )
-        if use.fast:
+        if call.fast:
             p, c, own = softmax.step_fast(s, own, seen, variant)
         else:
-            p, c, own = softmax.step(s, own, seen, variant, factor, use.arithmetic)
+            p, c, own = softmax.step(s, own, seen, variant, factor, call.arithmetic)
         scaled = (
             p
             if isinstance(variant.p_scale, float) and variant.p_scale == 1
-            else exponentials.times(p, p_scale, use.arithmetic)
+            else exponentials.times(p, p_scale, call.arithmetic)
         )
         cast = operands.narrow(scaled, variant)
         if observe:
@@ -115,12 +118,12 @@ def run(inputs: Inputs, scales: dict, use: Use, *, observe: bool = False) -> Res
                 operands.clipped(scaled, variant.fmt),
                 operands.lost(p, cast, variant.fmt),
             ]
-            tile_counts += [parts.pairs(seen)] if use.measures else []
+            tile_counts += [parts.pairs(seen)] if call.measures else []
             largest, counts = (
                 jnp.maximum(largest, jnp.max(p)),
                 attention_counts.add(counts, tile_counts),
             )
-        if use.keep_p:
+        if call.keep_p:
             matrices = kept.put(matrices, "p_codes", block, tile, operands.fp8(cast, variant))
         o_block = probability_value.add(parts.block(o, block), c, cast, parts, tile, p_scale_inv)
         rows = jax.tree.map(lambda x, y: parts.put_block(x, y, block), rows, own)
@@ -131,26 +134,26 @@ def run(inputs: Inputs, scales: dict, use: Use, *, observe: bool = False) -> Res
     total, maximum = softmax.total(rows, order), rows.maximum
     if inputs.sinks is not None:
         o, total, maximum = sinks.add(
-            o, total, maximum, inputs.sinks, use, None if use.fast else factor
+            o, total, maximum, inputs.sinks, call, None if call.fast else factor
         )
     out = parts.ungrouped(probability_value.finish(o, total, parts))
     lse = (
         softmax.log_sum_fast(maximum, total, variant)
-        if use.fast
+        if call.fast
         else softmax.log_sum(maximum, total, factor, variant)
     )
     rounded, amaxes = (
-        _rounded(out, inputs, scales, use),
+        _rounded(out, inputs, scales, call),
         {role: x.amax for role, x in tensors.items()},
     )
     if observe:
-        amaxes |= {"s": lax.pmax(largest, use.over) if use.over else largest, "o": rounded.amax}
+        amaxes |= {"s": lax.pmax(largest, call.over) if call.over else largest, "o": rounded.amax}
     if variant.out.bits == 8:
         tensors["o"] = rounded
     kept_matrices, totals = kept.whole(matrices), attention_counts.numbers(counts)
-    totals = lax.psum(totals, use.over) if use.over and observe else totals
+    totals = lax.psum(totals, call.over) if call.over and observe else totals
     p_fields = kept_matrices.get("p_codes"), p_scale, p_scale_inv
-    own = counts if use.measures else None
+    own = counts if call.measures else None
     return Result(
         _values(rounded, variant),
         parts.ungrouped(lse),
@@ -169,9 +172,9 @@ def _scaled(s: jax.Array, factor: jax.Array | None) -> jax.Array:
     return s if factor is None else moments.product(s, factor)
 
 
-def _rounded(out: jax.Array, inputs: Inputs, scales: dict, use: Use) -> Heads:
-    options: dict = {"heads": inputs.k.shape[1], "scale": scales.get("o"), "over": use.over}
-    return heads.quantize(out, use.variant.out, *gradients.output_scaling(use.variant), **options)
+def _rounded(out: jax.Array, inputs: Inputs, scales: dict, call: DeviceCall) -> Heads:
+    options: dict = {"heads": inputs.k.shape[1], "scale": scales.get("o"), "over": call.over}
+    return heads.quantize(out, call.variant.out, *gradients.output_scaling(call.variant), **options)
 
 
 def _values(rounded: Heads, variant: Variant) -> jax.Array:

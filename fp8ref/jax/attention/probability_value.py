@@ -23,10 +23,10 @@ def add(
     Order:    the GEMM; if the variant has its scales in the tile, times scale_inv of v and of p;
               RN32(o c); the sum.
     """
-    with parts.use.scope("values"):
+    with parts.call.scope("values"):
         # [rows, L] x [L, D] -> [rows, D]
         product = parts.dot(p, parts.tile(parts.v, tile), ((4,), (2,)))
-    arithmetic = parts.use.arithmetic
+    arithmetic = parts.call.arithmetic
     if parts.variant.out_scales == "tile":
         if parts.variant.granularity != "mx_1x32":  # whose operand v has its scales
             product = times(product, parts.scale_of_tile("v", tile), arithmetic)
@@ -40,7 +40,7 @@ def finish(o: jax.Array, total: jax.Array, parts: Parts) -> jax.Array:
     variant = parts.variant
     at_end = parts.inverse["v"] if variant.out_scales == "end" and variant.granularity else None
     total = total[..., None]
-    if parts.use.fast:
+    if parts.call.fast:
         whole = (
             jnp.maximum(total, jnp.float32(1))
             if variant.finish == "divide"

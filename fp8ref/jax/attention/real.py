@@ -16,17 +16,17 @@ from fp8ref.jax.attention.gradients.gradients import Gradients
 from fp8ref.jax.attention.operands import heads
 from fp8ref.jax.attention.operands import operands as operands
 from fp8ref.jax.attention.operands.heads import Heads
-from fp8ref.jax.attention.operands.inputs import Inputs, Use
+from fp8ref.jax.attention.operands.inputs import DeviceCall, Inputs
 from fp8ref.jax.attention.operands.operands import Parts
 from fp8ref.jax.quantize.scales import Scales
 
 _NONE = np.float64(-np.inf)
 
 
-def forward(inputs: Inputs, use: Use) -> tuple[jax.Array, jax.Array]:
+def forward(inputs: Inputs, call: DeviceCall) -> tuple[jax.Array, jax.Array]:
     """(o [B, H, Tq, D], log-sum-exp [B, H, Tq]), float32."""
     with jax.enable_x64(True):
-        parts = _parts(inputs, use)
+        parts = _parts(inputs, call)
         maximum, total, o = _with_sinks(*_sums(parts, with_values=True), inputs)
         o = o / jnp.where(total == 0, np.float64(1), total)[..., None]
         lse = jnp.where(
@@ -35,11 +35,11 @@ def forward(inputs: Inputs, use: Use) -> tuple[jax.Array, jax.Array]:
         return _narrow(parts.ungrouped(o)), _narrow(parts.ungrouped(lse))
 
 
-def backward(do: jax.Array, inputs: Inputs, use: Use) -> Gradients:
+def backward(do: jax.Array, inputs: Inputs, call: DeviceCall) -> Gradients:
     """The gradients, of the steps of A-14: D first, then all else."""
     do32 = do.astype(jnp.float32)
     with jax.enable_x64(True):
-        parts = _parts(inputs, use)
+        parts = _parts(inputs, call)
         do = parts.by_group(_wide(do))
         maximum, total, _ = _with_sinks(*_sums(parts, with_values=False), inputs)
         inverse = jnp.where(
@@ -108,13 +108,13 @@ def backward(do: jax.Array, inputs: Inputs, use: Use) -> Gradients:
     )
 
 
-def _parts(inputs: Inputs, use: Use) -> Parts:
+def _parts(inputs: Inputs, call: DeviceCall) -> Parts:
     one = jnp.ones((), jnp.float32)
     tensors = {
         role: Heads(_wide(x), one, one, one)
         for role, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v))
     }
-    return Parts(inputs, use, tensors)
+    return Parts(inputs, call, tensors)
 
 
 def _sums(parts: Parts, *, with_values: bool) -> tuple[jax.Array, jax.Array, Any]:
@@ -146,7 +146,7 @@ def _scores(parts: Parts, block: jax.Array, tile: jax.Array) -> jax.Array:
 
 
 def _cap(parts: Parts) -> np.float64 | None:
-    cap = parts.use.softcap
+    cap = parts.call.softcap
     return None if cap is None else np.float64(np.float32(cap))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from fp8ref.jax.attention import exponentials
-from fp8ref.jax.attention.operands.inputs import Use
+from fp8ref.jax.attention.operands.inputs import DeviceCall
 from fp8ref.jax.states import moments
 
 FAR = np.float32(64)
@@ -26,7 +26,7 @@ def add(
     total: jax.Array,
     maximum: jax.Array,
     sinks: jax.Array,
-    use: Use,
+    call: DeviceCall,
     factor: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(o, sums, maxima) of rows after their sinks joined, before the end (A-10).
@@ -35,7 +35,7 @@ def add(
     Shapes:   o float32 [B, N, G, T, D], sums and maxima [B, N, G, T], sinks [N x G].
     Order:    A-23.
     """
-    variant, arithmetic = use.variant, use.arithmetic
+    variant, arithmetic = call.variant, call.arithmetic
     sinks = sinks.astype(jnp.float32).reshape(1, *maximum.shape[1:3], 1)
     z = moments.product(sinks, _LOG2E) if variant.base == "2" else sinks
     row_factor = None if factor is None else factor[..., 0] if factor.ndim else factor
@@ -53,17 +53,17 @@ def add(
     return jnp.where(far[..., None], jnp.float32(0), o), total, jnp.where(far, at, maximum)
 
 
-def gradient(d: jax.Array, lse: jax.Array, sinks: jax.Array, use: Use) -> jax.Array:
+def gradient(d: jax.Array, lse: jax.Array, sinks: jax.Array, call: DeviceCall) -> jax.Array:
     """The gradient of the sinks, float32 [H], of this device's rows.
 
     Shapes:   d [B, H, Tq], the row sums D of A-15, and lse of its shape, float32; sinks [H].
     Order:    stated: A-23, with sums of float64 numbers in XLA's order; fast: XLA's own.
     """
     p = exponentials.exponential(
-        sinks.astype(jnp.float32)[None, :, None] - lse, "e", use.arithmetic
+        sinks.astype(jnp.float32)[None, :, None] - lse, "e", call.arithmetic
     )
-    products = exponentials.times(p, d, use.arithmetic)
-    if use.fast:
+    products = exponentials.times(p, d, call.arithmetic)
+    if call.fast:
         return -jnp.sum(products, axis=(0, 2))
     with jax.enable_x64(True):
         total = jnp.sum(lax.convert_element_type(products, np.float64), axis=(0, 2))

@@ -13,7 +13,7 @@ from fp8ref.jax.attention.gradients import mx as gradients_mx
 from fp8ref.jax.attention.operands import heads
 from fp8ref.jax.attention.operands import operands as operands
 from fp8ref.jax.attention.operands.heads import MX, Heads
-from fp8ref.jax.attention.operands.inputs import Inputs, Use
+from fp8ref.jax.attention.operands.inputs import DeviceCall, Inputs
 from fp8ref.jax.quantize import stats
 from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.spec.attention.products import (
@@ -31,7 +31,7 @@ Measured = dict[tuple[Product, Role], jax.Array]
 """(product, role) -> measurement float32 [stats.LENGTH]."""
 
 
-def measure_forward(inputs: Inputs, result, use: Use) -> Measured:
+def measure_forward(inputs: Inputs, result, call: DeviceCall) -> Measured:
     """Measurements of q, k and v, after a rotation if the variant has one; and the counts of P.
 
     result    what the forward pass gave, with counts.
@@ -44,15 +44,15 @@ def measure_forward(inputs: Inputs, result, use: Use) -> Measured:
         ("values", "v", inputs.v),
     )
     for product, role, x in first:
-        if use.variant.rotated and role != "v":
-            x = operands.rotated(x, use)
-        measured |= measure(x, tensors[role], product, role, use.variant)
+        if call.variant.rotated and role != "v":
+            x = operands.rotated(x, call)
+        measured |= measure(x, tensors[role], product, role, call.variant)
     saturated, lost, count = result.counts
     measured["values", "p"] = counts.measurement(result.amaxes["s"], count, saturated, lost)
     return measured
 
 
-def measure_backward(do: jax.Array, inputs: Inputs, gradients, use: Use) -> Measured:
+def measure_backward(do: jax.Array, inputs: Inputs, gradients, call: DeviceCall) -> Measured:
     """Measurements of what the backward pass quantizes: do; under MX also q, k and do with blocks
     along the tokens. And the counts of dS.
 
@@ -63,13 +63,13 @@ def measure_backward(do: jax.Array, inputs: Inputs, gradients, use: Use) -> Meas
     ds_measured: Measured = {
         ("grad_q", "ds"): counts.measurement(gradients.amaxes["ds"], count, saturated, lost)
     }
-    return _measure_do(do, inputs, gradients.tensors["do"], use) | ds_measured
+    return _measure_do(do, inputs, gradients.tensors["do"], call) | ds_measured
 
 
-def _measure_do(do: jax.Array, inputs: Inputs, tensor: Heads, use: Use) -> Measured:
-    if use.variant.granularity != "mx_1x32":
-        return measure(do, tensor, "grad_v", "do", use.variant)
-    measured = measure(do, tensor, "grad_probabilities", "do", use.variant)
+def _measure_do(do: jax.Array, inputs: Inputs, tensor: Heads, call: DeviceCall) -> Measured:
+    if call.variant.granularity != "mx_1x32":
+        return measure(do, tensor, "grad_v", "do", call.variant)
+    measured = measure(do, tensor, "grad_probabilities", "do", call.variant)
     again: tuple[tuple[Product, Role, jax.Array], ...] = (
         ("grad_v", "do", do),
         ("grad_q", "k", inputs.k),
@@ -77,7 +77,7 @@ def _measure_do(do: jax.Array, inputs: Inputs, tensor: Heads, use: Use) -> Measu
     )
     for product, role, x in again:
         measured |= measure(
-            x, gradients_mx.along_tokens(x, role, inputs, use), product, role, use.variant
+            x, gradients_mx.along_tokens(x, role, inputs, call), product, role, call.variant
         )
     return measured
 

@@ -128,6 +128,14 @@ class Call:
             **{field.name: getattr(variant, field.name) for field in dataclasses.fields(Call)}
         )
 
+    def check_nothing_kept(self) -> None:
+        """ValueError of a call whose function gives the output alone."""
+        if self.keep_p or self.keep_s or self.keep_ds:
+            raise ValueError(
+                "apply gives the output alone; got a Call that keeps matrices. Leave keep_p, "
+                "keep_s and keep_ds out, or use forward and backward."
+            )
+
     def check_features(self, features: int) -> None:
         """ValueError for heads of more features than the variant takes (A-6), and for a softcap
         whose factors are no normal float32 numbers there (A-22).

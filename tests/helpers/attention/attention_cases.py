@@ -111,10 +111,15 @@ class Bound(NamedTuple):
 
 
 def call_options(**options) -> dict:
-    """Options of a forward pass, those that are static in one Call."""
-    names = {field.name for field in dataclasses.fields(Call)}
+    """Options of a forward pass, those that are static in one Call, or in JAX's ``DeviceCall``."""
+    kind = Call
+    if {"over", "tokens", "layer", "multiply"} & set(options):
+        from fp8ref.jax.attention import DeviceCall
+
+        kind = DeviceCall
+    names = {field.name for field in dataclasses.fields(kind)}
     static = {name: options.pop(name) for name in names & set(options)}
-    return {"variant": Call(**static), **options}
+    return {"variant": kind(**static), **options}
 
 
 def backward_options(**options) -> dict:

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.attention import attention_cases as cases
+from helpers.attention.attention_cases import backward_options, call_options
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fp8ref.jax import delayed
-from fp8ref.jax.attention import attention
+from fp8ref.jax.attention import DeviceCall, attention
 from fp8ref.jax.attention.operands import operands as attention_operands
 from fp8ref.spec.attention import delayed as attention_delayed
 from fp8ref.spec.attention.variants import GRADIENT_ROLES, VARIANTS, Mask
@@ -27,7 +28,7 @@ def small(*, b=1, h=2, heads=1, tq=40, tk=40, d=64, dtype=jnp.float32):
 
 
 def gradients(q, k, v, do, **how):
-    o, vjp = jax.vjp(lambda *given: attention.apply(*given, **how), q, k, v)
+    o, vjp = jax.vjp(lambda *given: attention.apply(*given, **call_options(**how)), q, k, v)
     return o, *vjp(do)
 
 
@@ -45,8 +46,8 @@ def test_apply_is_forward_and_backward(name):  # A-14 to A-16
 
     @jax.jit
     def parts(q, k, v, do):
-        result = attention.forward(q, k, v, **how)
-        return result.o, attention.backward(do, q, k, v, result, **how)[:3]
+        result = attention.forward(q, k, v, **call_options(**how))
+        return result.o, attention.backward(do, q, k, v, result, **backward_options(**how))[:3]
 
     of_forward, of_backward = parts(q, k, v, do)
     assert {x.dtype for x in (o, *found)} == {jnp.dtype(jnp.bfloat16)}
@@ -82,17 +83,12 @@ def test_blocks_of_queries_and_tiles_of_keys_change_no_bit(monkeypatch):  # A-6
     """Of a causal mask 15 of 25 pairs of blocks and tiles are computed."""
     q, k, v, _ = small(tq=600, tk=600)
     how = {"variant": "cudnn", "mask": CAUSAL, "arithmetic": "stated", "scale": cases.SCALE}
-    whole = jax.jit(functools.partial(attention.forward, **how))(q, k, v)
+    whole = jax.jit(functools.partial(attention.forward, **call_options(**how)))(q, k, v)
     monkeypatch.setattr(attention_operands, "QUERIES", 128)
-    parts = jax.jit(functools.partial(attention.forward, **how))(q, k, v)
+    parts = jax.jit(functools.partial(attention.forward, **call_options(**how)))(q, k, v)
     np.testing.assert_array_equal(parts.lse, whole.lse)
     np.testing.assert_array_equal(parts.o, whole.o)
-    grid = attention_operands.grid(
-        attention.inputs.prepare(q, k, v, "cudnn", CAUSAL, None, None, 0, "fast", ())[0],
-        600,
-        600,
-        64,
-    )
+    grid = attention_operands.grid(DeviceCall(variant="cudnn", mask=CAUSAL), 600, 600, 64)
     assert (grid.blocks, grid.tiles, len(grid.pairs[0])) == (5, 5, 15)
 
 
@@ -196,7 +192,7 @@ def test_amaxes_on_eight_devices_are_those_of_one(mesh):  # A-12
     cut, over = P("data", "heads"), ("data", "heads")
 
     def run(q, k, v):
-        found = attention.forward(q, k, v, variant="cudnn", over=over)
+        found = attention.forward(q, k, v, variant=DeviceCall(variant="cudnn", over=over))
         return found.amaxes, found.saturated, found.tensors["o"].scale
 
     amaxes, saturated, scale = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=cut, out_specs=P()))(
@@ -245,9 +241,11 @@ def test_what_is_refused_on_a_mesh(mesh):
     with pytest.raises(
         ValueError, match="over has mesh axes of the shard_map around it, data, heads; got rows"
     ):
-        mapped(functools.partial(attention.apply, variant="cudnn", over=("rows",)))
+        mapped(
+            functools.partial(attention.apply, variant=DeviceCall(variant="cudnn", over=("rows",)))
+        )
     with pytest.raises(ValueError, match="around it, none; got data"):
-        attention.apply(q, k, v, variant="cudnn", over=("data",))
+        attention.apply(q, k, v, variant=DeviceCall(variant="cudnn", over=("data",)))
     with pytest.raises(ValueError, match="need check_vma=True"):
         mapped(
             jax.grad(lambda q, k, v: attention.apply(q, k, v, variant="bf16").sum()),
@@ -308,7 +306,7 @@ def test_what_is_refused(case):
     how, message = REFUSED[case]
     q, k, v, _ = small()
     with pytest.raises(ValueError, match=message):
-        attention.apply(q, k, v, **({"variant": "cudnn"} | how))
+        attention.apply(q, k, v, **call_options(**{"variant": "cudnn"} | how))
 
 
 def test_inputs_that_are_refused():
@@ -375,8 +373,11 @@ def test_examples_of_a_vmap_merge():  # H-4, A-19
 
     @functools.partial(jax.value_and_grad, has_aux=True)
     def loss(seen):
-        how = {"variant": "cudnn", "scales": scales, "tap": None, "seen": seen}
-        o, merged, _ = jax.vmap(lambda *given: attention.apply_with_stats(*given, **how))(*tensors)
+        carried = attention.Carried(scales, seen)
+        o, merged = jax.vmap(
+            lambda *given: attention.apply_with_stats(*given, variant="cudnn", carried=carried)
+        )(*tensors)
+        merged = merged.seen
         return o.astype(jnp.float32).sum(), merged
 
     (_, forward), backward = jax.jit(loss)(delayed.unseen(casts))

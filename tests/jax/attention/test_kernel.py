@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.attention.attention_cases import backward_options, call_options
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.jax import delayed
-from fp8ref.jax.attention import attention
+from fp8ref.jax.attention import DeviceCall, attention
 from fp8ref.jax.attention import kernel as attention_kernel
 from fp8ref.spec.attention import delayed as attention_delayed
 from fp8ref.spec.attention.variants import GRADIENT_ROLES, ROLES, VARIANTS, Mask
@@ -52,11 +53,11 @@ def scales_of(q, k, v, do) -> dict[str, jax.Array]:
     }
 
 
-def stand_in(q8, k8, v8, kernel, parameters):
+def stand_in(q8, k8, v8, call, parameters):
     """What cuDNN computes, with JAX's interface to it, by tiles: codes in, codes out, amaxes as
     results and as gradients.
     """
-    tile = {"variant": "cudnn", "mask": kernel.use.mask, "scale": kernel.use.scale}
+    tile = {"variant": "cudnn", "mask": call.mask, "scale": call.scale}
     names = {"dO": "do", "dP": "ds", "dQ": "dq", "dK": "dk", "dV": "dv"}
     of = {key: x.reshape(()) for key, x in parameters.items()}
     # what the tiles do not take: an inverse within a unit in the last place
@@ -74,10 +75,10 @@ def stand_in(q8, k8, v8, kernel, parameters):
             "s": of["scale_s"],
             "o": of["scale_o"],
         }
-        return attention.forward(q, k, v, scales=scales, **tile), (q, k, v)
+        return attention.forward(q, k, v, **call_options(scales=scales, **tile)), (q, k, v)
 
     @jax.custom_vjp
-    def call(q8, k8, v8, amaxes):
+    def passed(q8, k8, v8, amaxes):
         result, _ = forward(q8, k8, v8)
         return (
             result.tensors["o"].codes,
@@ -86,7 +87,7 @@ def stand_in(q8, k8, v8, kernel, parameters):
         )
 
     def saved(q8, k8, v8, amaxes):
-        return call(q8, k8, v8, amaxes), (q8, k8, v8)
+        return passed(q8, k8, v8, amaxes), (q8, k8, v8)
 
     def backward(codes, cotangents):
         result, tensors = forward(*codes)
@@ -94,15 +95,15 @@ def stand_in(q8, k8, v8, kernel, parameters):
         scales = {names[key]: of[f"scale_{key}"] for key in ("dP", "dQ", "dK", "dV")} | {
             "do": 1 / of["descale_dO"]
         }
-        found = attention.backward(do, *tensors, result, scales=scales, **tile)
+        found = attention.backward(do, *tensors, result, **backward_options(scales=scales, **tile))
         amaxes = {
             f"amax_{key}": found.amaxes[names[key]].reshape(1, 1, 1, 1)
             for key in ("dQ", "dK", "dV", "dP")
         }
         return *(found.tensors[role].codes for role in ("dq", "dk", "dv")), amaxes
 
-    call.defvjp(saved, backward)
-    return call(q8, k8, v8, {key: x for key, x in parameters.items() if key.startswith("amax_")})
+    passed.defvjp(saved, backward)
+    return passed(q8, k8, v8, {key: x for key, x in parameters.items() if key.startswith("amax_")})
 
 
 @pytest.mark.slow  # JAX compiles for seconds
@@ -119,14 +120,17 @@ def test_the_call_has_the_operands_and_scales_of_the_variant(monkeypatch):  # A-
         return o, *vjp((do, jax.tree.map(jnp.zeros_like, unseen)))
 
     def by_kernel(q, k, v, seen):
+        call = DeviceCall(variant="cudnn", mask=CAUSAL, layer="layer")
         return attention_kernel.apply(
-            q, k, v, scales=scales, mask=CAUSAL, seen=seen, platform="cuda", name="layer"
+            q, k, v, scales=scales, variant=call, seen=seen, platform="cuda"
         )
 
     def by_tiles(q, k, v, seen):
-        return attention.apply_with_stats(
-            q, k, v, scales=scales, mask=CAUSAL, seen=seen, variant="cudnn", tap=None
-        )[:2]
+        carried = attention.Carried(scales, seen)
+        o, carried = attention.apply_with_stats(
+            q, k, v, variant="cudnn", mask=CAUSAL, carried=carried
+        )
+        return o, carried.seen
 
     (o, forward), *gradients = run(by_kernel)
     (right, of_tiles), *others = run(by_tiles)
@@ -149,8 +153,9 @@ REFUSED = [
         {"variant": dataclasses.replace(VARIANTS["cudnn"], gradient_fmt=E5M2)},
         r"everything in e4m3fn",
     ),
+    ({"softcap": 30.0}, r"has a variant, a mask, a softmax scale and a layout; got"),
     ({"mask": Mask(window=(3, 0))}, r"no mask, or a causal one from the start"),
-    ({"name": "a/b"}, r"no '/', '\(' or '\)'"),
+    ({"layer": "a/b"}, r"no '/', '\(' or '\)'"),
 ]
 
 
@@ -158,10 +163,9 @@ REFUSED = [
 def test_what_the_kernel_does_not_take_is_refused(how, said):  # A-20
     q, k, v, _ = given()
     scales = dict.fromkeys((*ROLES, *GRADIENT_ROLES), jnp.float32(1))
+    own = {"scales": {} if "variant" in how else scales, "platform": "cuda"}
     with pytest.raises(ValueError, match=said):
-        attention_kernel.apply(
-            q, k, v, **({"scales": {} if "variant" in how else scales, "platform": "cuda"} | how)
-        )
+        attention_kernel.apply(q, k, v, **call_options(**{"variant": "cudnn"} | own | how))
 
 
 def test_shapes_and_missing_scales_are_refused():  # A-20
@@ -226,7 +230,7 @@ def recorder(found: list[dict]):
 
     call.defvjp(saved, backward)
 
-    def recorded(q8, k8, v8, kernel, parameters):
+    def recorded(q8, k8, v8, call, parameters):
         found.append(parameters)
         return call(q8, k8, v8, parameters)
 

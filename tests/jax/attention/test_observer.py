@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8ref.jax.attention import attention
+from fp8ref.jax.attention import DeviceCall, attention
 from fp8ref.jax.attention import observer as attention_observer
 from fp8ref.spec.attention.products import PARTS, SHOWN
 from fp8ref.spec.attention.variants import Mask
@@ -22,7 +22,9 @@ def test_both_passes_are_shown_with_what_they_made():
 
     def loss(q, k, v):
         return jnp.sum(
-            attention.apply(q, k, v, variant="cudnn", mask=CAUSAL, name="layer").astype(jnp.float32)
+            attention.apply(
+                q, k, v, variant=DeviceCall(variant="cudnn", mask=CAUSAL, layer="layer")
+            ).astype(jnp.float32)
             ** 2
         )
 
@@ -43,7 +45,9 @@ def test_both_passes_are_shown_with_what_they_made():
         assert {key.partition("/")[0] for key in arrays} == set(SHOWN[phase])
         assert {key.partition("/")[2] for key in arrays} == {*PARTS, "amax", "counts"}
     assert forward["p/counts"][0] == backward["ds/counts"][0] == 2 * 40 * 41 // 2
-    result = attention.forward(q, k, v, variant="cudnn", mask=CAUSAL, keep_p=True, keep_s=True)
+    result = attention.forward(
+        q, k, v, variant=DeviceCall(variant="cudnn", mask=CAUSAL, keep_p=True, keep_s=True)
+    )
     np.testing.assert_array_equal(forward["p/codes"], result.p_codes)
     assert forward["p/counts"][1:].tolist() == [result.saturated, result.lost]
     np.testing.assert_array_equal(forward["s/value"], result.scores)

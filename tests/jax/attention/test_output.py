@@ -10,17 +10,17 @@ from helpers.attention.attention_cases import integers
 from fp8ref.jax.attention import attention
 from fp8ref.jax.attention import output as attention_forward
 from fp8ref.jax.attention.operands import inputs as attention_inputs
-from fp8ref.spec.attention.variants import FULL
 
 
 def test_it_keeps_and_observes_what_is_asked_alone():
     q, k, v, _ = integers(b=1, h=1, heads=1, tq=4, tk=4, d=16)
-    use, given = attention_inputs.prepare(q, k, v, "cudnn", FULL, None, None, 0, "fast", ())
-    plain = attention_forward.run(given, {}, use)
+    call = attention_inputs.DeviceCall(variant="cudnn")
+    given = attention_inputs.prepare(q, k, v, call, None, None)
+    plain = attention_forward.run(given, {}, call)
     assert (plain.p_codes, plain.scores) == (None, None)
     assert set(plain.amaxes) == {"q", "k", "v"}
     asked = attention_forward.run(
-        given, {}, dataclasses.replace(use, keep_p=True, keep_s=True), observe=True
+        given, {}, dataclasses.replace(call, keep_p=True, keep_s=True), observe=True
     )
     assert set(asked.amaxes) == {"q", "k", "v", "s", "o"}
     assert asked.p_codes.shape == asked.scores.shape == (1, 1, 4, 4)

@@ -9,15 +9,16 @@ from fp8ref.jax.attention import probability_value
 from fp8ref.jax.attention.operands import inputs as inputs
 from fp8ref.jax.attention.operands import operands as operands
 from fp8ref.jax.attention.operands.operands import Parts
-from fp8ref.spec.attention.variants import FULL, VARIANTS
+from fp8ref.spec.attention.variants import VARIANTS
 
 F = np.float32
 
 
 def parts(name: str, v) -> Parts:
     q = jnp.ones((1, 1, 32, 64))
-    use, given = inputs.prepare(q, v, v, name, FULL, None, None, 0, "stated", ())
-    return Parts(given, use, operands.quantize(given, use, {}))
+    call = inputs.DeviceCall(variant=name, arithmetic="stated")
+    given = inputs.prepare(q, v, v, call, None, None)
+    return Parts(given, call, operands.quantize(given, call, {}))
 
 
 @pytest.mark.parametrize("name", ["fa3", "cudnn"])

@@ -16,10 +16,10 @@ from fp8ref.spec.attention.variants import Mask
 def test_three_tiles_are_one_softmax():  # A-1, A-14
     """float64 sums of 300 terms err by less than 2^-40; the results are rounded to float32."""
     q, k, v, do = cases.normal(1, 1, 1, 300, 300, 32)
-    use, given = inputs.prepare(q, k, v, "exact", Mask(causal=True), 0.5, None, 0, "fast", ())
-    assert use.variant.real
-    o, lse = jax.jit(functools.partial(real.forward, use=use))(given)
-    found = jax.jit(functools.partial(real.backward, use=use))(do, given)
+    call = inputs.DeviceCall(variant="exact", mask=Mask(causal=True), scale=0.5)
+    given = inputs.prepare(q, k, v, call, None, None)
+    o, lse = jax.jit(functools.partial(real.forward, call=call))(given)
+    found = jax.jit(functools.partial(real.backward, call=call))(do, given)
     q, k, v, do = (x[0, 0].astype(np.float64) for x in (q, k, v, do))
     s = np.where(np.tri(300, dtype=bool), q @ k.T / 2, -np.inf)
     p = np.exp(s - s.max(axis=1, keepdims=True))

@@ -6,17 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.attention.attention_cases import call_options
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from fp8ref.jax.attention import attention
 from fp8ref.jax.attention import sinks as attention_sinks
 from fp8ref.jax.attention.operands import inputs as attention_inputs
-from fp8ref.spec.attention.variants import VARIANTS, Mask
+from fp8ref.spec.attention.variants import VARIANTS
 
-USE = attention_inputs.Use(
-    variant=VARIANTS["fa4"], mask=Mask(), scale=0.125, seed=0, arithmetic="stated", over=()
-)
+CALL = attention_inputs.DeviceCall(variant=VARIANTS["fa4"], scale=0.125, arithmetic="stated")
 
 
 def test_a_sink_joins_the_sum_or_replaces_it():
@@ -30,7 +29,7 @@ def test_a_sink_joins_the_sum_or_replaces_it():  # A-23
     sinks = jnp.array([6 / log2e, 100.0, 3.0], jnp.float32)
     o, total, maximum = (
         np.asarray(x).reshape(3, -1)
-        for x in attention_sinks.add(o, total, maximum, sinks, USE, jnp.float32(2))
+        for x in attention_sinks.add(o, total, maximum, sinks, CALL, jnp.float32(2))
     )
     assert total[0] == pytest.approx(512 + 2.0 ** (6 - 8 + 8), rel=2.0**-20)
     assert maximum[0] == 4
@@ -68,7 +67,9 @@ def test_the_gradient_sums_over_devices_and_vmap():  # A-23
 
     def gradients(q, k, v, sinks, do, over=()):
         how = {"variant": "cudnn", "softcap": 3.0, "over": over}
-        return jax.vjp(lambda *x: attention.apply(*x[:3], sinks=x[3], **how), q, k, v, sinks)[1](do)
+        return jax.vjp(
+            lambda *x: attention.apply(*x[:3], **call_options(sinks=x[3], **how)), q, k, v, sinks
+        )[1](do)
 
     mesh = jax.make_mesh(
         (2, 2), ("data", "heads"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2

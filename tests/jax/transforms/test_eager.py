@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fp8ref.jax.attention import attention
+from fp8ref.jax.attention import DeviceCall, attention
 from fp8ref.jax.experts import grouped
 
 ROWS, WEIGHTS = jnp.ones((32, 32)), jnp.ones((1, 32, 32))
@@ -16,7 +16,9 @@ def of_groups(x, layer):
 
 
 def of_attention(x, layer):
-    return jnp.sum(attention.apply(x, HEADS, HEADS, variant="bf16", name=layer))
+    return jnp.sum(
+        attention.apply(x, HEADS, HEADS, variant=DeviceCall(variant="bf16", layer=layer))
+    )
 
 
 @pytest.mark.parametrize(("function", "x"), [(of_groups, ROWS), (of_attention, HEADS)])

@@ -14,18 +14,17 @@ from fp8ref.jax.attention.gradients import gradients
 from fp8ref.jax.attention.gradients.gradients import Gradients
 from fp8ref.jax.attention.operands import heads
 from fp8ref.jax.attention.operands import operands as operands
-from fp8ref.jax.attention.operands.inputs import Inputs, Use
-from fp8ref.spec.attention.variants import VARIANTS
+from fp8ref.jax.attention.operands.inputs import DeviceCall, Inputs
 
 
-def backward(do: jax.Array, inputs: Inputs, result, use: Use, *, keep: bool = False) -> Gradients:
-    """The gradients, of the steps of A-15 in bfloat16, and if asked for their matrices.
+def backward(do: jax.Array, inputs: Inputs, result, call: DeviceCall) -> Gradients:
+    """The gradients, of the steps of A-15 in bfloat16.
 
     result    what ``attention.forward`` gave; of it o and the log-sum-exp.
     """
-    wide = dataclasses.replace(use, variant=VARIANTS["bf16"], seed=0, multiply=None, measures=False)
+    wide = dataclasses.replace(call.in_bf16(), multiply=None, measures=False)
     one, o = jnp.ones((), jnp.float32), heads.to_hp(result.o, BFLOAT16)
     kept = result._replace(
         tensors=operands.quantize(inputs, wide, {}), o=o, scale_p=one, scale_inv_p=one
     )
-    return gradients.backward(do, inputs, kept, {}, wide, keep=keep)
+    return gradients.backward(do, inputs, kept, {}, wide)

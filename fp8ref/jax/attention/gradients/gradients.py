@@ -18,7 +18,7 @@ from fp8ref.jax.attention.exponentials import ascending_sum, times
 from fp8ref.jax.attention.operands import context, heads
 from fp8ref.jax.attention.operands import operands as operands
 from fp8ref.jax.attention.operands.heads import Heads
-from fp8ref.jax.attention.operands.inputs import Inputs, Use
+from fp8ref.jax.attention.operands.inputs import DeviceCall, Inputs
 from fp8ref.jax.attention.operands.kept import Kept, gradient_matrices
 from fp8ref.jax.attention.operands.operands import Parts
 from fp8ref.jax.quantize import scales
@@ -42,7 +42,7 @@ class Gradients(NamedTuple):
     matrices     codes of P, dS and its codes [B, H, Tq, Tk], by ``Matrix``; {} unless asked for.
     dsinks       float32 [H]: the gradient of sinks, of this device's rows; None without any.
     counts       int32 [4, 2]: clipped of P and of dS, lost, and all that are seen, of this device,
-                 as ``counts``; None unless ``Use.measures``.
+                 as ``counts``; None unless ``DeviceCall.measures``.
     """
 
     dq: jax.Array
@@ -67,27 +67,27 @@ def output_scaling(variant: Variant) -> tuple:
 
 
 def backward(
-    do: jax.Array, inputs: Inputs, result, given_scales: dict, use: Use, *, keep: bool = False
+    do: jax.Array, inputs: Inputs, result, given_scales: dict, call: DeviceCall
 ) -> Gradients:
     """The gradients, of the steps of A-15, and if asked for their matrices.
 
     result    what ``attention.forward`` gave.
     """
-    variant, low = use.variant, use.variant.fmt.bits == 8
+    variant, low = call.variant, call.variant.fmt.bits == 8
     fmt = variant.gradient_fmt or variant.fmt
-    options: dict = {"heads": inputs.k.shape[1], "scale": given_scales.get("do"), "over": use.over}
+    options: dict = {"heads": inputs.k.shape[1], "scale": given_scales.get("do"), "over": call.over}
     do8 = heads.quantize(do, fmt, variant.granularity, variant.policy, **options)
-    tensors = context.gathered(result.tensors, use)
-    inputs = context.problem(inputs, tensors, use)
-    parts = Parts(inputs, use, tensors)
+    tensors = context.gathered(result.tensors, call)
+    inputs = context.problem(inputs, tensors, call)
+    parts = Parts(inputs, call, tensors)
     p_scale, p_scale_inv = (result.scale_p, result.scale_inv_p)
     if "s" in given_scales:
         p_scale, p_scale_inv = operands.probability_scale(variant, given_scales)
     factor = parts.raw_factor() if variant.scores == "raw" else None
     values_do, lse = parts.by_group(do8.codes), parts.by_group(result.lse)
-    lse = lse * np.float32(np.log2(np.e)) if use.fast and variant.base == "2" else lse
+    lse = lse * np.float32(np.log2(np.e)) if call.fast and variant.base == "2" else lse
     do_inverse = parts.head_scales(do8.scale_inv) if low else jnp.float32(1)
-    row_sums = _row_sums(do8, result, inputs, use)
+    row_sums = _row_sums(do8, result, inputs, call)
     d = parts.by_group(row_sums)
     dp_inverse = do_inverse * parts.inverse["v"] if low else do_inverse
 
@@ -97,13 +97,13 @@ def backward(
         (s, slope), block_lse = parts.scores_and_slope(block, tile), parts.block(lse, block)
         p = (
             softmax.again_fast(s, block_lse, seen, variant)
-            if use.fast
-            else softmax.again(s, block_lse, seen, factor, use.arithmetic)
+            if call.fast
+            else softmax.again(s, block_lse, seen, factor, call.arithmetic)
         )
-        with parts.use.scope("grad_probabilities"):
+        with parts.call.scope("grad_probabilities"):
             # [rows, D] x [L, D]
             dp = parts.dot(parts.block(values_do, block), parts.tile(parts.v, tile), ((4,), (3,)))
-        if use.fast:
+        if call.fast:
             ds = (dp * dp_inverse - parts.block(d, block)[..., None]) * p * jnp.float32(parts.scale)
             return p, ds if slope is None else ds * slope
         if low:
@@ -116,7 +116,7 @@ def backward(
         return jnp.maximum(largest, jnp.max(jnp.abs(pair(block, tile)[1])))
 
     def share(largest):
-        return lax.pmax(largest, use.over) if use.over else largest
+        return lax.pmax(largest, call.over) if call.over else largest
 
     one = jnp.ones((), jnp.float32)
     scale_ds = Scales(one, one)
@@ -126,13 +126,13 @@ def backward(
         largest = share(operands.loop(first, parts.zeros(), parts.grid))
         scale_ds = heads.scales_from_amax(largest, fmt, heads.implemented(variant.policy))
 
-    kept = Kept(parts, gradient_matrices(variant) if keep else [])
+    kept = Kept(parts, gradient_matrices(variant) if call.keep_ds else [])
 
     def second(carry, block, tile):
         dq, dk, dv, largest, counts, matrices = carry
         p, ds = pair(block, tile)
-        scaled_p = times(p, p_scale, use.arithmetic) if low else p
-        scaled_ds = times(ds, scale_ds[0], use.arithmetic) if low else ds
+        scaled_p = times(p, p_scale, call.arithmetic) if low else p
+        scaled_ds = times(ds, scale_ds[0], call.arithmetic) if low else ds
         largest = jnp.maximum(largest, jnp.max(jnp.abs(ds)))
         p8, ds8 = operands.narrow(scaled_p, variant), operands.narrow(scaled_ds, variant, fmt)
         clipped = operands.clipped(scaled_p, variant.fmt), operands.clipped(scaled_ds, fmt)
@@ -153,18 +153,18 @@ def backward(
         dv = moments.product(moments.product(dv, p_scale_inv), do_inverse)
     grads = rounded((dq, dk, dv), do8, share(largest), counts, scale_ds, parts, given_scales)
     return grads._replace(
-        matrices=kept.whole(matrices), dsinks=sinks_gradient(row_sums, result, inputs, use)
+        matrices=kept.whole(matrices), dsinks=sinks_gradient(row_sums, result, inputs, call)
     )
 
 
-def sinks_gradient(d: jax.Array, result, inputs: Inputs, use: Use) -> jax.Array | None:
+def sinks_gradient(d: jax.Array, result, inputs: Inputs, call: DeviceCall) -> jax.Array | None:
     """The gradient of sinks, of D of rows [B, H, Tq]; None without any."""
-    return None if inputs.sinks is None else sinks.gradient(d, result.lse, inputs.sinks, use)
+    return None if inputs.sinks is None else sinks.gradient(d, result.lse, inputs.sinks, call)
 
 
 def no_counts(parts: Parts) -> jax.Array:
     """What ``counted`` begins with."""
-    return parts.zeros(4 if parts.use.measures else 3, 2, dtype=jnp.int32)
+    return parts.zeros(4 if parts.call.measures else 3, 2, dtype=jnp.int32)
 
 
 def counted(
@@ -179,7 +179,7 @@ def counted(
     """Counts with those of a block and a tile added: clipped of P and of dS, lost, and if measured
     all that are seen.
     """
-    pairs = [parts.pairs(parts.seen(block, tile))] if parts.use.measures else []
+    pairs = [parts.pairs(parts.seen(block, tile))] if parts.call.measures else []
     return attention_counts.add(counts, [p_clipped, ds_clipped, lost, *pairs])
 
 
@@ -205,11 +205,11 @@ def added(
     others     do and q [B, N, G, rows, D], k [B, N, keys, D].
     """
     (dq, dk, dv), (p, ds_rows, ds_keys), (do, q, k) = totals, score_operands, others
-    with parts.use.scope("grad_v"):
+    with parts.call.scope("grad_v"):
         dv_part = parts.dot(p, do, ((3,), (3,)), 3)  # [rows, L] x [rows, D] -> [L, D]
-    with parts.use.scope("grad_k"):
+    with parts.call.scope("grad_k"):
         dk_part = parts.dot(ds_rows, q, ((3,), (3,)), 3)  # [rows, L] x [rows, D] -> [L, D]
-    with parts.use.scope("grad_q"):
+    with parts.call.scope("grad_q"):
         dq_part = parts.dot(ds_keys, k, ((4,), (2,)))  # [rows, L] x [L, D] -> [rows, D]
     dq = parts.put_block(dq, parts.block(dq, block) + dq_part, block)
     dk, dv = (
@@ -224,11 +224,11 @@ def rounded(
 ) -> Gradients:
     """The gradients in the output's format, summed over the query heads of a head of keys, with
     their amaxes (A-15, steps 9 and 10)."""
-    use, variant = parts.use, parts.variant
+    call, variant = parts.call, parts.variant
     dq, dk, dv = raw
     tk = parts.shape_k[2]
     raw_sums = {"dq": parts.ungrouped(dq)} | {
-        name: context.own_keys(_over_heads(x)[:, :, :tk], use)
+        name: context.own_keys(_over_heads(x)[:, :, :tk], call)
         for name, x in (("dk", dk), ("dv", dv))
     }
     amaxes, values, coded = {"do": do.amax, "ds": largest}, {}, {"do": do}
@@ -236,7 +236,7 @@ def rounded(
         options: dict = {
             "heads": parts.shape_k[1],
             "scale": given_scales.get(role),
-            "over": use.over,
+            "over": call.over,
         }
         quantized = heads.quantize(x, variant.out, *output_scaling(variant), **options)
         amaxes[role] = quantized.amax
@@ -244,12 +244,12 @@ def rounded(
         if variant.out.bits == 8:
             coded[role] = quantized
     totals = attention_counts.numbers(counts)
-    p_clipped, ds_clipped, lost, *_ = lax.psum(totals, use.over) if use.over else totals
+    p_clipped, ds_clipped, lost, *_ = lax.psum(totals, call.over) if call.over else totals
     count_fields: dict = {
         "saturated": p_clipped + ds_clipped,
         "saturated_ds": ds_clipped,
         "lost": lost,
-        "counts": counts if use.measures else None,
+        "counts": counts if call.measures else None,
     }
     return Gradients(**values, tensors=coded, amaxes=amaxes, scale_ds=scale_ds, **count_fields)
 
@@ -262,9 +262,9 @@ def _over_heads(x: jax.Array) -> jax.Array:
     return total
 
 
-def _row_sums(do: Heads, result, inputs: Inputs, use: Use) -> jax.Array:
+def _row_sums(do: Heads, result, inputs: Inputs, call: DeviceCall) -> jax.Array:
     """D of A-15: of the values of do and o, a feature at a time, times both scales, [B, H, Tq]."""
-    variant = use.variant
+    variant = call.variant
     fmt = variant.gradient_fmt or variant.fmt
     values = heads.values(do, fmt)
     if variant.out.bits != 8:
@@ -272,8 +272,8 @@ def _row_sums(do: Heads, result, inputs: Inputs, use: Use) -> jax.Array:
     else:
         o, o_inv = heads.values(result.tensors["o"], variant.out), result.tensors["o"].scale_inv
     do_inv = heads.spread(do.scale_inv, values.shape, variant.granularity)
-    products = times(values, o, use.arithmetic)
-    totals = jnp.sum(products, axis=-1) if use.fast else ascending_sum(products)
+    products = times(values, o, call.arithmetic)
+    totals = jnp.sum(products, axis=-1) if call.fast else ascending_sum(products)
     return moments.product(
         moments.product(totals, do_inv if do_inv.ndim == 0 else do_inv[..., 0]), o_inv
     )

@@ -16,7 +16,7 @@ from fp8ref.jax.attention.gradients.gradients import Gradients
 from fp8ref.jax.attention.operands import heads as head_scaling
 from fp8ref.jax.attention.operands import operands as operands
 from fp8ref.jax.attention.operands.heads import MX, Heads
-from fp8ref.jax.attention.operands.inputs import Inputs, Use
+from fp8ref.jax.attention.operands.inputs import DeviceCall, Inputs
 from fp8ref.jax.attention.operands.kept import Kept, gradient_matrices
 from fp8ref.jax.attention.operands.operands import Parts
 from fp8ref.jax.quantize import cast, scales
@@ -28,19 +28,19 @@ P_SCALE = np.float32(256)
 """What P is multiplied by before its cast."""
 
 
-def backward(do: jax.Array, inputs: Inputs, result, use: Use, *, keep: bool = False) -> Gradients:
+def backward(do: jax.Array, inputs: Inputs, result, call: DeviceCall) -> Gradients:
     """The gradients, of the steps of A-16, and if asked for their matrices.
 
     result    what ``attention.forward`` gave; of its tensors, v.
     """
-    variant = use.variant
+    variant = call.variant
     fmt, heads = variant.gradient_fmt or variant.fmt, inputs.k.shape[1]
-    tensors = operands.quantize(inputs, use, {}) | {"v": result.tensors["v"]}
-    parts = Parts(inputs, use, tensors)
+    tensors = operands.quantize(inputs, call, {}) | {"v": result.tensors["v"]}
+    parts = Parts(inputs, call, tensors)
 
     def copy(x: jax.Array, role: Role) -> jax.Array:
         return parts.operand(
-            along_tokens(x, role, inputs, use),
+            along_tokens(x, role, inputs, call),
             along_tokens=True,
             fmt=fmt if role == "do" else variant.fmt,
         )
@@ -53,11 +53,11 @@ def backward(do: jax.Array, inputs: Inputs, result, use: Use, *, keep: bool = Fa
         parts.by_tiles(copy(inputs.k, "k")),
     )
     do_values = head_scaling.to_hp(do, variant.out).astype(jnp.float32)
-    products = times(do_values, result.o.astype(jnp.float32), use.arithmetic)
-    row_sums = jnp.sum(products, axis=-1) if use.fast else ascending_sum(products)
+    products = times(do_values, result.o.astype(jnp.float32), call.arithmetic)
+    row_sums = jnp.sum(products, axis=-1) if call.fast else ascending_sum(products)
     d = parts.by_group(row_sums)
     lse = parts.by_group(result.lse)
-    kept = Kept(parts, gradient_matrices(variant) if keep else [])
+    kept = Kept(parts, gradient_matrices(variant) if call.keep_ds else [])
 
     def body(carry, block, tile):
         dq, dk, dv, largest, counts, matrices = carry
@@ -65,15 +65,15 @@ def backward(do: jax.Array, inputs: Inputs, result, use: Use, *, keep: bool = Fa
         (s, slope), block_lse = parts.scores_and_slope(block, tile), parts.block(lse, block)
         p = (
             softmax.again_fast(s, block_lse, seen, variant)
-            if use.fast
-            else softmax.again(s, block_lse, seen, None, use.arithmetic)
+            if call.fast
+            else softmax.again(s, block_lse, seen, None, call.arithmetic)
         )
-        scaled = times(p, P_SCALE, use.arithmetic)
-        with use.scope("grad_probabilities"):
+        scaled = times(p, P_SCALE, call.arithmetic)
+        with call.scope("grad_probabilities"):
             dp = parts.dot(parts.block(do_features, block), parts.tile(parts.v, tile), ((4,), (3,)))
-        ds = times(dp - parts.block(d, block)[..., None], p, use.arithmetic)
-        ds = ds if slope is None else times(ds, slope, use.arithmetic)
-        ds = times(ds, jnp.float32(parts.scale), use.arithmetic)
+        ds = times(dp - parts.block(d, block)[..., None], p, call.arithmetic)
+        ds = ds if slope is None else times(ds, slope, call.arithmetic)
+        ds = times(ds, jnp.float32(parts.scale), call.arithmetic)
         largest = jnp.maximum(largest, jnp.max(jnp.abs(ds)))
         ds_queries, ds_keys = blocks(ds, fmt, variant.policy, 3), blocks(ds, fmt, variant.policy, 4)
         cast_counts = (
@@ -105,13 +105,13 @@ def backward(do: jax.Array, inputs: Inputs, result, use: Use, *, keep: bool = Fa
     grads = gradients.rounded(raw, along_features, largest, counts, Scales(one, one), parts, {})
     return grads._replace(
         matrices=kept.whole(matrices),
-        dsinks=gradients.sinks_gradient(row_sums, result, inputs, use),
+        dsinks=gradients.sinks_gradient(row_sums, result, inputs, call),
     )
 
 
-def along_tokens(x: jax.Array, role: Role, inputs: Inputs, use: Use) -> Heads:
+def along_tokens(x: jax.Array, role: Role, inputs: Inputs, call: DeviceCall) -> Heads:
     """q, k or do as a product over tokens takes it: with blocks along them."""
-    variant = use.variant
+    variant = call.variant
     fmt = (variant.gradient_fmt or variant.fmt) if role == "do" else variant.fmt
     return head_scaling.quantize(
         x, fmt, "mx_1x32", variant.policy, along_tokens=True, heads=inputs.k.shape[1]

@@ -11,48 +11,48 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8ref.jax.attention.operands.heads import Heads
-from fp8ref.jax.attention.operands.inputs import Inputs, Use
+from fp8ref.jax.attention.operands.inputs import DeviceCall, Inputs
 from fp8ref.spec.attention.variants import Mask
 
 
-def check(use: Use, inputs: Inputs) -> None:
+def check(call: DeviceCall, inputs: Inputs) -> None:
     """ValueError for what cannot be cut along the tokens."""
-    if use.variant.real or use.variant.granularity not in ("tensor", None):
+    if call.variant.real or call.variant.granularity not in ("tensor", None):
         raise ValueError(
-            f"{use.name}: context parallelism takes one scale for a tensor, or none. Use "
+            f"{call.name}: context parallelism takes one scale for a tensor, or none. Use "
             "'cudnn' or 'bf16', or cut sequences and heads alone."
         )
-    if use.tokens not in use.over:
+    if call.tokens not in call.over:
         raise ValueError(
-            f"{use.name}: over names all mesh axes that cut the tensors, and tokens one of "
-            f"them; got tokens={use.tokens!r}, over={use.over}. Add it."
+            f"{call.name}: over names all mesh axes that cut the tensors, and tokens one of "
+            f"them; got tokens={call.tokens!r}, over={call.over}. Add it."
         )
     if inputs.documents is not None or inputs.q.shape[2] != inputs.k.shape[2]:
         raise ValueError(
-            f"{use.name}: context parallelism cuts queries and keys alike, without documents; "
+            f"{call.name}: context parallelism cuts queries and keys alike, without documents; "
             f"got q {inputs.q.shape}, k {inputs.k.shape}."
         )
 
 
-def gathered(tensors: dict[str, Heads], use: Use) -> dict[str, Heads]:
+def gathered(tensors: dict[str, Heads], call: DeviceCall) -> dict[str, Heads]:
     """Quantized q, k and v with the codes of k and v of all devices; as they are without an axis of
     tokens.
     """
-    if not use.tokens:
+    if not call.tokens:
         return tensors
 
     def whole(x: Heads) -> Heads:
         narrow = x.codes.dtype.itemsize == 1
         codes = lax.bitcast_convert_type(x.codes, jnp.uint8) if narrow else x.codes
-        codes = lax.all_gather(codes, use.tokens, axis=2, tiled=True)
+        codes = lax.all_gather(codes, call.tokens, axis=2, tiled=True)
         return x._replace(codes=lax.bitcast_convert_type(codes, x.codes.dtype) if narrow else codes)
 
     return tensors | {role: whole(tensors[role]) for role in ("k", "v")}
 
 
-def problem(inputs: Inputs, tensors: dict[str, Heads], use: Use) -> Inputs:
+def problem(inputs: Inputs, tensors: dict[str, Heads], call: DeviceCall) -> Inputs:
     """The inputs with the shapes of all keys."""
-    return inputs._replace(k=tensors["k"].codes, v=tensors["v"].codes) if use.tokens else inputs
+    return inputs._replace(k=tensors["k"].codes, v=tensors["v"].codes) if call.tokens else inputs
 
 
 def visible(
@@ -76,12 +76,12 @@ def visible(
     )
 
 
-def own_keys(gradient: jax.Array, use: Use) -> jax.Array:
+def own_keys(gradient: jax.Array, call: DeviceCall) -> jax.Array:
     """The gradient of k or v [B, Hkv, T, D] from this device's queries, summed over the devices, of
     its own keys.
     """
     return (
-        lax.psum_scatter(gradient, use.tokens, scatter_dimension=2, tiled=True)
-        if use.tokens
+        lax.psum_scatter(gradient, call.tokens, scatter_dimension=2, tiled=True)
+        if call.tokens
         else gradient
     )

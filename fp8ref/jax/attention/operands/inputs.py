@@ -1,7 +1,7 @@
-"""The inputs of attention, checked: shapes, dtypes, masks, documents, given scales, softcap, sinks,
-devices (spec A-3, A-12, A-22, A-23).
+"""The inputs of attention, checked: shapes, dtypes, documents, given scales, sinks, devices (spec
+A-3, A-12, A-23).
 
-``Use`` holds what is static about one call, ``Inputs`` its arrays.
+``DeviceCall`` has what is static about one call, ``Inputs`` its arrays.
 """
 
 import dataclasses
@@ -19,43 +19,59 @@ from fp8ref.jax.distributed import sharding
 from fp8ref.spec.attention import delayed as attention_delayed
 from fp8ref.spec.attention import variants as attention
 from fp8ref.spec.attention.call import Call
-from fp8ref.spec.attention.products import Product
-from fp8ref.spec.attention.variants import Arithmetic, Mask, Variant
+from fp8ref.spec.attention.variants import Mask, Variant
 from fp8ref.spec.hardware import Multiply
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Use(Call):
+class DeviceCall(Call):
     """A call of attention, and what JAX adds to it.
 
-    over         mesh axes, inside shard_map, along which amaxes of whole tensors are taken too.
-    layer        whose attention this is, by which ``proof`` knows its products; "" if it was not
-                 named.
-    measures     whether operands are measured (Q-13).
-    watcher      told what both passes made (``observer``); None: nobody watches.
-    multiply     simulated hardware for products of codes (G-19); None: XLA's dots.
-    tokens       the mesh axis, inside shard_map, that cuts the tokens; "" if none does.
+    over       mesh axes, inside shard_map, that cut batch and heads: amaxes of whole tensors are
+               taken along them too.
+    tokens     the mesh axis, inside shard_map and among ``over``, that cuts the tokens of q, k and
+               v: codes of k and v are gathered (A-21); "" if none does.
+    layer      whose attention this is, by which ``proof`` knows its products; "" if it has no name.
+    multiply   simulated hardware, which multiplies codes in place of XLA's dots (G-19).
+    measures   whether operands are measured (Q-13), and
+    watcher    who is told what both passes made (``observer``): ``apply`` sets both.
+
+    Raises:    ValueError: as ``Call``; a string as ``over``; a layer with '/', '(' or ')'.
     """
 
     over: tuple[str, ...] = ()
+    tokens: str = ""
     layer: str = ""
+    multiply: Multiply | None = None
     measures: bool = False
     watcher: Callable | None = None
-    multiply: Multiply | None = None
-    tokens: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.over, str):
+            raise ValueError(
+                f"over is a tuple of mesh axes; got the string {self.over!r}. Write "
+                f"({self.over!r},)."
+            )
+        if any(sign in self.layer for sign in "/()"):
+            raise ValueError(
+                "attention's name has no '/', '(' or ')', which part the names of scopes; got "
+                f"{self.layer!r}. Write dots."
+            )
 
     @property
     def name(self) -> str:
         """What errors begin with."""
         return f"attention by variant {self.variant.name!r}"
 
-    def unnamed(self) -> "Use":
+    def unnamed(self) -> "DeviceCall":
         """What decides the numbers: neither whose call it is nor who watches."""
         return dataclasses.replace(self, layer="", watcher=None)
 
-    def scope(self, product: Product):
-        """A context that names a product in the program: ``<layer>/attention:<product>``."""
-        return jax.named_scope(f"{self.layer or 'attention'}/attention:{product}")
+    def scope(self, part: str):
+        """A context that names a product, or a kernel's pass, in the program:
+        ``<layer>/attention:<part>``."""
+        return jax.named_scope(f"{self.layer or 'attention'}/attention:{part}")
 
     @property
     def fast(self) -> bool:
@@ -74,54 +90,24 @@ class Inputs(NamedTuple):
     sinks: jax.Array | None = None
 
 
-def prepare(
-    q,
-    k,
-    v,
-    variant: str | Variant,
-    mask: Mask,
-    scale: float | None,
-    documents,
-    seed: int,
-    arithmetic: Arithmetic,
-    over: tuple[str, ...],
-    *,
-    softcap: float | None = None,
-    sinks=None,
-) -> tuple[Use, Inputs]:
-    """Check the inputs of either pass. Raises ValueError as ``attention.forward``."""
-    tensors = checked("q", q), checked("k", k), checked("v", v)
-    (b, h, tq, d), k_shape, v_shape = (x.shape for x in tensors)
-    attention.check_shapes((b, h, tq, d), k_shape, v_shape)
-    if len({x.dtype for x in tensors}) > 1:
+def prepare(q, k, v, call: DeviceCall, documents, sinks) -> Inputs:
+    """Check the inputs of either pass, in the call's layout. Raises as ``attention.forward``."""
+    q, k, v = attention.heads_first(call.layout, q, k, v)
+    q, k, v = checked("q", q), checked("k", k), checked("v", v)
+    (b, h, tq, d), tk = q.shape, k.shape[2]
+    attention.check_shapes((b, h, tq, d), k.shape, v.shape)
+    dtypes = [str(x.dtype) for x in (q, k, v)]
+    if len(set(dtypes)) > 1:
         raise ValueError(
-            "attention takes q, k and v of one dtype; got "
-            f"{', '.join(str(x.dtype) for x in tensors)}. Cast them first."
+            f"attention takes q, k and v of one dtype; got {', '.join(dtypes)}. Cast them first."
         )
-    if isinstance(over, str):
-        raise ValueError(
-            f"over is a tuple of mesh axes; got the string {over!r}. Write ({over!r},)."
-        )
-    use = Use(
-        variant=attention.by_name(variant),
-        mask=mask,
-        scale=scale,
-        softcap=softcap,
-        seed=seed,
-        arithmetic=arithmetic,
-        over=tuple(over),
-    )
-    use.check_features(d)
-    _check_variant(use.variant, d)
-    document_ids = _documents(documents, b, tq, k_shape[2])
-    if document_ids is not None:
-        q_ids, k_ids = document_ids
-        tensors = (
-            without_padding(tensors[0], q_ids),
-            without_padding(tensors[1], k_ids),
-            without_padding(tensors[2], k_ids),
-        )
-    return use, _on_devices(Inputs(*tensors, document_ids, _sinks(sinks, h)), use)
+    call.check_features(d)
+    _check_variant(call.variant, d)
+    ids = _documents(documents, b, tq, tk)
+    if ids is not None:
+        q = without_padding(q, ids[0])
+        k, v = (without_padding(x, ids[1]) for x in (k, v))
+    return _on_devices(Inputs(q, k, v, ids, _sinks(sinks, h)), call)
 
 
 def without_padding(x: jax.Array, documents: jax.Array) -> jax.Array:
@@ -273,22 +259,22 @@ def _numbers_of_documents(ids) -> jax.Array:
     return numbers.astype(jnp.int64 if numbers.dtype.itemsize > 4 else jnp.int32)
 
 
-def _on_devices(inputs: Inputs, use: Use) -> Inputs:
+def _on_devices(inputs: Inputs, call: DeviceCall) -> Inputs:
     """The inputs, inside shard_map marked as varying along all axes that one of them varies along.
 
     Raises:   ValueError: as ``attention.forward``, of meshes.
     """
     mesh = jax.typeof(inputs.q).sharding.mesh
     manual = set(getattr(mesh, "manual_axes", ()))
-    if unknown := [axis for axis in use.over if axis not in manual]:
+    if unknown := [axis for axis in call.over if axis not in manual]:
         raise ValueError(
-            f"{use.name}: over has mesh axes of the shard_map around it, "
+            f"{call.name}: over has mesh axes of the shard_map around it, "
             f"{', '.join(sorted(manual)) or 'none'}; got {', '.join(unknown)}. Under plain jit "
             "XLA takes amaxes over all devices: leave it out."
         )
     if explicit := [axis for axis in getattr(mesh, "explicit_axes", ()) if axis not in manual]:
         raise ValueError(
-            f"{use.name}: arrays are on a mesh of Explicit axes, {', '.join(explicit)}. Use "
+            f"{call.name}: arrays are on a mesh of Explicit axes, {', '.join(explicit)}. Use "
             "jax.shard_map with over=..., or a mesh of Auto axes: jax.make_mesh(..., "
             "axis_types=(jax.sharding.AxisType.Auto,) * n)."
         )
@@ -298,16 +284,16 @@ def _on_devices(inputs: Inputs, use: Use) -> Inputs:
     if sharding.checks_variance(inputs.q):
         if axes[1] != axes[2] or (axes[0] != axes[1] and inputs.k.shape[1] != 1):
             raise ValueError(
-                f"{use.name}: q, k and v are cut along the same mesh axes, unless k and v have "
+                f"{call.name}: q, k and v are cut along the same mesh axes, unless k and v have "
                 f"one head; they vary along {', '.join(str(sorted(v)) for v in axes)}. Make "
                 "shard_map's in_specs agree."
             )
         varying_axes = axes[0] | axes[1]
     else:
         varying_axes = frozenset(manual)
-    if whole_scales(use.variant) and (apart := sorted(varying_axes - set(use.over))):
+    if whole_scales(call.variant) and (apart := sorted(varying_axes - set(call.over))):
         raise ValueError(
-            f"{use.name}: a scale of a whole tensor has the amax of all devices; q, k and v "
+            f"{call.name}: a scale of a whole tensor has the amax of all devices; q, k and v "
             f"vary along {', '.join(apart)}. Name the mesh axes that cut batch and heads: "
             f"over={tuple(sorted(varying_axes))}."
         )

@@ -20,7 +20,7 @@ from fp8ref.jax.attention.operands import context, hadamard
 from fp8ref.jax.attention.operands import heads as head_scaling
 from fp8ref.jax.attention.operands import inputs as inputs
 from fp8ref.jax.attention.operands.heads import MX, Heads
-from fp8ref.jax.attention.operands.inputs import Inputs, Use
+from fp8ref.jax.attention.operands.inputs import DeviceCall, Inputs
 from fp8ref.jax.gemm import gemm, hardware
 from fp8ref.jax.quantize import cast, scales
 from fp8ref.jax.states import moments
@@ -55,15 +55,15 @@ class Grid(NamedTuple):
     pairs: tuple[np.ndarray, np.ndarray]
 
 
-def grid(use: Use, tq: int, tk: int, features: int) -> Grid:
+def grid(call: DeviceCall, tq: int, tk: int, features: int) -> Grid:
     """The blocks and tiles of so many queries and keys."""
-    length = use.variant.tile(features, use.mask)
+    length = call.variant.tile(features, call.mask)
     tiles = -(-tk // length)
-    rows = tq if use.mask.kind == "full" or tq <= QUERIES else QUERIES
+    rows = tq if call.mask.kind == "full" or tq <= QUERIES else QUERIES
     rows = -(-rows // MX) * MX
     blocks = -(-tq // rows)
-    low, high = (np.pad(x, (0, rows * blocks - tq)) for x in inputs.visible(tq, tk, use.mask))
-    order = range(tiles)[::-1] if use.variant.descending else range(tiles)
+    low, high = (np.pad(x, (0, rows * blocks - tq)) for x in inputs.visible(tq, tk, call.mask))
+    order = range(tiles)[::-1] if call.variant.descending else range(tiles)
 
     def seen(block: int, tile: int) -> bool:
         part = slice(block * rows, (block + 1) * rows)
@@ -78,7 +78,7 @@ def grid(use: Use, tq: int, tk: int, features: int) -> Grid:
         (block, tile)
         for block in range(blocks)
         for tile in order
-        if use.tokens or seen(block, tile)
+        if call.tokens or seen(block, tile)
     ]
     pairs = np.array(seen_tiles, np.int32).reshape(-1, 2)
     return Grid(length, tiles, rows, blocks, low, high, (pairs[:, 0], pairs[:, 1]))
@@ -90,18 +90,18 @@ def loop(body: Callable, carry, grid: Grid):
     return lax.scan(lambda carry, pair: (body(carry, *pair), None), carry, pairs)[0]
 
 
-def quantize(inputs: Inputs, use: Use, scales_: dict) -> dict[str, Heads]:
+def quantize(inputs: Inputs, call: DeviceCall, scales_: dict) -> dict[str, Heads]:
     """q, k and v as the variant quantizes them, by role (A-2, A-13)."""
-    variant, heads = use.variant, inputs.k.shape[1]
+    variant, heads = call.variant, inputs.k.shape[1]
     tensors = {}
     for role, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
         if variant.rotated and role != "v":
-            x = rotated(x, use)
+            x = rotated(x, call)
         options: dict = {
             "heads": heads,
             "along_tokens": role == "v",
             "scale": scales_.get(role),
-            "over": use.over,
+            "over": call.over,
         }
         tensors[role] = head_scaling.quantize(
             x, variant.fmt, variant.granularity, variant.policy, **options
@@ -109,9 +109,9 @@ def quantize(inputs: Inputs, use: Use, scales_: dict) -> dict[str, Heads]:
     return tensors
 
 
-def rotated(x: jax.Array, use: Use) -> jax.Array:
+def rotated(x: jax.Array, call: DeviceCall) -> jax.Array:
     """q or k as a rotated variant quantizes it (A-13)."""
-    return hadamard.rotate(x, hadamard.signs(x.shape[-1], use.seed))
+    return hadamard.rotate(x, hadamard.signs(x.shape[-1], call.seed))
 
 
 def probability_scale(variant: Variant, scales_: dict) -> tuple[jax.Array, jax.Array]:
@@ -167,13 +167,13 @@ def lost(x: jax.Array, operand: jax.Array, fmt) -> jax.Array:
 class Parts:
     """Operands in whole blocks and tiles, and the scales that belong to them."""
 
-    def __init__(self, inputs: Inputs, use: Use, tensors: dict[str, Heads]) -> None:
-        self.use, self.variant = use, use.variant
+    def __init__(self, inputs: Inputs, call: DeviceCall, tensors: dict[str, Heads]) -> None:
+        self.call, self.variant = call, call.variant
         self.shape_q, self.shape_k = inputs.q.shape, inputs.k.shape
         self.group = self.shape_q[1] // self.shape_k[1]
         features = self.shape_q[3]
-        self.scale, self.factor = use.softmax_scale(features), use.score_factor(features)
-        self.grid = grid(use, self.shape_q[2], self.shape_k[2], self.shape_q[3])
+        self.scale, self.factor = call.softmax_scale(features), call.score_factor(features)
+        self.grid = grid(call, self.shape_q[2], self.shape_k[2], self.shape_q[3])
         self.tensors = tensors
         self.q = self.by_group(self.operand(tensors["q"]))  # [B, N, G, T, D]
         self.k = self.by_tiles(self.operand(tensors["k"]))  # [B, N, T, D]
@@ -188,9 +188,9 @@ class Parts:
                 jnp.pad(keys, ((0, 0), (0, self.grid.length * self.grid.tiles - keys.shape[1]))),
             )
         self.low, self.high = jnp.asarray(self.grid.low), jnp.asarray(self.grid.high)
-        if use.tokens:
+        if call.tokens:
             sizes = self.shape_q[2], self.shape_k[2], self.grid.rows * self.grid.blocks
-            self.low, self.high = context.visible(*sizes, use.mask, use.tokens)
+            self.low, self.high = context.visible(*sizes, call.mask, call.tokens)
         self.inverse = {}
         if self.variant.granularity in ("tensor", "head"):  # [1 or B, 1 or N, 1, 1, 1]
             self.inverse = {
@@ -291,11 +291,11 @@ class Parts:
         """``scores``, and what a softcap multiplies dS by; None without one."""
         s = self._sums(block, tile)
         capped, raw, arithmetic = (
-            self.use.softcap is not None,
+            self.call.softcap is not None,
             self.variant.scores == "raw",
-            self.use.arithmetic,
+            self.call.arithmetic,
         )
-        if self.use.fast:
+        if self.call.fast:
             s = s * self.whole_factor(block, tile)
         elif not raw or capped:
             for factor in [self._raw_factor()] if raw else self.factors(block, tile):
@@ -305,11 +305,11 @@ class Parts:
         t = exponentials.tanh(s, arithmetic)
         slope = jnp.float32(1) - exponentials.times(t, t, arithmetic)
         return (
-            t if raw and not self.use.fast else exponentials.times(t, self.use.cap, arithmetic)
+            t if raw and not self.call.fast else exponentials.times(t, self.call.cap, arithmetic)
         ), slope
 
     def _sums(self, block: jax.Array, tile: jax.Array) -> jax.Array:
-        with self.use.scope("scores"):
+        with self.call.scope("scores"):
             return self.dot(self.block(self.q, block), self.tile(self.k, tile), ((4,), (3,)))
 
     def whole_factor(self, block: jax.Array, tile: jax.Array) -> jax.Array:
@@ -346,7 +346,7 @@ class Parts:
 
     def raw_factor(self) -> jax.Array:
         """f of A-5, of raw scores."""
-        return self._raw_factor() if self.use.softcap is None else jnp.float32(self.use.cap)
+        return self._raw_factor() if self.call.softcap is None else jnp.float32(self.call.cap)
 
     def _raw_factor(self) -> jax.Array:
         if self.variant.granularity is None:
@@ -358,7 +358,7 @@ class Parts:
         FP8 operands stay FP8."""
         leading = tuple(range(batch))
         fast = a.dtype.itemsize > 1 or self.variant.plan in FAST
-        if self.use.multiply is not None:
+        if self.call.multiply is not None:
             return self._simulated(a, b, axes, batch, "fast" if fast else "slow")
         options = {
             "precision": gemm.PRECISION["fast" if fast else "slow"],
@@ -370,10 +370,10 @@ class Parts:
         self, a: jax.Array, b: jax.Array, axes: tuple, batch: int, accumulate: str
     ) -> jax.Array:
         """``dot`` by simulated hardware: matrices with the summed axis last (G-19)."""
-        assert self.use.multiply is not None
+        assert self.call.multiply is not None
         a, b = (jnp.moveaxis(x, axis, -1) for x, (axis,) in zip((a, b), axes, strict=True))
         shape = *a.shape[:-1], *b.shape[batch:-1]
         a, b = (x.reshape(math.prod(x.shape[:batch]), -1, x.shape[-1]) for x in (a, b))
-        return hardware.batched_matmul(a, b, by=self.use.multiply, accumulate=accumulate).reshape(
+        return hardware.batched_matmul(a, b, by=self.call.multiply, accumulate=accumulate).reshape(
             shape
         )

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from fp8ref.jax import delayed
 from fp8ref.jax.attention import attention
 from fp8ref.jax.attention import kernel as attention_kernel
+from fp8ref.jax.attention.attention import DeviceCall
 from fp8ref.jax.attention.operands import casts as attention_casts
 from fp8ref.jax.experts import grouped
 from fp8ref.jax.experts.operands import Codes, Slot
@@ -96,42 +97,35 @@ class Pass:
         elif self.variant is not None and self.attention == "kernel":
             heads = (x.swapaxes(1, 2) for x in (q, k, v))
             scales = {role: entry.stored for role, entry in self.state[name].items()}
-            by: dict = {
-                "scales": scales,
-                "variant": self.variant,
-                "mask": Mask(causal=True),
-                "platform": "cuda",
-                "name": name,
-            }
-            y, seen = attention_kernel.apply(*heads, **by, seen=self.seen[name])
+            call = DeviceCall(variant=self.variant, mask=Mask(causal=True), layer=name)
+            y, seen = attention_kernel.apply(
+                *heads, scales=scales, variant=call, seen=self.seen[name], platform="cuda"
+            )
             assert seen is not None
             y, self.seen[name] = y.swapaxes(1, 2), seen
         elif self.variant is not None:
-            over = self.layout.cutting_heads if self.layout else ()
             heads = (x.swapaxes(1, 2) for x in (q, k, v))
-            options: dict = {
-                "variant": self.variant,
-                "mask": Mask(causal=True),
-                "arithmetic": self.arithmetic,
-                "over": over,
-                "name": name,
-            }
-            options |= {
-                "tokens": self.layout.context if self.layout else "",
-                "softcap": softcap,
-                "sinks": sinks,
-            }
-            options["multiply"] = self.multiply if self.variant.fmt.bits == 8 else None
+            call = DeviceCall(
+                variant=self.variant,
+                mask=Mask(causal=True),
+                softcap=softcap,
+                arithmetic=self.arithmetic,
+                over=self.layout.cutting_heads if self.layout else (),
+                tokens=self.layout.context if self.layout else "",
+                layer=name,
+                multiply=self.multiply if self.variant.fmt.bits == 8 else None,
+            )
+            carried = attention.Carried(tap=self.taps.get(name))
             if (state := self.state.get(name)) is not None:
-                options |= {
-                    "scales": {role: entry.stored for role, entry in state.items()},
-                    "seen": self.seen[name],
-                }
-            y, seen, tap = attention.apply_with_stats(*heads, **options, tap=self.taps.get(name))
-            if seen is not None:
-                self.seen[name] = seen
-            if tap is not None:
-                self.taps[name] = tap
+                scales = {role: entry.stored for role, entry in state.items()}
+                carried = carried._replace(scales=scales, seen=self.seen[name])
+            y, carried = attention.apply_with_stats(
+                *heads, variant=call, sinks=sinks, carried=carried
+            )
+            if carried.seen is not None:
+                self.seen[name] = carried.seen
+            if carried.tap is not None:
+                self.taps[name] = carried.tap
             y = y.swapaxes(1, 2)
         elif self.attention == "chunked":
             y = _attended_in_chunks(q, k, v)

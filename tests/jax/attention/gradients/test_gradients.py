@@ -29,9 +29,8 @@ def test_gradients_in_e5m2():  # A-15, step 1 and 7: a product has one operand o
         lambda do, *given: attention.backward(
             do,
             *given,
-            attention.forward(*given, arithmetic="stated", **how),
-            arithmetic="stated",
-            **how,
+            attention.forward(*given, **call_options(arithmetic="stated", **how)),
+            **backward_options(arithmetic="stated", **how),
         )
     )
     found = run(do, q, k, v)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.attention.attention_cases import call_options
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -21,7 +22,7 @@ def given() -> list[jax.Array]:
 
 def gradients(**how):
     def run(q, k, v, do):
-        o, vjp = jax.vjp(lambda *x: attention.apply(*x, **how), q, k, v)
+        o, vjp = jax.vjp(lambda *x: attention.apply(*x, **call_options(**how)), q, k, v)
         return o, *vjp(do)
 
     return run
@@ -81,7 +82,7 @@ def test_what_cannot_be_cut_is_refused(how, said):  # A-21
     spec = P(None, None, "context")
 
     def run(q, k, v):
-        return attention.apply(q, k, v, tokens="context", **how)
+        return attention.apply(q, k, v, **call_options(tokens="context", **how))
 
     with pytest.raises(ValueError, match=said):
         jax.eval_shape(

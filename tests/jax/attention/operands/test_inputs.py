@@ -8,7 +8,9 @@ from helpers.attention import attention_cases as cases
 
 from fp8ref.jax.attention.operands import inputs as inputs
 from fp8ref.sim.attention.operands import inputs as sim
-from fp8ref.spec.attention.variants import FULL, VARIANTS
+from fp8ref.spec.attention.variants import VARIANTS
+
+FA3 = inputs.DeviceCall(variant="fa3")
 
 
 @pytest.mark.parametrize("mask", cases.MASKS)
@@ -24,14 +26,12 @@ def test_keys_that_are_seen(mask, tq, tk):  # A-3
 
 
 def test_factors_of_scores():
-    x = jnp.ones((1, 1, 4, 80))
     for name, wanted in (
         ("cudnn", np.float32(1 / np.sqrt(80))),
         ("fa3", np.float32(np.float64(np.float32(1 / np.sqrt(80))) * np.log2(np.e))),
     ):
-        use, _ = inputs.prepare(x, x, x, name, FULL, None, None, 0, "fast", ())
-        assert use.score_factor(80) == wanted
-    assert hash(use) == hash(inputs.prepare(x, x, x, "fa3", FULL, None, None, 0, "fast", ())[0])
+        assert inputs.DeviceCall(variant=name).score_factor(80) == wanted
+    assert hash(inputs.DeviceCall(variant="fa3")) == hash(inputs.DeviceCall.resolve("fa3"))
 
 
 def test_roles_with_scales():
@@ -45,20 +45,20 @@ def test_roles_with_scales():  # A-12
 
 def test_documents():
     x = jnp.ones((2, 1, 4, 64))
-    _, given = inputs.prepare(x, x, x, "fa3", FULL, None, np.zeros((2, 4), np.int64), 0, "fast", ())
+    given = inputs.prepare(x, x, x, FA3, np.zeros((2, 4), np.int64), None)
     assert [ids.dtype for ids in given.documents] == [jnp.int32] * 2
     far = np.full((2, 4), 1 << 32)  # cut to 32 bits, it would be document 0
     with pytest.raises(
         ValueError,
         match=r"documents have numbers below 2\^31, since JAX has 32 bits here; got 4294967296",
     ):
-        inputs.prepare(x, x, x, "fa3", FULL, None, (np.zeros((2, 4), int), far), 0, "fast", ())
-    _, given = inputs.prepare(x, x, x, "fa3", FULL, None, -far, 0, "fast", ())
+        inputs.prepare(x, x, x, FA3, (np.zeros((2, 4), int), far), None)
+    given = inputs.prepare(x, x, x, FA3, -far, None)
     assert [ids.max() for ids in given.documents] == [-2, -1]  # padding
     with jax.enable_x64(True):
-        _, given = inputs.prepare(x, x, x, "fa3", FULL, None, far, 0, "fast", ())
+        given = inputs.prepare(x, x, x, FA3, far, None)
     assert np.asarray(given.documents[1]).min() == 1 << 32
     with pytest.raises(
         ValueError, match=r"documents are integers, .* got \[\('float32', \(2, 4\)\)"
     ):
-        inputs.prepare(x, x, x, "fa3", FULL, None, np.zeros((2, 4), np.float32), 0, "fast", ())
+        inputs.prepare(x, x, x, FA3, np.zeros((2, 4), np.float32), None)

@@ -18,18 +18,17 @@ from fp8ref.spec.attention.variants import VARIANTS
 F = np.float32
 
 
-def use_of(name: str, mask: str, d: int = 64) -> inputs.Use:
-    x = jnp.ones((1, 1, 4, d))
-    return inputs.prepare(x, x, x, name, cases.MASKS[mask], None, None, 0, "fast", ())[0]
+def call_of(name: str, mask: str) -> inputs.DeviceCall:
+    return inputs.DeviceCall(variant=name, mask=cases.MASKS[mask])
 
 
 @pytest.mark.parametrize("mask", cases.MASKS)
 @pytest.mark.parametrize("name", ["fa3", "cudnn", "bf16"])
 def test_pairs_are_those_that_see_each_other(name, mask):
-    use = use_of(name, mask)
-    grid = operands.grid(use, 1300, 1500, 64)
-    assert grid.length == VARIANTS[name].tile(64, use.mask)
-    low, high = inputs.visible(1300, 1500, use.mask)
+    call = call_of(name, mask)
+    grid = operands.grid(call, 1300, 1500, 64)
+    assert grid.length == VARIANTS[name].tile(64, call.mask)
+    low, high = inputs.visible(1300, 1500, call.mask)
     wanted = {
         (i // grid.rows, j // grid.length)
         for i in range(1300)
