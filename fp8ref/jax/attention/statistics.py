@@ -12,7 +12,7 @@ from fp8ref.jax.attention import counts
 from fp8ref.jax.attention.gradients import mx as gradients_mx
 from fp8ref.jax.attention.operands import heads
 from fp8ref.jax.attention.operands import operands as operands
-from fp8ref.jax.attention.operands.heads import MX, Heads
+from fp8ref.jax.attention.operands.heads import Heads
 from fp8ref.jax.attention.operands.inputs import DeviceCall, Inputs
 from fp8ref.jax.quantize import stats
 from fp8ref.jax.quantize.scaling import Quantized
@@ -25,6 +25,7 @@ from fp8ref.spec.attention.products import (
     first_use,
     formats,
 )
+from fp8ref.spec.attention.variant import MX
 from fp8ref.spec.attention.variants import Variant
 
 Measured = dict[tuple[Product, Role], jax.Array]

@@ -19,15 +19,16 @@ from fp8ref.sim.attention import sinks as attention_sinks
 from fp8ref.sim.attention.operands import heads
 from fp8ref.sim.attention.operands import inputs as inputs
 from fp8ref.sim.attention.operands import operands as operands
-from fp8ref.sim.attention.operands.heads import ROWS, Heads
+from fp8ref.sim.attention.operands.heads import Heads
 from fp8ref.sim.attention.operands.inputs import Problem
 from fp8ref.sim.attention.operands.operands import Parts
 from fp8ref.sim.attention.probability_value import Product
 from fp8ref.sim.gemm.accumulate import multiply_add
 from fp8ref.sim.kernels import attention as kernels
-from fp8ref.sim.quantize import cast
+from fp8ref.sim.quantize import cast, scaling
 from fp8ref.spec.attention import variants as attention
 from fp8ref.spec.attention.call import Call
+from fp8ref.spec.attention.variant import ROWS
 from fp8ref.spec.attention.variants import Mask, Variant
 
 _LN2 = np.float32(math.log(2))
@@ -211,7 +212,7 @@ def _rows(
         clipped += tile_clipped
         zeros += lost
         if kept is not None:
-            kept[:, begin:end] = cast.encode(values[:, : end - begin], variant.fmt)
+            kept[:, begin:end] = scaling.saturate(values[:, : end - begin], variant.fmt)
         o.rescale(c, place)
         v, inverse_v = parts.values(i, j, begin, end)
         o.add(values, v, inverse_v, parts.codes_of_values(i, j, begin, end))

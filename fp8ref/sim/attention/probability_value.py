@@ -7,13 +7,13 @@ float32 sums in order, or exact sums of one tile.
 import numpy as np
 
 from fp8ref.formats import Format
-from fp8ref.sim.attention.operands.heads import MX
 from fp8ref.sim.gemm import accumulate as sums
 from fp8ref.sim.gemm import tensor_core
 from fp8ref.sim.gemm.accumulate import Accumulation
 from fp8ref.sim.kernels import attention as kernels
 from fp8ref.sim.kernels.chains import chains_from
-from fp8ref.sim.quantize import cast
+from fp8ref.sim.quantize import scaling
+from fp8ref.spec.attention.variant import MX
 from fp8ref.spec.attention.variants import Variant
 
 
@@ -118,7 +118,7 @@ def accumulate(
         return tensor_core.chain_plain(a, b.T, out, fmt, fmt, unit)
     out = out.copy() if out is acc else out
     codes = (
-        cast.encode(np.ascontiguousarray(b.T), fmt)
+        scaling.saturate(np.ascontiguousarray(b.T), fmt)
         if codes is None
         else np.ascontiguousarray(codes)
     )

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from fp8ref import policy as policies
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT32, Format
+from fp8ref.spec.granularity import Blocks
 
 Granularity = Literal["tensor", "head", "rows_128", "mx_1x32"]
 """Which elements of q, k or v share a scale (A-2).
@@ -18,6 +19,12 @@ head      those of one sequence and one head of keys; of q, those of all query h
 rows_128  128 consecutive tokens of one head
 mx_1x32   32 consecutive elements of a head: of q and k along the features, of v along the tokens
 """
+
+MX = 32
+"""Elements of an MX block."""
+
+ROWS = 128
+"""Tokens of a block of ``rows_128``."""
 
 Scores = Literal["raw", "scaled"]
 """``raw``: maxima are taken of unscaled sums, and all scales enter the exponent in one factor
@@ -57,6 +64,38 @@ ROLES = ("q", "k", "v", "s", "o")
 
 GRADIENT_ROLES = ("do", "ds", "dq", "dk", "dv")
 """Tensors of the backward pass that have scales. cuDNN calls the scale of ds scale_dP (A-15)."""
+
+
+def blocks(
+    granularity: Granularity | None,
+    shape: tuple[int, ...],
+    *,
+    heads: int,
+    along_tokens: bool = False,
+) -> Blocks:
+    """The block of a tensor [B, H, T, D] whose elements share a scale (A-2).
+
+    heads         of keys and values: ``head`` spans the query heads that use one.
+    along_tokens  MX blocks lie along the tokens.
+
+    >>> blocks("head", (2, 8, 300, 64), heads=4), blocks("rows_128", (2, 8, 300, 64), heads=4)
+    ((1, 2, None, None), (1, 1, 128, None))
+
+    Raises:       ValueError: for mx_1x32, features that 32 does not divide.
+    """
+    if granularity in ("tensor", None):
+        return (None,) * 4
+    if granularity == "head":
+        return 1, shape[1] // heads, None, None
+    if granularity == "rows_128":
+        return 1, 1, ROWS, None
+    if along_tokens:
+        return 1, 1, MX, 1
+    if shape[3] % MX:
+        raise ValueError(
+            f"mx_1x32 needs features divisible by {MX}; got {shape[3]}. Pad them with zeros."
+        )
+    return 1, 1, 1, MX
 
 
 @dataclass(frozen=True, kw_only=True)

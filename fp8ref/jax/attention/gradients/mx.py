@@ -15,14 +15,15 @@ from fp8ref.jax.attention.gradients import gradients as gradients
 from fp8ref.jax.attention.gradients.gradients import Gradients
 from fp8ref.jax.attention.operands import heads as head_scaling
 from fp8ref.jax.attention.operands import operands as operands
-from fp8ref.jax.attention.operands.heads import MX, Heads
+from fp8ref.jax.attention.operands.heads import Heads
 from fp8ref.jax.attention.operands.inputs import DeviceCall, Inputs
 from fp8ref.jax.attention.operands.kept import Kept, gradient_matrices
 from fp8ref.jax.attention.operands.operands import Parts
-from fp8ref.jax.quantize import cast, scales
+from fp8ref.jax.quantize import cast, scaling
 from fp8ref.jax.quantize.scales import Scales
 from fp8ref.jax.states import moments
 from fp8ref.spec.attention.products import Role
+from fp8ref.spec.attention.variant import MX
 
 P_SCALE = np.float32(256)
 """What P is multiplied by before its cast."""
@@ -127,7 +128,8 @@ def blocks(ds: jax.Array, fmt, policy: str, axis: int) -> jax.Array:
     block_scales = head_scaling.scales_from_amax(
         jnp.max(jnp.abs(split), axis=axis + 1, keepdims=True), fmt, scale_policy
     )
+    block = tuple(None if i == axis + 1 else 1 for i in range(split.ndim))
     codes = jax.lax.optimization_barrier(
-        cast.to_fp8(scales.times_e8m0(split, block_scales.scale), fmt)
+        scaling.quantize_blocks(split, block_scales, fmt, block, policy=scale_policy)
     )
     return (cast.decode(codes, fmt) * block_scales.scale_inv).astype(jnp.bfloat16).reshape(ds.shape)

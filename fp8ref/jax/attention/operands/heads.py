@@ -4,7 +4,6 @@ Tensors are [batch, heads, tokens, features]. Amaxes, scales and casts are those
 ``scales`` and ``cast``; only the groups are attention's own.
 """
 
-import operator
 from typing import NamedTuple
 
 import jax
@@ -16,13 +15,7 @@ from fp8ref.formats import BFLOAT16, FLOAT32, Format
 from fp8ref.jax.quantize import cast, division, scales, scaling
 from fp8ref.jax.quantize.scales import Scales
 from fp8ref.policy import ScalePolicy
-from fp8ref.spec.attention.variants import Granularity
-
-MX = 32
-"""Elements of an MX block."""
-
-ROWS = 128
-"""Tokens of a block of ``rows_128``."""
+from fp8ref.spec.attention.variant import Granularity, blocks
 
 _TE_CURRENT = policies.POLICIES["te_current"]
 _DTYPES = {BFLOAT16.name: jnp.bfloat16, FLOAT32.name: jnp.float32}
@@ -58,18 +51,8 @@ def amax(
 
     Raises:   ValueError: for mx_1x32, features that 32 does not divide.
     """
-    b, h, t, d = x.shape
-    if granularity in ("tensor", None):
-        return scaling.amax(x, over=over)
-    if granularity == "head":
-        return scaling.amax(x.reshape(b, heads, -1), "rowwise")[..., None]
-    if granularity == "rows_128":
-        return scaling.amax(padded(x, ROWS).reshape(b, h, -1, ROWS * d), "rowwise")
-    if along_tokens:
-        return scaling.amax(padded(x, MX).reshape(b, h, -1, MX, d), "rowwise", axis=3)[:, :, :, 0]
-    if d % MX:
-        raise ValueError(f"mx_1x32 needs features divisible by {MX}; got {d}. Pad them with zeros.")
-    return scaling.amax(x.reshape(b, h, t, d // MX, MX), "rowwise")[..., 0]
+    block = blocks(granularity, x.shape, heads=heads, along_tokens=along_tokens)
+    return scaling.block_amax(x, block, over=over if granularity in ("tensor", None) else ())
 
 
 def spread(
@@ -80,15 +63,9 @@ def spread(
     along_tokens: bool = False,
 ) -> jax.Array:
     """Scales repeated over their groups, so that they broadcast against a tensor of this shape."""
-    h, t = shape[1:3]
-    if granularity in ("tensor", None):
-        return scale
-    if granularity == "head":
-        return jnp.repeat(scale, h // scale.shape[1], axis=1)
-    if granularity == "rows_128":
-        return jnp.repeat(scale, ROWS, axis=2)[:, :, :t]
-    return (
-        jnp.repeat(scale, MX, axis=2)[:, :, :t] if along_tokens else jnp.repeat(scale, MX, axis=3)
+    heads = scale.shape[1] if granularity == "head" else shape[1]
+    return scaling.spread(
+        scale, shape, blocks(granularity, shape, heads=heads, along_tokens=along_tokens)
     )
 
 
@@ -121,15 +98,14 @@ def quantize(
         return Heads(to_hp(x, fmt), amaxes, one, one)
     scale_policy = implemented(policy)
     if scale is None:
-        multiplier, inverse = scales_from_amax(amaxes, fmt, scale_policy)
+        by = scales_from_amax(amaxes, fmt, scale_policy)
     else:
-        multiplier, inverse = scales.with_inverse(given_scale(scale, amaxes.shape))
-    times = scales.times_e8m0 if scale_policy.e8m0 and scale is None else operator.mul
-    codes = cast.to_fp8(
-        times(cast.to_f32(x), spread(multiplier, x.shape, granularity, along_tokens=along_tokens)),
-        fmt,
-    )
-    return Heads(codes, amaxes, multiplier, inverse)
+        by = scales.with_inverse(given_scale(scale, amaxes.shape))
+    # a given scale is any number, and no policy's scale_inv is stored here
+    product = scale_policy if scale is None and scale_policy.e8m0 else None
+    block = blocks(granularity, x.shape, heads=heads, along_tokens=along_tokens)
+    codes = scaling.quantize_blocks(x, by, fmt, block, policy=product)
+    return Heads(codes, amaxes, *by)
 
 
 def implemented(policy: str) -> ScalePolicy:
@@ -181,8 +157,3 @@ def to_hp(x: jax.Array, fmt: Format) -> jax.Array:
 def values(tensor: Heads, fmt: Format) -> jax.Array:
     """The numbers of the codes, float32, without their scales."""
     return cast.decode(tensor.codes, fmt) if fmt.bits == 8 else tensor.codes.astype(jnp.float32)
-
-
-def padded(x: jax.Array, block: int) -> jax.Array:
-    """x with zeros behind its tokens, up to a multiple of block."""
-    return jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % block), (0, 0)])

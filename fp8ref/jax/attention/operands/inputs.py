@@ -14,11 +14,11 @@ import numpy as np
 from jax import lax
 
 from fp8ref.jax.attention.operands import heads as head_scaling
-from fp8ref.jax.attention.operands.heads import MX
 from fp8ref.jax.distributed import sharding
 from fp8ref.spec.attention import delayed as attention_delayed
 from fp8ref.spec.attention import variants as attention
 from fp8ref.spec.attention.call import Call
+from fp8ref.spec.attention.variant import MX
 from fp8ref.spec.attention.variants import Mask, Variant
 from fp8ref.spec.hardware import Multiply
 

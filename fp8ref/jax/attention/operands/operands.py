@@ -19,11 +19,12 @@ from fp8ref.jax.attention import exponentials
 from fp8ref.jax.attention.operands import context, hadamard
 from fp8ref.jax.attention.operands import heads as head_scaling
 from fp8ref.jax.attention.operands import inputs as inputs
-from fp8ref.jax.attention.operands.heads import MX, Heads
+from fp8ref.jax.attention.operands.heads import Heads
 from fp8ref.jax.attention.operands.inputs import DeviceCall, Inputs
 from fp8ref.jax.gemm import gemm, hardware
-from fp8ref.jax.quantize import cast, scales
+from fp8ref.jax.quantize import cast, scales, scaling
 from fp8ref.jax.states import moments
+from fp8ref.spec.attention.variant import MX
 from fp8ref.spec.attention.variants import Variant
 
 QUERIES = 512
@@ -133,7 +134,7 @@ def narrow(x: jax.Array, variant: Variant, fmt=None) -> jax.Array:
         return head_scaling.to_hp(x, fmt)
     # Past a barrier XLA cannot leave out the cast and the conversion back in which a CPU's dot
     # begins.
-    codes = lax.optimization_barrier(cast.to_fp8(x, fmt))
+    codes = lax.optimization_barrier(scaling.saturate(x, fmt))
     return codes.astype(jnp.bfloat16) if variant.granularity == "mx_1x32" else codes
 
 

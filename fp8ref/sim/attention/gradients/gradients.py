@@ -30,10 +30,11 @@ from fp8ref.sim.attention.operands.operands import Parts
 from fp8ref.sim.gemm import accumulate as sums
 from fp8ref.sim.gemm.accumulate import Accumulation, multiply_add
 from fp8ref.sim.gemm.tensor_core import K_STEP
-from fp8ref.sim.quantize import cast
-from fp8ref.sim.quantize.scales import Scales, scale_inv_from_scale, scales_from_amax
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.sim.quantize.scales import Scales, scales_from_amax
 from fp8ref.spec.attention import variants as data
 from fp8ref.spec.attention.call import Call
+from fp8ref.spec.attention.variant import blocks
 from fp8ref.spec.attention.variants import Mask, Variant
 
 _LOG2E = np.float32(math.log2(math.e))
@@ -243,7 +244,7 @@ def _cast(problem: Problem, do: np.ndarray, result: Result, role_scales: dict) -
         p, slope = _probabilities(parts, i, j, result.lse[i, j])
         p8, clipped[i, j], _ = attention.round_probabilities(p, p_scale, fmt)
         if keep:
-            p_codes[i, j] = cast.encode(p8, fmt)
+            p_codes[i, j] = scaling.saturate(p8, fmt)
         dv_of_heads[i, j] = (
             product(p8.T, values_do.T, fmt, gradient_fmt, plan) * inverse_p * inverse_do
         )
@@ -276,7 +277,9 @@ def _cast(problem: Problem, do: np.ndarray, result: Result, role_scales: dict) -
     raw = {"dq": dq, "dk": dk, "dv": dv}
     gradients = _rounded(raw, do8, np.abs(ds).max()[()], saturated, scale_ds, problem, role_scales)
     matrices: dict = (
-        {"p_codes": p_codes, "ds": ds, "ds_codes": cast.encode(ds8, gradient_fmt)} if keep else {}
+        {"p_codes": p_codes, "ds": ds, "ds_codes": scaling.saturate(ds8, gradient_fmt)}
+        if keep
+        else {}
     )
     zeros = attention.count_lost(ds, ds8, gradient_fmt)
     return gradients._replace(
@@ -367,15 +370,14 @@ def _cast_ds(
     if fmt.bits != 8:
         return cast.round_to(ds, fmt), Scales(unit, unit), 0
     if "ds" in role_scales:
-        scale = heads.given_scale(role_scales["ds"], ())
-        scales = Scales(scale, scale_inv_from_scale(scale))
+        scales = heads.given_scales(role_scales["ds"], ())
     else:
         scales = scales_from_amax(np.abs(ds).max()[()], fmt, variant.policy)
-    with np.errstate(over="ignore"):
-        scaled = ds * scales.scale
+    whole = blocks("tensor", ds.shape, heads=1)
+    scaled = scaling.scale_blocks(ds, scales, whole)
     above = np.abs(scaled) > fmt.max
     lost = int((~np.isfinite(cast.round_to(scaled[above], fmt))).sum()) if above.any() else 0
-    return cast.decode(cast.encode(scaled, fmt), fmt), scales, lost
+    return cast.decode(scaling.saturate(scaled, fmt), fmt), scales, lost
 
 
 def product(

@@ -13,11 +13,12 @@ from fp8ref.sim import threads
 from fp8ref.sim.attention import attention, exponentials
 from fp8ref.sim.attention.operands import heads as head_scaling
 from fp8ref.sim.attention.operands import inputs as inputs
-from fp8ref.sim.attention.operands.heads import MX, Heads
+from fp8ref.sim.attention.operands.heads import Heads
 from fp8ref.sim.attention.operands.inputs import Problem
 from fp8ref.sim.attention.operands.operands import Parts
 from fp8ref.sim.gemm import accumulate as sums
 from fp8ref.sim.quantize import cast
+from fp8ref.spec.attention.variant import MX
 
 P_SCALE = np.float32(256)
 """What P is multiplied by before its cast."""

@@ -10,15 +10,9 @@ import numpy as np
 
 from fp8ref import policy as policies
 from fp8ref.formats import Format
-from fp8ref.sim.quantize import cast
-from fp8ref.sim.quantize.scales import magnitudes, scale_inv_from_scale, scales_from_amax
-from fp8ref.spec.attention.variants import Granularity
-
-MX = 32
-"""Elements of an MX block."""
-
-ROWS = 128
-"""Tokens of a block of ``rows_128``."""
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.sim.quantize.scales import Scales, magnitudes, scale_inv_from_scale, scales_from_amax
+from fp8ref.spec.attention.variant import Granularity, blocks
 
 
 class Heads(NamedTuple):
@@ -47,37 +41,23 @@ def amax(
 
     Raises:   ValueError: for mx_1x32, features that 32 does not divide.
     """
-    magnitude = np.abs(x)
-    b, h, t, d = x.shape
-    if granularity == "tensor":
-        return magnitude.max()[()]
-    if granularity == "head":
-        return magnitude.reshape(b, heads, -1).max(axis=-1)[:, :, None, None]
-    if granularity == "rows_128":
-        return padded(magnitude, ROWS).reshape(b, h, -1, ROWS * d).max(axis=-1)[..., None]
-    if along_tokens:
-        return padded(magnitude, MX).reshape(b, h, -1, MX, d).max(axis=3)
-    if d % MX:
-        raise ValueError(f"mx_1x32 needs features divisible by {MX}; got {d}. Pad them with zeros.")
-    return magnitude.reshape(b, h, t, d // MX, MX).max(axis=-1)
+    return scaling.block_amax(
+        x, blocks(granularity, x.shape, heads=heads, along_tokens=along_tokens)
+    )
 
 
 def spread(
     scale: np.ndarray,
     shape: tuple[int, ...],
-    granularity: Granularity,
+    granularity: Granularity | None,
     *,
     along_tokens: bool = False,
 ) -> np.ndarray:
     """Scales repeated over their groups, so that they broadcast against a tensor of this shape."""
-    h, t = shape[1:3]
-    if granularity == "tensor":
-        return scale
-    if granularity == "head":
-        return np.repeat(scale, h // scale.shape[1], axis=1)
-    if granularity == "rows_128":
-        return np.repeat(scale, ROWS, axis=2)[:, :, :t]
-    return np.repeat(scale, MX, axis=2)[:, :, :t] if along_tokens else np.repeat(scale, MX, axis=3)
+    heads = scale.shape[1] if granularity == "head" else shape[1]
+    return scaling.spread(
+        scale, shape, blocks(granularity, shape, heads=heads, along_tokens=along_tokens)
+    )
 
 
 def quantize(
@@ -103,21 +83,18 @@ def quantize(
     if granularity is None:
         unit = np.ones((), np.float32)
         return Heads(cast.round_to(x, fmt), None, np.abs(x).max()[()], unit, unit)
-    amaxes = amax(x, granularity, heads=heads, along_tokens=along_tokens)
+    block = blocks(granularity, x.shape, heads=heads, along_tokens=along_tokens)
+    amaxes = scaling.block_amax(x, block)
     if scale is None:
-        scales = scales_from_amax(amaxes, fmt, policies.by_name(policy))
-        multiplier, inverse = scales.scale, scales.scale_inv
+        by = scales_from_amax(amaxes, fmt, policies.by_name(policy))
     else:
-        multiplier = given_scale(scale, np.shape(amaxes))
-        inverse = scale_inv_from_scale(multiplier)
-    with np.errstate(over="ignore"):  # a given scale may clip
-        scaled = x * spread(multiplier, x.shape, granularity, along_tokens=along_tokens)
-    codes = cast.encode(scaled, fmt)
-    return Heads(cast.decode(codes, fmt), codes, amaxes, multiplier, inverse)
+        by = given_scales(scale, np.shape(amaxes))
+    codes = scaling.quantize_blocks(x, by, fmt, block)
+    return Heads(cast.decode(codes, fmt), codes, amaxes, by.scale, by.scale_inv)
 
 
-def given_scale(scale, shape: tuple[int, ...]) -> np.ndarray:
-    """A scale of earlier steps.
+def given_scales(scale, shape: tuple[int, ...]) -> Scales:
+    """A scale of earlier steps, with its scale_inv.
 
     ValueError: another shape, dtype, or a scale that is not positive and finite.
     """
@@ -126,9 +103,4 @@ def given_scale(scale, shape: tuple[int, ...]) -> np.ndarray:
         raise ValueError(f"a given scale has the shape of its groups, {shape}; got {scale.shape}.")
     if not (np.isfinite(scale).all() and (scale > 0).all()):
         raise ValueError(f"a given scale is positive and finite; got {scale!r}.")
-    return scale
-
-
-def padded(x: np.ndarray, block: int) -> np.ndarray:
-    """x with zeros behind its tokens, up to a multiple of block."""
-    return np.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % block), (0, 0)])
+    return Scales(scale, scale_inv_from_scale(scale))

@@ -8,7 +8,7 @@ from fp8ref.formats import Format
 from fp8ref.sim.attention import exponentials
 from fp8ref.sim.attention.operands import hadamard
 from fp8ref.sim.attention.operands import heads as head_scaling
-from fp8ref.sim.attention.operands.heads import MX, Heads
+from fp8ref.sim.attention.operands.heads import Heads
 from fp8ref.sim.attention.operands.inputs import Problem
 from fp8ref.sim.attention.softmax import Seen
 from fp8ref.sim.gemm import accumulate as sums
@@ -18,6 +18,7 @@ from fp8ref.sim.kernels.chains import chains_from
 from fp8ref.sim.kernels.chains.chains import Rows
 from fp8ref.sim.kernels.chains.vectors import LANES
 from fp8ref.sim.quantize.scales import scale_inv_from_scale, scales_from_amax
+from fp8ref.spec.attention.variant import MX
 from fp8ref.spec.attention.variants import Variant
 
 
@@ -43,7 +44,7 @@ def quantize(problem: Problem, role_scales: dict) -> dict[str, Heads]:
 def probability_scale(variant: Variant, role_scales: dict) -> tuple[np.float32, np.float32]:
     """(scale, scale_inv) of the probabilities (A-8)."""
     if "s" in role_scales:
-        scale = np.float32(head_scaling.given_scale(role_scales["s"], ()))
+        scale = np.float32(head_scaling.given_scales(role_scales["s"], ()).scale)
     elif variant.p_scale == "state":
         scale = np.float32(scales_from_amax(np.float32(1), variant.fmt, variant.policy).scale)
     else:
@@ -90,16 +91,13 @@ class Parts:
         # own
         shape_q, shape_k = problem.q.shape, problem.k.shape
         granularity = self.variant.granularity
-        if granularity in ("tensor", "head", "rows_128", None):
-            first = granularity or "tensor"
-            self.inverse_q = np.broadcast_to(
-                head_scaling.spread(tensors["q"].scale_inv, shape_q, first), (*shape_q[:3], 1)
-            )
-            self.inverse_k = np.broadcast_to(
-                head_scaling.spread(tensors["k"].scale_inv, shape_k, first), (*shape_k[:3], 1)
-            )
-            self.inverse_v = np.broadcast_to(
-                head_scaling.spread(tensors["v"].scale_inv, shape_k, first), (*shape_k[:3], 1)
+        if granularity != "mx_1x32":
+            self.inverse_q, self.inverse_k, self.inverse_v = (
+                np.broadcast_to(
+                    head_scaling.spread(tensors[role].scale_inv, shape, granularity),
+                    (*shape[:3], 1),
+                )
+                for role, shape in (("q", shape_q), ("k", shape_k), ("v", shape_k))
             )
         self.cap = None if problem.call.softcap is None else problem.call.cap
         self.score_scale = problem.call.score_factor(shape_q[3])
