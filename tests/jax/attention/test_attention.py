@@ -323,7 +323,7 @@ def test_inputs_that_are_refused():
     with pytest.raises(ValueError, match="at most 256 features; got 512"):
         run(*(jnp.tile(x, 8) for x in (q, k, v)))
     with pytest.raises(ValueError, match="keep_p keeps codes of FP8"):
-        run(q, k, v, variant="bf16", keep_p=True)
+        run(q, k, v, **call_options(variant="bf16", keep_p=True))
     with pytest.raises(ValueError, match="features divisible by 32; got 16"):
         run(*(x[..., :16] for x in (q, k, v)), variant="mxfp8")
     result = run(q, k, v)

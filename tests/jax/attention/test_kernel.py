@@ -230,7 +230,7 @@ def recorder(found: list[dict]):
 
     call.defvjp(saved, backward)
 
-    def recorded(q8, k8, v8, call, parameters):
+    def recorded(q8, k8, v8, layer, parameters):
         found.append(parameters)
         return call(q8, k8, v8, parameters)
 
