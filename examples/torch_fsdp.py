@@ -22,8 +22,9 @@ def main() -> None:
         for _ in range(4)
     ]
     model = nn.Sequential(*blocks, nn.Linear(256, 16)).to(device)
+    parallelism = ft.parallel.Parallelism(amax_scope="global", checkpointing="full")
     model = ft.parallel.parallelize(
-        model, "delayed", mesh=mesh, blocks=blocks, amax_scope="global", checkpointing="full"
+        model, "delayed", mesh=mesh, blocks=blocks, parallelism=parallelism
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 

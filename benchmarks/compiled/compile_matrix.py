@@ -35,7 +35,7 @@ from fp8ref.torch.delayed import delayed
 from fp8ref.torch.distributed import compiled_fsdp
 from fp8ref.torch.distributed.fp8_gather import FP8Gather
 from fp8ref.torch.model import convert
-from fp8ref.torch.model.parallel import parallelize
+from fp8ref.torch.model.parallel import Parallelism, parallelize
 from fp8ref.train.config.config import Config
 from fp8ref.train.torch.trainer import Trainer
 
@@ -167,10 +167,9 @@ def built(recipe: str, how: str, gather: str, backend="aot_eager") -> tuple[nn.M
         recipe,
         mesh=mesh,
         blocks=list(made)[:2],
-        amax_scope=scope,
-        compile=how,
-        compile_backend=backend,
-        gather_fp8=fp8,
+        parallelism=Parallelism(
+            amax_scope=scope, compile=how, compile_backend=backend, gather_fp8=fp8
+        ),
     )
     return sharded, sharded
 

@@ -4,7 +4,6 @@ differ.
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, get_args
 
 import torch
 from torch import distributed, nn
@@ -14,20 +13,72 @@ from torch.distributed.tensor import DTensor
 
 from fp8ref import recipe as recipes
 from fp8ref.recipe import Recipe
-from fp8ref.torch.model.checkpointing import Checkpointing
+from fp8ref.selection.rules import Rule
+from fp8ref.torch.experts import parallel as expert_parallel
+from fp8ref.torch.linear.model_checks import check_model, check_no_optimizer
+from fp8ref.torch.model.parallelism import Parallelism, Ranks
 from fp8ref.torch.tensors.local_part import local_part
 
 
-def check_values(**options: tuple[object, Any]) -> None:
-    """ValueError for an option whose value is not one of its Literal's."""
-    for name, (value, allowed) in options.items():
-        if value not in get_args(allowed):
+def check(
+    model: nn.Module,
+    recipe: Recipe,
+    mesh: DeviceMesh | None,
+    blocks: list[nn.Module],
+    rules: Sequence[Rule],
+    parallelism: Parallelism,
+) -> Ranks:
+    """The ranks of a mesh, if ``parallelize`` can cut the model over them.
+
+    Raises:   ValueError: as ``Ranks.of`` and ``expert_parallel.check``; blocks that are not the
+              model's, or named twice; a model that is compiled or sharded already; an optimizer
+              that was built before; delayed scaling of scope local; a cache of keys and values
+              (transformers' use_cache) under checkpointing; full checkpointing and compile of
+              blocks that tensor cuts; under compile='model', modules that are, or by keep_dtype
+              would be, sharded by themselves; modules that share a parameter and would be sharded
+              apart, and what else fully_shard refuses; copies along data with different weights.
+              ``parallelize`` adds what ``tensor_parallel.parallelize`` and ``fsdp.gather_in_fp8``
+              refuse.
+    """
+    keep_dtype, compile = list(parallelism.keep_dtype), parallelism.compile
+    _check_modules(model, blocks, keep_dtype)
+    _check_blocks(blocks, parallelism)
+    if parallelism.checkpointing != "none":
+        _check_no_cache(model)
+    ranks = Ranks.of(mesh)
+    if compile == "model":
+        _check_one_graph(model, keep_dtype if ranks.batch is not None else [])
+    check_model(model, "Parallelize a model once, and before you {} it")
+    if parallelism.cuts_linears:
+        _check_tensor_dim(mesh)
+    if ranks.tensor is not None and compile != "none" and parallelism.checkpointing == "full":
+        # AOTAutograd of torch 2.13 keeps the DeviceMesh among saved tensors: an AssertionError
+        raise ValueError(
+            "torch cannot compile blocks that tensor parallelism cuts and that are recomputed "
+            f"whole; got checkpointing 'full' and compile {compile!r}. Use checkpointing "
+            "'selective' or 'none'."
+        )
+    if mesh is not None:
+        if rules:
             raise ValueError(
-                f"{name} is one of {', '.join(get_args(allowed))}; got {value!r}. Use one of them."
+                f"rules are for one device; got a mesh of {mesh.size()}. Leave them out, or "
+                "give mesh None."
             )
+        check_no_optimizer(model)
+    if ranks.batch is not None:
+        _check_batch(recipe, ranks.batch, parallelism)
+    if parallelism.reduces_fp8:
+        _check_fp8_gradients(ranks.batch)
+    if ranks.batch is not None:
+        _check_units(model, [*keep_dtype, *(blocks if compile != "model" else ())])
+        if ranks.batch.ndim == 2:
+            check_copies(model, ranks.batch)
+    if ranks.experts is not None:
+        expert_parallel.check(model, ranks.experts)
+    return ranks
 
 
-def check_modules(model: nn.Module, blocks: list[nn.Module], keep_dtype: list[nn.Module]) -> None:
+def _check_modules(model: nn.Module, blocks: list[nn.Module], keep_dtype: list[nn.Module]) -> None:
     """ValueError unless blocks and keep_dtype are modules within the model, each named once."""
     named = [*blocks, *keep_dtype]
     if not set(model.modules()).difference([model]).issuperset(named):
@@ -43,7 +94,7 @@ def check_modules(model: nn.Module, blocks: list[nn.Module], keep_dtype: list[nn
         )
 
 
-def check_units(model: nn.Module, units: Sequence[nn.Module]) -> None:
+def _check_units(model: nn.Module, units: Sequence[nn.Module]) -> None:
     """ValueError for units that fully_shard would refuse once the model is converted, or cut apart
     from a parameter that they share.
 
@@ -93,8 +144,9 @@ def check_units(model: nn.Module, units: Sequence[nn.Module]) -> None:
                 )
 
 
-def check_blocks(blocks: Sequence[nn.Module], checkpointing: Checkpointing, compile: str) -> None:
+def _check_blocks(blocks: Sequence[nn.Module], parallelism: Parallelism) -> None:
     """ValueError for options of blocks without any block."""
+    checkpointing, compile = parallelism.checkpointing, parallelism.compile
     if not blocks and (checkpointing != "none" or compile == "block"):
         raise ValueError(
             f"checkpointing and compile='block' apply to blocks; got {checkpointing!r} and "
@@ -102,7 +154,7 @@ def check_blocks(blocks: Sequence[nn.Module], checkpointing: Checkpointing, comp
         )
 
 
-def check_no_cache(model: nn.Module) -> None:
+def _check_no_cache(model: nn.Module) -> None:
     """ValueError for a model of transformers that caches keys and values: a block that runs again
     would append to them again."""
     caching = [
@@ -118,7 +170,7 @@ def check_no_cache(model: nn.Module) -> None:
         )
 
 
-def check_tensor_dim(mesh: DeviceMesh | None) -> None:
+def _check_tensor_dim(mesh: DeviceMesh | None) -> None:
     """ValueError for options of tensor parallelism without a mesh that has it."""
     if mesh is None or "tensor" not in (mesh.mesh_dim_names or ()):
         raise ValueError(
@@ -127,23 +179,21 @@ def check_tensor_dim(mesh: DeviceMesh | None) -> None:
         )
 
 
-def check_batch(
-    recipe: Recipe, batch: DeviceMesh, amax_scope: str, ordered_reduction: bool
-) -> None:
+def _check_batch(recipe: Recipe, batch: DeviceMesh, parallelism: Parallelism) -> None:
     """ValueError for a recipe or a reduction that the ranks of a batch cannot have."""
-    if ordered_reduction and batch.ndim == 2 and batch.size(0) > 2:
+    if parallelism.ordered_reduction and batch.ndim == 2 and batch.size(0) > 2:
         raise ValueError(
             "ordered_reduction adds over fsdp in rank order, and over at most 2 ranks along "
             f"data; got {batch.size(0)}. Make data 1 or 2."
         )
-    if amax_scope == "local" and recipes.delayed_casts(recipe):
+    if parallelism.amax_scope == "local" and recipes.delayed_casts(recipe):
         raise ValueError(
             f"recipe {recipe.name!r} keeps one state for all ranks, from the amaxes of all "
             "ranks; got amax_scope='local'. Use 'global'."
         )
 
 
-def check_fp8_gradients(batch: DeviceMesh | None) -> None:
+def _check_fp8_gradients(batch: DeviceMesh | None) -> None:
     """ValueError for gradients in FP8 where no reduce-scatter over all ranks sums them (P-25)."""
     if batch is None or (batch.ndim == 2 and batch.size(0) > 1):
         got = "no ranks that share a batch"
@@ -155,7 +205,7 @@ def check_fp8_gradients(batch: DeviceMesh | None) -> None:
         )
 
 
-def check_one_graph(model: nn.Module, keep_dtype: Sequence[nn.Module]) -> None:
+def _check_one_graph(model: nn.Module, keep_dtype: Sequence[nn.Module]) -> None:
     """ValueError if a graph of the whole forward would contain FSDP units, without their hooks."""
     nested = [
         name or "the model"
@@ -178,7 +228,7 @@ def refuse_tracing(unit: nn.Module, args: tuple) -> None:
     if torch.compiler.is_dynamo_compiling():
         raise ValueError(
             "a fully_shard unit cannot be called inside a compiled graph. Use "
-            "parallelize(compile='block') or 'model', or compiled_fsdp.shard."
+            "Parallelism(compile='block') or 'model', or compiled_fsdp.shard."
         )
 
 

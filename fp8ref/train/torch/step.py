@@ -26,7 +26,13 @@ from fp8ref.torch.distributed.fsdp import keep_reduced_dtype
 from fp8ref.torch.distributed.gradient_factors import Factors
 from fp8ref.torch.gemm import hardware
 from fp8ref.torch.model.convert import convert
-from fp8ref.torch.model.parallel import amax_group, check_copies, parallelize, share_groups
+from fp8ref.torch.model.parallel import (
+    Parallelism,
+    amax_group,
+    check_copies,
+    parallelize,
+    share_groups,
+)
 from fp8ref.torch.model.switch import Switch
 from fp8ref.torch.states import copies, health, states
 from fp8ref.torch.tensors.local_part import local_part
@@ -72,15 +78,7 @@ class Step:
             model.model.embed_tokens.widens = keys.compile != "model" or keys.sharing == 1
             if keys.compile == "model" and model.model.embed_tokens.widens:
                 widen_before_passes(model)
-        self.model = parallelize(
-            model,
-            config.numerics.recipe,
-            mesh=self.mesh,
-            blocks=model.model.layers,
-            keep_dtype=[] if keys.compile == "model" else [model.model.embed_tokens],  # P-19
-            filter_fqns=config.filter_fqns,
-            fp8_fqns=config.numerics.fp8_fqns,
-            rules=config.numerics.rules or (),
+        parallelism = Parallelism(
             amax_scope=keys.amax_scope,
             sequence=keys.sequence,
             checkpointing=keys.checkpointing,
@@ -89,6 +87,17 @@ class Step:
             precompute_scales=keys.precompute_scales,
             ordered_reduction=keys.reduction == "ordered",
             reduce_dtype=getattr(torch, keys.reduce_dtype),
+            keep_dtype=[] if keys.compile == "model" else [model.model.embed_tokens],  # P-19
+        )
+        self.model = parallelize(
+            model,
+            config.numerics.recipe,
+            mesh=self.mesh,
+            blocks=model.model.layers,
+            filter_fqns=config.filter_fqns,
+            fp8_fqns=config.numerics.fp8_fqns,
+            rules=config.numerics.rules or (),
+            parallelism=parallelism,
         )
         self.model.to_empty(device=device)
         self.params = dict(self.model.named_parameters())
@@ -270,7 +279,7 @@ class Step:
             amax_group=group,
         )
         if self.mesh is not None and self.config.parallel.expert > 1:
-            share_groups(twin, self.mesh, self.config.parallel.amax_scope)
+            share_groups(twin, self.mesh)
         return twin  # type: ignore[return-value]
 
     def loss(self, tokens: np.ndarray) -> torch.Tensor:

@@ -97,8 +97,14 @@ def built(recipe, mesh):
     model.rotary = torch.stack(
         [torch.from_numpy(table) for table in llama.rotary_tables(CONFIG, T)]
     )
-    options = {"filter_fqns": ["lm_head"], "amax_scope": "global", "param_dtype": torch.float32}
-    return parallel.parallelize(model, recipe, mesh=mesh, blocks=model.model.layers, **options)
+    return parallel.parallelize(
+        model,
+        recipe,
+        mesh=mesh,
+        blocks=model.model.layers,
+        filter_fqns=["lm_head"],
+        parallelism=parallel.Parallelism(amax_scope="global", param_dtype=torch.float32),
+    )
 
 
 def trained(recipe, mesh=None, context=None):

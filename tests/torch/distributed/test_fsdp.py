@@ -21,7 +21,7 @@ from fp8ref.torch.distributed.fsdp import (
     sum_in_rank_order,
 )
 from fp8ref.torch.model import convert
-from fp8ref.torch.model.parallel import parallelize
+from fp8ref.torch.model.parallel import Parallelism, parallelize
 
 
 @contextlib.contextmanager
@@ -75,7 +75,13 @@ def broken_backward():
         for _ in range(2):
             made = plain()
             models.append(
-                parallelize(made, "tensorwise", mesh=mesh, blocks=[made[0]], gather_fp8=fp8)
+                parallelize(
+                    made,
+                    "tensorwise",
+                    mesh=mesh,
+                    blocks=[made[0]],
+                    parallelism=Parallelism(gather_fp8=fp8),
+                )
             )
         model, expected = models
         parameters = list(model.parameters())

@@ -20,7 +20,7 @@ from fp8ref.sim.quantize import scaling as sim_scaling
 from fp8ref.spec import gradient_reduction as data
 from fp8ref.torch.distributed import gradient_reduction
 from fp8ref.torch.model import convert
-from fp8ref.torch.model.parallel import parallelize
+from fp8ref.torch.model.parallel import Parallelism, parallelize
 from fp8ref.torch.quantize import scaling
 
 MU = data.AutoScale(threshold=0.05, window=7)
@@ -202,8 +202,8 @@ def parallelized():
         ("model", torch.float8_e4m3fn),
         ("none", torch.float32),
     ):
-        how = {"compile": compile, "compile_backend": "aot_eager", "reduce_dtype": dtype}
-        model = parallelize(plain(), "bf16", mesh=mesh, blocks=[], **how)
+        how = Parallelism(compile=compile, compile_backend="aot_eager", reduce_dtype=dtype)
+        model = parallelize(plain(), "bf16", mesh=mesh, parallelism=how)
         loss_of(model)
         found.append({name: p.grad.full_tensor().numpy() for name, p in model.named_parameters()})
     return found
@@ -282,8 +282,12 @@ def refusals():
         lambda: gradient_reduction.all_reduce(g, prescale="half"),
         lambda: gradient_reduction.all_reduce(g, result="fp8"),
         lambda: gradient_reduction.all_reduce(g, mu=0.0),
-        lambda: parallelize(plain(), "bf16", mesh=by_data, reduce_dtype=torch.float8_e4m3fn),
-        lambda: parallelize(plain(), "bf16", reduce_dtype=torch.float8_e4m3fn),
+        lambda: parallelize(
+            plain(), "bf16", mesh=by_data, parallelism=Parallelism(reduce_dtype=torch.float8_e4m3fn)
+        ),
+        lambda: parallelize(
+            plain(), "bf16", parallelism=Parallelism(reduce_dtype=torch.float8_e4m3fn)
+        ),
         lambda: gradient_reduction.reduce_scatter(g[0]),
         lambda: gradient_reduction.accumulate(gradient_reduction.accumulate(None, g), g[:2]),
     ]

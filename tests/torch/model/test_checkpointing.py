@@ -24,7 +24,7 @@ from fp8ref.torch.attention import attention
 from fp8ref.torch.delayed import delayed
 from fp8ref.torch.experts import grouped
 from fp8ref.torch.model import checkpointing, convert
-from fp8ref.torch.model.parallel import parallelize
+from fp8ref.torch.model.parallel import Parallelism, parallelize
 
 _ROWWISE = RECIPES["rowwise"]
 SLOW = dataclasses.replace(  # fp8ref's own linear scales the result of this GEMM (G-5)
@@ -70,10 +70,11 @@ class Counts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def made(recipe, how, **options):
+def made(recipe, how, mesh=None, **options):
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block(bias=False)).bfloat16()
-    return parallelize(model, recipe, blocks=list(model), checkpointing=how, **options)
+    parallelism = Parallelism(checkpointing=how, **options)
+    return parallelize(model, recipe, mesh=mesh, blocks=list(model), parallelism=parallelism)
 
 
 def step(model):
@@ -181,7 +182,9 @@ def alive(how, blocks, **options):
     """Bytes that a forward pass of so many blocks leaves, of 128 tokens."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(blocks))).bfloat16()
-    parallelize(model, "rowwise", blocks=list(model), checkpointing=how, **options)
+    parallelize(
+        model, "rowwise", blocks=list(model), parallelism=Parallelism(checkpointing=how, **options)
+    )
     x = torch.randn(2, 64, 128).bfloat16().requires_grad_()
     with LiveBytes() as live:
         loss = model(x).sum()
@@ -304,7 +307,11 @@ def cut():
         ).bfloat16()
         plan = {"0.0": "colwise", "0.2": "rowwise"}
         parallelize(
-            model, "tensorwise", mesh=mesh, blocks=[model[0]], checkpointing=how, tensor_plan=plan
+            model,
+            "tensorwise",
+            mesh=mesh,
+            blocks=[model[0]],
+            parallelism=Parallelism(checkpointing=how, tensor_plan=plan),
         )
         with Counts() as counts:
             loss = model(torch.ones(1, 32, 64).bfloat16().requires_grad_()).float().square().sum()
@@ -339,7 +346,7 @@ def test_sums_of_tensor_parallelism_are_kept():  # T-8, P-14
 def test_what_nothing_reads_is_refused(options, message):
     model = nn.Sequential(nn.Sequential(nn.Linear(16, 16)))
     with pytest.raises(ValueError, match=message):
-        parallelize(model, "tensorwise", blocks=[model[0]], **options)
+        parallelize(model, "tensorwise", blocks=[model[0]], parallelism=Parallelism(**options))
     assert type(model[0][0]) is nn.Linear
 
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fp8ref.torch.delayed import delayed
 from fp8ref.torch.model import convert, parallel
-from fp8ref.torch.model.parallel import parallelize
+from fp8ref.torch.model.parallel import Parallelism, parallelize
 from fp8ref.train.config.config import ParallelConfig
 from fp8ref.train.torch import step as training_step
 from fp8ref.train.torch import trainer as train
@@ -133,7 +133,12 @@ def steps(recipe, checkpointing, backend):
         if backend == "eager"
         else {"compile": "block", "compile_backend": backend}
     )
-    made = parallelize(made, recipe, blocks=list(made)[:2], checkpointing=checkpointing, **how)
+    made = parallelize(
+        made,
+        recipe,
+        blocks=list(made)[:2],
+        parallelism=Parallelism(checkpointing=checkpointing, **how),
+    )
     optimizer, found = torch.optim.SGD(made.parameters(), lr=0.1), []
     for step in range(2):
         optimizer.zero_grad()
@@ -271,10 +276,16 @@ def refusals():
     found = {}
     nested = matrix.model()
     fully_shard(nested[0], mesh=mesh)
-    found["nested"] = said(parallelize, nested, "bf16", mesh=mesh, compile="model")
+    found["nested"] = said(
+        parallelize, nested, "bf16", mesh=mesh, parallelism=Parallelism(compile="model")
+    )
     made = matrix.model()
     found["kept"] = said(
-        parallelize, made, "tensorwise", mesh=mesh, keep_dtype=[made[2]], compile="model"
+        parallelize,
+        made,
+        "tensorwise",
+        mesh=mesh,
+        parallelism=Parallelism(keep_dtype=[made[2]], compile="model"),
     )
     made = matrix.model()
     parallelize(made, "tensorwise", mesh=mesh, blocks=list(made)[:2])
@@ -292,8 +303,7 @@ def units():
         "tensorwise",
         mesh=mesh,
         blocks=list(made)[:2],
-        compile="model",
-        compile_backend="aot_eager",
+        parallelism=Parallelism(compile="model", compile_backend="aot_eager"),
     )
     return [name for name, module in made.named_modules() if isinstance(module, FSDPModule)]
 

@@ -15,7 +15,7 @@ from fp8ref.shared.errors import ConfigError
 from fp8ref.spec import llama
 from fp8ref.spec.llama import InitialWeight
 from fp8ref.torch.delayed import delayed
-from fp8ref.torch.model.parallel import parallelize
+from fp8ref.torch.model.parallel import Parallelism, parallelize
 from fp8ref.train.config.config import Config
 from fp8ref.train.torch.trainer import Trainer
 
@@ -172,7 +172,13 @@ def without_memory():
         with torch.device("meta"):
             made = blocks()
         for model in (plain, made):
-            parallelize(model, recipe, mesh=mesh, blocks=[model[0]], amax_scope=scope)
+            parallelize(
+                model,
+                recipe,
+                mesh=mesh,
+                blocks=[model[0]],
+                parallelism=Parallelism(amax_scope=scope),
+            )
         made.to_empty(device="cpu")
         set_model_state_dict(
             made, weights, options=StateDictOptions(full_state_dict=True, strict=False)
@@ -206,7 +212,13 @@ def collectives_of_a_step():
         mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
         torch.manual_seed(0)
         model = blocks()
-        parallelize(model, "tensorwise", mesh=mesh, blocks=[model[0]], amax_scope="global")
+        parallelize(
+            model,
+            "tensorwise",
+            mesh=mesh,
+            blocks=[model[0]],
+            parallelism=Parallelism(amax_scope="global"),
+        )
         with Calls() as calls:
             model(torch.ones(32, 64).bfloat16()).float().sum().backward()
         found.append((dict(calls.of), [p.grad.to_local().tolist() for p in model.parameters()]))
@@ -241,7 +253,7 @@ def test_what_is_dropped_is_dropped_again_where_a_block_runs_again(recipe):
     for how in ("none", "selective", "full"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64)))
-        parallelize(model, recipe, blocks=[model[0]], checkpointing=how)
+        parallelize(model, recipe, blocks=[model[0]], parallelism=Parallelism(checkpointing=how))
         model(torch.randn(32, 64)).square().mean().backward()
         found.append([p.grad for p in model.parameters()])
     for again in found[1:]:

@@ -8,7 +8,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fp8ref.torch.model import convert
-from fp8ref.torch.model.parallel import parallelize
+from fp8ref.torch.model.parallel import Parallelism, parallelize
 from fp8ref.train.config.config import Config
 from fp8ref.train.torch.trainer import Trainer
 
@@ -45,7 +45,10 @@ def refusals():
     refused("local", lambda: parallelize(model(), "delayed", mesh=mesh("fsdp")))
     by_data = mesh("data", "fsdp", shape=(3, 1))
     refused(
-        "order", lambda: parallelize(model(), "tensorwise", mesh=by_data, ordered_reduction=True)
+        "order",
+        lambda: parallelize(
+            model(), "tensorwise", mesh=by_data, parallelism=Parallelism(ordered_reduction=True)
+        ),
     )
     torch.manual_seed(distributed.get_rank())
     refused("copies", lambda: parallelize(model(), "tensorwise", mesh=by_data))
@@ -57,14 +60,23 @@ def refusals():
     refused(
         "kept",
         lambda: parallelize(
-            made, "tensorwise", mesh=mesh("fsdp"), blocks=[made[0]], keep_dtype=[made[0]]
+            made,
+            "tensorwise",
+            mesh=mesh("fsdp"),
+            blocks=[made[0]],
+            parallelism=Parallelism(keep_dtype=[made[0]]),
         ),
     )
     refused(
         "plan without a dim",
-        lambda: parallelize(made, "bf16", mesh=mesh("fsdp"), tensor_plan={"1": "colwise"}),
+        lambda: parallelize(
+            made, "bf16", mesh=mesh("fsdp"), parallelism=Parallelism(tensor_plan={"1": "colwise"})
+        ),
     )
-    refused("sequence without a mesh", lambda: parallelize(made, "bf16", sequence=True))
+    refused(
+        "sequence without a mesh",
+        lambda: parallelize(made, "bf16", parallelism=Parallelism(sequence=True)),
+    )
     by_tensor = mesh("tensor")
     refused(
         "checkpointing",
@@ -72,21 +84,33 @@ def refusals():
             made,
             "bf16",
             mesh=by_tensor,
-            tensor_plan={"1": "colwise"},
+            parallelism=Parallelism(
+                tensor_plan={"1": "colwise"}, compile="block", checkpointing="full"
+            ),
             blocks=[made[0]],
-            compile="block",
-            checkpointing="full",
         ),
     )
     refused(
         "plan",
-        lambda: parallelize(made, "tensorwise", mesh=by_tensor, tensor_plan={"7": "colwise"}),
+        lambda: parallelize(
+            made,
+            "tensorwise",
+            mesh=by_tensor,
+            parallelism=Parallelism(tensor_plan={"7": "colwise"}),
+        ),
     )
-    refused("no plan", lambda: parallelize(made, "tensorwise", mesh=by_tensor, tensor_plan={}))
+    refused(
+        "no plan",
+        lambda: parallelize(
+            made, "tensorwise", mesh=by_tensor, parallelism=Parallelism(tensor_plan={})
+        ),
+    )
     by_hand = convert.convert(model(), "tensorwise")
     refused(
         "plan of FP8 by hand",
-        lambda: parallelize(by_hand, "bf16", mesh=by_tensor, tensor_plan={"7": "colwise"}),
+        lambda: parallelize(
+            by_hand, "bf16", mesh=by_tensor, parallelism=Parallelism(tensor_plan={"7": "colwise"})
+        ),
     )
     found["kept FP8"] = str([type(m).__name__ for m in by_hand.modules()])
     found["unchanged"] = str([type(m).__name__ for m in made.modules()])
@@ -97,7 +121,10 @@ def refusals():
     shard = functools.partial(parallelize, tied, "tensorwise", mesh=mesh("fsdp"))
     # accelerate#4171, ezpz#237
     refused(
-        "tied, one kept", lambda: shard(filter_fqns=("2",), blocks=[tied[1]], keep_dtype=[tied[0]])
+        "tied, one kept",
+        lambda: shard(
+            filter_fqns=("2",), blocks=[tied[1]], parallelism=Parallelism(keep_dtype=[tied[0]])
+        ),
     )
     refused("tied, one a block", lambda: shard(filter_fqns=("2",), blocks=[tied[2]]))
     refused("tied, FP8", shard)
@@ -105,7 +132,10 @@ def refusals():
     refused(
         "experts",
         lambda: parallelize(
-            tied, "tensorwise", mesh=mesh("fsdp", "expert", shape=(1, 3)), amax_scope="global"
+            tied,
+            "tensorwise",
+            mesh=mesh("fsdp", "expert", shape=(1, 3)),
+            parallelism=Parallelism(amax_scope="global"),
         ),
     )
     tied.append(nn.ModuleList([nn.Linear(32, 32)]))
@@ -239,10 +269,14 @@ def test_options_have_the_values_that_they_have(options):
     with pytest.raises(
         ValueError, match=rf"^{name} is one of .*; got {re.escape(repr(options[name]))}"
     ):
-        parallelize(nn.Sequential(nn.Linear(16, 16)), "tensorwise", **options)
+        parallelize(
+            nn.Sequential(nn.Linear(16, 16)), "tensorwise", parallelism=Parallelism(**options)
+        )
 
 
 @pytest.mark.parametrize("options", [{"checkpointing": "full"}, {"compile": "block"}], ids=str)
 def test_blocks_are_named_where_something_is_done_to_them(options):
     with pytest.raises(ValueError, match=r"apply to blocks; got .* without blocks\. Name blocks"):
-        parallelize(nn.Sequential(nn.Linear(16, 16)), "tensorwise", **options)
+        parallelize(
+            nn.Sequential(nn.Linear(16, 16)), "tensorwise", parallelism=Parallelism(**options)
+        )

@@ -18,7 +18,7 @@ from fp8ref.torch.delayed import delayed
 from fp8ref.torch.delayed import state_checks as delayed_checks
 from fp8ref.torch.distributed import fsdp
 from fp8ref.torch.model import convert
-from fp8ref.torch.model.parallel import amax_group, parallelize
+from fp8ref.torch.model.parallel import Parallelism, amax_group, parallelize
 from fp8ref.torch.model.switch import Switch
 from fp8ref.train.torch.trainer import Trainer
 
@@ -32,8 +32,8 @@ def plain(device=None):
     return made.bfloat16().to(device)
 
 
-def switched(first, *others, **options):
-    model = parallelize(plain(), first, **options)
+def switched(first, *others):
+    model = parallelize(plain(), first)
     return Switch(
         model, first, {recipe: convert.convert(plain("meta"), recipe) for recipe in others}
     )
@@ -113,7 +113,12 @@ def test_states_wait_and_nobody_misses_their_updates():  # T-9, H-12
 def test_each_recipe_is_compiled_once(how):  # T-9
     counter = CompileCounter()
     made = plain()
-    model = parallelize(made, "tensorwise", blocks=[made[0]], compile=how, compile_backend=counter)
+    model = parallelize(
+        made,
+        "tensorwise",
+        blocks=[made[0]],
+        parallelism=Parallelism(compile=how, compile_backend=counter),
+    )
     switch = Switch(
         model,
         "tensorwise",
@@ -212,10 +217,9 @@ def compiled_on_ranks(how):
         "tensorwise",
         mesh=mesh,
         blocks=[made[0]],
-        amax_scope="global",
-        gather_fp8=False,
-        compile=how,
-        compile_backend=counter,
+        parallelism=Parallelism(
+            amax_scope="global", gather_fp8=False, compile=how, compile_backend=counter
+        ),
     )
     group = amax_group(mesh, "global")
     switch = Switch(

@@ -186,11 +186,17 @@ def test_blocks_are_checkpointed_by_parallelize(how):  # T-8
         ValueError, match=r"got config\.use_cache = True\. Set it to False for training"
     ):
         parallel.parallelize(
-            checkpointed, "delayed", blocks=checkpointed.model.layers, checkpointing=how
+            checkpointed,
+            "delayed",
+            blocks=checkpointed.model.layers,
+            parallelism=parallel.Parallelism(checkpointing=how),
         )
     checkpointed.config.use_cache = False
     parallel.parallelize(
-        checkpointed, "delayed", blocks=checkpointed.model.layers, checkpointing=how
+        checkpointed,
+        "delayed",
+        blocks=checkpointed.model.layers,
+        parallelism=parallel.Parallelism(checkpointing=how),
     )
     convert.convert(plain, "delayed")
     assert train(checkpointed, 2) == train(plain, 2)

@@ -5,7 +5,7 @@ from torch import nn
 
 from fp8ref.recipe import OPERANDS, RECIPES
 from fp8ref.torch.model import convert
-from fp8ref.torch.model.parallel import parallelize
+from fp8ref.torch.model.parallel import Parallelism, parallelize
 from fp8ref.torch.observe import gemms as gemm_observer
 
 
@@ -37,7 +37,7 @@ def test_what_runs_again_is_reported_once(recipe, checkpointing):
     found = []
     for how in ("none", checkpointing):
         made = nn.Sequential(model())
-        parallelize(made, recipe, blocks=[made[0]], checkpointing=how)
+        parallelize(made, recipe, blocks=[made[0]], parallelism=Parallelism(checkpointing=how))
         torch.manual_seed(0)
         x, g, seen = torch.randn(2, 24, 64).bfloat16(), torch.randn(2, 24, 48).bfloat16(), []
         with gemm_observer.observe_gemms(made, lambda *told, to=seen: to.append(told)):
