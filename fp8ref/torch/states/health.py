@@ -20,7 +20,7 @@ from fp8ref.torch.states import moments, states
 from fp8ref.torch.states.moments import MomentState, Part
 from fp8ref.torch.states.states import Stored
 from fp8ref.torch.states.update import in_range
-from fp8ref.torch.tensors.local_part import local_part
+from fp8ref.torch.tensors.local_part import local_like
 
 Found = dict[Tensor, Tensor]
 """Parameter -> float64 [FIELDS] of this rank's part, divided by the number of ranks that have the
@@ -89,7 +89,7 @@ def merge_ranks(measurements: Found) -> Tensor:
 def _measure(optimizer: states.AdamW, p: Tensor, old: Stored, new: Stored) -> Tensor:
     grad = p.grad
     assert grad is not None
-    g = in_range(cast.to_f32(local_part(grad, p).reshape(-1)))
+    g = in_range(cast.to_f32(local_like(grad, p, redistribute=True).reshape(-1)))
     if not g.numel():
         return g.new_zeros(len(FIELDS), dtype=torch.float64)
     layout, part, at = new.layout, new.part, states.scalars_of(optimizer, p, new.step)

@@ -17,7 +17,7 @@ from fp8ref.spec.states.layouts import Layout
 from fp8ref.torch.quantize import cast, philox
 from fp8ref.torch.states import moments
 from fp8ref.torch.states.moments import MomentState, Part
-from fp8ref.torch.tensors.local_part import check_alike, local_part
+from fp8ref.torch.tensors.local_part import check_alike, local_like, local_part
 
 
 def keeps_apart(layout: Layout) -> bool:
@@ -54,16 +54,19 @@ def master(p: Tensor, w: Tensor, layout: Layout) -> MomentState:
     codes = torch.zeros_like(
         p, dtype=master_state.codes.dtype, memory_format=torch.contiguous_format
     )
-    local_part(codes).view(-1).copy_(master_state.codes)
+    local_like(codes, p).view(-1).copy_(master_state.codes)
     return master_state._replace(codes=codes)
 
 
-def kept(state: dict[str, Tensor], flat: Tensor, layout: Layout) -> tuple[MomentState, ...]:
+def kept(
+    p: Tensor, state: dict[str, Tensor], flat: Tensor, layout: Layout
+) -> tuple[MomentState, ...]:
     """m, v and, where one is kept, the master, which may be the flat parameter."""
-    both = (moment_state(state, "m"), moment_state(state, "v"))
+    both = (moment_state(p, state, "m"), moment_state(p, state, "v"))
     if not layout.keeps_master:
         return both
-    return (*both, MomentState(flat) if is_own_master(layout) else moment_state(state, "master"))
+    own = is_own_master(layout)
+    return (*both, MomentState(flat) if own else moment_state(p, state, "master"))
 
 
 def keys(seed: int, step: int, number: int, layout: Layout) -> tuple[philox.Key | None, ...]:
@@ -82,19 +85,25 @@ def keys(seed: int, step: int, number: int, layout: Layout) -> tuple[philox.Key 
     )
 
 
-def moment_state(state: dict[str, Tensor], key: str) -> MomentState:
+def moment_state(p: Tensor, state: dict[str, Tensor], key: str) -> MomentState:
     """This rank's part of m, v or the master in a parameter's state, flat. key: "m", "v" or
     "master".
     """
-    fields = [state.get(f"{key}_{field}") for field in MomentState._fields]
-    codes, *rest = (None if x is None else local_part(x) for x in fields)
+    codes, *rest = (state.get(f"{key}_{field}") for field in MomentState._fields)
     assert codes is not None
-    return MomentState(codes.view(-1), *rest)
+    scales = (None if x is None else local_part(x) for x in rest)
+    return MomentState(local_like(codes, p).view(-1), *scales)
 
 
-def flat(x: Tensor, like: Tensor | None = None) -> Tensor:
-    """This rank's elements in C order; like as ``local_part`` has it."""
-    return local_part(x.detach(), like).reshape(-1)
+def flat(x: Tensor) -> Tensor:
+    """This rank's elements in C order."""
+    return local_part(x.detach()).reshape(-1)
+
+
+def flat_gradient(p: Tensor) -> Tensor:
+    """This rank's elements of a parameter's gradient in C order, placed as the parameter."""
+    assert p.grad is not None
+    return local_like(p.grad.detach(), p, redistribute=True).reshape(-1)
 
 
 def place(p: Tensor) -> tuple[int, tuple[distributed.ProcessGroup, ...]]:

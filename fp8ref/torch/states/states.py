@@ -203,14 +203,15 @@ class AdamW(torch.optim.Optimizer):
                 )
                 start, ranks = place(p)
                 in_fp8 = isinstance(p, Float8TrainingTensor)  # ``copies`` makes it from the master
-                flat = moment_state(state, "master").codes if in_fp8 else parameter_state.flat(p)
+                master = moment_state(p, state, "master").codes if in_fp8 else None
+                flat = parameter_state.flat(p) if master is None else master
                 if not in_fp8 and flat.data_ptr() != local_part(p).data_ptr():  # not contiguous
                     apart.append((local_part(p), flat))
                 keys = parameter_state.keys(group["seed"], step, number, layout)
-                kept = parameter_state.kept(state, flat, layout)
+                kept = parameter_state.kept(p, state, flat, layout)
                 work = Work(
                     flat,
-                    parameter_state.flat(p.grad, p),
+                    parameter_state.flat_gradient(p),
                     kept,
                     at,
                     layout,
@@ -300,7 +301,7 @@ def decode(optimizer: AdamW, p: Tensor) -> tuple[Tensor, Tensor]:
     layout, part = optimizer.layout.of(p.numel()), Part(p.numel(), place(p)[0])
     both = (("m", layout.m), ("v", layout.v))
     m, v = (
-        moments.read(moment_state(optimizer.state[p], key), moment, layout, part)
+        moments.read(moment_state(p, optimizer.state[p], key), moment, layout, part)
         for key, moment in both
     )
     return m.view(local_part(p).shape), v.view(local_part(p).shape)
@@ -326,8 +327,8 @@ def stored(optimizer: AdamW, p: Tensor) -> Stored:
         map(distributed.get_world_size, ranks)
     )
     return Stored(
-        moment_state(state, "m"),
-        moment_state(state, "v"),
+        moment_state(p, state, "m"),
+        moment_state(p, state, "v"),
         layout,
         Part(p.numel(), start),
         int(state["step"].item()),
@@ -403,7 +404,8 @@ def weight(optimizer: AdamW, p: Tensor, dtype: torch.dtype | None = None) -> Ten
             f"{optimizer.layout.name!r}. Read the parameter itself, or call optimizer.begin() "
             "first."
         )
-    stored, moment = moment_state(optimizer.state[p], "master"), optimizer.layout.master
+    stored = moment_state(p, optimizer.state[p], "master")
+    moment = optimizer.layout.master
     part = Part(p.numel(), place(p)[0])
     return (
         moments.read(stored, moment, optimizer.layout.of(p.numel()), part)

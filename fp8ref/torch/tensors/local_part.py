@@ -1,7 +1,8 @@
 """This rank's part of a DTensor, for code that computes on plain tensors.
 
-    w = local_part(linear.weight)   # a shard or a copy, as it is placed
-    g = local_part(p.grad, p)       # placed as the parameter: terms of a sum are summed first
+    w = local_part(linear.weight)                  # a shard or a copy, as it is placed
+    m = local_like(codes, p)                       # refused unless it is placed as the parameter
+    g = local_like(p.grad, p, redistribute=True)   # placed so first, terms of a sum summed
 
 A bare ``to_local`` of a gradient that is still a sum over ranks gives one rank's term of it.
 """
@@ -11,22 +12,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def local_part(x: Tensor, like: Tensor | None = None) -> Tensor:
+def local_part(x: Tensor) -> Tensor:
     """This rank's elements of a DTensor; another tensor as it is. Gradients flow through it.
 
     A backward pass fails, as autograd's own, if a parameter was changed in place since.
 
-    like      a tensor with the placements that the reader needs: x is redistributed to them if it
-              has others, on every rank. None: as x is placed.
-    Raises:   ValueError: terms of a sum over ranks, with no like to say where the sum belongs; as
-              ``check_alike``.
+    Raises:   ValueError: terms of a sum over ranks: nothing says where the sum belongs.
     """
-    if like is not None:
-        check_alike(x, like)
     if not isinstance(x, DTensor):
         return x
-    if isinstance(like, DTensor) and x.placements != like.placements:
-        x = x.redistribute(placements=like.placements)
     if any(placement.is_partial() for placement in x.placements):
         raise ValueError(
             f"elements of a tensor are needed; got {tuple(x.shape)} placed as {x.placements}, "
@@ -36,6 +30,27 @@ def local_part(x: Tensor, like: Tensor | None = None) -> Tensor:
     part = x.to_local()
     counts = x.is_leaf and part.requires_grad and not torch.compiler.is_compiling()
     return _Unchanged.apply(part, (x,)) if counts and type(part) is Tensor else part
+
+
+def local_like(x: Tensor, parameter: Tensor, *, redistribute: bool = False) -> Tensor:
+    """This rank's elements of what belongs to a parameter, cut as the parameter is: of a moment,
+    codes or a gradient.
+
+    redistribute  a tensor of other placements, such as a gradient that is still a sum over ranks,
+                  is placed as the parameter first, on every rank. False: it is refused.
+    Raises:   ValueError: other placements; as ``check_alike``.
+    """
+    check_alike(x, parameter)
+    if isinstance(x, DTensor) and isinstance(parameter, DTensor):
+        if redistribute and x.placements != parameter.placements:
+            x = x.redistribute(placements=parameter.placements)
+        if x.placements != parameter.placements:
+            raise ValueError(
+                f"what belongs to a parameter is placed as it is, {parameter.placements}; got "
+                f"{tuple(x.shape)} placed as {x.placements}. Redistribute it, or load it into the "
+                "sharding that saved it."
+            )
+    return local_part(x)
 
 
 class _Unchanged(torch.autograd.Function):
@@ -65,6 +80,6 @@ def check_alike(x: Tensor, like: Tensor) -> None:
             "a plain tensor" if mesh is None else f"a DTensor on {mesh}" for mesh in meshes
         )
         raise ValueError(
-            f"a gradient is {needed}, as its parameter {tuple(like.shape)}; got {got}. "
-            "Distribute the gradient as the parameter, or take its full_tensor()."
+            f"a gradient or a state is {needed}, as its parameter {tuple(like.shape)}; got {got}. "
+            "Distribute it as the parameter, or take its full_tensor()."
         )

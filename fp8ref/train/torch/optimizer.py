@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fp8ref.torch.states import health, states
-from fp8ref.torch.tensors.local_part import local_part
+from fp8ref.torch.tensors.local_part import local_like, local_part
 from fp8ref.train.config.sections import OptimizerConfig
 from fp8ref.train.run.train_state import FP8_BLOCK, MASTERS, MOMENTS, moments_in_fp8
 from fp8ref.train.torch.rank_parts import gather_ranks
@@ -177,7 +177,7 @@ def values(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, str
     moments that exist."""
     if not isinstance(optimizer, states.AdamW):
         for p, key, x in moments(optimizer):
-            piece = local_part(x)
+            piece = local_like(x, p)
             yield p, key, _whole_of(piece.dequantize(), p) if in_fp8(piece) else x
         return
     for p in _parameters(optimizer):

@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp8ref.spec.states.layouts import LAYOUTS, WITH_MASTERS, by_name
 from fp8ref.torch.states import parameter_state
+from fp8ref.torch.tensors import local_part
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *WITH_MASTERS])
@@ -67,7 +68,7 @@ def test_a_plain_tensor_is_all_on_this_rank():
     assert parameter_state.flat(x).tolist() == [0, 3, 1, 4, 2, 5]
     assert parameter_state.place(x) == (0, ())
     state = {"m_codes": torch.zeros(2, 3, dtype=torch.uint8), "m_scale_inv": torch.ones(())}
-    found = parameter_state.moment_state(state, "m")
+    found = parameter_state.moment_state(x, state, "m")
     assert found.codes.shape == (6,)
     assert found.scale_inv is state["m_scale_inv"]
     assert found.amax is None
@@ -135,8 +136,8 @@ def test_a_gradient_is_placed_on_its_parameters_mesh():  # O-11
         p.grad_dtype = None
         p.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
         parameter_state.check_step(p, {}, by_name("float32"))
-        assert parameter_state.flat(p.grad, p).shape == (4,)
+        assert parameter_state.flat_gradient(p).shape == (4,)
         with pytest.raises(ValueError, match="got a DTensor on"):
-            parameter_state.flat(p.grad, plain)
+            local_part.local_like(p.grad, plain)
     finally:
         distributed.destroy_process_group()

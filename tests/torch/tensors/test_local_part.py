@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fp8ref
 from fp8ref.torch.distributed import tensor_parallel
 from fp8ref.torch.model import convert
-from fp8ref.torch.tensors.local_part import check_alike, local_part
+from fp8ref.torch.tensors.local_part import check_alike, local_like, local_part
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def placed(mesh, placement, x: torch.Tensor | None = None) -> DTensor:
 
 def test_a_plain_tensor_is_itself():
     x = torch.ones(2, 4)
-    assert local_part(x) is local_part(x, torch.zeros(3)) is x
+    assert local_part(x) is local_like(x, torch.zeros(3)) is x
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
@@ -66,27 +66,37 @@ def test_a_term_of_a_sum_is_refused_or_summed(mesh, placement):
         ValueError, match=r"got \(2, 4\) placed as .* each rank has a term of a sum. Redistribute"
     ):
         local_part(placed(mesh, placement))
-    assert local_part(placed(mesh, placement), placed(mesh, Replicate())).shape == (2, 4)
-    assert local_part(placed(mesh, placement), placed(mesh, Shard(0), torch.ones(1, 4))).shape == (
-        1,
-        4,
-    )
+    assert local_like(
+        placed(mesh, placement), placed(mesh, Replicate()), redistribute=True
+    ).shape == (2, 4)
+    parameter = placed(mesh, Shard(0), torch.ones(1, 4))
+    part = local_like(placed(mesh, placement), parameter, redistribute=True)
+    assert part.shape == (1, 4)
 
 
 def test_another_placement_is_redistributed(mesh):
     whole = torch.arange(8.0).view(2, 4)
-    assert torch.equal(
-        local_part(placed(mesh, Replicate(), whole), placed(mesh, Shard(1))), whole[:, 2:]
-    )
+    x, parameter = placed(mesh, Replicate(), whole), placed(mesh, Shard(1))
+    assert torch.equal(local_like(x, parameter, redistribute=True), whole[:, 2:])
+    assert torch.equal(local_like(parameter, parameter), parameter.to_local())
+
+
+def test_what_belongs_to_a_parameter_is_placed_as_it_is(mesh):
+    with pytest.raises(
+        ValueError, match=r"is placed as it is, \(Shard.* got .*Replicate.* load it"
+    ):
+        local_like(placed(mesh, Replicate()), placed(mesh, Shard(1)))
 
 
 def test_a_plain_tensor_has_no_placements(mesh):
     plain, cut = torch.ones(2, 4), placed(mesh, Shard(0))
-    with pytest.raises(ValueError, match=r"a gradient is a DTensor on .* got a plain tensor"):
-        local_part(plain, cut)
+    with pytest.raises(
+        ValueError, match=r"a gradient or a state is a DTensor on .* got a plain tensor"
+    ):
+        local_like(plain, cut)
     with pytest.raises(
         ValueError,
-        match=r"a gradient is a plain tensor, as its parameter \(2, 4\); got a DTensor on",
+        match=r"a gradient or a state is a plain tensor, as its parameter \(2, 4\); got a DTensor on",
     ):
         check_alike(cut, plain)
 
