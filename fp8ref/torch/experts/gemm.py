@@ -14,13 +14,14 @@ from typing import Literal
 
 import torch
 
-from fp8ref.formats import FORMATS
 from fp8ref.recipe import Gemm, GemmSpec, Recipe
 from fp8ref.spec.granularity import by_name
 from fp8ref.torch.experts import deepgemm
 from fp8ref.torch.experts.operands import Groups, exact_values, padded_rows, parts_of
 from fp8ref.torch.gemm import blocks as block_gemm
 from fp8ref.torch.gemm import gemm, hardware
+from fp8ref.torch.gemm.kind import GemmKind
+from fp8ref.torch.quantize import cast
 from fp8ref.torch.quantize.scaling import Quantized
 
 Kernel = Literal["scaled_grouped_mm", "grouped_mm", "deep_gemm", "each_group"]
@@ -69,31 +70,20 @@ def multiply(
 
     Zeros where no group writes (X-4, X-5).
     """
-    assert spec.accumulate is not None
     chosen = kernel(spec, a.codes.device)
     if chosen == "scaled_grouped_mm":
         run = _rows_by_rows if which == "grad_weight" else _rows_by_weights
-        return run(a, b, groups, spec.accumulate).to(out_dtype)
+        return run(a, b, groups, spec).to(out_dtype)
     if chosen == "grouped_mm":
         return _bfloat16_gemm(which, exact_values(a, groups), exact_values(b, groups), groups).to(
             out_dtype
         )
     if chosen == "deep_gemm" and max(a.codes.numel(), b.codes.numel()) < block_gemm.OFFSETS:
         return deepgemm.rows_by_weights(a, b, groups).to(out_dtype)
-    formats, lines = (f"{a.fmt.name} {b.fmt.name}", f"{a.granularity} {b.granularity}")
-    arguments = (
-        a.codes,
-        a.scale_inv,
-        b.codes,
-        b.scale_inv,
-        groups.ends,
-        formats,
-        lines,
-        spec.accumulate,
-        spec.epilogue,
-        out_dtype,
+    kind = GemmKind.of(spec).text
+    return each_group(
+        which, a.codes, a.scale_inv, b.codes, b.scale_inv, groups.ends, kind, out_dtype
     )
-    return each_group(which, *arguments)
 
 
 def multiply_hp(which: Gemm, a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -109,31 +99,20 @@ def each_group(
     codes_b: torch.Tensor,
     scale_inv_b: torch.Tensor,
     ends: torch.Tensor,
-    formats: str,
-    lines: str,
-    accumulate: str,
-    epilogue: str,
+    kind: str,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """One GEMM for each group that has rows, by ``gemm.matmul``.
 
-    Shapes:   codes and scale_inv as those of an operand; formats and lines: the formats and
-              granularities of a and b.
+    kind      text of a ``GemmKind``.
+    Shapes:   codes and scale_inv as those of an operand.
     """
-    (fmt_a, fmt_b), (line_a, line_b) = (FORMATS[name] for name in formats.split()), lines.split()
+    granularity_a, granularity_b, accumulate, epilogue = GemmKind.parse(kind)
     out = _empty(which, codes_a, codes_b, len(ends), out_dtype).zero_()
-    axes = {"output": (-1, -1), "grad_input": (-1, -2), "grad_weight": (-2, -2)}[which]
-    a, b = (
-        Quantized(codes, scale, scale, fmt, line, axis)
-        for codes, scale, fmt, line, axis in zip(
-            (codes_a, codes_b),
-            (scale_inv_a, scale_inv_b),
-            (fmt_a, fmt_b),
-            (line_a, line_b),
-            axes,
-            strict=True,
-        )
-    )
+    axis_a, axis_b = {"output": (-1, -1), "grad_input": (-1, -2), "grad_weight": (-2, -2)}[which]
+    fmt_a, fmt_b = (cast.FORMATS[codes.dtype] for codes in (codes_a, codes_b))
+    a = Quantized(codes_a, scale_inv_a, scale_inv_a, fmt_a, granularity_a, axis_a)
+    b = Quantized(codes_b, scale_inv_b, scale_inv_b, fmt_b, granularity_b, axis_b)
     host = ends.tolist()
     for (e, begin, end, q_a), (*_, q_b) in zip(parts_of(a, host), parts_of(b, host), strict=True):
         product = gemm.matmul(
@@ -147,19 +126,7 @@ def each_group(
 
 
 @each_group.register_fake
-def _(
-    which,
-    codes_a,
-    scale_inv_a,
-    codes_b,
-    scale_inv_b,
-    ends,
-    formats,
-    lines,
-    accumulate,
-    epilogue,
-    out_dtype,
-):
+def _(which, codes_a, scale_inv_a, codes_b, scale_inv_b, ends, kind, out_dtype):
     return _empty(which, codes_a, codes_b, len(ends), out_dtype)
 
 
@@ -187,15 +154,14 @@ def by_torch(
     codes_b: torch.Tensor,
     scale_b: torch.Tensor,
     ends: torch.Tensor,
-    lines: str,
-    accumulate: str,
+    kind: str,
 ) -> torch.Tensor:
     """bfloat16, by ``torch._scaled_grouped_mm``, as one operator, which names to a proof what the
     scales are of (B-8).
 
     Shapes:   codes_a [M, C] x codes_b [E, D, C] -> [M, D], groups of rows; or [N, M] x [K, M] ->
               [E, N, K], groups of the reduced columns; scales float32 as torch takes them, a line
-              each; lines: the granularities of a and b.
+              each; kind: text of a ``GemmKind``.
     """
     return torch._scaled_grouped_mm(
         codes_a,
@@ -204,12 +170,12 @@ def by_torch(
         scale_b,
         ends,
         out_dtype=torch.bfloat16,
-        use_fast_accum=accumulate == "fast",
+        use_fast_accum=GemmKind.parse(kind).accumulate == "fast",
     )
 
 
 @by_torch.register_fake
-def _(codes_a, scale_a, codes_b, scale_b, ends, lines, accumulate):
+def _(codes_a, scale_a, codes_b, scale_b, ends, kind):
     experts = () if codes_b.ndim == 3 else (len(ends),)
     return codes_a.new_empty((*experts, codes_a.shape[0], codes_b.shape[-2]), dtype=torch.bfloat16)
 
@@ -253,7 +219,7 @@ def _has_kernel(device: torch.device) -> bool:
     )
 
 
-def _rows_by_weights(a: Quantized, b: Quantized, groups: Groups, accumulate: str) -> torch.Tensor:
+def _rows_by_weights(a: Quantized, b: Quantized, groups: Groups, spec: GemmSpec) -> torch.Tensor:
     """bfloat16 [M, D] of a [M, C] and weights [E, D, C], or [E, C, D] if axis -2 is reduced, by
     torch's grouped kernel.
     """
@@ -265,19 +231,15 @@ def _rows_by_weights(a: Quantized, b: Quantized, groups: Groups, accumulate: str
         e = groups.group.clamp(max=experts - 1)
         scale_a = scale_a.expand(len(a.codes)) if scale_a.ndim == 0 else scale_a[e]
     expert_scales = b.scale_inv if b.scale_inv.ndim == 0 else b.scale_inv.reshape(experts, -1)
-    flat_a, flat_b = (
-        scale_a.reshape(-1).contiguous(),
-        expert_scales.expand(experts, columns).contiguous(),
-    )
-    lines = f"{a.granularity} {b.granularity}"
+    flat_a = scale_a.reshape(-1).contiguous()
+    flat_b = expert_scales.expand(experts, columns).contiguous()
+    kind = GemmKind.of(spec).text
     return groups.only(
-        by_torch(
-            a.codes.contiguous(), flat_a, codes.contiguous(), flat_b, groups.ends, lines, accumulate
-        )
+        by_torch(a.codes.contiguous(), flat_a, codes.contiguous(), flat_b, groups.ends, kind)
     )
 
 
-def _rows_by_rows(a: Quantized, b: Quantized, groups: Groups, accumulate: str) -> torch.Tensor:
+def _rows_by_rows(a: Quantized, b: Quantized, groups: Groups, spec: GemmSpec) -> torch.Tensor:
     """bfloat16 [E, N, K] of a [M, N] and b [M, K], each group's rows reduced, by torch's grouped
     kernel.
     """
@@ -290,14 +252,10 @@ def _rows_by_rows(a: Quantized, b: Quantized, groups: Groups, accumulate: str) -
         else q.scale_inv.expand(experts, -1)
         for q in (a, b)
     )
-    columns_a, columns_b = (
-        codes_a.t().contiguous().view(a.codes.dtype),
-        codes_b.t().contiguous().view(b.codes.dtype),
-    )
+    columns_a = codes_a.t().contiguous().view(a.codes.dtype)
+    columns_b = codes_b.t().contiguous().view(b.codes.dtype)
     flat_a, flat_b = scale_a.reshape(-1).contiguous(), scale_b.reshape(-1).contiguous()
-    out = by_torch(
-        columns_a, flat_a, columns_b, flat_b, ends, f"{a.granularity} {b.granularity}", accumulate
-    )
+    out = by_torch(columns_a, flat_a, columns_b, flat_b, ends, GemmKind.of(spec).text)
     return _zero_empty_groups(out, groups)
 
 

@@ -54,14 +54,30 @@ class Slot:
     q: Quantized | None = None
 
 
-class Ranks(NamedTuple):
-    """How ranks share a grouped linear, as ``apply`` says: shared, apart, and the slot of
-    grad_codes.
+class Exchange(NamedTuple):
+    """How ranks share a grouped linear, and which of its tensors moved in FP8.
+
+    shared    name of a process group whose ranks have the same weights, and rows of the same
+              groups: an amax that covers rows is of a group's rows on all of them, unless blocks
+              cut the rows (X-3, X-13). All of them call ``apply``, also those without rows.
+    apart     whether ranks have other experts: then the layer is used, and its weights are
+              observed, though this rank has no rows (X-9).
+    input_codes
+              the rows in FP8, by one scale or that of each group, where x only stands for them, in
+              dtype and shape; whose codes all GEMMs take that would cast x (X-14). Observed before,
+              by what made them.
+    grad_codes
+              where the backward pass finds grad_output in FP8 in the same way.
     """
 
-    shared: str | None
-    apart: bool
-    slot: Slot | None
+    shared: str | None = None
+    apart: bool = False
+    input_codes: Quantized | None = None
+    grad_codes: Slot | None = None
+
+
+ALONE = Exchange()
+"""One rank, whose rows are in high precision."""
 
 
 class Bound(NamedTuple):
@@ -79,10 +95,7 @@ def apply(
     recipe: "str | Recipe | GroupedRecipe | Bound",
     states: Mapping[Role, delayed.RoleState] | nn.ModuleDict | None = None,
     observe: bool = True,
-    shared: str | None = None,
-    apart: bool = False,
-    input_codes: Quantized | None = None,
-    grad_codes: Slot | None = None,
+    exchange: Exchange = ALONE,
     name: str = "a grouped linear",
 ) -> torch.Tensor:
     """output [M, N] = each group's rows of x [M, K] x its weight of w [E, N, K]; gradients by the
@@ -96,17 +109,6 @@ def apply(
     recipe    or ``bind(recipe)``, made once: inside torch.compile only that is taken.
     states    of delayed scaling, by role; ``delayed.update`` rolls them (X-9).
     observe   whether amaxes are observed, where gradients are enabled; False in evaluation.
-    shared    name of a process group whose ranks have the same weights, and rows of the same
-              groups: an amax that covers rows is of a group's rows on all of them, unless blocks
-              cut the rows (X-3, X-13). All of them call this, also those without rows.
-    apart     whether ranks have other experts: then the layer is used, and its weights are
-              observed, though this rank has no rows (X-9).
-    input_codes
-              the rows in FP8, by one scale or that of each group, where x only stands for them, in
-              dtype and shape; whose codes all GEMMs take that would cast x (X-14). Observed before,
-              by what made them.
-    grad_codes
-              where the backward pass finds grad_output in FP8 in the same way.
     name      for errors.
     Gradient: once; a backward pass with create_graph=True is refused (L-8).
     Raises:   ValueError: shapes, dtypes or devices that do not fit; on a CPU offs that descend or
@@ -114,46 +116,62 @@ def apply(
               ``arguments.check_recipe`` refuses; delayed scaling without states.
     """
     bound = recipe if isinstance(recipe, Bound) else bind(recipe)
-    recipe = bound.recipe
     arguments.check_kinds(x, w, offs, name)
     if (dtype := linear_input.autocast_dtype(x)) is not None:
         x, w = x.to(dtype), w.to(dtype)
     linear_input.check_transforms(name, x, w, otherwise="give each expert an nn.Linear")
-    arguments.check_tensors(x, w, offs, recipe, name)
-    by_role = arguments.states_of(states, recipe, name)
+    arguments.check_tensors(x, w, offs, bound.recipe, name)
+    by_role = arguments.states_of(states, bound.recipe, name)
     rows = len(x)
     # a row of no group, as other ranks wait
-    if not rows and len(w) and (shared is not None or apart):
+    if not rows and len(w) and (exchange.shared is not None or exchange.apart):
         x = torch.cat([x, x.new_zeros(1, x.shape[1])])
-    filled = None if input_codes is None else _filled(input_codes, len(x))
+    if exchange.input_codes is not None:
+        exchange = exchange._replace(input_codes=_filled(exchange.input_codes, len(x)))
     if not len(x) or not len(w):
         # Zeros, and gradients that are zeros.
         return x.new_zeros(len(x), w.shape[1]) + (x[:0].sum() + w[:0].sum())
     offs = offs.to(torch.int32)
     calibrating = delayed.calibrating()
     observes = calibrating or (observe and torch.is_grad_enabled())
-    if calibrating and filled is not None:
+    if observes:
+        _observe(x, w, offs, by_role, exchange, name)
+    if calibrating:
+        bound, by_role = bind("bf16"), {}
+    seen = by_role["grad_output"].seen if observes and "grad_output" in by_role else None
+    q = exchange.input_codes
+    codes = (None,) * 3 if q is None else (q.codes, q.scale, q.scale_inv)
+    scales = (by_role[role].scale if role in by_role else None for role in ROLES)
+    # the codes are saved as tensors
+    y = bound.function.apply(x, w, offs, seen, exchange._replace(input_codes=None), *codes, *scales)
+    return y if len(y) == rows else y[:rows]  # else of FSDP2 units a view, of which it warns
+
+
+def _observe(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    offs: torch.Tensor,
+    states: Mapping[Role, delayed.RoleState],
+    exchange: Exchange,
+    name: str,
+) -> None:
+    """Merge the amaxes of weights and rows into the states of their roles; rows in FP8 were
+    observed before.
+    """
+    if delayed.calibrating() and exchange.input_codes is not None:
         raise ValueError(
             f"calibrate reads rows in high precision; {name} gets them in FP8. Calibrate the "
             "model before experts move in FP8."
         )
-    if observes and by_role:
-        groups = operands.groups_of(offs, len(x))
-        forward_tensors: dict[Role, torch.Tensor] = {"weight": w}
-        if filled is None:
-            forward_tensors["input"] = groups.only(x)
-        for role, tensor in forward_tensors.items():
-            if role in by_role:
-                merge_(by_role[role].seen, tensor, groups, apart)
-    if calibrating:
-        bound, by_role = bind("bf16"), {}
-    seen = by_role["grad_output"].seen if observes and "grad_output" in by_role else None
-    state_scales = (by_role[role].scale if role in by_role else None for role in ROLES)
-    codes = (None,) * 3 if filled is None else (filled.codes, filled.scale, filled.scale_inv)
-    y = bound.function.apply(
-        x, w, offs, seen, Ranks(shared, apart, grad_codes), *codes, *state_scales
-    )
-    return y if len(y) == rows else y[:rows]  # else of FSDP2 units a view, of which it warns
+    if not states:
+        return
+    groups = operands.groups_of(offs, len(x))
+    tensors: dict[Role, torch.Tensor] = {"weight": w}
+    if exchange.input_codes is None:
+        tensors["input"] = groups.only(x)
+    for role, tensor in tensors.items():
+        if role in states:
+            merge_(states[role].seen, tensor, groups, exchange.apart)
 
 
 def bind(recipe: str | Recipe | GroupedRecipe) -> Bound:
@@ -214,20 +232,18 @@ def _function(recipe: GroupedRecipe) -> type[torch.autograd.Function]:
             w: torch.Tensor,
             offs: torch.Tensor,
             seen: torch.Tensor | None,
-            ranks: Ranks,
-            codes: torch.Tensor | None,
-            scale: torch.Tensor | None,
-            scale_inv: torch.Tensor | None,
-            *scales: torch.Tensor | None,
+            exchange: Exchange,
+            *tensors: torch.Tensor | None,  # of input_codes, and the scales of states
         ):
-            ctx.save_for_backward(x, w, offs, codes, scale, scale_inv, *scales)
+            ctx.save_for_backward(x, w, offs, *tensors)
             # attributes: other uses may write seen before the backward pass
-            ctx.seen, ctx.ranks = (seen, ranks)
+            ctx.seen, ctx.exchange = seen, exchange
+            codes, scale, scale_inv, *scales = tensors
             groups = operands.groups_of(offs, len(x))
             rows = _codes(codes, scale, scale_inv, recipe) or groups.only(x)
-            tensors: dict[Role, torch.Tensor | Quantized] = {"input": rows, "weight": w}
+            by_role: dict[Role, torch.Tensor | Quantized] = {"input": rows, "weight": w}
             # [M, K] x [E, N, K] -> [M, N]
-            return _gemm("output", tensors, groups, recipe, scales, ranks.shared, x.dtype)
+            return _gemm("output", by_role, groups, recipe, scales, exchange.shared, x.dtype)
 
         @staticmethod
         @linear_input.without_autocast
@@ -248,7 +264,7 @@ def _backward(
         )
     x, w, offs, codes, scale, scale_inv, *scales = ctx.saved_tensors
     groups = operands.groups_of(offs, len(x))
-    shared, apart, slot = ctx.ranks
+    shared, apart, _, slot = ctx.exchange
     g: torch.Tensor | Quantized
     if slot is None:
         g = groups.only(grad_output)

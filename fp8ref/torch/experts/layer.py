@@ -64,23 +64,18 @@ class GroupedLinear(nn.Module):
         raises as ``grouped.apply``.
         """
         delayed_checks.check_pass(self, self.states, rows, delayed.observes(self))
-        cut = isinstance(self.weight, DTensor)
-        weight = local_part(self.weight)
-        options: dict = {
-            "states": self.states,
-            "observe": self.training,
-            "shared": self.shared,
-            "apart": cut,
-            "name": self.fqn,
-        }
+        exchange = grouped.Exchange(
+            self.shared, isinstance(self.weight, DTensor), input_codes, grad_codes
+        )
         return grouped.apply(
             rows,
-            weight,
+            local_part(self.weight),
             ends,
             recipe=self._bound,
-            input_codes=input_codes,
-            grad_codes=grad_codes,
-            **options,
+            states=self.states,
+            observe=self.training,
+            exchange=exchange,
+            name=self.fqn,
         )
 
     def observe_rows(self, role: Role, rows: torch.Tensor, groups: Groups) -> None:

@@ -10,6 +10,7 @@ from fp8ref.recipe import GemmSpec, Recipe
 from fp8ref.spec import epilogue as epilogues
 from fp8ref.spec.granularity import by_name
 from fp8ref.torch.gemm import blocks, hardware
+from fp8ref.torch.gemm.kind import GemmKind
 from fp8ref.torch.quantize import scaling
 from fp8ref.torch.quantize.scaling import Quantized
 
@@ -47,30 +48,15 @@ def matmul(
               unit_round_scale_round.
     Source:   spec G-1, G-4, G-5, G-7, G-13, G-16, G-17; torchao 0.18's addmm_float8_unwrapped.
     """
-    if accumulate not in ("fast", "slow"):
-        raise ValueError(f"accumulate is 'fast' or 'slow'; got {accumulate!r}.")
-    shapes = tuple(a.codes.shape), tuple(b.codes.shape)
-    if any(len(shape) != 2 for shape in shapes) or shapes[0][a.axis] != shapes[1][b.axis]:
-        raise ValueError(
-            f"a GEMM reduces one axis of two matrices, of one length; got {shapes[0]} along "
-            f"{a.axis} and {shapes[1]} along {b.axis}."
-        )
+    _check(a, b, accumulate)
     block = epilogues.check_pair(epilogue, EPILOGUES, a.granularity, b.granularity)
     if by := hardware.active():
-        codes, scales = (
-            [_lines(q.codes, q.axis) for q in (a, b)],
-            [_lines(q.scale_inv, q.axis) for q in (a, b)],
-        )
-        return hardware.multiply(
-            *codes, *scales, a.granularity, b.granularity, accumulate, epilogue, out_dtype, by.name
-        )
+        codes_a, codes_b = (_lines(q.codes, q.axis) for q in (a, b))
+        scale_a, scale_b = (_lines(q.scale_inv, q.axis) for q in (a, b))
+        kind = GemmKind(a.granularity, b.granularity, accumulate, epilogue)
+        return hardware.multiply(codes_a, codes_b, scale_a, scale_b, kind.text, out_dtype, by.name)
     if block is not None:
-        if (chosen := blocks.kernel(a, b)) != "dequantized":
-            codes_a, codes_b = (_padded(_lines(q.codes, q.axis), blocks.BLOCK) for q in (a, b))
-            scale_a, scale_b = (_lines(q.scale_inv, q.axis) for q in (a, b))
-            return blocks.multiply(codes_a, codes_b, scale_a, scale_b, out_dtype, chosen)
-        hp_a, hp_b = (_lines(scaling.dequantize(q), q.axis) for q in (a, b))
-        return torch.mm(hp_a, hp_b.t()).to(out_dtype)  # [M, K] @ [K, N] -> [M, N]
+        return _multiply_blocks(a, b, out_dtype)
     # Hopper multiplies FP8 only if both operands are contiguous along K.
     codes_a, codes_b = (_padded(_lines(q.codes, q.axis)).contiguous() for q in (a, b))
     scale_a, scale_b = _scales(a, b)
@@ -87,6 +73,27 @@ def matmul(
     # Into another tensor: selective checkpointing keeps the GEMM's result, and refuses one that was
     # written.
     return torch.mul(out, scale_a * scale_b, out=torch.empty_like(out)) if unit else out
+
+
+def _check(a: Quantized, b: Quantized, accumulate: str) -> None:
+    if accumulate not in ("fast", "slow"):
+        raise ValueError(f"accumulate is 'fast' or 'slow'; got {accumulate!r}.")
+    shapes = tuple(a.codes.shape), tuple(b.codes.shape)
+    if any(len(shape) != 2 for shape in shapes) or shapes[0][a.axis] != shapes[1][b.axis]:
+        raise ValueError(
+            f"a GEMM reduces one axis of two matrices, of one length; got {shapes[0]} along "
+            f"{a.axis} and {shapes[1]} along {b.axis}."
+        )
+
+
+def _multiply_blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
+    """[M, N] of operands in blocks of K, by a kernel on codes or in float32 (G-16, G-17)."""
+    if (kernel := blocks.kernel(a, b)) == "dequantized":
+        hp_a, hp_b = (_lines(scaling.dequantize(q), q.axis) for q in (a, b))
+        return torch.mm(hp_a, hp_b.t()).to(out_dtype)  # [M, K] @ [K, N] -> [M, N]
+    codes_a, codes_b = (_padded(_lines(q.codes, q.axis), blocks.BLOCK) for q in (a, b))
+    scale_a, scale_b = (_lines(q.scale_inv, q.axis) for q in (a, b))
+    return blocks.multiply(codes_a, codes_b, scale_a, scale_b, out_dtype, kernel)
 
 
 def matmul_hp(a: torch.Tensor, b: torch.Tensor, *, axes: tuple[int, int]) -> torch.Tensor:

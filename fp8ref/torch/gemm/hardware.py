@@ -16,8 +16,9 @@ from contextlib import contextmanager
 import torch
 from torchao.float8 import float8_ops
 
-from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, FP8_FORMATS
+from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32
 from fp8ref.spec.hardware import Factor, Multiply
+from fp8ref.torch.gemm.kind import GemmKind
 from fp8ref.torch.quantize import cast
 
 REPLACED = "addmm_float8_unwrapped"
@@ -35,7 +36,6 @@ PARAMETERS = (
 )
 """The parameters of that function in torchao 0.18."""
 
-_FORMATS = {cast.DTYPES[name]: fmt for name, fmt in FP8_FORMATS.items() if name in cast.DTYPES}
 _OUT = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 # by name: an operator takes tensors, numbers and strings, but no function
 _known: dict[str, Multiply] = {}
@@ -90,15 +90,13 @@ def multiply(
     codes_b: torch.Tensor,
     scale_inv_a: torch.Tensor,
     scale_inv_b: torch.Tensor,
-    granularity_a: str,
-    granularity_b: str,
-    accumulate: str,
-    epilogue: str,
+    kind: str,
     out_dtype: torch.dtype,
     plan: str,
 ) -> torch.Tensor:
     """[M, K] x [N, K] -> [M, N] of out_dtype: the plan's function sums, scales and rounds.
 
+    kind      text of a ``GemmKind``.
     Shapes:   float8 codes and float32 scale_inv (), [M, 1] or of blocks, in any strides.
     Raises:   ValueError: tensors on another device than the CPU.
     """
@@ -107,47 +105,33 @@ def multiply(
             f"simulated hardware multiplies on the host's CPU; got tensors on {codes_a.device}. "
             "Use accumulate 'native' there."
         )
-    factors = (
-        Factor(codes.view(torch.uint8).numpy(), scale.numpy(), _FORMATS[codes.dtype], granularity)
+    gemm = GemmKind.parse(kind)
+    a, b = (
+        Factor(
+            codes.view(torch.uint8).numpy(), scale.numpy(), cast.FORMATS[codes.dtype], granularity
+        )
         for codes, scale, granularity in (
-            (codes_a, scale_inv_a, granularity_a),
-            (codes_b, scale_inv_b, granularity_b),
+            (codes_a, scale_inv_a, gemm.granularity_a),
+            (codes_b, scale_inv_b, gemm.granularity_b),
         )
     )
     out = _known[plan](
-        *factors,
-        accumulate=accumulate,  # type: ignore[arg-type]
-        epilogue=epilogue,
+        a,
+        b,
+        accumulate=gemm.accumulate,  # type: ignore[arg-type]
+        epilogue=gemm.epilogue,
         out_dtype=_OUT[out_dtype],
     )
     return torch.from_numpy(out).to(out_dtype)  # exact: the function rounded to out_dtype
 
 
 @multiply.register_fake
-def _(
-    codes_a,
-    codes_b,
-    scale_inv_a,
-    scale_inv_b,
-    granularity_a,
-    granularity_b,
-    accumulate,
-    epilogue,
-    out_dtype,
-    plan,
-):
+def _(codes_a, codes_b, scale_inv_a, scale_inv_b, kind, out_dtype, plan):
     return codes_a.new_empty((codes_a.shape[0], codes_b.shape[0]), dtype=out_dtype)
 
 
 OPERATOR = torch.ops.fp8ref.simulated_gemm.default
 """The operator that ``multiply`` is in graphs and in dispatch."""
-
-
-def granularity(a: str, b: str) -> str:
-    """The granularity of two operands in a proof: tensorwise next to rowwise is rowwise (L-4)."""
-    if {a, b} <= {"tensorwise", "rowwise"}:
-        return "rowwise" if "rowwise" in (a, b) else "tensorwise"
-    return f"{a} x {b}"
 
 
 def _addmm(
@@ -174,15 +158,13 @@ def _addmm(
     assert by is not None
     m, n = a_data.shape[0], b_data.shape[1]
     rowwise = a_scale.shape == (m, 1) and b_scale.shape == (1, n)
-    kind = "rowwise" if rowwise else "tensorwise"
+    scaled = "rowwise" if rowwise else "tensorwise"
     inverse_a, inverse_b = a_scale.reciprocal(), b_scale.reciprocal()
     scales = (
         (inverse_a, inverse_b.t()) if rowwise else (inverse_a.reshape(()), inverse_b.reshape(()))
     )
     epilogue = "unit_round_scale_round" if rowwise and not use_fast_accum else "scale_then_round"
-    accumulate = "fast" if use_fast_accum else "slow"
+    kind = GemmKind(scaled, scaled, "fast" if use_fast_accum else "slow", epilogue)
     rounded = torch.bfloat16 if rowwise else output_dtype
-    out = multiply(
-        a_data, b_data.t(), *scales, kind, kind, accumulate, epilogue, rounded, by.name
-    ).to(output_dtype)
+    out = multiply(a_data, b_data.t(), *scales, kind.text, rounded, by.name).to(output_dtype)
     return out if bias is None else out + bias

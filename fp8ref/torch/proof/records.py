@@ -14,6 +14,7 @@ from fp8ref.torch.experts.layer import GroupedLinear
 from fp8ref.torch.gemm import batched as batched_gemm
 from fp8ref.torch.gemm import blocks as block_gemm
 from fp8ref.torch.gemm import hardware
+from fp8ref.torch.gemm.kind import GemmKind
 
 _aten = torch.ops.aten
 SCALED_MM = _aten._scaled_mm.default
@@ -237,11 +238,12 @@ def group_numerics(func: Any, arguments: Sequence[Any]) -> tuple[str | None, str
         return BLOCKS["deep_gemm"], SQUARES
     if func not in (GROUPED_GEMM, SCALED_GROUPED_MM):
         return None, None
-    lines, accumulate = arguments[7:9] if func is GROUPED_GEMM else arguments[5:7]
-    return accumulate, hardware.granularity(*lines.split())
+    kind = GemmKind.parse(arguments[6 if func is GROUPED_GEMM else 5])
+    return kind.accumulate, kind.scales
 
 
 def simulated_numerics(arguments: Sequence[Any]) -> tuple[str, str, str]:
     """Accumulation, granularity and plan of a GEMM under simulated hardware."""
-    granularity_a, granularity_b, accumulate, _, _, plan = arguments[4:]
-    return accumulate, hardware.granularity(granularity_a, granularity_b), plan
+    text, _, plan = arguments[4:]
+    kind = GemmKind.parse(text)
+    return kind.accumulate, kind.scales, plan

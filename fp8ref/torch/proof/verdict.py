@@ -8,7 +8,8 @@ from torch import nn
 from fp8ref import recipe as recipes
 from fp8ref.recipe import Recipe
 from fp8ref.torch.distributed.fp8_gather import FP8Gather
-from fp8ref.torch.gemm import gemm, hardware
+from fp8ref.torch.gemm import gemm
+from fp8ref.torch.gemm.kind import GemmKind
 from fp8ref.torch.proof.records import GemmRecord, GemmTrace, linears, type_name
 from fp8ref.torch.quantize import cast
 
@@ -119,7 +120,7 @@ def _fp8(planned: Mapping[str, str | Recipe], plan: str | None) -> Iterator[tupl
         for which, spec in recipes.by_name(recipe).gemms.items():
             if spec.a is not None and spec.b is not None:
                 a, b = (type_name(cast.DTYPES[c.fmt.name]) for c in (spec.a, spec.b))
-                scaled = hardware.granularity(spec.a.granularity, spec.b.granularity)
+                scaled = GemmKind.of(spec).scales
                 yield (
                     GemmRecord(layer, which, a, b, spec.accumulate, scaled, plan),
                     spec.a.granularity,

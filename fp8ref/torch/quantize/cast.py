@@ -6,7 +6,7 @@
 import torch
 
 from fp8ref import formats
-from fp8ref.formats import Format
+from fp8ref.formats import FP8_FORMATS, Format
 
 DTYPES = {
     "e4m3fn": torch.float8_e4m3fn,
@@ -15,6 +15,9 @@ DTYPES = {
     "e5m2fnuz": torch.float8_e5m2fnuz,
 }
 """{name of an FP8 format: torch's dtype}."""
+
+FORMATS = {dtype: FP8_FORMATS[name] for name, dtype in DTYPES.items()}
+"""{torch's dtype of codes: their format}."""
 
 HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
 """The dtypes that may be cast to FP8."""
