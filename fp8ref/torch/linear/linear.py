@@ -11,14 +11,15 @@ says:
     grad_input  = g @ w      [M, N] @ [N, K] -> [M, K]
     grad_weight = g.T @ x    [N, M] @ [M, K] -> [N, K]
 
-``_forward`` and ``_backward`` compute them, from operands that ``_operand`` casts. Results have x's
-dtype. FSDP2 averages grad_weight over ranks afterwards (``parallel``'s
-reduce_dtype says in which dtype).
+``_forward`` and ``_backward`` compute them, from operands that ``_Operand.cast`` casts. Results
+have x's dtype. FSDP2 averages grad_weight over ranks afterwards, in the reduce_dtype of
+``Parallelism``.
 """
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -206,6 +207,22 @@ class Linear(nn.Linear):
 
 
 @dataclass(frozen=True)
+class _Use:
+    """How one GEMM takes the tensor of one role.
+
+    cast      None: in high precision.
+    axis      the one that the GEMM reduces.
+    group     name of the process group whose ranks share its amaxes; None: this rank's own.
+    ragged    the last block along axis may be shorter (L-5).
+    """
+
+    cast: CastSpec | None
+    axis: int
+    group: str | None
+    ragged: bool
+
+
+@dataclass(frozen=True)
 class _Spec:
     """The constants of a linear: its recipe, and the process groups that share amaxes.
 
@@ -226,6 +243,58 @@ class _Spec:
             "grad_output": self.recipe.grad_input.a,
         }
         return {role: first[role] if self.recipe.serves_both(role) else None for role in ROLES}
+
+    @functools.cached_property
+    def uses(self) -> dict[tuple[Gemm, Role], _Use]:
+        """How each GEMM takes both its operands."""
+        return {
+            (which, role): self._use(which, role, cast, axis - 2)
+            for which, gemm_spec in self.recipe.gemms.items()
+            for role, cast, axis in zip(
+                OPERANDS[which], (gemm_spec.a, gemm_spec.b), REDUCED_AXES[which], strict=True
+            )
+        }
+
+    def _use(self, which: Gemm, role: Role, cast: CastSpec | None, axis: int) -> _Use:
+        group = None if cast is None else self.groups.sharing(role, cast.granularity, axis)
+        return _Use(cast, axis, group, ragged=which == "grad_weight")
+
+
+class _Operand(NamedTuple):
+    """A role's tensor in a pass.
+
+    tensor  in high precision, or quantized.
+    scale   that its state holds; None of a role that scales by its own amax.
+    """
+
+    role: Role
+    tensor: Operand
+    scale: torch.Tensor | None
+
+    def cast(self, use: _Use) -> Operand:
+        """The tensor as a GEMM takes it: cast along its reduced axis, or in high precision.
+
+        Codes that were cast once for both GEMMs only change their reduced axis: one scale serves
+        either.
+        """
+        x, spec = self.tensor, use.cast
+        if isinstance(x, Quantized):
+            return x._replace(axis=use.axis)
+        if spec is None:
+            return x
+        if self.scale is not None:
+            return scaling.quantize_with(
+                x, self.scale, spec.fmt, granularity=spec.granularity, axis=use.axis
+            )
+        return scaling.quantize(
+            x,
+            spec.fmt,
+            granularity=spec.granularity,
+            policy=spec.policy,
+            axis=use.axis,
+            group=use.group,
+            ragged=use.ragged,
+        )
 
 
 @functools.lru_cache(maxsize=256)
@@ -275,18 +344,12 @@ def _forward(
                     its own amax.
     """
     rows = x.reshape(-1, x.shape[-1])  # [M, K]
-    a = _operand(spec, "output", "input", rows, delayed_scales)
-    b = _operand(
-        spec,
-        "output",
-        "weight",
-        _gathered(w, spec) if isinstance(w, Float8TrainingTensor) else w,
-        delayed_scales,
-    )
-    saved_a, saved_b = (
-        _tensors(a) if spec.cast_once["input"] else (rows,),
-        _tensors(b) if spec.cast_once["weight"] else (w,),
-    )
+    whole = _gathered(w, spec) if isinstance(w, Float8TrainingTensor) else w
+    input = _Operand("input", rows, delayed_scales[0])
+    weight = _Operand("weight", whole, delayed_scales[1])
+    a, b = (operand.cast(spec.uses["output", operand.role]) for operand in (input, weight))
+    saved_a = _tensors(a) if spec.cast_once["input"] else (rows,)
+    saved_b = _tensors(b) if spec.cast_once["weight"] else (w,)
     # Codes of a weight that FSDP2 gathered are a view of its buffer, which it fills again before
     # the backward pass. Others would be memory of their own: the weight is kept, which a model or
     # FSDP2 has anyway, and cast again by the same scale.
@@ -301,7 +364,7 @@ def _forward(
     # An attribute, not a saved tensor: other uses of the layer may write it before the backward
     # pass, which autograd would refuse.
     ctx.seen = seen
-    output = _gemm(spec, "output", a, b, x.dtype)  # [M, K] @ [K, N] -> [M, N]
+    output = _multiply(spec, "output", a, b, x.dtype)  # [M, K] @ [K, N] -> [M, N]
     # A reshape is a view, and autograd refuses to change a Function's view in place.
     return torch.ops.aten._unsafe_view(output, (*x.shape[:-1], len(w)))
 
@@ -324,62 +387,33 @@ def _backward(ctx, spec: _Spec, grad_output: torch.Tensor) -> tuple[torch.Tensor
     if ctx.recasts and ctx.needs_input_grad[0]:
         assert isinstance(w, Quantized)
         w = scaling.requantize(w.codes, w)
-    delayed_scales = list(saved)
+    input_scale, weight_scale, grad_scale = saved
     rows = grad_output.reshape(-1, grad_output.shape[-1])  # [M, N]
     if ctx.seen is not None:
         delayed.merge_(ctx.seen, rows)
-    g: Operand = (
-        _operand(spec, "grad_input", "grad_output", rows, delayed_scales)
-        if spec.cast_once["grad_output"]
-        else rows
-    )
+    g = _Operand("grad_output", rows, grad_scale)
+    if spec.cast_once["grad_output"]:
+        g = g._replace(tensor=g.cast(spec.uses["grad_input", "grad_output"]))
     grad_input = grad_weight = None
     if ctx.needs_input_grad[0]:
-        a = _operand(spec, "grad_input", "grad_output", g, delayed_scales)
-        b = _operand(spec, "grad_input", "weight", w, delayed_scales)
-        grad_input = _gemm(spec, "grad_input", a, b, rows.dtype)  # [M, N] @ [N, K] -> [M, K]
+        # [M, N] @ [N, K] -> [M, K]
+        grad_input = _gemm(spec, "grad_input", g, _Operand("weight", w, weight_scale), rows.dtype)
         grad_input = grad_input.reshape(*grad_output.shape[:-1], grad_input.shape[-1])
     if ctx.needs_input_grad[1]:
-        a = _operand(spec, "grad_weight", "grad_output", g, delayed_scales)
-        b = _operand(spec, "grad_weight", "input", x, delayed_scales)
-        grad_weight = _gemm(spec, "grad_weight", a, b, rows.dtype)  # [N, M] @ [M, K] -> [N, K]
+        # [N, M] @ [M, K] -> [N, K]
+        grad_weight = _gemm(spec, "grad_weight", g, _Operand("input", x, input_scale), rows.dtype)
     return grad_input, grad_weight, *(None for _ in ctx.needs_input_grad[2:])
 
 
-def _operand(
-    spec: _Spec, which: Gemm, role: Role, x: Operand, delayed_scales: Sequence[torch.Tensor | None]
-) -> Operand:
-    """A role's tensor as a GEMM takes it: cast along its reduced axis, or in high precision.
-
-    Codes that were cast once for both GEMMs only change their reduced axis: one scale serves
-    either.
-    """
-    at = OPERANDS[which].index(role)
-    axis, cast = (
-        REDUCED_AXES[which][at] - 2,
-        (spec.recipe.gemms[which].a, spec.recipe.gemms[which].b)[at],
-    )
-    if isinstance(x, Quantized):
-        return x._replace(axis=axis)
-    if cast is None:
-        return x
-    scale = delayed_scales[ROLES.index(role)]
-    if scale is not None:
-        return scaling.quantize_with(x, scale, cast.fmt, granularity=cast.granularity, axis=axis)
-    group = spec.groups.sharing(role, cast.granularity, axis)
-    ragged = which == "grad_weight"  # the last block of rows may be shorter (L-5)
-    return scaling.quantize(
-        x,
-        cast.fmt,
-        granularity=cast.granularity,
-        policy=cast.policy,
-        axis=axis,
-        group=group,
-        ragged=ragged,
-    )
+def _gemm(
+    spec: _Spec, which: Gemm, first: _Operand, second: _Operand, dtype: torch.dtype
+) -> torch.Tensor:
+    """Cast both operands of a GEMM as it takes them, and multiply."""
+    a, b = (operand.cast(spec.uses[which, operand.role]) for operand in (first, second))
+    return _multiply(spec, which, a, b, dtype)
 
 
-def _gemm(spec: _Spec, which: Gemm, a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
+def _multiply(spec: _Spec, which: Gemm, a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
     """Multiply a and b along the axes that a GEMM reduces; the result is in dtype."""
     gemm_spec = spec.recipe.gemms[which]
     if isinstance(a, Quantized) and isinstance(b, Quantized):
