@@ -3,28 +3,54 @@ is made of.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from fp8ref.formats import Format
+from fp8ref.formats import E4M3FN, Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.spec import gradient_reduction
 from fp8ref.spec.gradient_reduction import PreScale, Result
-from fp8ref.torch.quantize import cast, scales, scaling
+from fp8ref.torch.quantize import cast as casts
+from fp8ref.torch.quantize import scales, scaling
 
 _c10d = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class GradientCast:
+    """How gradients are cast before ranks exchange them.
+
+    prescale  the factor of the shared scale.
+    Raises:   ValueError: a format that is not FP8; a policy that fp8ref.torch does not implement,
+              or without a scale to multiply by; an unknown prescale.
+    """
+
+    fmt: Format = E4M3FN
+    policy: str | ScalePolicy = "torchao"
+    prescale: PreScale = "one"
+
+    def __post_init__(self) -> None:
+        gradient_reduction.check_format(self.fmt)
+        gradient_reduction.check_policy(scales.implemented(self.policy))
+        gradient_reduction.factor(self.prescale, 1)
+
+    def scale(self, amax: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
+        """``sim.gradient_reduction.shared_scales`` of merged amaxes, times a factor; the policy's
+        eps is its floor (``scales``).
+        """
+        amax = torch.where(amax <= gradient_reduction.LARGEST, amax, math.nan)
+        return scales.scale_from_amax(amax, self.fmt, self.policy) * factor
 
 
 def sums(
     pieces: Sequence[torch.Tensor],
     narrow: Sequence[bool],
     group: ProcessGroup,
-    fmt: Format,
-    policy: str | ScalePolicy,
-    prescale: PreScale,
+    cast: GradientCast,
     divisor: float,
     factors: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
@@ -37,73 +63,58 @@ def sums(
         amax = scaling.merge_amax(
             torch.stack(torch._foreach_norm(held, math.inf)).float(), group.group_name
         )
-        factor = float(gradient_reduction.factor(prescale, group.size()))
-        scale = shared_scale(amax, fmt, policy, factor if factors is None else factor * factors[0])
+        factor = float(gradient_reduction.factor(cast.prescale, group.size()))
+        scale = cast.scale(amax, factor if factors is None else factor * factors[0])
         inverses = list((scale.reciprocal() * float(gradient_reduction.share_of(divisor))).unbind())
         scaled_up = [scaling.scale_blocks(p, s) for p, s in zip(held, scale.unbind(), strict=True)]
         if factors is not None:
-            factors[1].add_(torch.stack([_saturated(p, fmt) for p in scaled_up]))
-        codes = [scaling.quantize_blocks(p, None, fmt).view(torch.uint8) for p in scaled_up]
+            factors[1].add_(torch.stack([_saturated(p, cast.fmt) for p in scaled_up]))
+        codes = [scaling.quantize_blocks(p, None, cast.fmt).view(torch.uint8) for p in scaled_up]
     received = _exchanged(torch.cat([*codes, *(p.view(torch.uint8) for p in wide)], dim=1), group)
     split = received.split(
         [sum(c.shape[1] for c in codes), sum(4 * p.shape[1] for p in wide)], dim=1
     )
-    sums = iter(_added(split[0], fmt).split([c.shape[1] for c in codes]) if codes else ())
-    others = iter(
-        _in_order(split[1].contiguous().view(torch.float32)).split([p.shape[1] for p in wide])
-        if wide
-        else ()
-    )
-    scaled = iter(inverses)
-    return [
-        next(sums) * next(scaled) if is_narrow else next(others) / divisor for is_narrow in narrow
-    ]
+    sums: Iterator[torch.Tensor] = iter(())
+    if codes:
+        in_fp8 = _added(split[0], cast.fmt).split([c.shape[1] for c in codes])
+        sums = (total * scale_inv for total, scale_inv in zip(in_fp8, inverses, strict=True))
+    others: Iterator[torch.Tensor] = iter(())
+    if wide:
+        received_wide = split[1].contiguous().view(torch.float32)
+        others = iter(_in_order(received_wide).split([p.shape[1] for p in wide]))
+    return [next(sums) if is_narrow else next(others) / divisor for is_narrow in narrow]
 
 
 def sum_piece(
     padded: torch.Tensor,
     g: torch.Tensor,
     group: ProcessGroup,
-    fmt: Format,
-    policy,
-    prescale: PreScale,
-    mu,
+    cast: GradientCast,
+    mu: torch.Tensor | float,
     result: Result,
     count: bool,
-):
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
     """This rank's piece of the sum [n] in the units of codes, its codes under result ``codes``,
     scale_inv, and the saturated elements of all ranks."""
     gradient_reduction.check_result(result)
-    pre = gradient_reduction.factor(prescale, group.size())
+    fmt, pre = cast.fmt, gradient_reduction.factor(cast.prescale, group.size())
     factor = (
         float(pre) * mu
         if isinstance(mu, torch.Tensor)
         else float(pre * gradient_reduction.constant_mu(mu))
     )
-    scale = shared_scale(scaling.merge_amax(scaling.amax(g), group.group_name), fmt, policy, factor)
-    scaled = scaling.scale_blocks(cast.checked(padded).reshape(group.size(), -1), scale)
+    scale = cast.scale(scaling.merge_amax(scaling.amax(g), group.group_name), factor)
+    scaled = scaling.scale_blocks(casts.checked(padded).reshape(group.size(), -1), scale)
     saturated = _saturated(scaled, fmt) if count else None
     pieces = scaling.quantize_blocks(scaled, None, fmt).view(torch.uint8)
     total, codes = _added(_exchanged(pieces, group), fmt), None
     if result == "codes":
         saturated = None if saturated is None else saturated + _saturated(total, fmt)
         codes = scaling.quantize_blocks(total, None, fmt).view(torch.uint8)
-        total = cast.decode(codes, fmt)
+        total = casts.decode(codes, fmt)
     if saturated is not None:
         distributed.all_reduce(saturated, group=group)
     return total, codes, scale.reciprocal(), saturated
-
-
-def shared_scale(
-    amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy, factor
-) -> torch.Tensor:
-    """``sim.gradient_reduction.shared_scales`` of merged amaxes; the policy's eps is its floor
-    (``scales``).
-    """
-    gradient_reduction.check_format(fmt)
-    gradient_reduction.check_policy(policy)
-    amax = torch.where(amax <= gradient_reduction.LARGEST, amax, math.nan)
-    return scales.scale_from_amax(amax, fmt, policy) * factor
 
 
 def _saturated(scaled: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -119,7 +130,7 @@ def _exchanged(pieces: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 def _added(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     """uint8 codes [ranks, n] -> their float32 sum, in rank order."""
-    first, *others = codes.contiguous().view(cast.native(fmt)).unbind()
+    first, *others = codes.contiguous().view(casts.native(fmt)).unbind()
     total = first.float()
     for part in others:
         total += part.float()

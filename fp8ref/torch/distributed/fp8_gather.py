@@ -20,6 +20,26 @@ from fp8ref.recipe import CastSpec
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.quantize import cast, scales, scaling
 
+# What a rank does for a weight [N, K], of R ranks that FSDP2 shards it over:
+#
+#   holds   its shard of the float32 master    [N/R, K]    a DTensor, Shard(0) over fsdp
+#   scales  amax of the shard --all-reduce, max--> scale (), of the whole weight; or the state's
+#   casts   shard --round to dtype--> times scale, clip, round --> codes [N/R, K]    ``cast``
+#   sends   codes [N/R, K] --all-gather--> codes [N, K]    one byte an element    ``before``
+#   keeps   the codes [N, K] and the scale until FSDP2 reshards the unit    ``after``
+#           linear: output = x [M, K] @ w.T and grad_input = g @ w take these codes, uncast
+#
+# With tensor parallelism T ranks cut the linear first, and FSDP2 shards the part of each:
+#
+#                               colwise             rowwise
+#   part of a rank along tensor  [N/T, K]            [N, K/T]
+#   shard, along fsdp too        [N/(T R), K]        [N/R, K/T]    a DTensor over (fsdp, tensor)
+#   scale ()                     of the whole weight: amaxes are reduced over fsdp and over tensor
+#   codes that a rank sends      [N/(T R), K]        [N/R, K/T]
+#   codes after the all-gather   [N/T, K]            [N, K/T]      over fsdp alone
+#
+# Along tensor no codes of weights move; activations do (``linear.cut``).
+
 
 class FP8Gather:
     """Gathers one linear's weight as codes: each rank casts its shard by the whole weight's scale.
@@ -47,13 +67,8 @@ class FP8Gather:
         *,
         precomputed: bool,
     ) -> None:
-        self.name, self.linear, self.spec, self.dtype, self.precomputed = (
-            name,
-            linear,
-            spec,
-            dtype,
-            precomputed,
-        )
+        self.name, self.linear, self.spec = name, linear, spec
+        self.dtype, self.precomputed = dtype, precomputed
         self.state = linear.state("weight") if isinstance(linear, Linear) else None
         self.scale: torch.Tensor | None = None
         self.version, self.in_pass, self.keeps_codes = -1, False, False

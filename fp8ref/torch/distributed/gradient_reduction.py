@@ -1,9 +1,8 @@
 """Gradients summed over ranks in FP8, by one scale for all ranks (spec P-21, P-22, P-24).
 
-    gradient_reduction.reduce_in_fp8(model)                                    # FSDP2, after
-                                                                               fully_shard
-    ddp.register_comm_hook(gradient_reduction.DDPState(), gradient_reduction.ddp_hook)  #
-    DistributedDataParallel
+    gradient_reduction.reduce_in_fp8(model)  # FSDP2, after fully_shard
+    # DistributedDataParallel
+    ddp.register_comm_hook(gradient_reduction.DDPState(), gradient_reduction.ddp_hook)
 
 Ranks exchange codes by an all-to-all of uint8, which gloo and NCCL have, and each adds its piece of
 all ranks' codes in float32, in rank order. ``reduce_scatter`` and ``all_reduce`` are the same for
@@ -12,7 +11,7 @@ one tensor.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,13 +20,16 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
-from fp8ref.formats import E4M3FN, Format
-from fp8ref.policy import ScalePolicy
 from fp8ref.spec import gradient_reduction
-from fp8ref.spec.gradient_reduction import AutoScale, PreScale, Result
+from fp8ref.spec.gradient_reduction import AutoScale, Result
 from fp8ref.torch.distributed import fp8_exchange
-from fp8ref.torch.quantize import cast, scales, scaling
+from fp8ref.torch.distributed.fp8_exchange import GradientCast
+from fp8ref.torch.quantize import cast as casts
+from fp8ref.torch.quantize import scaling
 from fp8ref.torch.quantize.scaling import Quantized
+
+E4M3 = GradientCast()
+"""e4m3fn, by torchao's scales of all ranks."""
 
 
 class Reduced(NamedTuple):
@@ -42,10 +44,8 @@ class Reduced(NamedTuple):
 def reduce_scatter(
     g: torch.Tensor,
     group: ProcessGroup | None = None,
-    fmt: Format = E4M3FN,
+    cast: GradientCast = E4M3,
     *,
-    policy: str | ScalePolicy = "torchao",
-    prescale: PreScale = "one",
     mu: torch.Tensor | float = 1.0,
     mean: bool = True,
     result: Result = "float32",
@@ -61,8 +61,7 @@ def reduce_scatter(
     Order:    merged amax; scale; cast; all-to-all; acc = acc + code_r in float32, r ascending;
               RN32(acc * scale_inv), as ``sim.gradient_reduction.reduce``.
     Specials: an Inf or NaN on any rank makes the value NaN on all.
-    Raises:   ValueError: a g without dims or elements; a policy that fp8ref.torch does not
-              implement, or without a scale to multiply by; an unknown prescale or result.
+    Raises:   ValueError: a g without dims or elements; an unknown result; mu out of range.
     Source:   spec P-21.
     """
     if not g.ndim:
@@ -74,7 +73,7 @@ def reduce_scatter(
     rows = -(-len(g) // group.size())
     padded = functional.pad(g, (*[0] * (2 * g.ndim - 1), rows * group.size() - len(g)))
     total, _, scale_inv, saturated = fp8_exchange.sum_piece(
-        padded, g, group, fmt, policy, prescale, mu, result, count
+        padded, g, group, cast, mu, result, count
     )
     return Reduced(
         (total * fp8_exchange.sum_factor(scale_inv, group, mean)).view(rows, *g.shape[1:]),
@@ -86,10 +85,8 @@ def reduce_scatter(
 def all_reduce(
     g: torch.Tensor,
     group: ProcessGroup | None = None,
-    fmt: Format = E4M3FN,
+    cast: GradientCast = E4M3,
     *,
-    policy: str | ScalePolicy = "torchao",
-    prescale: PreScale = "one",
     mu: torch.Tensor | float = 1.0,
     mean: bool = True,
     result: Result = "float32",
@@ -103,12 +100,12 @@ def all_reduce(
     group = fp8_exchange.group_of(group)
     padded = functional.pad(g.reshape(-1), (0, -g.numel() % group.size()))
     total, codes, scale_inv, saturated = fp8_exchange.sum_piece(
-        padded, g, group, fmt, policy, prescale, mu, result, count
+        padded, g, group, cast, mu, result, count
     )
     whole = (
         fp8_exchange.gathered(total, group)
         if codes is None
-        else cast.decode(fp8_exchange.gathered(codes, group), fmt)
+        else casts.decode(fp8_exchange.gathered(codes, group), cast.fmt)
     )
     return Reduced(
         (whole * fp8_exchange.sum_factor(scale_inv, group, mean))[: g.numel()].view(g.shape),
@@ -139,9 +136,8 @@ def next_mu(
 def accumulate(
     total: Quantized | None,
     g: torch.Tensor,
-    fmt: Format = E4M3FN,
+    cast: GradientCast = E4M3,
     *,
-    policy: str | ScalePolicy = "torchao",
     group: ProcessGroup | None = None,
 ) -> Quantized:
     """Add the gradient of a microbatch to a sum that is kept in FP8.
@@ -154,21 +150,18 @@ def accumulate(
     Raises:   ValueError: as reduce_scatter; a g of another shape.
     Source:   spec P-24.
     """
-    value = cast.to_f32(g)
+    value = casts.to_f32(g)
     if total is not None:
         if total.codes.shape != g.shape:
             raise ValueError(
                 f"microbatches have gradients of one shape, {tuple(total.codes.shape)}; got "
                 f"{tuple(g.shape)}."
             )
-        value = cast.decode(total.codes, fmt) * total.scale_inv + value
+        value = casts.decode(total.codes, cast.fmt) * total.scale_inv + value
     amax = scaling.amax(value)
-    scale = fp8_exchange.shared_scale(
-        amax if group is None else scaling.merge_amax(amax, group.group_name), fmt, policy, 1.0
-    )
-    return Quantized(
-        scaling.quantize_blocks(value, scale, fmt), scale, scale.reciprocal(), fmt, "tensorwise", -1
-    )
+    scale = cast.scale(amax if group is None else scaling.merge_amax(amax, group.group_name), 1.0)
+    codes = scaling.quantize_blocks(value, scale, cast.fmt)
+    return Quantized(codes, scale, scale.reciprocal(), cast.fmt, "tensorwise", -1)
 
 
 class FP8ReduceScatter:
@@ -184,10 +177,8 @@ class FP8ReduceScatter:
 
     factors: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def __init__(
-        self, unit: FSDPModule, fmt: Format, policy: str | ScalePolicy, prescale: PreScale
-    ) -> None:
-        self.unit, self.fmt, self.policy, self.prescale = unit, fmt, policy, prescale
+    def __init__(self, unit: FSDPModule, cast: GradientCast) -> None:
+        self.unit, self.cast = unit, cast
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -207,14 +198,7 @@ class FP8ReduceScatter:
         sizes, narrow = self._parameters(rows.shape[1])
         divisor = divisor_of(self.unit, group, op)
         total = fp8_exchange.sums(
-            rows.split(sizes, dim=1),
-            narrow,
-            group,
-            self.fmt,
-            self.policy,
-            self.prescale,
-            divisor,
-            self.factors,
+            rows.split(sizes, dim=1), narrow, group, self.cast, divisor, self.factors
         )
         torch.cat(total, out=output_tensor)
 
@@ -240,13 +224,7 @@ class FP8ReduceScatter:
         return sizes, [_is_linear_weight(p) for p in params]
 
 
-def reduce_in_fp8(
-    model: nn.Module,
-    fmt: Format = E4M3FN,
-    *,
-    policy: str | ScalePolicy = "torchao",
-    prescale: PreScale = "one",
-) -> list[nn.Module]:
+def reduce_in_fp8(model: nn.Module, cast: GradientCast = E4M3) -> list[nn.Module]:
     """Have the fully_shard units of a model that hold linears reduce the gradients of their weights
     in FP8 (P-21, P-25).
 
@@ -255,8 +233,6 @@ def reduce_in_fp8(
     Raises:     ValueError: no unit, or none with a linear; a unit with copies along another mesh
                 dim; another reduce_dtype than float32; as ``reduce_scatter``.
     """
-    gradient_reduction.check_policy(scales.implemented(policy))
-    gradient_reduction.factor(prescale, 1)
     units = [
         m
         for m in model.modules()
@@ -281,7 +257,7 @@ def reduce_in_fp8(
                 f"{others.pop()}. Use MixedPrecisionPolicy(reduce_dtype=torch.float32)."
             )
     for unit in units:
-        unit.set_custom_reduce_scatter(FP8ReduceScatter(unit, fmt, policy, prescale))  # type: ignore[arg-type]
+        unit.set_custom_reduce_scatter(FP8ReduceScatter(unit, cast))  # type: ignore[arg-type]
     return units  # type: ignore[return-value]
 
 
@@ -302,18 +278,11 @@ class DDPState:
     float32.
 
     keep      beside these, parameters of fewer than two dims stay float32.
-    Raises:   ValueError: as ``reduce_in_fp8``, of the policy and the prescale.
     """
 
     group: ProcessGroup | None = None
-    fmt: Format = E4M3FN
-    policy: str | ScalePolicy = "torchao"
-    prescale: PreScale = "one"
-    keep: frozenset[nn.Parameter] = field(default_factory=frozenset)
-
-    def __post_init__(self) -> None:
-        gradient_reduction.check_policy(scales.implemented(self.policy))
-        gradient_reduction.factor(self.prescale, 1)
+    cast: GradientCast = E4M3
+    keep: frozenset[nn.Parameter] = frozenset()
 
 
 @torch.no_grad()
@@ -328,9 +297,7 @@ def ddp_hook(state: DDPState, bucket: distributed.GradBucket) -> torch.futures.F
         for g in grads
     ]
     narrow = [p.ndim > 1 and p not in state.keep for p in bucket.parameters()]
-    total = fp8_exchange.sums(
-        pieces, narrow, group, state.fmt, state.policy, state.prescale, group.size()
-    )
+    total = fp8_exchange.sums(pieces, narrow, group, state.cast, group.size())
     whole = fp8_exchange.gathered(torch.cat(total), group).view(group.size(), -1)
     for g, part in zip(grads, whole.split([len(t) for t in total], dim=1), strict=True):
         g.copy_(part.reshape(-1)[: g.numel()].view(g.shape))

@@ -19,6 +19,7 @@ from fp8ref.sim.distributed import gradient_reduction as sim
 from fp8ref.sim.quantize import scaling as sim_scaling
 from fp8ref.spec import gradient_reduction as data
 from fp8ref.torch.distributed import gradient_reduction
+from fp8ref.torch.distributed.fp8_exchange import GradientCast
 from fp8ref.torch.model import convert
 from fp8ref.torch.model.parallel import Parallelism, parallelize
 from fp8ref.torch.quantize import scaling
@@ -51,8 +52,11 @@ def each_rank():
     with Sent() as sent:
         for rows, fmt, options in cases.CASES:
             g = torch.from_numpy(cases.of_ranks(ranks, rows)[rank])
-            piece = gradient_reduction.reduce_scatter(g, None, fmt, count=True, **options)
-            whole = gradient_reduction.all_reduce(g, None, fmt, count=True, **options)
+            keys = options.keys() & {"policy", "prescale"}
+            by = GradientCast(fmt, **{key: options[key] for key in keys})
+            rest = {key: value for key, value in options.items() if key not in keys}
+            piece = gradient_reduction.reduce_scatter(g, None, by, count=True, **rest)
+            whole = gradient_reduction.all_reduce(g, None, by, count=True, **rest)
             found["cases"].append(
                 (
                     piece.value.numpy(),
@@ -228,7 +232,8 @@ def under_ddp():
     ddp = nn.parallel.DistributedDataParallel(kept)
     keep = frozenset([kept[2].weight])
     ddp.register_comm_hook(
-        gradient_reduction.DDPState(prescale="inverse", keep=keep), gradient_reduction.ddp_hook
+        gradient_reduction.DDPState(cast=GradientCast(prescale="inverse"), keep=keep),
+        gradient_reduction.ddp_hook,
     )
     alone = plain()
     for model in (ddp, alone):
@@ -277,9 +282,9 @@ def refusals():
         lambda: gradient_reduction.reduce_in_fp8(fully_shard(plain(), mesh=copies, mp_policy=wide)),
         lambda: gradient_reduction.reduce_in_fp8(fully_shard(plain(), mesh=mesh)),
         lambda: unused(torch.ones(2, 8)).sum().backward(),
-        lambda: gradient_reduction.all_reduce(g, policy="te_current"),
-        lambda: gradient_reduction.all_reduce(g, policy="deepgemm"),
-        lambda: gradient_reduction.all_reduce(g, prescale="half"),
+        lambda: gradient_reduction.all_reduce(g, None, GradientCast(policy="te_current")),
+        lambda: gradient_reduction.all_reduce(g, None, GradientCast(policy="deepgemm")),
+        lambda: gradient_reduction.all_reduce(g, None, GradientCast(prescale="half")),
         lambda: gradient_reduction.all_reduce(g, result="fp8"),
         lambda: gradient_reduction.all_reduce(g, mu=0.0),
         lambda: parallelize(
@@ -326,9 +331,9 @@ def test_what_a_hook_cannot_do_is_refused_before_it_runs():  # P-21, P-22
     with pytest.raises(
         ValueError, match="prescale is one of one, inverse_root, inverse; got 'half'"
     ):
-        gradient_reduction.DDPState(prescale="half")
+        gradient_reduction.DDPState(cast=GradientCast(prescale="half"))
     with pytest.raises(ValueError, match="a shared scale of gradients is multiplied by factors"):
-        gradient_reduction.DDPState(policy="deepgemm")
+        gradient_reduction.DDPState(cast=GradientCast(policy="deepgemm"))
     with pytest.raises(
         ValueError, match="gradients are summed over a process group; there is none"
     ):
