@@ -100,22 +100,7 @@ def parallelize(
     """
     ranks = tensor_parallel_checks.mesh_size(mesh)
     own: TensorPlan | None = getattr(model, "tensor_plan", None)
-    if plan is None and own is None:
-        raise ValueError(
-            "only a model with a tensor_plan, such as the trainer's Llama, has a plan of its "
-            f"own; got a {type(model).__name__}. Give plan={{pattern: 'colwise' or 'rowwise'}}."
-        )
-    if sequence and (plan is not None or own is None):
-        source = f"a {type(model).__name__}" + " with a plan" * (plan is not None)
-        raise ValueError(
-            "sequence cuts the tokens of a model with a tensor_plan, such as the trainer's "
-            f"Llama; got {source}. Leave sequence or the plan out."
-        )
-    if plan is not None and not plan:
-        raise ValueError(
-            "a plan cuts at least one linear; got none. Name linears in it, or leave tensor "
-            "parallelism out."
-        )
+    _check_plan(model, own, plan, sequence)
     styles = _styles(model, plan if plan is not None else own.styles if own else {})
     tensor_parallel_checks.check_model(model, amax_group)
     tensor_parallel_checks.check_asynchronous(model, mesh)
@@ -143,6 +128,28 @@ def parallelize(
         # the model does.
         model.register_forward_hook(lambda _, args, out: _local(out))
     return model
+
+
+def _check_plan(
+    model: nn.Module, own: TensorPlan | None, plan: Mapping[str, Style] | None, sequence: bool
+) -> None:
+    """ValueError for a model and options without a plan, or with one that cuts nothing."""
+    if plan is None and own is None:
+        raise ValueError(
+            "only a model with a tensor_plan, such as the trainer's Llama, has a plan of its "
+            f"own; got a {type(model).__name__}. Give plan={{pattern: 'colwise' or 'rowwise'}}."
+        )
+    if sequence and (plan is not None or own is None):
+        source = f"a {type(model).__name__}" + " with a plan" * (plan is not None)
+        raise ValueError(
+            "sequence cuts the tokens of a model with a tensor_plan, such as the trainer's "
+            f"Llama; got {source}. Leave sequence or the plan out."
+        )
+    if plan is not None and not plan:
+        raise ValueError(
+            "a plan cuts at least one linear; got none. Name linears in it, or leave tensor "
+            "parallelism out."
+        )
 
 
 def _replace_parameters(

@@ -120,13 +120,11 @@ def expresses(recipe: Recipe) -> bool:
     return True
 
 
-def torchao_config(recipe: Recipe) -> Float8LinearConfig:
-    """The Float8LinearConfig of a recipe, of fresh parts: torchao mutates those that it is given.
+_Casts = dict[tuple[Gemm, Role], CastSpec | None]
 
-    Raises:   ValueError: what torchao cannot express, by name: delayed scaling, an eps, a power of
-              two or an epilogue of its own choosing, a role in two formats, scales not tensorwise
-              or rowwise.
-    """
+
+def _check(recipe: Recipe, casts: _Casts) -> None:
+    """ValueError: what torchao cannot express."""
 
     def refuse(reason: str) -> ValueError:
         return ValueError(
@@ -134,11 +132,6 @@ def torchao_config(recipe: Recipe) -> Float8LinearConfig:
             "fp8ref.recipe.SHARED_RECIPES."
         )
 
-    casts = {
-        (gemm, role): cast_spec
-        for gemm, spec in recipe.gemms.items()
-        for role, cast_spec in zip(OPERANDS[gemm], (spec.a, spec.b), strict=True)
-    }
     present = [c for c in casts.values() if c is not None]
     powers = {c.policy.power_of_two for c in present}
     if len(powers) > 1 or "mask" in powers:
@@ -174,6 +167,22 @@ def torchao_config(recipe: Recipe) -> Float8LinearConfig:
         if spec.fp8 and spec.epilogue != meant:
             raise refuse(f"the epilogue of {gemm} is {meant!r}; got {spec.epilogue!r}")
 
+
+def torchao_config(recipe: Recipe) -> Float8LinearConfig:
+    """The Float8LinearConfig of a recipe, of fresh parts: torchao mutates those that it is given.
+
+    Raises:   ValueError: what torchao cannot express, by name: delayed scaling, an eps, a power of
+              two or an epilogue of its own choosing, a role in two formats, scales not tensorwise
+              or rowwise.
+    """
+    casts: _Casts = {
+        (gemm, role): cast_spec
+        for gemm, spec in recipe.gemms.items()
+        for role, cast_spec in zip(OPERANDS[gemm], (spec.a, spec.b), strict=True)
+    }
+    _check(recipe, casts)
+    rounds = any(c is not None and c.policy.power_of_two is not None for c in casts.values())
+
     def cast_config(gemm: Gemm, role: Role) -> CastConfig:
         spec: CastSpec | None = casts[gemm, role]
         other = next((c for (_, r), c in casts.items() if r == role and c is not None), None)
@@ -199,5 +208,5 @@ def torchao_config(recipe: Recipe) -> Float8LinearConfig:
         gemm_config_output=gemm_config("output"),
         gemm_config_grad_input=gemm_config("grad_input"),
         gemm_config_grad_weight=gemm_config("grad_weight"),
-        round_scales_to_power_of_2="exp2_log2" in powers,
+        round_scales_to_power_of_2=rounds,
     )

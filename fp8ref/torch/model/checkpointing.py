@@ -12,7 +12,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.distributed._functional_collectives  # defines the operators of _c10d_functional
@@ -141,12 +141,11 @@ def checkpointed(
     keep = check(mode, keep)
     if mode == "none":
         return forward
-    options: dict[str, Any] = {}
-    if mode == "selective":
-        options["context_fn"] = functools.partial(
-            create_selective_checkpoint_contexts, policy(keep)
-        )
-    return functools.partial(checkpoint, forward, use_reentrant=False, **options)
+    run = functools.partial(checkpoint, forward, use_reentrant=False)
+    if mode == "full":
+        return run
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy(keep))
+    return functools.partial(run, context_fn=contexts)
 
 
 def check(

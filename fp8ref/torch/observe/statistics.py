@@ -146,6 +146,44 @@ def measure_groups(x: torch.Tensor, q: Quantized, ends: Sequence[int]) -> torch.
     )
 
 
+class _Measured:
+    """The statistics of operands, measured once where two GEMMs take the same one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._gathers = {
+            name: module.fp8_gather
+            for name, module in model.named_modules()
+            if hasattr(module, "fp8_gather")
+        }
+        self._once: dict[tuple, torch.Tensor] = {}
+        self._wholes: dict[tuple, Whole] = {}
+
+    def begin(self, layer: str) -> None:
+        """A new microbatch of a linear begins."""
+        for kept in (self._once, self._wholes):
+            for key in [key for key in kept if key[0] == layer]:
+                del kept[key]
+
+    def __call__(self, operand: Operand, captured: GemmOperand) -> torch.Tensor:
+        """``measure`` of what a GEMM took: of a weight gathered in FP8, of this rank's shard."""
+        gather = self._gathers.get(operand.layer) if operand.role == "weight" else None
+        spec, axis, whole = operand.cast, captured.axis, (operand.layer, operand.role)
+        key = (*whole, spec, None if spec.granularity == "tensorwise" else axis)
+        if key not in self._once:
+            codes, x = captured.codes.view(cast.DTYPES[spec.fmt.name]), captured.hp
+            # the GEMM had the gathered weight; this rank cast its own rows, by the same scale
+            if gather is not None:
+                x = gather.shard.to(gather.dtype)
+                if x.numel():
+                    codes = scaling.quantize_with(x, captured.scale, spec.fmt).codes
+            if whole not in self._wholes and x.numel():
+                self._wholes[whole] = measure_whole(x)
+            scales = captured.scale, captured.scale_inv
+            q = Quantized(codes, *scales, spec.fmt, spec.granularity, axis)
+            self._once[key] = measure(x, q, self._wholes.get(whole))
+        return self._once[key]
+
+
 @contextmanager
 def measuring(model: nn.Module, planned: list[Operand], parts: Parts) -> Iterator[None]:
     """Measure planned operands into parts, in a context of one eager forward and backward pass.
@@ -157,47 +195,11 @@ def measuring(model: nn.Module, planned: list[Operand], parts: Parts) -> Iterato
         (o.layer, o.gemm): [p for p in planned if (p.layer, p.gemm) == (o.layer, o.gemm)]
         for o in planned
     }
-    gathers = {
-        name: module.fp8_gather
-        for name, module in model.named_modules()
-        if hasattr(module, "fp8_gather")
-    }
-    once: dict[tuple, torch.Tensor] = {}  # measured already: two GEMMs may take the same operand
-    wholes: dict[tuple, Whole] = {}
-
-    def measured(operand: Operand, captured: GemmOperand) -> torch.Tensor:
-        gather = gathers.get(operand.layer) if operand.role == "weight" else None
-        spec, axis = operand.cast, captured.axis
-        key = (
-            operand.layer,
-            operand.role,
-            spec,
-            None if spec.granularity == "tensorwise" else axis,
-        )
-        if key not in once:
-            codes, x = captured.codes.view(cast.DTYPES[spec.fmt.name]), captured.hp
-            # the GEMM had the gathered weight; this rank cast its own rows, by the same scale
-            if gather is not None:
-                x = gather.shard.to(gather.dtype)
-                codes = (
-                    scaling.quantize_with(x, captured.scale, spec.fmt).codes if x.numel() else codes
-                )
-            if key[:2] not in wholes and x.numel():
-                wholes[key[:2]] = measure_whole(x)
-            once[key] = measure(
-                x,
-                Quantized(
-                    codes, captured.scale, captured.scale_inv, spec.fmt, spec.granularity, axis
-                ),
-                wholes.get(key[:2]),
-            )
-        return once[key]
+    measured = _Measured(model)
 
     def observer(name: str, gemm, a: GemmOperand, b: GemmOperand, out: torch.Tensor) -> None:
-        if gemm == "output":  # a new microbatch of this linear begins
-            for kept in (once, wholes):
-                for key in [key for key in kept if key[0] == name]:
-                    del kept[key]
+        if gemm == "output":
+            measured.begin(name)
         with _disable_current_modes():
             for role, captured in zip(OPERANDS[gemm], (a, b), strict=True):
                 for operand in by_gemm.get((name, gemm), ()):

@@ -113,9 +113,8 @@ class _Tracer(TorchDispatchMode):
         return hook
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
         if FakeTensor in types:  # DTensor asks for shapes; nothing is computed
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
         # a subclass unwraps itself, and dispatches again
         if any(t is not torch.Tensor for t in types):
             if func is _aten.mm.default and all(isinstance(t, Float8TrainingTensor) for t in args):
@@ -124,13 +123,13 @@ class _Tracer(TorchDispatchMode):
                     which for which, operands in OPERANDS.items() if operands == roles
                 )
             return NotImplemented
-        out = func(*args, **kwargs)
+        out = func(*args, **(kwargs or {}))
         product, attends = attention_observer.product(), attention_observer.layer()
         if product is not None:
             if attends is not None and func in records.PRODUCTS_AT:
                 a, b = (records.type_name(args[i].dtype) for i in records.PRODUCTS_AT[func])
                 self._trace.products.append(
-                    records.product_record(attends, product, func, (a, b), args, kwargs)
+                    records.product_record(attends, product, func, (a, b), args, kwargs or {})
                 )
         elif attends is not None and func._schema.name in records.KERNELS:
             self._trace.kernels.append(f"{attends}: {func._schema.name}")
@@ -139,7 +138,7 @@ class _Tracer(TorchDispatchMode):
         elif func in _TIMES and args[0] in self._unscaled and isinstance(args[1], torch.Tensor):
             self._record_scale(self._unscaled.pop(args[0]), args[1])
         elif func in records.OPERANDS_AT:
-            self._record(func, args, kwargs, out)
+            self._record(func, args, kwargs or {}, out)
         return out
 
     def _record(self, func, args, kwargs, out: torch.Tensor) -> None:

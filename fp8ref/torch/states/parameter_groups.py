@@ -56,13 +56,13 @@ def scalars(group: dict[str, Any], layout: Layout, step: int) -> Scalars:
         raise ValueError(
             f"betas are two numbers, such as (0.9, 0.95); got {group['betas']!r}."
         ) from error
-    rest = {
-        "eps": _number("eps", group["eps"]),
-        "weight_decay": _number("weight_decay", group["weight_decay"]),
-    }
-    betas = {"b1": _number("b1", b1), "b2": _number("b2", b2)}
-    states.check(layout=layout, **betas, **rest)
-    return states.scalars(step, learning_rate=_number("lr", group["lr"]), **betas, **rest)
+    b1, b2 = _number("b1", b1), _number("b2", b2)
+    eps, weight_decay = (_number(key, group[key]) for key in ("eps", "weight_decay"))
+    states.check(layout=layout, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+    learning_rate = _number("lr", group["lr"])
+    return states.scalars(
+        step, learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay
+    )
 
 
 def _number(name: str, value: Any) -> float:
