@@ -34,6 +34,22 @@ from fp8ref.recipe import Recipe, Role
 from fp8ref.spec.attention.delayed import Casts
 from fp8ref.spec.delayed import DELAYED, DelayedScaling
 
+__all__ = [
+    "DelayedState",
+    "FlaxState",
+    "Seen",
+    "State",
+    "init",
+    "keeps_state",
+    "larger",
+    "merge",
+    "observe",
+    "scales",
+    "unseen",
+    "unset",
+    "update",
+]
+
 Seen = Mapping[Role, jax.Array]
 """Role -> float32 [..., 3]: amax, and the flags non_finite and seen, 0 or 1."""
 
@@ -366,7 +382,8 @@ def _scale_of(
     and if all amaxes are 0."""
     if config.amax_compute == "max" and past.shape[-1]:
         amax = larger(amax, _largest(past, axis=-1))
-    bits, limit = cast.magnitude_bits(amax), np.float32(fmt.max * 2.0**-config.policy.margin)
+    bits = cast.magnitude_bits(amax)
+    limit = np.float32(fmt.max * 2.0**-config.policy.margin)
     # XLA on a CPU would flush a subnormal amax n * 2^-149. So the quotient is limit * 2^149 / n, in
     # two powers: 2^149 overflows.
     subnormal = division.divide(limit * 2.0**75, bits.astype(jnp.float32)) * 2.0**74

@@ -211,7 +211,9 @@ def permuted(sharding: Sharding | None, order: Sequence[int]) -> Sharding | None
     moved = PartitionSpec(
         *(entries[i] for i in order), unreduced=spec.unreduced, reduced=spec.reduced
     )
-    return NamedSharding(sharding.mesh, moved) if isinstance(sharding, NamedSharding) else moved
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, moved)
+    return moved
 
 
 def cutting(x: jax.Array) -> Axes:
@@ -229,11 +231,13 @@ class _Dims:
         self.batch = [x_axes[d] for d in batch_x]
         self.m = [x_axes[d] for d in range(x.ndim) if d not in (*contract_x, *batch_x)]
         self.n = [w_axes[d] for d in range(w.ndim) if d not in (*contract_w, *batch_w)]
-        self.k_of_x, self.k_of_w = [x_axes[d] for d in contract_x], [w_axes[d] for d in contract_w]
+        self.k_of_x = [x_axes[d] for d in contract_x]
+        self.k_of_w = [w_axes[d] for d in contract_w]
 
     def result_axes(self, placement: Placement) -> list[Axes]:
         """For each dim of the result, the mesh axes that cut it under a placement."""
-        gathered, scattered = placement.gathered("input"), placement.gathered("grad_output")
+        gathered = placement.gathered("input")
+        scattered = placement.gathered("grad_output")
         m = [_without(axes, gathered) for axes in self.m]
         m[-1:] = [(*axes, *scattered) for axes in m[-1:]]
         return [*self.batch, *m, *(_without(axes, placement.fsdp) for axes in self.n)]
@@ -294,7 +298,8 @@ def _check(cut: _Dims, placement: Placement, mesh, name: str) -> None:
             f"{name}: placement names axes of the mesh, {', '.join(mesh.axis_names)}; got "
             f"{', '.join(unknown)}."
         )
-    (rows, columns), (n_axes, k_axes) = placement.at_rest("input"), placement.at_rest("weight")
+    rows, columns = placement.at_rest("input")
+    n_axes, k_axes = placement.at_rest("weight")
     placed_axes = {"x's M": rows, "x's K": columns, "w's N": n_axes, "w's K": k_axes}
     for (dim, expected), entries in zip(
         placed_axes.items(), (cut.m, cut.k_of_x, cut.n, cut.k_of_w), strict=True

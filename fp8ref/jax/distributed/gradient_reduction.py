@@ -20,6 +20,8 @@ from fp8ref.policy import ScalePolicy
 from fp8ref.spec import gradient_reduction
 from fp8ref.spec.gradient_reduction import AutoScale, PreScale, Result
 
+__all__ = ["Factor", "Reduced", "accumulate", "all_reduce", "next_mu", "reduce_scatter"]
+
 MOST_COUNTED = 2**30 - 1
 """The most saturated elements of a cast that are counted: two counts are added, in int32."""
 

@@ -32,6 +32,8 @@ from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.recipe import OPERANDS, CastSpec, Role
 from fp8ref.selection.grouped import GroupedRecipe
 
+__all__ = ["cast_of", "combine", "dispatch", "observed"]
+
 
 def cast_of(recipes: Sequence[GroupedRecipe], role: Role) -> CastSpec | None:
     """The one cast of input or grad_output that all GEMMs of these linears take, if its codes may

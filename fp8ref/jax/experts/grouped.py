@@ -32,6 +32,8 @@ from fp8ref.jax.transforms import derivatives
 from fp8ref.recipe import OPERANDS, CastSpec, Gemm, Recipe, Role
 from fp8ref.selection.grouped import GroupedRecipe
 
+__all__ = ["CodedRows", "apply", "apply_codes", "quantize_operand"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
@@ -237,7 +239,8 @@ def _slot(y: jax.Array, experts: int, layer: Layer) -> Slot:
 def _backward(layer: Layer, residuals, cotangents):
     """grad_input and grad_weight, in the order of ``_grouped``'s arguments; the cotangent of seen
     carries observations and measurements, as in ``linear``."""
-    ((x, w), group_sizes, scales, amaxes, codes), (g, later, slot) = residuals, cotangents
+    (x, w), group_sizes, scales, amaxes, codes = residuals
+    g, later, slot = cotangents
     groups = operands.groups_of(group_sizes, len(g))
     g = derivatives.not_again(g, layer.name)
     tensors: dict[Role, jax.Array | Codes] = {

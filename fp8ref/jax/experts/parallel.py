@@ -21,6 +21,8 @@ from jax import lax
 from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.spec.granularity import by_name
 
+__all__ = ["Moved", "combine", "dispatch", "dispatch_quantized"]
+
 
 class Moved(NamedTuple):
     """Rows of this device's own experts, from all devices.

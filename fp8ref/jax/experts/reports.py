@@ -102,11 +102,9 @@ def group_gemms(
     a, b      the tensor, codes uint8 and scales of each, of all groups; with the results arrays of
               NumPy, or taken as such.
     """
-    ends, (a, b), out = (
-        np.asarray(ends),
-        (tuple(map(np.asarray, v)) for v in (a, b)),
-        np.asarray(out),
-    )
+    ends = np.asarray(ends)
+    a, b = (tuple(map(np.asarray, v)) for v in (a, b))
+    out = np.asarray(out)
     first = 0
     shared = a[2].ndim == 0 and b[2].ndim == 0  # under delayed scaling
     size = by_name(about[0][1]).reduced or 1

@@ -183,11 +183,9 @@ def observed(seen: delayed.Seen, operands: tuple) -> dict:
     of a product.
     """
     x, w = [v for v in operands if hasattr(v, "ndim")][:2]
-    return (
-        delayed.merged(seen, {"input": scaling.amax(x), "weight": scaling.amax(w)}, seen)
-        if x.size
-        else dict(seen)
-    )
+    if x.size:
+        return delayed.merged(seen, {"input": scaling.amax(x), "weight": scaling.amax(w)}, seen)
+    return dict(seen)
 
 
 def check_precision(name: str, recipe: Recipe, precision) -> None:

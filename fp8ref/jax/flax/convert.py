@@ -31,6 +31,8 @@ from fp8ref.selection import rules as linear_rules
 from fp8ref.selection.rules import Rule
 from fp8ref.spec.hardware import Multiply
 
+__all__ = ["Inputs", "convert", "deconvert", "report"]
+
 _logger = logging.getLogger("fp8ref.jax.flax")
 
 Placements = Placement | Mapping[str, Placement] | Callable[[str], Placement | None]

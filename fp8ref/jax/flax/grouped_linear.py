@@ -47,7 +47,9 @@ class GroupedLinear(nnx.Module):
         param_dtype=jnp.float32,
         kernel_init: Callable = _INIT,
     ) -> None:
-        self.experts, self.in_features, self.out_features = experts, in_features, out_features
+        self.experts = experts
+        self.in_features = in_features
+        self.out_features = out_features
         self.kernel = nnx.Param(
             kernel_init(rngs.params(), (experts, in_features, out_features), param_dtype)
         )

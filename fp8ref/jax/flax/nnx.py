@@ -64,7 +64,9 @@ class Hook(nnx.Module):
     def _threaded(self, use: functools.partial) -> jax.Array:
         """The product, with the hook's state, if it keeps one, and its observations."""
         if self.state is None:
-            return self._in_high_precision(use) if amax_observations.calibrating() else use()[0]
+            if amax_observations.calibrating():
+                return self._in_high_precision(use)
+            return use()[0]
         state = self.state.get_value()
         if stack := next(
             (

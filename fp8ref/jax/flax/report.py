@@ -6,6 +6,7 @@ products and the ragged products of experts.
 """
 
 import collections
+import functools
 import itertools
 import math
 import re
@@ -46,6 +47,9 @@ RAGGED = "experts: a ragged product has no hook"
 """Why lax.ragged_dot has no FP8."""
 
 
+_REASONS = {"ragged_dot_general": RAGGED, "conv_general_dilated": "convolutions have no hook"}
+
+
 class Report(fp8_report.Report):
     """``selection.report.Report`` of a Flax model."""
 
@@ -74,7 +78,6 @@ def nnx_report(
     are known."""
     traced = None if inputs is None else _traced(model, inputs, dims)
     rows: list[Row] = []
-    vectors: list[Row] = []
     counted: set[int] = set()
     nodes = [
         (path, v)
@@ -100,28 +103,19 @@ def nnx_report(
         hooks = [v for v in vars(node).values() if isinstance(v, Hook)] or [
             bridge.to_nnx__module for bridge in _bridged(node)
         ]
-        decision = (decisions or {}).get(name)
-        row = _row(
-            name,
-            node,
-            shapes,
-            _stack_at(name, stacks),
-            dims.get(name),
-            [hook.recipe for hook in hooks],
-            decision,
-            traced,
-        )
-        (vectors if row.kind == "vectors" else rows).append(row)
-    return _report(rows, vectors, traced)
+        recipes, decision = [hook.recipe for hook in hooks], (decisions or {}).get(name)
+        stack, shape = _stack_at(name, stacks), dims.get(name)
+        row = _row(name, node, shapes, stack, shape, recipes, decision, traced)
+        rows.append(row)
+    return _report(rows, traced)
 
 
 def _bridged(layer: nnx.Module) -> list[nnx.Module]:
     """What holds linen hooks in an NNX layer of somebody's own: ``nnx.bridge.ToNNX``, or another
     that keeps the module by that name, as MaxText's does."""
+    hooks = Fp8DotGeneral | Fp8Einsum
     return [
-        v
-        for v in vars(layer).values()
-        if isinstance(getattr(v, "to_nnx__module", None), Fp8DotGeneral | Fp8Einsum)
+        v for v in vars(layer).values() if isinstance(getattr(v, "to_nnx__module", None), hooks)
     ]
 
 
@@ -190,23 +184,13 @@ def linen_report(
     )
     stacks = _stacks(linears)
     rows: list[Row] = []
-    vectors: list[Row] = []
     for name, shapes in by_module.items():
-        decision = decisions.get(name)
+        decision, layer = decisions.get(name), modules.get(name)
         hook_recipes = [recipes[name]] if name in recipes else []
-        dims = decision.shape if decision else None
-        row = _row(
-            name,
-            modules.get(name),
-            shapes,
-            _stack_at(name, stacks),
-            dims,
-            hook_recipes,
-            decision,
-            traced,
-        )
-        (vectors if row.kind == "vectors" else rows).append(row)
-    return _report(rows, vectors, traced)
+        dims, stack = decision.shape if decision else None, _stack_at(name, stacks)
+        row = _row(name, layer, shapes, stack, dims, hook_recipes, decision, traced)
+        rows.append(row)
+    return _report(rows, traced)
 
 
 class _Traced:
@@ -222,20 +206,15 @@ class _Traced:
             # linen's end in its layer, such as "vmap(up)", or in the subscripts of its einsum
             parts = scope.split("/")
             at = next((i for i, part in enumerate(parts) if part == "output"), 0)
-            path = re.sub(
-                r"\w+\(([^()]*)\)", r"\1", "/".join(parts[:-1] if "->" in parts[-1] else parts)
-            )
-            name = (
-                parts[at - 1]
-                if at
-                else next((name for end, name in scopes.items() if path.endswith(end)), None)
-            )
+            path = "/".join(parts[:-1] if "->" in parts[-1] else parts)
+            path = re.sub(r"\w+\(([^()]*)\)", r"\1", path)
+            named = (name for end, name in scopes.items() if path.endswith(end))
+            name = parts[at - 1] if at else next(named, None)
+            count = times * _multiplications(eqn)
             if name:
-                self.layers[name] += times * _multiplications(eqn)
+                self.layers[name] += count
             else:
-                self.others[eqn.primitive.name, eqn.outvars[0].aval.shape] += (
-                    times * _multiplications(eqn)
-                )
+                self.others[eqn.primitive.name, eqn.outvars[0].aval.shape] += count
 
 
 def _products(jaxpr, scope: str, times: int) -> Iterator[tuple]:
@@ -248,7 +227,7 @@ def _products(jaxpr, scope: str, times: int) -> Iterator[tuple]:
         nested = list(jax.extend.core.jaxprs_in_params(eqn.params))
         if eqn.primitive.name == "cond":
             nested = nested[-1:]
-        if eqn.primitive.name == "custom_vjp_call" or eqn.primitive.name == "custom_jvp_call":
+        if eqn.primitive.name in ("custom_vjp_call", "custom_jvp_call"):
             nested = nested[:1]
         if traced := getattr(eqn.params.get("_prim"), "traced", None):  # a custom_vjp of jax 0.12
             nested = [traced.jaxpr]
@@ -259,19 +238,16 @@ def _products(jaxpr, scope: str, times: int) -> Iterator[tuple]:
 
 def _multiplications(eqn) -> int:
     """M N K of a product."""
-    a, b, out = (
-        eqn.invars[0].aval.shape,
-        eqn.invars[1].aval.shape,
-        math.prod(eqn.outvars[0].aval.shape),
-    )
-    if eqn.primitive.name == "dot_general":
+    (a, b), name = (v.aval.shape for v in eqn.invars[:2]), eqn.primitive.name
+    out = math.prod(eqn.outvars[0].aval.shape)
+    if name == "conv_general_dilated":
+        out_channels = b[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return out * math.prod(b) // out_channels
+    if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        return out * math.prod(a[d] for d in contracted)
-    if eqn.primitive.name == "ragged_dot_general":
+    else:
         (contracted, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-        return out * math.prod(a[d] for d in contracted)
-    out_channels = b[eqn.params["dimension_numbers"].rhs_spec[0]]
-    return out * math.prod(b) // out_channels
+    return out * math.prod(a[d] for d in contracted)
 
 
 def kernel_ndim(layer: nnx.Module | nn.Module) -> int:
@@ -287,10 +263,8 @@ def kernel_ndim(layer: nnx.Module | nn.Module) -> int:
     if isinstance(layer, nnx.LinearGeneral):
         return len(layer.batch_axis) + len(layer.in_features) + len(layer.out_features)
     assert isinstance(layer, nn.DenseGeneral)
-    return sum(
-        1 if isinstance(dims, int) else len(dims)
-        for dims in (layer.batch_dims, layer.axis, layer.features)
-    )
+    dims = (layer.batch_dims, layer.axis, layer.features)
+    return sum(1 if isinstance(each, int) else len(each) for each in dims)
 
 
 def _stacks(
@@ -298,10 +272,8 @@ def _stacks(
 ) -> dict[str, tuple[int, ...]]:
     """For each linear the leading dims of its kernel, which nnx.vmap or nn.scan gave it, from
     (path, layer, kernel's shape); none if no linear is in a stack."""
-    leading_dims = {
-        name: shape[: max(0, len(shape) - kernel_ndim(layer))] for name, layer, shape in linears
-    }
-    return leading_dims if any(leading_dims.values()) else {}
+    leading = {name: shape[: max(0, len(shape) - kernel_ndim(v))] for name, v, shape in linears}
+    return leading if any(leading.values()) else {}
 
 
 def _stack_at(name: str, stacks: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -341,14 +313,7 @@ def _row(
     fp8 = bool(recipes) and all(recipe.fp8 for recipe in recipes)
     matrices = sum(sizes[key] for key, shape in shapes.items() if len(shape) > 1)
     if dims is None and not fp8 and max(map(len, shapes.values())) < 2:
-        return Row(
-            path=name,
-            kind="vectors",
-            shape=(),
-            recipe=None,
-            reason="no matrix",
-            parameters=sum(sizes.values()),
-        )
+        return _other(path=name, kind="vectors", reason="no matrix", parameters=sum(sizes.values()))
     count = None if traced is None else traced.layers.get(name, 0)
     some = f"only some of its hooks have FP8: {names}" if names and not fp8 else ""
     reason = some or (
@@ -386,7 +351,7 @@ def _why_not(layer: nnx.Module | nn.Module | None, kind: str, shape: tuple[int, 
     if isinstance(layer, nnx.LoRA):
         return "an adapter of low rank: its products have no hook"
     if kind.startswith("Conv"):
-        return "convolutions have no hook"
+        return _REASONS["conv_general_dilated"]
     return _outside(shape)
 
 
@@ -397,47 +362,26 @@ def _outside(shape: tuple[int, ...]) -> str:
     )
 
 
-def _report(rows: list[Row], vectors: list[Row], traced: _Traced | None) -> Report:
+_other = functools.partial(Row, path="", shape=(), recipe=None)
+"""The row of what is no layer that a recipe may have."""
+
+
+def _report(rows: list[Row], traced: _Traced | None) -> Report:
     """The rows, with all vectors in one of them, and a row for products without a layer."""
+    vectors = [row for row in rows if row.kind == "vectors"]
+    rows = [row for row in rows if row.kind != "vectors"]
     if vectors:
-        rows.append(
-            Row(
-                path="",
-                kind="vectors",
-                shape=(),
-                recipe=None,
-                reason=f"of {len(vectors)} modules",
-                parameters=sum(v.parameters for v in vectors),
-            )
-        )
+        count, reason = sum(v.parameters for v in vectors), f"of {len(vectors)} modules"
+        rows.append(_other(kind="vectors", reason=reason, parameters=count))
     if traced:
         held = {row.path for row in rows}
         unheld = "by a hook of fp8ref's that no layer with parameters holds"
         rows += [
-            Row(
-                path=name,
-                kind="product",
-                shape=(),
-                recipe=None,
-                reason=unheld,
-                multiplications=count,
-            )
+            _other(path=name, kind="product", reason=unheld, multiplications=count)
             for name, count in traced.layers.items()
             if name not in held
         ]
     for (primitive, shape), count in traced.others.items() if traced else ():
-        reason = {
-            "ragged_dot_general": RAGGED,
-            "conv_general_dilated": "convolutions have no hook",
-        }.get(primitive, "outside layers in FP8")
-        rows.append(
-            Row(
-                path="",
-                kind=primitive,
-                shape=shape,
-                recipe=None,
-                reason=reason,
-                multiplications=count,
-            )
-        )
+        reason = _REASONS.get(primitive, "outside layers in FP8")
+        rows.append(_other(kind=primitive, shape=shape, reason=reason, multiplications=count))
     return Report(rows=rows)

@@ -70,7 +70,9 @@ def value_and_grad(
         value, grads, seen = _linen_value_and_grad(
             functools.partial(loss_fn, **kwargs), model, args, has_aux
         )
-        return (value, grads, _updated_variables(model, seen)) if update else (value, grads, seen)
+        if update:
+            return value, grads, _updated_variables(model, seen)
+        return value, grads, seen
 
     return run
 
@@ -183,7 +185,9 @@ def _updated_variables(model: Model, seen: Observed):
             )
             for path, layer in linen_states(variables).items()
         }
-        return {**variables, STATE: collection(layers, "state")} if layers else dict(variables)
+        if layers:
+            return {**variables, STATE: collection(layers, "state")}
+        return dict(variables)
 
     return _like(
         model, [after(prefix, tree) for prefix, tree in _by_prefix(model, _is_model).items()]

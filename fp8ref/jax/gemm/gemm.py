@@ -27,6 +27,8 @@ from fp8ref.spec import epilogue as epilogues
 from fp8ref.spec.granularity import by_name
 from fp8ref.spec.hardware import Multiply
 
+__all__ = ["PRECISION", "Execution", "finish", "matmul", "matmul_hp"]
+
 PRECISION = {"fast": lax.Precision.DEFAULT, "slow": lax.Precision.HIGHEST}
 """{accumulation: precision of XLA's dot}.
 
@@ -191,7 +193,8 @@ class _Product:
             if blocks:
                 return self._dot(_values(a), _values(b), lax.Precision.HIGHEST, collective)
             return self._dot(a.codes, b.codes, PRECISION[self.accumulate], collective)
-        a, by = _arranged(a, collective), dataclasses.replace(self, out_dtype=jnp.float32)
+        a = _arranged(a, collective)
+        by = dataclasses.replace(self, out_dtype=jnp.float32)
         if blocks:
             return by.simulated(a, b)
         by = dataclasses.replace(by, epilogue="product_then_round")
@@ -221,7 +224,8 @@ class _Product:
         scale_b = jnp.swapaxes(_rows(b.scale_inv, self.axes[1]), -1, -2)
         scale_a = collective.own_rows(scale_a) if collective else scale_a
         if self.execution.turned:
-            scale_a, scale_b = jnp.swapaxes(scale_a, -1, -2), jnp.swapaxes(scale_b, -1, -2)
+            scale_a = jnp.swapaxes(scale_a, -1, -2)
+            scale_b = jnp.swapaxes(scale_b, -1, -2)
         return finish(acc, scale_a, scale_b, self.epilogue, self.out_dtype)
 
     def _dot(

@@ -24,6 +24,8 @@ from fp8ref.jax.quantize import cast
 from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.spec.hardware import Factor, Multiply
 
+__all__ = ["active", "check_devices", "simulating"]
+
 SCOPE = "simulated"
 """The first word in the scope of a simulated GEMM, ``simulated:<plan>:<fast or slow>``."""
 

@@ -119,7 +119,9 @@ class Layer:
 
     def over(self, role: Role, granularity: str, axis: int) -> sharding.Axes:
         """The mesh axes over which we reduce an amax; none under jit, where XLA does."""
-        return self.placement.amax_axes(role, granularity, axis) if self.mode == "shard_map" else ()
+        if self.mode == "shard_map":
+            return self.placement.amax_axes(role, granularity, axis)
+        return ()
 
     def collective(self, which: Gemm) -> sharding.Reduction | None:
         """The sum over devices that completes a GEMM's partial results; None if there is none, or

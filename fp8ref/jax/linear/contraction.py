@@ -160,7 +160,8 @@ class _Dims:
 
     def unflattened(self, y: jax.Array, x: jax.Array, w: jax.Array) -> jax.Array:
         """The product of ``matrices`` with dims: batch, then x's others, then w's."""
-        m_sizes, n_sizes = [x.shape[d] for d in self.other_x], [w.shape[d] for d in self.other_w]
+        m_sizes = [x.shape[d] for d in self.other_x]
+        n_sizes = [w.shape[d] for d in self.other_w]
         # Inside shard_map a placement gathers the weight's first output dim, and gathers or
         # scatters rows.
         if m_sizes and not self.batch_x:

@@ -109,11 +109,9 @@ def gathered(x: jax.Array, role: Role, layer: Layer) -> jax.Array:
         return flat(gather_by_compiler(x, layer.layout.cut(role)), role, layer)
     axes = layer.placement.gathered(role)
     x = flat(x, role, layer)
-    return (
-        gather_rows(x, axes, 1 if role == "weight" else layer.outer)
-        if axes and layer.mode == "shard_map"
-        else x
-    )
+    if axes and layer.mode == "shard_map":
+        return gather_rows(x, axes, 1 if role == "weight" else layer.outer)
+    return x
 
 
 def gather_rows(x: jax.Array, axes: sharding.Axes, outer: int) -> jax.Array:
@@ -147,13 +145,17 @@ def flat(x: jax.Array, role: Role, layer: Layer) -> jax.Array:
 def unflattened(result: jax.Array, like: jax.Array, layer: Layer) -> jax.Array:
     """[M, columns] -> [..., rows, columns], with the leading dims of ``like``; the number of rows
     may differ from its."""
-    return result if layer.batched else result.reshape(*like.shape[:-2], -1, result.shape[-1])
+    if layer.batched:
+        return result
+    return result.reshape(*like.shape[:-2], -1, result.shape[-1])
 
 
 def _scales_of_columns(scale: jax.Array, layer: Layer) -> jax.Array:
     """Scales of columns [..., 1, columns] -> [1, columns]; a single scale and scales of blocks stay
     as they are."""
-    return scale.reshape(1, scale.shape[-1]) if scale.ndim > 2 and not layer.batched else scale
+    if scale.ndim > 2 and not layer.batched:
+        return scale.reshape(1, scale.shape[-1])
+    return scale
 
 
 def _check_whole_blocks(
@@ -163,10 +165,8 @@ def _check_whole_blocks(
     if layer.mode != "shard_map":
         return
     ragged = layer.ragged(role, axis)
-    cutting, sizes = (
-        layer.placement.at_rest(role),
-        granularities.blocks(granularity, x.shape, axis, ragged=ragged),
-    )
+    cutting = layer.placement.at_rest(role)
+    sizes = granularities.blocks(granularity, x.shape, axis, ragged=ragged)
     # of rows that follow each other
     run = x.shape[0] // (layer.outer if layer.placement.gathered(role) and role != "weight" else 1)
     for dim, length, size, axes in zip(

@@ -83,11 +83,9 @@ def _gathered(
     which: Gemm, role: Role, own: Quantized, roles: Mapping[Role, Operand], layer: Layer
 ) -> Quantized:
     whole = roles[role].whole
-    return (
-        operands.gathered_codes(own, role, layer.axis(which, role), layer)
-        if whole is None
-        else whole
-    )
+    if whole is None:
+        return operands.gathered_codes(own, role, layer.axis(which, role), layer)
+    return whole
 
 
 def _measured(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fp8ref.jax.attention.kernel import CALLS
 from fp8ref.jax.attention.operands.operands import FAST
 from fp8ref.jax.proof import hlo
-from fp8ref.jax.proof.verdict import Gemm, Program, gemms, hlo_name
+from fp8ref.jax.proof.verdict import Program, gemms, hlo_name
 from fp8ref.jax.quantize import cast
 from fp8ref.spec.attention.products import Product, formats, products
 from fp8ref.spec.attention.variants import Variant
@@ -35,7 +35,7 @@ def missing_products(
                 here = [dot for dot in here if dot.fp8]
             planned = planned and planned + (f", under {plan}" if plan else "")
             promise = f"{layer}/{product}: planned {planned or 'a dot of dequantized operands'}"
-            others = {_said(dot) for dot in here} - {planned} if planned else set()
+            others = {dot.said for dot in here} - {planned} if planned else set()
             lines += [
                 f"{promise}; {have}" for have in (sorted(others) if here else ["found no such dot"])
             ]
@@ -48,15 +48,7 @@ def manifest_of_products(program: Program, layers: Sequence[str], variant: Varia
     """
     here = [dot for dot in gemms(program) if dot.layer in layers and dot.which in products(variant)]
     entries = [
-        {
-            "gemm": f"{dot.layer}/{dot.which}",
-            "a": dot.a,
-            "b": dot.b,
-            "accumulate": dot.accumulate,
-            "fp8": dot.fp8,
-        }
-        | ({"plan": dot.plan} if dot.plan else {})
-        for dot in here
+        dot.entry | {"fp8": dot.fp8} | ({"plan": dot.plan} if dot.plan else {}) for dot in here
     ]
     return {
         "variant": variant.name,
@@ -105,7 +97,3 @@ def _wanted(product: Product, variant: Variant) -> str | None:
         return None
     a, b = (hlo_name(cast.DTYPES[fmt.name]) for fmt in formats(product, variant))
     return f"{a} x {b}, {'fast' if variant.plan in FAST else 'slow'}"
-
-
-def _said(dot: Gemm) -> str:
-    return f"{dot.a} x {dot.b}, {dot.accumulate}" + (f", under {dot.plan}" if dot.plan else "")

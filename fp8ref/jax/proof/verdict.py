@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -64,6 +65,17 @@ class Gemm:
     def fp8(self) -> bool:
         """True if both operands are FP8."""
         return self.a.startswith("f8") and self.b.startswith("f8")
+
+    @property
+    def said(self) -> str:
+        """Its types, accumulation and plan, as ``promised`` says what is planned."""
+        return promised(self.a, self.b, self.accumulate, self.plan)
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """The GEMM in a run's manifest."""
+        entry = {"gemm": f"{self.layer}/{self.which}", "a": self.a, "b": self.b}
+        return {**entry, "accumulate": self.accumulate}
 
 
 @dataclass(frozen=True)
@@ -123,22 +135,17 @@ def gemms(program: Program) -> list[Gemm]:
     """Every dot, and every GEMM under simulated hardware, in the program's order."""
     dots = []
     for op in program.operations:
-        if op.kind == "dot_general":
-            (layer, which), (a, b) = op.place, (dtype for dtype, _ in op.operands)
-            if op.turned:
-                a, b = b, a
-            accumulate = "slow" if "HIGH" in op.precision.upper() else "fast"
-            dots.append(
-                Gemm(layer, which, a, b, *op.result, accumulate, op.multiplications, op.kernel)
-            )
-        elif op.kind == "simulated":
-            (layer, which), (a, b) = op.place, (dtype for dtype, _ in op.operands)
+        if op.kind not in ("dot_general", "simulated"):
+            continue
+        (a, b), plan = (dtype for dtype, _ in op.operands), None
+        if op.kind == "simulated":
             plan, _, accumulate = op.precision.rpartition(":")
-            dots.append(
-                Gemm(
-                    layer, which, a, b, *op.result, accumulate, op.multiplications, op.kernel, plan
-                )
-            )
+        else:
+            accumulate = "slow" if "HIGH" in op.precision.upper() else "fast"
+            a, b = (b, a) if op.turned else (a, b)
+        (layer, which), (out, shape) = op.place, op.result
+        work = op.multiplications
+        dots.append(Gemm(layer, which, a, b, out, shape, accumulate, work, op.kernel, plan))
     return dots
 
 
@@ -173,15 +180,10 @@ def missing(
                 or (plan is None and gemm.dequantizes(spec.a.granularity))
             ):
                 continue
-            expected = _said(
-                hlo_name(cast.DTYPES[spec.a.fmt.name]),
-                hlo_name(cast.DTYPES[spec.b.fmt.name]),
-                spec.accumulate,
-                plan,
-            )
+            a, b = (hlo_name(cast.DTYPES[each.fmt.name]) for each in (spec.a, spec.b))
+            expected = promised(a, b, spec.accumulate, plan)
             here = [dot for dot in dots if (dot.layer, dot.which) == (layer, which)]
-            present = [_said(dot.a, dot.b, dot.accumulate, dot.plan) for dot in here]
-            others = [text for text in present if text != expected]
+            others = [dot.said for dot in here if dot.said != expected]
             promise = f"{layer}/{which}: planned {expected}"
             lines += [f"{promise}; {have}" for have in (others if here else ["found no such dot"])]
             place, placement = f"{layer}/{which}", (placements or {}).get(layer)
@@ -275,53 +277,29 @@ def manifest(
     missing; under simulated hardware its GEMMs; of a compiled program its kernels and gathers.
     """
     here = [dot for dot in gemms(program) if dot.layer in planned]
-    dots, simulated = (
-        [dot for dot in here if (dot.plan is None) is native] for native in (True, False)
-    )
     dequantized = [
         f"{layer}/{which}"
         for layer, recipe in planned.items()
         for which, spec in recipes.by_name(recipe).gemms.items()
         if spec.a and plan is None and gemm.dequantizes(spec.a.granularity)
     ]
-    return (
-        {
-            "read_from": program.source,
-            "gemms": [
-                {
-                    "gemm": f"{dot.layer}/{dot.which}",
-                    "a": dot.a,
-                    "b": dot.b,
-                    "accumulate": dot.accumulate,
-                    "fp8": dot.fp8,
-                }
-                for dot in dots
-            ],
-            "on_dequantised_operands": dequantized,
-            "gathers": gathers(program),
-            "missing": missing,
-        }
-        | ({"simulated": [_simulated_entry(dot) for dot in simulated]} if plan else {})
-        | (
-            {"compiled": {"kernels": kernels(compiled), "gathers": gathers(compiled)}}
-            if compiled
-            else {}
-        )
-    )
-
-
-def _said(a: str, b: str, accumulate: str | None, plan: str | None) -> str:
-    return f"{a} x {b}, {accumulate}" + (f", under {plan}" if plan else "")
-
-
-def _simulated_entry(dot: Gemm) -> dict:
-    return {
-        "gemm": f"{dot.layer}/{dot.which}",
-        "a": dot.a,
-        "b": dot.b,
-        "accumulate": dot.accumulate,
-        "plan": dot.plan,
+    proof = {
+        "read_from": program.source,
+        "gemms": [dot.entry | {"fp8": dot.fp8} for dot in here if dot.plan is None],
+        "on_dequantised_operands": dequantized,
+        "gathers": gathers(program),
+        "missing": missing,
     }
+    if plan:
+        proof["simulated"] = [dot.entry | {"plan": dot.plan} for dot in here if dot.plan]
+    if compiled:
+        proof["compiled"] = {"kernels": kernels(compiled), "gathers": gathers(compiled)}
+    return proof
+
+
+def promised(a: str, b: str, accumulate: str | None, plan: str | None) -> str:
+    """A dot of operands of these types, in a line of what is planned."""
+    return f"{a} x {b}, {accumulate}" + (f", under {plan}" if plan else "")
 
 
 def _merged(

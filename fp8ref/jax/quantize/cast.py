@@ -12,6 +12,8 @@ from fp8ref import formats
 from fp8ref.formats import FLOAT32, Format
 from fp8ref.jax.quantize import division, philox
 
+__all__ = ["DTYPES", "decode", "encode", "to_f32", "to_fp8"]
+
 DTYPES = {
     "e4m3fn": jnp.float8_e4m3fn,
     "e5m2": jnp.float8_e5m2,

@@ -25,10 +25,8 @@ def words(counter, stream, key):
     c2, c3 = jnp.broadcast_to(jnp.asarray(stream, jnp.uint32), counter.shape), c1
     k0, k1 = key
     for _ in range(ROUNDS):
-        (p_high, p_low), (q_high, q_low) = (
-            _product(c0, MULTIPLIERS[0]),
-            _product(c2, MULTIPLIERS[1]),
-        )
+        p_high, p_low = _product(c0, MULTIPLIERS[0])
+        q_high, q_low = _product(c2, MULTIPLIERS[1])
         c0, c1, c2, c3 = q_high ^ c1 ^ k0, q_low, p_high ^ c3 ^ k1, p_low
         k0, k1 = k0 + jnp.uint32(WEYL[0]), k1 + jnp.uint32(WEYL[1])
     return c0, c1, c2, c3
@@ -64,10 +62,8 @@ def codes(x, fmt: Format, key):
     h, w = _random(x.shape, key)
     # 13 is the smallest shift, of float16
     high = ((rest << 3) >> jnp.minimum(shift - 13, 31)) + h
-    left, right = (
-        jnp.clip(48 - shift.astype(jnp.int32), 0),
-        jnp.clip(shift.astype(jnp.int32) - 48, 0),
-    )
+    left = jnp.clip(48 - shift.astype(jnp.int32), 0)
+    right = jnp.clip(shift.astype(jnp.int32) - 48, 0)
     low = jnp.where(
         left < 32,
         (rest << jnp.minimum(left, 31).astype(jnp.uint32)) >> right.astype(jnp.uint32),

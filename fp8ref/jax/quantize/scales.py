@@ -21,6 +21,8 @@ from fp8ref.formats import Format
 from fp8ref.jax.quantize import division
 from fp8ref.policy import ScalePolicy
 
+__all__ = ["Scales", "implemented", "scale_from_amax", "scales_from_amax", "with_inverse"]
+
 
 class Scales(NamedTuple):
     """scale multiplies into FP8, scale_inv out of it; float32 of one shape."""
@@ -50,11 +52,9 @@ def scales_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "
         return _e8m0_scales(amax, fmt, policy)
     if policy.makes_scale_inv:
         return _ratio_scales(amax, fmt, policy)
-    return (
-        _quotient_scales(amax, fmt, policy)
-        if policy.power_of_two is None
-        else _power_of_two_scales(amax, fmt, policy)
-    )
+    if policy.power_of_two is None:
+        return _quotient_scales(amax, fmt, policy)
+    return _power_of_two_scales(amax, fmt, policy)
 
 
 def scale_from_amax(
@@ -167,7 +167,9 @@ def _power_of_two_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> S
 def _smallest(policy: ScalePolicy) -> np.float32:
     """The smallest float32 not below eps."""
     smallest = np.float32(policy.eps)
-    return smallest if float(smallest) >= policy.eps else np.nextafter(smallest, np.float32(1))
+    if float(smallest) >= policy.eps:
+        return smallest
+    return np.nextafter(smallest, np.float32(1))
 
 
 def _e8m0_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:

@@ -18,6 +18,8 @@ from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.recipe import OPERANDS, Gemm, Role
 from fp8ref.selection.statistics import COUNTS
 
+__all__ = ["LENGTH", "ROWS", "Measured", "measure", "parts"]
+
 LENGTH = 2 * len(COUNTS) + 6
 """The numbers of a measurement: two for each of ``COUNTS``, and six more."""
 
@@ -53,7 +55,7 @@ def measure(x: jax.Array, q: Quantized) -> jax.Array:
     # which the quantizer may have taken too: XLA then computes it once
     group_amaxes = scaling.amax(x, q.granularity, axis=q.axis, ragged=True)
     amax = scaling.amax(group_amaxes)
-    field, unit = _unit(amax)
+    field, in_units = unit(amax)
     error = jnp.where(finite, decoded * scaling.spread(q.scale_inv, shape, q.blocks) - kept, 0.0)
     times = scales.times_e8m0 if q.granularity == "mx_1x32" else operator.mul
     bound, above = _overflow_bound(q.fmt)
@@ -77,7 +79,7 @@ def measure(x: jax.Array, q: Quantized) -> jax.Array:
     # XLA's extrema on a CPU may drop NaNs
     poisoned = jnp.where(jnp.isnan(q.scale).any(), jnp.nan, 0.0)
     extremes = [q.scale.min() + poisoned, q.scale.max() + poisoned]
-    sums = [_squares(v * unit) for v in (kept, error)]
+    sums = [_squares(v * in_units) for v in (kept, error)]
     return jnp.stack([*_limbs(counts), *sums, field.astype(jnp.float32), amax, *extremes])
 
 
@@ -97,7 +99,7 @@ def measurement(
     finite = jnp.isfinite(value)
     kept = jnp.where(finite & inside, value, 0.0)
     amax = scaling.amax(jnp.where(inside, x, jnp.zeros((), x.dtype)))
-    field, unit = _unit(amax)
+    field, in_units = unit(amax)
     error = jnp.where(finite & inside, decoded * scale_inv - kept, 0.0)
     bound, above = _overflow_bound(fmt)
     scaled = jnp.abs(times(value, scale))
@@ -111,7 +113,7 @@ def measurement(
     counts = {name: _number(masks[name].reshape(-1, x.shape[-1])) for name in COUNTS}
     extremes = [jnp.where(inside, scale, jnp.inf).min(), jnp.where(inside, scale, -jnp.inf).max()]
     poisoned = jnp.where(jnp.isnan(jnp.where(inside, scale, 1.0)).any(), jnp.nan, 0.0)
-    sums = (_squares(v.reshape(-1, x.shape[-1])) for v in (kept * unit, error * unit))
+    sums = (_squares(v.reshape(-1, x.shape[-1])) for v in (kept * in_units, error * in_units))
     extremes = [s + poisoned for s in extremes]
     return jnp.stack([*_limbs(counts), *sums, field.astype(jnp.float32), amax, *extremes])
 
@@ -140,7 +142,7 @@ def _limbs(counts: dict[str, jax.Array]) -> list[jax.Array]:
     return [half.astype(jnp.float32) for half in halves]
 
 
-def _unit(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
+def unit(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The exponent field, of a normal number, of an amax, and 2^-exponent: both that and its
     reciprocal are normal. One where it is not finite."""
     field = jnp.clip(lax.bitcast_convert_type(largest, jnp.int32) >> 23, 1, 253)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8ref.jax.quantize import division
+from fp8ref.jax.quantize import division, stats
 from fp8ref.jax.states import moments
 from fp8ref.jax.states import state as adamw_state
 from fp8ref.jax.states.moments import MomentState, Scalars
@@ -21,6 +21,8 @@ from fp8ref.jax.states.state import AdamWState, check_decisions, check_moment
 from fp8ref.spec.states import layouts as states
 from fp8ref.spec.states.health import COUNTS, clip_limit
 from fp8ref.spec.states.layouts import Layout, Moment
+
+__all__ = ["Measured", "measure", "numbers"]
 
 
 class Measured(NamedTuple):
@@ -113,10 +115,8 @@ def _measure(g, before, after, at: Scalars, layout: Layout) -> Measured:
     )
     new = moments.averages(g, old[0], old[1], at, layout)
     idle = moments.averages(jnp.zeros_like(g), stored[0], stored[1], at, layout)
-    exact_ratio, stored_ratio = (
-        moments.ratio(new[0], new[1], at),
-        moments.ratio(stored[0], stored[1], at),
-    )
+    exact_ratio = moments.ratio(new[0], new[1], at)
+    stored_ratio = moments.ratio(stored[0], stored[1], at)
     root, stored_root = division.sqrt(new[1]), division.sqrt(stored[1])
     masks = (
         (stored[1] == 0) & (stored[0] != 0),
@@ -170,8 +170,5 @@ def _squares(x):
     """The sum of squares, in units of the square of a power of two that keeps it in range, and that
     power's exponent field.
     """
-    largest = moments.largest(x)
-    field = jnp.clip(lax.bitcast_convert_type(largest, jnp.int32) >> 23, 1, 253)
-    field = jnp.where(jnp.isfinite(largest), field, 127)
-    unit = lax.bitcast_convert_type((254 - field) << 23, jnp.float32)
+    field, unit = stats.unit(moments.largest(x))
     return _sum((x * unit) * (x * unit)), field.astype(jnp.float32)

@@ -67,10 +67,8 @@ def step(
     Shapes:   p, and g, [..., n * block]; factor and finite ().
     interpret runs the kernel by XLA, on any platform.
     """
-    lead, master = (
-        (*p.shape[:-1], p.shape[-1] // _block(layout)),
-        stored[2] if layout.keeps_master else None,
-    )
+    lead = *p.shape[:-1], p.shape[-1] // _block(layout)
+    master = stored[2] if layout.keeps_master else None
     scalars = jnp.stack(
         [
             *at,
@@ -174,11 +172,9 @@ def _kernel(scalars, g, weight, *refs, layout: Layout):
     count = 2 * (4 if layout.m.expansion else 2)
     fields, outputs = refs[:count], refs[count:]
     with division.in_kernel():
-        at, factor, finite = (
-            Scalars(*(scalars[i] for i in range(10))),
-            scalars[10],
-            scalars[11] != 0,
-        )
+        at = Scalars(*(scalars[i] for i in range(10)))
+        factor = scalars[10]
+        finite = scalars[11] != 0
         before = [weight[...], *(ref[...] for ref in fields)]
         both = before[1 : 1 + count // 2], before[1 + count // 2 :]
         old = [_state(part, layout) for part in both]
@@ -204,8 +200,6 @@ def _kernel(scalars, g, weight, *refs, layout: Layout):
 
 def _state(fields: list[jax.Array], layout: Layout) -> MomentState:
     codes, scale_inv, *more = fields
-    return (
-        MomentState(codes, scale_inv, None, *more)
-        if layout.m.expansion
-        else MomentState(codes, scale_inv)
-    )
+    if layout.m.expansion:
+        return MomentState(codes, scale_inv, None, *more)
+    return MomentState(codes, scale_inv)

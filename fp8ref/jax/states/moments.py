@@ -353,11 +353,9 @@ def product(a, b):
 
 def _not_below(x, least):
     """``jnp.maximum``, of x that may be NaN."""
-    return (
-        jnp.where(jnp.isnan(x) | (x > least), x, least)
-        if division.inside_kernel()
-        else jnp.maximum(x, least)
-    )
+    if division.inside_kernel():
+        return jnp.where(jnp.isnan(x) | (x > least), x, least)
+    return jnp.maximum(x, least)
 
 
 def _over(x, group_values):

@@ -316,7 +316,8 @@ def _step_leaves(
     adamw_state.check_decisions(state, layout)
     count = optax.safe_increment(state.count)
     at = _scalars(state, count, layout, optimizer)
-    decays, stacks = optimizer.parameters.decays(params), optimizer.parameters.stacks(params)
+    decays = optimizer.parameters.decays(params)
+    stacks = optimizer.parameters.stacks(params)
 
     structure: Any
     leaves, structure = jax.tree.flatten(params)

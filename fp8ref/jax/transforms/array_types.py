@@ -8,11 +8,9 @@ from jax.sharding import PartitionSpec
 
 def whole(x: jax.Array) -> jax.Array:
     """x, on every device if Explicit axes cut it: types then let it be flattened."""
-    return (
-        jax.sharding.reshard(x, PartitionSpec(*[None] * x.ndim))
-        if any(jax.typeof(x).sharding.spec)
-        else x
-    )
+    if any(jax.typeof(x).sharding.spec):
+        return jax.sharding.reshard(x, PartitionSpec(*[None] * x.ndim))
+    return x
 
 
 def like(x: jax.Array, other: jax.Array) -> jax.Array:
