@@ -192,13 +192,13 @@ def test_a_scale_moved_to_the_operand_is_caught(monkeypatch):
     FP8.
     """
 
-    def dequantized(a, b, *, out_dtype, collective, **how):
+    def dequantized(a, b, *, out_dtype, execution, **how):
         return gemm.matmul_hp(
             scaling.dequantize(a),
             scaling.dequantize(b),
             axes=(a.axis, b.axis),
             out_dtype=out_dtype,
-            collective=collective,
+            execution=gemm.Execution(collective=execution.collective),
         )
 
     monkeypatch.setattr(gemm, "matmul", dequantized)
