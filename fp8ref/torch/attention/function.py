@@ -273,7 +273,9 @@ def _load(ctx, call: RankCall, roles: tuple[str, ...]) -> tuple[Problem, Saved]:
         return problem, Saved((q, k, v), o, None, lse, Scales(scale_p, unit), tensors)
     o, o_scale_inv, lse, scale, scale_inv, *codes = rest
     pairs = zip(("q", "k", "v"), codes[::2], codes[1::2], strict=True)
-    tensors = {role: Heads(x, unit, unit, inverse) for role, x, inverse in pairs}
+    tensors = {
+        role: Heads(x, unit, unit, inverse, problem.blocks(role)) for role, x, inverse in pairs
+    }
     tensors = attention_context.gathered(tensors, call)
     return problem, Saved(None, o, o_scale_inv, lse, Scales(scale, scale_inv), tensors)
 

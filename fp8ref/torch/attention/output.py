@@ -183,7 +183,7 @@ def _layouts(tensors: dict[str, Heads], problem: Problem) -> tuple[Tensor, Tenso
     """
     if problem.variant.granularity == "mx_1x32":
         q, k = heads.dequantize(tensors["q"]), heads.dequantize(tensors["k"])
-        v = heads.dequantize(tensors["v"], along_tokens=True)
+        v = heads.dequantize(tensors["v"])
     else:
         q, k, v = (tensors[role].codes for role in ("q", "k", "v"))
     grouped = operands.grouped(q, problem.shape)

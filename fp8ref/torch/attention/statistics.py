@@ -5,12 +5,11 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8ref.formats import Format
-from fp8ref.selection.statistics import COUNTS, FIELDS
-from fp8ref.spec.attention.products import AttentionOperand, along_tokens, first_use
+from fp8ref.selection.statistics import FIELDS
+from fp8ref.spec.attention.products import AttentionOperand, first_use
 from fp8ref.spec.attention.variants import Variant
 from fp8ref.torch.attention import observer as attention_observer
 from fp8ref.torch.attention.operands import heads
@@ -23,36 +22,19 @@ from fp8ref.torch.quantize.scaling import Quantized
 
 
 @torch.no_grad()
-def measure(
-    x: torch.Tensor, tensor: Heads, fmt: Format, variant: Variant, *, along_tokens: bool = False
-) -> torch.Tensor:
+def measure(x: torch.Tensor, tensor: Heads, fmt: Format) -> torch.Tensor:
     """float64 [FIELDS] of x [B, H, T, D] and its quantized form.
 
-    along_tokens  MX blocks lie along the tokens.
     Order:    as ``stats.measure``; scales of heads and of 128 tokens as those of their rows.
     """
-    if variant.granularity == "tensor":
-        return stats.measure(
-            x, Quantized(tensor.codes, tensor.scale, tensor.scale_inv, fmt, "tensorwise", -1)
-        )
-    if variant.granularity in ("head", "rows_128"):
-        spread = (
-            heads.spread(s, tuple(x.shape), variant.granularity)
-            for s in (tensor.scale, tensor.scale_inv)
-        )
-        scale, inverse = (s.expand(*x.shape[:3], 1) for s in spread)
-        return stats.measure(x, Quantized(tensor.codes, scale, inverse, fmt, "rowwise", -1))
-    axis = 2 if along_tokens else 3
-    widths = [0, 0] * (3 - axis) + [0, -x.shape[axis] % MX]
-    # Zeros fill the last block up. They are in no count but that of all elements, which is put
-    # right.
-    codes = functional.pad(tensor.codes.view(torch.uint8), widths).view(tensor.codes.dtype)
-    fields = stats.measure(
-        functional.pad(x, widths),
-        Quantized(codes, tensor.scale, tensor.scale_inv, fmt, "mx_1x32", axis),
-    )
-    fields[COUNTS.index("count")] = x.numel()
-    return fields
+    codes, scale, scale_inv, blocks = tensor.codes, tensor.scale, tensor.scale_inv, tensor.blocks
+    if scale.ndim == 0:
+        return stats.measure(x, Quantized(codes, scale, scale_inv, fmt, "tensorwise", -1))
+    if blocks is not None and MX in blocks:
+        axis = blocks.index(MX)
+        return stats.measure(x, Quantized(codes, scale, scale_inv, fmt, "mx_1x32", axis))
+    scale, scale_inv = (heads.spread(s, tensor).expand(*x.shape[:3], 1) for s in (scale, scale_inv))
+    return stats.measure(x, Quantized(codes, scale, scale_inv, fmt, "rowwise", -1))
 
 
 @contextmanager
@@ -75,9 +57,7 @@ def measuring(
         if not same:
             return
         with _disable_current_modes():
-            measured = measure(
-                x, tensor, same[0].fmt, variant, along_tokens=along_tokens(product, role)
-            )
+            measured = measure(x, tensor, same[0].fmt)
         for operand in same:
             parts.setdefault(operand.name, []).append(measured)
 

@@ -2,8 +2,6 @@
 share codes (spec Q-13).
 """
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -29,28 +27,12 @@ from fp8ref.torch.attention.operands.problem import Problem, RankCall, padded_do
 )
 def test_elements_are_counted_once(granularity, policy):
     """50 tokens are no whole blocks of 32: zeros that fill the last one up are not counted."""
-    variant = dataclasses.replace(
-        VARIANTS["cudnn"],
-        granularity=granularity,
-        policy=policy,
-        backward=None,
-        p_scale=1.0,
-        out_scales="tile",
-    )
     x = torch.randn(2, 4, 50, 32, generator=torch.Generator().manual_seed(0))
-    along = granularity == "mx_1x32"
-    amax = head_scaling.amax(x, granularity, heads=2, along_tokens=along)
-    tensor = head_scaling.quantize(
-        x, E4M3FN, granularity, policy, amax_of_groups=amax, along_tokens=along
-    )
+    blocks = head_scaling.blocks_of(granularity, group=2, along_tokens=True)
+    amax = head_scaling.amax(x, blocks)
+    tensor = head_scaling.quantize(x, E4M3FN, blocks, policy, amax=amax)
     x[1, 3, 49, 31] = torch.inf
-    found = dict(
-        zip(
-            FIELDS,
-            attention_stats.measure(x, tensor, E4M3FN, variant, along_tokens=along).tolist(),
-            strict=True,
-        )
-    )
+    found = dict(zip(FIELDS, attention_stats.measure(x, tensor, E4M3FN).tolist(), strict=True))
     assert (found["count"], found["non_finite"]) == (2 * 4 * 50 * 32, 1)
     assert found["noise"] / found["signal"] < 2.0**-8  # e4m3 rounds by 2^-4 of a number at most
     assert (found["scale_min"] < found["scale_max"]) == (granularity != "tensor")

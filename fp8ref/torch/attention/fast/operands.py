@@ -64,21 +64,17 @@ class Layout:
         q = self.query_rows(tensors["q"])
         self.q = q if self.codes else q.mul_(self.scale)
         self.k = operands.along_features(self.values(tensors["k"])).flatten(0, 1)
-        v = self.values(tensors["v"], along_tokens=True)
-        self.v = operands.along_features(v).flatten(0, 1)
+        self.v = operands.along_features(self.values(tensors["v"])).flatten(0, 1)
         self._scratch: dict[int, Tensor] = {}
 
-    def values(self, x: Heads, *, along_tokens: bool = False) -> Tensor:
+    def values(self, x: Heads) -> Tensor:
         """The codes, or dequantized float32 numbers in new memory."""
         if self.codes:
             return x.codes
         numbers = float_values.decode(x.codes)
-        if self.variant.granularity is None:
+        if x.blocks is None:
             return numbers.clone() if numbers is x.codes else numbers
-        scale_inv = heads.spread(
-            x.scale_inv, tuple(numbers.shape), self.variant.granularity, along_tokens=along_tokens
-        )
-        return numbers.mul_(scale_inv)
+        return numbers.mul_(heads.spread(x.scale_inv, x))
 
     def query_rows(self, x: Heads) -> Tensor:
         """q or do, [B x Hkv, Tq x G, D]."""

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from fp8ref.formats import Format
 from fp8ref.spec.attention.products import Role
+from fp8ref.spec.granularity import Blocks
 from fp8ref.torch.attention import output as forward
 from fp8ref.torch.attention import products
 from fp8ref.torch.attention.gradients import parts
 from fp8ref.torch.attention.gradients.parts import Saved, Sums
 from fp8ref.torch.attention.operands import heads
 from fp8ref.torch.attention.operands import operands as operands
-from fp8ref.torch.attention.operands.heads import MX, Heads, pad
+from fp8ref.torch.attention.operands.heads import MX, Heads
 from fp8ref.torch.attention.operands.kept import Kept, Matrix, Tally
 from fp8ref.torch.attention.operands.operands import Tile
 from fp8ref.torch.attention.operands.problem import Problem, Report
@@ -25,6 +26,9 @@ from fp8ref.torch.quantize.scales import Scales
 
 P_SCALE = 256.0
 """What P is multiplied by before its cast."""
+
+ALONG_KEYS, ALONG_QUERIES = (1, 1, 1, 1, MX), (1, 1, MX, 1, 1)
+"""Blocks of dS [B, Hkv, rows, G, keys]."""
 
 
 def run(
@@ -69,7 +73,7 @@ class _Pass:
         shape, device, tensors = problem.shape, do.device, saved.tensors
         q, k, _ = saved.inputs
         q_along, k_along, do_along = (
-            heads.dequantize(x, along_tokens=True)
+            heads.dequantize(x)
             for x in (
                 along_tokens(q, "q", problem),
                 along_tokens(k, "k", problem),
@@ -83,7 +87,7 @@ class _Pass:
         self.k_tokens = operands.along_tokens(k_along)
         self.q = operands.grouped(heads.dequantize(tensors["q"]), shape, MX)
         self.k = operands.along_features(heads.dequantize(tensors["k"]))
-        self.v = operands.along_features(heads.dequantize(tensors["v"], along_tokens=True))
+        self.v = operands.along_features(heads.dequantize(tensors["v"]))
         self.lse = parts.rows_of(saved.lse, shape, MX)
         short, o = (
             operands.grouped(x, shape, MX) for x in (heads.rounded(do, self.variant.out), saved.o)
@@ -114,12 +118,12 @@ class _Pass:
         p8 = p8.float() / P_SCALE
         dv = products.heads("grad_v", p8, self.do_tokens, tile, variant)
         parts.add_heads(self.dv, dv, tile)
-        ds8 = _dequantized(ds, 4, self.problem.gradient_fmt, variant.policy)
+        ds8 = _dequantized(ds, ALONG_KEYS, self.problem.gradient_fmt, variant.policy)
         self.tally_ds.count_lost(ds, ds8)
         k_tokens = self.k_tokens[:, :, :, tile.keys]
         dq = products.rows("grad_q", ds8, k_tokens, variant)
         self.dq[:, :, rows] = self.dq[:, :, rows] + dq
-        ds8 = _dequantized(ds, 2, self.problem.gradient_fmt, variant.policy)
+        ds8 = _dequantized(ds, ALONG_QUERIES, self.problem.gradient_fmt, variant.policy)
         dk = products.heads("grad_k", ds8, self.q_tokens, tile, variant)
         parts.add_heads(self.dk, dk, tile)
 
@@ -127,21 +131,10 @@ class _Pass:
 def along_tokens(x: Tensor, role: Role, problem: Problem) -> Heads:
     """q, k or do as a product over tokens takes it: with blocks along them."""
     fmt = problem.gradient_fmt if role == "do" else problem.variant.fmt
-    return heads.quantize(
-        x,
-        fmt,
-        "mx_1x32",
-        problem.variant.policy,
-        amax_of_groups=heads.amax(x, "mx_1x32", heads=0, along_tokens=True),
-        along_tokens=True,
-    )
+    blocks = heads.blocks_of("mx_1x32", along_tokens=True)
+    return heads.quantize(x, fmt, blocks, problem.variant.policy, amax=heads.amax(x, blocks))
 
 
-def _dequantized(ds: Tensor, dim: int, fmt: Format, policy: str) -> Tensor:
-    """dS [B, Hkv, rows, G, keys], quantized in blocks of 32 along a dim, and dequantized."""
-    size = ds.shape[dim]
-    blocks = pad(ds, dim, MX).unflatten(dim, (-1, MX))
-    amax = blocks.abs().amax(dim + 1, keepdim=True)
-    scale, scale_inv = heads.scales_of(amax, fmt, policy)
-    low = heads.codes(blocks, fmt, scale).float() * scale_inv
-    return low.flatten(dim, dim + 1).narrow(dim, 0, size)
+def _dequantized(ds: Tensor, blocks: Blocks, fmt: Format, policy: str) -> Tensor:
+    """dS [B, Hkv, rows, G, keys], quantized in blocks and dequantized."""
+    return heads.dequantize(heads.quantize(ds, fmt, blocks, policy, amax=heads.amax(ds, blocks)))

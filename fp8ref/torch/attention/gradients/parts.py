@@ -81,15 +81,15 @@ def quantized_do(do: Tensor, problem: Problem, *, report: Report) -> Heads:
     if report == "nothing" and (variant.granularity is None or "do" in problem.scales):
         amax = torch.zeros((), device=do.device, dtype=torch.float32)
     else:
-        amax = heads.amax(do, variant.granularity, heads=problem.shape.key_heads)
+        amax = heads.amax(do, problem.blocks("do"))
         if variant.granularity in ("tensor", None):
             (amax,) = operands.share([amax], problem.call)
     return heads.quantize(
         do,
         problem.gradient_fmt,
-        variant.granularity,
+        problem.blocks("do"),
         variant.policy,
-        amax_of_groups=amax,
+        amax=amax,
         scale=problem.scales.get("do"),
     )
 

@@ -1,7 +1,7 @@
 """Quantize q, k and v of attention: which elements share a scale (spec A-2).
 
-Tensors are [batch, heads, tokens, features]. The groups are attention's own; casts are those of
-``cast``, scales those of ``scales``, and Transformer Engine's current scaling, which linears of
+Tensors are [batch, heads, tokens, features]. The blocks are attention's own; casts are those of
+``scaling``, scales those of ``scales``, and Transformer Engine's current scaling, which linears of
 this backend do not have.
 """
 
@@ -15,7 +15,8 @@ from fp8ref import policy as policies
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.spec.attention.variants import Granularity
-from fp8ref.torch.quantize import cast
+from fp8ref.spec.granularity import Blocks
+from fp8ref.torch.quantize import scaling
 from fp8ref.torch.quantize.scales import Scales, scales_from_amax
 
 MX = 32
@@ -31,63 +32,45 @@ _CURRENT = policies.by_name("te_current")
 
 
 class Heads(NamedTuple):
-    """A tensor of attention: hp ~ codes * scale_inv, scales spread over their groups.
+    """A tensor of attention: hp ~ codes * scale_inv, scales spread over their blocks.
 
     codes        native float8 [B, H, T, D]; in high precision the rounded tensor.
-    amax         float32 of ``scale``'s shape: the amaxes of the groups.
+    amax         float32 of ``scale``'s shape: the amaxes of the blocks.
     scale        float32: () for ``tensor``; [B, Hkv, 1, 1] for ``head``; [B, H, ceil(T / 128), 1]
                  for ``rows_128``; [B, H, T, D / 32], or along the tokens [B, H, ceil(T / 32), D],
                  for ``mx_1x32``.
     scale_inv    float32 of that shape.
+    blocks       the elements that share a scale; None in high precision.
     """
 
     codes: Tensor
     amax: Tensor
     scale: Tensor
     scale_inv: Tensor
+    blocks: Blocks | None
 
 
-def amax(
-    x: Tensor, granularity: Granularity | None, *, heads: int, along_tokens: bool = False
-) -> Tensor:
-    """The amax of each group of x [B, H, T, D], float32 as ``Heads`` shapes them; NaN where there
-    is one.
+def blocks_of(
+    granularity: Granularity | None, *, group: int = 1, along_tokens: bool = False
+) -> Blocks | None:
+    """The block of elements of [B, H, T, D] that share a scale; None in high precision.
 
-    heads         heads of keys and values, whose groups ``head`` means.
-    along_tokens  MX blocks lie along the tokens.
-    Raises:   ValueError: for mx_1x32, features that 32 does not divide.
+    group         heads that share one under ``head``: of q, the query heads of a head of keys.
+    along_tokens  MX blocks lie along the tokens, not along the features.
     """
-    magnitude = x.detach().abs()
-    b, h, t, d = x.shape
-    if granularity in ("tensor", None):
-        return magnitude.amax().float()
-    if granularity == "head":
-        return magnitude.reshape(b, heads, -1).amax(-1).float()[:, :, None, None]
-    if granularity == "rows_128":
-        return pad(magnitude, 2, ROWS).reshape(b, h, -1, ROWS * d).amax(-1).float()[..., None]
-    if along_tokens:
-        return pad(magnitude, 2, MX).reshape(b, h, -1, MX, d).amax(3).float()
-    if d % MX:
-        raise ValueError(f"mx_1x32 needs features divisible by {MX}; got {d}. Pad them with zeros.")
-    return magnitude.reshape(b, h, t, d // MX, MX).amax(-1).float()
+    if granularity is None:
+        return None
+    return {
+        "tensor": (None, None, None, None),
+        "head": (1, group, None, None),
+        "rows_128": (1, 1, ROWS, None),
+        "mx_1x32": (1, 1, MX, 1) if along_tokens else (1, 1, 1, MX),
+    }[granularity]
 
 
-def spread(
-    scale: Tensor, shape: tuple[int, ...], granularity: Granularity, *, along_tokens: bool = False
-) -> Tensor:
-    """Scales repeated over their groups, so that they broadcast against a tensor of this shape."""
-    h, t = shape[1:3]
-    if granularity == "tensor":
-        return scale
-    if granularity == "head":
-        return scale.repeat_interleave(h // scale.shape[1], dim=1)
-    if granularity == "rows_128":
-        return scale.repeat_interleave(ROWS, dim=2)[:, :, :t]
-    return (
-        scale.repeat_interleave(MX, dim=2)[:, :, :t]
-        if along_tokens
-        else scale.repeat_interleave(MX, dim=3)
-    )
+def amax(x: Tensor, blocks: Blocks | None) -> Tensor:
+    """The amax of each block, in high precision of x, float32; NaN where there is one."""
+    return scaling.block_amax(x, (None,) * x.ndim if blocks is None else blocks).float()
 
 
 def scales_of(amax: Tensor, fmt: Format, policy: str | ScalePolicy) -> Scales:
@@ -117,48 +100,36 @@ def given(scale: Tensor) -> Scales:
 def quantize(
     x: Tensor,
     fmt: Format,
-    granularity: Granularity | None,
+    blocks: Blocks | None,
     policy: str | ScalePolicy,
     *,
-    amax_of_groups: Tensor,
-    along_tokens: bool = False,
+    amax: Tensor,
     scale: Tensor | None = None,
 ) -> Heads:
-    """Codes of x; in high precision x rounded to fmt.
+    """Codes of x, by the scales of blocks; in high precision x rounded to fmt.
 
-    amax_of_groups
-                  of ``amax``, of all ranks that share scales.
-    along_tokens  MX blocks lie along the tokens.
-    scale         given, of earlier steps; None: made of the amaxes.
-    Shapes:   x hp [B, H, T, D]; see ``Heads``.
+    amax      of ``amax``, of all ranks that share scales.
+    scale     given, of earlier steps; None: made of the amaxes.
+    Shapes:   x hp; of [B, H, T, D] see ``Heads``.
     Order:    scale by the policy (S-9, S-14); RN32(x * scale); saturate; round to nearest even
               (S-5).
-    Specials: a NaN or an infinity makes scale_inv of its group NaN. Under a given scale NaN stays,
-    and an
-              infinity saturates.
+    Specials: a NaN or an infinity makes scale_inv of its block NaN. Under a given scale NaN stays,
+              and an infinity saturates.
     Raises:   ValueError: as ``scales_of``.
     """
-    if granularity is None:
+    if blocks is None:
         unit = torch.ones((), device=x.device, dtype=torch.float32)
-        return Heads(rounded(x, fmt), amax_of_groups, unit, unit)
-    multiplier, scale_inv = (
-        scales_of(amax_of_groups, fmt, policy) if scale is None else given(scale)
-    )
-    scaled = (
-        x.detach()
-        .to(torch.float32, copy=True)
-        .mul_(spread(multiplier, tuple(x.shape), granularity, along_tokens=along_tokens))
-    )
-    return Heads(
-        scaled.clamp_(-fmt.max, fmt.max).to(cast.native(fmt)), amax_of_groups, multiplier, scale_inv
-    )
+        return Heads(rounded(x, fmt), amax, unit, unit, None)
+    scales = scales_of(amax, fmt, policy) if scale is None else given(scale)
+    codes = scaling.quantize_blocks(x, scales.scale, fmt, blocks)
+    return Heads(codes, amax, *scales, blocks)
 
 
 def codes(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
     """The codes of x times a scale that broadcasts to it; in high precision x rounded to fmt."""
     if fmt.bits != 8:
         return rounded(x, fmt)
-    return cast.to_fp8(x if scale is None else x * scale, fmt)
+    return scaling.quantize_blocks(x, scale, fmt)
 
 
 def rounded(x: Tensor, fmt: Format) -> Tensor:
@@ -174,11 +145,15 @@ def rounded(x: Tensor, fmt: Format) -> Tensor:
     return ((bits & 0x7FFF) | (bits & ~0x7FFF)).view(cast_x.dtype)
 
 
-def dequantize(x: Heads, *, along_tokens: bool = False) -> Tensor:
-    """RN32(codes * scale_inv) of MX blocks, exact unless it leaves float32's range (S-8)."""
-    return x.codes.float() * spread(
-        x.scale_inv, tuple(x.codes.shape), "mx_1x32", along_tokens=along_tokens
-    )
+def dequantize(x: Heads) -> Tensor:
+    """RN32(codes * scale_inv), exact of MX blocks unless it leaves float32's range (S-8)."""
+    return x.codes.float() * spread(x.scale_inv, x)
+
+
+def spread(scale: Tensor, x: Heads) -> Tensor:
+    """scale or scale_inv of x, which is in FP8, to broadcast against its codes."""
+    assert x.blocks is not None
+    return scaling.spread(scale, tuple(x.codes.shape), x.blocks)
 
 
 def above_range(magnitude: Tensor, fmt: Format) -> Tensor:

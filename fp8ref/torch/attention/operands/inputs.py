@@ -59,6 +59,10 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: RankCall) -> Shape:
             f"q, k and v are on one device; got {q.device}, {k.device} and {v.device}. Move them."
         )
     call.check_features(d)
+    if call.variant.granularity == "mx_1x32" and d % head_scaling.MX:
+        raise ValueError(
+            f"mx_1x32 needs features divisible by {head_scaling.MX}; got {d}. Pad them with zeros."
+        )
     if call.variant.rotated:
         hadamard.check(d, call.seed)
     return Shape(b, h, k_shape[1], tq, k_shape[2], d)

@@ -127,12 +127,7 @@ def quantize(
         for role in tensors
         if report != "nothing" or (variant.granularity is not None and role not in scales)
     ]
-    group_amaxes = [
-        head_scaling.amax(
-            tensors[role], variant.granularity, heads=k.shape[1], along_tokens=role == "v"
-        )
-        for role in needed
-    ]
+    group_amaxes = [head_scaling.amax(tensors[role], problem.blocks(role)) for role in needed]
     if variant.granularity in ("tensor", None) and group_amaxes:
         group_amaxes = share(group_amaxes, problem.call)
     amaxes |= dict(zip(needed, group_amaxes, strict=True))
@@ -140,10 +135,9 @@ def quantize(
         role: head_scaling.quantize(
             x,
             variant.fmt,
-            variant.granularity,
+            problem.blocks(role),
             variant.policy,
-            amax_of_groups=amaxes[role],
-            along_tokens=role == "v",
+            amax=amaxes[role],
             scale=scales.get(role),
         )
         for role, x in tensors.items()
@@ -159,9 +153,9 @@ def output(role: str, x: Tensor, amax: Tensor, problem: Problem) -> tuple[Tensor
     out = head_scaling.quantize(
         x,
         variant.out,
-        "tensor" if low else None,
+        head_scaling.blocks_of("tensor" if low else None),
         policy,
-        amax_of_groups=amax,
+        amax=amax,
         scale=problem.scales.get(role),
     )
     return (float_values.decode(out.codes).mul_(out.scale_inv) if low else out.codes.float()), out

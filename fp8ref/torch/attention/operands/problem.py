@@ -11,7 +11,8 @@ from torch.nn import functional
 from fp8ref.formats import Format
 from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import Variant
-from fp8ref.torch.attention.operands.heads import MX
+from fp8ref.spec.granularity import Blocks
+from fp8ref.torch.attention.operands.heads import MX, blocks_of
 
 STEP = 16
 """What features, and the keys of a tile, are padded to a multiple of, which kernels need."""
@@ -129,6 +130,12 @@ class Problem:
     def gradient_fmt(self) -> Format:
         """The format of do and dS."""
         return self.call.variant.gradient_fmt or self.call.variant.fmt
+
+    def blocks(self, role: str) -> Blocks | None:
+        """Which elements of q, k, v or do share a scale (A-2)."""
+        group = self.shape.group if role in ("q", "do") else 1
+        granularity = self.call.variant.granularity
+        return blocks_of(granularity, group=group, along_tokens=role == "v")
 
     @property
     def offset(self) -> int:

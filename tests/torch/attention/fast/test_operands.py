@@ -67,9 +67,7 @@ def test_memory_is_used_again():
 def test_operands_of_a_cpu_are_dequantized(name):  # A-18, item 3
     made, problem = layout(Mask(), name)
     tensor = made.tensors["q"]
-    of_elements = head_scaling.spread(
-        tensor.scale_inv, tuple(tensor.codes.shape), VARIANTS[name].granularity
-    )
+    of_elements = head_scaling.spread(tensor.scale_inv, tensor)
     q = tensor.codes.float() * of_elements * problem.score_scale
     assert not made.codes
     torch.testing.assert_close(made.by_head(made.q), q, rtol=2.0**-22, atol=0)

@@ -17,7 +17,12 @@ def test_ds_is_quantized_along_keys_and_along_queries(rng):  # A-16, step 5
     along_keys = keys.values[0, 0] * np.repeat(keys.scale_inv[0, 0], 32, axis=1)[:, :150]
     along_queries = queries.values[0, 0] * np.repeat(queries.scale_inv[0, 0], 32, axis=0)[:70]
     stacked = torch.from_numpy(ds)[None, None, :, None]  # [B, Hkv, rows, G, keys]
-    for dim, right in ((4, along_keys), (2, along_queries)):
-        found = attention_gradients_mx._dequantized(stacked, dim, VARIANTS["mxfp8"].fmt, "mx_rceil")
+    for blocks, right in (
+        (attention_gradients_mx.ALONG_KEYS, along_keys),
+        (attention_gradients_mx.ALONG_QUERIES, along_queries),
+    ):
+        found = attention_gradients_mx._dequantized(
+            stacked, blocks, VARIANTS["mxfp8"].fmt, "mx_rceil"
+        )
         np.testing.assert_array_equal(found[0, 0, :, 0].numpy(), right)
     assert (along_keys != along_queries).any()

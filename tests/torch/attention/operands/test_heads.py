@@ -9,6 +9,8 @@ from fp8ref.sim.attention.operands import heads as sim
 from fp8ref.sim.quantize import cast as sim_cast
 from fp8ref.sim.quantize.scales import scales_from_amax
 from fp8ref.torch.attention.operands import heads as head_scaling
+from fp8ref.torch.attention.operands import inputs
+from fp8ref.torch.attention.operands.problem import RankCall
 
 GROUPS = [
     ("tensor", "te_current"),
@@ -28,15 +30,9 @@ def test_codes_and_scales(granularity, policy, along_tokens, fmt, rng):
     )
     x[0, 1] = 0
     right = sim.quantize(x, fmt, granularity, policy, heads=2, along_tokens=along_tokens)
-    amax = head_scaling.amax(torch.from_numpy(x), granularity, heads=2, along_tokens=along_tokens)
-    found = head_scaling.quantize(
-        torch.from_numpy(x),
-        fmt,
-        granularity,
-        policy,
-        amax_of_groups=amax,
-        along_tokens=along_tokens,
-    )
+    blocks = head_scaling.blocks_of(granularity, group=2, along_tokens=along_tokens)
+    amax = head_scaling.amax(torch.from_numpy(x), blocks)
+    found = head_scaling.quantize(torch.from_numpy(x), fmt, blocks, policy, amax=amax)
     np.testing.assert_array_equal(found.codes.view(torch.uint8).numpy(), right.codes)
     for name in ("amax", "scale", "scale_inv"):
         np.testing.assert_array_equal(
@@ -46,9 +42,7 @@ def test_codes_and_scales(granularity, policy, along_tokens, fmt, rng):
         values = right.values * sim.spread(
             right.scale_inv, x.shape, granularity, along_tokens=along_tokens
         )
-        np.testing.assert_array_equal(
-            head_scaling.dequantize(found, along_tokens=along_tokens).numpy(), values
-        )
+        np.testing.assert_array_equal(head_scaling.dequantize(found).numpy(), values)
 
 
 # S-9: quotients rounded once, and never above float32's range
@@ -88,7 +82,7 @@ def test_what_leaves_the_range(fmt):  # A-8, against a rounding that does not sa
 
 def test_high_precision_is_rounded(rng):
     x = torch.from_numpy(rng.normal(size=(1, 2, 3, 4)).astype(np.float32))
-    found = head_scaling.quantize(x, BFLOAT16, None, "te_current", amax_of_groups=torch.zeros(()))
+    found = head_scaling.quantize(x, BFLOAT16, None, "te_current", amax=torch.zeros(()))
     assert torch.equal(found.codes, x.bfloat16())
     assert found.scale == found.scale_inv == 1
 
@@ -105,6 +99,6 @@ def test_padding_reaches_float8(rng):
 
 def test_refusals():
     with pytest.raises(ValueError, match="features divisible by 32; got 40"):
-        head_scaling.amax(torch.ones(1, 1, 4, 40), "mx_1x32", heads=1)
+        inputs.check(*[torch.ones(1, 1, 4, 40)] * 3, RankCall(variant="mxfp8"))
     with pytest.raises(ValueError, match="got policy 'te_delayed'"):
         head_scaling.scales_of(torch.ones(()), E4M3FN, "te_delayed")
