@@ -36,9 +36,7 @@ PIECE = 1 << 17
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A part of the inputs: bits begin, begin + stride, ... below end, or ``edges_and_16_bit`` of
-    the format.
-    """
+    """A part of the inputs: bits begin, begin + stride, ... below end; or ``edges_and_16_bit``."""
 
     kind: str  # "cast" or a scale policy
     fmt: str
@@ -130,9 +128,7 @@ def _one_thread() -> None:
 
 
 def examine(task: Task) -> Tally:
-    """Run every library on a task's inputs, on one thread, and tally where it differs from the
-    simulator.
-    """
+    """Run every library on a task's inputs, on one thread, and tally its differences."""
     fmt, tally = FP8_FORMATS[task.fmt], Tally()
     with threads.using(1):
         for bits in _inputs(task, fmt):

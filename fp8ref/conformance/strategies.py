@@ -243,9 +243,7 @@ def examples(strategy: st.SearchStrategy[_T], most: int) -> list[_T]:
 
 
 def _unscaled(points: np.ndarray, amax: float, fmt: Format, policy: str) -> np.ndarray:
-    """What the scale of an amax turns into points, or nearly; unchanged if that scale is zero or
-    infinite.
-    """
+    """What the scale of an amax turns into points; unchanged if it is zero or infinite."""
     factor = float(scales_from_amax(np.float32(amax), fmt, policy).scale)
     return points / factor if 0 < factor < math.inf else points
 
@@ -320,9 +318,7 @@ def _rounded(value: float) -> float:
 
 
 def _finite(value: float, finite: bool) -> float:
-    """The largest number in place of an infinity that rounding made, if only finite values are
-    wanted.
-    """
+    """The largest number for an infinity that rounding made, if finite values are wanted."""
     return (
         float(np.copysign(all_formats.BFLOAT16.max, value)) if finite and np.isinf(value) else value
     )

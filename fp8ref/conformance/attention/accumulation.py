@@ -99,9 +99,7 @@ def value_bits(attention: Attention) -> Finding:
 
 
 def score_bits(attention: Attention) -> Finding:
-    """The same of the sums of q k: keys whose score is such a sum, or 0, and whose values are
-    opposite.
-    """
+    """The same of sums of q k: keys whose score is such a sum, or 0, with opposite values."""
     kept = np.ones(WIDEST + 1, bool)
     for bits in range(8, WIDEST + 1):
         # 2^8 2^8 - 2^8 2^8 + 2^(16 - bits); all times a factor that makes the last a score of 20

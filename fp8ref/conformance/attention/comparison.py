@@ -184,9 +184,7 @@ class Asked:
             )
 
     def agreement(self, variant: Variant, *, cases: int | None = None) -> Agreement | None:
-        """How the answers to the first cases, or to all, agree with a variant; None if it does not
-        take such inputs.
-        """
+        """How the first answers, or all, agree with a variant; None if it takes no such inputs."""
         agreement = Agreement(variant=variant, compared=0, equal=0, near=0, error=0.0)
         squares = np.zeros(2)
         for case, answer in self.answers[:cases]:

@@ -1,6 +1,4 @@
-"""Identify an attention function: which variant explains every bit, or where the nearest departs
-(spec A-17).
-"""
+"""Identify an attention function: which variant explains every bit, or the nearest (A-17)."""
 
 import dataclasses
 import itertools
@@ -241,9 +239,7 @@ def identify_attention(
 
 
 def _whole_tiles(probed: Probed) -> int:
-    """The tokens of plain inputs: two of the function's tiles, or one of a long one, so that no
-    tile is ragged.
-    """
+    """The tokens of plain inputs, so that no tile is ragged: two of its tiles, or a long one."""
     length = probed.tiling.length or 128
     return 2 * length if length <= 256 else length
 
@@ -311,9 +307,7 @@ def _check_arguments(attention: Attention, *, softcap: bool, sinks: bool) -> Non
 
 
 def _ranked(answers: Asked, probed: Probed) -> list[Agreement]:
-    """The named variants, the likeliest first: by outputs that are near, then by decisions, then by
-    error.
-    """
+    """The named variants, the likeliest first: by near outputs, then decisions, then error."""
     agreements = [
         agreement
         for variant in VARIANTS.values()

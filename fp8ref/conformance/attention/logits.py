@@ -45,9 +45,7 @@ _KEYS = [m * 2.0**e for e in range(-6, 8) for m in (1, 1.25, 1.5, 1.75)]
 
 
 def findings(attention: Attention) -> list[Finding]:
-    """A finding for a softcap and one for sinks; and one for each of both arguments that the
-    function takes.
-    """
+    """A finding for a softcap and for sinks, and for each of both arguments that it takes."""
     cap, low, high = _softcap(attention)
     findings = [
         cap,
@@ -136,9 +134,7 @@ def _caps(
 
 
 def _second_weights(attention: Attention, softcap: float | None) -> tuple[np.ndarray, list[float]]:
-    """(the weight of a second key, of both keys' weights; its scores); the first has the largest
-    score.
-    """
+    """(the weight of a second key, of both keys' weights; its scores); the first is the largest."""
     k = np.array([[FAR, key] for key in _KEYS])
     v = np.zeros((len(k), 2, 2))
     v[:, 0, 0] = v[:, 1, 1] = LARGE
@@ -285,9 +281,7 @@ def own_sinks(attention: Attention, cap: float | None = None) -> Finding:
 
 
 def _own_sinks_within(attention: Attention, low: float, high: float) -> Finding:
-    """``own_sinks`` under a cap from low to high: a number where both say the same, else the sinks
-    between.
-    """
+    """``own_sinks`` under a cap from low to high: a number where both agree, else the range."""
     least, most = (own_sinks(attention, max(one, 1e-3)) for one in (low, high))
     if least.value == most.value:
         return least

@@ -1,6 +1,4 @@
-"""How q, k and v become numbers of a format, and how the result is returned (spec A-2, A-10, A-11,
-A-13).
-"""
+"""How q, k and v become numbers of a format, and how o is returned (A-2, A-10, A-11, A-13)."""
 
 import math
 from typing import NamedTuple

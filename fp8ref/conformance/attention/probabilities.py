@@ -89,9 +89,7 @@ def threshold(attention: Attention, tiling: Tiling) -> Between | None:
 
 
 def _nice(low: float, high: float) -> tuple[float | None, str]:
-    """The number with at most a fraction of one half in powers of two, or of e, from low to
-    high.
-    """
+    """The number with at most a half as fraction, in powers of two or of e, from low to high."""
     if math.isinf(high):
         return None, ""
     for unit, factor in (("two", 1.0), ("e", scores.LOG2E)):

@@ -61,9 +61,7 @@ def between(power: float) -> bool:
 
 
 def question(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options) -> Question:
-    """A question of the first feature of q [B, Tq] and of k [B, Tk], and of v [B, Tk, columns],
-    with one head.
-    """
+    """A question of the first feature of q [B, Tq], k [B, Tk] and v [B, Tk, columns], one head."""
     q_features, k_features = (np.zeros((*x.shape, FEATURES), np.float32) for x in (q, k))
     q_features[..., 0], k_features[..., 0] = q, k
     v_features = np.zeros((*v.shape[:2], FEATURES), np.float32)

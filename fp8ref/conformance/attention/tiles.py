@@ -30,9 +30,7 @@ SEEN = 2.0**-13
 
 
 class Tiling(NamedTuple):
-    """The keys of the first tile, and whether tiles are taken from the last; None if tiles cannot
-    be told apart.
-    """
+    """The keys of the first tile, and whether tiles come from the last; None if unknown."""
 
     length: int | None
     descending: bool | None

@@ -71,9 +71,7 @@ def expected(mask: Mask, queries: int, keys: int) -> np.ndarray:
 
 
 def _mask_finding(attention: Attention, what: str, cases: list[tuple[Mask, int, int]]) -> Finding:
-    """Whether all cases are those of A-3, under either alignment; else the first query and key that
-    are not.
-    """
+    """Whether all cases are A-3's, under either alignment; else the first that is not."""
     seen_keys, cases, refused = _answered(attention, cases)
     if not seen_keys:
         return Finding(what, None, refused, words=REFUSED)
@@ -120,9 +118,7 @@ def _mask_finding(attention: Attention, what: str, cases: list[tuple[Mask, int, 
 def _answered(
     attention: Attention, cases: list[tuple[Mask, int, int]]
 ) -> tuple[list[np.ndarray], list[tuple[Mask, int, int]], str]:
-    """What is seen in each case, the cases that the function does not refuse, and why it refuses
-    others.
-    """
+    """What is seen in each case, the cases that it does not refuse, and why it refuses others."""
     seen_keys, answered, why = [], [], ""
     for case in cases:
         try:

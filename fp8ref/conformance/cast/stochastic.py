@@ -134,9 +134,7 @@ def measure_rates(subject: Subject, source: str, fmt: Format) -> RoundingRates:
 
 
 def measure_fine_rates(subject: Subject, source: str, fmt: Format) -> RoundingRates:
-    """Rates at FINE_FRACTIONS, which few random bits cannot tell: above zero and 1, of both
-    signs.
-    """
+    """Rates at FINE_FRACTIONS, which few random bits cannot tell: above zero and 1, both signs."""
     return _rates(subject, source, fmt, (0, 1), FINE_FRACTIONS, FINE_REPEATS)
 
 

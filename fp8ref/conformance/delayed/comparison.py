@@ -1,6 +1,4 @@
-"""Compare a state with a rule: the first scale that differs, and the simplest sequence that shows
-it (spec H-13).
-"""
+"""Compare a state with a rule: the first scale that differs, and what shows it (H-13)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,8 +18,7 @@ TRIED = 48
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A rule, and how a state shows its scale: ``made`` scale or scale_inv; ``shows`` as in
-    ``reference``."""
+    """A rule, and what a state shows: ``made`` scale or scale_inv; ``shows`` next or stored."""
 
     rule: DelayedScaling
     fmt: Format
@@ -193,9 +190,7 @@ def _value(scale: float) -> str:
 
 
 def _batches(sequence: Sequence) -> Iterator[list[Sequence]]:
-    """Simpler sequences: first shorter ones, then those with fewer uses, then with simpler
-    amaxes.
-    """
+    """Simpler sequences: shorter ones, then those with fewer uses, then with simpler amaxes."""
     n = len(sequence)
     size = n // 2
     while size:

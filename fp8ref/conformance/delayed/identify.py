@@ -308,8 +308,7 @@ def _variations(policy: ScalePolicy, difficulty: str) -> list[ScalePolicy]:
 
 
 def _remembered(subject: Subject) -> int | None:
-    """After how many more steps a large amax has no effect; None: it has one after all that were
-    tried."""
+    """After how many more steps a large amax has no effect; None: after none that was tried."""
     for count in REMEMBERED:
         sequence: Sequence = ((64.0,), *((1.0,),) * count)
         scales = [reading.scale for reading in subject.run(sequence)]
@@ -340,9 +339,7 @@ def _changes_at_once(subject: Subject) -> str:
 
 
 def _name(rule: DelayedScaling) -> str:
-    """The name in DELAYED of a rule with these decisions, whatever the length, margin and
-    interval.
-    """
+    """The name in DELAYED of a rule of these decisions, of any length, margin and interval."""
     for name, named in DELAYED.items():
         policy = (
             named.policy

@@ -1,6 +1,4 @@
-"""The scales that a rule of delayed scaling specifies for sequences, all sequences at once (spec
-H-3).
-"""
+"""The scales that a rule of delayed scaling specifies for sequences, all at once (H-3)."""
 
 import numpy as np
 

@@ -109,8 +109,7 @@ class Subject:
         )
 
     def run(self, sequence: Sequence) -> "list[Shown]":
-        """What it shows before each operation, and after the last; it ends at the first that
-        raises."""
+        """What it shows before each operation and after the last, up to the first that raises."""
         shown: list[Shown] = []
         try:
             held = Held(self)

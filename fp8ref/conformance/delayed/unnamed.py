@@ -1,6 +1,4 @@
-"""What a delayed scaling does that no rule does, where it is known: what else its scale is made
-of.
-"""
+"""What delayed scaling may do that no rule does: what else its scale is made of."""
 
 import math
 from collections.abc import Callable

@@ -99,9 +99,7 @@ def tensor_core_bound(a: Quantized, b: Quantized, unit: TensorCore) -> np.ndarra
 
 
 def _coded(q: Quantized) -> np.ndarray:
-    """Magnitudes [rows, K], float64, a subnormal one as the smallest normal number of its
-    format.
-    """
+    """Magnitudes [rows, K], float64; a subnormal one as the smallest normal number."""
     codes = cast.decode(q.codes, q.fmt).astype(np.float64)
     magnitudes = np.where(codes == 0, 0, np.maximum(np.abs(codes), 2.0**q.fmt.emin))
     return magnitudes * scaling.spread(q.scale_inv, q.codes.shape, q.blocks)

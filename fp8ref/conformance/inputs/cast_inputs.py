@@ -59,9 +59,7 @@ def _midpoints(ascending: np.ndarray) -> np.ndarray:
 
 
 def edges(fmt: Format) -> np.ndarray:
-    """Every number, every midpoint with its two neighbors, overflow and specials, both signs;
-    float32.
-    """
+    """Every number, every midpoint with its neighbors, overflow, specials, both signs; float32."""
     n = with_next(fmt)
     ties = _midpoints(n).astype(np.float32)
     beside = [np.nextafter(ties, np.float32(side)) for side in (-np.inf, np.inf)]

@@ -49,9 +49,7 @@ def by_name(name: str) -> Source:
 
 
 def values(bits: np.ndarray, source: Source) -> np.ndarray:
-    """The values of bits, in a dtype that casts take; bfloat16 as float32, which holds it
-    exactly.
-    """
+    """The values of bits in a dtype that casts take; bfloat16 as float32, which is exact."""
     if source.name == "bfloat16":
         return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return bits.astype(f"uint{source.bits}").view(source.name)
@@ -110,9 +108,7 @@ def specials(source: Source) -> np.ndarray:
 
 
 def around(x: np.ndarray, source: Source) -> np.ndarray:
-    """The bits of positive finite values and of their neighbors in the source, both signs;
-    uint64.
-    """
+    """The bits of positive finite values and their neighbors in the source, both signs; uint64."""
     middle = bits(x, source)
     magnitude_bits = np.concatenate([middle, middle - (middle > 0), middle + np.uint64(1)])
     return np.concatenate([magnitude_bits, magnitude_bits | np.uint64(source.sign)])

@@ -1,6 +1,4 @@
-"""Invariants of a function of amaxes, float32 [n] -> scale float32 [n], or (scale, scale_inv) (spec
-S-18).
-"""
+"""Invariants of a function of amaxes [n] -> scale, or (scale, scale_inv), float32 (S-18)."""
 
 from collections.abc import Iterable
 from typing import Any

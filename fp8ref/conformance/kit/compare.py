@@ -47,9 +47,7 @@ class Check:
         self.detail = self.detail or f"{self.name}: {message}"
 
     def add(self, equal: np.ndarray, distance: np.ndarray, describe) -> None:
-        """Count elements; ``describe(index)`` says in words what the first one beyond the bound
-        is.
-        """
+        """Count elements; ``describe(index)`` says in words what the first beyond the bound is."""
         equal, distance = np.atleast_1d(equal), np.atleast_1d(distance)
         self.compared += equal.size
         self.equal += int(equal.sum())
@@ -85,9 +83,7 @@ class Report(Result):
         return [check for check in self.checks.values() if not check.ok]
 
     def to_dict(self) -> dict:
-        """The contents of --json: ok, and every check's name, compared, equal, worst, bound and
-        ok.
-        """
+        """What --json writes: ok, and every check's name, compared, equal, worst, bound and ok."""
         checks = [
             {k: v for k, v in asdict(c).items() if k != "detail" or v} | {"ok": c.ok}
             for c in self.checks.values()
@@ -159,9 +155,7 @@ def compare_codes(
 
 
 def compare_scales(check: Check, scales: dict[str, np.ndarray], backend: str) -> None:
-    """Compare scales of a backend with those of "sim" bit for bit, all NaNs equal; worst: in
-    ulps.
-    """
+    """Compare scales of a backend with those of "sim" bit for bit, NaNs equal; worst: in ulps."""
     compare_bits(check, scales[backend], scales["sim"], names=(backend, "sim"), quantity="scales")
 
 

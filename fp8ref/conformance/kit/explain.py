@@ -17,9 +17,7 @@ _ROUNDS = {
 
 
 def cast_rule(kind: str, fmt: Format, *, rounding: str, saturate: bool) -> str:
-    """The rule that decides the code of an input of a kind (``inputs.kinds.CASTS``), with its
-    clause.
-    """
+    """The rule, with its clause, that decides the code of an input of a kind of ``kinds.CASTS``."""
     if kind == "NaN":
         return f"NaN becomes 0x{fmt.nan_code:02X} (C-5)"
     if not fmt.signed and kind in ("zero", "negative"):
@@ -102,18 +100,14 @@ def cast_guess(
 
 
 def has_code(x: np.ndarray, fmt: Format) -> np.ndarray:
-    """Where a cast of x to fmt has a right code: everywhere but at a NaN, if fmt has no NaN
-    (C-9).
-    """
+    """Where a cast of x to fmt has a right code: not at a NaN, if fmt has no NaN (C-9)."""
     return np.full(np.shape(x), True) if fmt.has_nan else ~np.isnan(cast.exact(x))
 
 
 def cast_note(
     x: np.ndarray, codes: np.ndarray, fmt: Format, *, rounding: str, saturate: bool
 ) -> str:
-    """A sentence: which other rule gives all codes found, or all the wrong ones; '' if none
-    does.
-    """
+    """A sentence: which other rule gives all codes found, or all wrong ones; '' if none does."""
     named = "nearest_even" if rounding == "stochastic" else rounding
     x, codes = np.atleast_1d(x), np.atleast_1d(codes)
     expected = cast.encode(x, fmt, rounding=named, saturate=saturate)  # type: ignore[arg-type]

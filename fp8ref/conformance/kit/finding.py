@@ -1,6 +1,4 @@
-"""What identification finds: properties with their evidence, counterexamples, and the outcome of
-all.
-"""
+"""What identification finds: properties with evidence, counterexamples, the outcome."""
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field

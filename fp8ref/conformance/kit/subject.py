@@ -49,9 +49,7 @@ A view is not contiguous, or starts inside its memory. JAX has no views.
 
 
 class ConformanceError(ValueError):
-    """Not a valid cast or quantizer: it raises, has wrong outputs or side effects, or does not
-    repeat.
-    """
+    """Not a valid cast or quantizer: it raises, has wrong outputs or side effects, or varies."""
 
 
 class RefusedError(ConformanceError):

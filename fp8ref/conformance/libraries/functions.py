@@ -36,9 +36,7 @@ def on_torch(device: str, *, compiled: bool = False) -> Callable[[Callable], Run
 
 
 def on_jax(function: Callable) -> Run:
-    """A function of a JAX array, which gives one, as a function of NumPy's; jitted, as it is in
-    training.
-    """
+    """A function of a JAX array, jitted as in training, as a function of NumPy's."""
     import jax
 
     compiled = jax.jit(function)

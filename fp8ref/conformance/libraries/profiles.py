@@ -165,9 +165,7 @@ def scales(fmt: Format, policy: str) -> dict[str, Function]:
 
 
 def every_cast() -> Iterator[Function]:
-    """Every cast of a library on a CPU, overflowing as the library does when it is not asked to do
-    otherwise.
-    """
+    """Every cast of a library on a CPU, overflowing as the library does by default."""
     for fmt in FP8_FORMATS.values():
         # a device stands behind a blank
         yield from (f for name, f in casts(fmt).items() if " " not in name)
@@ -325,9 +323,7 @@ def one_thread() -> None:
 
 
 def _torch_devices() -> list[tuple[str, Callable[[Callable], Run]]]:
-    """(suffix of the library's name, ``on_torch``): a CPU, and a GPU if there is one, there
-    compiled too.
-    """
+    """(suffix of the library's name, ``on_torch``): a CPU, and a GPU, compiled there too."""
     if not _installed("torch"):
         return []
     import torch

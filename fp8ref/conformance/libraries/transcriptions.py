@@ -156,9 +156,7 @@ def _msamp(fmt: Format) -> Run:
 
 
 def _log2(x: np.ndarray) -> np.ndarray:
-    """The float32 logarithm, rounded correctly from float64's; libraries are within an ulp of
-    it.
-    """
+    """The float32 logarithm, rounded correctly from float64's; libraries' is within an ulp."""
     return np.log2(x.astype(np.float64)).astype(_F32)
 
 

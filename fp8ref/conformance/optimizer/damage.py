@@ -56,9 +56,7 @@ WEIGHT, LARGE, SMALL = "a weight of NaN", "2^40", "0"
 
 
 def inputs() -> Inputs:
-    """Two steps of equal tensors but for one gradient of the first step; the second shows whose
-    moments are NaN.
-    """
+    """Two steps of tensors that differ in a gradient; the second shows whose moments are NaN."""
     rng = np.random.default_rng(0)
     w, first, second = (rng.standard_normal(SHAPE).astype(np.float32) for _ in range(3))
     every = DAMAGED | REPLACED | {LARGE: 2.0**40}

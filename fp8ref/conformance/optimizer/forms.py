@@ -68,9 +68,7 @@ class Form:
 
     @property
     def sound(self) -> bool:
-        """Whether it is AdamW: both moments corrected, by the number of the step, and a decoupled
-        decay.
-        """
+        """Whether it is AdamW: both moments corrected, at the step's number; a decoupled decay."""
         return (
             self.count == 1
             and "none" not in (self.bias_m, self.bias_v)
@@ -79,9 +77,7 @@ class Form:
 
 
 def updates(*, decays: bool, count: int = 1) -> Iterator[Form]:
-    """All forms of the weight's update that count steps from this number, clause O's first, with
-    O's averages.
-    """
+    """All forms of the update that count steps from this number, clause O's first."""
     choices = (
         ("added", "factor", "subtracted", "after", "none") if decays else ("added",),
         ("product", "quotient", "rate", "none"),

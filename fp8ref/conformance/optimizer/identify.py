@@ -1,6 +1,4 @@
-"""Identify an optimizer: the layout of its states and its form of AdamW, or where the nearest
-departs (spec O).
-"""
+"""Identify an optimizer: the layout of its states and its form of AdamW, or the nearest (O)."""
 
 import dataclasses
 import itertools
@@ -302,9 +300,7 @@ def _first_step(form_search: Search, *, count: int = 1) -> FirstStep:
 
 
 def _by_states(form_search: Search, masters: list[Moment]) -> tuple[Layout | None, str, str]:
-    """The first layout whose codes and scales are theirs at each step, and the averages of both
-    moments.
-    """
+    """The first layout whose codes and scales are theirs at each step, and both averages."""
 
     def fits(layout: Layout, which: int) -> str | None:
         return next(

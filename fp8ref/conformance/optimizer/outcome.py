@@ -1,6 +1,4 @@
-"""What an optimizer was identified as: the findings with their evidence, the summary, and the first
-difference.
-"""
+"""What an optimizer was identified as: findings, the summary, the first difference."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -67,9 +65,7 @@ class OptimizerOutcome(Result):
 
     @property
     def ok(self) -> bool:
-        """Of the expected layout, or of a named one; AdamW; every bit is explained; and no damage
-        is hidden.
-        """
+        """A named layout, or the expected one; AdamW; every bit explained; no hidden damage."""
         return (
             self.exact
             and self.form.sound
@@ -208,9 +204,7 @@ def findings(
 def summary(
     layout: Layout | None, form: Form, exact: bool, nearest: Layout, *, has_form: bool
 ) -> str:
-    """One sentence: the layout, how certain it is, and which steps are others than those of clause
-    O.
-    """
+    """One sentence: the layout, how certain it is, and which steps are not clause O's."""
     if not has_form:
         of = (
             "no layout explains it"

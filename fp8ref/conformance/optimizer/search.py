@@ -1,6 +1,4 @@
-"""The states and weights that layouts and forms give, compared with what an optimizer made (spec
-O).
-"""
+"""What layouts and forms give, compared with what an optimizer made (spec O)."""
 
 import dataclasses
 import itertools
@@ -158,9 +156,7 @@ class Search:
         return forms.update(form, before, m, v, step, self.given, bound)
 
     def masters(self) -> list[Moment]:
-        """Float32's, and those of named layouts that could hold every weight after the first
-        step.
-        """
+        """Float32's, and those of named layouts that could hold every weight after a step."""
         weights = [snapshot.weight.reshape(-1) for snapshot in self.made[0].values()]
         after = np.concatenate(weights).view(np.uint32)
         narrow = dict.fromkeys(layout.master for layout in WITH_MASTERS.values())
@@ -259,9 +255,7 @@ def named(masters: Sequence[Moment]) -> list[Layout]:
 
 
 def with_master(layout: Layout, master: Moment) -> Layout | None:
-    """The layout with another master, its name saying which; None if it has no bound to predict an
-    amax of.
-    """
+    """The layout with another master, named so; None without a bound to predict an amax of."""
     if master.amax == "predicted" and not layout.bounded:
         return None
     kind = f"{master.fmt}, {master.scaling or 'no scale'}, of {master.amax} amax"

@@ -254,9 +254,7 @@ def _moments(state: Any) -> tuple[Moment | None, ...]:
 
 
 def _kept(state: Any) -> tuple[Any, ...]:
-    """Both trees of moments in a tree of optax's states, and that of masters if there is one; empty
-    without.
-    """
+    """Both trees of moments in optax's states, and that of masters if there is one."""
     for first, second in NAMES[2:]:
         if hasattr(state, first) and hasattr(state, second):
             trees = (getattr(state, first), getattr(state, second), getattr(state, "master", None))

@@ -203,9 +203,7 @@ def agreement(
 
 
 def agrees(candidate: Candidate, responses: Sequence[Response], scale_layout: ScaleLayout) -> bool:
-    """Whether what decides a policy agrees in all groups: scales, which are compared alone, else
-    codes.
-    """
+    """Whether all groups agree in what decides a policy: scales alone, else codes."""
     if not _has_scales(scale_layout):
         return all(agreement(candidate, [a], scale_layout).codes.all() for a in responses)
     return all(

@@ -82,9 +82,7 @@ class Search:
         return *self.score(a), -a.candidate.deviation.parts
 
     def _near_one(self, policies: Iterable[ScalePolicy], sample: Response) -> Iterator[Candidate]:
-        """The policies that agree near an amax of 1, as they are; then others with one
-        deviation.
-        """
+        """The policies that agree near an amax of 1 as they are; then others with a deviation."""
         ways = (False, True) if self.flushing else (False,)
         tried = [
             Candidate(policy=p, scale_fmt=self.fmt, fmt=self.fmt, flushes=flushes)
@@ -164,9 +162,7 @@ class Search:
         return int(at[-1 if last else 0]) if at.size else None
 
     def _constants(self, kind: str, at: int) -> list[Deviation]:
-        """Constant scales of the amaxes of a kind: those returned, or without scales 1, 0, Inf or
-        NaN.
-        """
+        """Constant scales of the amaxes of a kind: those returned, or 1, 0, Inf or NaN."""
         words, condition = _SPECIAL[kind]
         shown = self._returned(at)
         options: list[dict[str, np.float32]] = (

@@ -134,9 +134,7 @@ def _changed(change: Callable[[Scales], Scales]) -> ChangeScales:
 
 
 def _scales_change(kind: str, change: Callable[[np.ndarray], np.ndarray]) -> ChangeScales:
-    """A change of ``scale`` or of ``scale_inv``; the other becomes the reciprocal of what
-    changed.
-    """
+    """A change of ``scale`` or ``scale_inv``; the other becomes its reciprocal."""
     return _changed((_scale_change if kind == "scale" else _scale_inv_change)(change))
 
 
@@ -204,9 +202,7 @@ def constant(
     scales: Mapping[str, np.float32],
     shown: Collection[str],
 ) -> Deviation:
-    """Scales of some amaxes, such as NaN, that are constants, by kind; ``shown``: the kinds that
-    are returned.
-    """
+    """Constant scales, by kind, of some amaxes such as NaN; ``shown``: the kinds returned."""
 
     def replaced(own: Scales, amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
         return own._replace(
@@ -250,9 +246,7 @@ FLUSHES = (
 
 
 def code_0_deviations(policy: ScalePolicy) -> list[Deviation]:
-    """Other scales than the policy's beside a scale_inv of 2^-127, which is code 0 of e8m0
-    (S-14).
-    """
+    """Other scales beside a scale_inv of 2^-127, which is code 0 of e8m0 (S-14)."""
     if policy.e8m0 is None:
         return []
     own = policy.e8m0.scale_of_code_0

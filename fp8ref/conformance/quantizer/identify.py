@@ -264,9 +264,7 @@ def _scale_1_amax(chosen: Candidate) -> float | None:
 
 
 def _inner_cast(answers: Answers, chosen: Candidate) -> _InnerCast | None:
-    """The decisions of the cast that inputs under scale 1 show, and its responses; None if no amax
-    has scale 1.
-    """
+    """The cast that inputs under scale 1 show; None if no amax has scale 1."""
     fmt, largest, quantizer = chosen.fmt, _scale_1_amax(chosen), answers.quantizer
     if largest is None:
         return None
@@ -363,9 +361,7 @@ def _unexplained(
 def _other_tensors(
     answers: Answers, agreeing: Sequence[Candidate], expected: Expected
 ) -> tuple[list[Finding], list[Counterexample]]:
-    """Check other shapes, dtypes and strides with each candidate that agrees so far, the expected
-    policy first.
-    """
+    """Check other tensors with each candidate that agrees so far, the expected policy first."""
     for candidate in sorted(agreeing, key=lambda c: c.policy != expected.policy):
         findings, beyond = layout_invariance.check(
             answers.quantizer, candidate, answers.scale_layout, answers.shape

@@ -176,9 +176,7 @@ def _compared(
 ) -> tuple[
     list[tuple[int, int]], list[tuple[int, int]], list[Counterexample], list[Counterexample]
 ]:
-    """The shapes taken, those refused, the first counterexample, and the first of a NaN that XLA's
-    max loses.
-    """
+    """The shapes taken and refused, the first counterexample, and the first of a lost NaN (P-3)."""
     accepted, refused, counterexamples, lost = (
         [],
         [],

@@ -1,6 +1,4 @@
-"""Tensors with something planted in each group, on which kernels go wrong: at tails, lanes and
-blocks.
-"""
+"""Tensors with something planted in each group, at tails, lanes and blocks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -51,9 +51,7 @@ def padded(x: np.ndarray, scale_layout: ScaleLayout) -> np.ndarray:
 
 
 def groups(shape: tuple[int, int], scale_layout: ScaleLayout) -> np.ndarray:
-    """The index of each element's group, as ``quantizer_inputs.groups`` counts them in whole
-    blocks; int [M, K].
-    """
+    """Each element's group, as ``quantizer_inputs.groups`` counts whole blocks; int [M, K]."""
     whole = padded(np.zeros(shape, bool), scale_layout).shape
     return quantizer_inputs.groups(whole, scale_layout.granularity, scale_layout.axis)[
         : shape[0], : shape[1]

@@ -316,9 +316,7 @@ def _wrong_scales(
 
 
 def _differences(answers: TensorAnswers, match: Match, expected: Expected) -> list[Counterexample]:
-    """Where it is not what was expected: of the policy's own granularities, or the one that is
-    expected.
-    """
+    """Where it is not the expected policy, in its own granularities or the expected one."""
     fitting = [
         c
         for c in answers.candidates
@@ -388,9 +386,7 @@ def name_scales(x: np.ndarray, output: QuantizerOutput, q: Quantized) -> dict[st
 
 
 def _is_scale(output: QuantizerOutput, name: str, expected: np.ndarray, q: Quantized) -> bool:
-    """Whether a returned array holds these numbers: in any shape, or with each row of a square
-    repeated.
-    """
+    """Whether an array holds these numbers, in any shape, or each row of a square repeated."""
     expected = np.asarray(expected)
     rows = expected
     if expected.ndim == 2:

@@ -1,6 +1,4 @@
-"""Test vectors of attention: q, k and v in bfloat16, and the output of a variant with its
-log-sum-exp (spec A).
-"""
+"""Test vectors of attention: q, k and v in bfloat16; o and the log-sum-exp of a variant (A)."""
 
 import dataclasses
 import functools
@@ -223,9 +221,7 @@ def _fails(differ: np.ndarray, values: np.ndarray, expected: np.ndarray, rules: 
 
 
 def _guess(question: Attention, q, k, v, outputs: np.ndarray) -> str:
-    """A sentence: which other variant, or wrong use of a softcap or sinks, gives these outputs; ''
-    if none does.
-    """
+    """Which other variant, or wrong use of a softcap or sinks, gives these outputs; '' if none."""
     forward = functools.partial(_forward, question, q, k, v)
     for name in VARIANTS:
         try:

@@ -146,9 +146,7 @@ def _vectors(
 
 
 def _text(number: int, raw: bytes) -> str:
-    """A line without its end and surrounding blanks; the first also without a UTF-8 mark, which
-    Windows writes.
-    """
+    """A line without its end, blanks around it, and the UTF-8 mark of a first line."""
     if (number == 1 and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))) or b"\0" in raw:
         raise MalformedError(
             number,

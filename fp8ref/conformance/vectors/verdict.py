@@ -74,9 +74,7 @@ class Verdict(Result):
         return vectors[0].kind if vectors else "other"
 
     def add(self, line: int, inputs: str, kind: str, *, differs: bool | np.bool_) -> bool:
-        """Record a vector that came, and whether its answer differs. Returns whether to ``show``
-        it.
-        """
+        """Record a vector, and whether its answer differs. Returns whether to ``show`` it."""
         key = _digest(inputs)
         self._came[key] += 1
         if key not in self._asked:
@@ -90,9 +88,7 @@ class Verdict(Result):
         return self.differ[kind] <= OF_A_KIND and len(self.first) < PRINTED
 
     def show(self, line: int, kind: str, why: dict[str, str]) -> None:
-        """Add a wrong answer to ``first``; why has the keys vector, expected, got and rule, in
-        words.
-        """
+        """Add a wrong answer to ``first``; why has the keys vector, expected, got and rule."""
         self.first.append({"line": line, "kind": kind} | why)
 
     @property

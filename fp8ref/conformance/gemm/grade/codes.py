@@ -1,6 +1,4 @@
-"""What a GEMM takes codes for: numbers, subnormals, NaN and infinities, each product of two codes
-alone.
-"""
+"""What a GEMM takes codes for: numbers, subnormals, NaN, Inf; each product of two alone."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

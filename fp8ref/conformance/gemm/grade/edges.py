@@ -1,6 +1,4 @@
-"""Shapes at which a GEMM may take another path: one row, one column, a K that no block divides
-(spec B-14).
-"""
+"""Shapes at which a GEMM may take another path: one row or column, a ragged K (B-14)."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,9 +13,7 @@ from fp8ref.formats import Format
 
 
 class Edges(NamedTuple):
-    """What was found: causes, the edges that were asked, and those that the GEMM raised for; in
-    words.
-    """
+    """Causes, the edges that were asked, and those that the GEMM raised for, in words."""
 
     causes: list[Cause]
     asked: list[str]

@@ -63,9 +63,7 @@ def product(
     b: np.ndarray,
     scales: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> np.ndarray:
-    """a [M, K] times b [N, K] under the stimulus's scales, or others of their shapes: float32 [M,
-    N].
-    """
+    """a [M, K] times b [N, K] under the stimulus's scales, or others: float32 [M, N]."""
     with np.errstate(all="ignore"):
         inverses = (stimulus.a.scale_inv, stimulus.b.scale_inv) if scales is None else scales
         operands = (stimulus.a, stimulus.b)

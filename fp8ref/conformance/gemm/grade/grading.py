@@ -235,9 +235,7 @@ def require_gemm(function: Callable[..., Any] | ScaledGemm, **options: Any) -> G
 def _structures(
     asked: Asked, shapes: Iterable[Shape]
 ) -> tuple[list[Cause], dict[Shape, Format], dict[Shape, str], list[str]]:
-    """(causes of wrong results, {shape: output dtype}, {shape: why it was refused}, what was not
-    asked).
-    """
+    """(causes, {shape: output dtype}, {shape: why it was refused}, what was not asked)."""
     causes: list[Cause] = []
     dtypes: dict[Shape, Format] = {}
     refused: dict[Shape, str] = {}
@@ -417,9 +415,7 @@ def _errors(
     out: Format,
     epilogue: Epilogue,
 ) -> Measured:
-    """The errors of random results; same: the operands without their zeros, whose sums are
-    theirs.
-    """
+    """The errors of random results; same: the operands without the zeros between them."""
     far = bound.distance(same.a, same.b, results, simulated, out_dtype=out, epilogue=epilogue)
     exact = bound.exact(same.a, same.b)
     with np.errstate(all="ignore"):

@@ -1,6 +1,4 @@
-"""Why sums or outputs of a GEMM are imprecise: its scales and roundings, its accumulator, its
-plan.
-"""
+"""Why sums or outputs are imprecise: the scales and roundings, the accumulator, the plan."""
 
 import itertools
 from collections.abc import Iterator, Sequence

@@ -353,9 +353,7 @@ def _operands(which: Which, question: Question) -> Operands:
 def _called(
     tested: Subject, operands: Operands, fmt: Format, shape: tuple[int, ...]
 ) -> tuple[np.ndarray, Format]:
-    """The function's result and its dtype, in memory that held NaN where the framework reuses
-    it.
-    """
+    """The function's result and its dtype, in memory that held NaN if a framework reuses it."""
     codes = [
         native_array(tested, cast.encode(x.astype(np.float32), fmt), fmt)
         for x in (operands.a, operands.b)

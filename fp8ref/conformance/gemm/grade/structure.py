@@ -161,9 +161,7 @@ def in_words(kind: str, numbers: np.ndarray, k: int) -> str:
 
 
 def part_of(kind: str, numbers: np.ndarray, k: int) -> str:
-    """The equal part of K that the indices are, such as: the last of 4 equal parts of K dropped;
-    else ''.
-    """
+    """The equal part of K that the indices are, such as the last of 4 parts; else ''."""
     count = len(numbers)
     if kind == NO_PRODUCT or kind.endswith(EVERY):
         return ""
