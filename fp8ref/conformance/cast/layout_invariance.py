@@ -1,7 +1,5 @@
 """Check that a cast gives the same codes in other shapes and strides, and for 16-bit numbers."""
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from fp8ref.conformance.cast import behavior, outputs
@@ -9,7 +7,14 @@ from fp8ref.conformance.cast.behavior import Behavior
 from fp8ref.conformance.cast.outputs import Responses
 from fp8ref.conformance.kit import arrays
 from fp8ref.conformance.kit.explain import simplest
-from fp8ref.conformance.kit.finding import Counterexample, Finding, bits_of, show, strides_finding
+from fp8ref.conformance.kit.finding import (
+    Counterexample,
+    Finding,
+    bits_of,
+    shapes_finding,
+    show,
+    strides_finding,
+)
 from fp8ref.conformance.kit.subject import VIEWS, RefusedError, Subject
 
 SHAPES: tuple[tuple[int, ...], ...] = (
@@ -71,18 +76,7 @@ def check_shapes(
             continue
         accepted.append(shape)
         wrong = wrong or _counterexample(a, at.reshape(shape), output, cast_behavior)
-    evidence = f"{_listed(accepted)}: the same codes" + (
-        f"; it raises for {_listed(refused)}" if refused else ""
-    )
-    evidence = str(wrong[0]) if wrong else evidence
-    unasked = [f"shapes {_listed(refused)}, for which it raises"] if refused else []
-    unasked += (
-        [f"more than {max(int(np.prod(shape)) for shape in accepted):,} elements"]
-        if accepted
-        else []
-    )
-    text = "not all alike" if wrong else "all alike"
-    return Finding("shapes", not wrong, evidence, words=text, unasked=tuple(unasked)), wrong
+    return shapes_finding(accepted, refused, wrong, "the same codes"), wrong
 
 
 def check_strides(
@@ -128,7 +122,3 @@ def _counterexample(
             clause="C-1",
         )
     ]
-
-
-def _listed(shapes: Iterable[tuple[int, ...]]) -> str:
-    return ", ".join(str(list(shape)) for shape in shapes)

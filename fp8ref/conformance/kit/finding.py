@@ -1,6 +1,7 @@
 """What identification finds: properties with evidence, counterexamples, the outcome."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +116,37 @@ def table(findings: Sequence[Finding], **options: Any) -> "Table":
         # Text: not parsed as markup
         rich_table.add_row(*(Text(cell) for cell in (finding.what, finding.text, finding.evidence)))
     return rich_table
+
+
+def listed(shapes: Iterable[tuple[int, ...]]) -> str:
+    """Shapes as text."""
+    return ", ".join(str(list(shape)) for shape in shapes)
+
+
+def shapes_finding(
+    accepted: Sequence[tuple[int, ...]],
+    refused: Sequence[tuple[int, ...]],
+    wrong: Sequence[Counterexample],
+    same: str,
+    *,
+    most: bool = True,
+) -> Finding:
+    """The finding on other shapes: those taken, those that raise, and the first counterexample.
+
+    same   what holds for those taken, in words; most: whether larger ones count as not asked.
+    """
+    evidence = f"{listed(accepted)}: {same}"
+    evidence += f"; it raises for {listed(refused)}" if refused else ""
+    unasked = [f"shapes {listed(refused)}, for which it raises"] if refused else []
+    if accepted and most:
+        unasked.append(f"more than {max(map(math.prod, accepted)):,} elements")
+    return Finding(
+        "shapes",
+        not wrong,
+        str(wrong[0]) if wrong else evidence,
+        words="not all alike" if wrong else "all alike",
+        unasked=tuple(unasked),
+    )
 
 
 def strides_finding(

@@ -15,7 +15,7 @@ from fp8ref.conformance.cast.behavior import Behavior
 from fp8ref.conformance.inputs.dtypes import rounded
 from fp8ref.conformance.quantizer import outputs
 from fp8ref.conformance.quantizer.deviations import NO_DEVIATION, Deviation
-from fp8ref.conformance.quantizer.outputs import QuantizerOutput, Response, ScaleLayout
+from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, Response, ScaleLayout
 from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim.quantize import cast, scaling
@@ -152,6 +152,29 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A quantizer, the candidate that it is compared with, and where its scales are."""
+
+    quantizer: Quantizer
+    candidate: Candidate
+    scale_layout: ScaleLayout
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of inputs."""
+        return self.quantizer.dtype
+
+    def expected(self, x: np.ndarray) -> scaling.Quantized:
+        """x [M, K] as the candidate quantizes it."""
+        return self.candidate.quantize(x, self.scale_layout)
+
+
+def by_group(scales: Scales | scaling.Quantized, kind: str) -> np.ndarray:
+    """Scales of a kind, flat: one for each group."""
+    return np.reshape(getattr(scales, kind), -1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Agreement:
     """For each group of all responses, whether scales and codes (or values) are the candidate's.
 
@@ -196,7 +219,7 @@ def agreement(
     ulps = np.concatenate(off)
     return Agreement(
         candidate=candidate,
-        scales=np.concatenate(scales) if _has_scales(scale_layout) else None,
+        scales=np.concatenate(scales) if scale_layout.scales else None,
         codes=np.concatenate(codes),
         ulps=float(np.median(ulps)) if ulps.size else 0.0,
     )
@@ -204,25 +227,20 @@ def agreement(
 
 def agrees(candidate: Candidate, responses: Sequence[Response], scale_layout: ScaleLayout) -> bool:
     """Whether all groups agree in what decides a policy: scales alone, else codes."""
-    if not _has_scales(scale_layout):
+    if not scale_layout.scales:
         return all(agreement(candidate, [a], scale_layout).codes.all() for a in responses)
     return all(
         equal_scales(a, candidate.scales(a.x, scale_layout), scale_layout).all() for a in responses
     )
 
 
-def _has_scales(scale_layout: ScaleLayout) -> bool:
-    return any(kind != "amax" for kind in scale_layout.kinds.values())
-
-
 def both_scales(
     a: Response, scales: Scales | scaling.Quantized, scale_layout: ScaleLayout
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """(found, expected) of each kind of scale in the response, float32 by group."""
-    kinds = [(name, kind) for name, kind in scale_layout.kinds.items() if kind != "amax"]
     return [
-        (outputs.per_group(a, name, scale_layout), np.reshape(getattr(scales, kind), -1))
-        for name, kind in kinds
+        (outputs.per_group(a, name, scale_layout), by_group(scales, kind))
+        for name, kind in scale_layout.scales.items()
     ]
 
 

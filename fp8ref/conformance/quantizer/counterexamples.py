@@ -15,9 +15,15 @@ from fp8ref.conformance.inputs.kinds import AMAX_RANGES, NONZERO_RANGES
 from fp8ref.conformance.kit.explain import simplest
 from fp8ref.conformance.kit.finding import Counterexample, bits_of, show
 from fp8ref.conformance.quantizer import candidates, outputs, shrinking
-from fp8ref.conformance.quantizer.candidates import Agreement, Candidate, Expected
+from fp8ref.conformance.quantizer.candidates import (
+    Agreement,
+    Candidate,
+    Comparison,
+    Expected,
+    by_group,
+)
 from fp8ref.conformance.quantizer.granularity import FoundGranularity
-from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, ScaleLayout
+from fp8ref.conformance.quantizer.outputs import QuantizerOutput, ScaleLayout
 from fp8ref.conformance.quantizer.policy_match import Answers, PolicyMatch
 from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
@@ -37,10 +43,13 @@ SHAPES = (
 )
 """The shapes of counterexamples, in the order in which they are tried."""
 
+_SHAPES_OF_ONES = (
+    *((2, 2), (4, 4), (2, 32), (2, 64), (32, 32)),
+    *((2, 256), (64, 64), (128, 128), (256, 256), (256, 384)),
+)
 
-def smallest_for_policy(
-    quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, largest: float, kind: str
-) -> Counterexample | None:
+
+def smallest_for_policy(comparison: Comparison, largest: float, kind: str) -> Counterexample | None:
     """The simplest tensor that differs from the candidate, found from a group's largest element.
 
     None if no tensor made of that element differs.
@@ -50,56 +59,38 @@ def smallest_for_policy(
     # The smallest shape first, then zeros before other numbers next to the largest.
     for shape in SHAPES:
         for beside, largest in itertools.product((False, True), signs):
-            x = _single_value(shape, largest, quantizer.dtype, beside=beside)
-            if _first_difference(quantizer, candidate, scale_layout, x) is not None:
+            x = _single_value(shape, largest, comparison.dtype, beside=beside)
+            if _first_difference(comparison, x) is not None:
                 # No simpler number stands for a zero, a subnormal, an infinity or a NaN.
-                number = (
-                    _simplest_value(quantizer, candidate, scale_layout, x)
-                    if kind in ("ordinary", "tiny", "huge")
-                    else largest
-                )
-                x = _single_value(shape, number, quantizer.dtype, beside=beside)
-                difference = _first_difference(quantizer, candidate, scale_layout, x)
-                assert difference is not None
-                return _counterexample(x, quantizer, *difference, candidate, scale_layout)
+                ordinary = kind in ("ordinary", "tiny", "huge")
+                number = _simplest_value(comparison, x) if ordinary else largest
+                x = _single_value(shape, number, comparison.dtype, beside=beside)
+                return _counterexample(comparison, x)
     return None
 
 
-def smallest_for_granularity(
-    quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout
-) -> Counterexample | None:
+def smallest_for_granularity(comparison: Comparison) -> Counterexample | None:
     """The smallest tensor of ones with one 512 that shows another granularity or axis.
 
     None if no tensor does.
     """
-    for shape in (
-        (2, 2),
-        (4, 4),
-        (2, 32),
-        (2, 64),
-        (32, 32),
-        (2, 256),
-        (64, 64),
-        (128, 128),
-        (256, 256),
-        (256, 384),
-    ):
+    scale_layout, dtype = comparison.scale_layout, comparison.dtype
+    for shape in _SHAPES_OF_ONES:
         x = np.ones(shape, np.float32)
         x[0, -1] = 512
         try:
-            output, expected = quantizer.ask(x), candidate.quantize(x, scale_layout)
+            output, expected = comparison.quantizer.ask(x), comparison.expected(x)
         except ValueError:  # one of them does not take this shape
             continue
         # Ones become other codes where they share the scale of 512.
-        differs = candidates.mismatches(output, expected, candidate)
+        differs = candidates.mismatches(output, expected, comparison.candidate)
         if differs.any():
             at = np.unravel_index(int(np.argmax(differs)), shape)
-            where = f"element {[int(i) for i in at]}"
             return Counterexample(
                 input=f"x {list(shape)} of ones, x[0, {shape[1] - 1}] = 512",
-                bits=(bits_of(1, quantizer.dtype), bits_of(512, quantizer.dtype)),
-                dtype=quantizer.dtype,
-                got=f"{_element_text(output, at, expected.fmt)} at {where}",
+                bits=(bits_of(1, dtype), bits_of(512, dtype)),
+                dtype=dtype,
+                got=f"{_element_text(output, at, expected.fmt)} at element {index_of(at)}",
                 expected=f"{_code_text(expected.codes[at], expected.fmt, output)} as "
                 f"{scale_layout.granularity}, axis {scale_layout.axis}",
                 clause="S-6",
@@ -121,72 +112,57 @@ def _single_value(
 
 
 def _first_difference(
-    quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, x: np.ndarray
+    comparison: Comparison, x: np.ndarray
 ) -> tuple[QuantizerOutput, scaling.Quantized, int] | None:
     """Output, expected output, and the first flat index that differs (0 for a scale).
 
     None if nothing differs, or one of them does not take x.
     """
     try:
-        output, expected = quantizer.ask(x), candidate.quantize(x, scale_layout)
+        output, expected = comparison.quantizer.ask(x), comparison.expected(x)
     except ValueError:
         return None
-    for name, kind in scale_layout.kinds.items():
-        if kind != "amax":
-            ours, theirs = (
-                np.reshape(getattr(expected, kind), -1)[0],
-                output.scales[name].reshape(-1)[0],
-            )
-            if ours != theirs and not (np.isnan(ours) and np.isnan(theirs)):
-                return output, expected, 0
-    differs = candidates.mismatches(output, expected, candidate)
+    for name, kind in comparison.scale_layout.scales.items():
+        ours, theirs = by_group(expected, kind)[0], output.scales[name].reshape(-1)[0]
+        if ours != theirs and not (np.isnan(ours) and np.isnan(theirs)):
+            return output, expected, 0
+    differs = candidates.mismatches(output, expected, comparison.candidate)
     return (output, expected, int(np.argmax(differs))) if differs.any() else None
 
 
-def _simplest_value(
-    quantizer: Quantizer, candidate: Candidate, scale_layout: ScaleLayout, x: np.ndarray
-) -> float:
+def _simplest_value(comparison: Comparison, x: np.ndarray) -> float:
     """The most ordinary number for which x, scaled with it, still differs."""
     largest = float(x.flat[0])
     for number in shrinking.numbers(largest):
-        tried = rounded(
-            (x.astype(np.float64) * (float(number) / largest)).astype(np.float32), quantizer.dtype
-        )
-        tried.flat[0] = rounded(np.array([number], np.float32), quantizer.dtype)[0]
-        if _first_difference(quantizer, candidate, scale_layout, tried) is not None:
+        scaled = (x.astype(np.float64) * (float(number) / largest)).astype(np.float32)
+        scaled.flat[0] = number
+        tried = rounded(scaled, comparison.dtype)
+        if _first_difference(comparison, tried) is not None:
             return float(tried.flat[0])
     return largest
 
 
-def _counterexample(
-    x: np.ndarray,
-    quantizer: Quantizer,
-    output: QuantizerOutput,
-    expected: scaling.Quantized,
-    at: int,
-    candidate: Candidate,
-    scale_layout: ScaleLayout,
-) -> Counterexample:
-    index = np.unravel_index(at, x.shape)
-    others = "" if at == 0 else f", and x{[int(i) for i in index]} = {show(x[index])}"
+def _counterexample(comparison: Comparison, x: np.ndarray) -> Counterexample:
+    """The first difference of a tensor that differs."""
+    difference = _first_difference(comparison, x)
+    assert difference is not None
+    output, expected, at = difference
+    index, dtype = np.unravel_index(at, x.shape), comparison.dtype
+    others = "" if at == 0 else f", and x{index_of(index)} = {show(x[index])}"
     alone = x.size > 1 and not np.any(x.reshape(-1)[1:])
-    got, want = (
-        _element_text(output, index, expected.fmt),
-        _code_text(expected.codes[index], expected.fmt, output),
-    )
-    for name, kind in scale_layout.kinds.items():
-        if kind != "amax":
-            got += f", {kind} {show(output.scales[name].flat[0])}"
-            want += f", {kind} {show(np.reshape(getattr(expected, kind), -1)[0])}"
+    got = _element_text(output, index, expected.fmt)
+    want = _code_text(expected.codes[index], expected.fmt, output)
+    for name, kind in comparison.scale_layout.scales.items():
+        got += f", {kind} {show(output.scales[name].flat[0])}"
+        want += f", {kind} {show(by_group(expected, kind)[0])}"
+    numbers = [x.flat[0]] if at == 0 else [x.flat[0], x[index]]
     return Counterexample(
         input=f"x {list(x.shape)} = {show(x.flat[0])}" + (", then zeros" if alone else others),
-        bits=tuple(
-            bits_of(v, quantizer.dtype) for v in ([x.flat[0]] if at == 0 else [x.flat[0], x[index]])
-        ),
-        dtype=quantizer.dtype,
+        bits=tuple(bits_of(v, dtype) for v in numbers),
+        dtype=dtype,
         got=got,
-        expected=f"{want} by {candidate.words}",
-        clause=candidate.clause,
+        expected=f"{want} by {comparison.candidate.words}",
+        clause=comparison.candidate.clause,
     )
 
 
@@ -199,15 +175,16 @@ def output_texts(
     scale_layout: ScaleLayout,
 ) -> tuple[str, str]:
     """One element and its scales as text: those of the quantizer, and those expected."""
-    got = _element_text(output, at, q.fmt) + "".join(
-        f", {name or 'scale'} {show(scale)}" for name, scale in scales.items()
-    )
-    own = "".join(
-        f", {kind} {show(np.reshape(getattr(q, kind), -1)[group])}"
-        for kind in scale_layout.kinds.values()
-        if kind != "amax"
-    )
-    return got, _code_text(q.codes[at], q.fmt, output) + own
+    shown = [f", {name or 'scale'} {show(scale)}" for name, scale in scales.items()]
+    kinds = scale_layout.scales.values()
+    own = [f", {kind} {show(by_group(q, kind)[group])}" for kind in kinds]
+    got = _element_text(output, at, q.fmt) + "".join(shown)
+    return got, _code_text(q.codes[at], q.fmt, output) + "".join(own)
+
+
+def index_of(at: tuple) -> list[int]:
+    """An index of NumPy as text has it."""
+    return [int(i) for i in at]
 
 
 def _element_text(output: QuantizerOutput, at: tuple, fmt: Format) -> str:
@@ -297,7 +274,9 @@ def unexpected_granularity(
         axis=-1 if axis is None else axis,
     )
     candidate = Candidate(policy=expected.policy, scale_fmt=fmt, fmt=answers.fmt)
-    counterexample = smallest_for_granularity(answers.quantizer, candidate, scale_layout)
+    counterexample = smallest_for_granularity(
+        Comparison(quantizer=answers.quantizer, candidate=candidate, scale_layout=scale_layout)
+    )
     return [counterexample] if counterexample else []
 
 
@@ -343,7 +322,7 @@ def for_policy(matched: PolicyMatch, agreed: Agreement) -> list[Counterexample]:
             or (unnamed and k in NONZERO_RANGES)
         ):
             continue
-        shown = smallest_for_policy(answers.quantizer, agreed.candidate, answers.scale_layout, a, k)
+        shown = smallest_for_policy(answers.comparison(agreed.candidate), a, k)
         counterexamples += [shown] if shown is not None and shown not in counterexamples else []
     if not counterexamples and wrong.any():
         counterexamples.append(_in_context(matched, agreed))
@@ -373,7 +352,7 @@ def _in_context(matched: PolicyMatch, agreed: Agreement) -> Counterexample:
         scale_layout,
     )
     return Counterexample(
-        input=f"x{[int(i) for i in at]} = {show(a.x[at])} of x {list(a.x.shape)}, whose group "
+        input=f"x{index_of(at)} = {show(a.x[at])} of x {list(a.x.shape)}, whose group "
         f"has amax {show(a.amax[group])}, next to groups of every kind",
         bits=(bits_of(a.x[at], dtype),),
         dtype=dtype,

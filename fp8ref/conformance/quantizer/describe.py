@@ -153,9 +153,11 @@ def axis_finding(matched: PolicyMatch, axis: int | None) -> Finding:
         )
     if axis == -1:
         return Finding("axis", -1, "scales are along the last axis")
-    witness = counterexamples.smallest_for_granularity(
-        matched.answers.quantizer, matched.chosen, dataclasses.replace(scale_layout, axis=-1)
+    along_last = dataclasses.replace(scale_layout, axis=-1)
+    comparison = dataclasses.replace(
+        matched.answers.comparison(matched.chosen), scale_layout=along_last
     )
+    witness = counterexamples.smallest_for_granularity(comparison)
     return Finding(
         "axis",
         axis,

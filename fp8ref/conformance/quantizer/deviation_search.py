@@ -152,8 +152,7 @@ class Search:
         """The scale and scale_inv of a row that are returned, by kind."""
         return {
             kind: np.float32(self.rows.output.scales[name].reshape(-1)[at])
-            for name, kind in self.scale_layout.kinds.items()
-            if kind != "amax"
+            for name, kind in self.scale_layout.scales.items()
         }
 
     def _row(self, kind: str, *, last: bool = False) -> int | None:
@@ -258,10 +257,8 @@ class Search:
         """A factor between the scales, exact where the policy's own is a power of two."""
         factors = []
         own = plain.scales(sample.x, self.scale_layout)
-        for name, kind in self.scale_layout.kinds.items():
-            if kind == "amax":
-                continue
-            policy_scales = np.reshape(getattr(own, kind), -1)
+        for name, kind in self.scale_layout.scales.items():
+            policy_scales = candidates.by_group(own, kind)
             exact = np.frexp(policy_scales)[0] == 0.5
             ratios = np.unique(sample.output.scales[name].reshape(-1)[exact] / policy_scales[exact])
             if ratios.size == 1 and np.isfinite(ratios[0]) and ratios[0] > 0 and ratios[0] != 1:
@@ -291,9 +288,8 @@ class Search:
             return []
         kind, values = self.scale_layout.kinds[name], sample.output.scales[name].reshape(-1)
         with np.errstate(all="ignore"):
-            ratios = values / np.reshape(
-                getattr(plain.scales(sample.x, self.scale_layout), kind), -1
-            )
+            own = plain.scales(sample.x, self.scale_layout)
+            ratios = values / candidates.by_group(own, kind)
         powers_of_two = plain.policy.power_of_two is not None
         if not np.all((ratios > 0) & (ratios < np.inf)) or ratios.max() / ratios.min() > (
             2 if powers_of_two else 1 + 2.0**-20
@@ -302,12 +298,10 @@ class Search:
         sign = 1 if kind == "scale" else -1
 
         def scales(limit: float) -> np.ndarray:
-            deviating = dataclasses.replace(
-                plain, deviation=deviations.another_max(limit, self.fmt, "")
-            )
-            return sign * np.reshape(
-                getattr(deviating.scales(sample.x, self.scale_layout), kind), -1
-            )
+            deviation = deviations.another_max(limit, self.fmt, "")
+            deviating = dataclasses.replace(plain, deviation=deviation)
+            others = deviating.scales(sample.x, self.scale_layout)
+            return sign * candidates.by_group(others, kind)
 
         low = smallest(lambda limit: bool((scales(limit) >= sign * values).all()), 2.0**20)
         high = smallest(lambda limit: bool((scales(limit) > sign * values).any()), 2.0**20)

@@ -363,9 +363,7 @@ def _other_tensors(
 ) -> tuple[list[Finding], list[Counterexample]]:
     """Check other tensors with each candidate that agrees so far, the expected policy first."""
     for candidate in sorted(agreeing, key=lambda c: c.policy != expected.policy):
-        findings, beyond = layout_invariance.check(
-            answers.quantizer, candidate, answers.scale_layout, answers.shape
-        )
+        findings, beyond = layout_invariance.check(answers.comparison(candidate), answers.shape)
         if not beyond:
             break
     return findings, beyond

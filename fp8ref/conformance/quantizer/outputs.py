@@ -294,9 +294,14 @@ class ScaleLayout:
         )
 
     @property
+    def scales(self) -> dict[str, str]:
+        """The kinds without amaxes."""
+        return {name: kind for name, kind in self.kinds.items() if kind != "amax"}
+
+    @property
     def scale(self) -> str | None:
         """The name of the first array that is a scale or scale_inv; None without one."""
-        return next((name for name, kind in self.kinds.items() if kind != "amax"), None)
+        return next(iter(self.scales), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from fp8ref import policy as policy_data
 from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
 from fp8ref.conformance.inputs.kinds import AMAX_RANGES
 from fp8ref.conformance.quantizer import candidates, deviation_search, outputs
-from fp8ref.conformance.quantizer.candidates import Agreement, Candidate
+from fp8ref.conformance.quantizer.candidates import Agreement, Candidate, Comparison
 from fp8ref.conformance.quantizer.deviation_search import Search
 from fp8ref.conformance.quantizer.deviations import NO_DEVIATION
 from fp8ref.conformance.quantizer.outputs import Quantizer, Response, ScaleLayout
@@ -56,6 +56,12 @@ class Answers:
             lost = nan.any() and loses_nan(self.quantizer, a.x, self.scale_layout)
             counts.append(~nan if lost else np.ones_like(nan))
         return np.concatenate(counts)
+
+    def comparison(self, candidate: Candidate) -> Comparison:
+        """The quantizer with a candidate."""
+        return Comparison(
+            quantizer=self.quantizer, candidate=candidate, scale_layout=self.scale_layout
+        )
 
     def score(self, a: Agreement) -> tuple[int, int]:
         """How many groups agree in what decides the policy, and how many in scales and codes."""
@@ -248,12 +254,11 @@ def _ratios(
         return np.zeros(0)
     ratios = []
     for a in sample:
-        expected = np.reshape(
-            getattr(candidate.scales(a.x, scale_layout), scale_layout.kinds[name]), -1
-        )
+        kind = scale_layout.kinds[name]
+        expected = candidates.by_group(candidate.scales(a.x, scale_layout), kind)
         with np.errstate(all="ignore"):
             ratio = outputs.per_group(a, name, scale_layout).astype(np.float64) / expected
-            ratios.append(ratio if scale_layout.kinds[name] == "scale" else 1 / ratio)
+            ratios.append(ratio if kind == "scale" else 1 / ratio)
     return np.concatenate(ratios)
 
 

@@ -13,7 +13,7 @@ from fp8ref.conformance import identify_quantizer
 from fp8ref.conformance.kit import subject
 from fp8ref.conformance.kit.subject import ConformanceError
 from fp8ref.conformance.quantizer import layout_invariance
-from fp8ref.conformance.quantizer.candidates import Candidate
+from fp8ref.conformance.quantizer.candidates import Candidate, Comparison
 from fp8ref.conformance.quantizer.outputs import Quantizer, ScaleLayout
 from fp8ref.formats import E4M3FN
 from fp8ref.jax.quantize import scaling as jax_scaling
@@ -293,7 +293,9 @@ def test_a_scale_rule_of_some_tensors_alone(function, what, said):  # S-16
     candidate = Candidate(policy=POLICIES["torchao"], scale_fmt=E4M3FN, fmt=E4M3FN)
     scale_layout = ScaleLayout(granularity="blockwise_1x128", axis=-1, kinds={"[1]": "scale"})
     check = layout_invariance.check_strides if what == "strides" else layout_invariance.check_shapes
-    findings, found = check(quantizer, candidate, scale_layout)
+    findings, found = check(
+        Comparison(quantizer=quantizer, candidate=candidate, scale_layout=scale_layout)
+    )
     assert findings[0].what == what
     assert findings[0].text == "not all alike"
     assert said in found[0].input
