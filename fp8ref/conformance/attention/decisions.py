@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fp8ref.conformance.attention import (
     accumulation,
@@ -20,15 +20,11 @@ from fp8ref.conformance.attention.probabilities import Between
 from fp8ref.conformance.attention.scores import FEATURES, LOG2E
 from fp8ref.conformance.attention.subjects import Attention
 from fp8ref.conformance.attention.tiles import Tiling
-from fp8ref.conformance.kit.finding import Finding, table
+from fp8ref.conformance.kit.finding import Described, Finding
 from fp8ref.formats import E4M3FN, Format
-from fp8ref.shared.result import Result
 from fp8ref.sim.attention.operands import operands as attention_operands
 from fp8ref.sim.gemm import accumulate
 from fp8ref.spec.attention.variants import FULL, Variant
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 STRUCTURE = (
     "keys",
@@ -45,7 +41,7 @@ STRUCTURE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probed(Result):
+class Probed(Described):
     """What was found of a function.
 
     findings  a decision each, with the inputs that show it.
@@ -138,20 +134,16 @@ class Probed(Result):
             "findings": findings,
         }
 
-    def render_findings(self, console: "Console") -> None:
-        """Print the findings."""
-        from rich.text import Text
+    @property
+    def title(self) -> str:
+        """Its name, and whose arrays it takes."""
+        framework = self.asked.subject.framework
+        return f"{self.asked.name}: attention of {framework} arrays, {FEATURES} features"
 
-        title = Text(
-            f"{self.asked.name}: attention of {self.asked.subject.framework} arrays, {FEATURES} "
-            "features"
-        )
-        console.print(table(self.findings, title=title, title_justify="left"))
-
-    def render(self, console: "Console") -> None:
-        """Print the findings, then the message."""
-        self.render_findings(console)
-        console.out(self.message, highlight=False)
+    @property
+    def table_rows(self) -> Sequence[Finding]:
+        """The findings."""
+        return self.findings
 
 
 def probe(

@@ -3,23 +3,20 @@
 import dataclasses
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from fp8ref.conformance.attention import arguments, comparison, decisions, subjects
 from fp8ref.conformance.attention.arguments import FINDINGS, Alignment, Argument
 from fp8ref.conformance.attention.comparison import Agreement, Asked
 from fp8ref.conformance.attention.decisions import Probed
 from fp8ref.conformance.attention.subjects import Attention
+from fp8ref.conformance.kit.finding import Described, Finding
 from fp8ref.formats import E4M3FN, FORMATS, Format
-from fp8ref.shared.result import Result
 from fp8ref.sim.gemm import accumulate
 from fp8ref.spec.attention import variants as data
 from fp8ref.spec.attention.variants import FULL, VARIANTS, Mask, Tiles, Variant
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 UNSEEN: dict[str, tuple] = {
     "finish": ("reciprocal", "divide"),
@@ -33,7 +30,7 @@ combinations.
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionOutcome(Result):
+class AttentionOutcome(Described):
     """What an attention function was identified as.
 
     variant    the name in VARIANTS, or of a variation, such as "fa3 with promotion=4"; None if none
@@ -174,10 +171,15 @@ class AttentionOutcome(Result):
             "faults": [fault.to_dict() for fault in self.probed.faults],
         }
 
-    def render(self, console: "Console") -> None:
-        """Print the findings, then the message."""
-        self.probed.render_findings(console)
-        console.out(self.message, highlight=False)
+    @property
+    def title(self) -> str:
+        """As of ``probe``."""
+        return self.probed.title
+
+    @property
+    def table_rows(self) -> Sequence[Finding]:
+        """The findings."""
+        return self.probed.findings
 
 
 def identify_attention(

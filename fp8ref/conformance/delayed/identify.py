@@ -7,20 +7,16 @@ import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fp8ref.conformance.delayed import unnamed
 from fp8ref.conformance.delayed.comparison import Asked, departure, same
 from fp8ref.conformance.delayed.sequences import DIFFICULTIES, LONGEST, Sequence, fixed
 from fp8ref.conformance.delayed.subject import Subject, subject_of
-from fp8ref.conformance.kit.finding import Finding, show, table
+from fp8ref.conformance.kit.finding import Described, Finding, show
 from fp8ref.formats import E4M3FN, Format
 from fp8ref.policy import POLICIES, ScalePolicy
-from fp8ref.shared.result import Result
 from fp8ref.spec.delayed import DELAYED, DelayedScaling
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 REMEMBERED = (40, 300, 2100)
 """Steps after which a large amax is looked for, in this order, until it is forgotten."""
@@ -61,7 +57,7 @@ _POLICY: dict[str, dict[str, tuple]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class DelayedOutcome(Result):
+class DelayedOutcome(Described):
     """Which rule of delayed scaling an implementation follows.
 
     rule      that explains every scale of the sequences compared; None: no rule does.
@@ -102,14 +98,13 @@ class DelayedOutcome(Result):
             "evidence": self.evidence,
         }
 
-    def render(self, console: "Console") -> None:
-        """Print each decision, then the message."""
-        rows = [
+    @property
+    def table_rows(self) -> list[Finding]:
+        """Each decision."""
+        return [
             Finding(key, value, "", others=self.others.get(key, ()))
             for key, value in self.fields.items()
         ]
-        console.print(table(rows))
-        console.out(self.message, highlight=False)
 
 
 def identify_delayed(

@@ -1,9 +1,10 @@
 """What identification finds: properties with evidence, counterexamples, the outcome."""
 
+import abc
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -106,14 +107,15 @@ class Finding:
         return {"what": self.what, "value": self.value, "evidence": self.evidence}
 
 
-def table(findings: Sequence[Finding], **options: Any) -> "Table":
-    """The findings as a table, a row each; options are those of rich's Table."""
+def table(findings: Sequence[Finding], title: str = "") -> "Table":
+    """The findings as a table, a row each."""
     from rich.table import Table
     from rich.text import Text
 
-    rich_table = Table("", "found", "by", **options)
+    # Text: brackets in a name are not parsed as markup
+    rich_table = Table("", "found", "by", title=Text(title) if title else None)
+    rich_table.title_justify = "left"
     for finding in findings:
-        # Text: not parsed as markup
         rich_table.add_row(*(Text(cell) for cell in (finding.what, finding.text, finding.evidence)))
     return rich_table
 
@@ -187,8 +189,39 @@ def other_devices(framework: str, device: str) -> list[str]:
     return [] if framework == "numpy" else [f"devices other than {device}"]
 
 
+class Described(Result):
+    """A result that is printed as a table, of rows if it has them, and a ``message``."""
+
+    @property
+    @abc.abstractmethod
+    def message(self) -> str:
+        """What it is, in words."""
+
+    @property
+    def title(self) -> str:
+        """Of the table."""
+        return ""
+
+    @property
+    def table_rows(self) -> Sequence[Finding] | None:
+        """Of the table; None without one."""
+        return None
+
+    def render(self, console: "Console") -> None:
+        """Print the table, then the message."""
+        if self.table_rows is not None:
+            console.print(table(self.table_rows, self.title))
+        console.out(self.message, highlight=False)
+
+    def require(self) -> Self:
+        """This result, if it is ok; else an AssertionError with the message."""
+        if not self.ok:
+            raise AssertionError(self.message)
+        return self
+
+
 @dataclass(frozen=True, kw_only=True)
-class Outcome(Result):
+class Outcome(Described):
     """What a cast or a quantizer was identified as.
 
     found        ``is`` of --json: each property and its value.
@@ -274,11 +307,8 @@ class Outcome(Result):
 
     def render(self, console: "Console") -> None:
         """Print the findings, then ``unlike`` if no name was expected, then the message."""
-        from rich.text import Text
-
-        # Text: brackets in a name are not parsed as markup
-        title = Text(f"{self.name}: a {self.kind} of {self.framework} arrays, {self.fmt}")
-        console.print(table(self.findings, title=title, title_justify="left"))
+        title = f"{self.name}: a {self.kind} of {self.framework} arrays, {self.fmt}"
+        console.print(table(self.findings, title))
         for witness in self.unlike if self.expected is None else ():
             console.out(f"unlike: {witness}", highlight=False)
         console.out(self.message, highlight=False)

@@ -3,17 +3,13 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fp8ref.conformance.kit.finding import Counterexample, Finding, bits_of, show, table
+from fp8ref.conformance.kit.finding import Counterexample, Described, Finding, bits_of, show
 from fp8ref.conformance.optimizer import forms
 from fp8ref.conformance.optimizer.forms import Form
 from fp8ref.conformance.optimizer.search import PROBE, Departure, Search
-from fp8ref.shared.result import Result
 from fp8ref.spec.states.layouts import LAYOUTS, WITH_MASTERS, Layout
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 NAMED = LAYOUTS | WITH_MASTERS
 """The layouts that have a name."""
@@ -34,7 +30,7 @@ FIELDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerOutcome(Result):
+class OptimizerOutcome(Described):
     """What an optimizer was identified as.
 
     layout     the name in LAYOUTS or WITH_MASTERS, or of a variation such as "torchao with block
@@ -102,18 +98,15 @@ class OptimizerOutcome(Result):
             "damage": dict(self.damage),
         }
 
-    def render(self, console: "Console") -> None:
-        """Print the findings, then the message."""
-        from rich.text import Text
+    @property
+    def title(self) -> str:
+        """Its name, and what it was taken as."""
+        return f"{self.name}: an optimizer, taken as {self.kind}"
 
-        console.print(
-            table(
-                self.findings,
-                title=Text(f"{self.name}: an optimizer, taken as {self.kind}"),
-                title_justify="left",
-            )
-        )
-        console.out(self.message, highlight=False)
+    @property
+    def table_rows(self) -> Sequence[Finding]:
+        """The findings."""
+        return self.findings
 
 
 def counterexample(first: Departure, layout: Layout) -> Counterexample:

@@ -226,10 +226,7 @@ def require_gemm(function: Callable[..., Any] | ScaledGemm, **options: Any) -> G
     Raises:   AssertionError: it is imprecise or wrong. Others as ``grade_gemm``.
     Source:   spec B-1, B-14.
     """
-    grade = grade_gemm(function, **options)
-    if not grade.ok:
-        raise AssertionError(grade.message)
-    return grade
+    return grade_gemm(function, **options).require()
 
 
 def _structures(

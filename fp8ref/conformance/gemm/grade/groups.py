@@ -8,19 +8,16 @@ numbers.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fp8ref.conformance.gemm.grade.grading import grade_gemm
 from fp8ref.conformance.gemm.grade.verdict import Grade
 from fp8ref.conformance.gemm.scaled_gemm import RefusedError, ScaledGemm, operand
+from fp8ref.conformance.kit.finding import Described
 from fp8ref.formats import E4M3FN, Format
-from fp8ref.shared.result import Result
 from fp8ref.sim.quantize.scaling import Quantized
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 Grouped = Callable[[Sequence[Quantized], Sequence[Quantized]], Any]
 """(a of each group [M_g, K], b of each group [N, K]) -> results of the groups [M_g, N], a sequence.
@@ -31,7 +28,7 @@ SIZES = (32, 0, 48, 32)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupedGrade(Result):
+class GroupedGrade(Described):
     """The grade of each group that has rows, by its number."""
 
     name: str
@@ -74,10 +71,6 @@ class GroupedGrade(Result):
             "sizes": list(self.sizes),
             "groups": groups,
         }
-
-    def render(self, console: "Console") -> None:
-        """Print the message."""
-        console.out(self.message, highlight=False)
 
 
 def grade_grouped(
@@ -129,10 +122,7 @@ def require_grouped(function: Grouped, **options: Any) -> GroupedGrade:
     Raises:   AssertionError: a group is imprecise or wrong. Others as ``grade_grouped``.
     Source:   spec B-14.
     """
-    grade = grade_grouped(function, **options)
-    if not grade.ok:
-        raise AssertionError(grade.message)
-    return grade
+    return grade_grouped(function, **options).require()
 
 
 def _group_gemm(

@@ -10,19 +10,16 @@ under scales that are powers of two, so that every result has one value.
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from fp8ref.conformance.gemm.adapters import native_array
 from fp8ref.conformance.gemm.scaled_gemm import OUT_DTYPES, ProbeError, RefusedError, read_array
+from fp8ref.conformance.kit.finding import Described
 from fp8ref.conformance.kit.subject import FRAMEWORKS, Subject, name_of
 from fp8ref.formats import E4M3FN, Format
-from fp8ref.shared.result import Result
 from fp8ref.sim.quantize import cast
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 Which = Literal["output", "grad_weight"]
 """The GEMM: of rows and weights, which grad_input is too, or of rows and rows."""
@@ -70,7 +67,7 @@ class Fault:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OffsetsGrade(Result):
+class OffsetsGrade(Described):
     """The faults of a grouped GEMM that takes offsets; none if it is right.
 
     sizes     of the first question, or of the first that shows a fault; rest: rows of no group, of
@@ -124,10 +121,6 @@ class OffsetsGrade(Result):
             "refused": self.refused,
             "others": self.others,
         }
-
-    def render(self, console: "Console") -> None:
-        """Print the message."""
-        console.out(self.message, highlight=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,10 +296,7 @@ def require_offsets(function: Callable[..., Any], **options: Any) -> OffsetsGrad
     options   as ``grade_offsets``.
     Raises:   AssertionError: there is a fault. Others as ``grade_offsets``.
     """
-    grade = grade_offsets(function, **options)
-    if not grade.ok:
-        raise AssertionError(grade.message)
-    return grade
+    return grade_offsets(function, **options).require()
 
 
 def _operands(which: Which, question: Question) -> Operands:

@@ -2,19 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fp8ref.conformance.gemm.grade import codes
 from fp8ref.conformance.gemm.grade.row_bits import RowBits
 from fp8ref.conformance.gemm.grade.structure import Cause
-from fp8ref.conformance.kit.finding import Counterexample, Finding, table
+from fp8ref.conformance.kit.finding import Counterexample, Described, Finding
 from fp8ref.formats import Format
-from fp8ref.shared.result import Result
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 Shape = tuple[int, int, int]
 """M, N and K."""
@@ -54,7 +50,7 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grade(Result):
+class Grade(Described):
     """The verdict on a GEMM.
 
     right      every sum that any accumulator of 8 bits has is right, and all results are within
@@ -185,11 +181,10 @@ class Grade(Result):
             "unasked": list(self.unasked),
         }
 
-    def render(self, console: "Console") -> None:
-        """Print the errors of each shape, then the message."""
-        rows = [
+    @property
+    def table_rows(self) -> Sequence[Finding]:
+        """The errors of each shape."""
+        return [
             Finding(f"[{m}, {n}], K = {k}", str(errors), f"{errors.count} random results")
             for (m, n, k), errors in self.measured.items()
         ]
-        console.print(table(rows))
-        console.out(self.message, highlight=False)
