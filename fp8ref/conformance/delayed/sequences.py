@@ -32,7 +32,7 @@ LONGEST = 32
 """The length of the history that sequences other than ordinary ones exceed."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Difficulty:
     """What sequences may have beside ordinary steps of one use.
 
@@ -46,25 +46,19 @@ class Difficulty:
 
 
 DIFFICULTIES = {
-    "ordinary": Difficulty(operations=(), words="ordinary amaxes", clause="H-3"),
-    "uses": Difficulty(
-        operations=((4.0, 1.0), (1.0, 4.0), (2.0, 8.0, 3.0)),
-        words="several uses in a step",
-        clause="H-4",
-    ),
-    "unused": Difficulty(operations=((),), words="a step without use", clause="H-5"),
-    "zero": Difficulty(operations=((0.0,),), words="an amax of 0", clause="H-5"),
-    "infinite": Difficulty(operations=((math.inf,),), words="an infinite amax", clause="H-5"),
-    "nan": Difficulty(operations=((math.nan,),), words="a NaN amax", clause="H-5"),
+    "ordinary": Difficulty((), "ordinary amaxes", "H-3"),
+    "uses": Difficulty(((4.0, 1.0), (1.0, 4.0), (2.0, 8.0, 3.0)), "several uses in a step", "H-4"),
+    "unused": Difficulty(((),), "a step without use", "H-5"),
+    "zero": Difficulty(((0.0,),), "an amax of 0", "H-5"),
+    "infinite": Difficulty(((math.inf,),), "an infinite amax", "H-5"),
+    "nan": Difficulty(((math.nan,),), "a NaN amax", "H-5"),
     "tiny": Difficulty(
-        operations=((1e-36,), (1.4e-36,), (1e-12,), (1e-40,), (2.0**-149,)),
-        words="an amax so small that it, its scale or scale_inv leaves float32's normal numbers",
-        clause="S-12",
+        ((1e-36,), (1.4e-36,), (1e-12,), (1e-40,), (2.0**-149,)),
+        "an amax so small that it, its scale or scale_inv leaves float32's normal numbers",
+        "S-12",
     ),
-    "load": Difficulty(
-        operations=("save", "load"), words="a state that is saved and loaded", clause="H-13"
-    ),
-    "reset": Difficulty(operations=("reset",), words="a state that is reset", clause="H-2"),
+    "load": Difficulty(("save", "load"), "a state that is saved and loaded", "H-13"),
+    "reset": Difficulty(("reset",), "a state that is reset", "H-2"),
 }
 """Kinds of sequences by name, ``ordinary`` first. Every other one has ordinary steps as well."""
 

@@ -9,7 +9,7 @@ import functools
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from fp8ref.conformance.libraries import cuda_header
 from fp8ref.conformance.libraries.functions import (
@@ -50,7 +50,7 @@ CUDA_HEADER = "cuda_fp8.hpp"
 """The library of the rows that are compiled from CUDA's header, where one is installed."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Function:
     """A cast, float32 [n] -> codes uint8 [n], or a scale, amax float32 [n] -> what ``made`` names.
 
@@ -69,6 +69,7 @@ class Function:
     library: str
     fmt: Format
     run: Run = field(repr=False)
+    _: KW_ONLY
     variant: str = ""
     call: str = ""
     saturates: bool = False
@@ -86,46 +87,27 @@ def casts(fmt: Format) -> dict[str, Function]:
     """
     functions = []
     if _installed("ml_dtypes"):
-        functions.append(
-            Function(
-                library="ml_dtypes", fmt=fmt, call="`x.astype(dtype)`", run=ml_dtypes_cast(fmt)
-            )
-        )
+        functions.append(Function("ml_dtypes", fmt, ml_dtypes_cast(fmt), call="`x.astype(dtype)`"))
     for suffix, run in _torch_devices():
         functions.append(
-            Function(
-                library=f"torch{suffix}", fmt=fmt, call="`x.to(dtype)`", run=run(torch_cast(fmt))
-            )
+            Function(f"torch{suffix}", fmt, run(torch_cast(fmt)), call="`x.to(dtype)`")
         )
         if _installed("torchao"):
             ours = run(fp8ref_torch_cast(fmt))
             functions.append(
                 Function(
-                    library=f"fp8ref.torch{suffix}",
-                    fmt=fmt,
-                    call="`cast.encode(x, fmt)`",
-                    run=ours,
-                    saturates=True,
+                    f"fp8ref.torch{suffix}", fmt, ours, call="`cast.encode(x, fmt)`", saturates=True
                 )
             )
     if _installed("jax"):
         functions.append(
-            Function(
-                library=f"jax{_jax_device()}",
-                fmt=fmt,
-                call="`x.astype(dtype)`, jitted",
-                run=jax_cast(fmt),
-            )
+            Function(f"jax{_jax_device()}", fmt, jax_cast(fmt), call="`x.astype(dtype)`, jitted")
         )
     if _installed("jax", "flax", "optax"):
         call = "`cast.encode(x, fmt)`, jitted"
         functions.append(
             Function(
-                library=f"fp8ref.jax{_jax_device()}",
-                fmt=fmt,
-                call=call,
-                run=fp8ref_jax_cast(fmt),
-                saturates=True,
+                f"fp8ref.jax{_jax_device()}", fmt, fp8ref_jax_cast(fmt), call=call, saturates=True
             )
         )
     return _by_library(functions)
@@ -142,24 +124,16 @@ def scales(fmt: Format, policy: str) -> dict[str, Function]:
     for suffix, run in _torch_devices() if _installed("torchao") else ():
         if policy != "torchao_mask":  # torchao has no such rounding
             scale = run(torchao_scale(fmt, power_of_two=policy == "torchao_pow2"))
-            functions.append(Function(library=f"torchao{suffix}", fmt=fmt, run=scale, made="scale"))
+            functions.append(Function(f"torchao{suffix}", fmt, scale, made="scale"))
         else:
             functions.append(
                 Function(
-                    library=f"fp8ref.torch{suffix}",
-                    fmt=fmt,
-                    run=run(fp8ref_torch_scale(fmt, policy)),
-                    made="scale",
+                    f"fp8ref.torch{suffix}", fmt, run(fp8ref_torch_scale(fmt, policy)), made="scale"
                 )
             )
     if _installed("jax", "flax", "optax"):
         functions.append(
-            Function(
-                library=f"fp8ref.jax{_jax_device()}",
-                fmt=fmt,
-                run=fp8ref_jax_scale(fmt, policy),
-                made="scale",
-            )
+            Function(f"fp8ref.jax{_jax_device()}", fmt, fp8ref_jax_scale(fmt, policy), made="scale")
         )
     return _by_library(functions)
 
@@ -175,30 +149,30 @@ def every_cast() -> Iterator[Function]:
             functools.partial(flax_cast, fmt=fmt),
         )
         yield Function(
-            library="torchao",
+            "torchao",
+            fmt,
+            saturated,
             variant="saturated",
             call="`to_fp8_saturated(x, dtype)`",
-            fmt=fmt,
-            run=saturated,
             source="float8/float8_utils.py",
         )
         yield Function(
-            library="flax",
+            "flax",
+            fmt,
+            quantize,
             variant="quantize",
             call="`fp8_ops.quantize(x, dtype, 1, float32)`",
-            fmt=fmt,
-            run=quantize,
             source="linen/fp8_ops.py",
         )
         for saturate in (False, True):
             call = f"`encode_ndarray(fi, round_ndarray(fi, x, sat={saturate}))`"
             run = functools.partial(gfloat_cast, fmt=fmt, saturate=saturate)
             yield Function(
-                library="gfloat",
+                "gfloat",
+                fmt,
+                run,
                 variant="sat" if saturate else "",
                 call=call,
-                fmt=fmt,
-                run=run,
                 source="round_ndarray.py",
             )
     if cuda_header.available():
@@ -208,12 +182,12 @@ def every_cast() -> Iterator[Function]:
                 "kind)`"
             )
             yield Function(
-                library=CUDA_HEADER,
+                CUDA_HEADER,
+                fmt,
+                functools.partial(cuda_header.encode, fmt=fmt, saturate=saturate),
                 variant="sat" if saturate else "",
                 call=call,
-                fmt=fmt,
                 source="include/cuda_fp8.hpp",
-                run=functools.partial(cuda_header.encode, fmt=fmt, saturate=saturate),
             )
 
 
@@ -226,12 +200,12 @@ def every_scale() -> Iterator[Function]:
 
 def _torchao_scales(fmt: Format) -> Iterator[Function]:
     torchao = Function(
-        library="torchao",
-        fmt=fmt,
+        "torchao",
+        fmt,
+        on_torch("cpu")(torchao_scale(fmt)),
         made="scale",
         variant="amax_to_scale",
         call="`amax_to_scale(amax, dtype)`",
-        run=on_torch("cpu")(torchao_scale(fmt)),
         source="float8/float8_utils.py",
     )
     yield torchao
@@ -264,31 +238,31 @@ def _torchao_scales(fmt: Format) -> Iterator[Function]:
 
 def _other_scales(fmt: Format) -> Iterator[Function]:
     yield Function(
-        library="flax",
+        "flax",
+        fmt,
+        functools.partial(flax_scale, fmt=fmt),
         variant="compute_scale",
         call="`fp8_ops.compute_scale(amax, 1, max)`",
-        fmt=fmt,
-        run=functools.partial(flax_scale, fmt=fmt),
         made="scale_inv",
         source="linen/fp8_ops.py",
     )
     yield Function(
-        library="gfloat",
+        "gfloat",
+        fmt,
+        functools.partial(gfloat_scale, fmt=fmt),
         variant="compute_scale_amax",
         call="`compute_scale_amax(fi.emax, x)`",
-        fmt=fmt,
-        run=functools.partial(gfloat_scale, fmt=fmt),
         made="e8m0",
         slow=True,
         source="block.py",
     )
     for transcription in TRANSCRIPTIONS:
         yield Function(
-            library=transcription.library,
+            transcription.library,
+            fmt,
+            transcription.of(fmt),
             variant=transcription.variant,
             call=transcription.call,
-            fmt=fmt,
-            run=transcription.of(fmt),
             made=transcription.made,
             source=transcription.source,
             transcribed=True,
@@ -303,11 +277,11 @@ def _other_scales(fmt: Format) -> Iterator[Function]:
         "te_mxfp8_2.13",
     ):
         ours = Function(
-            library="fp8ref.torch",
+            "fp8ref.torch",
+            fmt,
+            on_torch("cpu")(fp8ref_torch_scale(fmt, policy)),
             variant=policy,
             call=f"`scaling.scale_from_amax(amax, fmt, {policy!r})`",
-            fmt=fmt,
-            run=on_torch("cpu")(fp8ref_torch_scale(fmt, policy)),
             made="scale",
         )
         yield ours

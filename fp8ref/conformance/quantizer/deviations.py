@@ -6,7 +6,7 @@ another eps: ``deviation_search`` solves the number from a quantizer's answers.
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ class Limited(Format):
         return self.limit
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Deviation:
     """One way to depart from a policy, or several, one after another.
 
@@ -61,6 +61,7 @@ class Deviation:
     """
 
     text: str
+    _: KW_ONLY
     changes: Mapping[str, Any] = field(default_factory=dict)
     amax: Amax = scaling.amax
     change_amax: Callable[[np.ndarray], np.ndarray] = _own
@@ -84,7 +85,7 @@ class Deviation:
     def then(self, other: "Deviation") -> "Deviation":
         """Both deviations: ``other`` changes the amaxes and scales of this one."""
         return Deviation(
-            text=f"{self.text}, and {other.text}" if self.text else other.text,
+            f"{self.text}, and {other.text}" if self.text else other.text,
             changes={**self.changes, **other.changes},
             amax=self.amax if other.amax is scaling.amax else other.amax,
             change_amax=lambda amax: other.change_amax(self.change_amax(amax)),
@@ -155,7 +156,7 @@ def _without_abs(part: Callable[[np.ndarray, np.float32], np.ndarray]) -> Amax:
 def factor(kind: str, by: float, words: str) -> Deviation:
     """A scale, or scale_inv, that is ``by`` times the policy's, by a product in float32."""
     return Deviation(
-        text=f"its {kind} is {words} times that policy's",
+        f"its {kind} is {words} times that policy's",
         scales=_scales_change(kind, lambda s: s * np.float32(by)),
     )
 
@@ -165,8 +166,7 @@ def another_max(limit: float, fmt: Format, words: str) -> Deviation:
     ratio = limit / fmt.max
     text = f"its scale is {ratio:g} times that policy's, as of a max of {words}, not {fmt.max:g}"
     return Deviation(
-        text=text if np.frexp(ratio)[0] == 0.5 else f"its max is {words}, not {fmt.max:g}",
-        limit=limit,
+        text if np.frexp(ratio)[0] == 0.5 else f"its max is {words}, not {fmt.max:g}", limit=limit
     )
 
 
@@ -174,14 +174,14 @@ def floor(eps: float, policy: ScalePolicy, words: str) -> Deviation:
     """Another eps than the policy's."""
     text = f"its eps is {words}, not {policy.eps:.9g}"
     if policy.of_exponents:  # the policy has no eps (S-14)
-        return Deviation(text=text, change_amax=lambda amax: np.maximum(amax, np.float32(eps)))
-    return Deviation(text=text, changes={"eps": eps})
+        return Deviation(text, change_amax=lambda amax: np.maximum(amax, np.float32(eps)))
+    return Deviation(text, changes={"eps": eps})
 
 
 def eps_added(eps: float, policy: ScalePolicy, words: str) -> Deviation:
     """An eps that is added to the amax, in float32, as arrays and a Python number are added."""
     return Deviation(
-        text=f"its eps, {words}, is added to the amax, not the least amax",
+        f"its eps, {words}, is added to the amax, not the least amax",
         changes={"eps": 0.0} if policy.eps else {},
         change_amax=lambda amax: amax + np.float32(eps),
     )
@@ -191,7 +191,7 @@ def bound(kind: str, value: np.float32, *, least: bool) -> Deviation:
     """A scale, or scale_inv, that is at least or at most a number."""
     words = f"its {kind} is at {'least' if least else 'most'} {scale_words(value)}"
     return Deviation(
-        text=words,
+        words,
         scales=_scales_change(kind, lambda s: (np.maximum if least else np.minimum)(s, value)),
     )
 
@@ -213,7 +213,7 @@ def constant(
         )
 
     text = " and ".join(f"{kind} {scale_words(scales[kind])}" for kind in shown)
-    return Deviation(text=f"{words} has {text}", scales=replaced)
+    return Deviation(f"{words} has {text}", scales=replaced)
 
 
 def scale_words(value: np.float32) -> str:
@@ -227,18 +227,18 @@ def _flush(s: np.ndarray) -> np.ndarray:
 
 
 FLUSHES = (
-    Deviation(text="its subnormal scales are 0", scales=_scales_change("scale", _flush)),
-    Deviation(text="its subnormal scale_inv are 0", scales=_scales_change("scale_inv", _flush)),
+    Deviation("its subnormal scales are 0", scales=_scales_change("scale", _flush)),
+    Deviation("its subnormal scale_inv are 0", scales=_scales_change("scale_inv", _flush)),
     Deviation(
-        text="its subnormal scales and scale_inv are 0",
+        "its subnormal scales and scale_inv are 0",
         scales=_changed(lambda s: Scales(*map(_flush, s))),
     ),
     Deviation(
-        text="the subnormal scale_inv that it returns are 0",
+        "the subnormal scale_inv that it returns are 0",
         returned=lambda s: Scales(s.scale, _flush(s.scale_inv)),
     ),
     Deviation(
-        text="the subnormal scales that it returns are 0",
+        "the subnormal scales that it returns are 0",
         returned=lambda s: Scales(_flush(s.scale), s.scale_inv),
     ),
 )
@@ -258,7 +258,7 @@ def code_0_deviations(policy: ScalePolicy) -> list[Deviation]:
     }
     return [
         Deviation(
-            text=f"beside a scale_inv of 2^-127 its scale is {words}, not "
+            f"beside a scale_inv of 2^-127 its scale is {words}, not "
             f"{scale_words(np.float32(own))}",
             changes={"e8m0": dataclasses.replace(policy.e8m0, scale_of_code_0=value)},
         )
@@ -272,7 +272,7 @@ def overflow_deviations(policy: ScalePolicy) -> list[Deviation]:
     return (
         []
         if policy.overflow == "inf"
-        else [Deviation(text="a scale above float32's range is inf", changes={"overflow": "inf"})]
+        else [Deviation("a scale above float32's range is inf", changes={"overflow": "inf"})]
     )
 
 
@@ -285,45 +285,37 @@ def _quotient_alone(scales: Scales, amax: np.ndarray, fmt: Format, policy: Scale
 _UNROUNDED = "its codes are of the float32 one"
 
 NAMED = (
-    Deviation(text="its amax is the largest element, without abs", amax=_without_abs(np.maximum)),
+    Deviation("its amax is the largest element, without abs", amax=_without_abs(np.maximum)),
     Deviation(
-        text="its amax is the smallest element's magnitude, not the largest magnitude",
+        "its amax is the smallest element's magnitude, not the largest magnitude",
         amax=_without_abs(np.minimum),
     ),
-    Deviation(text="its amax is rounded to bfloat16", change_amax=_in(BFLOAT16)),
+    Deviation("its amax is rounded to bfloat16", change_amax=_in(BFLOAT16)),
+    Deviation("its amax is cut to bfloat16, not rounded", change_amax=_in(BFLOAT16, "toward_zero")),
+    Deviation("its amax is rounded to float16", change_amax=_in(FLOAT16)),
     Deviation(
-        text="its amax is cut to bfloat16, not rounded", change_amax=_in(BFLOAT16, "toward_zero")
-    ),
-    Deviation(text="its amax is rounded to float16", change_amax=_in(FLOAT16)),
-    Deviation(
-        text="its scale is cut to bfloat16, not rounded",
+        "its scale is cut to bfloat16, not rounded",
         scales=_scales_change("scale", _in(BFLOAT16, "toward_zero")),
     ),
-    Deviation(text="its scale is rounded to float16", scales=_scales_change("scale", _in(FLOAT16))),
+    Deviation("its scale is rounded to float16", scales=_scales_change("scale", _in(FLOAT16))),
+    Deviation("its scale is rounded to bfloat16", scales=_scales_change("scale", _in(BFLOAT16))),
     Deviation(
-        text="its scale is rounded to bfloat16", scales=_scales_change("scale", _in(BFLOAT16))
+        "its scale_inv is rounded to bfloat16", scales=_scales_change("scale_inv", _in(BFLOAT16))
     ),
     Deviation(
-        text="its scale_inv is rounded to bfloat16",
-        scales=_scales_change("scale_inv", _in(BFLOAT16)),
-    ),
-    Deviation(
-        text=f"the scale that it returns is rounded to bfloat16, and {_UNROUNDED}",
+        f"the scale that it returns is rounded to bfloat16, and {_UNROUNDED}",
         returned=_scale_change(_in(BFLOAT16)),
     ),
     Deviation(
-        text=f"the scale_inv that it returns is rounded to bfloat16, and {_UNROUNDED}",
+        f"the scale_inv that it returns is rounded to bfloat16, and {_UNROUNDED}",
         returned=_scale_inv_change(_in(BFLOAT16)),
     ),
     Deviation(
-        text="its scale_inv is amax / max, not the reciprocal of the scale", scales=_quotient_alone
+        "its scale_inv is amax / max, not the reciprocal of the scale", scales=_quotient_alone
     ),
+    Deviation("its scale is rounded up to a power of two, not down", scales=_power_of_two(np.ceil)),
     Deviation(
-        text="its scale is rounded up to a power of two, not down", scales=_power_of_two(np.ceil)
-    ),
-    Deviation(
-        text="its scale is rounded to the nearest power of two, by log2",
-        scales=_power_of_two(np.rint),
+        "its scale is rounded to the nearest power of two, by log2", scales=_power_of_two(np.rint)
     ),
 )
 """The mistakes that have a name and no number, for every policy."""
@@ -334,8 +326,8 @@ def named(policy: ScalePolicy) -> list[Deviation]:
     if policy.makes_scale_inv or policy.ratio == "max*(1/amax)":
         return [*NAMED]
     text = "its scale is max * (1 / amax), of two roundings, not max / amax"
-    return [*NAMED, Deviation(text=text, changes={"ratio": "max*(1/amax)"})]
+    return [*NAMED, Deviation(text, changes={"ratio": "max*(1/amax)"})]
 
 
-NO_DEVIATION = Deviation(text="", parts=0)
+NO_DEVIATION = Deviation("", parts=0)
 """No mistake: the policy as it is."""

@@ -54,7 +54,7 @@ class Question(NamedTuple):
     k: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Fault:
     """What is not as a clause says; group is None where no group is meant."""
 
@@ -384,17 +384,13 @@ def _faults(operands: Operands, out: np.ndarray, dtype: Format) -> Iterator[Faul
         if rows.start == rows.stop:
             if _bits(part).any():
                 yield Fault(
-                    group=e,
-                    what=f"has no rows, and its grad_weight is {_shown(part)}, not zeros",
-                    clause="X-4",
+                    e, f"has no rows, and its grad_weight is {_shown(part)}, not zeros", "X-4"
                 )
         elif (what := _wrong(operands, e, part, dtype)) is not None:
-            yield Fault(group=e, what=what[0], clause=what[1])
+            yield Fault(e, what[0], what[1])
     tail = out[operands.ends[-1] :]
     if operands.which == "output" and _bits(tail).any():
-        yield Fault(
-            group=None, what=f"rows of no group are {_shown(tail)}, not zeros", clause="X-5"
-        )
+        yield Fault(None, f"rows of no group are {_shown(tail)}, not zeros", "X-5")
 
 
 def _wrong(operands: Operands, e: int, part: np.ndarray, dtype: Format) -> tuple[str, str] | None:
