@@ -319,9 +319,9 @@ def _rounded(value: float) -> float:
 
 def _finite(value: float, finite: bool) -> float:
     """The largest number for an infinity that rounding made, if finite values are wanted."""
-    return (
-        float(np.copysign(all_formats.BFLOAT16.max, value)) if finite and np.isinf(value) else value
-    )
+    if finite and np.isinf(value):
+        return float(np.copysign(all_formats.BFLOAT16.max, value))
+    return value
 
 
 def _tiny(dtype: str) -> np.float64:

@@ -67,11 +67,10 @@ def _which(kept: np.ndarray) -> str:
     places = np.flatnonzero(kept)
     if not places.size:
         return "no large ones"
+    if places.size == kept.size:
+        return "those of all tiles"
     return (
-        "those of all tiles"
-        if places.size == kept.size
-        else "large ones of tiles "
-        f"{', '.join(map(str, places[:5]))}{', ...' if places.size > 5 else ''}"
+        f"large ones of tiles {', '.join(map(str, places[:5]))}{', ...' if places.size > 5 else ''}"
     )
 
 

@@ -91,11 +91,11 @@ class AttentionOutcome(Described):
         ):
             return "\n".join([f"{name} {self._but_arguments()}", *self._shown_arguments()])
         but = "roundings" if self.agreement.variant.real else "exponentials"
-        match = (
-            ""
-            if self.variant is None
-            else f"{self.variant!r}, {'bit for bit' if self.agreement.exact else f'but for {but}'}"
-        )
+        match = ""
+        if self.variant is not None:
+            match = (
+                f"{self.variant!r}, {'bit for bit' if self.agreement.exact else f'but for {but}'}"
+            )
         count = (
             f"{self.agreement.equal:,} of {self.agreement.compared:,} outputs on random inputs "
             "are equal"
@@ -380,7 +380,9 @@ def _changes(base: Variant, probed: Probed) -> dict[str, Any]:
     if (value := departs("promotion")) is not None:
         changes["promotion"] = {"none": None, "exact": 1}.get(value, value)
     if (value := departs("sums of P v")) is not None:
-        wide = "exact" if (of := probed["promotion"]) is not None and of.value == "exact" else "f32"
+        wide = "f32"
+        if (of := probed["promotion"]) is not None and of.value == "exact":
+            wide = "exact"
         plans = [
             plan.name
             for plan in accumulate.ACCUMULATIONS.values()

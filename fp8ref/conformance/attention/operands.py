@@ -97,9 +97,9 @@ def _rotation(attention: Attention) -> tuple[bool, Finding]:
     v[0, 0, :2, 0] = 1, -1
     difference = float(attention.ask(Question(q, k, v)).o[0, 0, 0, 0])
     evidence = f"two keys of equal scores and opposite values: {difference:.3g}"
-    words = (
-        "as they are" if difference == 0 else "rotated, or rounded to a format without 1.25 of 1.75"
-    )
+    words = "rotated, or rounded to a format without 1.25 of 1.75"
+    if difference == 0:
+        words = "as they are"
     return difference == 0, Finding("q and k", difference == 0, evidence, words=words)
 
 

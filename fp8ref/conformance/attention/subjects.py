@@ -242,7 +242,9 @@ class Attention:
         return array if self.subject.framework == "numpy" else arrays.as_jax(array)
 
     def _turned(self, x: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(x.transpose(0, 2, 1, 3)) if self.layout == "BTHD" else x
+        if self.layout == "BTHD":
+            return np.ascontiguousarray(x.transpose(0, 2, 1, 3))
+        return x
 
     def _read(self, output: Any, question: Question) -> Answer:
         o, lse = _parts(output)

@@ -214,11 +214,9 @@ def _heads_finding(attention: Attention) -> Finding:
             "heads", "consecutive", f"the heads of k and v that {heads} query heads use of {kv}"
         )
     modulo = np.arange(kv) == (np.arange(heads) % kv)[:, None]
-    words = (
-        "query head j uses head j mod Hkv"
-        if np.array_equal(k_heads, modulo) and np.array_equal(v_heads, modulo)
-        else "another head"
-    )
+    words = "another head"
+    if np.array_equal(k_heads, modulo) and np.array_equal(v_heads, modulo):
+        words = "query head j uses head j mod Hkv"
     which, used = ("k", k_heads) if not np.array_equal(k_heads, expected) else ("v", v_heads)
     j = int(np.flatnonzero((used != expected).any(axis=1))[0])
     got = ", ".join(map(str, np.flatnonzero(used[j]))) or "none"

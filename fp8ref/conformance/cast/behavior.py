@@ -42,7 +42,9 @@ class DoubleRounding:
     rounding: str = "nearest_even"
 
     def __str__(self) -> str:
-        return self.dtype if self.rounding == "nearest_even" else f"{self.dtype} ({self.rounding})"
+        if self.rounding == "nearest_even":
+            return self.dtype
+        return f"{self.dtype} ({self.rounding})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +138,9 @@ def by_name(name: str, fmt: Format) -> Behavior:
     """The known cast of this name in one format; ValueError lists the names."""
     known = known_casts(fmt)
     if name not in known:
-        which = "a cast's behavior is" if fmt.bits == 8 else f"a cast to {fmt} is expected to be"
+        which = "a cast's behavior is"
+        if fmt.bits != 8:
+            which = f"a cast to {fmt} is expected to be"
         raise ValueError(f"{which} one of {', '.join(known)}; got {name!r}.")
     return known[name]
 
@@ -176,13 +180,11 @@ def encode(
     if plain and behavior.overflow == behavior.infinite and behavior.overflow in ("max", special):
         codes = cast.encode(value, fmt, saturate=behavior.overflow == "max")
         nan = codes == fmt.nan_code  # of NaNs and of overflow, which have one code
-        return (
-            np.where(
+        if nan.any():
+            return np.where(
                 nan, np.where(np.signbit(value), *(np.uint8(c) for c in behavior.nan[::-1])), codes
             )
-            if nan.any()
-            else codes
-        )
+        return codes
     code = _magnitude_codes(value, fmt, behavior)
     return _with_specials(code, code > fmt.max_code, value, fmt, behavior)
 
@@ -227,11 +229,9 @@ def _with_specials(
     sign = np.where(negative, fmt.sign_bit, 0)
 
     def beyond(kind: SpecialResult) -> np.ndarray:
-        return (
-            nan
-            if kind == "nan"
-            else sign | (fmt.max_code if kind == "max" or fmt.inf_code is None else fmt.inf_code)
-        )
+        if kind == "nan":
+            return nan
+        return sign | (fmt.max_code if kind == "max" or fmt.inf_code is None else fmt.inf_code)
 
     infinite = np.isinf(value)
     lost = (

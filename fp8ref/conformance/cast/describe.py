@@ -83,16 +83,10 @@ def summary(
         f"rounds {cast_behavior.rounding}, overflow gives {cast_behavior.overflow}, "
         f"infinities {cast_behavior.infinite}"
     )
-    decision_text += (
-        f", subnormals are {cast_behavior.subnormals.replace('_', ' ')}"
-        if cast_behavior.subnormals != "kept"
-        else ""
-    )
-    decision_text += (
-        ", -0 becomes 0"
-        if cast_behavior.negative_zero != "kept" and found_fmt.specials != "fnuz"
-        else ""
-    )
+    if cast_behavior.subnormals != "kept":
+        decision_text += f", subnormals are {cast_behavior.subnormals.replace('_', ' ')}"
+    if cast_behavior.negative_zero != "kept" and found_fmt.specials != "fnuz":
+        decision_text += ", -0 becomes 0"
     if not np.isnan(decoded := decode(np.array(cast_behavior.nan, np.uint8), found_fmt)).all():
         decision_text += f", NaN becomes {decoded[0]:g}"
     decision_text += "".join(

@@ -45,15 +45,15 @@ class Output:
     def candidate_formats(self) -> list[Format]:
         """The formats that its codes or values may be in: one if the dtype names it, else all."""
         named = self.dtype.removeprefix("float8_")
-        return [CAST_FORMATS[named]] if named != self.dtype else list(CAST_FORMATS.values())
+        if named != self.dtype:
+            return [CAST_FORMATS[named]]
+        return list(CAST_FORMATS.values())
 
     def codes(self, fmt: Format) -> np.ndarray:
         """The codes in fmt, int64; NO_CODE where fmt does not have a value."""
-        return (
-            self.array.astype(np.int64)
-            if not self.values_only
-            else codes_of_values(self.array, fmt)
-        )
+        if not self.values_only:
+            return self.array.astype(np.int64)
+        return codes_of_values(self.array, fmt)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

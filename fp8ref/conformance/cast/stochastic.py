@@ -388,16 +388,12 @@ def _summary(
     found_fmt = f"{of}" + (
         f" (max {of.max:g}), not {fmt} (max {fmt.max:g})," if of is not fmt else ""
     )
-    probability = (
-        f"but not by the distance (C-2) at {wrong} of the"
-        if wrong
-        else "with the probability of C-2 at the"
-    )
-    rest = (
-        " and ".join(names or names_but_for_nan) + ("" if names else " except for NaN codes")
-        if names_but_for_nan
-        else "no known cast"
-    )
+    probability = "with the probability of C-2 at the"
+    if wrong:
+        probability = f"but not by the distance (C-2) at {wrong} of the"
+    rest = "no known cast"
+    if names_but_for_nan:
+        rest = " and ".join(names or names_but_for_nan) + ("" if names else " except for NaN codes")
     decision_text = ", ".join(
         f"{f.what.replace('_', ' ')} {f.text or f.value or 'unknown'}" for f in decided
     )

@@ -172,13 +172,11 @@ def _clause(rule: DelayedScaling, sequence: Sequence, difficulty: str) -> str:
             return "H-7" if rule.name.startswith("te_delayed") else "H-8"
         return DIFFICULTIES[difficulty].clause
     if difficulty == "ordinary":
-        return (
-            f"H-1, {rule.policy.clause}"
-            if len(sequence) == 1
-            else "H-6"
-            if rule.interval > 1
-            else "H-3"
-        )
+        if len(sequence) == 1:
+            return f"H-1, {rule.policy.clause}"
+        if rule.interval > 1:
+            return "H-6"
+        return "H-3"
     return DIFFICULTIES[difficulty].clause
 
 

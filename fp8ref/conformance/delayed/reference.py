@@ -56,7 +56,9 @@ def shown(
     """What a state shows: ``value`` scale or scale_inv, of the coming step or as stored. Float32 of
     the state's shape."""
     if shows == "stored":
-        return state.stored if value == rule.policy.stored else scale_inv_from_scale(state.stored)
+        if value == rule.policy.stored:
+            return state.stored
+        return scale_inv_from_scale(state.stored)
     scales = delayed.scales(state, rule, fmt)
     return np.asarray(scales.scale if value == "scale" else scales.scale_inv)
 

@@ -124,7 +124,9 @@ def drawn(difficulty: str, history: int, examples: int) -> list[Sequence]:
 
 def rule_history(rule: DelayedScaling) -> int:
     """The length that sequences must exceed: what a rule can remember, in steps."""
-    return rule.history_length * rule.interval if rule.amax_compute == "max" else rule.interval
+    if rule.amax_compute == "max":
+        return rule.history_length * rule.interval
+    return rule.interval
 
 
 def named(sequence: Sequence) -> str:

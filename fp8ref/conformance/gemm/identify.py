@@ -150,19 +150,16 @@ class Identified(Result):
         bits = (
             f"{self.equal:,} of {self.compared:,} random results have the simulator's bits under it"
         )
-        few = (
-            f"; so few results prove little: probe M and N above {self.bench.m} and {self.bench.n}"
-            if self.compared < FEW
-            else ""
-        )
+        few = ""
+        if self.compared < FEW:
+            least = f"{self.bench.m} and {self.bench.n}"
+            few = f"; so few results prove little: probe M and N above {least}"
         if self.equal < self.compared:
             return f"NOT confirmed: {bits}"
         unlike = ", ".join(f.what for f in self.unlike)
-        return (
-            f"identified: {bits}{few}"
-            if self.ok
-            else f"NOT identified: {bits}, but these differ: {unlike}{few}"
-        )
+        if self.ok:
+            return f"identified: {bits}{few}"
+        return f"NOT identified: {bits}, but these differ: {unlike}{few}"
 
 
 def identify(
@@ -255,11 +252,9 @@ def _accumulation(
     if not isinstance(width.value, int):
         name = {step.SEQUENTIAL: "f32", step.WIDE: "exact"}.get(str(width.value))
         fits = [name] if name and drawn.fits(bench, name) else []
-        evidence = (
-            f"random sums have{'' if fits else ' not'} the bits of {name!r}"
-            if name
-            else "no order of the simulator groups products in this way"
-        )
+        evidence = "no order of the simulator groups products in this way"
+        if name:
+            evidence = f"random sums have{'' if fits else ' not'} the bits of {name!r}"
         return fits, [width, Finding("order", fits[0] if fits else None, evidence)]
     units, findings = step.units(bench, width.value)
     findings = [width, *findings]

@@ -76,11 +76,9 @@ def places(bench: Bench, unit: TensorCore) -> np.ndarray | str:
     )
     lost = len(steps) - 1 - kept
     whole = np.isin(lost, np.arange(len(steps)))
-    return (
-        lost.astype(np.int64)
-        if whole.all()
-        else "in other steps, large numbers did not leave a whole number of small ones"
-    )
+    if whole.all():
+        return lost.astype(np.int64)
+    return "in other steps, large numbers did not leave a whole number of small ones"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,11 +170,9 @@ def findings_of(plans: Sequence[Accumulation], evidence: str) -> list[Finding]:
     if simplest.promotion is None:
         others = ("promotion of all of a chain's K or more", *others)
     aligned = simplest.promotion != K_STEP or simplest.unit.fused_width < K_STEP
-    accumulator = (
-        "aligned with the products, and truncated like a product"
-        if aligned
-        else "0 in every step, whose results are added in float32"
-    )
+    accumulator = "0 in every step, whose results are added in float32"
+    if aligned:
+        accumulator = "aligned with the products, and truncated like a product"
     findings = [
         Finding("promotion", simplest.promotion or "none", evidence, others=others),
         Finding("accumulator", accumulator, SAME),
@@ -230,11 +226,9 @@ def _named(plan: Accumulation) -> str:
 
 def _short(places: np.ndarray) -> str:
     listed = places.tolist()
-    return (
-        ", ".join(map(str, listed))
-        if len(listed) <= 24
-        else f"{', '.join(map(str, listed[:20]))}, ... {', '.join(map(str, listed[-3:]))}"
-    )
+    if len(listed) <= 24:
+        return ", ".join(map(str, listed))
+    return f"{', '.join(map(str, listed[:20]))}, ... {', '.join(map(str, listed[-3:]))}"
 
 
 def plan_to_dict(accumulate: str | Accumulation) -> dict[str, Any]:

@@ -135,7 +135,9 @@ def hardware_scales(granularity: str, scale_inv: np.ndarray) -> np.ndarray:
     and are returned as they are. Ties of e8m0 go up.
     """
     fmt = {"mx": E8M0FNU, "nvfp4": E4M3FN}.get(granularity.partition("_")[0])
-    return scale_inv if fmt is None else np.asarray(cast.round_to(scale_inv, fmt, saturate=True))
+    if fmt is None:
+        return scale_inv
+    return np.asarray(cast.round_to(scale_inv, fmt, saturate=True))
 
 
 def rows_of(q: Quantized, rows: np.ndarray) -> Quantized:

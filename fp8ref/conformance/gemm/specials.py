@@ -71,11 +71,9 @@ def specials(bench: Bench) -> list[Finding]:
         if not names:
             continue
         wrong = {n: got[n] for n in names if got[n] != stimuli[n][1]}
-        words = (
-            "as IEEE 754"
-            if not wrong
-            else ", ".join(f"{n} is {value}" for n, value in wrong.items())
-        )
+        words = "as IEEE 754"
+        if wrong:
+            words = ", ".join(f"{n} is {value}" for n, value in wrong.items())
         findings.append(Finding(what, words, ", ".join(f"{n} is {got[n]}" for n in names)))
     bits = {int(x.view(np.uint32)) for x in results if np.isnan(x)}
     if bits:

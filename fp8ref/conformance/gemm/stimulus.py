@@ -87,7 +87,9 @@ class Bench:
         if exponent >= self.bottom:
             return self.power(exponent)
         x = 2.0**exponent / self.fmt_b.smallest_subnormal
-        return (x, self.fmt_b.smallest_subnormal) if x >= self.fmt_a.smallest_subnormal else None
+        if x >= self.fmt_a.smallest_subnormal:
+            return (x, self.fmt_b.smallest_subnormal)
+        return None
 
     def codes(self, stimuli: Sequence[Terms]) -> tuple[np.ndarray, np.ndarray]:
         """Codes [Q, K] of a and of b for Q stimuli; zeros next to the terms."""

@@ -71,11 +71,9 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     """x rounded to the numbers of a dtype; held as float64 for float64, else as float32."""
     if dtype == "float64":
         return x.astype(np.float64)
-    return (
-        x.astype(np.float32)
-        if x.dtype == np.float32 and dtype == "float32"
-        else cast.round_to(x, _WIDE[dtype])
-    )
+    if x.dtype == np.float32 and dtype == "float32":
+        return x.astype(np.float32)
+    return cast.round_to(x, _WIDE[dtype])
 
 
 def spacing(x: np.ndarray, source: Source) -> np.ndarray:

@@ -51,7 +51,9 @@ def _steps(amaxes: list[float]) -> Sequence:
 
 def _differ(state: History, sequence: Sequence, other: Sequence) -> str:
     a, b = state.scale(sequence), state.scale(other)
-    return "" if a == b else f"after {named(sequence)}: {text(a)}; after {named(other)}: {text(b)}"
+    if a == b:
+        return ""
+    return f"after {named(sequence)}: {text(a)}; after {named(other)}: {text(b)}"
 
 
 def _window(state: History, inputs: Drawn) -> list[float]:

@@ -171,8 +171,6 @@ def tensors(shape: tuple[int, int]) -> st.SearchStrategy[np.ndarray]:
 def text(x: Any) -> str:
     """Numbers, exactly."""
     values = np.asarray(x)
-    return (
-        f"{float(values):.9g}"
-        if values.ndim == 0
-        else str([text(v) for v in values]).replace("'", "")
-    )
+    if values.ndim == 0:
+        return f"{float(values):.9g}"
+    return str([text(v) for v in values]).replace("'", "")

@@ -44,29 +44,23 @@ def _associative(function: Any, fmt: Format, inputs: tuple[float, float, float])
 def _commutative(function: Any, fmt: Format, inputs: tuple[float, float]) -> str:
     a, b = inputs
     first, other = _merged(function, a, b), _merged(function, b, a)
-    return (
-        ""
-        if _same(first, other)
-        else f"{text(a)} and {text(b)} merge to {text(first)}, the other way round to {text(other)}"
-    )
+    if _same(first, other):
+        return ""
+    return f"{text(a)} and {text(b)} merge to {text(first)}, the other way round to {text(other)}"
 
 
 def _idempotent(function: Any, fmt: Format, inputs: float) -> str:
     merged = _merged(function, inputs, inputs)
-    return (
-        ""
-        if _same(merged, _F32(inputs))
-        else f"{text(inputs)} and {text(inputs)} merge to {text(merged)}"
-    )
+    if _same(merged, _F32(inputs)):
+        return ""
+    return f"{text(inputs)} and {text(inputs)} merge to {text(merged)}"
 
 
 def _identity(function: Any, fmt: Format, inputs: float) -> str:
     merged = _merged(function, inputs, 0.0)
-    return (
-        ""
-        if np.isnan(inputs) or _same(merged, _F32(inputs))
-        else f"{text(inputs)} and 0 merge to {text(merged)}"
-    )
+    if np.isnan(inputs) or _same(merged, _F32(inputs)):
+        return ""
+    return f"{text(inputs)} and 0 merge to {text(merged)}"
 
 
 def _nan(function: Any, fmt: Format, inputs: float) -> str:
@@ -80,11 +74,9 @@ def _largest(function: Any, fmt: Format, inputs: tuple[float, float]) -> str:
     if any(map(math.isnan, inputs)):
         return ""
     merged = _merged(function, *inputs)
-    return (
-        ""
-        if merged == _F32(max(inputs))
-        else f"{text(inputs[0])} and {text(inputs[1])} merge to {text(merged)}"
-    )
+    if merged == _F32(max(inputs)):
+        return ""
+    return f"{text(inputs[0])} and {text(inputs[1])} merge to {text(merged)}"
 
 
 _TWO = st.tuples(_AMAXES, _AMAXES)

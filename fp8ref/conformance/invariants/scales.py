@@ -47,12 +47,9 @@ def _equivariant(function: Any, fmt: Format, inputs: tuple[float, int, int]) -> 
 def _monotone(function: Any, fmt: Format, inputs: tuple[float, float]) -> str:
     low, high = sorted(_array(inputs))
     scale = _scale(function, _array([low, high]))
-    return (
-        ""
-        if scale[0] >= scale[1]
-        else f"amaxes {text(low)} and {text(high)} have scales {text(scale[0])} and "
-        f"{text(scale[1])}"
-    )
+    if scale[0] >= scale[1]:
+        return ""
+    return f"amaxes {text(low)} and {text(high)} have scales {text(scale[0])} and {text(scale[1])}"
 
 
 def _within_max(function: Any, fmt: Format, inputs: float) -> str:

@@ -38,11 +38,9 @@ def cast_rule(kind: str, fmt: Format, *, rounding: str, saturate: bool) -> str:
             f"{fmt.smallest_normal:g} (C-7)"
         )
     if kind == "zero":
-        return (
-            "zero keeps its sign (C-6)"
-            if fmt.specials != "fnuz"
-            else f"both zeros become +0 in {fmt} (C-6)"
-        )
+        if fmt.specials != "fnuz":
+            return "zero keeps its sign (C-6)"
+        return f"both zeros become +0 in {fmt} (C-6)"
     if kind == "number":
         return "a number of the format is its own code (C-1)"
     sentence = f"rounded once, {_ROUNDS[rounding]} (C-1, C-2)"
@@ -175,19 +173,22 @@ def scale_rule(kind: str, policy: str | ScalePolicy) -> str:
             "decode": "RN32(RN32(amax / 6) / T) in e4m3fn, T = RN32(the tensor's amax / 2688)",
             "none": "RN32(amax / 6) in e4m3fn",
         }[policy.two_level.tensor]
-        floor = f", at least {policy.two_level.smallest:g}" if policy.two_level.smallest else ""
+        floor = ""
+        if policy.two_level.smallest:
+            floor = f", at least {policy.two_level.smallest:g}"
         return f"policy {policy.name}: scale_inv of a block = {formula}{floor} ({policy.clause})"
     if policy.e8m0 is not None:
         return f"policy {policy.name}: an e8m0 scale_inv, 2^k ({policy.clause})"
     if policy.makes_scale_inv:
-        ratio = (
-            "RN32(amax * RN32(1 / max))" if policy.ratio == "amax*(1/max)" else "RN32(amax / max)"
-        )
+        ratio = "RN32(amax / max)"
+        if policy.ratio == "amax*(1/max)":
+            ratio = "RN32(amax * RN32(1 / max))"
         floor = f", amax at least {policy.eps:g}" if policy.eps else ""
         floor += f", 1 below {policy.one_below:g}" if policy.one_below else ""
         floor += f", times {policy.factor:.6g}" if policy.factor != 1 else ""
         floor += f", in {policy.scale_dtype}" if policy.scale_dtype.name != "float32" else ""
-        floor += f", then a power of two by {policy.power_of_two}" if policy.power_of_two else ""
+        if policy.power_of_two:
+            floor += f", then a power of two by {policy.power_of_two}"
         return (
             f"policy {policy.name}: scale_inv = {ratio}{floor}, and scale = RN32(1 / "
             f"scale_inv) ({policy.clause})"
@@ -201,11 +202,8 @@ def scale_rule(kind: str, policy: str | ScalePolicy) -> str:
             f"RN32({'max * RN32(1 / amax)' if policy.ratio == 'max*(1/amax)' else 'max / amax'})"
         )
         sentence += f", amax at least {policy.eps:g}" if policy.eps else ""
-        sentence += (
-            f", then the power of two, by {policy.power_of_two} (S-4)"
-            if policy.power_of_two
-            else ""
-        )
+        if policy.power_of_two:
+            sentence += f", then the power of two, by {policy.power_of_two} (S-4)"
         clause = "S-3" if policy.floored_quotient else "S-15" if policy.clause == "S-15" else "S-9"
         return f"{sentence} ({clause}{', S-12' if kind == 'subnormal' else ''})"
     kept = {

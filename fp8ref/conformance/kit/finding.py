@@ -59,11 +59,9 @@ def bits_of(value: float, dtype: str) -> str:
 
 def show(value: float) -> str:
     """A number as text, exact: nine digits, or seventeen where nine would be another number."""
-    return (
-        f"{float(value):.17g}"
-        if float(f"{float(value):.9g}") != float(value)
-        else f"{float(value):.9g}"
-    )
+    if float(f"{float(value):.9g}") != float(value):
+        return f"{float(value):.17g}"
+    return f"{float(value):.9g}"
 
 
 @dataclass(frozen=True)

@@ -114,11 +114,9 @@ class Subject:
             raise RefusedError(str(error)) from error
         if self.framework == "numpy":
             return array
-        return (
-            arrays.as_torch(array, self.device)
-            if self.framework == "torch"
-            else arrays.as_jax(array)
-        )
+        if self.framework == "torch":
+            return arrays.as_torch(array, self.device)
+        return arrays.as_jax(array)
 
 
 def check_no_reuse(

@@ -175,11 +175,9 @@ def update(
             ratio = np.clip(numerator / denominator, -F32(bound), F32(bound))
             ratio = ratio + decay * p if form.decay == "added" else ratio
             new = fma(-rate, ratio, p) if form.change == "fused" else p - rate * ratio
-        return (
-            new * F32(1 - settings.learning_rate * settings.weight_decay)
-            if form.decay == "after"
-            else new
-        )
+        if form.decay == "after":
+            return new * F32(1 - settings.learning_rate * settings.weight_decay)
+        return new
 
 
 def _denominator(form: Form, v: np.ndarray, c2, eps: np.float32) -> np.ndarray:

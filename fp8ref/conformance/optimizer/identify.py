@@ -353,11 +353,9 @@ def _nearest(form_search: Search, form: Form, first_step: FirstStep) -> tuple[La
     weights; and the form that it is compared in."""
 
     def late(first: Departure | None) -> tuple[int, float]:
-        return (
-            (len(form_search.made) + 1, 0.0)
-            if first is None
-            else (first.step, -first.differing / first.of)
-        )
+        if first is None:
+            return (len(form_search.made) + 1, 0.0)
+        return (first.step, -first.differing / first.of)
 
     if first_step.fit == "far":
         return LAYOUTS["float32"], form

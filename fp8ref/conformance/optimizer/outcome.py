@@ -75,11 +75,9 @@ class OptimizerOutcome(Described):
         first = f"\n  {self.departure}" if self.departure else ""
         if self.expected is None:
             return self.summary + first
-        return (
-            f"{self.name} is {self.expected!r}: {self.summary}"
-            if self.ok
-            else f"{self.name} is not {self.expected!r}: {self.summary}{first}"
-        )
+        if self.ok:
+            return f"{self.name} is {self.expected!r}: {self.summary}"
+        return f"{self.name} is not {self.expected!r}: {self.summary}{first}"
 
     def to_dict(self) -> dict[str, Any]:
         """What --json writes."""
@@ -122,13 +120,11 @@ def counterexample(first: Departure, layout: Layout) -> Counterexample:
     )
 
     def said(value: Any) -> str:
-        return (
-            value
-            if isinstance(value, str)
-            else f"0x{value:02X}"
-            if isinstance(value, int)
-            else f"{show(value)} ({bits_of(value, 'float32')})"
-        )
+        if isinstance(value, str):
+            return value
+        if isinstance(value, int):
+            return f"0x{value:02X}"
+        return f"{show(value)} ({bits_of(value, 'float32')})"
 
     return Counterexample(
         input=str(first),
@@ -143,13 +139,9 @@ def findings(
 ) -> list[Finding]:
     """What is compared, and each decision that the form found has, with its evidence."""
     steps, elements = len(search.made), sum(w.size for w in search.asked.weights.values())
-    shown = (
-        "codes and scales"
-        if any(
-            snapshot.m and snapshot.m.scale_inv is not None for snapshot in search.made[0].values()
-        )
-        else "numbers"
-    )
+    shown = "numbers"
+    if any(snapshot.m and snapshot.m.scale_inv is not None for snapshot in search.made[0].values()):
+        shown = "codes and scales"
     compared = (
         f"weights{' and ' + shown + ' of both moments' if search.shown else ''} of {elements:,} "
         f"elements, {steps} steps"
@@ -182,9 +174,9 @@ def findings(
     plain = Form(m=layout.average, v=layout.average) if layout else Form()
     for key, title in FIELDS.items() if has_form else ():
         value = getattr(form, key)
-        as_clause = (
-            "as clause O" if value == getattr(plain, key) else f"clause O: {getattr(plain, key)}"
-        )
+        as_clause = "as clause O"
+        if value != getattr(plain, key):
+            as_clause = f"clause O: {getattr(plain, key)}"
         formula = (
             forms.AVERAGES.get(value) or forms.SQUARES.get(value) if key in ("m", "v") else None
         )
@@ -199,11 +191,9 @@ def summary(
 ) -> str:
     """One sentence: the layout, how certain it is, and which steps are not clause O's."""
     if not has_form:
-        of = (
-            "no layout explains it"
-            if layout is None
-            else f"its states are those of layout {layout.name!r}, its weights are not"
-        )
+        of = "no layout explains it"
+        if layout is not None:
+            of = f"its states are those of layout {layout.name!r}, its weights are not"
         return (
             f"{of}: its first step is that of no form of AdamW, nor of Adam, with these "
             "numbers. It is another optimizer, or has other numbers than it is compared with"
@@ -217,9 +207,9 @@ def summary(
     order = "the order of clause O" if not others else f"another form: {', '.join(others)}"
     if layout is None:
         return f"no layout explains every bit; the nearest is {nearest.name!r}, in {order}"
-    certain = (
-        "bit for bit" if exact else "its states bit for bit, its weights by no known form exactly"
-    )
+    certain = "its states bit for bit, its weights by no known form exactly"
+    if exact:
+        certain = "bit for bit"
     adam = ". It is Adam, not AdamW: the decay is added to the gradient"
     twice = (
         ". It is not AdamW: its counter is a step ahead, t + 1 at step t, in the correction of "

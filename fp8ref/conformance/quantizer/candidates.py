@@ -144,11 +144,9 @@ class Candidate:
     @property
     def words(self) -> str:
         """The policy's name, and the deviation."""
-        return (
-            f"{self.policy.name}, but {self.deviation.text}"
-            if self.deviation.text
-            else self.policy.name
-        )
+        if self.deviation.text:
+            return f"{self.policy.name}, but {self.deviation.text}"
+        return self.policy.name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -197,11 +197,9 @@ def _element_text(output: QuantizerOutput, at: tuple, fmt: Format) -> str:
 def _code_text(code: np.uint8, fmt: Format, output: QuantizerOutput) -> str:
     """A code as text; next to an output of values it stands for a value."""
     value = show(cast.decode(np.array([code], np.uint8), fmt)[0])
-    return (
-        f"code 0x{int(code):02X} ({value})"
-        if output.codes is not None
-        else f"the value of code 0x{int(code):02X} ({value})"
-    )
+    if output.codes is not None:
+        return f"code 0x{int(code):02X} ({value})"
+    return f"the value of code 0x{int(code):02X} ({value})"
 
 
 def simplest_by_kind(

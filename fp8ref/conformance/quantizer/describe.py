@@ -87,7 +87,9 @@ def summary(
     """
     chosen, memory = matched.chosen, matched.answers.quantizer.memory
     where = f"{group.granularity}" + ("" if group.axis is None else f", axis {group.axis}")
-    transposed = ", transposed" if any(f["transposed"] for f in fields["scales"].values()) else ""
+    transposed = ""
+    if any(f["transposed"] for f in fields["scales"].values()):
+        transposed = ", transposed"
     title = (
         f"a quantizer to {chosen.fmt}, {where}, that returns "
         f"{fields['returns'] or 'no scale'}{transposed}"
@@ -97,32 +99,24 @@ def summary(
     names = " or ".join(matched.names) or f"{chosen.policy.name}, but {matched.deviation}"
     if matched.basis is None:
         return f"{title}: policy {names}"
-    notes = (
-        f", scales to {chosen.scale_fmt.max:g}, not {fmt.max:g}"
-        if chosen.scale_fmt.max != fmt.max
-        else ""
-    )
+    notes = ""
+    if chosen.scale_fmt.max != fmt.max:
+        notes = f", scales to {chosen.scale_fmt.max:g}, not {fmt.max:g}"
     notes += ", subnormals are zeros" if chosen.flushes else ""
     notes += (
         "" if fields["rounding"] in ("nearest_even", None) else f", rounds {fields['rounding']}"
     )
-    notes += f", rounds to {fields['double_rounding']} first" if fields["double_rounding"] else ""
-    notes += (
-        f", subnormals are {fields['subnormals'].replace('_', ' ')}"
-        if fields["subnormals"] not in ("kept", None)
-        else ""
-    )
-    notes += (
-        f"; its amax is stale, from {memory} earlier call{'s' if memory > 1 else ''}; only "
-        "ordinary amaxes were compared"
-        if memory
-        else ""
-    )
-    notes += (
-        ", -0 becomes 0"
-        if fields["negative_zero"] not in ("kept", None) and chosen.fmt.specials != "fnuz"
-        else ""
-    )
+    if fields["double_rounding"]:
+        notes += f", rounds to {fields['double_rounding']} first"
+    if fields["subnormals"] not in ("kept", None):
+        notes += f", subnormals are {fields['subnormals'].replace('_', ' ')}"
+    if memory:
+        notes += (
+            f"; its amax is stale, from {memory} earlier call{'s' if memory > 1 else ''}; only "
+            "ordinary amaxes were compared"
+        )
+    if fields["negative_zero"] not in ("kept", None) and chosen.fmt.specials != "fnuz":
+        notes += ", -0 becomes 0"
     notes += "" if everywhere else "; it gives other results for other tensors"
     notes += (
         ""
@@ -257,32 +251,27 @@ def policy_finding(matched: PolicyMatch) -> Finding:
     answers = matched.answers
     quantizer, memory = answers.quantizer, answers.quantizer.memory
     count, of = answers.score(matched.nearest)[0], int(answers.considered.sum())
-    by = (
-        "scales"
-        if matched.nearest.scales is not None
-        else "codes or values: no scale is returned, so that policies of equal codes look alike"
-    )
-    kept = (
-        " Only ordinary amaxes were compared: one call cannot show what it keeps for others."
-        if memory
-        else ""
-    )
+    by = "codes or values: no scale is returned, so that policies of equal codes look alike"
+    if matched.nearest.scales is not None:
+        by = "scales"
+    kept = ""
+    if memory:
+        kept = " Only ordinary amaxes were compared: one call cannot show what it keeps for others."
     evidence = f"{count} of {of} amaxes have its {by}." + kept
     if matched.agreements:
-        flushed = ", with subnormals as zeros (S-12)" if matched.nearest.candidate.flushes else ""
+        flushed = ""
+        if matched.nearest.candidate.flushes:
+            flushed = ", with subnormals as zeros (S-12)"
         chosen = matched.nearest.candidate
-        other = (
-            f", of max {chosen.scale_fmt.max:g}, not {chosen.fmt.max:g}"
-            if chosen.scale_fmt is not chosen.fmt
-            else ""
-        )
+        other = ""
+        if chosen.scale_fmt is not chosen.fmt:
+            other = f", of max {chosen.scale_fmt.max:g}, not {chosen.fmt.max:g}"
         text = matched.names[0] + other + flushed
-        same = f", or the same by {', '.join(matched.names[1:])}" if matched.names[1:] else ""
-        same += (
-            ": no tensor of bfloat16 tells them apart"
-            if same and quantizer.dtype == "bfloat16" and not memory
-            else ""
-        )
+        same = ""
+        if matched.names[1:]:
+            same = f", or the same by {', '.join(matched.names[1:])}"
+        if same and quantizer.dtype == "bfloat16" and not memory:
+            same += ": no tensor of bfloat16 tells them apart"
         return Finding("policy", matched.names[0], evidence, words=text + same)
     nearest = matched.nearest.candidate.policy.name
     text = (

@@ -312,7 +312,9 @@ class Search:
         if high > 1.001 * low:
             limit = 2.0 ** np.floor(np.log2(high))
             words = f"{limit:g}"
-        return [deviations.another_max(limit, self.fmt, words)] if low <= limit < high else []
+        if low <= limit < high:
+            return [deviations.another_max(limit, self.fmt, words)]
+        return []
 
 
 def smallest(reached: Callable[[float], bool], below: float = 1.0) -> float | None:

@@ -219,7 +219,9 @@ def constant(
 def scale_words(value: np.float32) -> str:
     """A scale in words: a power of two far from 1 as such."""
     fraction, exponent = np.frexp(value)
-    return f"2^{exponent - 1}" if fraction == 0.5 and abs(exponent) > 24 else f"{value:.9g}"
+    if fraction == 0.5 and abs(exponent) > 24:
+        return f"2^{exponent - 1}"
+    return f"{value:.9g}"
 
 
 def _flush(s: np.ndarray) -> np.ndarray:
@@ -269,11 +271,9 @@ def code_0_deviations(policy: ScalePolicy) -> list[Deviation]:
 
 def overflow_deviations(policy: ScalePolicy) -> list[Deviation]:
     """A scale above float32's range that is infinite, under a policy with a largest scale (S-9)."""
-    return (
-        []
-        if policy.overflow == "inf"
-        else [Deviation("a scale above float32's range is inf", changes={"overflow": "inf"})]
-    )
+    if policy.overflow == "inf":
+        return []
+    return [Deviation("a scale above float32's range is inf", changes={"overflow": "inf"})]
 
 
 def _quotient_alone(scales: Scales, amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:

@@ -290,7 +290,9 @@ def _counterexample(
         return []
     at = np.unravel_index(int(np.argmax(differs)), x.shape)
     at_group = group[at]
-    place = "" if tensor.at is None else f" as {_element_text(tensor.at[at_group], tensor.x)}"
+    place = ""
+    if tensor.at is not None:
+        place = f" as {_element_text(tensor.at[at_group], tensor.x)}"
     got = {name: scales[at_group] for name, scales in returned.items()}
     got_text, wanted_text = counterexamples.output_texts(
         output, at, got, expected, at_group, layout

@@ -236,11 +236,9 @@ def parts_of(raw_output: Any) -> dict[str, Any]:
 
 def array_of(part: Any) -> tuple[np.ndarray, str] | None:
     """A part as a NumPy array and its dtype; None if it is neither array nor number."""
-    return (
-        (np.asarray(part, np.float64), "float64")
-        if isinstance(part, float)
-        else subjects.read_array(part)
-    )
+    if isinstance(part, float):
+        return (np.asarray(part, np.float64), "float64")
+    return subjects.read_array(part)
 
 
 def _is_codes(name: str, dtype: str, count: int) -> bool:

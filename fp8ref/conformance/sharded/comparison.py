@@ -71,7 +71,9 @@ class Collective:
             SystemExit,
         ) as error:  # anything that somebody's code raises is its answer
             return f"it raises {type(error).__name__}: {error}".splitlines()[0]
-        return numbers if [written(x) for x in shards] == before else "it changes its shards"
+        if [written(x) for x in shards] == before:
+            return numbers
+        return "it changes its shards"
 
 
 @dataclass(frozen=True, kw_only=True)

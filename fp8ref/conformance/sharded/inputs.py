@@ -68,7 +68,9 @@ def arrays(case: Case, axis: int) -> list[list[np.ndarray]]:
     """The microbatches of each rank, float32: [rows, columns], or transposed for axis 1."""
     columns = next(len(row) for rank in case for batch in rank for row in batch)
     ranks = [[np.array(batch, np.float32).reshape(-1, columns) for batch in rank] for rank in case]
-    return ranks if axis == 0 else [[np.ascontiguousarray(x.T) for x in rank] for rank in ranks]
+    if axis == 0:
+        return ranks
+    return [[np.ascontiguousarray(x.T) for x in rank] for rank in ranks]
 
 
 def whole(case: Case) -> np.ndarray:

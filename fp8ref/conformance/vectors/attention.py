@@ -301,12 +301,9 @@ def _bits(pattern: str, role: str, shape: tuple[int, ...], seed: int) -> np.ndar
     )
     if pattern == "zero scores":
         integers = (raw >> np.uint64(4) & np.uint64(7)).astype(np.float32)
-        return (
-            np.zeros(shape, np.uint16)
-            if role == "q"
-            else dtypes.bits(integers, _BFLOAT16).astype(np.uint16)
-            | np.where(integers > 0, sign, 0)
-        )
+        if role == "q":
+            return np.zeros(shape, np.uint16)
+        return dtypes.bits(integers, _BFLOAT16).astype(np.uint16) | np.where(integers > 0, sign, 0)
     bits = ordinary
     # of the first query and the key of the seed's number
     if pattern == "one large score" and role == "k":

@@ -200,9 +200,9 @@ def _rule(rules: Rules, question: Gemm) -> str:
         "product_then_round": "G-14",
         "unit_round_scale_round": "G-5",
     }[rules.epilogue]
-    blocks = (
-        ", block by block (G-13)" if granularities.by_name(question.granularity).reduced else ""
-    )
+    blocks = ""
+    if granularities.by_name(question.granularity).reduced:
+        blocks = ", block by block (G-13)"
     return (
         f"{sum_texts.get(rules.accumulate, f'{rules.accumulate} (G-10, G-12)')}{blocks}, then "
         f"{rules.epilogue} ({clause})"

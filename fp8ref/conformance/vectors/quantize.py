@@ -268,4 +268,6 @@ def _has_tensor_scale(policy: str) -> bool:
 
 def at(index: int, shape: tuple[int, ...]) -> str:
     """The index of an element in words, or nothing in a shape ()."""
-    return f" [{', '.join(str(int(i)) for i in np.unravel_index(index, shape))}]" if shape else ""
+    if shape:
+        return f" [{', '.join(str(int(i)) for i in np.unravel_index(index, shape))}]"
+    return ""

@@ -70,7 +70,8 @@ class Narrow:
             words = f"sums of every {self.every} of K rounded to {self.fmt}{cut}, added in float32"
         else:
             words = f"a {self.fmt} accumulator, rounded every {self.every} of K{cut}"
-            words += f", promoted to float32 every {self.promotion} of K" if self.promotion else ""
+            if self.promotion:
+                words += f", promoted to float32 every {self.promotion} of K"
         if self.split_k > 1:
             words += f", in {self.split_k} parts of K (split-K)"
         return words + (f" and added in {self.fmt}" if self.narrow_sum else "")

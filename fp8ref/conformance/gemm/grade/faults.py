@@ -182,9 +182,9 @@ def _dropped(n: int, last: bool) -> Fault:
     def gives(s: Stimulus) -> np.ndarray | None:
         a, b = values(s)
         part = np.s_[:, :-n] if last else np.s_[:, n:]
-        return (
-            None if n >= a.shape[1] or s.a.scale_inv.size > len(a) else product(s, a[part], b[part])
-        )
+        if n >= a.shape[1] or s.a.scale_inv.size > len(a):
+            return None
+        return product(s, a[part], b[part])
 
     return Fault(f"the {'last' if last else 'first'} {n} of K dropped", gives)
 

@@ -95,11 +95,8 @@ class OffsetsGrade(Described):
         """The faults, one a line."""
         question = f"{self.which} of {_rows_of(self.sizes, self.rest)}"
         unasked = [f"not asked: {self.refused}"] if self.refused else []
-        question += (
-            f", and of {self.others} further question{'s' * (self.others > 1)}"
-            if self.others and self.ok
-            else ""
-        )
+        if self.others and self.ok:
+            question += f", and of {self.others} further question{'s' * (self.others > 1)}"
         return "\n".join(
             [
                 f"{self.name}, {question}, is {'right' if self.ok else 'wrong'}",
@@ -450,6 +447,6 @@ def _bits(x: np.ndarray) -> np.ndarray:
 
 def _shown(x: np.ndarray) -> str:
     """A number that is not +0, for a message."""
-    return (
-        "NaN" if np.isnan(x).any() else f"{x.reshape(-1)[np.argmax(_bits(x).reshape(-1) != 0)]:.9g}"
-    )
+    if np.isnan(x).any():
+        return "NaN"
+    return f"{x.reshape(-1)[np.argmax(_bits(x).reshape(-1) != 0)]:.9g}"
