@@ -334,25 +334,19 @@ def _sinks_argument(attention: Attention) -> Finding:
         (name for name, expected in explanations.items() if _near(weights, expected)),
         "weights of no sink",
     )
-    got, expected = (
-        ", ".join(f"{w:.4g}" for w in weights),
-        ", ".join(f"{w:.4g}" for w in explanations["joins the sum"]),
-    )
+    got = ", ".join(f"{w:.4g}" for w in weights)
+    expected = ", ".join(f"{w:.4g}" for w in explanations["joins the sum"])
     shown = f"sinks {', '.join(f'{a:g}' for a in SINKS)}, one key of score 0"
     if words == "joins the sum" and not np.isfinite(above).all():
-        words, shown, got, expected = (
-            "overflows",
-            f"sinks {ABOVE:g}, one key of score 0",
-            f"{above[~np.isfinite(above)][0]}",
-            "0",
-        )
+        words = "overflows"
+        shown = f"sinks {ABOVE:g}, one key of score 0"
+        got = f"{above[~np.isfinite(above)][0]}"
+        expected = "0"
     elif words == "joins the sum" and above.any():
-        words, shown, got, expected = (
-            "bounded",
-            f"sinks {ABOVE:g}, one key of score 0",
-            f"{above[above != 0][0]:.4g}",
-            "0",
-        )
+        words = "bounded"
+        shown = f"sinks {ABOVE:g}, one key of score 0"
+        got = f"{above[above != 0][0]:.4g}"
+        expected = "0"
     elif words == "joins the sum" and answer.lse is not None:
         logs = [float(x) for x in answer.lse[0, :, 0]]
         right = [math.log1p(math.exp(a)) for a in SINKS]

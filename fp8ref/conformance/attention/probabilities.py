@@ -219,11 +219,9 @@ def denominator(attention: Attention, fmt: Format, scale: float) -> Finding:
         o = attention.ask(scores.question(np.full((1, 1), a), k[None], v)).o[0, 0, 0]
         got = float(o.sum() / v[0, 0].sum()) - 1
         expected = 15 * by / (1 + 15 * p)
-        top, total, explained = (
-            max(top, abs(got)),
-            total + expected * expected,
-            explained + got * expected,
-        )
+        top = max(top, abs(got))
+        total = total + expected * expected
+        explained = explained + got * expected
     part = explained / total
     evidence = (
         f"16 equal values, {len(rows)} scores: outputs differ from that value by up to "

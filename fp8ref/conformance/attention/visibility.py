@@ -53,10 +53,8 @@ def seen(attention: Attention, mask: Mask, queries: int, keys: int, documents=No
     parts = -(-keys // FEATURES)
     v = np.zeros((parts, 1, keys, FEATURES), np.float32)
     v[np.arange(keys) // FEATURES, 0, np.arange(keys), np.arange(keys) % FEATURES] = 256
-    q, k = (
-        np.zeros((parts, 1, queries, FEATURES), np.float32),
-        np.zeros((parts, 1, keys, FEATURES), np.float32),
-    )
+    q = np.zeros((parts, 1, queries, FEATURES), np.float32)
+    k = np.zeros((parts, 1, keys, FEATURES), np.float32)
     if documents is not None:
         documents = tuple(np.repeat(ids[None], parts, axis=0) for ids in documents)
     outputs = attention.ask(Question(q, k, v, mask, documents)).o[:, 0]
@@ -192,10 +190,8 @@ def _heads_finding(attention: Attention) -> Finding:
     """The heads of k and v that 6 query heads use of 3: a key's score is 0 in the head of its
     number, and far below in others; v of a head is in a column of its own."""
     heads, kv = 6, 3
-    k, v = (
-        np.zeros((1, kv, kv + 1, FEATURES), np.float32),
-        np.zeros((1, kv, kv + 1, FEATURES), np.float32),
-    )
+    k = np.zeros((1, kv, kv + 1, FEATURES), np.float32)
+    v = np.zeros((1, kv, kv + 1, FEATURES), np.float32)
     q = np.zeros((1, heads, 1, FEATURES), np.float32)
     q[..., 0] = FAR
     for g in range(kv):

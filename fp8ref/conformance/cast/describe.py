@@ -130,7 +130,8 @@ def differences_from(
     for a in responses.values():
         if a.source == "float64":  # the known casts leave it open (C-8)
             continue
-        differs, magnitude = a.mismatches(expected_behavior, canonical=True), np.abs(a.x)
+        differs = a.mismatches(expected_behavior, canonical=True)
+        magnitude = np.abs(a.x)
         coarse = a.among(cast_inputs.coarse(fmt))
         over = magnitude > (fmt.max + cast_inputs.with_next(fmt)[-1]) / 2
         zero = (a.codes & ~fmt.sign_bit) == 0

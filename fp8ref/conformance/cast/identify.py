@@ -399,10 +399,8 @@ def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, 
         )
     witness = None
     if found_fmt is not fmt:
-        codes, expected = (
-            output.codes(fmt),
-            behavior.encode(x, fmt, KNOWN_CASTS["saturating"].behavior(fmt)).astype(np.int64),
-        )
+        codes = output.codes(fmt)
+        expected = behavior.encode(x, fmt, KNOWN_CASTS["saturating"].behavior(fmt)).astype(np.int64)
         at = simplest(x, codes != expected)
         expected_output = outputs.Output(array=expected.astype(np.uint8), dtype="uint8")
         witness = Counterexample(

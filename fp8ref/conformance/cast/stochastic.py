@@ -498,13 +498,11 @@ def unlike_four_bits(
     if not off.any():
         return []
     i = int(np.argmax(off))
-    value, rates = (
-        float(numbers[i]),
-        [
-            f"{show(float(upper[i]))} in {rate:.3g} of the calls"
-            for rate in (away[i] / n[i], fractions[i])
-        ],
-    )
+    value = float(numbers[i])
+    rates = [
+        f"{show(float(upper[i]))} in {rate:.3g} of the calls"
+        for rate in (away[i] / n[i], fractions[i])
+    ]
     return [
         Counterexample(
             input=show(value),

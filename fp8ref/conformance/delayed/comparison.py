@@ -136,11 +136,9 @@ def _named(
     if when == "observed":
         got, expected, clause = shown.observed, scales[at - 1], "H-1"
     else:
-        got, expected, clause = (
-            shown.scale,
-            scales[min(at, len(sequence))],
-            _clause(asked.rule, sequence, difficulty),
-        )
+        got = shown.scale
+        expected = scales[min(at, len(sequence))]
+        clause = _clause(asked.rule, sequence, difficulty)
     words = f"it raises {shown.raised}" if shown.raised else _value(float(got))
     words += "" if repeats else ", and something else when it is run again"
     return Departure(

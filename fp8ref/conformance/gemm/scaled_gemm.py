@@ -160,10 +160,8 @@ def rows_of(q: Quantized, rows: np.ndarray) -> Quantized:
 def read_array(array: Any) -> tuple[np.ndarray, Format]:
     """A framework's array as a float32 copy, which no later call writes to, and its dtype."""
     if hasattr(array, "detach"):  # PyTorch's tensors
-        dtype, array = (
-            str(array.dtype).removeprefix("torch."),
-            array.detach().float().cpu().resolve_conj().resolve_neg().numpy(),
-        )
+        dtype = str(array.dtype).removeprefix("torch.")
+        array = array.detach().float().cpu().resolve_conj().resolve_neg().numpy()
     elif hasattr(array, "dtype"):
         dtype, array = np.dtype(array.dtype).name, np.asarray(array)
     else:

@@ -38,11 +38,9 @@ def width(bench: Bench) -> Finding:
     # group of j the sum holds the large number, and small ones are lost. Those in later groups are
     # kept. How many are kept, for every j, shows the groups' width. Large and small are as far
     # apart as the formats allow, while the sum of 30 small ones is still a result.
-    large, small, start = (
-        bench.top,
-        max(bench.bottom, -19 if bench.out == FLOAT16 else bench.bottom),
-        bench.k - K_STEP,
-    )
+    large = bench.top
+    small = max(bench.bottom, -19 if bench.out == FLOAT16 else bench.bottom)
+    start = bench.k - K_STEP
     pairs = range(1, K_STEP)
     filled = dict.fromkeys(range(start, bench.k), bench.power(small))
     stimuli = [
@@ -207,10 +205,8 @@ def _random_step_units(bench: Bench, candidates: Sequence[TensorCore]) -> list[T
         for drawn, fmt in zip(codes, (bench.fmt_a, bench.fmt_b), strict=True)
     )
     results = bench.gemm.multiply(left, right)[0][:rows, :columns]
-    a, b = (
-        cast.decode(codes[0][:rows, -K_STEP:], bench.fmt_a),
-        cast.decode(codes[1][:columns, -K_STEP:], bench.fmt_b),
-    )
+    a = cast.decode(codes[0][:rows, -K_STEP:], bench.fmt_a)
+    b = cast.decode(codes[1][:columns, -K_STEP:], bench.fmt_b)
     zero = np.zeros(results.shape, np.float32)
     return [
         unit

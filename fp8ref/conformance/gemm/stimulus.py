@@ -66,10 +66,8 @@ class Bench:
 
     def power(self, exponent: int, sign: int = 1) -> tuple[float, float]:
         """Two normal numbers whose product is sign * 2^exponent."""
-        least, most = (
-            max(self.fmt_a.emin, exponent - _emax(self.fmt_b)),
-            min(_emax(self.fmt_a), exponent - self.fmt_b.emin),
-        )
+        least = max(self.fmt_a.emin, exponent - _emax(self.fmt_b))
+        most = min(_emax(self.fmt_a), exponent - self.fmt_b.emin)
         assert least <= most, exponent
         exponent_a = min(max(exponent // 2, least), most)
         return sign * 2.0**exponent_a, 2.0 ** (exponent - exponent_a)

@@ -112,7 +112,9 @@ def device() -> dict[str, str]:
     Raises:   ProbeError: there is none, or it is not a Hopper GPU.
     """
     library = load()
-    name, capability, driver = ctypes.create_string_buffer(256), ctypes.c_int(), ctypes.c_int()
+    name = ctypes.create_string_buffer(256)
+    capability = ctypes.c_int()
+    driver = ctypes.c_int()
     _check(
         library,
         library.fp8ref_device(name, len(name), ctypes.byref(capability), ctypes.byref(driver)),
@@ -149,7 +151,8 @@ def right_on_integers(multiply: Multiply) -> bool:
     """True if sums of small integers and an accumulator are exact, for every pair of formats."""
     rng = np.random.default_rng(0)
     for fmt_a, fmt_b in PAIRS:
-        a, b = rng.integers(-4, 5, (2 * TILE_M, K)), rng.integers(-4, 5, (3 * TILE_N, K))
+        a = rng.integers(-4, 5, (2 * TILE_M, K))
+        b = rng.integers(-4, 5, (3 * TILE_N, K))
         c = rng.integers(-100, 101, (len(a), len(b)))
         sums = multiply(
             cast.encode(a.astype(np.float32), fmt_a),

@@ -311,7 +311,9 @@ def filled(pattern: str, shape: tuple[int, ...], source: dtypes.Source, seed: in
     """
     # two words an element, for its sign and mantissa and for its exponent, and one for a place
     raw = dtypes.random(seed, 2 * math.prod(shape) + 1)
-    fractions, others, place = raw[: math.prod(shape)], raw[math.prod(shape) : -1], int(raw[-1])
+    fractions = raw[: math.prod(shape)]
+    others = raw[math.prod(shape) : -1]
+    place = int(raw[-1])
     mantissa = fractions & np.uint64((1 << source.mantissa_bits) - 1)
     sign = (fractions >> np.uint64(63)) << np.uint64(source.bits - 1)
     zeros = _leading_zeros(others)

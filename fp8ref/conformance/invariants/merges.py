@@ -29,10 +29,8 @@ def _same(a: np.float32, b: np.float32) -> bool:
 
 def _associative(function: Any, fmt: Format, inputs: tuple[float, float, float]) -> str:
     a, b, c = inputs
-    left, right = (
-        _merged(function, _merged(function, a, b), c),
-        _merged(function, a, _merged(function, b, c)),
-    )
+    left = _merged(function, _merged(function, a, b), c)
+    right = _merged(function, a, _merged(function, b, c))
     return (
         ""
         if _same(left, right)

@@ -97,10 +97,8 @@ def _reciprocal(function: Any, fmt: Format, inputs: float) -> str:
 
 def _elementwise(function: Any, fmt: Format, inputs: tuple[float, float, float]) -> str:
     amax = _array(inputs)
-    together, alone = (
-        _scale(function, amax),
-        [_scale(function, amax[i : i + 1])[0] for i in range(len(amax))],
-    )
+    together = _scale(function, amax)
+    alone = [_scale(function, amax[i : i + 1])[0] for i in range(len(amax))]
     return (
         ""
         if np.array_equal(together, alone)

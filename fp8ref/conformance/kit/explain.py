@@ -80,7 +80,8 @@ def cast_guess(
         for first in (BFLOAT16, FLOAT16, FLOAT32)
     }
     if fmt.signed:
-        magnitude, sign = expected & ~np.uint8(fmt.sign_bit), expected & np.uint8(fmt.sign_bit)
+        magnitude = expected & ~np.uint8(fmt.sign_bit)
+        sign = expected & np.uint8(fmt.sign_bit)
         subnormal = (magnitude > 0) & (magnitude < 1 << fmt.mantissa_bits)
         others["flushing subnormals to zero"] = np.where(subnormal, sign, expected)
         others["flushing subnormals to +0"] = np.where(subnormal, 0, expected)

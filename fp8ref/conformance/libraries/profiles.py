@@ -144,10 +144,8 @@ def every_cast() -> Iterator[Function]:
         # a device stands behind a blank
         yield from (f for name, f in casts(fmt).items() if " " not in name)
     for fmt in (E4M3FN, E5M2):
-        saturated, quantize = (
-            on_torch("cpu")(torchao_cast(fmt)),
-            functools.partial(flax_cast, fmt=fmt),
-        )
+        saturated = on_torch("cpu")(torchao_cast(fmt))
+        quantize = functools.partial(flax_cast, fmt=fmt)
         yield Function(
             "torchao",
             fmt,

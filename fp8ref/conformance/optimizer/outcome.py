@@ -138,7 +138,8 @@ def findings(
     search: Search, layout: Layout | None, form: Form, exact: bool, *, has_form: bool
 ) -> list[Finding]:
     """What is compared, and each decision that the form found has, with its evidence."""
-    steps, elements = len(search.made), sum(w.size for w in search.asked.weights.values())
+    steps = len(search.made)
+    elements = sum(w.size for w in search.asked.weights.values())
     shown = "numbers"
     if any(snapshot.m and snapshot.m.scale_inv is not None for snapshot in search.made[0].values()):
         shown = "codes and scales"

@@ -170,7 +170,8 @@ class Search:
         for step in range(1, (steps or len(self.made)) + 1):
             for tensor in tensors or self.asked.weights:
                 theirs = self.made[step - 1][tensor]
-                mine, shape = self.weights(layout, form, tensor, step), theirs.weight.shape
+                mine = self.weights(layout, form, tensor, step)
+                shape = theirs.weight.shape
                 departure = _differs(mine, theirs.weight, "weight", step, tensor, shape)
                 shown = theirs.master.scale_inv if layout.keeps_master and theirs.master else None
                 if departure is None and shown is not None:

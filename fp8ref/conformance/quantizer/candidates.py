@@ -91,10 +91,8 @@ class Candidate:
         return self._returned(self._amax_scales(amax))
 
     def _amax_scales(self, amax: np.ndarray) -> Scales:
-        policy, scale_fmt = (
-            self.deviation.applied_to(self.policy),
-            self.deviation.limited(self.scale_fmt),
-        )
+        policy = self.deviation.applied_to(self.policy)
+        scale_fmt = self.deviation.limited(self.scale_fmt)
         with np.errstate(all="ignore"):
             amax = self.deviation.change_amax(amax)
             scales = self.deviation.scales(

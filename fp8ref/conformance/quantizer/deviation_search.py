@@ -127,10 +127,8 @@ class Search:
     def _at_ends(self, candidate: Candidate, wrong: np.ndarray) -> list[Deviation]:
         """Deviations that show at the amaxes of wrong groups: far from 1, zero, infinite or NaN."""
         amax, kinds = self.rows.amax, self.rows.kind
-        small, large = (
-            bool((wrong & (amax < 1)).any()),
-            bool((wrong & (amax > 1024) & np.isfinite(amax)).any()),
-        )
+        small = bool((wrong & (amax < 1)).any())
+        large = bool((wrong & (amax > 1024) & np.isfinite(amax)).any())
         solved: list[Deviation] = []
         if small:
             solved += [
@@ -225,10 +223,8 @@ class Search:
                     if policy.eps
                     else []
                 )
-            low, high = (
-                smallest(lambda eps: order(model(eps)) >= 0),
-                smallest(lambda eps: order(model(eps)) > 0),
-            )
+            low = smallest(lambda eps: order(model(eps)) >= 0)
+            high = smallest(lambda eps: order(model(eps)) > 0)
         else:
             between = self.underflow()
             if between is None:
@@ -238,10 +234,8 @@ class Search:
                 return not model(eps).quantize(_one(x), self.scale_layout).codes[0, 0] & 0x7F
 
             zero, other = between
-            low, high = (
-                smallest(lambda eps: vanishes(eps, zero)),
-                smallest(lambda eps: vanishes(eps, other)),
-            )
+            low = smallest(lambda eps: vanishes(eps, zero))
+            high = smallest(lambda eps: vanishes(eps, other))
         high = 1.0 if high is None else high
         if low is None or not low < high:
             return []
@@ -286,7 +280,8 @@ class Search:
         name = self.scale_layout.scale
         if name is None or plain.policy.of_exponents:
             return []
-        kind, values = self.scale_layout.kinds[name], sample.output.scales[name].reshape(-1)
+        kind = self.scale_layout.kinds[name]
+        values = sample.output.scales[name].reshape(-1)
         with np.errstate(all="ignore"):
             own = plain.scales(sample.x, self.scale_layout)
             ratios = values / candidates.by_group(own, kind)

@@ -141,7 +141,7 @@ def identify_granularity(quantizer: Quantizer) -> FoundGranularity:
                 )
     alone = different.sum() == 1
     text = "no scale of its own amax"
-    if not (alone):
+    if not alone:
         text = f"blocks of {len(rows)} x {len(columns)}" + ("" if whole else ", not all of them")
     return FoundGranularity(
         granularity=None, axis=None, finding=Finding("granularity", None, evidence, words=text)

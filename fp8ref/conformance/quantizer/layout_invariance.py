@@ -220,7 +220,9 @@ def check_dtype(
     None if the dtype is not taken, or no such policy agrees.
     """
     quantizer, candidate = comparison.quantizer, comparison.candidate
-    scale_layout, dtype, what = comparison.scale_layout, quantizer.dtype, f"from {quantizer.dtype}"
+    scale_layout = comparison.scale_layout
+    dtype = quantizer.dtype
+    what = f"from {quantizer.dtype}"
     amaxes = quantizer_inputs.identifying(candidate.fmt, dtype)
     at, along = scale_layout.granularity, scale_layout.axis
     try:
@@ -268,14 +270,17 @@ def _counterexample(
     comparison: Comparison, tensor: PlantedTensor, output: QuantizerOutput
 ) -> list[Counterexample]:
     """The first element whose code or scale is not the candidate's; empty if there is none."""
-    layout, candidate, dtype = comparison.scale_layout, comparison.candidate, comparison.dtype
+    layout = comparison.scale_layout
+    candidate = comparison.candidate
+    dtype = comparison.dtype
     x = ragged_blocks.padded(tensor.x, layout)
     group = quantizer_inputs.groups(x.shape, layout.granularity, layout.axis)
     expected, count = comparison.expected(x), int(group.max()) + 1
     if other := _other_counts(tensor, output, layout, count):
         return other
     # kind and largest play no part in comparing scales and codes.
-    none, output = np.zeros(count, np.float32), ragged_blocks.padded_output(output, expected)
+    none = np.zeros(count, np.float32)
+    output = ragged_blocks.padded_output(output, expected)
     response = Response(
         x=x, group=group, kind=np.zeros(count, np.int64), largest=none, output=output
     )

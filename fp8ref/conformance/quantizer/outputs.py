@@ -336,7 +336,8 @@ def ask(
     count = int(group.max()) + 1
     responses = []
     for begin in range(0, amaxes.largest.size, count):
-        some, kinds = amaxes.largest[begin : begin + count], amaxes.kind[begin : begin + count]
+        some = amaxes.largest[begin : begin + count]
+        kinds = amaxes.kind[begin : begin + count]
         missing = count - some.size
         largest = np.concatenate([some, np.zeros(missing, np.float32)])
         beside = np.pad(amaxes.beside[begin : begin + count], ((0, missing), (0, 0)))
@@ -370,11 +371,9 @@ def identify_returned(responses: Sequence[Response], granularity: str, axis: int
 
     Raises:   ConformanceError: an array does not have one number for each group.
     """
-    amax, kinds, scale_layout = (
-        np.concatenate([a.amax for a in responses]),
-        {},
-        ScaleLayout(granularity=granularity, axis=axis),
-    )
+    amax = np.concatenate([a.amax for a in responses])
+    kinds = {}
+    scale_layout = ScaleLayout(granularity=granularity, axis=axis)
     for name in responses[0].output.scales:
         values = np.concatenate([per_group(a, name, scale_layout) for a in responses])
         # Both amaxes are among those asked, and exact in every dtype.

@@ -85,7 +85,8 @@ def tensors(
     order = np.argsort(group, kind="stable")
     size = np.bincount(group)
     end = np.searchsorted(group[order], np.arange(size.size), side="right") - 1
-    last, inside = order[end], order[end - (size * rng.uniform(0, 1, size.size)).astype(np.int64)]
+    last = order[end]
+    inside = order[end - (size * rng.uniform(0, 1, size.size)).astype(np.int64)]
     # order lists the elements group by group, so that end is the last element of each group.
     for name, (at_last, at_inside) in _PLANTED.items():
         special = not {at_last, at_inside} <= {4.0, None}

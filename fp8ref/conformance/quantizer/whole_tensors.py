@@ -242,7 +242,8 @@ def _asked(subject: Subject, fmt: Format) -> TensorAnswers:
     source = subjects.first_dtype(subject, SHAPE)
     tensors = fp4_inputs.tensors(source)
     results = {kind: outputs.ask_four_bits(subject, x, source) for kind, x in tensors.items()}
-    again, first = outputs.ask_four_bits(subject, tensors["spread"], source), results["spread"]
+    again = outputs.ask_four_bits(subject, tensors["spread"], source)
+    first = results["spread"]
     pairs = ((first.codes, again.codes), (first.values, again.values))
     return TensorAnswers(
         subject=subject,

@@ -21,10 +21,8 @@ from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.spec import epilogue as epilogues
 from fp8ref.spec import granularity as granularities
 
-FIELDS, ANSWERS = (
-    ("M,N,K", "codes of a", "scale_inv of a", "codes of b", "scale_inv of b"),
-    ("values",),
-)
+FIELDS = ("M,N,K", "codes of a", "scale_inv of a", "codes of b", "scale_inv of b")
+ANSWERS = ("values",)
 PATTERNS = ("ordinary", "any code", "one large", "canceling", "subnormal", "zero", "specials")
 """How an operand's codes are filled.
 

@@ -116,7 +116,8 @@ def verify(
     """Judge every vector, and record it in the verdict. Lines may differ in shape. ValueError as
     ``scale.check_made``, or for another ``made`` than scale_inv under a policy of two levels."""
     scale.check_made(question.policy, rules.made)
-    levels, tensor = policies.by_name(question.policy).two_level, _has_tensor_scale(question.policy)
+    levels = policies.by_name(question.policy).two_level
+    tensor = _has_tensor_scale(question.policy)
     if levels is not None and rules.made != "scale_inv":
         raise ValueError(
             f"scales of policy {question.policy!r} are compared as scale_inv (S-22); got "
@@ -131,16 +132,12 @@ def verify(
             1, source.bits, shape, f"the values, {source.name}, of shape {list(shape)}"
         )
         codes = vector.numbers(2, fmt.bits, shape, f"the codes of shape {list(shape)}")
-        name, count = (
-            f"the {rules.made}s of {question.granularity} groups, shape {list(scales_shape)},",
-            (math.prod(scales_shape),),
-        )
+        name = f"the {rules.made}s of {question.granularity} groups, shape {list(scales_shape)},"
+        count = (math.prod(scales_shape),)
         if tensor:
             name, count = f"{name} then the tensor's,", (count[0] + 1,)
-        scale_bits, x = (
-            vector.numbers(3, scale.MADE[rules.made], count, name),
-            dtypes.values(bits, source),
-        )
+        scale_bits = vector.numbers(3, scale.MADE[rules.made], count, name)
+        x = dtypes.values(bits, source)
         why = tensor_difference(x, scale_bits[-1], fmt, question.policy) if tensor else None
         why = why or difference(
             x,

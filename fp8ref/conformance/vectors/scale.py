@@ -145,11 +145,9 @@ def verify(question: Scale, rules: Rules, vectors: Iterator[text.Vector], verdic
             [v.number(1, width, f"a {rules.made}") for v in batch], f"uint{width}"
         )
         specified = expected_bits(bits.view(np.float32), question.fmt, question.policy, rules.made)
-        differ, lines, kind_indices = (
-            ~same(scale_bits, specified, rules.made),
-            text.hexadecimal(bits, 32),
-            question.kinds(bits),
-        )
+        differ = ~same(scale_bits, specified, rules.made)
+        lines = text.hexadecimal(bits, 32)
+        kind_indices = question.kinds(bits)
         for i, vector in enumerate(batch):
             kind = kinds.AMAXES[kind_indices[i]]
             if verdict.add(vector.line, lines[i], kind, differs=differ[i]):

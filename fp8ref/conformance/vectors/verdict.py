@@ -115,7 +115,9 @@ class Verdict(Result):
             f"{d['rule']}"
             for d in self.first
         ]
-        came, wrong, total = self.compared.total(), self.differ.total(), self.asked.total()
+        came = self.compared.total()
+        wrong = self.differ.total()
+        total = self.asked.total()
         if wrong > len(self.first):
             lines.append(f"... and {wrong - len(self.first):,} more")
         lines.extend(self.notes)

@@ -72,10 +72,8 @@ def judge(samples: list[tuple[Stimulus, np.ndarray]], out: Format) -> Cause | No
             np.array_equal(_products(s, table_a, table_b, out), f, equal_nan=True)
             for s, f in samples
         ):
-            name, evidence = (
-                ", and ".join(part for part in (name_a, name_b) if part),
-                f"all products have the bits of it; {evidence}",
-            )
+            name = ", and ".join(part for part in (name_a, name_b) if part)
+            evidence = f"all products have the bits of it; {evidence}"
             break
     else:
         name = RANGE if all(_out_of_range(f, g) for _, f, g in wrong) else _seen(stimulus, differ)

@@ -317,7 +317,8 @@ def _structure(
             f"K = {k}: each index of K was asked "
             f"alone{', and sums of integers have the bits of it' if explained else ''}"
         )
-        words, part = structure.in_words(kind, numbers, k), structure.part_of(kind, numbers, k)
+        words = structure.in_words(kind, numbers, k)
+        part = structure.part_of(kind, numbers, k)
         causes.append(Cause(words, evidence, "wrong", first, part))
     return causes, tile or earlier
 

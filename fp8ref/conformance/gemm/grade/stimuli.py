@@ -134,7 +134,8 @@ def _powers(
     counts = scale_shape(granularity, shape, -1)
     if not counts:
         return np.asarray(2.0**centre, np.float32)
-    by_row, along_k = rng.integers(-3, 4, (counts[0], 1)), rng.integers(0, 2, (1, counts[1]))
+    by_row = rng.integers(-3, 4, (counts[0], 1))
+    along_k = rng.integers(0, 2, (1, counts[1]))
     along_k[0, -2:] = (0, 1) if counts[1] > 1 else 0
     return (2.0 ** (centre + by_row + along_k)).astype(np.float32)
 

@@ -177,7 +177,8 @@ def tile_of(differ: np.ndarray, earlier: Tile | None = None) -> Tile | None:
 
     earlier   the tile that is wrong in another shape: it is the one if it holds all differences.
     """
-    rows, columns = np.flatnonzero(differ.any(axis=1)), np.flatnonzero(differ.any(axis=0))
+    rows = np.flatnonzero(differ.any(axis=1))
+    columns = np.flatnonzero(differ.any(axis=0))
     tile = Tile((int(rows[0]), int(rows[-1]) + 1), (int(columns[0]), int(columns[-1]) + 1))
     if earlier is not None and differ[earlier.place].sum() == differ.sum():
         return earlier
