@@ -160,9 +160,7 @@ def require_quantized(
 
 
 def _require_tensor_scale(x: np.ndarray, tensor_scale_inv, fmt: Format, policy: str) -> None:
-    """AssertionError unless found is the scale_inv of the tensor; ValueError unless it goes with
-    the policy (S-22).
-    """
+    """Check the tensor's scale_inv; ValueError unless the policy has one (S-22)."""
     rule = policies.by_name(policy).two_level
     if (rule is not None and rule.tensor != "none") != (tensor_scale_inv is not None):
         need = "needs" if tensor_scale_inv is None else "has no"

@@ -210,9 +210,7 @@ def probe_subject(attention: Attention) -> Probed:
 
 
 def _without_descales(attention: Attention, descale_findings: list[Finding]) -> Probed:
-    """What is found of a function with a wrong descale: no other question can be asked, since their
-    numbers need scales.
-    """
+    """A function with a wrong descale: other questions need scales, and are not asked."""
     tiling = Tiling(None, None, Finding("tiles", None, "", words="not asked: needs right descales"))
     attention = dataclasses.replace(attention, ones=True)
     return Probed(

@@ -292,9 +292,7 @@ def _own_sinks_within(attention: Attention, low: float, high: float) -> Finding:
 
 
 def _single_weights(attention: Attention, parts: list[float], tried: list[float]) -> np.ndarray:
-    """The weight of a single key, whose feature of each number of ``parts`` has it, and another one
-    that of ``tried``.
-    """
+    """The weight of a single key of the scores ``parts``, beside another of ``tried``."""
     rows = [*tried, FAR]  # the last one's scale rounds no other
     q, k, v = np.zeros((3, len(rows), 1, 1, FEATURES), np.float32)
     q[..., : len(parts) + 1], k[..., : len(parts)], k[:, 0, 0, len(parts)], v[..., 0] = (

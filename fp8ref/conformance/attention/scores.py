@@ -70,9 +70,7 @@ def question(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options) -> Question
 
 
 def with_largest(pairs: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """q [n + 1] and k [n + 1] of pairs: the last one's are 1.75 2^n, so that one scale for all
-    rounds no other.
-    """
+    """q [n + 1] and k [n + 1] of pairs; the last, 1.75 2^n, leaves one scale for all."""
     q, k = (np.array(x) for x in zip(*pairs, strict=True))
     largest = [
         1.75

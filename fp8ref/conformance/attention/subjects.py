@@ -54,9 +54,7 @@ _FIRST = (("q", "query", "queries"), ("k", "key", "keys"), ("v", "value", "value
 
 
 class Answer(NamedTuple):
-    """What one call returned: o float32 [B, H, Tq, D], the name of its dtype, and lse float32 [B,
-    H, Tq] or None.
-    """
+    """o float32 [B, H, Tq, D], the name of its dtype, and lse float32 [B, H, Tq] or None."""
 
     o: np.ndarray
     dtype: str

@@ -1,6 +1,4 @@
-"""Identify the rule that somebody's delayed scaling follows: each decision of H-3, from the scales
-that it shows (spec H-13).
-"""
+"""Identify the rule of somebody's delayed scaling, from the scales that it shows (H-13)."""
 
 import collections
 import dataclasses

@@ -53,8 +53,7 @@ def expected(
 def shown(
     state: DelayedState, rule: DelayedScaling, fmt: Format, *, value: str, shows: str
 ) -> np.ndarray:
-    """What a state shows: ``value`` scale or scale_inv, of the coming step or as stored. Float32 of
-    the state's shape."""
+    """What a state shows: scale or scale_inv, next or stored; float32 of the state's shape."""
     if shows == "stored":
         if value == rule.policy.stored:
             return state.stored
@@ -64,8 +63,7 @@ def shown(
 
 
 def _observations(steps: list[tuple[float, ...]]) -> list[delayed.Observation]:
-    """One observation for each use, stacked over sequences; those with fewer uses are not seen in
-    the last."""
+    """One observation for each use, stacked over sequences; seen where a step has that use."""
     uses = max(1, *map(len, steps))
     amax = np.zeros((uses, len(steps)), np.float32)
     seen = np.zeros(amax.shape, bool)

@@ -152,8 +152,7 @@ class Held:
         self.saved: Any = None
 
     def do(self, operation: Operation) -> float | None:
-        """One operation; of a step with uses, the scale shown after its observations. ValueError:
-        an unknown word."""
+        """One operation; of a step with uses, the scale then shown. ValueError: an unknown word."""
         of = self.functions
         if operation == "save":
             assert of.save is not None

@@ -96,9 +96,7 @@ def vector_bits(fmt: Format, source: dtypes.Source, *, seed: int, count: int) ->
 
 
 def _random_bits(fmt: Format, source: dtypes.Source, seed: int, count: int) -> np.ndarray:
-    """Half of them any bits, half with exponents near the format's range; uint64, the same on every
-    machine.
-    """
+    """Half any bits, half with exponents near the format's range; uint64, reproducible."""
     raw = dtypes.random(seed, count) >> np.uint64(64 - source.bits)
     half = len(raw) // 2
     # Most random exponents are far outside FP8's range, where every cast does the same: replace the

@@ -86,9 +86,7 @@ def spacing(x: np.ndarray, source: Source) -> np.ndarray:
 
 
 def specials(source: Source) -> np.ndarray:
-    """Bits of zero, the smallest and largest subnormal and normal numbers, infinity and NaNs, both
-    signs; uint64.
-    """
+    """Bits of zero, the ends of subnormal and normal numbers, Inf, NaNs, both signs; uint64."""
     infinity, normal = source.infinity, 1 << source.mantissa_bits
     positive = [
         0,

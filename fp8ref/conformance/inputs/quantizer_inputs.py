@@ -353,9 +353,7 @@ def _leading_zeros(x: np.ndarray) -> np.ndarray:
 
 
 def samples(seed: int = 0) -> dict[str, np.ndarray]:
-    """A tensor of each pattern that training rarely shows, by its name: float32 [48, 128], every
-    value a bfloat16 too.
-    """
+    """Patterns that training rarely shows, by name: float32 [48, 128], of bfloat16 numbers."""
     rng = np.random.default_rng(seed)
     normal = rng.standard_normal((48, 128))
     cases = {

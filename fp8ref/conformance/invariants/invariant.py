@@ -38,8 +38,7 @@ class Invariant:
 
 
 def stated(clause: str, invariants: dict[str, tuple[str, Any, Any]]) -> tuple[Invariant, ...]:
-    """The invariants of a clause, from {name: (words, inputs, check)}; inputs may be a strategy for
-    every format, too."""
+    """A clause's invariants, of {name: (words, inputs or a strategy for each format, check)}."""
 
     def by_format(inputs: Any) -> Callable[[Format], Any]:
         return inputs if callable(inputs) else lambda fmt: inputs

@@ -1,6 +1,4 @@
-"""Invariants of a maximum of two amaxes, float32 -> float32, as a collective or a state merges them
-(spec P-28).
-"""
+"""Invariants of a maximum of two amaxes, as a collective or a state merges them (P-28)."""
 
 import math
 from typing import Any

@@ -188,9 +188,7 @@ def compare_bits(
 
 
 def compare_values(check: Check, value, reference, bound, *, names: tuple[str, str]) -> None:
-    """Compare values with a reference within an elementwise bound; worst: the largest difference in
-    units of its bound.
-    """
+    """Compare values within an elementwise bound; worst: the largest difference in its units."""
     value, reference, bound = (
         np.asarray(v, np.float64) for v in np.broadcast_arrays(value, reference, bound)
     )

@@ -163,9 +163,7 @@ def decimal(value) -> str:
 
 
 def scale_rule(kind: str, policy: str | ScalePolicy) -> str:
-    """The rule that decides the scale of an amax of a kind (``inputs.kinds.AMAXES``), with its
-    clause.
-    """
+    """The rule, with its clause, that decides an amax's scale, by ``kinds.AMAXES``."""
     policy = policies.by_name(policy)
     if policy.two_level is not None:
         formula = {

@@ -181,9 +181,7 @@ def strides_finding(
 
 
 def other_devices(framework: str, device: str) -> list[str]:
-    """What is not asked of a function of one device: the others, as a list; empty for NumPy's
-    arrays, which have none.
-    """
+    """The devices that a function was not asked on; none of NumPy's arrays."""
     return [] if framework == "numpy" else [f"devices other than {device}"]
 
 

@@ -77,9 +77,7 @@ class Search:
         return chain[:steps]
 
     def coupled(self, *, fused: bool) -> "Search":
-        """A search in which the decay is part of the gradient, g + decay p, rounded once or twice,
-        and of nothing else.
-        """
+        """A search whose gradients have the decay in them, g + decay p, rounded once or twice."""
         decay = np.float32(self.given.weight_decay)
 
         def coupled_gradients(step: int) -> dict[str, np.ndarray]:
@@ -243,9 +241,7 @@ def variations(layout: Layout) -> Iterator[Layout]:
 
 
 def named(masters: Sequence[Moment]) -> list[Layout]:
-    """The layouts whose master is one of these: those that have a name, then those of LAYOUTS with
-    such a master.
-    """
+    """The layouts whose master is one of these: named ones, then LAYOUTS with such a master."""
     layouts = [layout for layout in (LAYOUTS | WITH_MASTERS).values() if layout.master in masters]
     written = {layout_decisions.written(layout) for layout in layouts}
     for layout, master in itertools.product(LAYOUTS.values(), masters):

@@ -48,9 +48,7 @@ class Moment(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """One tensor after a step: its weight, and both moments and the master, None where the state
-    does not show them.
-    """
+    """A tensor's weight after a step; its moments and master, None if the state hides them."""
 
     weight: np.ndarray
     m: Moment | None = None
@@ -201,9 +199,7 @@ def _parameter_state(kept: Any, name: str) -> Any:
 
 
 def _trained(snapshot: Snapshot) -> Snapshot:
-    """With the weight of a master that the state shows: the sum that optax gives may miss it by a
-    rounding (O-14).
-    """
+    """With the weight of a shown master: optax's sum may miss it by a rounding (O-14)."""
     if snapshot.master is None:
         return snapshot
     scale = np.float32(1) if snapshot.master.scale_inv is None else snapshot.master.scale_inv

@@ -55,9 +55,7 @@ class Search:
     underflow: Callable[[], tuple[np.float32, np.float32] | None]
 
     def run(self, policies: Iterable[ScalePolicy]) -> Agreement | None:
-        """The candidate that explains most with the fewest deviations, the first of equals; its
-        agreement with the rows.
-        """
+        """The agreement that explains most with the fewest deviations, the first of equals."""
         near = self.rows.ordinary & (self.rows.amax >= 1) & (self.rows.amax <= 1024)
         sample = outputs.some_rows(self.rows, near, WIDTH)
         every, best = int(self.considered.sum()), None
@@ -104,9 +102,7 @@ class Search:
                     yield deviating
 
     def _completed(self, candidate: Candidate, most: int) -> Agreement:
-        """The agreement of the candidate with the deviations that explain the most further groups,
-        up to ``most`` in all.
-        """
+        """The agreement with the deviations that explain most further groups, ``most`` in all."""
         best = candidates.agreement(candidate, [self.rows], self.scale_layout)
         for _ in range(most - candidate.deviation.parts):
             wrong = ~best.both & self.considered
@@ -263,9 +259,7 @@ class Search:
         return factors
 
     def _is_near(self, plain: Candidate, sample: Response) -> bool:
-        """Whether the scales of amaxes from 200 on are those of the policy within 2^-10, as with an
-        eps that is added.
-        """
+        """Whether scales from an amax of 200 on are within 2^-10, as with an eps that is added."""
         return all(
             np.allclose(
                 returned[sample.amax >= 200], expected[sample.amax >= 200], rtol=2.0**-10, atol=0
@@ -313,9 +307,7 @@ class Search:
 
 
 def smallest(reached: Callable[[float], bool], below: float = 1.0) -> float | None:
-    """The least float64 above 0 and ``below`` from which on ``reached`` is true, 0 for all; None if
-    it never is.
-    """
+    """The least float64 below ``below`` that ``reached`` holds from, 0 for all; None for none."""
     low, high = 0, int(np.float64(below).view(np.int64)) - 1
 
     def number(bits: int) -> float:

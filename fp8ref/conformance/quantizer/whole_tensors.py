@@ -403,9 +403,7 @@ def _is_scale(output: QuantizerOutput, name: str, expected: np.ndarray, q: Quant
 
 @dataclass(frozen=True, kw_only=True)
 class Bias:
-    """Of stochastic rounding: the mean of what is added to the magnitude, in standard deviations of
-    a fair one's.
-    """
+    """The mean of what stochastic rounding adds to magnitudes, in standard deviations."""
 
     deviations: float
 

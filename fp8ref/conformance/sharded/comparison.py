@@ -1,6 +1,4 @@
-"""Compare what every rank gets with the value of the whole tensor; a case that differs is made
-simpler (spec P-27).
-"""
+"""Compare what every rank gets with the whole tensor's value; simplify what differs (P-27)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

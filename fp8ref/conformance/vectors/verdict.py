@@ -1,6 +1,4 @@
-"""The verdict of ``fp8ref vectors verify``: wrong answers, and how many vectors of each kind were
-asked and answered.
-"""
+"""The verdict of ``fp8ref vectors verify``: wrong answers, and counts of each kind."""
 
 import hashlib
 from collections import Counter

@@ -111,8 +111,7 @@ class Narrow:
 
 
 def candidates(k: int) -> Iterator[list[Narrow]]:
-    """The accumulators that are tried for a length of K: a list for each format and rounding, the
-    simplest first."""
+    """The accumulators tried for a length of K, by format and rounding, the simplest first."""
     for rounding, fmt in itertools.product(("nearest_even", "toward_zero"), FORMATS):
         yield list(_format_candidates(fmt, rounding, k))
 

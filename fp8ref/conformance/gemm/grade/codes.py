@@ -40,9 +40,7 @@ RANGE = "products outside of float16's range are lost"
 
 
 def judge(samples: list[tuple[Stimulus, np.ndarray]], out: Format) -> Cause | None:
-    """The cause if products of codes are wrong: two readings that give all of them, RANGE, or what
-    is seen.
-    """
+    """The cause if products of codes are wrong: two readings, RANGE, or what is seen."""
     kinds = [
         [(name.format(who), table) for name, table in readings(fmt)]
         for who, fmt in zip("ab", (samples[0][0].a.fmt, samples[0][0].b.fmt), strict=True)

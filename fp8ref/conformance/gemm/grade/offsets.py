@@ -147,9 +147,7 @@ class Operands:
         scaled: int | None = None,
         rows: slice | None = None,
     ) -> np.ndarray:
-        """The result of group e in float64, which is exact; or with the weight, the scales or the
-        rows of another.
-        """
+        """Group e's exact result, float64; or with another's weight, scales or rows."""
         rows = self.rows(e) if rows is None else rows
         scaled = e if scaled is None else scaled
         if self.which == "grad_weight":
@@ -297,9 +295,7 @@ def require_offsets(function: Callable[..., Any], **options: Any) -> OffsetsGrad
 
 
 def _operands(which: Which, question: Question) -> Operands:
-    """Integers of magnitude 3 and 2 at most, a quarter of them not zero, so that sums of 128 have
-    at most 8 bits.
-    """
+    """Integers up to 3 and 2, a quarter of them not zero: sums of 128 have at most 8 bits."""
     rng = np.random.default_rng(28)
     n, k = question.n, question.k
     m, e = sum(question.sizes) + question.rest, len(question.sizes)

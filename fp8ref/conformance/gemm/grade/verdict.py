@@ -106,9 +106,7 @@ class Grade(Described):
 
     @property
     def message(self) -> str:
-        """The verdict with its magnitude, each cause once with the first result that shows it, and
-        what was asked.
-        """
+        """The verdict with its magnitude, each cause with what shows it, and what was asked."""
         lines = [f"{self.name} is {self.verdict}: {self.worst}"]
         if self.expected is not None:
             bits = f"{self.equal:,} of {self.compared:,} random results have its bits"
