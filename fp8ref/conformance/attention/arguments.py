@@ -265,11 +265,9 @@ def _pair(names: set[str], tokens: int, alignment: Alignment) -> Case:
         window=((64, 0) if causal else (30, 5)) if "window" in names else None,
         alignment=alignment,
     )
-    ids = (
-        tuple(np.sort(rng.integers(0, 3, (batch, n)), axis=1) for n in (tq, tk))
-        if "documents" in names
-        else None
-    )
+    ids = None
+    if "documents" in names:
+        ids = tuple(np.sort(rng.integers(0, 3, (batch, n)), axis=1) for n in (tq, tk))
     q, k, v = random_operands(rng, (batch, heads, 2), tq, tk, 64)
     question = Question(
         4 * q if "softcap" in names else q,

@@ -146,7 +146,9 @@ def _with(
     question: Question, softcap: float | None, sinks: bool, rng: np.random.Generator
 ) -> Question:
     """The question with a softcap and with sinks between a row's smallest and largest scores."""
-    drawn = 2 * rng.standard_normal((question.q.shape[1],)).astype(np.float32) if sinks else None
+    drawn = None
+    if sinks:
+        drawn = 2 * rng.standard_normal((question.q.shape[1],)).astype(np.float32)
     return question._replace(softcap=softcap, sinks=drawn)
 
 

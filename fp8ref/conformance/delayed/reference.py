@@ -37,11 +37,9 @@ def expected(
         }
         stepped = np.array([isinstance(operation, tuple) for operation in at])
         saved = _where(of["save"], state, saved)
-        after = (
-            delayed.update(state, *_observations(steps), config=rule, fmt=fmt)
-            if stepped.any()
-            else state
-        )
+        after = state
+        if stepped.any():
+            after = delayed.update(state, *_observations(steps), config=rule, fmt=fmt)
         state = _where(stepped, after, state)
         state = _where(of["load"], saved, state)
         state = _where(of["reset"], delayed.init(rule, state.stored.shape), state)

@@ -202,8 +202,8 @@ def subject_of(implementation: Any, *, takes: str = "amax", framework: str = "nu
             f"{type(implementation).__name__}. Of an object give the class, or a function that "
             "makes one."
         )
-    functions = (
-        implementation if isinstance(implementation, Functions) else class_functions(implementation)
-    )
+    functions = implementation
+    if not isinstance(implementation, Functions):
+        functions = class_functions(implementation)
     name = getattr(implementation, "__name__", "the implementation")
     return Subject(functions=functions, name=name, takes=takes, framework=framework)

@@ -173,11 +173,9 @@ def _fitting(
             for c, some, fmt in zip(codes, bench.sampled, fmts, strict=True)
         )
         acc = gemm.matmul(*plain, accumulate=accumulate or "exact")
-        bias = (
-            cast.round_to(rng.standard_normal(bench.n) * acc.std(), bench.out)
-            if tried[0].bias
-            else None
-        )
+        bias = None
+        if tried[0].bias:
+            bias = cast.round_to(rng.standard_normal(bench.n) * acc.std(), bench.out)
         results = bench.gemm.multiply(a, b, bias)[0][np.ix_(rows, columns)]
         scales = rows_of(a, rows).scale_inv, rows_of(b, columns).scale_inv.T
         for e in tried:

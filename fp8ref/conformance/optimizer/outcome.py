@@ -178,9 +178,9 @@ def findings(
         as_clause = "as clause O"
         if value != getattr(plain, key):
             as_clause = f"clause O: {getattr(plain, key)}"
-        formula = (
-            forms.AVERAGES.get(value) or forms.SQUARES.get(value) if key in ("m", "v") else None
-        )
+        formula = None
+        if key in ("m", "v"):
+            formula = forms.AVERAGES.get(value) or forms.SQUARES.get(value)
         findings.append(
             Finding(title, value, as_clause, words=f"{value}: {formula}" if formula else "")
         )

@@ -171,7 +171,9 @@ class Search:
                 mine = self.weights(layout, form, tensor, step)
                 shape = theirs.weight.shape
                 departure = _differs(mine, theirs.weight, "weight", step, tensor, shape)
-                shown = theirs.master.scale_inv if layout.keeps_master and theirs.master else None
+                shown = None
+                if layout.keeps_master and theirs.master:
+                    shown = theirs.master.scale_inv
                 if departure is None and shown is not None:
                     scale = self.master(layout, form, tensor, step).scale_inv
                     if scale is not None:

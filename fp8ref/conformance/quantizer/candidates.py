@@ -80,9 +80,9 @@ class Candidate:
         granularity, axis = scale_layout.granularity, scale_layout.axis
         x = _flushed(x) if self.flushes else x
         # The amax is that of x in the policy's own dtype (S-13), the cast that of x itself.
-        rounded_x = (
-            x if self.policy.compute.name == "float32" else cast.round_to(x, self.policy.compute)
-        )
+        rounded_x = x
+        if self.policy.compute.name != "float32":
+            rounded_x = cast.round_to(x, self.policy.compute)
         with np.errstate(all="ignore"):
             return self._amax_scales(self.deviation.amax(rounded_x, granularity, axis=axis))
 

@@ -233,7 +233,9 @@ def unexpected_policy(
     """
     answers, found_fmt = matched.answers, matched.answers.fmt
     plain = Candidate(policy=expected, scale_fmt=fmt, fmt=found_fmt)
-    tried = [plain, dataclasses.replace(plain, flushes=True)] if answers.flushing else [plain]
+    tried = [plain]
+    if answers.flushing:
+        tried = [plain, dataclasses.replace(plain, flushes=True)]
     agreed = max(
         (candidates.agreement(candidate, *answers.rows) for candidate in tried), key=answers.score
     )

@@ -274,9 +274,7 @@ def policy_finding(matched: PolicyMatch) -> Finding:
             same += ": no tensor of bfloat16 tells them apart"
         return Finding("policy", matched.names[0], evidence, words=text + same)
     nearest = matched.nearest.candidate.policy.name
-    text = (
-        f"{nearest}, but {matched.deviation}"
-        if matched.deviation
-        else f"no known policy; nearest {nearest}"
-    )
+    text = f"no known policy; nearest {nearest}"
+    if matched.deviation:
+        text = f"{nearest}, but {matched.deviation}"
     return Finding("policy", None, evidence, words=text)

@@ -154,11 +154,9 @@ def _answers(quantizer: Quantizer, group: FoundGranularity, found_fmt: Format) -
     axis = -1 if group.axis is None else group.axis
     # One scale for a tensor takes a tensor for each amax: the smallest that the quantizer takes.
     amaxes = quantizer_inputs.identifying(found_fmt, quantizer.dtype)
-    shape = (
-        smallest_shape(quantizer, _TENSORWISE_SHAPES)
-        if group.granularity == "tensorwise"
-        else SHAPE
-    )
+    shape = SHAPE
+    if group.granularity == "tensorwise":
+        shape = smallest_shape(quantizer, _TENSORWISE_SHAPES)
     responses = outputs.ask(quantizer, amaxes, shape, group.granularity, axis)
     scale_layout = outputs.identify_returned(responses, group.granularity, axis)
     return Answers(

@@ -135,11 +135,9 @@ def drawn(difficulty: str, examples: int) -> list[Case]:
         rows = draw(st.integers(1, 3))
 
         def batch() -> Microbatch:
-            n = (
-                draw(st.integers(1 if difficulty == "uneven" else 0, 4))
-                if difficulty in ("uneven", "empty")
-                else rows
-            )
+            n = rows
+            if difficulty in ("uneven", "empty"):
+                n = draw(st.integers(1 if difficulty == "uneven" else 0, 4))
             return tuple(draw(row) for _ in range(n))
 
         return tuple(tuple(batch() for _ in range(batches)) for _ in range(ranks))

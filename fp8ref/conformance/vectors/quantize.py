@@ -138,7 +138,9 @@ def verify(
             name, count = f"{name} then the tensor's,", (count[0] + 1,)
         scale_bits = vector.numbers(3, scale.MADE[rules.made], count, name)
         x = dtypes.values(bits, source)
-        why = tensor_difference(x, scale_bits[-1], fmt, question.policy) if tensor else None
+        why = None
+        if tensor:
+            why = tensor_difference(x, scale_bits[-1], fmt, question.policy)
         why = why or difference(
             x,
             codes,

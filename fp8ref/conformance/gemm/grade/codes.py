@@ -74,7 +74,9 @@ def judge(samples: list[tuple[Stimulus, np.ndarray]], out: Format) -> Cause | No
             evidence = f"all products have the bits of it; {evidence}"
             break
     else:
-        name = RANGE if all(_out_of_range(f, g) for _, f, g in wrong) else _seen(stimulus, differ)
+        name = RANGE
+        if not all(_out_of_range(f, g) for _, f, g in wrong):
+            name = _seen(stimulus, differ)
     return Cause(name, evidence, "wrong", first_of(stimulus, results, expected, differ, "G-6"))
 
 

@@ -53,14 +53,11 @@ def examine(
     largest = max(samples, key=lambda one: one[0].shape[2])[0].shape
     severity = "imprecise" if severe else "right"
     tried, causes = _paths(asked, short, out, severity)
-    unasked = (
-        []
-        if tried
-        else [
-            "the order of scales and roundings: none that has a name gives sums of one and two "
-            "products"
-        ]
-    )
+    unasked = [
+        "the order of scales and roundings: none that has a name gives sums of one and two products"
+    ]
+    if tried:
+        unasked = []
     bias = _bias(asked, short, out, tried)
     causes += bias
     names = [path.epilogue for path in tried if path.epilogue is not None] or [asked.epilogue]
@@ -174,9 +171,9 @@ def _plans(severe: bool) -> Iterator[str | Accumulation]:
     for name, promotion, count in itertools.product(
         ("hopper", "ada"), (None, 32, 64, 128, 256, 512), (1, 2, 4, 8)
     ):
-        plan_name = (
-            f"{name} with promotion {promotion}" if promotion else f"{name} without promotion"
-        )
+        plan_name = f"{name} without promotion"
+        if promotion:
+            plan_name = f"{name} with promotion {promotion}"
         plan_name += f" and {count} parts of K" if count > 1 else ""
         yield Accumulation(name=plan_name, unit=UNITS[name], promotion=promotion, split_k=count)
 
