@@ -17,6 +17,8 @@ from fp8ref.formats import Format
 from fp8ref.shared import extras
 from fp8ref.sim.quantize import cast, scaling
 
+__all__ = ["casts", "quantizers", "scales"]
+
 try:
     import pytest
 except ImportError:
@@ -50,15 +52,7 @@ def casts(
     bits = question.inputs()
     kind_indices, x = question.kinds(bits), _array(bits, source)
     codes = cast.encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
-    return [
-        pytest.param(
-            x[kind_indices == i],
-            codes[kind_indices == i],
-            id=f"{fmt}-{source}-{kind.replace(' ', '_')}",
-        )
-        for i, kind in enumerate(kinds.CASTS)
-        if (kind_indices == i).any()
-    ]
+    return _of_kinds(f"{fmt}-{source}", kinds.CASTS, kind_indices, x, codes)
 
 
 def scales(
@@ -80,15 +74,7 @@ def scales(
     kind_indices, amax = question.kinds(bits), bits.astype(np.uint32).view(np.float32)
     expected = scales_asked.expected_bits(amax, fmt, policy, made)
     expected = expected if made == "e8m0" else expected.view(np.float32)
-    return [
-        pytest.param(
-            amax[kind_indices == i],
-            expected[kind_indices == i],
-            id=f"{fmt}-{policy}-{kind.replace(' ', '_')}",
-        )
-        for i, kind in enumerate(kinds.AMAXES)
-        if (kind_indices == i).any()
-    ]
+    return _of_kinds(f"{fmt}-{policy}", kinds.AMAXES, kind_indices, amax, expected)
 
 
 def quantizers(
@@ -130,6 +116,17 @@ def quantizers(
         parameters.append(
             pytest.param(x, q, id=f"{fmt}-{granularity}-{kind.replace(' ', '_')}-{i}")
         )
+    return parameters
+
+
+def _of_kinds(
+    name: str, names: tuple[str, ...], kind: np.ndarray, inputs: np.ndarray, results: np.ndarray
+) -> list:
+    """A parameter for each kind that inputs have; kind: of each input, an index of names."""
+    parameters = []
+    for i in np.unique(kind):
+        own, title = kind == i, f"{name}-{names[i].replace(' ', '_')}"
+        parameters.append(pytest.param(inputs[own], results[own], id=title))
     return parameters
 
 

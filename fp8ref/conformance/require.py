@@ -18,6 +18,8 @@ from fp8ref.formats import E8M0FNU, Format
 from fp8ref.sim.quantize import cast
 from fp8ref.spec import granularity as granularities
 
+__all__ = ["Inverses", "require_cast", "require_quantized", "require_scales"]
+
 
 def require_cast(
     x, found_codes, fmt: Format, *, rounding: str = "nearest_even", saturate: bool = True

@@ -18,3 +18,5 @@ from fp8ref.conformance.attention.decisions import probe as probe
 from fp8ref.conformance.attention.identify import identify_attention as identify_attention
 from fp8ref.conformance.attention.identify import require_attention as require_attention
 from fp8ref.conformance.attention.subjects import wrap as wrap
+
+__all__ = ["identify_attention", "probe", "require_attention", "wrap"]

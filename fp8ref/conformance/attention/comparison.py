@@ -14,6 +14,7 @@ import numpy as np
 
 from fp8ref.conformance.attention import scores
 from fp8ref.conformance.attention.subjects import CAUSAL, WINDOWS, Answer, Attention, Question
+from fp8ref.conformance.kit.arrays import equal
 from fp8ref.conformance.kit.finding import Counterexample, bits_of, show
 from fp8ref.conformance.kit.subject import RefusedError
 from fp8ref.formats import BFLOAT16, FLOAT16
@@ -247,22 +248,22 @@ def _added(
     )
     first = agreement.first
     for what, got, right in pairs:
-        equal = (got == right) | (np.isnan(got) & np.isnan(right))
-        near = equal | close(got, right)
+        alike = equal(got, right)
+        near = alike | close(got, right)
         agreement = dataclasses.replace(
             agreement,
-            compared=agreement.compared + equal.size,
-            equal=agreement.equal + int(equal.sum()),
+            compared=agreement.compared + alike.size,
+            equal=agreement.equal + int(alike.sum()),
             near=agreement.near + int(near.sum()),
         )
         if what == "o":
             difference = np.nan_to_num(got.astype(np.float64) - right, nan=np.inf)
             squares += (difference**2).sum(), (right.astype(np.float64) ** 2).sum()
-        if first is None and not equal.all():
-            index = tuple(int(i) for i in np.argwhere(~equal)[0])
+        if first is None and not alike.all():
+            index = tuple(int(i) for i in np.argwhere(~alike)[0])
             first = Counterexample(
                 input=f"{what}{list(index)} of case {case.name!r}, {case.question}; "
-                f"{int((~equal).sum()):,} of {equal.size:,} differ",
+                f"{int((~alike).sum()):,} of {alike.size:,} differ",
                 got=_shown(got[index]),
                 expected=f"{_shown(right[index])} of variant {variant.name!r}",
                 clause="A-10" if what == "o" else "A-11",

@@ -14,3 +14,5 @@ from fp8ref.conformance.delayed.identify import identify_delayed as identify_del
 from fp8ref.conformance.delayed.require import require_delayed as require_delayed
 from fp8ref.conformance.delayed.subject import Functions as Functions
 from fp8ref.conformance.delayed.subject import of_step as of_step
+
+__all__ = ["Asked", "Functions", "identify_delayed", "of_step", "require_delayed"]

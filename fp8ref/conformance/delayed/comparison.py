@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -60,16 +61,32 @@ class Departure:
         return f"{moment}: {operations}: got {self.got}, expected {self.expected} ({self.clause})"
 
 
-def difference(
-    subject: Subject, sequence: Sequence, scales: np.ndarray
-) -> tuple[int, str, Shown] | None:
-    """The first scale of a sequence that differs: how many operations are before it, when it is
-    asked for, and what is shown. None: all agree."""
+class Difference(NamedTuple):
+    """The first scale of a sequence that differs from its scales: after how many operations, when
+    it is asked for, and what is shown.
+    """
+
+    sequence: Sequence
+    scales: np.ndarray
+    at: int
+    when: str
+    shown: Shown
+
+    def __str__(self) -> str:
+        """What differs, and where; a NaN is equal to itself there."""
+        shown = self.shown.observed
+        return f"{self.at} {self.when} " + str(
+            shown if self.when == "observed" else (self.shown.scale, self.shown.raised)
+        )
+
+
+def difference(subject: Subject, sequence: Sequence, scales: np.ndarray) -> Difference | None:
+    """The first scale of a sequence that differs; None: all agree."""
     for i, shown in enumerate(subject.run(sequence)):
         if shown.raised or not same(shown.scale, scales[min(i, len(sequence))]):
-            return i, "after", shown
+            return Difference(sequence, scales, i, "after", shown)
         if shown.observed is not None and not same(shown.observed, scales[i]):
-            return i + 1, "observed", shown
+            return Difference(sequence, scales, i + 1, "observed", shown)
     return None
 
 
@@ -87,58 +104,40 @@ def departure(
 ) -> Departure | None:
     """The first of these sequences that departs from the rule, made as simple as it gets; None if
     none does. ``specified``: their scales, if they are known."""
-    for sequence, scales in zip(
-        sequences, asked.scales(sequences) if specified is None else specified, strict=True
-    ):
-        if (met := difference(subject, sequence, scales)) is not None:
-            return _shrunk(subject, asked, difficulty, sequence, scales, met)
+    specified = asked.scales(sequences) if specified is None else specified
+    for sequence, scales in zip(sequences, specified, strict=True):
+        if (first := difference(subject, sequence, scales)) is not None:
+            return _named(subject, asked, difficulty, _shrunk(subject, asked, first))
     return None
 
 
-def _shrunk(
-    subject: Subject,
-    asked: Asked,
-    difficulty: str,
-    sequence: Sequence,
-    scales: np.ndarray,
-    met: tuple,
-) -> Departure:
+def _shrunk(subject: Subject, asked: Asked, first: Difference) -> Difference:
     """The simplest sequence that a search finds from one that departs."""
-    sequence = sequence[: met[0]]
+    first = first._replace(sequence=first.sequence[: first.at])
     while True:
-        for tried in _batches(sequence):
-            better = next(
-                (
-                    (simpler, of, mismatch)
-                    for simpler, of in zip(tried, asked.scales(tried), strict=True)
-                    if (mismatch := difference(subject, simpler, of)) is not None
-                    and mismatch[1] == met[1]
-                ),
-                None,
+        for tried in _batches(first.sequence):
+            differences = (
+                difference(subject, simpler, scales)
+                for simpler, scales in zip(tried, asked.scales(tried), strict=True)
             )
+            better = next((d for d in differences if d and d.when == first.when), None)
             if better is not None:
-                sequence, scales, met = better[0][: better[2][0]], better[1], better[2]
+                first = better._replace(sequence=better.sequence[: better.at])
                 break
         else:
-            return _named(subject, asked, difficulty, sequence, scales, met)
+            return first
 
 
-def _named(
-    subject: Subject,
-    asked: Asked,
-    difficulty: str,
-    sequence: Sequence,
-    scales: np.ndarray,
-    met: tuple,
-) -> Departure:
-    at, when, shown = met
-    repeats = _shown(difference(subject, sequence, scales)) == _shown(met)
+def _named(subject: Subject, asked: Asked, difficulty: str, first: Difference) -> Departure:
+    sequence, scales, at, when, shown = first
+    repeats = str(difference(subject, sequence, scales)) == str(first)
     if when == "observed":
         got, expected, clause = shown.observed, scales[at - 1], "H-1"
     else:
         got = shown.scale
         expected = scales[min(at, len(sequence))]
         clause = _clause(asked.rule, sequence, difficulty)
+    assert got is not None
     words = f"it raises {shown.raised}" if shown.raised else _value(float(got))
     words += "" if repeats else ", and something else when it is run again"
     return Departure(
@@ -148,16 +147,6 @@ def _named(
         got=words,
         expected=_value(float(expected)),
         clause=clause,
-    )
-
-
-def _shown(met: tuple[int, str, Shown] | None) -> str:
-    """What differs, and where, as text: a NaN is equal to itself there."""
-    return (
-        "nothing"
-        if met is None
-        else f"{met[0]} {met[1]} "
-        f"{met[2].observed if met[1] == 'observed' else (met[2].scale, met[2].raised)}"
     )
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fp8ref.conformance.kit.arrays import equal
 from fp8ref.formats import Format
 from fp8ref.sim.gemm import accumulate
 from fp8ref.sim.gemm.tensor_core import TensorCore
@@ -143,7 +144,7 @@ def distance(
     Specials:  equal infinities, and NaN on both sides, are at distance 0; one side alone at
                infinity.
     """
-    alike = (results == simulated) | (np.isnan(results) & np.isnan(simulated))
+    alike = equal(results, simulated)
     with np.errstate(invalid="ignore", over="ignore"):
         within = bound(a, b, results, simulated, out_dtype=out_dtype, epilogue=epilogue)
         bounds = np.abs(results.astype(np.float64) - simulated) / within

@@ -37,36 +37,36 @@ def _codes_differ(
     if np.array_equal(got, expected):
         return ""
     at = tuple(np.argwhere(got != expected)[0])
-    return (
-        f"{which}, element {text(x[at])} of {text(x)} has code 0x{got[at]:02X}, not "
-        f"0x{expected[at]:02X}"
-    )
+    element = _element(x, at)
+    return f"{which}, {element} has code 0x{got[at]:02X}, not 0x{expected[at]:02X}"
+
+
+def _element(x: np.ndarray, at: tuple) -> str:
+    return f"element {text(x[at])} of {text(x)}"
 
 
 def _equivariant(function: Any, fmt: Format, inputs: tuple[np.ndarray, int]) -> str:
     x, k = inputs
-    return _codes_differ(
-        x, _parts(function, np.ldexp(x, k))[0], _parts(function, x)[0], f"times 2^{k}", fmt
-    )
+    scaled = _parts(function, np.ldexp(x, k))[0]
+    return _codes_differ(x, scaled, _parts(function, x)[0], f"times 2^{k}", fmt)
 
 
 def _permuted(function: Any, fmt: Format, inputs: tuple[np.ndarray, list[int], list[int]]) -> str:
     x, rows, columns = inputs
     moved = x[rows][:, columns]
-    return _codes_differ(
-        moved, _parts(function, moved)[0], _parts(function, x)[0][rows][:, columns], "permuted", fmt
-    )
+    got, whole = _parts(function, moved)[0], _parts(function, x)[0]
+    return _codes_differ(moved, got, whole[rows][:, columns], "permuted", fmt)
 
 
 def _sharded(function: Any, fmt: Format, inputs: tuple[np.ndarray, int]) -> str:
     x, n = inputs
     whole = _parts(function, x)[0]
-    first = _codes_differ(
-        x[:n], _parts(function, x[:n].copy())[0], whole[:n], f"as a shard of {n} rows", fmt
-    )
-    return first or _codes_differ(
-        x[n:], _parts(function, x[n:].copy())[0], whole[n:], "as a shard of the other rows", fmt
-    )
+    for rows, which in ((slice(n), f"{n} rows"), (slice(n, None), "the other rows")):
+        shard = x[rows].copy()
+        got = _parts(function, shard)[0]
+        if differ := _codes_differ(shard, got, whole[rows], f"as a shard of {which}", fmt):
+            return differ
+    return ""
 
 
 def _odd(function: Any, fmt: Format, x: np.ndarray) -> str:
@@ -98,10 +98,7 @@ def _idempotent(function: Any, fmt: Format, x: np.ndarray) -> str:
     ):
         return ""
     at = tuple(np.argwhere(once != twice)[0])
-    return (
-        f"element {text(x[at])} of {text(x)} becomes {text(once[at])}, and that becomes "
-        f"{text(twice[at])}"
-    )
+    return f"{_element(x, at)} becomes {text(once[at])}, and that becomes {text(twice[at])}"
 
 
 def _error(function: Any, fmt: Format, x: np.ndarray) -> str:
@@ -116,10 +113,8 @@ def _error(function: Any, fmt: Format, x: np.ndarray) -> str:
     if (error <= bound).all():
         return ""
     at = tuple(np.argwhere(~(error <= bound))[0])
-    return (
-        f"element {text(x[at])} of {text(x)} is off by {text(error[at])} after scaling, not by "
-        f"{text(bound[at])} at most"
-    )
+    off, most = text(error[at]), text(bound[at])
+    return f"{_element(x, at)} is off by {off} after scaling, not by {most} at most"
 
 
 def _saturation(function: Any, fmt: Format, x: np.ndarray) -> str:
@@ -139,7 +134,7 @@ def _saturation(function: Any, fmt: Format, x: np.ndarray) -> str:
     ):
         if met.any():
             at = tuple(np.argwhere(met)[0])
-            return f"element {text(x[at])} of {text(x)} {words}: scaled it is {text(scaled[at])}"
+            return f"{_element(x, at)} {words}: scaled it is {text(scaled[at])}"
     return ""
 
 

@@ -52,6 +52,11 @@ def _read_torch(x: Any) -> tuple[np.ndarray, str]:
     return np.array(x.numpy()), name
 
 
+def equal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Where numbers are equal, or both are NaN."""
+    return (a == b) | (np.isnan(a) & np.isnan(b))
+
+
 def as_torch(x: np.ndarray, device: str = "cpu") -> Any:
     """A tensor with the bits of a NumPy array, which may be ml_dtypes' bfloat16.
 

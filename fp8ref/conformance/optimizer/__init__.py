@@ -7,3 +7,5 @@ identify  which layout and form explain every bit, or where the nearest departs
 
 from fp8ref.conformance.optimizer.identify import identify_optimizer as identify_optimizer
 from fp8ref.conformance.optimizer.identify import require_optimizer as require_optimizer
+
+__all__ = ["identify_optimizer", "require_optimizer"]

@@ -13,6 +13,7 @@ from fp8ref import policy as policies
 from fp8ref.conformance.cast import behavior
 from fp8ref.conformance.cast.behavior import Behavior
 from fp8ref.conformance.inputs.dtypes import rounded
+from fp8ref.conformance.kit.arrays import equal
 from fp8ref.conformance.quantizer import outputs
 from fp8ref.conformance.quantizer.deviations import NO_DEVIATION, Deviation
 from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, Response, ScaleLayout
@@ -244,10 +245,10 @@ def equal_scales(
     a: Response, scales: Scales | scaling.Quantized, scale_layout: ScaleLayout
 ) -> np.ndarray:
     """For each group, whether all its scales are these; true without scales."""
-    equal = np.ones(a.amax.size, bool)
+    alike = np.ones(a.amax.size, bool)
     for returned, expected in both_scales(a, scales, scale_layout):
-        equal &= (returned == expected) | (np.isnan(returned) & np.isnan(expected))
-    return equal
+        alike &= equal(returned, expected)
+    return alike
 
 
 def mismatches(output: QuantizerOutput, q: scaling.Quantized, candidate: Candidate) -> np.ndarray:
@@ -267,9 +268,7 @@ def mismatches(output: QuantizerOutput, q: scaling.Quantized, candidate: Candida
     for expected in results:
         # XLA flushes the product too.
         expected = rounded(_flushed(expected) if candidate.flushes else expected, output.dtype)
-        differs.append(
-            ~((output.values == expected) | (np.isnan(output.values) & np.isnan(expected)))
-        )
+        differs.append(~equal(output.values, expected))
     return min(differs, key=lambda d: int(d.sum()))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from fp8ref.conformance.inputs.dtypes import rounded
 from fp8ref.conformance.inputs.kinds import AMAX_RANGES, NONZERO_RANGES
+from fp8ref.conformance.kit.arrays import equal
 from fp8ref.conformance.kit.explain import simplest
 from fp8ref.conformance.kit.finding import Counterexample, bits_of, show
 from fp8ref.conformance.quantizer import candidates, outputs, shrinking
@@ -388,7 +389,7 @@ def misnamed_arrays(answers: Answers, policy: ScalePolicy) -> list[Counterexampl
             )
         )
         if name.strip("_").lower() == "amax" and not np.array_equal(largest, amax, equal_nan=True):
-            at = simplest(amax, ~((largest == amax) | (np.isnan(largest) & np.isnan(amax))))
+            at = simplest(amax, ~equal(largest, amax))
             counterexamples.append(
                 _misnamed(
                     name,

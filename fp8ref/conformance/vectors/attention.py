@@ -12,6 +12,7 @@ import numpy as np
 from fp8ref.conformance.attention import comparison
 from fp8ref.conformance.inputs import dtypes
 from fp8ref.conformance.kit import explain
+from fp8ref.conformance.kit.arrays import equal
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors import quantize
 from fp8ref.conformance.vectors.verdict import Verdict
@@ -194,7 +195,7 @@ def verify(
             result = _forward(question, q, k, v)
         for name, values in pairs:
             expected = result.o if name == "o" else result.lse
-            differ = ~((values == expected) | (np.isnan(values) & np.isnan(expected)))
+            differ = ~equal(values, expected)
             if _fails(differ, values, expected, rules):
                 break
         else:

@@ -7,6 +7,7 @@ import numpy as np
 
 from fp8ref.conformance.gemm.grade.stimuli import Stimulus
 from fp8ref.conformance.gemm.grade.structure import Cause, first_of
+from fp8ref.conformance.kit.arrays import equal
 from fp8ref.formats import FLOAT16, FP8_FORMATS, Format
 from fp8ref.sim.quantize import cast
 
@@ -57,8 +58,8 @@ def judge(samples: list[tuple[Stimulus, np.ndarray]], out: Format) -> Cause | No
     if not wrong:
         return None
     stimulus, results, expected = wrong[0]
-    differ = (results != expected) & ~(np.isnan(results) & np.isnan(expected))
-    count = sum(int(((f != g) & ~(np.isnan(f) & np.isnan(g))).sum()) for _, f, g in wrong)
+    differ = ~equal(results, expected)
+    count = sum(int((~equal(f, g)).sum()) for _, f, g in wrong)
     evidence = f"{count} of {sum(f.size for _, f in samples)} products of two codes differ"
     name = "products of codes"
     pairs = sorted(
@@ -89,7 +90,7 @@ def _products(s: Stimulus, table_a: np.ndarray, table_b: np.ndarray, out: Format
 
 def _out_of_range(results: np.ndarray, expected: np.ndarray) -> bool:
     """Whether results are wrong only where float16 has no normal number."""
-    differ = (results != expected) & ~(np.isnan(results) & np.isnan(expected))
+    differ = ~equal(results, expected)
     size = np.abs(expected[differ])
     return bool(
         (np.isfinite(size) & ((size > FLOAT16.max) | (size < FLOAT16.smallest_normal))).all()

@@ -12,6 +12,7 @@ from fp8ref.conformance.gemm.grade.roundings import Path
 from fp8ref.conformance.gemm.grade.stimuli import Stimulus
 from fp8ref.conformance.gemm.grade.structure import Cause, first_of
 from fp8ref.conformance.gemm.scaled_gemm import rows_of
+from fp8ref.conformance.kit.arrays import equal
 from fp8ref.formats import Format
 from fp8ref.sim.gemm import gemm
 from fp8ref.sim.gemm.accumulate import ACCUMULATIONS, Accumulation
@@ -91,7 +92,7 @@ def _paths(
     plain = next(roundings.paths(out))
     for stimulus, results in (*alone, *two):
         expected = plain.gives(stimulus, out)
-        if (differ := (results != expected) & ~(np.isnan(results) & np.isnan(expected))).any():
+        if (differ := ~equal(results, expected)).any():
             lost = bool((~np.isfinite(results) & np.isfinite(expected)).any())
             first = first_of(stimulus, results, expected, differ, "G-4")
             evidence = (
@@ -205,7 +206,7 @@ def _accumulator(asked: Any, shape: tuple[int, int, int], out: Format) -> list[C
         ran.append((length, stimulus, asked.run(stimulus, repeat=True)[0]))
     _, stimulus, outputs = ran[-1]
     expected = cast.round_to(faults.expected(stimulus), out)
-    differ = (outputs != expected) & ~(np.isnan(outputs) & np.isnan(expected))
+    differ = ~equal(outputs, expected)
     if not differ.any():
         return []
     # Rows and columns with a result that differs: of others every accumulator that is wide enough
