@@ -34,18 +34,21 @@ SCALES = ("scale", "softmax_scale", "sm_scale", "attn_scale")
 """The names of the softmax scale."""
 
 CAUSAL = ("causal", "is_causal")
+"""The names of a causal mask, a bool."""
+
 WINDOWS = ("window", "window_size", "local_window_size")
-"""The names of a causal mask, a bool, and of a window, a pair (left, right): None leaves a side
-open under the first name, -1 under the second, as FlashAttention has it, and is the length of all
-keys under JAX's."""
+"""The names of a window, a pair (left, right): None leaves a side open under the first name, -1
+under the second, as FlashAttention has it, and is the length of all keys under JAX's."""
 
 DESCALES = (("q_descale", "k_descale", "v_descale"), ("descale_q", "descale_k", "descale_v"))
 """The names of scale_inv, float32 [B, Hkv]: a function that takes them is given q, k and v in FP8.
 """
 
 SOFTCAPS = ("softcap", "logit_cap", "attn_logits_soft_cap")
+"""The names of a softcap, a number."""
+
 SINKS = ("sinks", "learnable_sink", "s_aux", "attention_sinks")
-"""The names of a softcap, a number, and of sinks, float32 [H]."""
+"""The names of sinks, float32 [H]."""
 
 OUTPUTS, LOGS = ("o", "out", "output"), ("lse", "softmax_lse", "logsumexp")
 """The names of the parts of a result."""

@@ -22,7 +22,11 @@ from fp8ref.spec import epilogue as epilogues
 from fp8ref.spec import granularity as granularities
 
 FIELDS = ("M,N,K", "codes of a", "scale_inv of a", "codes of b", "scale_inv of b")
+"""The names of the inputs on a line."""
+
 ANSWERS = ("values",)
+"""The names of what is appended to it."""
+
 PATTERNS = ("ordinary", "any code", "one large", "canceling", "subnormal", "zero", "specials")
 """How an operand's codes are filled.
 
