@@ -56,13 +56,8 @@ def observe(x: torch.Tensor) -> torch.Tensor:
     """
     amax = scaling.amax(x)
     finite = amax.isfinite()
-    return torch.stack(
-        [
-            torch.where(finite, amax, 0.0),
-            torch.where(finite, 0.0, 1.0).to(amax.dtype),
-            torch.ones_like(amax),
-        ]
-    )
+    not_finite = torch.where(finite, 0.0, 1.0).to(amax.dtype)
+    return torch.stack([torch.where(finite, amax, 0.0), not_finite, torch.ones_like(amax)])
 
 
 @torch.no_grad()
@@ -196,24 +191,18 @@ class RoleState(nn.Module):
 
         A checkpoint of a model without FP8 has no states: then this one stays as it is.
         """
-        loaded = {
-            key: state_dict[name]
-            for key in DelayedState._fields
-            if (name := f"{prefix}{key}") in state_dict
-        }
+        names = {key: f"{prefix}{key}" for key in DelayedState._fields}
+        loaded = {key: state_dict[name] for key, name in names.items() if name in state_dict}
+        assigns = metadata.get("assign_to_params_buffers")
         # an assigned state may be on another device
-        device = (
-            loaded["scale"].device
-            if metadata.get("assign_to_params_buffers") and "scale" in loaded
-            else self.seen.device
-        )
+        device = (loaded if assigns else {}).get("scale", self.seen).device
         if wrong := state_checks.wrong_values(loaded):
             errors.append(
                 f"{prefix}{wrong} Load another checkpoint, or leave the states out and call "
                 "delayed.calibrate."
             )
             return
-        if not loaded and self.scale.is_meta and metadata.get("assign_to_params_buffers"):
+        if not loaded and self.scale.is_meta and assigns:
             errors.append(
                 f"{prefix}scale is on the meta device, and the checkpoint of a model without "
                 "FP8 has no state to assign. Call model.to_empty(device=...) first, and load "
@@ -355,11 +344,8 @@ def update(model: nn.Module) -> None:
               with states of their own, or DistributedDataParallel that broadcasts states (H-12).
     """
     named = list(states(model))
-    unchecked = (
-        [(name, state) for name, state in named if not state.checked]
-        if rank_checks.several_ranks()
-        else []
-    )
+    compares = rank_checks.several_ranks()
+    unchecked = [(name, state) for name, state in named if compares and not state.checked]
     if unchecked:
         rank_checks.check_ranks(model, unchecked)
     _merge_ranks([state for _, state in named])
@@ -376,11 +362,7 @@ def update(model: nn.Module) -> None:
     for _, state in named:
         state.scaled |= state.used
     forget(model)
-    uncompared = (
-        [(name, state) for name, state in named if not state.compared]
-        if rank_checks.several_ranks()
-        else []
-    )
+    uncompared = [(name, state) for name, state in named if compares and not state.compared]
     if uncompared and rank_checks.check_copies(model, uncompared):
         for _, state in uncompared:
             state.compared = True

@@ -154,11 +154,9 @@ def _weights(linear: Linear) -> list[torch.Tensor]:
     parametrization computes it of.
     """
     own, bias = linear._parameters.get("weight"), linear._parameters.get("bias")
-    return (
-        [p for p in linear.parameters() if p is not bias] or [linear.weight]
-        if own is None
-        else [own]
-    )
+    if own is None:
+        return [p for p in linear.parameters() if p is not bias] or [linear.weight]
+    return [own]
 
 
 def check_pass(

@@ -98,12 +98,8 @@ class Sharded(nn.Module):
         weights: "dict[str, _Weight]",
     ) -> None:
         super().__init__()
-        self.model, self.group, self.ranks, self.dtype = (
-            model,
-            group.group_name,
-            group.size(),
-            dtype,
-        )
+        self.model, self.dtype = model, dtype
+        self.group, self.ranks = group.group_name, group.size()
         self._fp8 = weights
         self._in_dtype = _gather(self.group, self.ranks, dtype)
         cut: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied

@@ -147,7 +147,9 @@ def _in_order(parts: torch.Tensor) -> torch.Tensor:
 
 def sum_factor(scale_inv: torch.Tensor, group: ProcessGroup, mean: bool) -> torch.Tensor:
     """What a sum of codes is multiplied by: scale_inv, for the mean divided by the ranks."""
-    return scale_inv * float(gradient_reduction.share_of(group.size())) if mean else scale_inv
+    if mean:
+        return scale_inv * float(gradient_reduction.share_of(group.size()))
+    return scale_inv
 
 
 def group_of(group: ProcessGroup | None) -> ProcessGroup:

@@ -153,11 +153,9 @@ class FP8Gather:
         """The codes of the shard by ``scale``, uint8 [n, K]."""
         assert self.scale is not None
         shard = self.shard.to(self.dtype)
-        return (
-            scaling.quantize_with(shard, self.scale, self.spec.fmt).codes.view(torch.uint8)
-            if shard.numel()
-            else shard.to(torch.uint8)
-        )
+        if shard.numel():
+            return scaling.quantize_with(shard, self.scale, self.spec.fmt).codes.view(torch.uint8)
+        return shard.to(torch.uint8)
 
     def after(
         self,

@@ -12,7 +12,6 @@ Parameters stay the plain shards that FSDP2 makes: optimizers, checkpoints and c
 
 import functools
 import sys
-from collections.abc import Sequence
 from types import FrameType
 
 import torch
@@ -24,7 +23,7 @@ from torchao.float8.float8_linear import Float8Linear
 
 from fp8ref.recipe import CastSpec, Recipe
 from fp8ref.torch.distributed.fp8_gather import FP8Gather, compute_scales
-from fp8ref.torch.distributed.gradient_reduction import divisor_of
+from fp8ref.torch.distributed.gradient_reduction import UnitReduceScatter, divisor_of
 from fp8ref.torch.linear.linear import Linear
 
 
@@ -288,23 +287,13 @@ def keep_reduced_dtype(model: nn.Module) -> None:
                     group._orig_dtype = group.mp_policy.reduce_dtype or group._orig_dtype
 
 
-class OrderedReduceScatter:
+class OrderedReduceScatter(UnitReduceScatter):
     """A reduce-scatter for FSDP2's ``set_custom_reduce_scatter`` that adds in rank order.
 
     Order:    all-to-all; acc = acc + g_r for ascending ranks r, each sum rounded to the dtype of
               the gradients, FSDP2's reduce_dtype; for an average, divided by the number of ranks,
               or by the factor of ``set_gradient_divide_factor``.
-    unit      what the gradients are of.
     """
-
-    def __init__(self, unit: FSDPModule) -> None:
-        self.unit = unit
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """A buffer for FSDP2, not initialized."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

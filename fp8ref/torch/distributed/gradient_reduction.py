@@ -164,7 +164,20 @@ def accumulate(
     return Quantized(codes, scale, scale.reciprocal(), cast.fmt, "tensorwise", -1)
 
 
-class FP8ReduceScatter:
+class UnitReduceScatter:
+    """A reduce-scatter for FSDP2's ``set_custom_reduce_scatter``, of the gradients of a unit."""
+
+    def __init__(self, unit: FSDPModule) -> None:
+        self.unit = unit
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A buffer for FSDP2, not initialized."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class FP8ReduceScatter(UnitReduceScatter):
     """A reduce-scatter for FSDP2's ``set_custom_reduce_scatter``, in FP8 for weights of linears.
 
     Other parameters of the unit, such as norms and biases, are summed in float32, in rank order,
@@ -178,13 +191,8 @@ class FP8ReduceScatter:
     factors: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __init__(self, unit: FSDPModule, cast: GradientCast) -> None:
-        self.unit, self.cast = unit, cast
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """A buffer for FSDP2, not initialized."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        super().__init__(unit)
+        self.cast = cast
 
     def __call__(
         self,

@@ -372,11 +372,9 @@ def _lay_out(
 
     def entering(_, args, kwargs):
         def lay(x: torch.Tensor) -> DTensor:
-            return (
-                x
-                if isinstance(x, DTensor)
-                else DTensor.from_local(x, mesh, [before], run_check=False)
-            )
+            if isinstance(x, DTensor):
+                return x
+            return DTensor.from_local(x, mesh, [before], run_check=False)
 
         return tree_map_only(torch.Tensor, lay, (args, kwargs))
 

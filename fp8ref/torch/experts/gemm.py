@@ -51,7 +51,9 @@ def kernel(spec: GemmSpec, device: torch.device) -> Kernel:
         return "each_group"  # simulated hardware multiplies one group at a time (G-19)
     casts = (spec.a, spec.b)
     if all(by_name(c.granularity).reduced is None for c in casts):
-        return "scaled_grouped_mm" if all(c.fmt.name == "e4m3fn" for c in casts) else "each_group"
+        if all(c.fmt.name == "e4m3fn" for c in casts):
+            return "scaled_grouped_mm"
+        return "each_group"
     if all(c.policy.e8m0 is not None for c in casts):
         return "grouped_mm"
     return "deep_gemm" if deepgemm.takes(spec, device) else "each_group"

@@ -171,7 +171,9 @@ class OfTransformers(Experts):
         """rows [M, K] times a projection, and its bias if there is one."""
         w = getattr(self, key)
         out = self.product(key, rows, w.mT if self.is_transposed else w, ends)
-        return out + getattr(self, f"{key}_bias")[present].to(out.dtype) if self.has_bias else out
+        if self.has_bias:
+            return out + getattr(self, f"{key}_bias")[present].to(out.dtype)
+        return out
 
 
 class OfSortedRows(Experts):
@@ -372,7 +374,9 @@ def by_name(recipe: str | Recipe) -> GroupedRecipe:
     """The grouped recipe that goes with a recipe of linears: torchao's for experts with its
     ``rowwise``.
     """
-    return recipes.by_name(recipe) if isinstance(recipe, str) else recipes.grouped_recipe(recipe)
+    if isinstance(recipe, str):
+        return recipes.by_name(recipe)
+    return recipes.grouped_recipe(recipe)
 
 
 def _bound(

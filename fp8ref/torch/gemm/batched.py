@@ -34,11 +34,9 @@ def products(
     if a.dtype not in FORMATS:
         if a.dtype == torch.bfloat16:
             return torch.bmm(a, b.transpose(1, 2), out_dtype=torch.float32)
-        return (
-            torch.bmm(a, b.transpose(1, 2))
-            if out is None
-            else torch.bmm(a, b.transpose(1, 2), out=out)
-        )
+        if out is None:
+            return torch.bmm(a, b.transpose(1, 2))
+        return torch.bmm(a, b.transpose(1, 2), out=out)
     a, b = a.contiguous(), b.contiguous()
     if torch.compiler.is_compiling() and hardware.active() is None:
         return scaled_mms(a, b, factor, fast)

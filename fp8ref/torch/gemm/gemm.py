@@ -145,11 +145,9 @@ def _lines(x: torch.Tensor, axis: int) -> torch.Tensor:
 
 def _unit(like: torch.Tensor) -> torch.Tensor:
     """1 on a tensor's device. A kept one, so that no GEMM launches it, unless a compiler traces."""
-    return (
-        _kept_unit(like.device)
-        if type(like) is torch.Tensor
-        else torch.ones((), dtype=torch.float32, device=like.device)
-    )
+    if type(like) is torch.Tensor:
+        return _kept_unit(like.device)
+    return torch.ones((), dtype=torch.float32, device=like.device)
 
 
 @functools.cache

@@ -52,9 +52,9 @@ class Cut:
         """
         if self.style != "colwise":
             placement = Replicate() if self.style is None else Shard(-1)
-            return (
-                x.redistribute(placements=[placement]).to_local() if isinstance(x, DTensor) else x
-            )
+            if isinstance(x, DTensor):
+                return x.redistribute(placements=[placement]).to_local()
+            return x
         whole = (
             x
             if isinstance(x, DTensor)

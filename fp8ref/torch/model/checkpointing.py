@@ -123,7 +123,9 @@ def policy(keep: Iterable[Operation | Callable] = EVERY) -> Callable[..., Checkp
     def of(context, op, *args, **kwargs) -> CheckpointPolicy:
         if _within_attention.get():
             keeps = op in named or (op is _ALL_REDUCE and args[1] == _MOST)
-            return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+            if keeps:
+                return CheckpointPolicy.MUST_SAVE
+            return CheckpointPolicy.PREFER_RECOMPUTE
         keeps = (
             (args[1] == _MOST or "linears" in keep or op in kept)
             if op is _ALL_REDUCE

@@ -108,7 +108,9 @@ def what_is_lost(linear: nn.Linear, kinds: tuple[type[nn.Linear], ...]) -> str:
         )
     }
     more = sorted(held - {"weight", "bias"} - ({"states"} if isinstance(linear, Linear) else set()))
-    return f"holds {', '.join(more)} next to weight and bias, which would be lost" if more else ""
+    if more:
+        return f"holds {', '.join(more)} next to weight and bias, which would be lost"
+    return ""
 
 
 def unusual_parameter(linear: nn.Linear) -> str:

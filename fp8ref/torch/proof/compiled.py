@@ -268,11 +268,9 @@ def _numerics(node: Node) -> tuple[str | None, ...]:
     if node.target is BLOCK_GEMM:
         codes_b, scale_b = (_node(node.args[i]).meta["val"] for i in (1, 3))
         return records.block_numerics(codes_b, scale_b, str(node.args[5]))
-    return (
-        _scaled(node)
-        if node.target is SCALED_MM
-        else records.group_numerics(node.target, node.args)
-    )
+    if node.target is SCALED_MM:
+        return _scaled(node)
+    return records.group_numerics(node.target, node.args)
 
 
 def _scaled(node: Node) -> tuple[str, str]:

@@ -76,8 +76,26 @@ hopper/flash_api.cpp).
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
+class _Record:
+    """What records of GEMMs and of products have: a and b, and how they ran."""
+
+    a: str
+    b: str
+    accumulate: str | None
+    plan: str | None
+
+    @property
+    def fp8(self) -> bool:
+        """Whether both operands are FP8."""
+        return self.a.startswith("f8") and self.b.startswith("f8")
+
+    def _words(self, *numerics: str | None) -> str:
+        under = self.plan and f"under {self.plan}"
+        return ", ".join(filter(None, (f"{self.a} x {self.b}", *numerics, under)))
+
+
 @dataclass(frozen=True)
-class GemmRecord:
+class GemmRecord(_Record):
     """One GEMM of a linear, as it ran.
 
     accumulate     ``fast`` or ``slow`` (G-7), ``blocks`` by torchao's kernels or ``blocks,
@@ -103,27 +121,12 @@ class GemmRecord:
         """``layer/gemm``."""
         return f"{self.layer}/{self.which}"
 
-    @property
-    def fp8(self) -> bool:
-        """Whether both operands are FP8."""
-        return self.a.startswith("f8") and self.b.startswith("f8")
-
     def __str__(self) -> str:
-        return ", ".join(
-            filter(
-                None,
-                (
-                    f"{self.a} x {self.b}",
-                    self.accumulate,
-                    self.granularity,
-                    self.plan and f"under {self.plan}",
-                ),
-            )
-        )
+        return self._words(self.accumulate, self.granularity)
 
 
 @dataclass(frozen=True)
-class ProductRecord:
+class ProductRecord(_Record):
     """One product of attention, as it ran (B-15).
 
     accumulate   None of one in high precision.
@@ -142,17 +145,8 @@ class ProductRecord:
         """``layer/product``."""
         return f"{self.layer}/{self.product}"
 
-    @property
-    def fp8(self) -> bool:
-        """Whether both operands are FP8."""
-        return self.a.startswith("f8") and self.b.startswith("f8")
-
     def __str__(self) -> str:
-        return ", ".join(
-            filter(
-                None, (f"{self.a} x {self.b}", self.accumulate, self.plan and f"under {self.plan}")
-            )
-        )
+        return self._words(self.accumulate)
 
 
 @dataclass

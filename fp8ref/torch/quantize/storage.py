@@ -40,7 +40,9 @@ def codes(
         drawn = philox.codes(scaled, fmt, key, start)
         if nonzero is not None:
             drawn = torch.where((nonzero != 0) & (drawn & ~fmt.sign_bit == 0), drawn | 1, drawn)
-        return drawn.to(torch.uint8) if fmt.bits == 8 else drawn.to(torch.int16).view(dtype(fmt))
+        if fmt.bits == 8:
+            return drawn.to(torch.uint8)
+        return drawn.to(torch.int16).view(dtype(fmt))
     if fmt.bits == 8:
         return _nearest_fp8(scaled, fmt, nonzero)
     if nonzero is not None:

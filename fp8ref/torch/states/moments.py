@@ -212,7 +212,9 @@ def sqrt(x: Tensor) -> Tensor:
     """The square root, rounded correctly."""
     if eager_on_cpu(x):
         return torch.from_numpy(np.asarray(np.sqrt(x.numpy())))
-    return x.sqrt() if x.is_cuda or torch.compiler.is_compiling() else x.double().sqrt().float()
+    if x.is_cuda or torch.compiler.is_compiling():
+        return x.sqrt()
+    return x.double().sqrt().float()
 
 
 def _store_expanded(

@@ -26,11 +26,9 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """The dtype of linears under torch.autocast on x's device; None outside of autocast."""
     # looked up among KINDS, since dynamo of torch 2.11 does not trace is_autocast_available
     kind = x.device.type
-    return (
-        torch.get_autocast_dtype(kind)
-        if kind in KINDS and torch.is_autocast_enabled(kind)
-        else None
-    )
+    if kind in KINDS and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return None
 
 
 class Named(Protocol):
