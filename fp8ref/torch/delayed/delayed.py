@@ -23,6 +23,25 @@ from fp8ref.spec.delayed import DelayedScaling, by_name
 from fp8ref.torch.delayed import rank_checks, state_checks, unset_scales
 from fp8ref.torch.quantize import scaling
 
+__all__ = [
+    "DelayedState",
+    "RoleState",
+    "RoleStates",
+    "advance",
+    "calibrate",
+    "calibrating",
+    "casts",
+    "forget",
+    "forget_unless",
+    "implemented",
+    "init",
+    "merge_",
+    "observe",
+    "observes",
+    "states",
+    "update",
+]
+
 
 class DelayedState(NamedTuple):
     """States of any shape [...].

@@ -32,6 +32,8 @@ from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.linear.model_checks import check_no_optimizer, is_compiled
 from fp8ref.torch.quantize import scales, scaling
 
+__all__ = ["Sharded", "shard"]
+
 _c10d = torch.ops._c10d_functional  # defined by what scaling imports
 
 

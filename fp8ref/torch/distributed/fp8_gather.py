@@ -20,6 +20,8 @@ from fp8ref.recipe import CastSpec
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.quantize import cast, scales, scaling
 
+__all__ = ["FP8Gather", "compute_scales"]
+
 # What a rank does for a weight [N, K], of R ranks that FSDP2 shards it over:
 #
 #   holds   its shard of the float32 master    [N/R, K]    a DTensor, Shard(0) over fsdp

@@ -26,6 +26,15 @@ from fp8ref.torch.distributed.fp8_gather import FP8Gather, compute_scales
 from fp8ref.torch.distributed.gradient_reduction import UnitReduceScatter, divisor_of
 from fp8ref.torch.linear.linear import Linear
 
+__all__ = [
+    "OrderedReduceScatter",
+    "check_weights",
+    "gather_in_fp8",
+    "keep_reduced_dtype",
+    "recover",
+    "sum_in_rank_order",
+]
+
 
 def gather_in_fp8(
     model: nn.Module, *, dtype: torch.dtype | None, precompute: bool = True

@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from fp8ref.spec.gradient_reduction import AUTO, MU_MAX, MU_MIN, AutoScale
 from fp8ref.torch.distributed.gradient_reduction import FP8ReduceScatter, reductions
 
+__all__ = ["Factors"]
+
 
 class Factors:
     """mu of each weight that is reduced in FP8, and the rule that tunes it.

@@ -28,6 +28,23 @@ from fp8ref.torch.quantize import cast as casts
 from fp8ref.torch.quantize import scaling
 from fp8ref.torch.quantize.scaling import Quantized
 
+__all__ = [
+    "E4M3",
+    "DDPState",
+    "FP8ReduceScatter",
+    "GradientCast",
+    "Reduced",
+    "UnitReduceScatter",
+    "accumulate",
+    "all_reduce",
+    "ddp_hook",
+    "divisor_of",
+    "next_mu",
+    "reduce_in_fp8",
+    "reduce_scatter",
+    "reductions",
+]
+
 E4M3 = GradientCast()
 """e4m3fn, by torchao's scales of all ranks."""
 

@@ -49,6 +49,8 @@ from fp8ref.torch.linear.cut import Cut, writable
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.tensors.local_part import local_part
 
+__all__ = ["TensorPlan", "gathers_fp8", "parallelize"]
+
 _ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _WHOLE, _TOKENS = Replicate(), Shard(1)  # placements of activations [B, T, ...]
 

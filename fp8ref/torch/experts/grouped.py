@@ -25,6 +25,8 @@ from fp8ref.torch.gemm import gemm
 from fp8ref.torch.quantize.scaling import Quantized
 from fp8ref.torch.tensors import linear_input
 
+__all__ = ["ALONE", "Bound", "Exchange", "Slot", "apply", "bind", "observers", "quantize_operand"]
+
 observers: list[
     Callable[
         [

@@ -23,6 +23,8 @@ from fp8ref.torch.experts.operands import Groups
 from fp8ref.torch.quantize.scaling import Quantized
 from fp8ref.torch.tensors.local_part import local_part
 
+__all__ = ["GroupedLinear", "grouped_linears", "recipe_of"]
+
 
 class GroupedLinear(nn.Module):
     """Each group's rows times the weight of its expert; without bias.

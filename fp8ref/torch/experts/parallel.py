@@ -22,6 +22,17 @@ from fp8ref.spec.granularity import by_name
 from fp8ref.torch.experts import layer
 from fp8ref.torch.quantize.scaling import Quantized
 
+__all__ = [
+    "Moved",
+    "all_to_all",
+    "check",
+    "combine",
+    "cut",
+    "dispatch",
+    "dispatch_quantized",
+    "plan",
+]
+
 
 class Moved(NamedTuple):
     """Rows of this rank's own experts, from all ranks.

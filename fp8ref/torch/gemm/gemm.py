@@ -14,6 +14,8 @@ from fp8ref.torch.gemm.kind import GemmKind
 from fp8ref.torch.quantize import scaling
 from fp8ref.torch.quantize.scaling import Quantized
 
+__all__ = ["EPILOGUES", "matmul", "matmul_hp", "output_dtype", "use_native_scaled_mm"]
+
 EPILOGUES = ("scale_then_round", "unit_round_scale_round")
 """The epilogues that this backend implements."""
 

@@ -21,6 +21,8 @@ from fp8ref.spec.hardware import Factor, Multiply
 from fp8ref.torch.gemm.kind import GemmKind
 from fp8ref.torch.quantize import cast
 
+__all__ = ["OPERATOR", "active", "multiply", "simulating"]
+
 REPLACED = "addmm_float8_unwrapped"
 """The private function of torchao that multiplies FP8 matrices in training."""
 

@@ -35,6 +35,8 @@ from fp8ref.torch.quantize import scales, scaling
 from fp8ref.torch.quantize.scaling import Groups, Quantized
 from fp8ref.torch.tensors import linear_input
 
+__all__ = ["Linear", "check_recipe", "observers"]
+
 Operand = torch.Tensor | Quantized
 """An operand of a GEMM: in high precision, or quantized."""
 

@@ -18,6 +18,8 @@ from fp8ref.torch.delayed import delayed
 from fp8ref.torch.quantize import cast, scales
 from fp8ref.torch.tensors import linear_input
 
+__all__ = ["GRANULARITIES", "Float8Linear", "expresses", "torchao_config"]
+
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 """The dispatch key under which autograd records views."""
 

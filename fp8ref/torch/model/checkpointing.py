@@ -27,6 +27,17 @@ from fp8ref.torch.experts import gemm as grouped_gemm
 from fp8ref.torch.gemm import blocks as block_gemm
 from fp8ref.torch.gemm import hardware
 
+__all__ = [
+    "AMAXES",
+    "EVERY",
+    "OPERATORS",
+    "Checkpointing",
+    "Operation",
+    "checkpointed",
+    "policy",
+    "within_attention",
+]
+
 Checkpointing = Literal["none", "selective", "full"]
 """What a block keeps for the backward pass.
 

@@ -43,6 +43,8 @@ from fp8ref.torch.model.convert_checks import (
     what_is_lost,
 )
 
+__all__ = ["convert", "deconvert", "weights"]
+
 
 @torch.inference_mode(False)  # states that inference mode made could not observe in training
 def convert(

@@ -34,6 +34,8 @@ from fp8ref.torch.gemm import gemm, hardware
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.linear.torchao_linear import Float8Linear
 
+__all__ = ["Report", "check_shapes", "log", "report"]
+
 TABLE = "a table: lookups multiply nothing"
 """Why an embedding has no FP8."""
 

@@ -25,6 +25,8 @@ from fp8ref.torch.experts.layer import GroupedLinear
 from fp8ref.torch.experts.models import Experts
 from fp8ref.torch.linear.linear import Linear
 
+__all__ = ["Switch"]
+
 
 class Switch:
     """The linears and experts of a model by recipe.

@@ -8,6 +8,18 @@ import torch
 from fp8ref import formats
 from fp8ref.formats import FP8_FORMATS, Format
 
+__all__ = [
+    "DTYPES",
+    "FORMATS",
+    "HIGH_PRECISION",
+    "checked",
+    "decode",
+    "encode",
+    "native",
+    "to_f32",
+    "to_fp8",
+]
+
 DTYPES = {
     "e4m3fn": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,

@@ -12,6 +12,8 @@ from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.torch.quantize import cast
 
+__all__ = ["Scales", "implemented", "scale_from_amax", "scales_from_amax"]
+
 
 class Scales(NamedTuple):
     """scale multiplies into FP8, scale_inv out of it; float32 of one shape."""

@@ -31,6 +31,8 @@ from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.quantize import scales, scaling
 from fp8ref.torch.states import states
 
+__all__ = ["Copies", "keep", "quantized_copy"]
+
 
 class Copies:
     """The FP8 copies of a model's weights; ``keep`` makes them.

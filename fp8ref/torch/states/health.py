@@ -22,6 +22,8 @@ from fp8ref.torch.states.states import Stored
 from fp8ref.torch.states.update import in_range
 from fp8ref.torch.tensors.local_part import local_like
 
+__all__ = ["Found", "measuring", "merge_ranks"]
+
 Found = dict[Tensor, Tensor]
 """Parameter -> float64 [FIELDS] of this rank's part, divided by the number of ranks that have the
 same part.

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+__all__ = ["check_alike", "local_like", "local_part"]
+
 
 def local_part(x: Tensor) -> Tensor:
     """This rank's elements of a DTensor; another tensor as it is. Gradients flow through it.
