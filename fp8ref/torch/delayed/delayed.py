@@ -291,8 +291,7 @@ def calibrating() -> bool:
 
 def observes(module: nn.Module) -> bool:
     """Whether a forward pass of a linear observes: in training, where gradients are enabled, and
-    for ``calibrate``.
-    """
+    for ``calibrate``."""
     return _calibrating or (torch.is_grad_enabled() and module.training)
 
 

@@ -35,8 +35,7 @@ class State(rank_checks.State, unset_scales.State, Protocol):
 
 class Linear(Protocol):
     """A ``linear.Linear``, ``experts.layer.GroupedLinear`` or ``experts.Experts``, which import
-    this module.
-    """
+    this module."""
 
     fqn: str
     training: bool
@@ -151,8 +150,7 @@ def _count_step(optimizer: torch.optim.Optimizer) -> None:
 
 def _weights(linear: Linear) -> list[torch.Tensor]:
     """What an optimizer trains of a linear's weight: the weight, or what pruning or a
-    parametrization computes it of.
-    """
+    parametrization computes it of."""
     own, bias = linear._parameters.get("weight"), linear._parameters.get("bias")
     if own is None:
         return [p for p in linear.parameters() if p is not bias] or [linear.weight]
@@ -163,8 +161,7 @@ def check_pass(
     linear: Linear, states: nn.ModuleDict | None, x: torch.Tensor, observes: bool
 ) -> None:
     """``check`` in a forward pass of x with gradients, and ``unset_scales.check`` in one that
-    observes nothing.
-    """
+    observes nothing."""
     if not states:
         return
     if torch.compiler.is_compiling():

@@ -138,8 +138,7 @@ def _forward(states: nn.ModuleDict) -> Sequence[State]:
 
 def _within_function() -> bool:
     """Whether a checkpoint, reentrant ones among them, runs the pass in the forward pass of an
-    autograd.Function, without gradients.
-    """
+    autograd.Function, without gradients."""
     frame = None if torch.is_grad_enabled() else sys._getframe(2)
     while frame is not None:
         if isinstance(frame.f_locals.get("ctx"), torch.autograd.function.FunctionCtx):

@@ -1,6 +1,5 @@
 """Codes of gradients that ranks exchange, and their sums (spec P-21): what ``gradient_reduction``
-is made of.
-"""
+is made of."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -40,8 +39,7 @@ class GradientCast:
 
     def scale(self, amax: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
         """``sim.gradient_reduction.shared_scales`` of merged amaxes, times a factor; the policy's
-        eps is its floor (``scales``).
-        """
+        eps is its floor (``scales``)."""
         amax = torch.where(amax <= gradient_reduction.LARGEST, amax, math.nan)
         return scales.scale_from_amax(amax, self.fmt, self.policy) * factor
 

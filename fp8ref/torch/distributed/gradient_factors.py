@@ -98,15 +98,13 @@ class Factors:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """mu by the name of its weight, () each: views, for a checkpoint to save and to load
-        into.
-        """
+        into."""
         return dict(zip(self.names, self.mu.unbind(), strict=True))
 
 
 def _groups(weight: torch.Tensor) -> tuple[distributed.ProcessGroup, ...]:
     """The groups of ranks that have the pieces of a weight, each of which counts its own gradient
-    or piece of it.
-    """
+    or piece of it."""
     assert isinstance(weight, DTensor)
     return tuple(
         weight.device_mesh.get_group(i)

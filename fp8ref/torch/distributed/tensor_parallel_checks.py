@@ -1,6 +1,5 @@
 """What ``tensor_parallel.parallelize`` refuses: meshes, models, linears and lengths (spec P-5, P-14
-to P-17).
-"""
+to P-17)."""
 
 import torch
 import torch._inductor.config

@@ -1,6 +1,5 @@
 """What a grouped linear takes: a recipe that this backend runs, states, and tensors that fit (spec
-X).
-"""
+X)."""
 
 from collections.abc import Mapping
 
@@ -53,8 +52,7 @@ def states_of(
     name: str,
 ) -> dict[Role, delayed.RoleState]:
     """The states by role; ValueError unless they are of the roles that the recipe scales by their
-    past.
-    """
+    past."""
     role_states = dict((states or {}).items())
     if set(role_states) != set(roles := delayed.casts(recipe.recipe)):
         raise ValueError(

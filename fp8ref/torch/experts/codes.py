@@ -87,8 +87,7 @@ def dispatch(
 
 def _check_alike(linears: Sequence[GroupedLinear]) -> None:
     """ValueError where delayed states of input have other scales, and reading them takes no
-    wait.
-    """
+    wait."""
     scales = [
         linear.states["input"].scale
         for linear in linears
@@ -135,8 +134,7 @@ def _quantized(
     state: torch.Tensor | None = None,
 ) -> Quantized:
     """rows [M, C] by the scale that the rank with the expert would have: scales () or [E], of all
-    experts.
-    """
+    experts."""
     if cast.delayed is not None and state is None:
         state = linear.states[role].scale  # type: ignore[assignment]
     over = (group.group_name, linear.shared) if linear.shared is not None else (group.group_name,)

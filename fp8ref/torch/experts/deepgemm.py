@@ -15,8 +15,7 @@ from fp8ref.torch.quantize.scaling import Quantized
 
 ALIGNMENT = 128
 """Rows that each group begins at a multiple of:
-``deep_gemm.get_m_alignment_for_contiguous_layout()``, the rows of the largest tile.
-"""
+``deep_gemm.get_m_alignment_for_contiguous_layout()``, the rows of the largest tile."""
 
 NO_GROUP = -1
 """The group of a row that only fills: the kernel multiplies no tile that begins with it."""
@@ -24,8 +23,7 @@ NO_GROUP = -1
 
 def takes(spec: GemmSpec, device: torch.device) -> bool:
     """Whether DeepGEMM's kernel multiplies such operands on a device: a Hopper that has it, and
-    blocks of both.
-    """
+    blocks of both."""
     if spec.a is None or spec.b is None or device.type != "cuda":
         return False
     lines = (spec.a.granularity, spec.b.granularity)
@@ -39,8 +37,7 @@ def takes(spec: GemmSpec, device: torch.device) -> bool:
 
 def rows_by_weights(a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:
     """bfloat16 [M, D] of rows a [M, C] and weights [E, D, C], or [E, C, D] if axis -2 is reduced;
-    +0 in rows of no group (X-5).
-    """
+    +0 in rows of no group (X-5)."""
     codes, scale = (
         (b.codes, b.scale_inv)
         if b.axis == -1

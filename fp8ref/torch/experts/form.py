@@ -1,6 +1,5 @@
 """How a module of experts multiplies, kept apart from it, so that ``switch`` can change it (spec
-X-16).
-"""
+X-16)."""
 
 import functools
 from collections.abc import Mapping
@@ -15,8 +14,7 @@ from fp8ref.torch.experts.models import OWN
 
 class Form(NamedTuple):
     """How a module multiplies its experts: its class, and what a conversion added to it; nothing in
-    high precision.
-    """
+    high precision."""
 
     kind: type[nn.Module]
     added: Mapping[str, Any]
@@ -51,8 +49,7 @@ def take(module: nn.Module, form: Form) -> None:
 @functools.cache
 def _unit(kind: type[nn.Module], of: type[nn.Module]) -> type[nn.Module]:
     """The class of an FSDP2 unit, of class ``of``, that multiplies as kind: ``fully_shard`` changes
-    a module's class so.
-    """
+    a module's class so."""
     return type(
         f"FSDP{kind.__name__}", (FSDPModule, kind), {"__deepcopy__": vars(of)["__deepcopy__"]}
     )

@@ -26,8 +26,7 @@ from fp8ref.torch.quantize.scaling import Quantized
 
 Kernel = Literal["scaled_grouped_mm", "grouped_mm", "deep_gemm", "each_group"]
 """What multiplies: torch's grouped kernels, on codes or on bfloat16, DeepGEMM's, or a GEMM for each
-group.
-"""
+group."""
 
 NAMES: dict[Kernel, str] = {
     "scaled_grouped_mm": "torch._scaled_grouped_mm",
@@ -39,8 +38,7 @@ NAMES: dict[Kernel, str] = {
 
 ALIGNMENT = 16
 """What a group's rows are padded to a multiple of, where they are reduced: a line of codes is of 16
-bytes.
-"""
+bytes."""
 
 
 def kernel(spec: GemmSpec, device: torch.device) -> Kernel:
@@ -223,8 +221,7 @@ def _has_kernel(device: torch.device) -> bool:
 
 def _rows_by_weights(a: Quantized, b: Quantized, groups: Groups, spec: GemmSpec) -> torch.Tensor:
     """bfloat16 [M, D] of a [M, C] and weights [E, D, C], or [E, C, D] if axis -2 is reduced, by
-    torch's grouped kernel.
-    """
+    torch's grouped kernel."""
     experts = len(groups.sizes)
     codes = b.codes if b.axis == -1 else b.codes.transpose(-2, -1).contiguous()  # [E, D, C]
     columns = codes.shape[1]
@@ -243,8 +240,7 @@ def _rows_by_weights(a: Quantized, b: Quantized, groups: Groups, spec: GemmSpec)
 
 def _rows_by_rows(a: Quantized, b: Quantized, groups: Groups, spec: GemmSpec) -> torch.Tensor:
     """bfloat16 [E, N, K] of a [M, N] and b [M, K], each group's rows reduced, by torch's grouped
-    kernel.
-    """
+    kernel."""
     experts, rows = len(groups.sizes), len(a.codes)
     to, ends, total = padded_rows(groups, rows, ALIGNMENT)
     codes_a, codes_b = (_laid(q.codes.view(torch.uint8), to, total) for q in (a, b))

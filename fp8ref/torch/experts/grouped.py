@@ -158,8 +158,7 @@ def _observe(
     name: str,
 ) -> None:
     """Merge the amaxes of weights and rows into the states of their roles; rows in FP8 were
-    observed before.
-    """
+    observed before."""
     if delayed.calibrating() and exchange.input_codes is not None:
         raise ValueError(
             f"calibrate reads rows in high precision; {name} gets them in FP8. Calibrate the "
@@ -221,8 +220,7 @@ def merge_(seen: torch.Tensor, x: torch.Tensor, groups: Groups, apart: bool = Fa
 @functools.lru_cache(maxsize=256)
 def _function(recipe: GroupedRecipe) -> type[torch.autograd.Function]:
     """The grouped linear of a recipe as an autograd.Function: a class for each, as in
-    ``linear``.
-    """
+    ``linear``."""
 
     @torch._dynamo.allow_in_graph
     class GroupedFunction(torch.autograd.Function):
@@ -300,8 +298,7 @@ def _gemm(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """One of the three grouped GEMMs: quantize what is not, multiply, round as G-8 says, cast to
-    the dtype of the operands.
-    """
+    the dtype of the operands."""
     spec, roles = recipe.recipe.gemms[which], OPERANDS[which]
 
     def operand(role: Role) -> Quantized | torch.Tensor:

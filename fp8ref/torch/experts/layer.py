@@ -63,8 +63,7 @@ class GroupedLinear(nn.Module):
         grad_codes: grouped.Slot | None = None,
     ) -> torch.Tensor:
         """rows [M, K] of groups that end at ends -> [M, N]; input_codes, grad_codes and what it
-        raises as ``grouped.apply``.
-        """
+        raises as ``grouped.apply``."""
         delayed_checks.check_pass(self, self.states, rows, delayed.observes(self))
         exchange = grouped.Exchange(
             self.shared, isinstance(self.weight, DTensor), input_codes, grad_codes
@@ -82,8 +81,7 @@ class GroupedLinear(nn.Module):
 
     def observe_rows(self, role: Role, rows: torch.Tensor, groups: Groups) -> None:
         """Observe input or grad_output of all experts before it moves to them, in training, if its
-        scale is delayed (X-14).
-        """
+        scale is delayed (X-14)."""
         training = self.training and (torch.is_grad_enabled() or role == "grad_output")
         if training and role in self.states:
             grouped.merge_(self.states[role].seen, rows, groups, True)  # type: ignore[arg-type]
@@ -142,6 +140,5 @@ def grouped_linears(model: nn.Module) -> dict[str, GroupedLinear]:
 
 def recipe_of(recipe: Recipe) -> Recipe:
     """The recipe of each group that goes with a recipe of linears (X-8); one in high precision is
-    bf16.
-    """
+    bf16."""
     return recipes.grouped_recipe(recipe).recipe if recipe.fp8 else RECIPES["bf16"]

@@ -108,8 +108,7 @@ class Experts(nn.Module):
 
     def extra_repr(self) -> str:
         """What the module prints, and the recipe's name; of each weight, where rules changed
-        one.
-        """
+        one."""
         named = (
             {key: recipe.name for key, recipe in self.grouped_recipes.items()}
             if self.of_weights
@@ -123,8 +122,7 @@ class Experts(nn.Module):
 
 class OfTransformers(Experts):
     """The forward pass of transformers' experts, in the order of its ``grouped_mm``
-    implementation.
-    """
+    implementation."""
 
     num_experts: int
     has_gate: bool
@@ -178,8 +176,7 @@ class OfTransformers(Experts):
 
 class OfSortedRows(Experts):
     """Llama-4's experts of transformers: every expert multiplies as many rows, which are sorted by
-    expert.
-    """
+    expert."""
 
     is_transposed = True
     num_experts: int
@@ -230,8 +227,7 @@ class ByForward(ByWeights):
 
     def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
         """Outputs [M, D] of rows [M, D], by the number of each expert's; rows beyond them are
-        zeros.
-        """
+        zeros."""
         return self._run(x, num_tokens_per_expert)
 
 
@@ -296,8 +292,7 @@ def convertible_experts(model: nn.Module) -> dict[str, nn.Module]:
 
 class Plan(NamedTuple):
     """How one module of experts will multiply: its grouped recipe, those of weights that rules
-    changed, and what ``grouped.apply`` takes.
-    """
+    changed, and what ``grouped.apply`` takes."""
 
     recipe: GroupedRecipe
     of_weights: dict[str, GroupedRecipe]
@@ -372,8 +367,7 @@ def deconvert(modules: Iterable[nn.Module]) -> None:
 
 def by_name(recipe: str | Recipe) -> GroupedRecipe:
     """The grouped recipe that goes with a recipe of linears: torchao's for experts with its
-    ``rowwise``.
-    """
+    ``rowwise``."""
     if isinstance(recipe, str):
         return recipes.by_name(recipe)
     return recipes.grouped_recipe(recipe)

@@ -27,8 +27,7 @@ from fp8ref.torch.quantize.scaling import Quantized
 
 class Groups(NamedTuple):
     """Which rows are in which group: ends int32 [E]; sizes int64 [E]; group int64 [M], E for a row
-    of none.
-    """
+    of none."""
 
     ends: torch.Tensor
     sizes: torch.Tensor
@@ -53,8 +52,7 @@ def groups_of(offs: torch.Tensor, rows: int) -> Groups:
 
 def blocks_of(groups: Groups, size: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Blocks that begin with their group (X-7): the number of each row's, that of each group's
-    first, and how many there may be.
-    """
+    first, and how many there may be."""
     rows, experts = len(groups.group), len(groups.sizes)
     per_group = (groups.sizes + size - 1) // size
     first, begin = per_group.cumsum(0) - per_group, groups.ends.long() - groups.sizes
@@ -146,8 +144,7 @@ def quantize_weights(
 
 def exact_values(q: Quantized, groups: Groups) -> torch.Tensor:
     """Dequantized rows or weights in blocks of scales that are powers of two: bfloat16, which holds
-    them exactly (S-14).
-    """
+    them exactly (S-14)."""
     reduced = by_name(q.granularity).reduced
     assert reduced is not None
     if q.codes.ndim == 3 or q.axis == -1:
@@ -202,8 +199,7 @@ def group_part(q: Quantized, e: int, begin: int, end: int, first: int = 0) -> Qu
 
 def parts_of(q: Quantized, ends: Sequence[int]) -> Iterator[tuple[int, int, int, Quantized]]:
     """(e, begin, end, ``group_part``) of each group that has rows, by the groups' ends on the
-    host.
-    """
+    host."""
     size, first = by_name(q.granularity).reduced or 1, 0
     for e, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if begin < end:

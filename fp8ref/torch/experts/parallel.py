@@ -94,8 +94,7 @@ def dispatch_quantized(
 
 def combine(y: torch.Tensor, moved: Moved, group: ProcessGroup) -> torch.Tensor:
     """Send results [M', N] of moved rows back: [M, N], in the order in which their rows were
-    dispatched; zeros in rows of no group.
-    """
+    dispatched; zeros in rows of no group."""
     received = torch.empty_like(moved.order).index_copy(
         0, moved.order, torch.arange(len(moved.order), device=y.device)
     )
@@ -105,8 +104,7 @@ def combine(y: torch.Tensor, moved: Moved, group: ProcessGroup) -> torch.Tensor:
 
 def check(model: nn.Module, mesh: DeviceMesh) -> None:
     """ValueError for a model that ``cut`` cannot cut: no grouped linear; a number of experts that
-    the ranks do not divide.
-    """
+    the ranks do not divide."""
     linears = layer.grouped_linears(model)
     if not linears:
         raise ValueError(

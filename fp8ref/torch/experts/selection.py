@@ -1,6 +1,5 @@
 """Which layers of experts of a PyTorch model a conversion takes, and why (spec X-11): what
-``selection.linears`` is to linears.
-"""
+``selection.linears`` is to linears."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -106,8 +105,7 @@ def check(name: str, module: nn.Module) -> None:
 
 def planned(chosen: Mapping[str, nn.Module], recipe: GroupedRecipe) -> list[Decision]:
     """A decision of each weight that is multiplied by itself, as rules take them; those of one
-    method are none.
-    """
+    method are none."""
     decisions = []
     for name, module in chosen.items():
         for key, p in weights_of(module).items() if kind_of(module) is not ByMethod else ():
@@ -159,8 +157,7 @@ def reasons(
     chosen: Mapping[str, nn.Module], decisions: Iterable[Decision], rules: Sequence[Rule]
 ) -> dict[str, str]:
     """Why modules of experts have the recipe that they have, by name, for reports: which rules
-    changed weights, or did not reach them.
-    """
+    changed weights, or did not reach them."""
     by_path, module_reasons = {d.path: d.reason for d in decisions}, {}
     for name, module in chosen.items():
         paths = {key: f"{name}.{key}" for key in weights_of(module)}

@@ -47,14 +47,12 @@ OFFSETS = 2**31
 
 DEEP_GEMM_COLUMNS = 8
 """What N is a multiple of for DeepGEMM: its kernel checks it, and its copies take 16 bytes of
-bfloat16.
-"""
+bfloat16."""
 
 
 def kernel(a: Quantized, b: Quantized) -> Kernel:
     """Choose DeepGEMM's kernels or torchao's on codes, or a float32 GEMM on dequantized
-    operands.
-    """
+    operands."""
     m, k, n = a.codes.shape[1 - a.axis % 2], a.codes.shape[a.axis], b.codes.shape[1 - b.axis % 2]
     if max(m * k, n * k, m * n) >= OFFSETS:
         return "dequantized"
@@ -225,8 +223,7 @@ def _has_tensor_cores(device: torch.device) -> bool:
 
 def _is_hopper(device: torch.device) -> bool:
     """Whether it has compute capability 9.0: on others DeepGEMM takes scales that are powers of
-    two.
-    """
+    two."""
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 

@@ -56,8 +56,7 @@ def install() -> None:
 
 def transposes(node: BaseSchedulerNode) -> bool:
     """Whether a node, or one that was fused into it, stores elements of a byte along another axis
-    than it loads along; not on a CPU.
-    """
+    than it loads along; not on a CPU."""
     device = node.get_device()
     return (
         device is not None
@@ -96,7 +95,6 @@ def _is_contiguous(dep: MemoryDep) -> bool:
 
 def _spans(dep: MemoryDep) -> bool:
     """Whether an access has an element for each pass of at least two loops: scales, and what one
-    loop walks through, have no direction.
-    """
+    loop walks through, have no direction."""
     loops = {name for name, size in zip(dep.var_names, dep.size, strict=True) if size != 1}
     return len(loops) > 1 and loops <= dep.index.free_symbols

@@ -110,8 +110,7 @@ def output_dtype(spec: GemmSpec, dtype: torch.dtype) -> torch.dtype:
 
 def kernel(recipe: Recipe, device: torch.device, shape: tuple[int, int]) -> str:
     """What multiplies the codes of a recipe on a device, for reports; shape is the weight's, [N,
-    K].
-    """
+    K]."""
     if by := hardware.active():
         return by.name
     specs = {which: spec for which, spec in recipe.gemms.items() if spec.a and spec.b}

@@ -102,8 +102,7 @@ class Cut:
 
 def writable(y: torch.Tensor) -> torch.Tensor:
     """y, which may be changed in place: ``to_local`` returns a view, of which autograd refuses
-    that.
-    """
+    that."""
     return torch.ops.aten._unsafe_view(y, y.shape)
 
 

@@ -1,6 +1,5 @@
 """What ``convert`` makes of a model: decided and checked before anything of it changes (spec R-2 to
-R-8, X-8, X-11).
-"""
+R-8, X-8, X-11)."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

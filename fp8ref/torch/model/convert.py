@@ -266,8 +266,7 @@ def _with_methods(fp8: type[nn.Linear], kind: type[nn.Linear]) -> type[nn.Linear
 
 def _reduce(linear: nn.Linear) -> tuple:
     """What copies and pickles make a linear with methods of: pickle does not find its class by a
-    name.
-    """
+    name."""
     fp8 = next(kind for kind in type(linear).__mro__ if kind in FP8_LINEARS)
     return _empty, (fp8, getattr(type(linear), METHODS_OF)), linear.__getstate__()
 

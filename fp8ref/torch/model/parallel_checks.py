@@ -1,6 +1,5 @@
 """What ``parallel.parallelize`` refuses (spec P-12): values, modules, meshes, and copies that
-differ.
-"""
+differ."""
 
 import hashlib
 from collections.abc import Sequence
@@ -267,7 +266,6 @@ def _digest(x: torch.Tensor) -> str:
 
 def _chunk(p: torch.Tensor, parts: int, which: int) -> torch.Tensor:
     """The rows of a whole parameter that this rank compares: each of those that hold one copy has
-    others.
-    """
+    others."""
     chunks = p.detach().reshape(-1).chunk(parts)
     return chunks[which] if which < len(chunks) else p.detach().reshape(-1)[:0]

@@ -166,8 +166,7 @@ class Ranks(NamedTuple):
 
 def _sharded_dims(mesh: DeviceMesh) -> tuple[str, ...]:
     """The dims of a mesh over which FSDP2 shards and copies: fsdp, and data where there are
-    copies.
-    """
+    copies."""
     names = mesh.mesh_dim_names or ()
     copies = ("data",) if "data" in names and mesh["data"].size() > 1 else ()
     return (*copies, "fsdp") if "fsdp" in names else copies

@@ -53,8 +53,7 @@ OUTSIDE = "outside layers in FP8"
 
 GROUPED = {"aten::_grouped_mm", "aten::_scaled_grouped_mm", "transformers::grouped_mm_fallback"}
 """Operators that multiply the rows of each expert by its matrix. torch's counter of FLOPs lacks
-them.
-"""
+them."""
 
 REASONS = "_fp8_reasons"
 """The attribute of a converted model that holds {path: why} of its linears."""
@@ -335,8 +334,7 @@ def _row(
 
 def _dims(linear: nn.Linear, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     """[N, K], also of a linear that is pruned or parametrized, which has no parameter of the name
-    weight.
-    """
+    weight."""
     return shapes.get("weight", (linear.out_features, linear.in_features))
 
 

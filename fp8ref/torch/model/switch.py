@@ -110,8 +110,7 @@ class Switch:
         self, name: str, linear: nn.Module, mine: nn.Linear | GroupedLinear
     ) -> nn.Linear | GroupedLinear:
         """A linear of a twin, with the Parameters of the model's own and one state for each
-        role.
-        """
+        role."""
         assert isinstance(linear, nn.Linear | GroupedLinear)
         delayed_checks.unwatch(linear)
         # The dict itself: FSDP2 puts whole weights and shards into that of the module it first saw.

@@ -164,8 +164,7 @@ class _Reporter(TorchDispatchMode):
 
     def multiplied_groups(self, which, tensors, operands, groups, out) -> None:
         """An observer of grouped linears: reports the GEMM of each group, or all of them to the
-        observer of groups.
-        """
+        observer of groups."""
         if which == "output" and torch._C._current_graph_task_id() != -1:  # recomputed
             return
         name = self._forward if which == "output" else self._backward

@@ -121,8 +121,7 @@ def _measure_finite(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.
 @torch.no_grad()
 def measure_groups(x: torch.Tensor, q: Quantized, ends: Sequence[int]) -> torch.Tensor:
     """float64 [FIELDS] of all rows in groups, x [M, C], or of all weights, x [E, N, K], and their
-    quantized q.
-    """
+    quantized q."""
     if x.ndim == 3:
         measured = [measure(x[e], grouped_operands.group_part(q, e, 0, 0)) for e in range(len(x))]
     else:

@@ -1,6 +1,5 @@
 """The verdict on attention by a variant: which of its products a step ran, and in which types (spec
-B-15).
-"""
+B-15)."""
 
 from collections.abc import Sequence
 
@@ -61,8 +60,7 @@ def manifest_of_products(
     trace: GemmTrace, layers: Sequence[str], variant: Variant, *, codes: bool
 ) -> dict:
     """The proof of attention for a run's manifest: each distinct product once, and those on
-    dequantized operands.
-    """
+    dequantized operands."""
     return {
         "variant": variant.name,
         "backward": variant.backward,
@@ -95,8 +93,7 @@ def missing_kernels(trace: GemmTrace, layers: Sequence[str]) -> list[str]:
 
 def manifest_of_kernels(trace: GemmTrace, variant: Variant) -> dict:
     """The proof of attention by a library's kernel for a run's manifest: each distinct call
-    once.
-    """
+    once."""
     return {
         "variant": variant.name,
         "backward": variant.backward,

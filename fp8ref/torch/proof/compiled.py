@@ -107,8 +107,7 @@ class _Reader:
 
     def _plan(self, region: str) -> tuple:
         """What decides the graph of a region: its class, and the kinds and recipes of its linears
-        and attention by their names in it.
-        """
+        and attention by their names in it."""
         module, begin = self._regions[region], len(region)
         inside = {str(id(m)) for m in module.modules()}
         recipes = {
@@ -216,8 +215,7 @@ class _Reader:
 
     def _layer(self, node: Node, names: Mapping[str, str] | None = None) -> str | None:
         """The innermost linear, or module of these names, that a node belongs to, or whose forward
-        pass it differentiates.
-        """
+        pass it differentiates."""
         names = self._names if names is None else names
         stack = node.meta.get("fwd_nn_module_stack") or node.meta.get("nn_module_stack") or {}
         keys = (key.partition("@")[0] for key in reversed(stack))  # of a module's second call: id@1

@@ -34,8 +34,7 @@ SIMULATED = hardware.OPERATOR
 
 GROUPED_GEMM, GROUPED_GEMM_HP, SCALED_GROUPED_MM, GROUPED_DEEP_GEMM = grouped_gemm.OPERATORS
 """The operators of one GEMM for each group (X-10), in FP8 and in high precision, and of torch's and
-DeepGEMM's grouped kernels.
-"""
+DeepGEMM's grouped kernels."""
 
 SCALED_MMS = batched_gemm.OPERATOR
 """The operator of a batch of products of attention, in compiled graphs."""
@@ -69,8 +68,7 @@ PRODUCTS_AT: dict[Any, tuple[int, int]] = {
 
 KERNELS = ("flash_attn_3::fwd",)
 """The operators of kernels that compute attention (Dao-AILab/flash-attention,
-hopper/flash_api.cpp).
-"""
+hopper/flash_api.cpp)."""
 
 # Parts of module names that torch.compile and checkpoint_wrapper insert.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -174,8 +172,7 @@ class GemmTrace:
 
 def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear | GroupedLinear]]:
     """Every linear and grouped linear, by its name before modules were compiled or wrapped for
-    checkpointing.
-    """
+    checkpointing."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | GroupedLinear):
             yield unwrapped(name), module

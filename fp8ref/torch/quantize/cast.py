@@ -101,8 +101,7 @@ def to_f32(x: torch.Tensor) -> torch.Tensor:
 
 def checked(x: torch.Tensor) -> torch.Tensor:
     """x itself; ValueError unless it is a tensor of float32, float16 or bfloat16, outside of
-    torch.vmap.
-    """
+    torch.vmap."""
     if not isinstance(x, torch.Tensor):
         raise ValueError(
             f"casts take a torch.Tensor; got {type(x).__name__}. Convert with torch.as_tensor."

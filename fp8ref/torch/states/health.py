@@ -26,8 +26,7 @@ __all__ = ["Found", "measuring", "merge_ranks"]
 
 Found = dict[Tensor, Tensor]
 """Parameter -> float64 [FIELDS] of this rank's part, divided by the number of ranks that have the
-same part.
-"""
+same part."""
 
 
 @contextmanager

@@ -24,8 +24,7 @@ from fp8ref.torch.quantize.float_values import eager_on_cpu
 
 CELL = 256
 """Elements of which small tensors that are updated together have whole multiples: all blocks divide
-it.
-"""
+it."""
 
 
 class MomentState(NamedTuple):
@@ -93,8 +92,7 @@ def amax_of(x: Tensor, moment: Moment, part: Part) -> Tensor:
 
 def master(x: Tensor, amax: Tensor, moment: Moment, part: Part) -> MomentState:
     """The master of float32 weights before the first step (O-14). amax is that of the whole
-    tensor.
-    """
+    tensor."""
     if moment.scaling is None:
         return MomentState(_codes(x, x, moment, part, None))
     scale, scale_inv = _scales(amax, moment)
@@ -109,8 +107,7 @@ def master(x: Tensor, amax: Tensor, moment: Moment, part: Part) -> MomentState:
 
 def change(ratio: Tensor | float, p: Tensor, at: Scalars) -> Tensor:
     """What a step takes from a weight (O-6), from a ratio of moments; of magnitudes, its bound
-    (O-15).
-    """
+    (O-15)."""
     return not_below(states.STEP_MIN, (p * at.weight_decay).add_(ratio).mul_(at.learning_rate))
 
 
@@ -278,8 +275,7 @@ def _codes(scaled: Tensor, x: Tensor, moment: Moment, part: Part, key: philox.Ke
 
 def again(x: Tensor, stored: MomentState, moment: Moment, part: Part) -> Tensor:
     """The codes of x, a moment or its root, rounded to nearest under the scales of a stored
-    moment.
-    """
+    moment."""
     if stored.scale_inv is None:
         pass
     elif stored.exponent is not None and stored.center is not None:

@@ -1,6 +1,5 @@
 """What ``states.AdamW`` reads of a group of parameters, checked: its numbers and its layout (spec
-O-2, O-17).
-"""
+O-2, O-17)."""
 
 from typing import Any
 
@@ -13,8 +12,7 @@ KEYS = ("lr", "betas", "eps", "weight_decay", "seed", "layout", "decisions")
 
 LACKING = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
 """Options of ``torch.optim.AdamW`` that this optimizer lacks: a group may have them, but not set
-them.
-"""
+them."""
 
 
 def check(group: dict[str, Any], layout: Layout) -> None:

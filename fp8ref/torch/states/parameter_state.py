@@ -1,6 +1,5 @@
 """What ``states.AdamW`` keeps of one parameter: the fields of its state, its master, and the part
-of it that a rank has.
-"""
+of it that a rank has."""
 
 import math
 from typing import Any
@@ -44,8 +43,7 @@ def dtypes(layout: Layout) -> tuple[torch.dtype, ...]:
 
 def master(p: Tensor, w: Tensor, layout: Layout) -> MomentState:
     """The master of a parameter before the first step (O-14), of its weight w, from all ranks that
-    have parts of it.
-    """
+    have parts of it."""
     moment, (start, ranks), x = layout.master, place(p), cast.to_f32(flat(w))
     part = Part(p.numel(), start)
     amax = moments.amax_of(x, moment, part)
@@ -71,8 +69,7 @@ def kept(
 
 def keys(seed: int, step: int, number: int, layout: Layout) -> tuple[philox.Key | None, ...]:
     """The seeds of what is kept of a tensor at a step, None where it is rounded to nearest (O-8,
-    O-15).
-    """
+    O-15)."""
     halves = (seed & 0xFFFFFFFF, seed >> 32)
 
     def of(which: int) -> philox.Key:
@@ -206,8 +203,7 @@ def check_step(p: Tensor, state: dict[str, Any], layout: Layout) -> None:
 
 def reduce_amaxes(amaxes: list[tuple[tuple[distributed.ProcessGroup, ...], list[Tensor]]]) -> None:
     """Replace each tensor by its maximum over the ranks of its groups, in one all-reduce a
-    group.
-    """
+    group."""
     group_amaxes: dict[tuple[distributed.ProcessGroup, ...], list[Tensor]] = {}
     for groups, tensors in amaxes:
         group_amaxes.setdefault(groups, []).extend(tensors)
@@ -227,8 +223,7 @@ def reduce_amaxes(amaxes: list[tuple[tuple[distributed.ProcessGroup, ...], list[
 
 def check_saved(layout: Layout, p: Tensor, saved: dict[str, Any]) -> None:
     """ValueError unless a saved state of a parameter, if there is one, has its layout and shape,
-    and is cut as it is.
-    """
+    and is cut as it is."""
     if not saved:
         return
     like = torch.empty(p.shape, device="meta", dtype=torch.float32)

@@ -255,8 +255,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _state(self, p: Tensor, w: Tensor | None = None) -> dict[str, Tensor]:
         """The state of a parameter, made where it has none; its master of w, by default of the
-        parameter.
-        """
+        parameter."""
         state = self.state[p]
         if not state:
             layout = self._layout(p)
@@ -376,16 +375,14 @@ def set_weight(optimizer: AdamW, p: Tensor, w: Tensor) -> None:
 @torch.no_grad()
 def write(optimizer: AdamW, p: Tensor) -> None:
     """Write a parameter anew from its master in the state, as each step does: after masters were
-    loaded without their parameters.
-    """
+    loaded without their parameters."""
     local_part(p).copy_(weight(optimizer, p))
 
 
 @torch.no_grad()
 def keep_master(optimizer: AdamW, p: Tensor) -> None:
     """Put the master of a parameter into its state, if it is not there: the parameter is its own,
-    and ``copies`` replaces it by codes.
-    """
+    and ``copies`` replaces it by codes."""
     optimizer._state(p).setdefault(
         "master_codes", p.detach().clone(memory_format=torch.contiguous_format)
     )
@@ -416,8 +413,7 @@ def weight(optimizer: AdamW, p: Tensor, dtype: torch.dtype | None = None) -> Ten
 
 def largest_weight(optimizer: AdamW, p: Tensor) -> Tensor:
     """The amax of ``weight``, float32, before it is rounded to the parameter's dtype, that a
-    predicted master keeps.
-    """
+    predicted master keeps."""
     return moments.not_below(
         optimizer.layout.of(p.numel()).smallest_moment, optimizer.state[p]["master_amax"]
     )

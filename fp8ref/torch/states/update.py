@@ -87,8 +87,7 @@ class Update:
 
     def update_together(self, works: list[Work]) -> None:
         """Update small tensors that have the same numbers and layout, as many at a time as a piece
-        holds.
-        """
+        holds."""
         batch: list[Work] = []
         elements = 0
         for work in works:
@@ -170,8 +169,7 @@ class Update:
 
     def _pieces(self, work: Work) -> Iterator[Work]:
         """An update as updates of consecutive elements: of one, unless each operation runs by
-        itself on a CPU.
-        """
+        itself on a CPU."""
         here, size = work.p.numel(), PIECE * torch.get_num_threads()
         if self._compiles(work) or not work.p.is_cpu or here <= size or work.part.cells:
             yield work
@@ -291,8 +289,7 @@ def _alone(piece: Work) -> Work:
 
 def _on_device(piece: Work) -> Work:
     """A piece whose numbers are tensors: a compiled update takes new ones without compiling
-    again.
-    """
+    again."""
     keys = [
         None if key is None else tuple(torch.tensor(key, device=piece.p.device).unbind())
         for key in piece.keys
@@ -311,8 +308,7 @@ def amaxes_first(layout: Layout) -> bool:
 
 def in_blocks(piece: Work) -> Work:
     """A piece of whole blocks as [blocks, elements]: inductor then makes one kernel of the amaxes
-    and of what they scale.
-    """
+    and of what they scale."""
     blocks = {moment.block for moment in (piece.layout.m, piece.layout.v)}
     (block,) = blocks if len(blocks) == 1 else (None,)
     if (

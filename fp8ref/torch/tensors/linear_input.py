@@ -170,8 +170,7 @@ def without_autocast(pass_: Callable) -> Callable:
 
 def weight_once(forward: Callable) -> Callable:
     """Wrap a forward pass (linear, input): a parametrized weight, as of spectral_norm, is computed
-    once in it when it runs eagerly.
-    """
+    once in it when it runs eagerly."""
 
     @functools.wraps(forward)
     def run(linear, input: torch.Tensor) -> torch.Tensor:
