@@ -66,8 +66,4 @@ def of(variant: str, operands: Iterable[str], layer: str) -> Casts:
 
 def fmt(role: str, casts: Casts) -> Format:
     """The format of an operand's cast (A-15)."""
-    return (
-        (casts.variant.gradient_fmt or casts.variant.fmt)
-        if role in ("do", "ds")
-        else casts.variant.fmt
-    )
+    return casts.variant.score_gradient_fmt if role in ("do", "ds") else casts.variant.fmt

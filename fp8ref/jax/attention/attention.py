@@ -139,7 +139,7 @@ def apply_with_stats(
         _check_simulated(call, qkv)
     if call.tokens:
         context.check(call, qkv)
-    scales = inputs.check_scales(carried.scales, call.variant, call.variant.roles)
+    scales = data.check_scales(carried.scales, call.variant, call.variant.roles)
     scales = {role: lax.stop_gradient(jnp.asarray(x)) for role, x in scales.items()}
     seen = None if carried.seen is None else dict(carried.seen)
     inputs.check_seen(seen or {}, call.variant)
@@ -175,7 +175,7 @@ def forward(
     """
     call = DeviceCall.resolve(variant, mask)
     qkv = inputs.prepare(q, k, v, call, documents, sinks)
-    by_role = inputs.check_scales(scales, call.variant, data.ROLES)
+    by_role = data.check_scales(scales, call.variant, data.ROLES)
     result = output.run(qkv, by_role, call, observe=True)
     o = data.in_layout(call.layout, result.o)
     return result._replace(o=o, documents=qkv.documents, sinks=qkv.sinks)
@@ -207,7 +207,7 @@ def backward(
     Source:   spec A-14 to A-16.
     """
     call = DeviceCall.resolve(variant, mask)
-    _check_differentiable(call)
+    call.check_differentiable()
     if not isinstance(result, Result):
         raise ValueError(f"result is what forward gave; got {type(result).__name__}.")
     result = result._replace(o=data.in_layout(call.layout, result.o))
@@ -222,7 +222,7 @@ def backward(
     data.check_result(call.variant, result.tensors)
     do = do if qkv.documents is None else inputs.without_padding(do, qkv.documents[0])
     roles = ("s", *call.variant.roles[len(data.ROLES) :])
-    by_role = inputs.check_scales(scales, call.variant, roles)
+    by_role = data.check_scales(scales, call.variant, roles)
     grads = _backward(inputs.like(do, qkv.q), qkv, result, by_role, call)
     dq, dk, dv = (data.in_layout(call.layout, x) for x in grads[:3])
     return grads._replace(dq=dq, dk=dk, dv=dv)
@@ -259,7 +259,7 @@ def observed(
 def _saved(qkv: Inputs, carried: Carried, call: DeviceCall):
     """What the layer gives, and what the backward pass needs: codes, o and the log-sum-exp. q, k
     and v themselves where it quantizes them along other axes (A-16), or not at all (A-14)."""
-    _check_differentiable(call)
+    call.check_differentiable()
     if jax.typeof(qkv.q).sharding.mesh.manual_axes and not sharding.checks_variance(qkv.q):
         raise ValueError(
             f"{call.name}: gradients inside shard_map need check_vma=True; without it, those of "
@@ -355,17 +355,6 @@ def _ruled(qkv: Inputs, call: DeviceCall, rule: Callable) -> Inputs:
 
 def _select_roles(carried: Carried, roles: tuple[str, ...]) -> dict[str, jax.Array]:
     return {role: x for role, x in (carried.scales or {}).items() if role in roles}
-
-
-def _check_differentiable(call: DeviceCall) -> None:
-    if call.variant.backward is None:
-        names = ", ".join(
-            name for name, variant in data.VARIANTS.items() if variant.backward is not None
-        )
-        raise ValueError(
-            f"variant {call.variant.name!r} has no backward pass (A-1). Use one of {names}, or "
-            "attention.differentiated(variant, 'bf16') of fp8ref."
-        )
 
 
 def _watched(qkv: Inputs, scales: dict, call: DeviceCall, *, observe: bool) -> Result:

@@ -76,7 +76,7 @@ def apply(
     call.check_nothing_kept()
     qkv = inputs.prepare(q, k, v, call, None, None)
     check(call, qkv.q.shape, qkv.k.shape, platform or jax.default_backend())
-    by_role = inputs.check_scales(scales, call.variant, (*data.ROLES, *data.GRADIENT_ROLES))
+    by_role = data.check_scales(scales, call.variant, (*data.ROLES, *data.GRADIENT_ROLES))
     if missing := [role for role in ("s", "o", *data.GRADIENT_ROLES) if role not in by_role]:
         raise ValueError(
             f"cuDNN's kernel casts with scales that are given; {', '.join(missing)} have none. "
@@ -117,7 +117,7 @@ def check(call: Call, q: tuple[int, ...], k: tuple[int, ...], platform: str) -> 
         and variant.backward == "cast"
         and not variant.rotated
     )
-    if not whole or {variant.fmt, variant.out, variant.gradient_fmt or variant.fmt} != {E4M3FN}:
+    if not whole or {variant.fmt, variant.out, variant.score_gradient_fmt} != {E4M3FN}:
         raise ValueError(
             "cuDNN's FP8 attention has one scale for a tensor, and everything in e4m3fn: the "
             f"variant 'cudnn'; got {variant.name!r}. {instead}"

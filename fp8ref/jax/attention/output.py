@@ -174,7 +174,7 @@ def _scaled(s: jax.Array, factor: jax.Array | None) -> jax.Array:
 
 def _rounded(out: jax.Array, inputs: Inputs, scales: dict, call: DeviceCall) -> Heads:
     options: dict = {"heads": inputs.k.shape[1], "scale": scales.get("o"), "over": call.over}
-    return heads.quantize(out, call.variant.out, *gradients.output_scaling(call.variant), **options)
+    return heads.quantize(out, call.variant.out, *call.variant.output_scaling, **options)
 
 
 def _values(rounded: Heads, variant: Variant) -> jax.Array:

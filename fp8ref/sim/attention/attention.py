@@ -106,7 +106,7 @@ def forward(
     """
     call = Call.resolve(variant, mask)
     problem = inputs.prepare(q, k, v, call, documents, sinks)
-    role_scales = inputs.check_scales(scales, call.variant, attention.ROLES)
+    role_scales = attention.check_scales(scales, call.variant, attention.ROLES)
     result = _real(problem) if call.variant.real else _run(problem, role_scales)
     return result._replace(
         o=attention.in_layout(call.layout, result.o),
@@ -155,7 +155,7 @@ def _run(problem: Problem, role_scales: dict) -> Result:
     o = heads.quantize(
         out,
         variant.out,
-        *output_scaling(variant),
+        *variant.output_scaling,
         heads=problem.k.shape[1],
         scale=role_scales.get("o"),
     )
@@ -173,13 +173,6 @@ def _run(problem: Problem, role_scales: dict) -> Result:
         p_scale_inv,
         kept_scores,
         clipped_lost[1],
-    )
-
-
-def output_scaling(variant: Variant) -> tuple:
-    """(granularity, policy) of an output or a gradient: one scale, or none in high precision."""
-    return ("tensor" if variant.out.bits == 8 else None), (
-        "te_current" if variant.granularity == "mx_1x32" else variant.policy
     )
 
 

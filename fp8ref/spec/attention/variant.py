@@ -357,6 +357,26 @@ class Variant:
         """
         return ROLES if self.backward in (None, "bf16") else (*ROLES, *GRADIENT_ROLES)
 
+    def scaled(self, roles: tuple[str, ...]) -> list[str]:
+        """Those of these roles that have a scale of their own, which may be given (A-12)."""
+        if self.granularity in (None, "mx_1x32"):
+            return []
+        given_only = {"s": self.p_scale == "state", "ds": self.p_scale == "state"}
+        given_only |= dict.fromkeys(("o", "dq", "dk", "dv"), self.out.bits == 8)
+        return [role for role in roles if given_only.get(role, True)]
+
+    @property
+    def score_gradient_fmt(self) -> Format:
+        """The format of do and ds."""
+        return self.gradient_fmt or self.fmt
+
+    @property
+    def output_scaling(self) -> tuple[Granularity | None, str]:
+        """(granularity, policy) of an output or a gradient: one scale, or none in high
+        precision."""
+        policy = "te_current" if self.granularity == "mx_1x32" else self.policy
+        return "tensor" if self.out.bits == 8 else None, policy
+
     @property
     def largest_probability(self) -> float:
         """The bound of an unrounded probability (A-8): base^threshold 2^offset."""

@@ -225,6 +225,20 @@ def check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> 
         )
 
 
+def check_scales(
+    scales: Mapping[str, Any] | None, variant: Variant, roles: tuple[str, ...]
+) -> dict[str, Any]:
+    """Given scales by role. ValueError for roles that the variant has no scale for (A-12)."""
+    by_role, scaled = dict(scales or {}), variant.scaled(roles)
+    for role in by_role:
+        if role not in scaled:
+            raise ValueError(
+                f"variant {variant.name!r} takes scales for {', '.join(scaled) or 'no role'}; "
+                f"got {role!r}. Leave it out."
+            )
+    return by_role
+
+
 def check_result(variant: Variant, tensors: Mapping[str, Any]) -> None:
     """ValueError for the quantized tensors, by role, of a forward pass of another variant, where
     the variant's backward pass reads them.

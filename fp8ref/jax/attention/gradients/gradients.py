@@ -24,7 +24,6 @@ from fp8ref.jax.attention.operands.operands import Parts
 from fp8ref.jax.quantize import scales
 from fp8ref.jax.quantize.scales import Scales
 from fp8ref.jax.states import moments
-from fp8ref.spec.attention.variants import Variant
 
 
 class Gradients(NamedTuple):
@@ -59,13 +58,6 @@ class Gradients(NamedTuple):
     counts: jax.Array | None = None
 
 
-def output_scaling(variant: Variant) -> tuple:
-    """(granularity, policy) of an output or a gradient: one scale, or none in high precision."""
-    return ("tensor" if variant.out.bits == 8 else None), (
-        "te_current" if variant.granularity == "mx_1x32" else variant.policy
-    )
-
-
 def backward(
     do: jax.Array, inputs: Inputs, result, given_scales: dict, call: DeviceCall
 ) -> Gradients:
@@ -74,7 +66,7 @@ def backward(
     result    what ``attention.forward`` gave.
     """
     variant, low = call.variant, call.variant.fmt.bits == 8
-    fmt = variant.gradient_fmt or variant.fmt
+    fmt = variant.score_gradient_fmt
     options: dict = {"heads": inputs.k.shape[1], "scale": given_scales.get("do"), "over": call.over}
     do8 = heads.quantize(do, fmt, variant.granularity, variant.policy, **options)
     tensors = context.gathered(result.tensors, call)
@@ -238,7 +230,7 @@ def rounded(
             "scale": given_scales.get(role),
             "over": call.over,
         }
-        quantized = heads.quantize(x, variant.out, *output_scaling(variant), **options)
+        quantized = heads.quantize(x, variant.out, *variant.output_scaling, **options)
         amaxes[role] = quantized.amax
         values[role] = moments.product(heads.values(quantized, variant.out), quantized.scale_inv)
         if variant.out.bits == 8:
@@ -265,7 +257,7 @@ def _over_heads(x: jax.Array) -> jax.Array:
 def _row_sums(do: Heads, result, inputs: Inputs, call: DeviceCall) -> jax.Array:
     """D of A-15: of the values of do and o, a feature at a time, times both scales, [B, H, Tq]."""
     variant = call.variant
-    fmt = variant.gradient_fmt or variant.fmt
+    fmt = variant.score_gradient_fmt
     values = heads.values(do, fmt)
     if variant.out.bits != 8:
         o, o_inv = result.o.astype(jnp.float32), jnp.float32(1)

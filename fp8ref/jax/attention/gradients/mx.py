@@ -35,7 +35,7 @@ def backward(do: jax.Array, inputs: Inputs, result, call: DeviceCall) -> Gradien
     result    what ``attention.forward`` gave; of its tensors, v.
     """
     variant = call.variant
-    fmt, heads = variant.gradient_fmt or variant.fmt, inputs.k.shape[1]
+    fmt, heads = variant.score_gradient_fmt, inputs.k.shape[1]
     tensors = operands.quantize(inputs, call, {}) | {"v": result.tensors["v"]}
     parts = Parts(inputs, call, tensors)
 
@@ -113,7 +113,7 @@ def backward(do: jax.Array, inputs: Inputs, result, call: DeviceCall) -> Gradien
 def along_tokens(x: jax.Array, role: Role, inputs: Inputs, call: DeviceCall) -> Heads:
     """q, k or do as a product over tokens takes it: with blocks along them."""
     variant = call.variant
-    fmt = (variant.gradient_fmt or variant.fmt) if role == "do" else variant.fmt
+    fmt = variant.score_gradient_fmt if role == "do" else variant.fmt
     return head_scaling.quantize(
         x, fmt, "mx_1x32", variant.policy, along_tokens=True, heads=inputs.k.shape[1]
     )

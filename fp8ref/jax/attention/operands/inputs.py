@@ -163,23 +163,6 @@ def visible(tq: int, tk: int, mask: Mask) -> tuple[np.ndarray, np.ndarray]:
     return np.clip(low, 0, tk).astype(np.int32), np.clip(high, 0, tk).astype(np.int32)
 
 
-def check_scales(scales: Mapping | None, variant: Variant, roles: tuple[str, ...]) -> dict:
-    """Given scales by role. ValueError for roles that the variant has no scale for."""
-    checked_scales = dict(scales or {})
-    scaled = (
-        []
-        if variant.granularity in (None, "mx_1x32")
-        else [role for role in roles if _has_scale(variant, role)]
-    )
-    for role in checked_scales:
-        if role not in scaled:
-            raise ValueError(
-                f"variant {variant.name!r} takes scales for {', '.join(scaled) or 'no role'}; "
-                f"got {role!r}. Leave it out."
-            )
-    return checked_scales
-
-
 def check_seen(seen: Mapping, variant: Variant) -> None:
     """ValueError for observations of other roles than those that have a state, or of another
     shape.
@@ -196,12 +179,6 @@ def check_seen(seen: Mapping, variant: Variant) -> None:
                 f"an observation is float32 [3], as delayed.unseen makes it; got {jnp.shape(x)} "
                 f"of {role}."
             )
-
-
-def _has_scale(variant: Variant, role: str) -> bool:
-    if role in ("o", "dq", "dk", "dv"):
-        return variant.out.bits == 8
-    return variant.p_scale == "state" if role in ("s", "ds") else True
 
 
 def checked(name: str, x) -> jax.Array:

@@ -8,14 +8,14 @@ all queries or keys at once, so that the simulator keeps a head's scores, and dS
 scale is one.
 """
 
-import math
-from typing import Any, NamedTuple
+import functools
+from typing import NamedTuple
 
 import numpy as np
 
 from fp8ref.formats import Format
 from fp8ref.sim import threads
-from fp8ref.sim.attention import attention, exponentials
+from fp8ref.sim.attention import attention
 from fp8ref.sim.attention import sinks as attention_sinks
 from fp8ref.sim.attention.attention import Result
 from fp8ref.sim.attention.gradients import bf16 as bf16
@@ -26,10 +26,7 @@ from fp8ref.sim.attention.operands import inputs as inputs
 from fp8ref.sim.attention.operands import operands as operands
 from fp8ref.sim.attention.operands.heads import Heads
 from fp8ref.sim.attention.operands.inputs import Problem
-from fp8ref.sim.attention.operands.operands import Parts
-from fp8ref.sim.gemm import accumulate as sums
-from fp8ref.sim.gemm.accumulate import Accumulation, multiply_add
-from fp8ref.sim.gemm.tensor_core import K_STEP
+from fp8ref.sim.attention.operands.operands import Parts, product
 from fp8ref.sim.quantize import cast, scaling
 from fp8ref.sim.quantize.scales import Scales, scales_from_amax
 from fp8ref.spec.attention import variants as data
@@ -37,7 +34,7 @@ from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variant import blocks
 from fp8ref.spec.attention.variants import Mask, Variant
 
-_LOG2E = np.float32(math.log2(math.e))
+_UNIT = Scales(np.ones((), np.float32), np.ones((), np.float32))
 
 
 class Gradients(NamedTuple):
@@ -99,41 +96,38 @@ def backward(
               include/cudnn_frontend/node/sdpa_fp8_bwd.h.
     """
     call = Call.resolve(variant, mask)
-    variant = call.variant
+    call.check_differentiable()
+    _check_kept(call)
     if not isinstance(result, Result):
         raise ValueError(f"result is what forward gave; got {type(result).__name__}.")
     result = result._replace(o=data.in_layout(call.layout, result.o))
     problem = inputs.prepare(q, k, v, call, result.documents, result.sinks)
-    if variant.backward is None:
-        raise ValueError(
-            f"variant {variant.name!r} has no backward pass (A-1). Use one of "
-            f"{', '.join(with_gradients())}."
-        )
     if np.shape(result.o) != problem.q.shape:
         raise ValueError(
             f"result is what forward gave for q {problem.q.shape}; got o {np.shape(result.o)}."
         )
-    data.check_result(variant, result.tensors)
+    data.check_result(call.variant, result.tensors)
     do = inputs.gradient(data.in_layout(call.layout, cast.array(do)), problem)
-    role_scales = inputs.check_scales(scales, variant, ("s", *variant.roles[len(data.ROLES) :]))
+    roles = ("s", *call.variant.roles[len(data.ROLES) :])
+    gradients = _variant_gradients(
+        problem, do, result, data.check_scales(scales, call.variant, roles)
+    )
+    dq, dk, dv = (data.in_layout(call.layout, x) for x in gradients[:3])
+    return gradients._replace(dq=dq, dk=dk, dv=dv)
+
+
+def _check_kept(call: Call) -> None:
+    variant = call.variant
+    coded = variant.fmt.bits == 8 and variant.granularity != "mx_1x32"
     if (
         call.keep_ds
-        and variant.backward != "exact"
-        and (
-            variant.backward == "bf16" or variant.fmt.bits != 8 or variant.granularity == "mx_1x32"
-        )
+        and variant.backward in ("cast", "bf16")
+        and (variant.backward == "bf16" or not coded)
     ):
         raise ValueError(
             f"keep_ds keeps codes of P and dS; variant {variant.name!r} has no such codes. Leave "
             "it out."
         )
-    gradients = _variant_gradients(problem, do, result, role_scales)
-    return gradients._replace(
-        **{
-            role: data.in_layout(call.layout, getattr(gradients, role))
-            for role in ("dq", "dk", "dv")
-        }
-    )
 
 
 def _variant_gradients(
@@ -144,18 +138,10 @@ def _variant_gradients(
     if variant.backward == "exact":
         return _real(problem, do)
     if variant.backward == "bf16":
-        wide, kept = bf16.saved(problem, result)
-        return _cast(wide, do, kept, {})
-    return (
-        _cast_mx(problem, do, result)
-        if variant.granularity == "mx_1x32"
-        else _cast(problem, do, result, role_scales)
-    )
-
-
-def with_gradients() -> list[str]:
-    """The names of variants with a backward pass."""
-    return [name for name, variant in data.VARIANTS.items() if variant.backward is not None]
+        return _cast(*bf16.saved(problem, result), do, {})
+    if variant.granularity == "mx_1x32":
+        return _cast_mx(problem, result, do)
+    return _cast(problem, result, do, role_scales)
 
 
 def _real(problem: Problem, do: np.ndarray) -> Gradients:
@@ -186,120 +172,129 @@ def _real(problem: Problem, do: np.ndarray) -> Gradients:
 
     threads.each(differentiate_head, heads_of(problem))
     dk, dv = over_heads(dk_heads, problem), over_heads(dv_heads, problem)
-    gradients: dict[str, Any] = {
-        "dq": dq.astype(np.float32),
-        "dk": dk.astype(np.float32),
-        "dv": dv.astype(np.float32),
-    }
-    amaxes = {"do": np.abs(do).max()[()], "ds": np.float32(largest.max())} | {
-        role: np.abs(x).max()[()] for role, x in gradients.items()
-    }
-    unit = np.ones((), np.float32)
+    amaxes = {"do": np.abs(do).max()[()], "ds": np.float32(largest.max())}
+    gradients = {"dq": dq, "dk": dk, "dv": dv}
+    values = {role: x.astype(np.float32) for role, x in gradients.items()}
+    amaxes |= {role: np.abs(x).max()[()] for role, x in values.items()}
     dsinks = None if problem.sinks is None else (-sink_terms.sum(0)).astype(np.float32)
     return Gradients(
-        **gradients,
+        values["dq"],
+        values["dk"],
+        values["dv"],
         tensors={},
         amaxes=amaxes,
         saturated=0,
-        scale_ds=Scales(unit, unit),
+        scale_ds=_UNIT,
         dsinks=dsinks,
     )
 
 
-def _cast(problem: Problem, do: np.ndarray, result: Result, role_scales: dict) -> Gradients:
+class ScoreGradients(NamedTuple):
+    """Steps 1 to 6 of A-15: dS before its cast [B, H, Tq, Tk], and what each query head adds to dv
+    [B, H, Tk, D]; the codes of P, if they are kept; D of the rows [B, H, Tq]; how many elements of
+    P were clipped."""
+
+    ds: np.ndarray
+    dv: np.ndarray
+    p_codes: np.ndarray
+    d: np.ndarray
+    clipped: int
+
+
+def _cast(problem: Problem, result: Result, do: np.ndarray, role_scales: dict) -> Gradients:
     """The steps of A-15."""
-    keep = problem.call.keep_ds
-    variant, plan = problem.variant, sums.by_name(problem.variant.plan)
-    low, unit = variant.fmt.bits == 8, np.ones((), np.float32)
-    fmt, gradient_fmt = variant.fmt, variant.gradient_fmt or variant.fmt
-    tensors = dict(result.tensors)
+    variant, heads_of_keys = problem.variant, problem.k.shape[1]
+    fmt = variant.score_gradient_fmt
     do8 = heads.quantize(
         do,
-        gradient_fmt,
+        fmt,
         variant.granularity,
         variant.policy,
-        heads=problem.k.shape[1],
+        heads=heads_of_keys,
         scale=role_scales.get("do"),
     )
-    parts = Parts(problem, tensors)
-    o = tensors["o"] if low and variant.out.bits == 8 else Heads(result.o, None, unit, unit, unit)
-    p_scale, inverse_p = (
-        operands.probability_scale(variant, role_scales)
-        if "s" in role_scales
-        else (result.scale_p, result.scale_inv_p)
-    )
-    b, h, tq = problem.q.shape[:3]
-    ds, dq = (
-        np.zeros((b, h, tq, problem.k.shape[2]), np.float32),
-        np.zeros(problem.q.shape, np.float32),
-    )
-    clipped, row_sums = np.zeros((b, h), np.int64), np.zeros((b, h, tq), np.float32)
-    p_codes = np.zeros(ds.shape if keep else (), np.uint8)
-    dk_of_heads, dv_of_heads = by_head(problem.k, h), by_head(problem.v, h)
-
-    def first(i: int, j: int, g: int) -> None:
-        inverse_do, values_do = _inverse(do8, i, g), do8.values[i, j]
-        inverse_v = parts.inverse_v[i, g, 0, 0]
-        row_sums[i, j] = d = sums_of_rows(values_do, o.values[i, j]) * inverse_do * o.scale_inv
-        p, slope = _probabilities(parts, i, j, result.lse[i, j])
-        p8, clipped[i, j], _ = attention.round_probabilities(p, p_scale, fmt)
-        if keep:
-            p_codes[i, j] = scaling.saturate(p8, fmt)
-        dv_of_heads[i, j] = (
-            product(p8.T, values_do.T, fmt, gradient_fmt, plan) * inverse_p * inverse_do
-        )
-        dp = (
-            product(values_do, tensors["v"].values[i, g], gradient_fmt, fmt, plan)
-            * inverse_do
-            * inverse_v
-        )
-        ds[i, j] = (dp - d[:, None]) * p * slope * problem.scale
-
-    threads.each(first, heads_of(problem))
-    ds8, scale_ds, clipped_ds = _cast_ds(ds, gradient_fmt, variant, role_scales)
-
-    def second(i: int, j: int, g: int) -> None:
-        inverse_q, inverse_k = parts.inverse_q[i, j, 0, 0], parts.inverse_k[i, g, 0, 0]
-        dq[i, j] = (
-            product(ds8[i, j], tensors["k"].values[i, g].T, gradient_fmt, fmt, plan)
-            * scale_ds.scale_inv
-            * inverse_k
-        )
-        dk_of_heads[i, j] = (
-            product(ds8[i, j].T, tensors["q"].values[i, j].T, gradient_fmt, fmt, plan)
-            * scale_ds.scale_inv
-            * inverse_q
-        )
-
-    threads.each(second, heads_of(problem))
-    dk, dv = over_heads(dk_of_heads, problem), over_heads(dv_of_heads, problem)
-    saturated = int(clipped.sum()) + clipped_ds
-    raw = {"dq": dq, "dk": dk, "dv": dv}
-    gradients = _rounded(raw, do8, np.abs(ds).max()[()], saturated, scale_ds, problem, role_scales)
-    matrices: dict = (
-        {"p_codes": p_codes, "ds": ds, "ds_codes": scaling.saturate(ds8, gradient_fmt)}
-        if keep
-        else {}
-    )
-    zeros = attention.count_lost(ds, ds8, gradient_fmt)
+    if "s" in role_scales:
+        p_scale, p_scale_inv = operands.probability_scale(variant, role_scales)
+        result = result._replace(scale_p=p_scale, scale_inv_p=p_scale_inv)
+    parts = Parts(problem, dict(result.tensors))
+    scores = _score_gradients(parts, result, do8)
+    ds8, scale_ds, clipped_ds = _cast_ds(scores.ds, fmt, variant, role_scales)
+    dq, dk = _query_key_gradients(parts, ds8, scale_ds)
+    raw = {"dq": dq, "dk": dk, "dv": over_heads(scores.dv, problem)}
+    largest = np.abs(scores.ds).max()[()]
+    clipped = scores.clipped + clipped_ds
+    gradients = _rounded(raw, do8, largest, clipped, scale_ds, problem, role_scales)
+    matrices = {}
+    if problem.call.keep_ds:
+        ds_codes = scaling.saturate(ds8, fmt)
+        matrices = {"p_codes": scores.p_codes, "ds": scores.ds, "ds_codes": ds_codes}
     return gradients._replace(
         matrices=matrices,
-        dsinks=_sink_gradients(problem, row_sums, result.lse),
-        lost=zeros,
+        dsinks=_sink_gradients(problem, scores.d, result.lse),
+        lost=attention.count_lost(scores.ds, ds8, fmt),
         saturated_ds=clipped_ds,
     )
 
 
-def _cast_mx(problem: Problem, do: np.ndarray, result: Result) -> Gradients:
-    """The steps of A-16."""
-    raw, copies = mx.gradients(
-        problem, Parts(problem, dict(result.tensors)), do, result.o, result.lse
-    )
+def _score_gradients(parts: Parts, result: Result, do: Heads) -> ScoreGradients:
+    """P, dS and dv, a head at a time."""
+    problem, variant, plan = parts.problem, parts.variant, parts.plan
+    fmt, gradient_fmt = variant.fmt, variant.score_gradient_fmt
     unit = np.ones((), np.float32)
-    raw_gradients = {"dq": raw.dq, "dk": raw.dk, "dv": raw.dv}
-    gradients = _rounded(
-        raw_gradients, copies.do_features, raw.largest, raw.clipped, Scales(unit, unit), problem, {}
-    )
+    o = Heads(result.o, None, unit, unit, unit)
+    if fmt.bits == variant.out.bits == 8:
+        o = result.tensors["o"]
+    b, h, tq = problem.q.shape[:3]
+    ds = np.zeros((b, h, tq, problem.k.shape[2]), np.float32)
+    p_codes = np.zeros(ds.shape if problem.call.keep_ds else (), np.uint8)
+    clipped, row_sums = np.zeros((b, h), np.int64), np.zeros((b, h, tq), np.float32)
+    dv = by_head(problem.k, h)
+
+    def differentiate_head(i: int, j: int, g: int) -> None:
+        inverse_do, values_do = _inverse(do, i, g), do.values[i, j]
+        row_sums[i, j] = d = sums_of_rows(values_do, o.values[i, j]) * inverse_do * o.scale_inv
+        p, slope = mx.probabilities(parts, i, j, result.lse[i, j])
+        p8, clipped[i, j], _ = attention.round_probabilities(p, result.scale_p, fmt)
+        if problem.call.keep_ds:
+            p_codes[i, j] = scaling.saturate(p8, fmt)
+        # [Tk, Tq] x [D, Tq] -> [Tk, D]
+        dv_sums = product(p8.T, values_do.T, (fmt, gradient_fmt), plan)
+        dv[i, j] = dv_sums * result.scale_inv_p * inverse_do
+        # [Tq, D] x [Tk, D] -> [Tq, Tk]
+        dp = product(values_do, parts.tensors["v"].values[i, g], (gradient_fmt, fmt), plan)
+        dp = dp * inverse_do * parts.inverse_v[i, g, 0, 0]
+        ds[i, j] = (dp - d[:, None]) * p * slope * problem.scale
+
+    threads.each(differentiate_head, heads_of(problem))
+    return ScoreGradients(ds, dv, p_codes, row_sums, int(clipped.sum()))
+
+
+def _query_key_gradients(
+    parts: Parts, ds: np.ndarray, scale_ds: Scales
+) -> tuple[np.ndarray, np.ndarray]:
+    """dq and dk of dS as cast (steps 7 and 8)."""
+    problem, q, k = parts.problem, parts.tensors["q"].values, parts.tensors["k"].values
+    formats = parts.variant.score_gradient_fmt, parts.variant.fmt
+    dq = np.zeros(problem.q.shape, np.float32)
+    dk = by_head(problem.k, problem.q.shape[1])
+
+    def differentiate_head(i: int, j: int, g: int) -> None:
+        # [Tq, Tk] x [D, Tk] -> [Tq, D], and [Tk, Tq] x [D, Tq] -> [Tk, D]
+        dq_sums = product(ds[i, j], k[i, g].T, formats, parts.plan)
+        dk_sums = product(ds[i, j].T, q[i, j].T, formats, parts.plan)
+        dq[i, j] = dq_sums * scale_ds.scale_inv * parts.inverse_k[i, g, 0, 0]
+        dk[i, j] = dk_sums * scale_ds.scale_inv * parts.inverse_q[i, j, 0, 0]
+
+    threads.each(differentiate_head, heads_of(problem))
+    return dq, over_heads(dk, problem)
+
+
+def _cast_mx(problem: Problem, result: Result, do: np.ndarray) -> Gradients:
+    """The steps of A-16."""
+    parts = Parts(problem, dict(result.tensors))
+    raw, copies = mx.gradients(problem, parts, do, result.o, result.lse)
+    by_role = {"dq": raw.dq, "dk": raw.dk, "dv": raw.dv}
+    gradients = _rounded(by_role, copies.do_features, raw.largest, raw.clipped, _UNIT, problem, {})
     return gradients._replace(dsinks=_sink_gradients(problem, raw.d, result.lse), lost=raw.lost)
 
 
@@ -317,23 +312,16 @@ def _rounded(
     role_scales: dict,
 ) -> Gradients:
     """The gradients in the output's format, with their amaxes."""
-    variant = problem.variant
-    amaxes, gradients, coded = {"do": do.amax, "ds": largest}, {}, {"do": do}
-    for role, x in raw.items():
-        amaxes[role] = np.abs(x).max()[()]
-        rounded = heads.quantize(
-            x,
-            variant.out,
-            *attention.output_scaling(variant),
-            heads=problem.k.shape[1],
-            scale=role_scales.get(role),
-        )
-        gradients[role] = rounded.values * rounded.scale_inv
-        if rounded.codes is not None:
-            coded[role] = rounded
-    return Gradients(
-        **gradients, tensors=coded, amaxes=amaxes, saturated=saturated, scale_ds=scale_ds
-    )
+    out = problem.variant.out
+    options = functools.partial(heads.quantize, heads=problem.k.shape[1])
+    rounded = {
+        role: options(x, out, *problem.variant.output_scaling, scale=role_scales.get(role))
+        for role, x in raw.items()
+    }
+    amaxes = {"do": do.amax, "ds": largest} | {role: x.amax for role, x in rounded.items()}
+    coded = {role: x for role, x in rounded.items() if x.codes is not None}
+    dq, dk, dv = (rounded[role].values * rounded[role].scale_inv for role in ("dq", "dk", "dv"))
+    return Gradients(dq, dk, dv, {"do": do} | coded, amaxes, saturated, scale_ds)
 
 
 def _inverse(x: Heads, i: int, g: int) -> np.float32:
@@ -341,34 +329,12 @@ def _inverse(x: Heads, i: int, g: int) -> np.float32:
     return np.float32(x.scale_inv if x.scale_inv.ndim == 0 else x.scale_inv[i, g, 0, 0])
 
 
-def _probabilities(parts: Parts, i: int, j: int, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(P of one head again, from the log-sum-exp; the slope of its softcap): float32 [Tq, Tk]; the
-    slope is 1 without one.
-    """
-    problem, variant = parts.problem, parts.variant
-    tq, tk = problem.q.shape[2], problem.k.shape[2]
-    s = parts.scores(i, j, slice(0, tq), 0, tk)[:, :tk]
-    slope = mx.slope(s, parts)
-    factors, factor = parts.factors(i, j, 0, 0)
-    seen = inputs.allowed(problem, i)
-    lse = np.where(lse == -np.inf, np.float32(0), lse)  # such a row sees no key
-    if variant.scores == "raw":
-        bias = np.broadcast_to(-(lse * _LOG2E)[:, None], s.shape)
-        x, exponential = multiply_add(s, np.broadcast_to(factor, s.shape), bias), exponentials.exp2
-    else:
-        for multiplier in factors:
-            s = s * multiplier
-        x, exponential = s - lse[:, None], exponentials.exp
-    return exponential(np.where(seen, x, np.float32(-np.inf))), slope
-
-
 def _cast_ds(
     ds: np.ndarray, fmt: Format, variant: Variant, role_scales: dict
 ) -> tuple[np.ndarray, Scales, int]:
     """(values of dS as cast, its scales, how many were clipped)."""
-    unit = np.ones((), np.float32)
     if fmt.bits != 8:
-        return cast.round_to(ds, fmt), Scales(unit, unit), 0
+        return cast.round_to(ds, fmt), _UNIT, 0
     if "ds" in role_scales:
         scales = heads.given_scales(role_scales["ds"], ())
     else:
@@ -378,15 +344,3 @@ def _cast_ds(
     above = np.abs(scaled) > fmt.max
     lost = int((~np.isfinite(cast.round_to(scaled[above], fmt))).sum()) if above.any() else 0
     return cast.decode(scaling.saturate(scaled, fmt), fmt), scales, lost
-
-
-def product(
-    a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: str | Accumulation
-) -> np.ndarray:
-    """Sums of products over K of values a [M, K] and b [N, K], by a plan of section G: float32 [M,
-    N].
-    """
-    if isinstance(plan, Accumulation):
-        pad = ((0, 0), (0, -a.shape[1] % K_STEP))
-        return np.ascontiguousarray(sums.chains(np.pad(a, pad), np.pad(b, pad), fmt_a, fmt_b, plan))
-    return sums.exact_sum(a, b) if plan == "exact" else sums.f32(a, b)

@@ -4,6 +4,7 @@ A block lies along the axis that a product sums over, so that q, k, do and dS ha
 the features or keys, and along the tokens. v has the forward pass's copy alone.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +18,11 @@ from fp8ref.sim.attention.operands.heads import Heads
 from fp8ref.sim.attention.operands.inputs import Problem
 from fp8ref.sim.attention.operands.operands import Parts
 from fp8ref.sim.gemm import accumulate as sums
+from fp8ref.sim.gemm.accumulate import multiply_add
 from fp8ref.sim.quantize import cast
 from fp8ref.spec.attention.variant import MX
+
+_LOG2E = np.float32(math.log2(math.e))
 
 P_SCALE = np.float32(256)
 """What P is multiplied by before its cast."""
@@ -55,7 +59,7 @@ def gradients(
     Order:    A-16, a head at a time; sums over the heads of a group ascending.
     """
     variant, heads = problem.variant, problem.k.shape[1]
-    fmt, policy = variant.gradient_fmt or variant.fmt, variant.policy
+    fmt, policy = variant.score_gradient_fmt, variant.policy
     copies = Copies(
         q=head_scaling.quantize(
             problem.q, variant.fmt, "mx_1x32", policy, heads=heads, along_tokens=True
@@ -76,11 +80,11 @@ def gradients(
 
     def differentiate_head(i: int, j: int, g: int) -> None:
         row_sums[i, j] = d = sums_of_rows(cast.round_to(do[i, j], variant.out), o[i, j])
-        p, cap_slope = _probabilities(parts, i, j, lse[i, j])
+        p, slope = probabilities(parts, i, j, lse[i, j])
         p8, clipped[i, j], _ = attention.round_probabilities(p, P_SCALE, variant.fmt)
         ones = np.full((p.shape[1], -(-p.shape[0] // MX)), np.float32(1) / P_SCALE)
         dv[i, j] = blocks(p8.T, ones, copies.do.values[i, j].T, copies.do.scale_inv[i, j].T)
-        ds = (sums.f32(do_values[i, j], v[i, g]) - d[:, None]) * p * cap_slope * problem.scale
+        ds = (sums.f32(do_values[i, j], v[i, g]) - d[:, None]) * p * slope * problem.scale
         largest[i, j] = np.abs(ds).max()
         along_keys, along_queries = _both(ds, fmt, policy)
         zeros[i, j] = attention.count_lost(ds, along_keys.values[0, 0], fmt)
@@ -153,19 +157,22 @@ def _both(ds: np.ndarray, fmt: Format, policy: str) -> tuple[Heads, Heads]:
     )
 
 
-def slope(s: np.ndarray, parts: Parts) -> np.ndarray:
-    """What a softcap multiplies dS by, of its hyperbolic tangents s (A-22); 1 without one."""
-    unit = np.float32(1)
-    return np.asarray(unit) if parts.cap is None else unit - s * s
-
-
-def _probabilities(parts: Parts, i: int, j: int, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(P of one head again, from the log-sum-exp; the slope of its softcap): float32 [Tq, Tk]."""
-    problem = parts.problem
+def probabilities(parts: Parts, i: int, j: int, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """P of one head again, from the log-sum-exp, float32 [Tq, Tk]; and the slope of its softcap,
+    what it multiplies dS by (A-22): 1 without one.
+    """
+    problem, unit = parts.problem, np.float32(1)
     tq, tk = problem.q.shape[2], problem.k.shape[2]
-    s = parts.scores(i, j, slice(0, tq), 0, tk)[:, :tk]
-    cap_slope, (factors, _) = slope(s, parts), parts.factors(i, j, 0, 0)
+    s = parts.scores(i, j, slice(0, tq), 0, tk)[:, :tk]  # hyperbolic tangents under a softcap
+    slope = np.asarray(unit) if parts.cap is None else unit - s * s
+    factors, factor = parts.factors(i, j, 0, 0)
     lse = np.where(lse == -np.inf, np.float32(0), lse)  # such a row sees no key
-    return exponentials.exp(
-        np.where(inputs.allowed(problem, i), s * factors[0] - lse[:, None], np.float32(-np.inf))
-    ), cap_slope
+    if parts.variant.scores == "raw":
+        bias = np.broadcast_to(-(lse * _LOG2E)[:, None], s.shape)
+        x, exponential = multiply_add(s, np.broadcast_to(factor, s.shape), bias), exponentials.exp2
+    else:
+        for multiplier in factors:
+            s = s * multiplier
+        x, exponential = s - lse[:, None], exponentials.exp
+    seen = inputs.allowed(problem, i)
+    return exponential(np.where(seen, x, np.float32(-np.inf))), slope

@@ -93,29 +93,6 @@ def visible(tq: int, tk: int, mask: Mask) -> tuple[np.ndarray, np.ndarray]:
     return low, high
 
 
-def check_scales(scales, variant: Variant, roles: tuple[str, ...]) -> dict:
-    """Given scales by role. ValueError for roles that the variant has no scale for."""
-    role_scales = dict(scales or {})
-    role_names = (
-        []
-        if variant.granularity in (None, "mx_1x32")
-        else [role for role in roles if _has_scale(variant, role)]
-    )
-    for role in role_scales:
-        if role not in role_names:
-            raise ValueError(
-                f"variant {variant.name!r} takes scales for {', '.join(role_names) or 'no role'}; "
-                f"got {role!r}. Leave it out."
-            )
-    return role_scales
-
-
-def _has_scale(variant: Variant, role: str) -> bool:
-    if role in ("o", "dq", "dk", "dv"):
-        return variant.out.bits == 8
-    return variant.p_scale == "state" if role in ("s", "ds") else True
-
-
 def allowed(problem: Problem, i: int) -> np.ndarray:
     """Which keys the queries of a sequence see, bool [Tq, Tk]."""
     keys = np.arange(problem.k.shape[2])

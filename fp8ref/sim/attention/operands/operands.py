@@ -129,7 +129,7 @@ class Parts:
             codes = self.codes["k"][i, g, begin : begin + -(-len(b) // LANES) * LANES]
             chains_from.go_on(s, self._packed(i, j, rows, self.plan.unit), codes, self.variant.fmt)
             return s
-        return product(a, b, self.variant.fmt, self.plan)
+        return product(a, b, (self.variant.fmt,) * 2, self.plan)
 
     def _packed(self, i: int, j: int, rows: slice, unit: TensorCore) -> Rows:
         key = i, j, rows.start, rows.stop
@@ -155,7 +155,7 @@ class Parts:
             scores = (
                 scores
                 + (
-                    product(a[:, part], b[:, part], self.variant.fmt, self.plan)
+                    product(a[:, part], b[:, part], (self.variant.fmt,) * 2, self.plan)
                     * q_scales[:, n, None]
                 )
                 * k_scales[:, n]
@@ -229,8 +229,14 @@ def width(begin: int, end: int) -> int:
     return -(-(end - begin) // K_STEP) * K_STEP
 
 
-def product(a: np.ndarray, b: np.ndarray, fmt: Format, plan: str | Accumulation) -> np.ndarray:
-    """Sums of products over K of values a [M, K] and b [N, K] of fmt, by a plan of section G."""
-    if isinstance(plan, Accumulation):
-        return np.ascontiguousarray(sums.chains(a, b, fmt, fmt, plan))
-    return sums.exact_sum(a, b) if plan == "exact" else sums.f32(a, b)
+def product(
+    a: np.ndarray, b: np.ndarray, formats: tuple[Format, Format], plan: str | Accumulation
+) -> np.ndarray:
+    """Sums of products over K of values a [M, K] and b [N, K] of these formats, by a plan of
+    section G: float32 [M, N].
+    """
+    if not isinstance(plan, Accumulation):
+        return sums.exact_sum(a, b) if plan == "exact" else sums.f32(a, b)
+    if behind := -a.shape[1] % K_STEP:
+        a, b = (np.pad(x, ((0, 0), (0, behind))) for x in (a, b))
+    return np.ascontiguousarray(sums.chains(a, b, *formats, plan))

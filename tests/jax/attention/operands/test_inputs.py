@@ -8,6 +8,7 @@ from helpers.attention import attention_cases as cases
 
 from fp8ref.jax.attention.operands import inputs as inputs
 from fp8ref.sim.attention.operands import inputs as sim
+from fp8ref.spec.attention import variants
 from fp8ref.spec.attention.variants import VARIANTS
 
 FA3 = inputs.DeviceCall(variant="fa3")
@@ -36,11 +37,11 @@ def test_factors_of_scores():  # A-4
 
 def test_roles_with_scales():
     roles = ("q", "s", "o", "ds")
-    assert inputs.check_scales(None, VARIANTS["bf16"], roles) == {}
-    assert inputs.check_scales({"q": 1}, VARIANTS["fa3"], roles) == {"q": 1}
+    assert variants.check_scales(None, VARIANTS["bf16"], roles) == {}
+    assert variants.check_scales({"q": 1}, VARIANTS["fa3"], roles) == {"q": 1}
     for role in ("s", "o", "ds"):
         with pytest.raises(ValueError, match=f"takes scales for q; got '{role}'"):
-            inputs.check_scales({role: 1}, VARIANTS["fa3"], roles)
+            variants.check_scales({role: 1}, VARIANTS["fa3"], roles)
 
 
 def test_documents():
