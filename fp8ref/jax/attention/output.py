@@ -14,7 +14,6 @@ from jax import lax
 from fp8ref.jax.attention import counts as attention_counts
 from fp8ref.jax.attention import exponentials, probability_value, sinks, softmax
 from fp8ref.jax.attention import real as real
-from fp8ref.jax.attention.gradients import gradients as gradients
 from fp8ref.jax.attention.operands import context, heads
 from fp8ref.jax.attention.operands import operands as operands
 from fp8ref.jax.attention.operands.heads import Heads
@@ -24,7 +23,6 @@ from fp8ref.jax.attention.operands.operands import Parts
 from fp8ref.jax.states import moments
 from fp8ref.jax.transforms.eager import as_one_program
 from fp8ref.spec.attention import variants as data
-from fp8ref.spec.attention.variants import Variant
 
 
 class Result(NamedTuple):
@@ -63,6 +61,18 @@ class Result(NamedTuple):
     sinks: jax.Array | None = None
 
 
+class Passed(NamedTuple):
+    """What the loop over blocks and tiles carries: maxima and sums of rows, o [B, N, G, T, D]
+    before its end (A-10), the largest probability, how many were clipped and lost, and if measured
+    all that are seen; and the matrices of ``Kept``."""
+
+    rows: softmax.Rows
+    o: jax.Array
+    largest: jax.Array
+    counts: jax.Array
+    matrices: dict[str, jax.Array]
+
+
 @as_one_program("call", "observe", unnamed={"call": DeviceCall.unnamed})
 def run(inputs: Inputs, scales: dict, call: DeviceCall, *, observe: bool = False) -> Result:
     """One pass over all blocks and tiles.
@@ -71,111 +81,104 @@ def run(inputs: Inputs, scales: dict, call: DeviceCall, *, observe: bool = False
               them.
     """
     if call.variant.real:
-        o, lse = real.forward(inputs, call)
-        amaxes = {
-            role: heads.amax(x, None, heads=1)
-            for role, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v), ("o", o))
-        }
-        one = jnp.ones((), jnp.float32)
-        return Result(o, lse, {}, amaxes | {"s": one}, jnp.int32(0), None, one, one)
+        return _real(inputs, call)
     variant = call.variant
     tensors = operands.quantize(inputs, call, scales)
     p_scale, p_scale_inv = operands.probability_scale(variant, scales)
     whole = context.gathered(tensors, call)
     parts = Parts(context.problem(inputs, whole, call), call, whole)
+    passed = _passed(parts, p_scale, p_scale_inv, observe=observe)
+    o, lse = _end(passed, parts, inputs.sinks)
+    rounded = heads.quantize(
+        o,
+        variant.out,
+        *variant.output_scaling,
+        heads=inputs.k.shape[1],
+        scale=scales.get("o"),
+        over=call.over,
+    )
+    amaxes = {role: x.amax for role, x in tensors.items()}
+    counts = attention_counts.numbers(passed.counts)
+    if observe:
+        amaxes |= {"s": parts.over_devices(passed.largest), "o": rounded.amax}
+        counts = lax.psum(counts, call.over) if call.over else counts
+    if variant.out.bits == 8:
+        tensors["o"] = rounded
+    return Result(
+        moments.product(heads.values(rounded, variant.out), rounded.scale_inv),
+        lse,
+        tensors,
+        amaxes,
+        saturated=counts[0],
+        p_codes=passed.matrices.get("p_codes"),
+        scale_p=p_scale,
+        scale_inv_p=p_scale_inv,
+        scores=passed.matrices.get("scores"),
+        lost=counts[1],
+        counts=passed.counts if call.measures else None,
+    )
+
+
+def _real(inputs: Inputs, call: DeviceCall) -> Result:
+    o, lse = real.forward(inputs, call)
+    tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "o": o}
+    amaxes = {role: heads.amax(x, None, heads=1) for role, x in tensors.items()}
+    one = jnp.ones((), jnp.float32)
+    return Result(o, lse, {}, amaxes | {"s": one}, jnp.int32(0), None, one, one)
+
+
+def _passed(parts: Parts, p_scale: jax.Array, p_scale_inv: jax.Array, *, observe: bool) -> Passed:
+    """The loop over blocks and tiles; its matrices are whole."""
+    call, variant = parts.call, parts.variant
     factor = parts.raw_factor() if variant.scores == "raw" else None
-    order: data.SumOrder = "tile" if call.fast else variant.sum_order
-    grid, (b, n, g, t, d) = parts.grid, parts.q.shape
-    rows = softmax.start(parts.zeros(b, n, g, t), order)
-    largest, counts = parts.zeros(), parts.zeros(3 if call.measures else 2, 2, dtype=jnp.int32)
+    unscaled = isinstance(variant.p_scale, float) and variant.p_scale == 1
+    b, n, g, t, d = parts.q.shape
     kept = Kept(parts, ["p_codes"] * call.keep_p + ["scores"] * call.keep_s)
 
-    def body(carry, block, tile):
+    def body(carry: Passed, block, tile) -> Passed:
         rows, o, largest, counts, matrices = carry
         own = jax.tree.map(lambda x: parts.block(x, block), rows)
         seen = parts.seen(block, tile)
         s = parts.scores(block, tile)
         if call.keep_s:
-            matrices = kept.put(
-                matrices,
-                "scores",
-                block,
-                tile,
-                jnp.where(seen, s if call.fast else _scaled(s, factor), -jnp.inf),
-            )
+            # raw ones have their factor in the exponent
+            scaled = s if call.fast or factor is None else moments.product(s, factor)
+            scaled = jnp.where(seen, scaled, -jnp.inf)
+            matrices = kept.put(matrices, "scores", block, tile, scaled)
         if call.fast:
             p, c, own = softmax.step_fast(s, own, seen, variant)
         else:
             p, c, own = softmax.step(s, own, seen, variant, factor, call.arithmetic)
-        scaled = (
-            p
-            if isinstance(variant.p_scale, float) and variant.p_scale == 1
-            else exponentials.times(p, p_scale, call.arithmetic)
-        )
+        scaled = p if unscaled else exponentials.times(p, p_scale, call.arithmetic)
         cast = operands.narrow(scaled, variant)
         if observe:
-            tile_counts = [
-                operands.clipped(scaled, variant.fmt),
-                operands.lost(p, cast, variant.fmt),
-            ]
+            clipped = operands.clipped(scaled, variant.fmt)
+            tile_counts = [clipped, operands.lost(p, cast, variant.fmt)]
             tile_counts += [parts.pairs(seen)] if call.measures else []
-            largest, counts = (
-                jnp.maximum(largest, jnp.max(p)),
-                attention_counts.add(counts, tile_counts),
-            )
+            largest = jnp.maximum(largest, jnp.max(p))
+            counts = attention_counts.add(counts, tile_counts)
         if call.keep_p:
             matrices = kept.put(matrices, "p_codes", block, tile, operands.fp8(cast, variant))
         o_block = probability_value.add(parts.block(o, block), c, cast, parts, tile, p_scale_inv)
         rows = jax.tree.map(lambda x, y: parts.put_block(x, y, block), rows, own)
-        return rows, parts.put_block(o, o_block, block), largest, counts, matrices
+        return Passed(rows, parts.put_block(o, o_block, block), largest, counts, matrices)
 
-    start = rows, parts.zeros(b, n, g, t, d), largest, counts, kept.start
-    rows, o, largest, counts, matrices = operands.loop(body, start, grid)
-    total, maximum = softmax.total(rows, order), rows.maximum
-    if inputs.sinks is not None:
-        o, total, maximum = sinks.add(
-            o, total, maximum, inputs.sinks, call, None if call.fast else factor
-        )
+    rows = softmax.start(parts.zeros(b, n, g, t), "tile" if call.fast else variant.sum_order)
+    counts = parts.zeros(3 if call.measures else 2, 2, dtype=jnp.int32)
+    start = Passed(rows, parts.zeros(b, n, g, t, d), parts.zeros(), counts, kept.start)
+    passed = operands.loop(body, start, parts.grid)
+    return passed._replace(matrices=kept.whole(passed.matrices))
+
+
+def _end(passed: Passed, parts: Parts, row_sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """(o, log-sum-exp) of the sums, [B, H, T, ...]."""
+    call, variant = parts.call, parts.variant
+    factor = parts.raw_factor() if variant.scores == "raw" and not call.fast else None
+    order: data.SumOrder = "tile" if call.fast else variant.sum_order
+    o, maximum, total = passed.o, passed.rows.maximum, softmax.total(passed.rows, order)
+    if row_sinks is not None:
+        o, total, maximum = sinks.add(o, total, maximum, row_sinks, call, factor)
     out = parts.ungrouped(probability_value.finish(o, total, parts))
-    lse = (
-        softmax.log_sum_fast(maximum, total, variant)
-        if call.fast
-        else softmax.log_sum(maximum, total, factor, variant)
-    )
-    rounded, amaxes = (
-        _rounded(out, inputs, scales, call),
-        {role: x.amax for role, x in tensors.items()},
-    )
-    if observe:
-        amaxes |= {"s": lax.pmax(largest, call.over) if call.over else largest, "o": rounded.amax}
-    if variant.out.bits == 8:
-        tensors["o"] = rounded
-    kept_matrices, totals = kept.whole(matrices), attention_counts.numbers(counts)
-    totals = lax.psum(totals, call.over) if call.over and observe else totals
-    p_fields = kept_matrices.get("p_codes"), p_scale, p_scale_inv
-    own = counts if call.measures else None
-    return Result(
-        _values(rounded, variant),
-        parts.ungrouped(lse),
-        tensors,
-        amaxes,
-        totals[0],
-        *p_fields,
-        kept_matrices.get("scores"),
-        totals[1],
-        own,
-    )
-
-
-def _scaled(s: jax.Array, factor: jax.Array | None) -> jax.Array:
-    """Scores with all factors: raw ones have theirs in the exponent."""
-    return s if factor is None else moments.product(s, factor)
-
-
-def _rounded(out: jax.Array, inputs: Inputs, scales: dict, call: DeviceCall) -> Heads:
-    options: dict = {"heads": inputs.k.shape[1], "scale": scales.get("o"), "over": call.over}
-    return heads.quantize(out, call.variant.out, *call.variant.output_scaling, **options)
-
-
-def _values(rounded: Heads, variant: Variant) -> jax.Array:
-    return moments.product(heads.values(rounded, variant.out), rounded.scale_inv)
+    if call.fast:
+        return out, parts.ungrouped(softmax.log_sum_fast(maximum, total, variant))
+    return out, parts.ungrouped(softmax.log_sum(maximum, total, factor, variant))

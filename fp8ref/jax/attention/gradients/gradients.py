@@ -5,6 +5,7 @@ The scale of dS is one for the tensor: unless it is given, a first loop over all
 amax of dS, and a second one casts.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -58,6 +59,87 @@ class Gradients(NamedTuple):
     counts: jax.Array | None = None
 
 
+class ScoreGradients:
+    """P and dS once more, before their casts, of a block of queries and a tile of keys (A-15, steps
+    3, 5 and 6; A-16).
+
+    do          a GEMM's operand [B, N, G, T, D].
+    do_inverse  of its codes, to be multiplied into their products; None of numbers.
+    d           D of the rows, and lse, the log-sum-exp: [B, H, Tq].
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        do: jax.Array,
+        do_inverse: jax.Array | None,
+        d: jax.Array,
+        lse: jax.Array,
+    ) -> None:
+        self.parts, self.do, self.do_inverse = parts, do, do_inverse
+        self.d, self.lse = parts.by_group(d), parts.by_group(lse)
+        if parts.call.fast and parts.variant.base == "2":
+            self.lse = self.lse * np.float32(np.log2(np.e))
+        self.factor = parts.raw_factor() if parts.variant.scores == "raw" else None
+
+    def __call__(self, block: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+        parts, call = self.parts, self.parts.call
+        p, slope = self._probabilities(block, tile)
+        do, v = parts.block(self.do, block), parts.tile(parts.v, tile)
+        with call.scope("grad_probabilities"):
+            dp = parts.dot(do, v, ((4,), (3,)))  # [rows, D] x [L, D] -> [rows, L]
+        d, scale = parts.block(self.d, block)[..., None], jnp.float32(parts.scale)
+        factors = [scale] if slope is None else [slope, scale]
+        if call.fast:
+            if self.do_inverse is not None:
+                dp = dp * (self.do_inverse * parts.inverse["v"])
+            ds = (dp - d) * p
+            for factor in factors if parts.variant.granularity == "mx_1x32" else factors[::-1]:
+                ds = ds * factor
+            return p, ds
+        if self.do_inverse is not None:
+            dp = moments.product(moments.product(dp, self.do_inverse), parts.inverse["v"])
+        ds = moments.product(dp - d, p)
+        for factor in factors:
+            ds = moments.product(ds, factor)
+        return p, ds
+
+    def _probabilities(
+        self, block: jax.Array, tile: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """P, and what a softcap multiplies dS by."""
+        parts, call = self.parts, self.parts.call
+        seen = parts.seen(block, tile)
+        (s, slope), lse = parts.scores_and_slope(block, tile), parts.block(self.lse, block)
+        if call.fast:
+            return softmax.again_fast(s, lse, seen, call.variant), slope
+        return softmax.again(s, lse, seen, self.factor, call.arithmetic), slope
+
+
+class Totals(NamedTuple):
+    """What a loop over blocks and tiles carries: dq [B, N, G, Tq, D]; dk and dv [B, N, G, Tk, D],
+    of each query head; the largest |dS|; counts clipped of P and of dS, lost, and if measured all
+    that are seen; and the matrices of ``Kept``."""
+
+    dq: jax.Array
+    dk: jax.Array
+    dv: jax.Array
+    largest: jax.Array
+    counts: jax.Array
+    matrices: dict[str, jax.Array]
+
+
+class CastPair(NamedTuple):
+    """P and dS of a block and a tile [B, N, G, rows, keys]: the operands of dv, dk and dq; dS
+    before its cast; and how many elements of P and of dS were clipped, and of dS lost."""
+
+    p: jax.Array
+    ds_queries: jax.Array
+    ds_keys: jax.Array
+    ds: jax.Array
+    counts: tuple[jax.Array, jax.Array, jax.Array]
+
+
 def backward(
     do: jax.Array, inputs: Inputs, result, given_scales: dict, call: DeviceCall
 ) -> Gradients:
@@ -67,86 +149,69 @@ def backward(
     """
     variant, low = call.variant, call.variant.fmt.bits == 8
     fmt = variant.score_gradient_fmt
-    options: dict = {"heads": inputs.k.shape[1], "scale": given_scales.get("do"), "over": call.over}
-    do8 = heads.quantize(do, fmt, variant.granularity, variant.policy, **options)
+    do8 = heads.quantize(
+        do,
+        fmt,
+        variant.granularity,
+        variant.policy,
+        heads=inputs.k.shape[1],
+        scale=given_scales.get("do"),
+        over=call.over,
+    )
     tensors = context.gathered(result.tensors, call)
     inputs = context.problem(inputs, tensors, call)
     parts = Parts(inputs, call, tensors)
     p_scale, p_scale_inv = (result.scale_p, result.scale_inv_p)
     if "s" in given_scales:
         p_scale, p_scale_inv = operands.probability_scale(variant, given_scales)
-    factor = parts.raw_factor() if variant.scores == "raw" else None
-    values_do, lse = parts.by_group(do8.codes), parts.by_group(result.lse)
-    lse = lse * np.float32(np.log2(np.e)) if call.fast and variant.base == "2" else lse
-    do_inverse = parts.head_scales(do8.scale_inv) if low else jnp.float32(1)
-    row_sums = _row_sums(do8, result, inputs, call)
-    d = parts.by_group(row_sums)
-    dp_inverse = do_inverse * parts.inverse["v"] if low else do_inverse
-
-    def pair(block, tile):
-        """P and dS of a block and a tile (steps 3, 5 and 6)."""
-        seen = parts.seen(block, tile)
-        (s, slope), block_lse = parts.scores_and_slope(block, tile), parts.block(lse, block)
-        p = (
-            softmax.again_fast(s, block_lse, seen, variant)
-            if call.fast
-            else softmax.again(s, block_lse, seen, factor, call.arithmetic)
-        )
-        with parts.call.scope("grad_probabilities"):
-            # [rows, D] x [L, D]
-            dp = parts.dot(parts.block(values_do, block), parts.tile(parts.v, tile), ((4,), (3,)))
-        if call.fast:
-            ds = (dp * dp_inverse - parts.block(d, block)[..., None]) * p * jnp.float32(parts.scale)
-            return p, ds if slope is None else ds * slope
-        if low:
-            dp = moments.product(moments.product(dp, do_inverse), parts.inverse["v"])
-        ds = moments.product(dp - parts.block(d, block)[..., None], p)
-        ds = ds if slope is None else moments.product(ds, slope)
-        return p, moments.product(ds, jnp.float32(parts.scale))
-
-    def first(largest, block, tile):
-        return jnp.maximum(largest, jnp.max(jnp.abs(pair(block, tile)[1])))
-
-    def share(largest):
-        return lax.pmax(largest, call.over) if call.over else largest
-
-    one = jnp.ones((), jnp.float32)
-    scale_ds = Scales(one, one)
-    if "ds" in given_scales:
-        scale_ds = scales.with_inverse(heads.given_scale(given_scales["ds"], ()))
-    elif low:
-        largest = share(operands.loop(first, parts.zeros(), parts.grid))
-        scale_ds = heads.scales_from_amax(largest, fmt, heads.implemented(variant.policy))
-
+    values_do = parts.by_group(do8.codes)
+    do_inverse = parts.head_scales(do8.scale_inv) if low else None
+    row_sums = _row_sums(do8, result, call)
+    score_gradients = ScoreGradients(parts, values_do, do_inverse, row_sums, result.lse)
+    scale_ds = _scale_of_ds(score_gradients, given_scales)
     kept = Kept(parts, gradient_matrices(variant) if call.keep_ds else [])
 
-    def second(carry, block, tile):
-        dq, dk, dv, largest, counts, matrices = carry
-        p, ds = pair(block, tile)
+    def body(totals, block, tile):
+        p, ds = score_gradients(block, tile)
         scaled_p = times(p, p_scale, call.arithmetic) if low else p
         scaled_ds = times(ds, scale_ds[0], call.arithmetic) if low else ds
-        largest = jnp.maximum(largest, jnp.max(jnp.abs(ds)))
         p8, ds8 = operands.narrow(scaled_p, variant), operands.narrow(scaled_ds, variant, fmt)
         clipped = operands.clipped(scaled_p, variant.fmt), operands.clipped(scaled_ds, fmt)
-        counts = counted(counts, *clipped, operands.lost(ds, ds8, fmt), parts, block, tile)
+        pair = CastPair(p8, ds8, ds8, ds, (*clipped, operands.lost(ds, ds8, fmt)))
+        matrices = totals.matrices
         for name, x in (("p_codes", p8), ("ds", ds), ("ds_codes", ds8)):
             matrices = kept.put(matrices, name, block, tile, x)
         rows = parts.block(values_do, block), parts.block(parts.q, block)
-        dq, dk, dv = added(
-            (dq, dk, dv), parts, (p8, ds8, ds8), (*rows, parts.tile(parts.k, tile)), block, tile
-        )
-        return dq, dk, dv, largest, counts, matrices
+        others = (*rows, parts.tile(parts.k, tile))
+        return added(totals._replace(matrices=matrices), parts, pair, others, block, tile)
 
-    start = *sums(parts), parts.zeros(), no_counts(parts), kept.start
-    dq, dk, dv, largest, counts, matrices = operands.loop(second, start, parts.grid)
+    totals = operands.loop(body, start(parts, kept), parts.grid)
     if low:
-        dq = moments.product(moments.product(dq, scale_ds[1]), parts.inverse["k"])
-        dk = moments.product(moments.product(dk, scale_ds[1]), parts.inverse["q"])
-        dv = moments.product(moments.product(dv, p_scale_inv), do_inverse)
-    grads = rounded((dq, dk, dv), do8, share(largest), counts, scale_ds, parts, given_scales)
+        dq = moments.product(moments.product(totals.dq, scale_ds[1]), parts.inverse["k"])
+        dk = moments.product(moments.product(totals.dk, scale_ds[1]), parts.inverse["q"])
+        dv = moments.product(moments.product(totals.dv, p_scale_inv), do_inverse)
+        totals = totals._replace(dq=dq, dk=dk, dv=dv)
+    grads = rounded(totals, do8, scale_ds, parts, given_scales)
     return grads._replace(
-        matrices=kept.whole(matrices), dsinks=sinks_gradient(row_sums, result, inputs, call)
+        matrices=kept.whole(totals.matrices), dsinks=sinks_gradient(row_sums, result, inputs, call)
     )
+
+
+def _scale_of_ds(score_gradients: ScoreGradients, given_scales: dict) -> Scales:
+    """The scales of dS: given, or of the amax that a loop over all pairs finds; 1 in high
+    precision."""
+    parts, variant = score_gradients.parts, score_gradients.parts.variant
+    if "ds" in given_scales:
+        return scales.with_inverse(heads.given_scale(given_scales["ds"], ()))
+    if variant.fmt.bits != 8:
+        return Scales(jnp.ones((), jnp.float32), jnp.ones((), jnp.float32))
+
+    def body(largest, block, tile):
+        return jnp.maximum(largest, jnp.max(jnp.abs(score_gradients(block, tile)[1])))
+
+    largest = parts.over_devices(operands.loop(body, parts.zeros(), parts.grid))
+    policy = heads.implemented(variant.policy)
+    return heads.scales_from_amax(largest, variant.score_gradient_fmt, policy)
 
 
 def sinks_gradient(d: jax.Array, result, inputs: Inputs, call: DeviceCall) -> jax.Array | None:
@@ -154,96 +219,78 @@ def sinks_gradient(d: jax.Array, result, inputs: Inputs, call: DeviceCall) -> ja
     return None if inputs.sinks is None else sinks.gradient(d, result.lse, inputs.sinks, call)
 
 
-def no_counts(parts: Parts) -> jax.Array:
-    """What ``counted`` begins with."""
-    return parts.zeros(4 if parts.call.measures else 3, 2, dtype=jnp.int32)
-
-
-def counted(
-    counts: jax.Array,
-    p_clipped: jax.Array,
-    ds_clipped: jax.Array,
-    lost: jax.Array,
-    parts: Parts,
-    block: jax.Array,
-    tile: jax.Array,
-) -> jax.Array:
-    """Counts with those of a block and a tile added: clipped of P and of dS, lost, and if measured
-    all that are seen.
-    """
-    pairs = [parts.pairs(parts.seen(block, tile))] if parts.call.measures else []
-    return attention_counts.add(counts, [p_clipped, ds_clipped, lost, *pairs])
-
-
-def sums(parts: Parts) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Zeros to which ``added`` adds: dq [B, N, G, Tq, D]; dk and dv [B, N, G, Tk, D], of each query
-    head.
-    """
+def start(parts: Parts, kept: Kept) -> Totals:
+    """What the loop begins with."""
     (b, n, g, _, d), keys = parts.q.shape, parts.k.shape[2]
-    return parts.zeros(*parts.q.shape), parts.zeros(b, n, g, keys, d), parts.zeros(b, n, g, keys, d)
+    dk, dv = parts.zeros(b, n, g, keys, d), parts.zeros(b, n, g, keys, d)
+    counts = parts.zeros(4 if parts.call.measures else 3, 2, dtype=jnp.int32)
+    return Totals(parts.zeros(*parts.q.shape), dk, dv, parts.zeros(), counts, kept.start)
 
 
 def added(
-    totals: tuple[jax.Array, jax.Array, jax.Array],
+    totals: Totals,
     parts: Parts,
-    score_operands: tuple[jax.Array, jax.Array, jax.Array],
+    pair: CastPair,
     others: tuple[jax.Array, jax.Array, jax.Array],
     block: jax.Array,
     tile: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq, dk and dv with the products of a block and a tile added.
+) -> Totals:
+    """The totals with a block and a tile added.
 
-    score_operands  operands [B, N, G, rows, keys]: P for dv, dS for dk, dS for dq.
     others     do and q [B, N, G, rows, D], k [B, N, keys, D].
     """
-    (dq, dk, dv), (p, ds_rows, ds_keys), (do, q, k) = totals, score_operands, others
+    do, q, k = others
     with parts.call.scope("grad_v"):
-        dv_part = parts.dot(p, do, ((3,), (3,)), 3)  # [rows, L] x [rows, D] -> [L, D]
+        dv = parts.dot(pair.p, do, ((3,), (3,)), 3)  # [rows, L] x [rows, D] -> [L, D]
     with parts.call.scope("grad_k"):
-        dk_part = parts.dot(ds_rows, q, ((3,), (3,)), 3)  # [rows, L] x [rows, D] -> [L, D]
+        dk = parts.dot(pair.ds_queries, q, ((3,), (3,)), 3)  # [rows, L] x [rows, D] -> [L, D]
     with parts.call.scope("grad_q"):
-        dq_part = parts.dot(ds_keys, k, ((4,), (2,)))  # [rows, L] x [L, D] -> [rows, D]
-    dq = parts.put_block(dq, parts.block(dq, block) + dq_part, block)
+        dq = parts.dot(pair.ds_keys, k, ((4,), (2,)))  # [rows, L] x [L, D] -> [rows, D]
+    dq = parts.put_block(totals.dq, parts.block(totals.dq, block) + dq, block)
     dk, dv = (
         parts.put_tile(total, parts.tile(total, tile, 3) + part, tile)
-        for total, part in ((dk, dk_part), (dv, dv_part))
+        for total, part in ((totals.dk, dk), (totals.dv, dv))
     )
-    return dq, dk, dv
+    seen = [parts.pairs(parts.seen(block, tile))] if parts.call.measures else []
+    counts = attention_counts.add(totals.counts, [*pair.counts, *seen])
+    largest = jnp.maximum(totals.largest, jnp.max(jnp.abs(pair.ds)))
+    return Totals(dq, dk, dv, largest, counts, totals.matrices)
 
 
 def rounded(
-    raw: tuple, do: Heads, largest, counts, scale_ds: Scales, parts: Parts, given_scales: dict
+    totals: Totals, do: Heads, scale_ds: Scales, parts: Parts, given_scales: dict
 ) -> Gradients:
     """The gradients in the output's format, summed over the query heads of a head of keys, with
     their amaxes (A-15, steps 9 and 10)."""
-    call, variant = parts.call, parts.variant
-    dq, dk, dv = raw
-    tk = parts.shape_k[2]
-    raw_sums = {"dq": parts.ungrouped(dq)} | {
-        name: context.own_keys(_over_heads(x)[:, :, :tk], call)
-        for name, x in (("dk", dk), ("dv", dv))
+    call, variant, tk = parts.call, parts.variant, parts.shape_k[2]
+    raw = {"dq": parts.ungrouped(totals.dq)} | {
+        role: context.own_keys(_over_heads(x)[:, :, :tk], call)
+        for role, x in (("dk", totals.dk), ("dv", totals.dv))
     }
-    amaxes, values, coded = {"do": do.amax, "ds": largest}, {}, {"do": do}
-    for role, x in raw_sums.items():
-        options: dict = {
-            "heads": parts.shape_k[1],
-            "scale": given_scales.get(role),
-            "over": call.over,
-        }
-        quantized = heads.quantize(x, variant.out, *variant.output_scaling, **options)
-        amaxes[role] = quantized.amax
-        values[role] = moments.product(heads.values(quantized, variant.out), quantized.scale_inv)
-        if variant.out.bits == 8:
-            coded[role] = quantized
-    totals = attention_counts.numbers(counts)
-    p_clipped, ds_clipped, lost, *_ = lax.psum(totals, call.over) if call.over else totals
-    count_fields: dict = {
-        "saturated": p_clipped + ds_clipped,
-        "saturated_ds": ds_clipped,
-        "lost": lost,
-        "counts": counts if call.measures else None,
+    quantize = functools.partial(heads.quantize, heads=parts.shape_k[1], over=call.over)
+    coded = {
+        role: quantize(x, variant.out, *variant.output_scaling, scale=given_scales.get(role))
+        for role, x in raw.items()
     }
-    return Gradients(**values, tensors=coded, amaxes=amaxes, scale_ds=scale_ds, **count_fields)
+    dq, dk, dv = (
+        moments.product(heads.values(coded[role], variant.out), coded[role].scale_inv)
+        for role in ("dq", "dk", "dv")
+    )
+    largest = parts.over_devices(totals.largest)
+    numbers = attention_counts.numbers(totals.counts)
+    p_clipped, ds_clipped, lost, *_ = lax.psum(numbers, call.over) if call.over else numbers
+    return Gradients(
+        dq,
+        dk,
+        dv,
+        tensors={"do": do} | (coded if variant.out.bits == 8 else {}),
+        amaxes={"do": do.amax, "ds": largest} | {role: x.amax for role, x in coded.items()},
+        saturated=p_clipped + ds_clipped,
+        scale_ds=scale_ds,
+        lost=lost,
+        saturated_ds=ds_clipped,
+        counts=totals.counts if call.measures else None,
+    )
 
 
 def _over_heads(x: jax.Array) -> jax.Array:
@@ -254,7 +301,7 @@ def _over_heads(x: jax.Array) -> jax.Array:
     return total
 
 
-def _row_sums(do: Heads, result, inputs: Inputs, call: DeviceCall) -> jax.Array:
+def _row_sums(do: Heads, result, call: DeviceCall) -> jax.Array:
     """D of A-15: of the values of do and o, a feature at a time, times both scales, [B, H, Tq]."""
     variant = call.variant
     fmt = variant.score_gradient_fmt

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8ref.jax.attention import softmax
 from fp8ref.jax.attention.exponentials import ascending_sum, times
 from fp8ref.jax.attention.gradients import gradients as gradients
-from fp8ref.jax.attention.gradients.gradients import Gradients
+from fp8ref.jax.attention.gradients.gradients import CastPair, Gradients, ScoreGradients
 from fp8ref.jax.attention.operands import heads as head_scaling
 from fp8ref.jax.attention.operands import operands as operands
 from fp8ref.jax.attention.operands.heads import Heads
@@ -47,67 +46,42 @@ def backward(do: jax.Array, inputs: Inputs, result, call: DeviceCall) -> Gradien
         )
 
     along_features = head_scaling.quantize(do, fmt, "mx_1x32", variant.policy, heads=heads)
+    do_tokens, q_tokens = parts.by_group(copy(do, "do")), parts.by_group(copy(inputs.q, "q"))
+    k_tokens = parts.by_tiles(copy(inputs.k, "k"))
+    row_sums = _row_sums(do, result, call)
     do_features = parts.by_group(parts.operand(along_features, fmt=fmt))
-    do_tokens, q_tokens, k_tokens = (
-        parts.by_group(copy(do, "do")),
-        parts.by_group(copy(inputs.q, "q")),
-        parts.by_tiles(copy(inputs.k, "k")),
-    )
-    do_values = head_scaling.to_hp(do, variant.out).astype(jnp.float32)
-    products = times(do_values, result.o.astype(jnp.float32), call.arithmetic)
-    row_sums = jnp.sum(products, axis=-1) if call.fast else ascending_sum(products)
-    d = parts.by_group(row_sums)
-    lse = parts.by_group(result.lse)
+    score_gradients = ScoreGradients(parts, do_features, None, row_sums, result.lse)
     kept = Kept(parts, gradient_matrices(variant) if call.keep_ds else [])
 
-    def body(carry, block, tile):
-        dq, dk, dv, largest, counts, matrices = carry
-        seen = parts.seen(block, tile)
-        (s, slope), block_lse = parts.scores_and_slope(block, tile), parts.block(lse, block)
-        p = (
-            softmax.again_fast(s, block_lse, seen, variant)
-            if call.fast
-            else softmax.again(s, block_lse, seen, None, call.arithmetic)
-        )
+    def body(totals, block, tile):
+        p, ds = score_gradients(block, tile)
         scaled = times(p, P_SCALE, call.arithmetic)
-        with call.scope("grad_probabilities"):
-            dp = parts.dot(parts.block(do_features, block), parts.tile(parts.v, tile), ((4,), (3,)))
-        ds = times(dp - parts.block(d, block)[..., None], p, call.arithmetic)
-        ds = ds if slope is None else times(ds, slope, call.arithmetic)
-        ds = times(ds, jnp.float32(parts.scale), call.arithmetic)
-        largest = jnp.maximum(largest, jnp.max(jnp.abs(ds)))
-        ds_queries, ds_keys = blocks(ds, fmt, variant.policy, 3), blocks(ds, fmt, variant.policy, 4)
-        cast_counts = (
-            operands.clipped(scaled, variant.fmt),
-            jnp.int32(0),
-            operands.lost(ds, ds_keys, fmt),
-        )
-        counts = gradients.counted(counts, *cast_counts, parts, block, tile)
         p8 = operands.narrow(scaled, variant)
-        matrices = kept.put(matrices, "p_codes", block, tile, operands.fp8(p8, variant))
+        ds_queries, ds_keys = blocks(ds, fmt, variant.policy, 3), blocks(ds, fmt, variant.policy, 4)
+        clipped, lost = operands.clipped(scaled, variant.fmt), operands.lost(ds, ds_keys, fmt)
+        pair = CastPair(p8, ds_queries, ds_keys, ds, (clipped, jnp.int32(0), lost))
+        codes = operands.fp8(p8, variant)
+        matrices = kept.put(totals.matrices, "p_codes", block, tile, codes)
         matrices = kept.put(matrices, "ds", block, tile, ds)
-        score_operands = p8, ds_queries, ds_keys
-        others = (
-            parts.block(do_tokens, block),
-            parts.block(q_tokens, block),
-            parts.tile(k_tokens, tile),
-        )
-        return (
-            *gradients.added((dq, dk, dv), parts, score_operands, others, block, tile),
-            largest,
-            counts,
-            matrices,
-        )
+        rows = parts.block(do_tokens, block), parts.block(q_tokens, block)
+        others = (*rows, parts.tile(k_tokens, tile))
+        return gradients.added(totals._replace(matrices=matrices), parts, pair, others, block, tile)
 
-    carry = *gradients.sums(parts), parts.zeros(), gradients.no_counts(parts), kept.start
-    dq, dk, dv, largest, counts, matrices = operands.loop(body, carry, parts.grid)
+    totals = operands.loop(body, gradients.start(parts, kept), parts.grid)
+    totals = totals._replace(dv=moments.product(totals.dv, np.float32(1) / P_SCALE))
     one = jnp.ones((), jnp.float32)
-    raw = dq, dk, moments.product(dv, np.float32(1) / P_SCALE)
-    grads = gradients.rounded(raw, along_features, largest, counts, Scales(one, one), parts, {})
+    grads = gradients.rounded(totals, along_features, Scales(one, one), parts, {})
     return grads._replace(
-        matrices=kept.whole(matrices),
+        matrices=kept.whole(totals.matrices),
         dsinks=gradients.sinks_gradient(row_sums, result, inputs, call),
     )
+
+
+def _row_sums(do: jax.Array, result, call: DeviceCall) -> jax.Array:
+    """D of A-16: of do rounded to the output's format, and o; [B, H, Tq]."""
+    do_values = head_scaling.to_hp(do, call.variant.out).astype(jnp.float32)
+    products = times(do_values, result.o.astype(jnp.float32), call.arithmetic)
+    return jnp.sum(products, axis=-1) if call.fast else ascending_sum(products)
 
 
 def along_tokens(x: jax.Array, role: Role, inputs: Inputs, call: DeviceCall) -> Heads:

@@ -98,14 +98,15 @@ def quantize(inputs: Inputs, call: DeviceCall, scales_: dict) -> dict[str, Heads
     for role, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
         if variant.rotated and role != "v":
             x = rotated(x, call)
-        options: dict = {
-            "heads": heads,
-            "along_tokens": role == "v",
-            "scale": scales_.get(role),
-            "over": call.over,
-        }
         tensors[role] = head_scaling.quantize(
-            x, variant.fmt, variant.granularity, variant.policy, **options
+            x,
+            variant.fmt,
+            variant.granularity,
+            variant.policy,
+            heads=heads,
+            along_tokens=role == "v",
+            scale=scales_.get(role),
+            over=call.over,
         )
     return tensors
 
@@ -241,6 +242,10 @@ class Parts:
         """Zeros that a loop may begin with: they vary over devices as the operands do."""
         return inputs.like(jnp.zeros(shape, dtype), self.q)
 
+    def over_devices(self, largest: jax.Array) -> jax.Array:
+        """The largest of all devices."""
+        return lax.pmax(largest, self.call.over) if self.call.over else largest
+
     def block(self, x: jax.Array, block: jax.Array, axis: int = 3) -> jax.Array:
         """The queries of a block, of an array of all queries."""
         if self.grid.blocks == 1:
@@ -361,11 +366,13 @@ class Parts:
         fast = a.dtype.itemsize > 1 or self.variant.plan in FAST
         if self.call.multiply is not None:
             return self._simulated(a, b, axes, batch, "fast" if fast else "slow")
-        options = {
-            "precision": gemm.PRECISION["fast" if fast else "slow"],
-            "preferred_element_type": jnp.float32,
-        }
-        return lax.dot_general(a, b, (axes, (leading, leading)), **options)
+        return lax.dot_general(
+            a,
+            b,
+            (axes, (leading, leading)),
+            precision=gemm.PRECISION["fast" if fast else "slow"],
+            preferred_element_type=jnp.float32,
+        )
 
     def _simulated(
         self, a: jax.Array, b: jax.Array, axes: tuple, batch: int, accumulate: str
