@@ -5,7 +5,7 @@ It is a reference: a GPU multiplies in float64, and the backward pass makes the 
 pass again.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,75 +37,90 @@ def forward(inputs: Inputs, call: DeviceCall) -> tuple[jax.Array, jax.Array]:
 
 def backward(do: jax.Array, inputs: Inputs, call: DeviceCall) -> Gradients:
     """The gradients, of the steps of A-14: D first, then all else."""
-    do32 = do.astype(jnp.float32)
+    tensors = {"do": do.astype(jnp.float32)}
     with jax.enable_x64(True):
         parts = _parts(inputs, call)
-        do = parts.by_group(_wide(do))
         maximum, total, _ = _with_sinks(*_sums(parts, with_values=False), inputs)
         inverse = jnp.where(
             total == 0, np.float64(0), 1 / jnp.where(total == 0, np.float64(1), total)
         )
-        scale = np.float64(parts.scale)
+        pairs = _Pairs(parts, parts.by_group(_wide(do)), maximum, inverse)
+        d = pairs.row_sums()
+        dq, dk, dv, largest = pairs.gradients(d)
+        tk = parts.shape_k[2]
+        tensors["dq"] = _narrow(parts.ungrouped(dq))
+        tensors["dk"], tensors["dv"] = _narrow(dk[:, :, :tk]), _narrow(dv[:, :, :tk])
+        largest = _narrow(largest)
+        dsinks = None
+        if inputs.sinks is not None:
+            sinks = _wide(inputs.sinks).reshape(1, *maximum.shape[1:3], 1)
+            p = lax.exp(sinks - maximum) * inverse
+            dsinks = -_narrow((p * d).sum(axis=(0, 3))).reshape(-1)
+    amaxes = {role: heads.amax(x, None, heads=1) for role, x in tensors.items()}
+    one = jnp.ones((), jnp.float32)
+    return Gradients(
+        tensors["dq"],
+        tensors["dk"],
+        tensors["dv"],
+        tensors={},
+        amaxes=amaxes | {"ds": largest},
+        saturated=jnp.int32(0),
+        scale_ds=Scales(one, one),
+        dsinks=dsinks,
+    )
 
-        def pair(block, tile):
-            p = _exponentials(parts, maximum, block, tile) * parts.block(inverse, block)[..., None]
-            dp = _dot(parts.block(do, block), parts.tile(parts.v, tile), ((4,), (3,)))
-            return p, dp
 
-        def first(d, block, tile):
-            p, dp = pair(block, tile)
-            return parts.put_block(d, parts.block(d, block) + (p * dp).sum(axis=-1), block)
+class _Pairs(NamedTuple):
+    """Pairs of a block of queries and a tile of keys: do [B, N, G, T, D]; maxima of rows and
+    inverses of their sums [B, N, G, T]."""
 
-        (b, n, g, t, features), keys = parts.q.shape, parts.k.shape[2]
-        d = operands.loop(first, parts.zeros(b, n, g, t, dtype=np.float64), parts.grid)
+    parts: Parts
+    do: jax.Array
+    maximum: jax.Array
+    inverse: jax.Array
 
-        def second(carry, block, tile):
+    def probabilities(self, block: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """P and dP."""
+        parts = self.parts
+        p = _exponentials(parts, self.maximum, block, tile)
+        p = p * parts.block(self.inverse, block)[..., None]
+        return p, _dot(parts.block(self.do, block), parts.tile(parts.v, tile), ((4,), (3,)))
+
+    def row_sums(self) -> jax.Array:
+        """D of each row."""
+
+        def body(d, block, tile):
+            p, dp = self.probabilities(block, tile)
+            total = self.parts.block(d, block) + (p * dp).sum(axis=-1)
+            return self.parts.put_block(d, total, block)
+
+        zeros = self.parts.zeros(*self.inverse.shape, dtype=np.float64)
+        return operands.loop(body, zeros, self.parts.grid)
+
+    def gradients(self, d: jax.Array) -> tuple[jax.Array, ...]:
+        """dq [B, N, G, T, D], dk and dv [B, N, Tk, D], and the largest |dS|."""
+        parts, scale = self.parts, np.float64(self.parts.scale)
+
+        def keys(x: jax.Array, rows: jax.Array) -> jax.Array:
+            return jnp.einsum("bngrl,bngrd->bnld", x, rows, precision="highest")
+
+        def body(carry, block, tile):
             dq, dk, dv, largest = carry
-            p, dp = pair(block, tile)
+            p, dp = self.probabilities(block, tile)
             ds = p * (dp - parts.block(d, block)[..., None]) * scale * _slope(parts, block, tile)
-            dq = parts.put_block(
-                dq,
-                parts.block(dq, block) + _dot(ds, parts.tile(parts.k, tile), ((4,), (2,))),
-                block,
-            )
-            dk_part = jnp.einsum(
-                "bngrl,bngrd->bnld", ds, parts.block(parts.q, block), precision="highest"
-            )
-            dv_part = jnp.einsum(
-                "bngrl,bngrd->bnld", p, parts.block(do, block), precision="highest"
+            dq_part = _dot(ds, parts.tile(parts.k, tile), ((4,), (2,)))
+            dq = parts.put_block(dq, parts.block(dq, block) + dq_part, block)
+            dk_part, dv_part = (
+                keys(ds, parts.block(parts.q, block)),
+                keys(p, parts.block(self.do, block)),
             )
             dk = parts.put_tile(dk, parts.tile(dk, tile) + dk_part, tile, axis=2)
             dv = parts.put_tile(dv, parts.tile(dv, tile) + dv_part, tile, axis=2)
             return dq, dk, dv, jnp.maximum(largest, jnp.max(jnp.abs(ds)))
 
-        zeros = [
-            parts.zeros(*shape, dtype=np.float64)
-            for shape in (parts.q.shape, (b, n, keys, features), (b, n, keys, features), ())
-        ]
-        dq, dk, dv, largest = operands.loop(second, tuple(zeros), parts.grid)
-        tk = parts.shape_k[2]
-        grads: dict[str, Any] = {
-            "dq": _narrow(parts.ungrouped(dq)),
-            "dk": _narrow(dk[:, :, :tk]),
-            "dv": _narrow(dv[:, :, :tk]),
-        }
-        largest = _narrow(largest)
-        dsinks = None
-        if inputs.sinks is not None:
-            p = lax.exp(_wide(inputs.sinks).reshape(1, n, g, 1) - maximum) * inverse
-            dsinks = -_narrow((p * d).sum(axis=(0, 3))).reshape(-1)
-    amaxes = {role: heads.amax(x, None, heads=1) for role, x in (("do", do32), *grads.items())} | {
-        "ds": largest
-    }
-    one = jnp.ones((), jnp.float32)
-    return Gradients(
-        **grads,
-        tensors={},
-        amaxes=amaxes,
-        saturated=jnp.int32(0),
-        scale_ds=Scales(one, one),
-        dsinks=dsinks,
-    )
+        shapes = parts.q.shape, parts.k.shape, parts.k.shape, ()
+        zeros = tuple(parts.zeros(*shape, dtype=np.float64) for shape in shapes)
+        return operands.loop(body, zeros, parts.grid)
 
 
 def _parts(inputs: Inputs, call: DeviceCall) -> Parts:

@@ -230,7 +230,8 @@ class Variant:
                 )
         policies.by_name(self.policy)
         self._check_numbers()
-        self._check_scales()
+        self._check_operands()
+        self._check_orders()
 
     def _check_numbers(self) -> None:
         if not _is_int(self.offset, 0) or self.offset > 16:
@@ -260,7 +261,8 @@ class Variant:
                 f"got {self.promotion!r}."
             )
 
-    def _check_scales(self) -> None:
+    def _check_operands(self) -> None:
+        """Formats, granularities and the backward pass."""
         if (self.fmt.bits == 8) != (self.granularity is not None):
             raise ValueError(
                 f"FP8 operands have a granularity, others none; got {self.granularity!r} with "
@@ -308,6 +310,9 @@ class Variant:
                 "a backward pass with scaled scores has base 'e' (A-15); got '2'. Use "
                 "backward=None."
             )
+
+    def _check_orders(self) -> None:
+        """Scores, tiles and where scales are applied."""
         if self.scores == "raw" and (
             self.base != "2" or self.granularity not in ("tensor", "head", None)
         ):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8ref.jax.attention.operands.heads import Heads
-from fp8ref.jax.attention.operands.inputs import DeviceCall, Inputs
+from fp8ref.jax.attention.operands.inputs import DeviceCall, Inputs, visible_from
 from fp8ref.spec.attention.variants import Mask
 
 
@@ -63,17 +63,9 @@ def visible(
     """
     place = jnp.arange(padded, dtype=jnp.int32)
     position = place + lax.axis_index(axis).astype(jnp.int32) * queries
-    low, high = jnp.zeros_like(position), jnp.full_like(position, keys)
-    if mask.causal:
-        high = jnp.minimum(high, position + 1)
-    if mask.window is not None:
-        left, right = mask.window
-        low = low if left is None else jnp.maximum(low, position - left)
-        high = high if right is None else jnp.minimum(high, position + right + 1)
     inside = place < queries
-    return jnp.where(inside, jnp.clip(low, 0, keys), 0), jnp.where(
-        inside, jnp.clip(high, 0, keys), 0
-    )
+    low, high = visible_from(position, keys, mask)
+    return jnp.where(inside, low, 0), jnp.where(inside, high, 0)
 
 
 def own_keys(gradient: jax.Array, call: DeviceCall) -> jax.Array:

@@ -153,14 +153,17 @@ def _check_variant(variant: Variant, features: int) -> None:
 def visible(tq: int, tk: int, mask: Mask) -> tuple[np.ndarray, np.ndarray]:
     """(low, high) int32 [Tq]: query i sees the keys from low[i] to below high[i] (A-3)."""
     position = np.arange(tq) + (tk - tq if mask.alignment == "end" else 0)
-    low, high = np.zeros(tq, np.int64), np.full(tq, tk)
-    if mask.causal:
-        high = np.minimum(high, position + 1)
-    if mask.window is not None:
-        left, right = mask.window
-        low = low if left is None else np.maximum(low, position - left)
-        high = high if right is None else np.minimum(high, position + right + 1)
-    return np.clip(low, 0, tk).astype(np.int32), np.clip(high, 0, tk).astype(np.int32)
+    low, high = visible_from(position, tk, mask)
+    return low.astype(np.int32), high.astype(np.int32)
+
+
+def visible_from(position, keys: int, mask: Mask) -> tuple:
+    """(low, high) of queries at these positions among the keys, arrays of NumPy or of JAX."""
+    left, right = mask.window or (None, None)
+    right = 0 if mask.causal else right  # a window's is at least 0
+    low = position * 0 if left is None else position - left
+    high = position * 0 + keys if right is None else position + right + 1
+    return low.clip(0, keys), high.clip(0, keys)
 
 
 def check_seen(seen: Mapping, variant: Variant) -> None:
