@@ -11,6 +11,7 @@ from jax import lax
 
 from fp8ref.jax.attention import exponentials
 from fp8ref.jax.attention.operands.inputs import DeviceCall
+from fp8ref.jax.attention.softmax import row_factor
 from fp8ref.jax.states import moments
 
 FAR = np.float32(64)
@@ -38,17 +39,16 @@ def add(
     variant, arithmetic = call.variant, call.arithmetic
     sinks = sinks.astype(jnp.float32).reshape(1, *maximum.shape[1:3], 1)
     z = moments.product(sinks, _LOG2E) if variant.base == "2" else sinks
-    row_factor = None if factor is None else factor[..., 0] if factor.ndim else factor
+    of_rows = None if factor is None else row_factor(factor)
     empty = maximum == -jnp.inf
     m = jnp.where(empty, jnp.float32(0), maximum)
-    ahead = jnp.where(
-        empty, jnp.inf, z - (m if row_factor is None else moments.product(m, row_factor))
-    )
+    ahead = z - (m if of_rows is None else moments.product(m, of_rows))
+    ahead = jnp.where(empty, jnp.inf, ahead)
     far = ahead > FAR
     p = exponentials.exponential(
         jnp.where(far, jnp.float32(0), ahead) + np.float32(variant.offset), variant.base, arithmetic
     )
-    at = z if row_factor is None else sinks * (_LOG2E / row_factor)
+    at = z if of_rows is None else sinks * (_LOG2E / of_rows)
     total = jnp.where(far, np.float32(2.0**variant.offset), total + p)
     return jnp.where(far[..., None], jnp.float32(0), o), total, jnp.where(far, at, maximum)
 

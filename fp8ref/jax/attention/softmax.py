@@ -64,10 +64,10 @@ def step(
     masked = jnp.where(seen, s, _NONE)
     old, largest = rows.maximum, jnp.max(masked, axis=-1)
     if factor is not None:
-        row_factor = factor[..., 0] if factor.ndim else factor
+        of_rows = row_factor(factor)
         new = jnp.maximum(old, largest)
         # Of a row without keys before this tile: 0 in place of -infinity, and c is 0.
-        behind = moments.product(_finite(old) - _finite(new), row_factor)
+        behind = moments.product(_finite(old) - _finite(new), of_rows)
         behind = jnp.where(old == _NONE, _NONE, behind)
         c = exponentials.exponential(behind, base, arithmetic)
         if threshold > 0:
@@ -75,9 +75,9 @@ def step(
             new, c = jnp.where(stays, old, new), jnp.where(stays, jnp.float32(1), c)
         together = variant.bias == "fused"
         bias = (
-            -exponentials.fused(_finite(new), row_factor, -offset)
+            -exponentials.fused(_finite(new), of_rows, -offset)
             if together
-            else offset - moments.product(_finite(new), row_factor)
+            else offset - moments.product(_finite(new), of_rows)
         )
         exponent = exponentials.fused(jnp.where(seen, s, jnp.float32(0)), factor, bias[..., None])
     else:
@@ -91,6 +91,11 @@ def step(
         exponent = exponent + offset if offset else exponent
     p = jnp.where(seen, exponentials.exponential(exponent, base, arithmetic), jnp.float32(0))
     return p, c, Rows(new, _added(p, c, rows.sums, variant.sum_order))
+
+
+def row_factor(factor: jax.Array) -> jax.Array:
+    """The factor of raw scores (A-5), of a row."""
+    return factor[..., 0] if factor.ndim else factor
 
 
 def step_fast(
@@ -162,13 +167,13 @@ def log_sum(
         jnp.where(empty, jnp.float32(0), maximum),
         jnp.where(empty, jnp.float32(1), total),
     )
-    row_factor = jnp.float32(1) if factor is None else factor[..., 0] if factor.ndim else factor
+    of_rows = jnp.float32(1) if factor is None else row_factor(factor)
     if variant.lse == "fused":
         logarithm = exponentials.logarithm(total * np.float32(2.0**-variant.offset), "e")
-        log_sums = exponentials.fused(maximum, row_factor * _LN2, logarithm)
+        log_sums = exponentials.fused(maximum, of_rows * _LN2, logarithm)
     elif variant.base == "2":
         logarithm = exponentials.logarithm(total, "2") - np.float32(variant.offset)
-        log_sums = (moments.product(maximum, row_factor) + logarithm) * _LN2
+        log_sums = (moments.product(maximum, of_rows) + logarithm) * _LN2
     else:
         log_sums = maximum + exponentials.logarithm(total, "e")
     return jnp.where(empty, _NONE, log_sums)
