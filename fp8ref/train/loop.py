@@ -135,7 +135,7 @@ def train(
             )
             on_first(functools.partial(console.say, f"{text} optimizer.learning_rate"))
 
-        def begin_log() -> trackers.Log:
+        def begin_log() -> log.RunLog:
             manifest = log.manifest(
                 config,
                 backend,
@@ -146,7 +146,8 @@ def train(
                 ran=phases.ran(start),
             )
             run = log.create(out, config, manifest, overwrite=overwrite, start=start)
-            return trackers.attach(run, config, out, overwrite=overwrite)
+            trackers.attach(run, config, out, overwrite=overwrite)
+            return run
 
         run = on_first(begin_log)
         return _Training(
@@ -212,7 +213,7 @@ class _Training:
         batches: loader.Batches,
         config: Config,
         out: Path,
-        run: log.RunLog | trackers.TrackedLog | log.Unwritten,
+        run: log.RunLog | log.Unwritten,
         processes: Processes,
         stop_requested: Callable[[], bool],
         phases: Schedule,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import pydantic
 
@@ -24,6 +24,7 @@ from fp8ref.shared import files
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train.run import file_checks
 from fp8ref.train.run.processes import Processes, together
+from fp8ref.train.run.trainer import Trainer
 
 FORMAT = 1
 """The version of the format of the directory and its manifest."""
@@ -41,17 +42,6 @@ class OtherFormatError(ConfigError):
 
     It is intact, so that no older one may silently replace it.
     """
-
-
-class Saves(Protocol):
-    """A trainer that can save."""
-
-    def save(self, directory: Path) -> Callable[[], None]:
-        """Copy the state and write it in the background.
-
-        Returns a function that waits until it is written.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -104,7 +94,7 @@ class Checkpoints:
                     if rest.is_dir():
                         remove(rest)
 
-    def save(self, model: Saves, step: int, **more: Any) -> None:
+    def save(self, model: Trainer, step: int, **more: Any) -> None:
         """Wait for the previous checkpoint, then begin to write the state after ``step`` steps.
 
         more: JSON for this checkpoint's manifest.

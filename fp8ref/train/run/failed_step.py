@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -24,12 +24,6 @@ from fp8ref.train.run.trainer import Trainer
 
 FOLDER = "failures"
 """The directory of failed steps in a run directory."""
-
-
-class Trains(checkpoint.Saves, Protocol):
-    """A trainer; ``backend`` is its framework's name."""
-
-    backend: str
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,7 @@ class Failure:
 
 def write(
     out: Path,
-    model: Trains,
+    model: Trainer,
     config: Config,
     tokens: np.ndarray,
     metrics: Mapping[str, Any],

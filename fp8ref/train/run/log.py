@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any, ClassVar, Protocol, TextIO
 
 import pydantic
 import tomli_w
@@ -52,8 +52,20 @@ PACKAGES = (
 METRICS, STATISTICS = "metrics.jsonl", "statistics.jsonl"
 
 
+class Tracker(Protocol):
+    """What gets every step's metrics too."""
+
+    def step(self, metrics: dict) -> None:
+        """Log the metrics of a step."""
+        ...
+
+    def close(self, failed: bool) -> None:
+        """End the log of a run that failed, or is finished."""
+        ...
+
+
 class RunLog:
-    """Writes a run's files.
+    """Writes a run's files, and hands every step's metrics to ``trackers``.
 
     A metrics line is flushed when it is written; the manifest is replaced atomically.
     """
@@ -64,6 +76,7 @@ class RunLog:
         Lines of that step and later ones are removed, and a torn last line.
         """
         self.out = out
+        self.trackers: list[Tracker] = []
         self._manifest = manifest
         self.kept = _keep(out / METRICS, start, ("loss", "seconds"))
         _keep(out / STATISTICS, start, ("statistics",))
@@ -89,6 +102,8 @@ class RunLog:
         with _naming(self.out / METRICS):
             self._metrics.write(_line(metrics))
             self._metrics.flush()
+        for tracker in self.trackers:
+            tracker.step(metrics)
 
     def statistics(self, line: dict) -> None:
         """Append quantization statistics, and the health of states, of a step (Q-8, Q-12)."""
@@ -109,10 +124,12 @@ class RunLog:
             checkpoint.sync(self.out / STATISTICS)
 
     def status(self, status: str, **more) -> None:
-        """Set the manifest's status: running, finished, stopped, interrupted or failed.
+        """Set the manifest's status: running, finished, stopped, interrupted or failed. To trackers
+        a run failed unless it is finished.
 
         Raises:   LostRunError: as ``check``.
         """
+        self._failed = status != "finished"
         if self._metrics is not None:
             self.check()
         self._manifest = {**self._manifest, "status": status, **more}
@@ -123,13 +140,15 @@ class RunLog:
         self.status(self._manifest["status"], schedule=self._manifest["schedule"] | {"ran": ran})
 
     def close(self) -> None:
-        """Close the files.
+        """Close the files, then every tracker.
 
         Raises:   OSError: a line could not be written.
         """
         assert self._metrics is not None
         with _naming(self.out / METRICS):
             self._metrics.close()
+        for tracker in self.trackers:
+            tracker.close(self._failed)
 
 
 @contextlib.contextmanager

@@ -9,9 +9,10 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fp8ref.train.run.processes import Processes
+from fp8ref.train.run.trainer import Trainer
 
 PROCESS = Path("/proc/self")
 """Linux's directory of information about this process."""
@@ -38,21 +39,13 @@ class Stopwatch:
         return time.perf_counter() - self._start
 
 
-class Counts(Protocol):
-    """A trainer that can tell the peak memory of its device."""
-
-    def peak_memory(self) -> int | None:
-        """The most bytes in use on a device; None if it does not count them, as CPUs."""
-        ...
-
-
 def begin() -> None:
     """Reset Linux's peak counter of this process, which may have trained other runs before."""
     with contextlib.suppress(OSError):  # not Linux
         (PROCESS / "clear_refs").write_text("5")
 
 
-def memory(model: Counts, processes: Processes) -> dict[str, Any] | None:
+def memory(model: Trainer, processes: Processes) -> dict[str, Any] | None:
     """{"peak_bytes": the largest over all processes, "of": "device" or "process"}.
 
     None if nothing counts it.
@@ -60,11 +53,8 @@ def memory(model: Counts, processes: Processes) -> dict[str, Any] | None:
     device = model.peak_memory()
     own_peak = _process_memory() if device is None else device
     peaks = [peak for peak in processes.gather(own_peak) if peak is not None]
-    return (
-        {"peak_bytes": max(peaks), "of": "process" if device is None else "device"}
-        if peaks
-        else None
-    )
+    of = "process" if device is None else "device"
+    return {"peak_bytes": max(peaks), "of": of} if peaks else None
 
 
 def _process_memory() -> int | None:

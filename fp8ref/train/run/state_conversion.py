@@ -74,23 +74,17 @@ def converted(source: Source, config: Config, backend: str) -> dict[str, np.ndar
                 if kind.kept == 2
                 else _stored(value, layout.of(value.size), kind.kept)
             )
-            arrays |= {
-                f"{kind.name}.{name}.{key}": x
-                for key, x in stored._asdict().items()
-                if x is not None
-            }
+            fields = {key: x for key, x in stored._asdict().items() if x is not None}
+            arrays |= {f"{kind.name}.{name}.{key}": x for key, x in fields.items()}
     if backend == "jax":
         arrays[train_state.COUNT] = np.array(source.step, np.int32)
-    states = _delayed(source, config)
-    module, fields = (
-        (".states", ("scale", "amax_history", "step"))
-        if backend == "torch"
-        else ("", ("stored", "amax_history", "step"))
-    )
-    for name, state in states.items():
+    module, scale = (".states", "scale") if backend == "torch" else ("", "stored")
+    for name, (stored_scale, history, step) in _delayed(source, config).items():
         linear, _, role = name.rpartition("/")
         prefix = f"{train_state.FP8}.{linear}{module}.{role}"
-        arrays |= {f"{prefix}.{key}": np.asarray(x) for key, x in zip(fields, state, strict=True)}
+        arrays[f"{prefix}.{scale}"] = np.asarray(stored_scale)
+        arrays[f"{prefix}.amax_history"] = np.asarray(history)
+        arrays[f"{prefix}.step"] = np.asarray(step)
     return arrays
 
 
@@ -104,17 +98,15 @@ def _stored(x: np.ndarray, layout: Layout, which: int) -> sim_moments.MomentStat
             f"a moment is converted by its own amax; layout {layout.name!r} has "
             f"{moment.amax!r}. Use a layout of LAYOUTS."
         )
+    pieces = [(0, x.reshape(-1), x.reshape(-1))]
     with np.errstate(all="ignore"):
-        return sim_moments.store(
-            [(0, x.reshape(-1), x.reshape(-1))], old, moment, which, x.shape, _NO_STEP, None, layout
-        )
+        return sim_moments.store(pieces, old, moment, which, x.shape, _NO_STEP, None, layout)
 
 
 def _delayed(source: Source, config: Config) -> dict[str, tuple[np.ndarray, ...]]:
     """Every delayed state of a config."""
-    casts = {
-        f"{path}/{role}": cast for (path, role), cast in train_state.delayed_states(config).items()
-    }
+    delayed = train_state.delayed_states(config)
+    casts = {f"{path}/{role}": cast for (path, role), cast in delayed.items()}
     states = {
         name: state
         for name, state in source.delayed.items()
@@ -131,7 +123,6 @@ def _delayed(source: Source, config: Config) -> dict[str, tuple[np.ndarray, ...]
 
 def _full_of(amax: float, fmt: Format, rule: DelayedScaling) -> tuple[np.ndarray, ...]:
     """A state whose history is full of one amax, after one update."""
-    state = sim_delayed.update(
-        sim_delayed.init(rule), sim_delayed.observe(np.float32(amax)), config=rule, fmt=fmt
-    )
+    observed = sim_delayed.observe(np.float32(amax))
+    state = sim_delayed.update(sim_delayed.init(rule), observed, config=rule, fmt=fmt)
     return state.stored, np.full_like(state.amax_history, np.float32(amax)), state.step

@@ -103,6 +103,9 @@ MOMENTS = tuple(one.name for one in PER_PARAMETER if one.moment)
 """The names of the moments among ``PER_PARAMETER``."""
 
 
+_BYTES = {"uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "int64": 8}
+
+
 @dataclass(frozen=True)
 class Tensor:
     """Shape and dtype of a whole tensor, as it is before any mesh cuts it."""
@@ -113,12 +116,7 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
-        return (
-            math.prod(self.shape)
-            * {"uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "int64": 8}[
-                self.dtype
-            ]
-        )
+        return math.prod(self.shape) * _BYTES[self.dtype]
 
 
 def schema(config: Config, backend: str) -> dict[str, Tensor]:
@@ -131,13 +129,11 @@ def schema(config: Config, backend: str) -> dict[str, Tensor]:
     for entry in PER_PARAMETER:
         for name, shape in config.shapes.parameters.items():
             stored = entry.stored(config.optimizer, math.prod(shape))
+            full = f"{entry.name}.{name}"
             if stored is None:
-                tensors[f"{entry.name}.{name}"] = Tensor(shape, "float32")
+                tensors[full] = Tensor(shape, "float32")
             else:
-                tensors |= {
-                    f"{entry.name}.{name}.{field}": tensor
-                    for field, tensor in _fields(stored, shape).items()
-                }
+                tensors |= {f"{full}.{key}": x for key, x in _fields(stored, shape).items()}
     if backend == "jax":
         tensors[COUNT] = Tensor((), "int32")
     if config.parallel.auto_scale is not None:
@@ -189,9 +185,8 @@ def fp8_states(config: Config, backend: str) -> dict[str, Tensor]:
     """
     # The field names are those of each backend's DelayedState; torch.nn registers the states of a
     # linear under ``states``.
-    module, scale, count = (
-        (".states", "scale", "int64") if backend == "torch" else ("", "stored", "int32")
-    )
+    torch = backend == "torch"
+    module, scale, count = (".states", "scale", "int64") if torch else ("", "stored", "int32")
     tensors: dict[str, Tensor] = {}
     for (path, role), (_, delayed) in delayed_states(config).items():
         prefix = f"{FP8}.{path}{module}.{role}"
@@ -250,11 +245,10 @@ def flat(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Nested names joined by dots: {"model": {"norm.weight": x}} -> {"model.norm.weight": x}."""
     flattened: dict[str, Any] = {}
     for name, value in tensors.items():
-        flattened |= (
-            {f"{name}.{rest}": x for rest, x in flat(value).items()}
-            if isinstance(value, Mapping)
-            else {name: value}
-        )
+        if isinstance(value, Mapping):
+            flattened |= {f"{name}.{rest}": x for rest, x in flat(value).items()}
+        else:
+            flattened[name] = value
     return flattened
 
 
