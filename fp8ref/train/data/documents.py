@@ -66,14 +66,12 @@ def tokenized(
     """(for validation?, tokens) of every document that is not empty, in order, with a progress
     bar.
     """
-    total = (
-        None if source.kind == "hub" else sum(_size(path) for _, path in source.files) // MEBIBYTE
-    )
+    title, total = "tokenizing", None
+    if source.kind != "hub":
+        title, total = "tokenizing, MiB", sum(_size(path) for _, path in source.files) // MEBIBYTE
     batch: list[Document] = []
     size = count = advanced = 0
-    with console.bar(
-        "tokenizing, MiB" if total is not None else "tokenizing", total, shown=shown
-    ) as advance:
+    with console.bar(title, total, shown=shown) as advance:
 
         def flush() -> Iterator[tuple[bool, np.ndarray]]:
             nonlocal advanced, count
@@ -98,11 +96,11 @@ def tokenized(
 def read(data: DataConfig, source: Source, *, utf8: bool = True) -> Iterator[Document]:
     """Every document that is not empty, in the order of the files and within them."""
     named = any(sources.is_validation(name) for name, _ in source.files)
-    done = 0
+    done, fraction = 0, data.validation_fraction
     if source.kind == "hub":
         for text in _hub(data, source.split):
             done += len(text)
-            yield Document(text, text_is_validation(text, data.validation_fraction), done)
+            yield Document(text, text_is_validation(text, fraction), done)
     for name, path in source.files:
         size = _size(path)
         if source.kind == "text":
@@ -110,21 +108,12 @@ def read(data: DataConfig, source: Source, *, utf8: bool = True) -> Iterator[Doc
             if utf8:
                 _check_utf8(text, path)
             if text:
-                yield Document(
-                    text, file_is_validation(name, data.validation_fraction), done + size
-                )
+                yield Document(text, file_is_validation(name, fraction), done + size)
         else:
-            rows = (
-                _jsonl(path, data.text_column)
-                if path.suffix == ".jsonl"
-                else _parquet(path, data.text_column)
-            )
-            for text, share in rows:
-                held_out = (
-                    sources.is_validation(name)
-                    if named
-                    else text_is_validation(text, data.validation_fraction)
-                )
+            rows = _jsonl if path.suffix == ".jsonl" else _parquet
+            by_name = sources.is_validation(name)
+            for text, share in rows(path, data.text_column):
+                held_out = by_name if named else text_is_validation(text, fraction)
                 yield Document(text, held_out, done + int(size * share))
         done += size
 
@@ -154,19 +143,14 @@ def _jsonl(path: Path, column: str) -> Iterator[tuple[bytes, float]]:
                 done += len(line)
                 if not line.strip():
                     continue
+                where, remedy = f"{path}: line {number}", "A .jsonl file holds one object a line."
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    raise ConfigError(
-                        f"{path}: line {number} is not JSON ({error}). A .jsonl file holds one "
-                        "object a line."
-                    ) from error
+                    raise ConfigError(f"{where} is not JSON ({error}). {remedy}") from error
                 if not isinstance(row, dict):
-                    raise ConfigError(
-                        f"{path}: line {number} is not a JSON object. A .jsonl file holds one "
-                        "object a line."
-                    )
-                if text := _text(row, column, f"{path}: line {number}"):
+                    raise ConfigError(f"{where} is not a JSON object. {remedy}")
+                if text := _text(row, column, where):
                     yield text, done / size
     except OSError as error:
         raise sources.unreadable(path, error) from error

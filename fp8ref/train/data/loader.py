@@ -69,20 +69,17 @@ def open_batches(config: Config, *, first: bool = True) -> Batches:
     validation: grain.MapDataset | Mixture
     if data.mixture is None:
         ((train_windows, validation_windows, description),) = opened
-        train, validation = (
-            _shuffled(train_windows, data.seed).repeat(),
-            _shuffled(validation_windows, 0),
-        )
+        train = _shuffled(train_windows, data.seed).repeat()
+        validation = _shuffled(validation_windows, 0)
     else:
         weights = [weight for _, weight in data.mixture]
         train = mixture.train([split for split, _, _ in opened], weights, data.seed)
         validation = mixture.validation([split for _, split, _ in opened], weights)
         description = mixture.described(data.mixture, [about for _, _, about in opened])
-        if len(validation) < (least := data.batch_size * config.run.eval_batches):
-            raise ConfigError(
-                _too_short(
-                    "data.mixture", "validation", len(validation), least, data.sequence_length
-                )
+        least = data.batch_size * config.run.eval_batches
+        if len(validation) < least:
+            raise _too_short(
+                "data.mixture", "validation", len(validation), least, data.sequence_length
             )
     return Batches(
         train=train,
@@ -116,22 +113,14 @@ def _evaluation(config: Config, first: bool) -> tuple[dict[str, grain.MapDataset
     """data.evaluation: all windows of each set, in an order of its own that never changes; and what
     a manifest says.
     """
-    sets, described = {}, {}
+    sets, described, length = {}, {}, config.data.sequence_length
     least = config.data.batch_size * config.run.eval_batches
     for name, source in config.data.evaluation or ():
         with _naming("data.evaluation"):
             train, held_out, about = _splits(_alone(config, source), first)
-        both = Windows([*train.parts, *held_out.parts], config.data.sequence_length)
+        both = Windows([*train.parts, *held_out.parts], length)
         if not least <= len(both) <= windows.MOST:
-            raise ConfigError(
-                _too_short(
-                    f"data.evaluation {name!r}",
-                    "whole",
-                    len(both),
-                    least,
-                    config.data.sequence_length,
-                )
-            )
+            raise _too_short(f"data.evaluation {name!r}", "whole", len(both), least, length)
         sets[name], described[name] = _shuffled(both, 0), {"source": source, **about}
     return sets, {"evaluation": described} if described else {}
 
@@ -149,23 +138,24 @@ def _open(config: Config, first: bool) -> tuple[Windows, Windows, dict]:
     }
     for name, (split, least) in needed.items():
         if not least <= len(split) <= windows.MOST:
-            raise ConfigError(
-                _too_short(
-                    f"data.source {data.source!r}", name, len(split), least, data.sequence_length
-                )
-            )
+            subject = f"data.source {data.source!r}"
+            raise _too_short(subject, name, len(split), least, data.sequence_length)
     return train, validation, description
 
 
-def _too_short(subject: str, split: str, count: int, least: int, length: int) -> str:
-    return f"{subject}: the {split} split holds {count} sequences of {length} tokens, and " + (
-        f"{least} are needed. Give more text, in more files (a file belongs to one split), "
-        "lower data.batch_size, data.sequence_length or run.eval_batches, or change "
-        "data.validation_fraction."
-        if count < least
-        else f"{windows.MOST} is the most that can be shuffled. Raise data.sequence_length, or "
+def _too_short(subject: str, split: str, count: int, least: int, length: int) -> ConfigError:
+    problem = (
+        f"{windows.MOST} is the most that can be shuffled. Raise data.sequence_length, or "
         "name fewer files."
     )
+    if count < least:
+        problem = (
+            f"{least} are needed. Give more text, in more files (a file belongs to one split), "
+            "lower data.batch_size, data.sequence_length or run.eval_batches, or change "
+            "data.validation_fraction."
+        )
+    holds = f"the {split} split holds {count} sequences of {length} tokens"
+    return ConfigError(f"{subject}: {holds}, and {problem}")
 
 
 def _splits(config: Config, first: bool, *, trains: bool = False) -> tuple[Windows, Windows, dict]:
@@ -179,11 +169,8 @@ def _splits(config: Config, first: bool, *, trains: bool = False) -> tuple[Windo
             f"data prepare --source {shlex.quote(data.source)} --out tokens; then set "
             "data.source to 'tokens'."
         )
-    if (
-        trains
-        and source.kind in ("shards", "documents")
-        and all(sources.is_validation(name) for name, _ in source.files)
-    ):
+    by_name = source.kind in ("shards", "documents")
+    if trains and by_name and all(sources.is_validation(name) for name, _ in source.files):
         raise ConfigError(
             f"data.source {data.source!r}: every file is for validation by its name, such as "
             f"{source.files[0][0]!r} (D-5). Add files for training, or rename some."
@@ -200,33 +187,29 @@ def _bytes(config: Config, source: Source) -> tuple[Windows, Windows, dict]:
     documents.check_size(config.data, source)
     splits: dict[bool, list[bytes]] = {False: [], True: []}
     for name, path in source.files:
-        splits[documents.file_is_validation(name, config.data.validation_fraction)].append(
-            documents.read_bytes(path)
-        )
+        held_out = documents.file_is_validation(name, config.data.validation_fraction)
+        splits[held_out].append(documents.read_bytes(path))
     train, validation = (
         np.frombuffer(b"".join(splits[held_out]), np.uint8) for held_out in (False, True)
     )
     hashed = hashlib.sha256()
     for part in (train.data, b"\0", validation.data):
         hashed.update(part)
-    return (
-        *_whole([train, validation], config),
-        {
-            "files": len(source.files),
-            "sha256": hashed.hexdigest(),
-            "train_bytes": len(train),
-            "validation_bytes": len(validation),
-            "validation_unigram_entropy": unigram_entropy(validation),
-        },
-    )
+    description = {
+        "files": len(source.files),
+        "sha256": hashed.hexdigest(),
+        "train_bytes": len(train),
+        "validation_bytes": len(validation),
+        "validation_unigram_entropy": unigram_entropy(validation),
+    }
+    return *_whole([train, validation], config), description
 
 
 def _documents(config: Config, source: Source, first: bool) -> tuple[Windows, Windows, dict]:
     """Documents, tokenized now and kept in memory (D-6)."""
     tokenizer = tokenizers.load(config.data, source.kind)
-    shards.check_vocabulary(
-        tokenizer.vocab_size, config.model.vocab_size, f"tokenizer {tokenizer.name}"
-    )
+    owner = f"tokenizer {tokenizer.name}"
+    shards.check_vocabulary(tokenizer.vocab_size, config.model.vocab_size, owner)
     documents.check_size(config.data, source)
     splits: dict[bool, list[np.ndarray]] = {False: [], True: []}
     for held_out, tokens in documents.tokenized(config.data, source, tokenizer, shown=first):
@@ -236,37 +219,29 @@ def _documents(config: Config, source: Source, first: bool) -> tuple[Windows, Wi
     hashed = hashlib.sha256()
     for part in (train, validation):
         hashed.update(len(part).to_bytes(8, "little") + part.astype("<u4").tobytes())
-    return (
-        *_whole([train, validation], config),
-        {
-            "files": len(source.files),
-            "tokenizer": tokenizer.name,
-            "sha256": hashed.hexdigest(),
-            "train_tokens": len(train),
-            "validation_tokens": len(validation),
-            "validation_unigram_entropy": unigram_entropy(validation),
-        },
-    )
+    description = {
+        "files": len(source.files),
+        "tokenizer": tokenizer.name,
+        "sha256": hashed.hexdigest(),
+        "train_tokens": len(train),
+        "validation_tokens": len(validation),
+        "validation_unigram_entropy": unigram_entropy(validation),
+    }
+    return *_whole([train, validation], config), description
 
 
 def _shards(config: Config, source: Source, first: bool) -> tuple[Windows, Windows, dict]:
     """Token shards, memory-mapped when a window of theirs is read (D-4, D-5)."""
-    data = config.data
-    opened = shards.open_shards(
-        source, data.token_dtype, config.model.vocab_size, data.sequence_length, scan=first
-    )
-    train, validation = shards.split(opened, data.validation_fraction, data.sequence_length)
-    described = [{"name": s.name, "bytes": s.bytes, "tokens": len(s)} for s in opened]
+    data, length = config.data, config.data.sequence_length
+    vocab_size = config.model.vocab_size
+    opened = shards.open_shards(source, data.token_dtype, vocab_size, length, scan=first)
+    train, validation = shards.split(opened, data.validation_fraction, length)
     description = {
         "sha256": shards.fingerprint(opened),
         "tokens": sum(map(len, opened)),
-        "files": described,
+        "files": [{"name": s.name, "bytes": s.bytes, "tokens": len(s)} for s in opened],
     }
-    return (
-        Windows(train, data.sequence_length),
-        Windows(validation, data.sequence_length),
-        description,
-    )
+    return Windows(train, length), Windows(validation, length), description
 
 
 def _whole(splits: Sequence[np.ndarray], config: Config) -> tuple[Windows, Windows]:

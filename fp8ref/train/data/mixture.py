@@ -61,13 +61,11 @@ def train(splits: Sequence[Windows], weights: Sequence[float], seed: int) -> Mix
     Each source has a shuffle of its own, by seed plus its place, and another one each time that it
     begins anew.
     """
-    return Mixture(
-        [
-            grain.MapDataset.source(split).seed(seed + i).shuffle().repeat()
-            for i, split in enumerate(splits)
-        ],
-        weights,
-    )
+    rows = [
+        grain.MapDataset.source(split).seed(seed + i).shuffle().repeat()
+        for i, split in enumerate(splits)
+    ]
+    return Mixture(rows, weights)
 
 
 def validation(splits: Sequence[Windows], weights: Sequence[float]) -> Mixture:
@@ -83,7 +81,5 @@ def described(mixture: Sequence[tuple[str, float]], sources: Sequence[dict]) -> 
         {"source": source, "weight": weight, **about}
         for (source, weight), about in zip(mixture, sources, strict=True)
     ]
-    key = json.dumps(
-        [[about["sha256"], weight] for about, (_, weight) in zip(sources, mixture, strict=True)]
-    )
+    key = json.dumps([[about["sha256"], about["weight"]] for about in each])
     return {"mixture": each, "sha256": hashlib.sha256(key.encode()).hexdigest()}

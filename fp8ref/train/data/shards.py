@@ -128,11 +128,9 @@ def split(shards: Sequence[Shard], fraction: float, length: int) -> tuple[list[P
     named = any(sources.is_validation(shard.name) for shard in shards)
     for shard in shards:
         whole = windows.whole(shard, length)
-        held_out = (
-            (whole.number if sources.is_validation(shard.name) else 0)
-            if named
-            else int(whole.number * fraction)
-        )
+        held_out = int(whole.number * fraction)
+        if named:
+            held_out = whole.number if sources.is_validation(shard.name) else 0
         train.append(Part(shard, 0, whole.number - held_out))
         validation.append(Part(shard, whole.number - held_out, held_out))
     return train, validation
@@ -155,10 +153,10 @@ def fingerprint(shards: Sequence[Shard]) -> str:
             raise sources.unreadable(shard.path, error) from error
         if recorded := shard.recorded:
             if contents != (recorded.sha256 if whole else recorded.sample):
+                kind = "SHA-256" if whole else "SHA-256 of samples"
                 raise ConfigError(
-                    f"{shard.path} was changed after it was written: its "
-                    f"SHA-256{'' if whole else ' of samples'} is {contents}, not that in "
-                    f"{recorded.path}. Put the file back, or write the shards again."
+                    f"{shard.path} was changed after it was written: its {kind} is {contents}, "
+                    f"not that in {recorded.path}. Put the file back, or write the shards again."
                 )
             contents = recorded.sha256
         hashed.update(f"{shard.name}\0{shard.bytes}\0{contents}\n".encode())

@@ -111,11 +111,8 @@ class Sidecars:
 
     def read(self) -> list[tuple[Path, int]]:
         """(path, vocabulary size) of each sidecar read so far."""
-        return [
-            (folder / NAME, max(sidecar.vocab_size, sidecar.max_id + 1))
-            for folder, sidecar in self._read.items()
-            if sidecar
-        ]
+        present = [(folder / NAME, sidecar) for folder, sidecar in self._read.items() if sidecar]
+        return [(path, max(sidecar.vocab_size, sidecar.max_id + 1)) for path, sidecar in present]
 
 
 def sample(path: Path) -> str:

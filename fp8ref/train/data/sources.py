@@ -92,28 +92,21 @@ def _find(source: str) -> Source:
     if source.startswith(HUB):
         return Source(kind="hub")
     if source == "stdlib":
-        return Source(
-            kind="text", files=_text(Path(sysconfig.get_path("stdlib")), {".py"}, LEFT_OUT)
-        )
+        library = Path(sysconfig.get_path("stdlib"))
+        return Source(kind="text", files=_text(library, {".py"}, LEFT_OUT))
     root = Path(source)
     if root.is_dir():
         return _directory(source, root)
-    paths = (
-        [root]
-        if root.exists()
-        else [Path(p) for p in glob.glob(source, recursive=True) if not os.path.isdir(p)]
-    )
+    paths = [root]
+    if not root.exists():
+        paths = [Path(p) for p in glob.glob(source, recursive=True) if not os.path.isdir(p)]
     if paths and all(_kind(path) in ("shards", "documents") for path in paths):
         common = Path(os.path.commonpath([path.parent for path in paths]))
         return _single_kind(source, {path.relative_to(common).as_posix(): path for path in paths})
     problem = "matches no file" if glob.has_magic(source) else "is not a directory"
-    if paths:
+    if len(paths) > 1 and glob.has_magic(source):
         other = next(path for path in paths if _kind(path) not in ("shards", "documents"))
-        problem = (
-            f"{problem} and matches {other.name}"
-            if glob.has_magic(source) and len(paths) > 1
-            else problem
-        )
+        problem = f"{problem} and matches {other.name}"
     raise ConfigError(
         f"data.source is 'stdlib' or a directory; got {source!r}, which {problem}. A file or a "
         "pattern may name token shards (.bin, .npy) or documents (.jsonl, .parquet), and "
@@ -125,10 +118,9 @@ def _directory(source: str, root: Path) -> Source:
     visible = {}
     for path in _walk(root):
         relative = path.relative_to(root)
-        # hidden: where fp8ref data prepare keeps what is not complete yet
-        if _kind(path) in ("shards", "documents") and not any(
-            part.startswith(".") for part in relative.parts
-        ):
+        # where fp8ref data prepare keeps what is not complete yet
+        hidden = any(part.startswith(".") for part in relative.parts)
+        if _kind(path) in ("shards", "documents") and not hidden:
             visible[relative.as_posix()] = path
     text = _text(root, SUFFIXES["text"], frozenset())
     if visible and text:

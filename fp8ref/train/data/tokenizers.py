@@ -4,11 +4,12 @@ The libraries are imported only when used. Only the end-of-document token is add
 a special token in a document is tokenized as plain text.
 """
 
+import abc
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -34,43 +35,27 @@ def library(name: str, why: str) -> Any:
         ) from error
 
 
-class Tokenizer(Protocol):
-    """Turns texts into tokens."""
-
-    @property
-    def name(self) -> str:
-        """``bytes``, or the value of data.tokenizer."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens; every token is below it."""
-        ...
-
-    @property
-    def end(self) -> int | None:
-        """The token after each document, or None."""
-        ...
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Little-endian uint16 or uint32, as vocab_size needs."""
-        ...
-
-    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """The tokens of each text, UTF-8, the end included."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class _Base:
+class Tokenizer(abc.ABC):
+    """Turns texts into tokens.
+
+    name        ``bytes``, or the value of data.tokenizer.
+    vocab_size  the number of tokens; every token is below it.
+    end         the token after each document, or None.
+    """
+
     name: str
     vocab_size: int
     end: int | None
 
     @property
     def dtype(self) -> np.dtype:
+        """Little-endian uint16 or uint32, as vocab_size needs."""
         return np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
+
+    @abc.abstractmethod
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """The tokens of each text, UTF-8, the end included."""
 
     def _ended(self, ids) -> np.ndarray:
         tokens = np.asarray(ids, self.dtype)
@@ -78,7 +63,7 @@ class _Base:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bytes(_Base):
+class Bytes(Tokenizer):
     """Each byte is a token."""
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
@@ -87,7 +72,7 @@ class Bytes(_Base):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HuggingFace(_Base):
+class HuggingFace(Tokenizer):
     """A ``tokenizers.Tokenizer`` of Hugging Face."""
 
     made: Any
@@ -107,17 +92,15 @@ class HuggingFace(_Base):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tiktoken(_Base):
+class Tiktoken(Tokenizer):
     """A ``tiktoken.Encoding``."""
 
     made: Any
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """The tokens of each text, UTF-8, the end included; special tokens count as plain text."""
-        return [
-            self._ended(ids)
-            for ids in self.made.encode_ordinary_batch([text.decode() for text in texts])
-        ]
+        batch = self.made.encode_ordinary_batch([text.decode() for text in texts])
+        return [self._ended(ids) for ids in batch]
 
 
 def load(data: DataConfig, kind: str) -> Tokenizer:
@@ -205,9 +188,9 @@ def _end(ids: dict[str, int], chosen: str | None, own: str | None, name: str) ->
     if token == "":
         return None
     if token not in ids:
-        problem = (
-            "names no token that ends a document" if token is None else f"has no token {token!r}"
-        )
+        problem = "names no token that ends a document"
+        if token is not None:
+            problem = f"has no token {token!r}"
         raise ConfigError(
             f"data.tokenizer {name!r} {problem}. Set data.end_of_document to one of its tokens, or "
             "to '' for none."
