@@ -184,9 +184,7 @@ def _ablate(arguments: argparse.Namespace) -> int:
 
 
 def _data_settings(arguments: argparse.Namespace) -> dict | None:
-    """Keys of section data for a directory of Hugging Face's format; None of a run, which has its
-    own.
-    """
+    """Keys of data for a directory of Hugging Face's format; None of a run."""
     options = {
         "backend": arguments.backend,
         "data": arguments.data,

@@ -244,10 +244,7 @@ def _numbers(texts: Sequence[str], keys: Collection[str]) -> dict[str, float]:
 
 
 def _expects_cast(name: str | None) -> bool | None:
-    """Whether --expect names a cast's behavior (True) or a quantizer's policy (False).
-
-    None without it.
-    """
+    """Whether --expect names a cast's behavior, or a quantizer's policy; None without."""
     from fp8ref import policy
     from fp8ref.conformance.cast.behavior import KNOWN_CASTS, NANS_OF_4_BITS
 

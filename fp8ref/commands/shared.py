@@ -192,9 +192,7 @@ def check_json(path: Path | None, *read: Path | None) -> None:
 
 
 def check_whole(config) -> None:
-    """ConfigError for microbatches, schedules and users' models, which a cross-check does not
-    support.
-    """
+    """ConfigError for microbatches, schedules and users' models in a cross-check."""
     from fp8ref.shared.errors import ConfigError
     from fp8ref.train.config import architecture
 

@@ -81,9 +81,7 @@ def _trained(arguments: argparse.Namespace, options: list[str]) -> int:
 
 
 def _default(arguments: argparse.Namespace, config) -> Path:
-    """The default directory: runs/<config>-<backend>-<recipe>[-<simulated hardware>], with all
-    recipes of a schedule.
-    """
+    """runs/<config>-<backend>-<recipes>[-<simulated hardware>]."""
     from fp8ref.train.config import hardware
 
     multiply = hardware.of(config, arguments.backend)

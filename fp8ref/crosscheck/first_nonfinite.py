@@ -172,9 +172,7 @@ _MADE_OF = {
 
 
 def attention_sites(observed: Observed, layer: str, phase: Phase) -> Iterator[tuple[Site, str]]:
-    """What passes of a layer's attention made as sites, in order, each with its cause; codes as
-    numbers.
-    """
+    """What passes of a layer's attention made, in order, with its cause; codes as numbers."""
     variant = observed.config.attention_variant
     assert variant is not None
     for one in (p for p in observed.passes if (p.layer, p.phase) == (layer, phase)):

@@ -61,9 +61,7 @@ class Operands:
         trainer.observe(tokens, self.add, experts=self.add_expert)
 
     def amax(self, layer: str, role: Role) -> np.ndarray:
-        """The largest magnitude of a linear's input or grad_output, of all experts' rows; 0 of
-        none.
-        """
+        """The largest magnitude of an input or grad_output, of all experts' rows; 0 of none."""
         if (layer, role) in self.hp:
             return scaling.amax(self.hp[layer, role])
         which: Gemm = "output" if role == "input" else "grad_input"
@@ -212,10 +210,7 @@ def _run(trainer: Trainer, tokens: Sequence[np.ndarray], *, watched: bool) -> Ru
 
 
 def _amaxes(trainer: Trainer, operands: Operands) -> dict[str, np.ndarray]:
-    """Amaxes that delayed scaling observes.
-
-    Of this rank's rows, and of whole weights in the compute dtype.
-    """
+    """Amaxes that delayed scaling observes: of this rank's rows, and of whole rounded weights."""
     weights = trainer.weights()
     amaxes = {}
     for decision in trainer.decisions:

@@ -175,9 +175,7 @@ def backward(config: llama.LlamaConfig) -> list[str]:
 
 
 def whole(value: np.ndarray, role: str, batch: tuple[int, ...]) -> np.ndarray:
-    """[tokens, ...] as [sequence, position, ...]; weights, their gradients and an expert's rows
-    unchanged.
-    """
+    """[tokens, ...] as [sequence, position, ...]; weights and an expert's rows unchanged."""
     if role in ("weight", "grad_weight") or len(value) != batch[0] * (batch[1] - 1):
         return value
     return value.reshape(batch[0], batch[1] - 1, -1)
@@ -366,9 +364,7 @@ def quantizers(names: Iterable[str]) -> dict[str, Quantizer]:
 
 
 class _JaxQuantizer:
-    """Compiled, as in training: XLA's rewrites are part of what is compared. Each cast is compiled
-    once a shape.
-    """
+    """Compiled, as in training: XLA's rewrites are part of what is compared."""
 
     def __init__(self) -> None:
         self._compiled: dict[OperandCast, Callable] = {}

@@ -150,9 +150,7 @@ def _first_in(report: Report, sites: Iterable[tuple[Site, str]], backend: str) -
 
 
 def _forward_sites(observed: Observed, finite: set[tuple[str, str]]) -> Iterator[tuple[Site, str]]:
-    """The backend's FP8 GEMMs and attention of the forward pass, in its order, whose inputs are
-    finite in the simulator.
-    """
+    """The backend's FP8 GEMMs and attention, in order, whose inputs the simulator has finite."""
     variant = observed.config.attention_variant
     for name in llama.linear_shapes(observed.config.model):
         if (name, "output") in finite:

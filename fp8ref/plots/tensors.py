@@ -200,9 +200,7 @@ def code_difference(ax: Axes, a: Quantized, b: Quantized, *, most: int = 4) -> A
 
 
 def _matrix(x) -> np.ndarray:
-    """x as an array; ValueError unless it is a matrix with elements: matplotlib draws [M, K, 3] as
-    a picture in colors.
-    """
+    """x as an array; ValueError unless a matrix: matplotlib draws [M, K, 3] in colors."""
     x = cast.array(x)
     if x.ndim != 2 or not x.size:
         raise ValueError(

@@ -40,9 +40,7 @@ class AttentionRow:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedAttention(Result):
-    """Every layer's attention by every variant. refused: why calls, or variants of a layer, were
-    left out.
-    """
+    """Every layer's attention by every variant. refused: why others were left out."""
 
     rows: tuple[AttentionRow, ...]
     refused: dict[str, str]
@@ -75,9 +73,7 @@ class JudgedAttention(Result):
         return f"{float(np.median(errors)):.3%}" if errors else "-"
 
     def errors(self) -> tuple[list[str], list[str], np.ndarray]:
-        """(layers, variants, error of the output [layers, variants]); NaN where a variant was left
-        out.
-        """
+        """(layers, variants, error of the output [layers, variants]); NaN where left out."""
         layers = list(dict.fromkeys(row.layer for row in self.rows))
         names = list(dict.fromkeys(row.variant for row in self.rows))
         error_map = np.full((len(layers), len(names)), np.nan)

@@ -73,9 +73,7 @@ class Summary(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Judged(Result):
-    """Every operand under every recipe. absent: operands that the recording has not, such as
-    gradients.
-    """
+    """Every operand under every recipe. absent: what the recording lacks, such as gradients."""
 
     rows: tuple[Row, ...]
     absent: tuple[str, ...] = ()
@@ -136,9 +134,7 @@ class Judged(Result):
         return f"{what}: {row.lost:.2%} become zero, and {row.clipped:.2%} are clipped."
 
     def by_role(self) -> list[Summary]:
-        """For each recipe and role, in order, the median over operands and the worst of each
-        number.
-        """
+        """For each recipe and role the median over operands, and the worst of each number."""
         summaries = []
         for recipe, role in itertools.product(self.recipes, ROLES):
             rows = [row for row in self.rows if (row.recipe, row.role) == (recipe, role)]

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 
 class Seen(NamedTuple):
-    """A forward pass: what it recorded of each linear's input, by layer; its result; and how many
-    linears ran in FP8.
-    """
+    """A forward pass: linears' recorded inputs, its result, and how many ran in FP8."""
 
     inputs: dict[str, Operand]
     result: np.ndarray

@@ -96,9 +96,7 @@ def _has_others(options: dict) -> bool:
 
 
 def _reporting(out: jax.Array, q: jax.Array, keep: Callable, heads: int, tokens: int) -> jax.Array:
-    """The output, whose gradient is handed to ``keep`` with the queries that say of which call it
-    is.
-    """
+    """The output, whose gradient is handed to ``keep`` with its call's queries."""
 
     @jax.custom_vjp
     def same(out, q):
@@ -113,9 +111,7 @@ def _reporting(out: jax.Array, q: jax.Array, keep: Callable, heads: int, tokens:
 
 
 class _Kept:
-    """Fills a recording from callbacks, which may arrive in any order: a gradient waits for its
-    call.
-    """
+    """Fills a recording from callbacks in any order: a gradient waits for its call."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording

@@ -180,9 +180,7 @@ def _operand(name: str, arrays: dict[str, np.ndarray], rows: int) -> Operand:
 
 
 def spans(rows: int, most: int) -> list[tuple[int, int]]:
-    """The rows that are kept of a tensor of ``rows``, as (begin, end): all of them, or most / BLOCK
-    evenly spaced blocks.
-    """
+    """The (begin, end) of kept rows: all of them, or most / BLOCK evenly spaced blocks."""
     if rows <= most:
         return [(0, rows)]
     blocks, kept = -(-rows // BLOCK), most // BLOCK
@@ -228,9 +226,7 @@ def check_attention(heads: int, tokens: int, *, least: int = 0) -> None:
 
 
 def heads_of(query_heads: int, key_heads: int, most: int) -> tuple[int, int]:
-    """How many query heads, and heads of keys that they read, are kept of attention: at most so
-    many, but at least one group.
-    """
+    """How many query heads, and heads of keys, are kept of attention: at least one group."""
     group = query_heads // key_heads
     keys = max(1, most // group)
     return min(query_heads, keys * group), min(key_heads, keys)

@@ -41,9 +41,7 @@ class JudgedStates(Result):
         return bool(self.layouts)
 
     def worst(self, layout: str, count: int = 10) -> list[tuple[str, Health]]:
-        """The parameters with the largest errors of an update, the largest first; one that is not a
-        number before all.
-        """
+        """The parameters with the largest errors of an update first; before them no numbers."""
         rows = [(name, one) for name, one in self.layouts[layout].items() if name]
 
         def rank(row: tuple[str, Health]) -> tuple[bool, float]:

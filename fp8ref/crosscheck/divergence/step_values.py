@@ -78,9 +78,7 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """GEMMs, passes of attention, logits and gradients of a forward and backward pass, before its
-    step is taken.
-    """
+    """GEMMs, passes of attention, logits and gradients of a pass, before its step is taken."""
 
     gemms: Sequence[Observation]
     attention: Sequence[AttentionPass]
@@ -111,9 +109,7 @@ def ordered_values(
     recipes: Mapping[str, Recipe],
     learning_rate: float,
 ) -> Iterator[Value]:
-    """GEMMs and attention, logits, loss, gradients, norm and learning rate of a step, in that
-    order.
-    """
+    """GEMMs and attention, logits, loss, gradients, norm and learning rate of a step, in order."""
     # The order is B-10's: each value is computed from values before it. The first that differs has
     # equal inputs, so that its own operation is what differs.
     outputs = {o.layer: o for o in observed.gemms if o.gemm == "output"}

@@ -85,9 +85,7 @@ def _check_expert(
     scope: str,
     states: States,
 ) -> list[Part]:
-    """Compare one expert's GEMM on the devices that have rows of it; the simulator's operands and
-    result of each.
-    """
+    """Compare one expert's GEMM on the devices with rows of it; the simulator's part of each."""
     operands = []
     role_operands = zip(*((a, b) for a, b, _ in gemms), strict=True)
     for cast, used in zip(operand_casts(which, spec), role_operands, strict=True):

@@ -138,9 +138,7 @@ class Rerun:
         return buffers.reshape(-1, buffers.shape[-1])
 
     def _on_device(self, x: jax.Array, g: jax.Array, sizes: jax.Array, w: jax.Array):
-        """On one device: the operands of each GEMM, the results of two, the ends of its groups, and
-        its piece of grad_weight.
-        """
+        """The operands of each GEMM, the results of two, the ends of groups, and grad_weight."""
         layout, axis, own = self._layout, self._layout.expert_axis, sizes[0]
         if axis is not None:
             moved = expert_parallel.dispatch(x, own, axis)

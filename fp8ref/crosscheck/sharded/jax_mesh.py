@@ -195,9 +195,7 @@ def _check_linears(checks: BackendChecks, one: _OneDevice, layout: Layout) -> No
 
 
 def _check_model(checks: BackendChecks, one: _OneDevice, meshed: Config) -> None:
-    """Compare the first layer's input on a mesh with one device's, and check the proof of the
-    compiled step.
-    """
+    """Compare the first layer's input with one device's; check the proof of the compiled step."""
     trainer = loop.trainer("jax", meshed)
     proof = trainer.prove(one.tokens)  # type: ignore[attr-defined]
     mine = trainer.first_input(one.tokens[:, :-1])  # type: ignore[attr-defined]
@@ -214,10 +212,7 @@ def _check_model(checks: BackendChecks, one: _OneDevice, meshed: Config) -> None
 
 
 def _factors(devices: int) -> list[tuple[tuple[int, int, int], bool]]:
-    """Every (data, fsdp, tensor) of so many devices.
-
-    If tensor is above 1, also with tokens cut over it (sequence parallelism).
-    """
+    """Every (data, fsdp, tensor) of so many devices; above tensor 1 also with cut sequences."""
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
     sizes = [
         (d, f, devices // d // f) for d in divisors for f in divisors if devices % (d * f) == 0
@@ -263,9 +258,7 @@ def _buffer(experts: dict[str, Experts], devices: int) -> int:
 def _tensors(
     trainer: loop.Trainer, tokens: np.ndarray, experts: Collection[str]
 ) -> tuple[dict[str, dict[Role, np.ndarray]], dict[str, Experts]]:
-    """The high-precision input, weight and grad_output of every FP8 linear on one device; and those
-    of experts.
-    """
+    """input, weight and grad_output of every FP8 linear on one device; and those of experts."""
     tensors: dict[str, dict[Role, np.ndarray]] = {}
     grouped: dict[str, list[Observation]] = {layer: [] for layer in experts}
 

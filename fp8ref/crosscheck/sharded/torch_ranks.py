@@ -180,9 +180,7 @@ class _Check:
         return self._replicated[order]
 
     def _one_pass(self) -> Run:
-        """One process's operands of the first batch, which are compared with the simulator too; it
-        does not train.
-        """
+        """One process's operands of the first batch, compared with the simulator too."""
         if not self._replicated:
             one = self._run(1, fsdp_run.replicate, self.config, 1, 1, self.tokens[:1])[0]
             self._replicated[1, 1] = one

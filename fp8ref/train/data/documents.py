@@ -63,9 +63,7 @@ def check_size(data: DataConfig, source: Source) -> None:
 def tokenized(
     data: DataConfig, source: Source, tokenizer: Tokenizer, *, shown: bool = True
 ) -> Iterator[tuple[bool, np.ndarray]]:
-    """(for validation?, tokens) of every document that is not empty, in order, with a progress
-    bar.
-    """
+    """(for validation?, tokens) of each document that is not empty, with a progress bar."""
     title, total = "tokenizing", None
     if source.kind != "hub":
         title, total = "tokenizing, MiB", sum(_size(path) for _, path in source.files) // MEBIBYTE

@@ -110,9 +110,7 @@ def _shuffled(split: Windows, seed: int) -> grain.MapDataset:
 
 
 def _evaluation(config: Config, first: bool) -> tuple[dict[str, grain.MapDataset], dict]:
-    """data.evaluation: all windows of each set, in an order of its own that never changes; and what
-    a manifest says.
-    """
+    """All windows of each set of data.evaluation, in a fixed order; and what manifests say."""
     sets, described, length = {}, {}, config.data.sequence_length
     least = config.data.batch_size * config.run.eval_batches
     for name, source in config.data.evaluation or ():

@@ -69,9 +69,7 @@ def train(splits: Sequence[Windows], weights: Sequence[float], seed: int) -> Mix
 
 
 def validation(splits: Sequence[Windows], weights: Sequence[float]) -> Mixture:
-    """Validation rows in the same shares, whatever the seed, as many as there are before a source
-    is used up.
-    """
+    """Validation rows in the same shares, whatever the seed, until a source is used up."""
     return Mixture([grain.MapDataset.source(split).seed(0).shuffle() for split in splits], weights)
 
 

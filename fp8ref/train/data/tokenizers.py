@@ -169,10 +169,7 @@ def _hugging_face(name: str, end: str | None) -> HuggingFace:
 
 
 def _eos_token(path: Path) -> str | None:
-    """eos_token of a tokenizer_config.json: a string, or an object with ``content``.
-
-    None if there is none.
-    """
+    """eos_token of a tokenizer_config.json, a string or an object with ``content``."""
     try:
         token = files.read_object(path).get("eos_token")
     except FileNotFoundError:

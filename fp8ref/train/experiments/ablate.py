@@ -220,9 +220,7 @@ def _check(
     operands: Sequence[Operand],
     batch_size: int,
 ) -> None:
-    """ConfigError: an option whose operands are all left out; too few seeds or batches, or more
-    than there are.
-    """
+    """ConfigError: an option without operands; too few seeds or batches, or too many."""
     for option, value, kind in studied.options:
         if value is not None and all(operand.gemm != kind for operand in operands):
             raise ConfigError(
@@ -255,9 +253,7 @@ def _losses(
     base: Base,
     out: Path,
 ) -> tuple[Losses, dict[str, Losses], dict[str, dict]]:
-    """The baseline's losses, those with each operand changed by its name, and the statistics of
-    operands.
-    """
+    """The baseline's losses, those with each operand changed by name, and statistics."""
     steps, seeds = measurement.steps, measurement.seeds
     about = {
         "backend": start.backend,

@@ -85,9 +85,7 @@ EVERYTHING = Studied()
 
 @dataclass(frozen=True, kw_only=True)
 class Operand:
-    """A role of a GEMM, of attention or of the states, in a group of linears or layers; of states
-    linears is empty.
-    """
+    """A role of a GEMM, of attention or of the states (without linears), in a group."""
 
     group: str
     gemm: Kind
@@ -101,9 +99,7 @@ class Operand:
 
     @property
     def key(self) -> str:
-        """The name, and a digest of the casts: of other --layers a group of the same name has
-        others.
-        """
+        """The name, and a digest of the casts: --layers may give a group of this name others."""
         digest = hashlib.sha256(json.dumps(sorted(self.casts)).encode()).hexdigest()
         return f"{self.name} {digest[:16]}"
 

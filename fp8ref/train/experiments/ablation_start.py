@@ -59,9 +59,7 @@ class Start:
 
     @functools.cached_property
     def identity(self) -> str:
-        """A sha256 of what is begun with: of the checkpoint's files, or of the directory's weights
-        and config.
-        """
+        """A sha256 of what is begun with: the checkpoint's files, or the weights and config."""
         if self.checkpoint is not None:
             listed = self.checkpoint.manifest["files"]
             of = {name: entry["sha256"] for name, entry in listed.items()}
@@ -97,9 +95,7 @@ class Start:
         )
 
     def _amaxes(self) -> dict[str, float]:
-        """The amax of every operand of the linears, under scales of the tensors themselves, of the
-        batch after the checkpoint.
-        """
+        """The amax of every operand of the linears, of the batch after the checkpoint."""
         config = with_plain_attention(self.config).replace(
             numerics={"recipe": "tensorwise", "rules": None},
             optimizer={"kind": "adamw", "layout": None},
@@ -220,9 +216,7 @@ def _sha256(path: Path) -> str:
 
 
 def _studied(config: Config, recipe: str, *, keeps_rules: bool) -> Config:
-    """A config in one recipe, without what does not change losses or has no place in an
-    ablation.
-    """
+    """A config in one recipe, without what changes no loss or has no place here."""
     if recipe not in trained_recipes() or not RECIPES[recipe].fp8:
         fp8 = ", ".join(name for name, one in trained_recipes().items() if one.fp8)
         raise ConfigError(f"--recipe is one with FP8 that trains: {fp8}; got {recipe!r}.")

@@ -137,9 +137,7 @@ def report(
 
 
 def _check(run: Planned) -> None:
-    """ConfigError if the directory holds a run that this one could not resume, or whose result
-    would be taken for it.
-    """
+    """ConfigError for a run that this one could not resume, or that would pass for it."""
     held = run_dir.Lock()
     try:
         run_dir.claim(run.out, run.config, run.backend, held, resume=True, overwrite=False)

@@ -66,9 +66,7 @@ def studying(config: Config, *, attention: str | None, states: str | None) -> Co
 
 
 def in_high_precision(config: Config, *, attention: bool, states: bool) -> Config:
-    """The config with attention in high precision if it is in FP8, and with states in float32, in
-    their layout's order of operations.
-    """
+    """The config with FP8 attention, and states, in high precision, in the same order."""
     variant, layout = config.attention_variant, config.optimizer.moment_layout
     if attention and variant is not None and variant.fmt.bits == 8:
         config = ablation_start.with_plain_attention(config)
@@ -83,9 +81,7 @@ def _with_parts(layout: layouts.Layout, parts: tuple[str, ...]) -> str:
 
 
 def cast_operands(config: Config) -> list[Cast]:
-    """Everything that a config casts, of linears, and of attention and states under
-    ``studying``.
-    """
+    """Everything that a config casts, of linears, attention and states."""
     operands: list[Cast] = [
         (d.path, *key)
         for d in config.decisions()
@@ -150,9 +146,7 @@ def _alone(path: str) -> str:
 
 
 def losses(config: Config, start: Start, *, steps: int, seeds: int) -> list[float | None]:
-    """Validation losses: of each batch, or, after training, their mean for each order of data; None
-    if one was not finite.
-    """
+    """Validation losses of each batch, or trained, of each order of data; None: not finite."""
     trainer = loop.trainer(start.backend, config)
     held_out = [start.batches.held_out(i) for i in range(config.run.eval_batches)]
     values: list[float] = []

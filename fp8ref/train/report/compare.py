@@ -86,9 +86,7 @@ class Comparison(Result):
 
 
 def read(path: Path, *, loss: str | None = None) -> Run | Log:
-    """A run directory, or a log of another trainer, whose losses are in the column or tag
-    ``loss``.
-    """
+    """A run directory, or a log of another trainer with its losses in column or tag ``loss``."""
     if (path / "manifest.json").exists() or not path.exists():
         return runs.read(path)
     return foreign_logs.read(path, loss=loss)

@@ -289,10 +289,7 @@ def _markers(count: int) -> dict[str, Any]:
 
 
 def _width(seeds: Seeds, count: int) -> int:
-    """Window of the running mean, in steps.
-
-    It is the seeds' window, or without a band one for this run's length.
-    """
+    """Window of the running mean, in steps: the seeds', or without a band this run's own."""
     return min(gap_intervals.window(count) if seeds.band is None else seeds.width, count)
 
 

@@ -59,9 +59,7 @@ _CONSOLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """The training losses of a run that fp8ref did not make; ``losses`` by ascending step, in
-    nats.
-    """
+    """Losses of a run that fp8ref did not make; ``losses`` by ascending step, in nats."""
 
     name: str
     losses: dict[int, float]
@@ -128,9 +126,7 @@ def _records(path: Path, loss: str | None) -> Iterator[tuple[int, float]]:
 
 
 def _tagged(path: Path, events: list[Path], loss: str | None) -> Iterator[tuple[int, float]]:
-    """The values of the tag of losses; a later file, of a resumed run, replaces steps of earlier
-    ones.
-    """
+    """The values of the tag of losses; a later file, of a resumed run, replaces earlier steps."""
     tagged: dict[str, dict[int, float]] = {}
     for file in events:
         for tag, step, value in _events(file):
@@ -214,9 +210,7 @@ def _rows(path: Path, loss: str | None) -> Iterator[dict]:
 
 
 def _check_names(names: Sequence[str], loss: str | None, where: str) -> None:
-    """ConfigError for two columns of the name that is read, without regard to case: one would be
-    lost.
-    """
+    """ConfigError for two columns of the name that is read: one would be lost."""
     for name in (_named(names, STEPS), _named(names, (loss,) if loss else LOSSES)):
         count = sum(str(column).lower() == str(name).lower() for column in names)
         if name is not None and count > 1:
@@ -343,9 +337,7 @@ def _events(path: Path) -> Iterator[tuple[str, int, float]]:
 
 
 def _scalar(value) -> float | None:
-    """The number of a summary's value, of tf.summary and newer writers also as a tensor; None of
-    another kind.
-    """
+    """The number of a summary's value, which newer writers give as a tensor; else None."""
     if value.HasField("simple_value"):
         return value.simple_value
     if not value.HasField("tensor") or value.tensor.dtype != 1:  # DT_FLOAT

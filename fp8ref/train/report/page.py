@@ -276,17 +276,13 @@ def _states(run: Run) -> dict:
 
 
 def _median(run: Run) -> float | None:
-    """Median tokens per second, without the first tenth of the steps, which includes
-    compilation.
-    """
+    """Median tokens per second, without the first tenth of the steps, which compile."""
     values = list(run.curve("tokens_per_second").values())
     return float(np.median(values[len(values) // 10 :])) if values else None
 
 
 def _non_finite(run: Run) -> list[tuple[str, int, int]]:
-    """(operand, first step, number of elements) of every operand that ever had non-finite
-    elements.
-    """
+    """(operand, first step, number of elements) of operands with non-finite elements."""
     operands: dict[str, tuple[str, int, int]] = {}
     for line in run.statistics:
         for key, values in line["statistics"].items():
@@ -312,9 +308,7 @@ def _put(path: Path, content: bytes) -> None:
 
 
 def fp8_coverage(planned: dict) -> list[LinearCoverage]:
-    """What ran in FP8 under one of ``Run.recipes``: for every linear, its plan and the GEMMs that
-    the proof found.
-    """
+    """What ran in FP8 under one of ``Run.recipes``: each linear's plan and proven GEMMs."""
     proof = planned.get("proof")
     return [
         LinearCoverage(

@@ -92,9 +92,7 @@ class Metrics:
 @file_checks.lenient
 @dataclass
 class Measures:
-    """One operand's statistics in a line of statistics.jsonl; null if the value was not finite.
-    count, saturated and lost: of P and dS.
-    """
+    """One operand's statistics; null if not finite. count, saturated and lost: of P and dS."""
 
     amax: Magnitude | None = None
     underflow_rate: Size | None = None

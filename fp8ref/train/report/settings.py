@@ -11,9 +11,7 @@ from fp8ref.train.report.runs import Run
 
 @dataclass(frozen=True)
 class Differences:
-    """baseline: the run that others are compared with; others: those; rows: (dotted key, the
-    baseline's value, the others').
-    """
+    """others: runs compared with the baseline; rows: (dotted key, its value, theirs)."""
 
     baseline: Run
     others: tuple[Run, ...]

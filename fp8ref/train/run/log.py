@@ -153,9 +153,7 @@ class RunLog:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """In this context an OSError, which knows no path where it comes from a write, names this
-    one.
-    """
+    """In this context an OSError names this path, which one of a write does not know."""
     try:
         yield
     except OSError as error:
@@ -251,9 +249,7 @@ def create(
 
 
 def _described(config: Config, decisions: list[Decision], proof: dict | None) -> dict:
-    """What a manifest says of a recipe: what was planned of each linear, and what the proof
-    found.
-    """
+    """What a manifest says of a recipe: the plan of each linear, and what the proof shows."""
     linears = []
     for d in decisions:
         linear = {

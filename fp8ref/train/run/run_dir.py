@@ -94,9 +94,7 @@ class Lock:
 
 
 def _lock(descriptor: int) -> None:
-    """Lock a file, or raise as flock; wait for a report that looks at the lock (``killed``), a
-    moment at most.
-    """
+    """Lock a file, or raise as flock; wait a moment for a report that looks (``killed``)."""
     for wait in (0.01, 0.05, 0.2):
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -194,9 +192,7 @@ def _goes_on(
 
 
 def _check_replaceable(out: Path) -> None:
-    """ConfigError if --overwrite would remove what is no directory of the run's own: a link to one,
-    or a file.
-    """
+    """ConfigError if --overwrite would remove a link or a file in place of a directory."""
     for folder in (checkpoint.FOLDER, failed_step.FOLDER, trackers.EVENTS):
         path = out / folder
         if path.is_symlink() or (path.exists() and not path.is_dir()):
@@ -280,9 +276,7 @@ def last_checkpoint(out: Path, config: Config, backend: str, data: Mapping) -> C
 
 
 def _say_if_gradients_grow(last: Checkpoint, config: Config, backend: str) -> None:
-    """Say so where the ranks' grad_outputs become larger or smaller than delayed scaling has seen
-    (K-2).
-    """
+    """Say so where grad_outputs change by more than delayed scaling has seen (K-2)."""
     source = str(last.path / "manifest.json")
     before = configs.from_dict(last.manifest["config"], source=source).parallel.sharing
     now = config.parallel.sharing
@@ -303,9 +297,7 @@ def _say_if_gradients_grow(last: Checkpoint, config: Config, backend: str) -> No
 
 
 def lengthens(config: Config, manifest: dict, trained: int) -> bool:
-    """Whether a config has more steps than that of a manifest, and the steps that were taken have
-    the same learning rates and recipes.
-    """
+    """Whether a config has more steps, and those taken have the same rates and recipes."""
     source = getattr(manifest, "source", "manifest.json")
     before = configs.from_dict(manifest["config"], source=source)
     now, steps = config.run.steps, before.run.steps
@@ -354,9 +346,7 @@ def _described(config: Config, backend: str) -> dict:
 
 
 def _without_paths(config: dict | None) -> dict | None:
-    """A manifest's config, completed, with the weights of data.mixture and the names of
-    data.evaluation alone.
-    """
+    """A manifest's config, completed, without paths of data.mixture and data.evaluation."""
     if not isinstance(config, dict):
         return config
     whole = configs.completed(config)

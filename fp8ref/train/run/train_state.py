@@ -82,9 +82,7 @@ class PerParameter:
         return 4 * elements
 
     def stored(self, optimizer: OptimizerConfig, elements: int) -> Moment | None:
-        """How ``adamw_states`` stores it, of a parameter of so many elements; None: as one tensor
-        of float32.
-        """
+        """How ``adamw_states`` stores it, of so many elements; None: as one float32 tensor."""
         layout = optimizer.moment_layout
         if layout is None or self.kept is None or self.kept >= len(layout.kept):
             return None
@@ -142,9 +140,7 @@ def schema(config: Config, backend: str) -> dict[str, Tensor]:
 
 
 def check_master(name: str, dtype: np.dtype) -> None:
-    """ConfigError unless a saved master holds numbers of a float type: an integer's bits are no
-    weight.
-    """
+    """ConfigError unless a saved master is of a float type: an integer's bits are no weight."""
     if dtype.kind in "biuc":
         raise ConfigError(
             f"{name} is a float in every layout, and {dtype} in the checkpoint. Load a state "
@@ -180,9 +176,7 @@ def _fields(moment: Moment, shape: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def fp8_states(config: Config, backend: str) -> dict[str, Tensor]:
-    """The part of the schema that delayed scaling keeps (spec H-2), in any phase of a schedule
-    (T-9).
-    """
+    """The states of delayed scaling in the schema (spec H-2), in any phase of a schedule (T-9)."""
     # The field names are those of each backend's DelayedState; torch.nn registers the states of a
     # linear under ``states``.
     torch = backend == "torch"
@@ -197,9 +191,7 @@ def fp8_states(config: Config, backend: str) -> dict[str, Tensor]:
 
 
 def delayed_states(config: Config) -> dict[tuple[str, str], tuple[Format, DelayedScaling]]:
-    """{(linear or a layer's attention, role): its format and scaling} of every state of delayed
-    scaling, in any phase.
-    """
+    """{(linear or a layer's attention, role): format and scaling} of all delayed states."""
     decisions = (d for recipe in config.recipes for d in config.under(recipe).decisions())
     keepers: list[tuple[str, Mapping]] = [(d.path, delayed_casts(d.recipe)) for d in decisions]
     return {
