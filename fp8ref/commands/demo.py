@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     Verdicts = dict[tuple[str, str], Verdict]
     """(backend, recipe) -> the verdict on its runs."""
 
+__all__ = ["KEPT", "OBSERVED", "RECIPES", "add"]
+
 RECIPES = ("bf16", "tensorwise", "rowwise")
 """The recipes that the demo trains with."""
 

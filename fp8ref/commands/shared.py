@@ -9,6 +9,8 @@ from pathlib import Path
 from fp8ref.shared import console
 from fp8ref.shared.result import Result
 
+__all__ = ["DEFECT", "ERROR", "INTERRUPTED", "LOST", "NON_FINITE", "PIPE", "STOPPED", "check_whole"]
+
 ERROR, FAILED, DEFECT, NON_FINITE, LOST, STOPPED, INTERRUPTED, PIPE = 2, 1, 1, 3, 4, 5, 130, 141
 RUN_FILES = (
     *("manifest.json", "metrics.jsonl", "statistics.jsonl", "config.toml"),

@@ -16,6 +16,8 @@ import sys
 
 from fp8ref.shared import parents as parent_process
 
+__all__ = ["in_child", "is_child", "report"]
+
 VARIABLE = "FP8REF_VERDICT"
 """Names, in the environment of a child, the pipe that it reports to, and one that its parent never
 writes to.

@@ -20,6 +20,8 @@ from fp8ref.sim.quantize import cast, scaling
 from fp8ref.spec import llama
 from fp8ref.spec.hardware import Multiply
 
+__all__ = ["REPLICATES", "forward", "gemm", "gradient", "probe_weights", "rerounded", "summed_gemm"]
+
 SAMPLES = 16
 """Runs of the simulated model under stochastic rounding."""
 

@@ -45,6 +45,8 @@ from fp8ref.spec.hardware import Multiply
 from fp8ref.train import loop
 from fp8ref.train.config.config import Config
 
+__all__ = ["as_factor", "initial_states", "observe", "states_after"]
+
 States = Mapping[str, delayed.DelayedState]
 """``<layer>/<role>`` -> state of delayed scaling."""
 

@@ -54,6 +54,8 @@ from fp8ref.train.run.failed_step import Failure
 if TYPE_CHECKING:
     from rich.console import Console
 
+__all__ = ["rerun"]
+
 
 def rerun(path: Path) -> "RerunReport":
     """Rerun a failed step; path: its directory or its manifest.json.

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 
+__all__ = ["below"]
+
 AFTER = " /-_.,"
 """A name is broken after one of these, if there is one in the second half of a line."""
 

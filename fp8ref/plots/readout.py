@@ -16,6 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 
+__all__ = ["cells", "name", "name_of", "of"]
+
 POINTS_PER_INCH = 72
 """matplotlib's SVGs have this many units an inch."""
 

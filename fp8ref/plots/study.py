@@ -12,6 +12,8 @@ from matplotlib.ticker import PercentFormatter
 
 from fp8ref.plots import legends, readout, style
 
+__all__ = ["attention_map", "depth_lines", "sqnr_map"]
+
 
 def sqnr_map(
     ax: Axes,

@@ -9,6 +9,22 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image  # matplotlib's own means of writing PNGs
 
+__all__ = [
+    "BLUE",
+    "CYCLE",
+    "DASHES",
+    "FAINT",
+    "GREEN",
+    "MUTED",
+    "PURPLE",
+    "VERMILLION",
+    "figure",
+    "layers",
+    "legend",
+    "looks",
+    "plain",
+]
+
 # Okabe and Ito's colors, distinguishable to color-blind readers; yellow, which white swallows, is
 # left out.
 BLACK, BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = (

@@ -25,6 +25,8 @@ import numpy as np
 from fp8ref.shared import files
 from fp8ref.shared.console import one_line
 
+__all__ = ["Attended", "Operand", "Recording", "read"]
+
 ATTENTION = "attention"
 """What names a layer's attention in a file."""
 

@@ -34,6 +34,8 @@ from fp8ref.train.report import runs
 from fp8ref.train.report.runs import Run
 from fp8ref.train.run import checkpoint
 
+__all__ = ["compare_runs"]
+
 KEYS = ("loss", "grad_norm")
 """The recorded metrics of a step that are compared."""
 

@@ -35,6 +35,8 @@ from fp8ref.train.config.config import Config
 from fp8ref.train.data import loader
 from fp8ref.train.data.loader import Batches
 
+__all__ = ["check_alone", "compare_backends"]
+
 Metrics = Mapping[str, float]
 """The metrics of a step, by name."""
 

@@ -42,6 +42,8 @@ from fp8ref.train.config.config import Config
 from fp8ref.train.data import loader
 from fp8ref.train.jax.mesh import Layout
 
+__all__ = ["crosscheck"]
+
 Operand = tuple[np.ndarray, np.ndarray]
 """The codes uint8 and the scale float32 of an operand."""
 

@@ -32,6 +32,8 @@ from fp8ref.train.config.config import Config
 from fp8ref.train.config.sections import ParallelConfig
 from fp8ref.train.data import loader
 
+__all__ = ["STEPS", "crosscheck"]
+
 SCOPES = ("local", "global")
 """The amax scopes that are tried where the config has ``global`` and no delayed scaling."""
 

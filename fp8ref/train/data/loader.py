@@ -16,6 +16,8 @@ from fp8ref.train.data.mixture import Mixture
 from fp8ref.train.data.sources import Source
 from fp8ref.train.data.windows import InMemory, Windows
 
+__all__ = ["Batches", "open_batches"]
+
 
 @dataclass(frozen=True)
 class Batches:

@@ -20,6 +20,8 @@ from fp8ref.train.data import documents, sidecar, sources, tokenizers
 from fp8ref.train.data.sidecar import Sidecar
 from fp8ref.train.run import checkpoint
 
+__all__ = ["prepare"]
+
 SHARD_TOKENS = 10**8
 """The default for the most tokens of a shard."""
 

@@ -10,6 +10,8 @@ import pydantic
 from fp8ref.shared import files
 from fp8ref.shared.errors import ConfigError
 
+__all__ = ["File", "Sidecar", "read", "write"]
+
 NAME = "shards.json"
 """The name of a sidecar."""
 

@@ -43,6 +43,8 @@ from fp8ref.train.report import gap as gaps
 if TYPE_CHECKING:
     from rich.console import Console
 
+__all__ = ["Ablation", "Measurement", "ablate"]
+
 Base = Literal["bf16", "fp8"]
 """What all other operands are in."""
 

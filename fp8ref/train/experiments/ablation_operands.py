@@ -19,6 +19,8 @@ from fp8ref.spec.states import parts as layout_parts
 from fp8ref.train.config.config import Config
 from fp8ref.train.experiments import variants
 
+__all__ = ["KINDS", "ROLES", "Studied"]
+
 By = Literal["layer", "linear", "kind", "model"]
 """How linears are grouped: by layer of the model; each alone; by their last name, over all layers;
 together.

@@ -26,6 +26,8 @@ from fp8ref.train.config import user_model
 from fp8ref.train.config.config import Config
 from fp8ref.train.run import log, run_dir
 
+__all__ = ["plan", "report", "train"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:

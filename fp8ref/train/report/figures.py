@@ -22,6 +22,8 @@ from fp8ref.train.report import runs, svg
 from fp8ref.train.report.runs import Run
 from fp8ref.train.report.verdict import Compared, Seeds
 
+__all__ = ["gaps", "heat_map", "losses", "short"]
+
 POINTS = 1000
 """The most points in a curve: a screen shows no more, and every page would carry them."""
 

@@ -23,6 +23,8 @@ from typing import Any
 from fp8ref.shared import console, extras, files
 from fp8ref.shared.errors import ConfigError
 
+__all__ = ["read"]
+
 STEPS = ("step", "_step", "global_step", "iteration", "iter")
 """Names of a column of steps, without regard to case; the first that is there counts."""
 

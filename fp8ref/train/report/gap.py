@@ -23,6 +23,8 @@ import numpy as np
 
 from fp8ref.train.report.student import student
 
+__all__ = ["CONFIDENCE", "MARGIN", "matched", "window"]
+
 BATCHES = 5
 """The number of batch means in the interval of one pair (E-5)."""
 

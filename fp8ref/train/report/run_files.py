@@ -5,7 +5,7 @@ line, value and remedy.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,8 @@ from fp8ref.shared import console, files
 from fp8ref.shared.errors import ConfigError
 from fp8ref.spec.attention import products as attention_products
 from fp8ref.train.run import file_checks, log
+
+__all__ = ["manifest", "statistics"]
 
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-1e100, le=1e100)]
 """A loss or another number of either sign, at most 1e100 in magnitude.
@@ -74,8 +76,7 @@ def _set(name: str) -> str:
     return name
 
 
-@file_checks.lenient
-@dataclass
+@file_checks.record
 class Metrics:
     """A line of metrics.jsonl.
 
@@ -89,8 +90,7 @@ class Metrics:
     val_loss: Number = 0
 
 
-@file_checks.lenient
-@dataclass
+@file_checks.record
 class Measures:
     """One operand's statistics; null if not finite. count, saturated and lost: of P and dS."""
 
@@ -104,8 +104,7 @@ class Measures:
     lost: Whole = 0
 
 
-@file_checks.lenient
-@dataclass
+@file_checks.record
 class States:
     """The health of one parameter's optimizer states, or of all together, in a line of
     statistics.jsonl; null if a figure was not finite."""
@@ -123,8 +122,7 @@ class States:
     largest_ratio: Size | None = None
 
 
-@file_checks.lenient
-@dataclass
+@file_checks.record
 class Statistics:
     """A line of statistics.jsonl. states: by parameter, "" for all together."""
 
@@ -133,24 +131,21 @@ class Statistics:
     states: dict[Name, States] = field(default_factory=dict)
 
 
-@file_checks.lenient
-@dataclass
+@file_checks.record
 class Seed:
     """The seed of a section."""
 
     seed: int
 
 
-@file_checks.lenient
-@dataclass
+@file_checks.record
 class RunKeys(Seed):
     """Keys of section run: seed and number of steps."""
 
     steps: Count
 
 
-@file_checks.lenient
-@dataclass
+@file_checks.record
 class DataKeys(Seed):
     """Keys of section data: seed, and the size of a batch."""
 
@@ -158,16 +153,14 @@ class DataKeys(Seed):
     sequence_length: Count
 
 
-@file_checks.lenient
-@dataclass
+@file_checks.record
 class NumericsKeys:
     """Keys of section numerics."""
 
     recipe: Name
 
 
-@file_checks.lenient
-@dataclass
+@file_checks.record
 class StatisticsKeys:
     """Keys of section statistics: steps between records; 0 for none, None for the first and the
     last step."""
@@ -175,8 +168,7 @@ class StatisticsKeys:
     every: Whole | None = 0
 
 
-@file_checks.lenient
-@dataclass
+@file_checks.record
 class Sections:
     """The config's keys that a report uses. model and optimizer are compared as a whole."""
 
@@ -188,8 +180,7 @@ class Sections:
     statistics: StatisticsKeys = field(default_factory=StatisticsKeys)
 
 
-@file_checks.lenient
-@dataclass
+@file_checks.record
 class Linear:
     """A linear, of weight shape [N, K], and the recipe that was planned for it."""
 
@@ -200,8 +191,7 @@ class Linear:
     reason: Name
 
 
-@file_checks.lenient
-@dataclass
+@file_checks.record
 class Gemm:
     """A GEMM in the proof. gemm: <layer>/<which>; a, b: dtypes of its operands."""
 
@@ -212,8 +202,7 @@ class Gemm:
     accumulate: Name | None
 
 
-@file_checks.lenient
-@dataclass
+@file_checks.record
 class Simulated:
     """A GEMM in the proof that ran under simulated hardware; plan: its accumulation plan."""
 
@@ -224,8 +213,7 @@ class Simulated:
     plan: str
 
 
-@file_checks.lenient
-@dataclass
+@file_checks.record
 class AttentionProof:
     """The products of attention by a variant in a traced step, each distinct one once; or a
     library's kernels, as ``<layer>: <call>``."""
@@ -236,8 +224,7 @@ class AttentionProof:
     kernels: list[str] = field(default_factory=list)
 
 
-@file_checks.lenient
-@dataclass
+@file_checks.record
 class Proof:
     """The GEMMs of a traced step, and what was planned but missing. gathers: number by dtype."""
 
@@ -251,8 +238,7 @@ class Proof:
     attention: AttentionProof | None = None
 
 
-@file_checks.lenient
-@dataclass
+@file_checks.record
 class Planned:
     """What was planned and proven of a recipe of a schedule."""
 
@@ -260,8 +246,7 @@ class Planned:
     proof: Proof | None = None
 
 
-@file_checks.lenient
-@dataclass
+@file_checks.record
 class Schedule:
     """The recipes of a schedule. ran: [first step, recipe] of each that ran, in order."""
 
@@ -269,8 +254,7 @@ class Schedule:
     recipes: dict[Name, Planned]
 
 
-@file_checks.lenient
-@dataclass
+@file_checks.record
 class Memory:
     """Peak memory, of the device or the process."""
 
@@ -278,8 +262,7 @@ class Memory:
     of: str
 
 
-@file_checks.lenient
-@dataclass
+@file_checks.record
 class Manifest:
     """manifest.json."""
 

@@ -15,6 +15,8 @@ from fp8ref.train.config import config as configs
 from fp8ref.train.report import run_files
 from fp8ref.train.run import run_dir
 
+__all__ = ["Run", "common_steps", "read", "read_all"]
+
 SAME = ("model", "optimizer", "data.batch_size", "data.sequence_length", "run.steps")
 """Config sections and keys in which a run and its bf16 reference runs agree, next to the text
 (E-1)."""

@@ -15,6 +15,19 @@ from matplotlib.figure import Figure
 from fp8ref.plots import readout
 from fp8ref.shared import console
 
+__all__ = [
+    "LINE",
+    "RUNS",
+    "SEED",
+    "STYLE",
+    "inline",
+    "png",
+    "policy",
+    "script",
+    "style",
+    "template",
+]
+
 COLORS = {
     "ink": ("#1c1d21", "#e8e8ec"),
     "muted": ("#5d6068", "#a3a6b0"),

@@ -21,6 +21,8 @@ from fp8ref.train.report.foreign_logs import Log
 from fp8ref.train.report.gap import CONFIDENCE, Gap, Kind
 from fp8ref.train.report.runs import Run
 
+__all__ = ["Arm", "Verdict", "arms", "compare", "groups", "judged", "seeds_of", "verdict"]
+
 NO_BITS = ("statistics", "checkpoint", "log")
 """Sections of the config that change no bit of training, in which runs of an arm may differ."""
 

@@ -26,6 +26,8 @@ from fp8ref.spec.attention import variants as attention
 from fp8ref.spec.delayed import DELAYED, DelayedScaling
 from fp8ref.train.report import run_files
 
+__all__ = ["replay"]
+
 KNOWN = (*DELAYED, *(name for name in POLICIES if name not in DELAYED))
 """The names that --policy takes: delayed scalings first, then scale policies."""
 

@@ -26,6 +26,21 @@ from fp8ref.train.run import file_checks
 from fp8ref.train.run.processes import Processes, together
 from fp8ref.train.run.trainer import Trainer
 
+__all__ = [
+    "FOLDER",
+    "UNFINISHED",
+    "Checkpoint",
+    "Checkpoints",
+    "latest",
+    "make_empty",
+    "of_step",
+    "saved",
+    "step_of",
+    "sync",
+    "verify",
+    "write_manifest",
+]
+
 FORMAT = 1
 """The version of the format of the directory and its manifest."""
 
@@ -227,15 +242,13 @@ def latest(out: Path, say: Callable[[str], None], *, aside: bool = True) -> Chec
     return None
 
 
-@file_checks.lenient
-@dataclass
+@file_checks.record
 class _File:
     bytes: int
     sha256: str
 
 
-@file_checks.lenient
-@dataclass
+@file_checks.record
 class _Manifest:
     """The types of what is read of a manifest."""
 

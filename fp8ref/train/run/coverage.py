@@ -9,6 +9,8 @@ from typing import Any
 from fp8ref.selection.linears import Decision
 from fp8ref.train.config.config import Config
 
+__all__ = ["of"]
+
 SHOWN = 6
 """The most linears without FP8 that the line names."""
 

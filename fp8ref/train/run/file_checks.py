@@ -4,18 +4,23 @@ remedy.
 
 import json
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, dataclass_transform
 
 import pydantic
 
 from fp8ref.shared import console
 from fp8ref.shared.errors import ConfigError
 
-_T = TypeVar("_T", bound=type)
+__all__ = ["check", "check_text", "record"]
+
+_T = TypeVar("_T")
 
 
-def lenient(kind: _T) -> _T:
-    """Have a dataclass checked strictly by the types of its own keys; other keys are ignored."""
+@dataclass_transform(field_specifiers=(field,))
+def record(kind: type[_T]) -> type[_T]:
+    """A dataclass that is checked strictly by the types of its keys; other keys are ignored."""
+    kind = dataclass(kind)
     kind.__pydantic_config__ = pydantic.ConfigDict(strict=True, extra="ignore")  # type: ignore[attr-defined]
     return kind
 

@@ -15,7 +15,7 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TextIO
 
@@ -31,6 +31,19 @@ from fp8ref.train.config import architecture, hardware
 from fp8ref.train.config import config as configs
 from fp8ref.train.config.config import Config
 from fp8ref.train.run import checkpoint, coverage, failed_step, file_checks
+
+__all__ = [
+    "METRICS",
+    "STATISTICS",
+    "RunLog",
+    "Unwritten",
+    "create",
+    "finish",
+    "manifest",
+    "read_lines",
+    "read_manifest",
+    "read_metrics",
+]
 
 PACKAGES = (
     "numpy",
@@ -275,8 +288,7 @@ def finish(out: Path) -> None:
     _replace(out / "manifest.json", _json(manifest | done))
 
 
-@file_checks.lenient
-@dataclass
+@file_checks.record
 class _Manifest:
     """The types of what is read of a manifest everywhere."""
 

@@ -8,6 +8,8 @@ import numpy as np
 
 from fp8ref.selection.linears import Decision
 
+__all__ = ["Provable", "Trainer"]
+
 
 class Trainer(Protocol):
     """One model in training: what ``jax.trainer.Trainer`` and ``torch.trainer.Trainer`` both offer.
