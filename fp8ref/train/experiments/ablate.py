@@ -158,6 +158,7 @@ class Measurement:
 
 
 FORWARD_PASSES = Measurement()
+"""One forward pass of each of 8 validation batches."""
 
 
 def ablate(
