@@ -268,6 +268,13 @@ class RoleStates(nn.ModuleDict):
         )
 
 
+def role_states(
+    casts: Mapping[Role, tuple[Format, DelayedScaling]], device: torch.device, group: str | None
+) -> RoleStates:
+    """New states of the roles of ``casts``, which a process group's ranks share."""
+    return RoleStates({role: RoleState(*cast, device, group) for role, cast in casts.items()})
+
+
 def states(model: nn.Module) -> Iterator[tuple[str, RoleState]]:
     """The name and state of every role with delayed scaling.
 

@@ -111,15 +111,8 @@ def parallelize(
     if mesh.device_type == "cpu":
         gather_fp8_as_bytes()
     every = None if amax_group is None else amax_group.group_name
-    _replace_parameters(
-        model,
-        mesh,
-        styles,
-        _TOKENS if sequence else _WHOLE,
-        own,
-        planned=plan is not None,
-        every=every,
-    )
+    between, planned = _TOKENS if sequence else _WHOLE, plan is not None
+    _replace_parameters(model, mesh, styles, between, own, planned=planned, every=every)
     if own:
         model.register_forward_pre_hook(
             lambda _, args: (

@@ -29,26 +29,19 @@ def takes(spec: GemmSpec, device: torch.device) -> bool:
     lines = (spec.a.granularity, spec.b.granularity)
     if lines != ("blockwise_1x128", "blockwise_128x128"):
         return False
-    by = block_gemm.takes(
-        spec.a.fmt, spec.b.fmt, *lines, device, columns=block_gemm.DEEP_GEMM_COLUMNS
-    )
+    columns = block_gemm.DEEP_GEMM_COLUMNS
+    by = block_gemm.takes(spec.a, spec.b, device, columns=columns)
     return by == "deep_gemm" and hasattr(block_gemm.deep_gemm(), "m_grouped_fp8_gemm_nt_contiguous")
 
 
 def rows_by_weights(a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:
     """bfloat16 [M, D] of rows a [M, C] and weights [E, D, C], or [E, C, D] if axis -2 is reduced;
     +0 in rows of no group (X-5)."""
-    codes, scale = (
-        (b.codes, b.scale_inv)
-        if b.axis == -1
-        else (b.codes.transpose(-2, -1), b.scale_inv.transpose(-2, -1))
-    )
+    pair = b.codes, b.scale_inv
+    codes, scale = ((x if b.axis == -1 else x.mT).contiguous() for x in pair)
     to, _, total = padded_rows(groups, len(a.codes), ALIGNMENT)
-    return groups.only(
-        multiply(
-            a.codes, a.scale_inv, codes.contiguous(), scale.contiguous(), to, groups.group, total
-        )
-    )
+    out = multiply(a.codes, a.scale_inv, codes, scale, to, groups.group, total)
+    return groups.only(out)
 
 
 @torch.library.custom_op("fp8ref::grouped_deep_gemm", mutates_args=())

@@ -27,18 +27,9 @@ from fp8ref.torch.tensors import linear_input
 
 __all__ = ["ALONE", "Bound", "Exchange", "Slot", "apply", "bind", "observers", "quantize_operand"]
 
-observers: list[
-    Callable[
-        [
-            Gemm,
-            tuple[torch.Tensor, torch.Tensor],
-            tuple[Quantized, Quantized],
-            Groups,
-            torch.Tensor,
-        ],
-        None,
-    ]
-] = []
+_Tensors = tuple[torch.Tensor, torch.Tensor]
+_Operands = tuple[Quantized, Quantized]
+observers: list[Callable[[Gemm, _Tensors, _Operands, Groups, torch.Tensor], None]] = []
 """Functions that are called with (which, tensors, operands, groups, out) of every grouped FP8 GEMM
 that runs eagerly.
 
@@ -201,9 +192,8 @@ def quantize_operand(
         return operands.quantize_weights(
             tensor, cast_spec, -1 if which == "output" else -2, recipe.amax, scale
         )
-    return operands.quantize_rows(
-        tensor, cast_spec, -2 if which == "grad_weight" else -1, groups, recipe.amax, scale, shared
-    )
+    axis = -2 if which == "grad_weight" else -1
+    return operands.quantize_rows(tensor, cast_spec, axis, groups, recipe.amax, scale, shared)
 
 
 @torch.no_grad()

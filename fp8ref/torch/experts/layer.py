@@ -94,11 +94,9 @@ class GroupedLinear(nn.Module):
         Raises:   ValueError: as ``arguments.check_recipe``.
         """
         checked = arguments.check_recipe(recipe)
-        casts = delayed.casts(checked.recipe).items()
-        device = self.weight.device
-        self.states = delayed.RoleStates(
-            {role: delayed.RoleState(fmt, config, device, group) for role, (fmt, config) in casts}
-        ).train(self.training)
+        casts = delayed.casts(checked.recipe)
+        states = delayed.role_states(casts, self.weight.device, group)
+        self.states = states.train(self.training)
         self.shared = group if checked.recipe.fp8 and not checked.recipe.delayed else None
         self._take(checked)
         delayed_checks.watch(self)

@@ -340,12 +340,7 @@ def convert(
         }
         module.grouped_states = nn.ModuleDict(
             {
-                key: delayed.RoleStates(
-                    {
-                        role: delayed.RoleState(fmt, config, device, group)
-                        for role, (fmt, config) in key_casts.items()
-                    }
-                )
+                key: delayed.role_states(key_casts, device, group)
                 for key, key_casts in casts.items()
                 if key_casts
             }

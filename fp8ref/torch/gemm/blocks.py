@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from fp8ref.formats import Format
+from fp8ref.recipe import CastSpec
 from fp8ref.spec.granularity import by_name
 from fp8ref.torch.quantize.scaling import Quantized
 
@@ -31,6 +31,8 @@ NAMES: dict[Kernel, str] = {
     "dequantized": "float32 on dequantized codes",
 }
 """Kernels, as reports name them."""
+
+_GRANULARITIES_OF_B = ("blockwise_1x128", "blockwise_128x128")
 
 BLOCK = 128
 """The length of a block along K that the kernels take."""
@@ -56,25 +58,16 @@ def kernel(a: Quantized, b: Quantized) -> Kernel:
     m, k, n = a.codes.shape[1 - a.axis % 2], a.codes.shape[a.axis], b.codes.shape[1 - b.axis % 2]
     if max(m * k, n * k, m * n) >= OFFSETS:
         return "dequantized"
-    return takes(a.fmt, b.fmt, a.granularity, b.granularity, a.codes.device, columns=n)
+    return takes(a, b, a.codes.device, columns=n)
 
 
 def takes(
-    fmt_a: Format,
-    fmt_b: Format,
-    granularity_a: str,
-    granularity_b: str,
-    device: torch.device,
-    *,
-    columns: int,
+    a: Quantized | CastSpec, b: Quantized | CastSpec, device: torch.device, *, columns: int
 ) -> Kernel:
     """What multiplies such operands on a device, with N columns, up to OFFSETS."""
-    if (
-        (fmt_a.name, fmt_b.name) != ("e4m3fn", "e4m3fn")
-        or (granularity_a, granularity_b)
-        not in (("blockwise_1x128", "blockwise_1x128"), ("blockwise_1x128", "blockwise_128x128"))
-        or not _has_tensor_cores(device)
-    ):
+    formats = a.fmt.name, b.fmt.name
+    lines = a.granularity == "blockwise_1x128" and b.granularity in _GRANULARITIES_OF_B
+    if formats != ("e4m3fn", "e4m3fn") or not lines or not _has_tensor_cores(device):
         return "dequantized"
     if _is_hopper(device) and columns % DEEP_GEMM_COLUMNS == 0 and deep_gemm() is not None:
         return "deep_gemm"

@@ -121,16 +121,7 @@ def kernel(recipe: Recipe, device: torch.device, shape: tuple[int, int]) -> str:
         assert spec.a
         assert spec.b
         columns = shape[0] if which == "output" else shape[1]
-        keys.append(
-            blocks.takes(
-                spec.a.fmt,
-                spec.b.fmt,
-                spec.a.granularity,
-                spec.b.granularity,
-                device,
-                columns=columns,
-            )
-        )
+        keys.append(blocks.takes(spec.a, spec.b, device, columns=columns))
     return " and ".join(name for key, name in blocks.NAMES.items() if key in keys)
 
 

@@ -90,12 +90,8 @@ class Linear(nn.Linear):
         self.cut: Cut | None = None
         self.groups = Groups(batch=group, every=group)
         self._bind()
-        self.states = delayed.RoleStates(
-            {
-                role: delayed.RoleState(fmt, config, self.weight.device, group)
-                for role, (fmt, config) in delayed.casts(self.recipe).items()
-            }
-        )
+        casts = delayed.casts(self.recipe)
+        self.states = delayed.role_states(casts, self.weight.device, group)
         delayed_checks.watch(self)
 
     @classmethod
@@ -249,17 +245,13 @@ class _Spec:
     @functools.cached_property
     def uses(self) -> dict[tuple[Gemm, Role], _Use]:
         """How each GEMM takes both its operands."""
-        return {
-            (which, role): self._use(which, role, cast, axis - 2)
-            for which, gemm_spec in self.recipe.gemms.items()
-            for role, cast, axis in zip(
-                OPERANDS[which], (gemm_spec.a, gemm_spec.b), REDUCED_AXES[which], strict=True
-            )
-        }
-
-    def _use(self, which: Gemm, role: Role, cast: CastSpec | None, axis: int) -> _Use:
-        group = None if cast is None else self.groups.sharing(role, cast.granularity, axis)
-        return _Use(cast, axis, group, ragged=which == "grad_weight")
+        uses = {}
+        for which, spec in self.recipe.gemms.items():
+            operands = zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True)
+            for role, cast, axis in operands:
+                group = self.groups.sharing(role, cast.granularity, axis - 2) if cast else None
+                uses[which, role] = _Use(cast, axis - 2, group, ragged=which == "grad_weight")
+        return uses
 
 
 class _Operand(NamedTuple):

@@ -8,6 +8,7 @@ products, attention, and the products of experts.
 
 import collections
 import contextlib
+import dataclasses
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -272,20 +273,12 @@ def _rows(model: nn.Module, counted: _Products | None) -> list[Row]:
         )
     listed = [rows[name] for name, _ in modules if name in rows]
     if vectors:
-        listed.append(
-            Row(
-                path="",
-                kind="vectors",
-                shape=(),
-                recipe=None,
-                reason=f"of {len(vectors)} modules",
-                parameters=sum(vectors),
-            )
-        )
+        why = f"of {len(vectors)} modules"
+        vector_row = Row(path="", kind="vectors", shape=(), recipe=None, reason=why)
+        listed.append(dataclasses.replace(vector_row, parameters=sum(vectors)))
     for (operator, shape, why), count in counted.others.items() if counted else ():
-        listed.append(
-            Row(path="", kind=operator, shape=shape, recipe=None, reason=why, multiplications=count)
-        )
+        row = Row(path="", kind=operator, shape=shape, recipe=None, reason=why)
+        listed.append(dataclasses.replace(row, multiplications=count))
     return listed
 
 
@@ -308,13 +301,13 @@ def _row(
     """The row of one layer, from the shapes of its parameters and the sizes of those that count
     here."""
     recipe, kernel = _in_fp8(module)
-    largest = (
-        _dims(module, shapes)
-        if isinstance(module, nn.Linear)
-        else max(shapes.values(), key=math.prod)
-    )
+    largest = max(shapes.values(), key=math.prod)
+    if isinstance(module, nn.Linear):
+        largest = _dims(module, shapes)
     count = None if counted is None else counted.layers.get(module, 0)
     why = reason or ("converted" if recipe else _why_not(module, largest))
+    experts = isinstance(module, Experts | GroupedLinear)
+    in_fp8: int = module.in_fp8 if experts else sizes.get("weight", 0)  # type: ignore[assignment]
     return Row(
         path=name or type(module).__name__,
         kind=type(module).__name__,
@@ -323,11 +316,7 @@ def _row(
         kernel=kernel,
         reason="never called" if isinstance(module, nn.Linear) and count == 0 else why,
         parameters=sum(sizes.values()),
-        in_fp8=0
-        if not recipe
-        else module.in_fp8
-        if isinstance(module, Experts | GroupedLinear)
-        else sizes.get("weight", 0),
+        in_fp8=in_fp8 if recipe else 0,
         multiplications=count,
     )
 

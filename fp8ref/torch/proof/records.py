@@ -193,9 +193,8 @@ def type_name(dtype: torch.dtype) -> str:
 
 def arguments(op: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
     """An operator's arguments by name, defaults left out."""
-    return (
-        dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
-    )
+    names = (argument.name for argument in op._schema.arguments)
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def granularity(*scales: torch.Tensor) -> str:

@@ -209,9 +209,9 @@ class Groups:
         # Every rank of the batch has the whole weight.
         rows = self.batch is not None and role != "weight" and -2 in spans
         parts = self.tensor is not None and along is not None and along - 2 in spans
-        return (
-            self.every if rows and parts else self.batch if rows else self.tensor if parts else None
-        )
+        if rows and parts:
+            return self.every
+        return self.batch if rows else self.tensor if parts else None
 
 
 def quantize(

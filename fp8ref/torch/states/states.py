@@ -209,15 +209,8 @@ class AdamW(torch.optim.Optimizer):
                     apart.append((local_part(p), flat))
                 keys = parameter_state.keys(group["seed"], step, number, layout)
                 kept = parameter_state.kept(p, state, flat, layout)
-                work = Work(
-                    flat,
-                    parameter_state.flat_gradient(p),
-                    kept,
-                    at,
-                    layout,
-                    Part(p.numel(), start),
-                    keys,
-                )
+                gradient, part = parameter_state.flat_gradient(p), Part(p.numel(), start)
+                work = Work(flat, gradient, kept, at, layout, part, keys)
                 if ranks:
                     cut.append((work, ranks))
                 elif p.numel() <= update.PIECE // 4 and not any(keys):
@@ -230,11 +223,9 @@ class AdamW(torch.optim.Optimizer):
             self._updates.update_together(works)
         amaxes = [self._updates.begin(work) for work, _ in cut]
         reduce_amaxes([(ranks, maxima) for (_, ranks), maxima in zip(cut, amaxes, strict=True)])
+        both = zip(cut, amaxes, strict=True)
         reduce_amaxes(
-            [
-                (ranks, self._updates.update(work, maxima))
-                for (work, ranks), maxima in zip(cut, amaxes, strict=True)
-            ]
+            [(ranks, self._updates.update(work, maxima)) for (work, ranks), maxima in both]
         )
         for p, flat in apart:
             p.copy_(flat.view(p.shape))

@@ -120,17 +120,13 @@ class Update:
         def join_moment(which: int, moment: Moment) -> MomentState:
             each = [work.kept[which] for work in works]
             slots = [1 if moment.block is None else n * (CELL // moment.block) for n in cells]
-            fields: list[Tensor | None] = [
-                joined([x.codes for x in each], elements, 0, each[0].codes.dtype)
-            ]
+            codes = joined([x.codes for x in each], elements, 0, each[0].codes.dtype)
+            fields: dict[str, Tensor] = {}
             for field in MomentState._fields[1:]:
                 values = [getattr(x, field) for x in each]
-                fields.append(
-                    None
-                    if values[0] is None
-                    else joined(values, slots, field != "amax", torch.float32)
-                )
-            return MomentState(*fields)  # type: ignore[arg-type]
+                if values[0] is not None:
+                    fields[field] = joined(values, slots, field != "amax", torch.float32)
+            return MomentState(codes)._replace(**fields)
 
         layout, elements = works[0].layout, [n * CELL for n in cells]
         kept = tuple(join_moment(which, moment) for which, moment in enumerate(layout.kept))
@@ -142,9 +138,8 @@ class Update:
         changed = len(inside)
         g = joined([work.g for work in works], elements, 0, torch.float32)
         torch._foreach_copy_(inside, outside)
-        self.update(
-            Work(p, g, kept, works[0].at, layout, Part(len(p), 0, cells), (None,) * len(kept))
-        )
+        part, keys = Part(len(p), 0, cells), (None,) * len(kept)
+        self.update(Work(p, g, kept, works[0].at, layout, part, keys))
         torch._foreach_copy_(outside[:changed], inside[:changed])
 
     def _begin_piece(self, piece: Work) -> list[Tensor]:
@@ -238,9 +233,8 @@ def finish_part(
         old.codes.copy_(codes)
         rest.append(others)
     if layout.keeps_master and p.dtype != kept[2].codes.dtype:
-        p.copy_(
-            moments.read(MomentState(storage.rounded(codes), *rest[2]), layout.master, layout, part)
-        )
+        written = MomentState(storage.rounded(codes), *rest[2])
+        p.copy_(moments.read(written, layout.master, layout, part))
     return rest
 
 
