@@ -112,10 +112,14 @@ def simulated(
     """
     arrays = one.arrays
     heads = arrays["k/value" if one.phase == "forward" else "dk/value"].shape[1]
-    options: dict = {"heads": heads, "along_tokens": what == "v", "scale": scale}
-    x = np.asarray(arrays[f"{what}/value"], np.float32)
     return head_scaling.quantize(
-        x, format_of(what, variant), variant.granularity, variant.policy, **options
+        np.asarray(arrays[f"{what}/value"], np.float32),
+        format_of(what, variant),
+        variant.granularity,
+        variant.policy,
+        heads=heads,
+        along_tokens=what == "v",
+        scale=scale,
     )
 
 
@@ -238,102 +242,146 @@ def exact(
     )
     if variant.fmt.bits != 8 or variant.granularity is None or not ordered:
         return None
-    cap, sinks = forward.softcap, forward.sinks
+    operands = _operands(forward, variant)
+    if what == "s":
+        products = operands.scale * (operands.q @ operands.wide_k.swapaxes(-1, -2))
+        cap = forward.softcap
+        value = products if cap is None else cap * np.tanh(products / cap)
+        return Exact(value, operands.scores_error)
+    rows = _rows(forward, variant, operands)
+    if what == "o":
+        return _exact_output(forward, variant, operands, rows)
+    if backward is None or variant.granularity == "mx_1x32" or variant.backward == "bf16":
+        return None
+    if what == "ds":
+        return _exact_ds(forward, backward, variant, operands, rows)
+    p = _decoded("p", backward.arrays["p/codes"], variant) * _scale_inv_p(backward)
+    ds_scale = np.asarray(backward.arrays["ds/scale"], np.float64)
+    ds = _decoded("ds", backward.arrays["ds/codes"], variant) / ds_scale
+    a, b = {
+        "dv": (p.swapaxes(-1, -2), _values("do", backward, variant)),
+        "dk": (ds.swapaxes(-1, -2), operands.q),
+        "dq": (ds, operands.wide_k),
+    }[what]
+    values, size = a @ b, np.abs(a) @ np.abs(b)
+    if what != "dq":
+        values, size = (_over_heads(x, operands.group) for x in (values, size))
+    unit = _unit(backward, what, variant)
+    return Exact(values, gamma(a.shape[-1] * operands.group + 8) * size + unit)
+
+
+class _Operands(NamedTuple):
+    """Dequantized q, and k and v repeated for each query head, float64 [B, H, T, D]; the softmax
+    scale; the query heads of a head of keys; and of each score the magnitude of its products and
+    A-18's bound on its error, [B, H, Tq, Tk].
+    """
+
+    q: np.ndarray
+    wide_k: np.ndarray
+    wide_v: np.ndarray
+    scale: float
+    group: int
+    sizes: np.ndarray
+    scores_error: np.ndarray
+
+
+def _operands(forward: AttentionPass, variant: Variant) -> _Operands:
     q, k, v = (_values(role, forward, variant) for role in ("q", "k", "v"))
-    group, features, scale = (
-        q.shape[1] // k.shape[1],
-        q.shape[-1],
-        float(np.float32(1 / np.sqrt(q.shape[-1]))),
-    )
+    group, features, cap = q.shape[1] // k.shape[1], q.shape[-1], forward.softcap
+    scale = float(np.float32(1 / np.sqrt(features)))
     wide_k, wide_v = (np.repeat(x, group, axis=1) for x in (k, v))
     # [B, H, Tq, D] x [B, H, Tk, D] -> [B, H, Tq, Tk]
     sizes = scale * np.abs(q) @ np.abs(wide_k).swapaxes(-1, -2)
     # A capped score differs by no more than its argument times the cap does, by the error of tanh,
     # and by the roundings of t and of t cap (A-18).
     scores_error = gamma(features + 8) * sizes + (0 if cap is None else cap * (TANH + 4 * U))
-    if what == "s":
-        products = scale * (q @ wide_k.swapaxes(-1, -2))
-        return Exact(products if cap is None else cap * np.tanh(products / cap), scores_error)
+    return _Operands(q, wide_k, wide_v, scale, group, sizes, scores_error)
+
+
+class _Rows(NamedTuple):
+    """The softmax of each row of a backend's own scores s, float64 [B, H, Tq, 1]: the maximum, with
+    a sink, and the sum of exponentials; A-18's bound on an exponential; what a sink may leave out;
+    and the maxima after each tile, without sinks, [tiles, B, H, Tq].
+    """
+
+    s: np.ndarray
+    top: np.ndarray
+    sums: np.ndarray
+    error: np.ndarray
+    left: np.ndarray | float
+    maxima: np.ndarray
+    length: int
+
+
+def _rows(forward: AttentionPass, variant: Variant, operands: _Operands) -> _Rows:
     s = np.asarray(forward.arrays["s/value"], np.float64)
-    keys, length = s.shape[-1], variant.tile(features, MASK)
+    keys, length = s.shape[-1], variant.tile(operands.q.shape[-1], MASK)
     # of each tile, and those before
     maxima = np.maximum.accumulate([s[..., n : n + length].max(-1) for n in range(0, keys, length)])
     top = maxima[-1][..., None]
     # E of A-18 without the distance of scores, which are equal here: a tile rounds its exponents
     # and c. h is 2 units in the last place, 2 x 2^-23.
-    e = (1 + len(maxima)) * (
-        6
-        * U
-        * (2 * np.max(sizes, axis=-1, keepdims=True, where=np.isfinite(s), initial=0) + LARGEST)
-        + 2.0**-22
-    )
-    left: np.ndarray | float = 0.0
+    sizes = np.max(operands.sizes, axis=-1, keepdims=True, where=np.isfinite(s), initial=0)
+    e = (1 + len(maxima)) * (6 * U * (2 * sizes + LARGEST) + 2.0**-22)
     sums = np.exp(s - top).sum(-1, keepdims=True)
-    if sinks is not None:
-        # u of A-23 is an exponential of d, which is rounded: from 0 to 64, since one below the
-        # maximum adds an error of at most u / e to l >= 1. gamma(3 Tk + 8) has room for its
-        # addition: l and O are Tk additions each, and a product a tile.
-        d = sinks[:, None, None] - top  # [B, H, Tq, 1]
-        e = e + 6 * U * (np.clip(d, 0, FAR) + LARGEST) + 2.0**-22
-        # where a form may leave nothing of the keys: all of what they have is in the bound then
-        left = d > FAR - 1
-        shifted = np.maximum(d, 0)
-        top, sums = top + shifted, sums * np.exp(-shifted) + np.exp(d - shifted)
-    if what == "o":
-        behind = np.concatenate(
-            [
-                np.repeat(m[..., None] - top, min(length, keys - n * length), -1)
-                for n, m in enumerate(maxima)
-            ],
-            -1,
-        )
-        p = (
-            _decoded("p", forward.arrays["p/codes"], variant)
-            * _scale_inv_p(forward)
-            * np.exp(behind)
-            / sums
-        )
-        near = (np.exp(2 * e) - 1 + gamma(3 * keys + 8) + left) * (p @ np.abs(wide_v))
-        return Exact(p @ wide_v, near + _unit(forward, "o", variant))
-    if backward is None or variant.granularity == "mx_1x32" or variant.backward == "bf16":
-        return None
-    do, arrays = _values("do", backward, variant), backward.arrays
-    if what == "ds":
-        o = _values("o", forward, variant)
-        weights, dp, dp_sizes = (
-            np.exp(s - top) / sums,
-            do @ wide_v.swapaxes(-1, -2),
-            np.abs(do) @ np.abs(wide_v).swapaxes(-1, -2),
-        )
-        rows, row_sizes = (do * o).sum(-1, keepdims=True), np.abs(do * o).sum(-1, keepdims=True)
-        p_error = 2 * e + gamma(3 * keys + 8) + 4 * U * np.abs(top + np.log(sums))
-        values, slope_error = weights * (dp - rows) * scale, 0.0
-        if cap is not None:
-            # The backward pass takes t again: it and the forward pass's differ by twice the error
-            # of t, as P by that of scores. What is shown is t cap, rounded. So t t differs by 2 (2
-            # scores_error / cap + u), and two roundings follow, of numbers of at most 1.
-            p_error = p_error + 2 * scores_error
-            slope_error = (4 * scores_error / cap + 4 * U) * np.abs(values)
-            values = values * (1 - np.square(np.where(np.isfinite(s), s, 0) / cap))
-        sizes = scale * (dp_sizes + row_sizes)
-        # A probability below float32's normal numbers may be flushed to zero, and so may the
-        # products with it.
-        return Exact(
-            values,
-            p_error * np.abs(values)
-            + slope_error
-            + 2 * gamma(features + 8) * weights * sizes
-            + 2.0**-125 * (sizes + 1),
-        )
-    p = _decoded("p", arrays["p/codes"], variant) * _scale_inv_p(backward)
-    ds = _decoded("ds", arrays["ds/codes"], variant) / np.asarray(arrays["ds/scale"], np.float64)
-    a, b = {"dv": (p.swapaxes(-1, -2), do), "dk": (ds.swapaxes(-1, -2), q), "dq": (ds, wide_k)}[
-        what
+    if forward.sinks is None:
+        return _Rows(s, top, sums, e, 0.0, maxima, length)
+    # u of A-23 is an exponential of d, which is rounded: from 0 to 64, since one below the
+    # maximum adds an error of at most u / e to l >= 1. gamma(3 Tk + 8) has room for its
+    # addition: l and O are Tk additions each, and a product a tile.
+    d = forward.sinks[:, None, None] - top  # [B, H, Tq, 1]
+    e = e + 6 * U * (np.clip(d, 0, FAR) + LARGEST) + 2.0**-22
+    # where a form may leave nothing of the keys: all of what they have is in the bound then
+    left = d > FAR - 1
+    shifted = np.maximum(d, 0)
+    sums = sums * np.exp(-shifted) + np.exp(d - shifted)
+    return _Rows(s, top + shifted, sums, e, left, maxima, length)
+
+
+def _exact_output(
+    forward: AttentionPass, variant: Variant, operands: _Operands, rows: _Rows
+) -> Exact:
+    keys, length = rows.s.shape[-1], rows.length
+    behind = [
+        np.repeat(m[..., None] - rows.top, min(length, keys - n * length), -1)
+        for n, m in enumerate(rows.maxima)
     ]
-    values, size = a @ b, np.abs(a) @ np.abs(b)
-    if what != "dq":
-        values, size = (_over_heads(x, group) for x in (values, size))
-    return Exact(values, gamma(a.shape[-1] * group + 8) * size + _unit(backward, what, variant))
+    p = _decoded("p", forward.arrays["p/codes"], variant) * _scale_inv_p(forward)
+    p = p * np.exp(np.concatenate(behind, -1)) / rows.sums
+    error = np.exp(2 * rows.error) - 1 + gamma(3 * keys + 8) + rows.left
+    near = error * (p @ np.abs(operands.wide_v))
+    return Exact(p @ operands.wide_v, near + _unit(forward, "o", variant))
+
+
+def _exact_ds(
+    forward: AttentionPass,
+    backward: AttentionPass,
+    variant: Variant,
+    operands: _Operands,
+    rows: _Rows,
+) -> Exact:
+    do, o = _values("do", backward, variant), _values("o", forward, variant)
+    s, scale, cap, features = rows.s, operands.scale, forward.softcap, do.shape[-1]
+    weights = np.exp(s - rows.top) / rows.sums
+    dp = do @ operands.wide_v.swapaxes(-1, -2)
+    dp_sizes = np.abs(do) @ np.abs(operands.wide_v).swapaxes(-1, -2)
+    d, d_sizes = (do * o).sum(-1, keepdims=True), np.abs(do * o).sum(-1, keepdims=True)
+    log_sums = np.abs(rows.top + np.log(rows.sums))
+    p_error = 2 * rows.error + gamma(3 * s.shape[-1] + 8) + 4 * U * log_sums
+    values, slope_error = weights * (dp - d) * scale, 0.0
+    if cap is not None:
+        # The backward pass takes t again: it and the forward pass's differ by twice the error
+        # of t, as P by that of scores. What is shown is t cap, rounded. So t t differs by 2 (2
+        # scores_error / cap + u), and two roundings follow, of numbers of at most 1.
+        p_error = p_error + 2 * operands.scores_error
+        slope_error = (4 * operands.scores_error / cap + 4 * U) * np.abs(values)
+        values = values * (1 - np.square(np.where(np.isfinite(s), s, 0) / cap))
+    sizes = scale * (dp_sizes + d_sizes)
+    products = 2 * gamma(features + 8) * weights * sizes
+    # A probability below float32's normal numbers may be flushed to zero, and so may the products
+    # with it.
+    flushed = 2.0**-125 * (sizes + 1)
+    return Exact(values, p_error * np.abs(values) + slope_error + products + flushed)
 
 
 def distance(array: np.ndarray, right: Exact) -> float:

@@ -9,6 +9,7 @@ order and a rounding in another.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +31,22 @@ COUNTS = ("count", "saturated", "lost")
 
 TINY = 2.0**-126
 """float32's smallest normal number, below which nothing counts as lost (A-12)."""
+
+
+class _Simulated(NamedTuple):
+    """P or dS in the simulator's place.
+
+    amax, counts   its own; counts by ``saturated`` and ``lost``.
+    values, bound  magnitudes in float64, and A-18's bound on each.
+    fmt, scale     of the cast.
+    """
+
+    amax: np.ndarray
+    counts: Mapping[str, int]
+    values: np.ndarray
+    bound: np.ndarray
+    fmt: Format
+    scale: float
 
 
 def check(
@@ -64,14 +81,7 @@ def check(
             ):
                 continue
             result = _forward(one, variant, stored)
-            _compare(
-                report,
-                one,
-                "p",
-                result.amaxes["s"],
-                (result.saturated, result.lost),
-                *_probabilities(one, variant, result),
-            )
+            _compare(report, one, "p", _probabilities(one, variant, result))
             compared += 1
             if (
                 len(forwards) == len(backwards) == 1
@@ -110,25 +120,20 @@ def _check_ds(
     # A scale of its own amax moves by as much as the largest element may.
     largest = values.max() or 1.0
     bound = bound + values * (0 if "ds" in stored else bound.max() / largest)
-    fmt, scale = attention.format_of("ds", variant), float(gradients.scale_ds.scale)
-    _compare(
-        report,
-        backward,
-        "ds",
+    right = _Simulated(
         gradients.amaxes["ds"],
-        (gradients.saturated_ds, gradients.lost),
+        {"saturated": gradients.saturated_ds, "lost": gradients.lost},
         values,
         bound,
-        fmt,
-        scale,
+        attention.format_of("ds", variant),
+        float(gradients.scale_ds.scale),
     )
+    _compare(report, backward, "ds", right)
     return 1
 
 
-def _probabilities(
-    one: AttentionPass, variant: Variant, result: Result
-) -> tuple[np.ndarray, np.ndarray, Format, float]:
-    """P of each tile under its own maximum in float64, its bound by A-18, its format and scale."""
+def _probabilities(one: AttentionPass, variant: Variant, result: Result) -> _Simulated:
+    """P of each tile under its own maximum."""
     s = np.asarray(result.scores, np.float64)
     keys, features = s.shape[-1], one.arrays["q/value"].shape[-1]
     length = variant.tile(features, MASK)
@@ -161,24 +166,16 @@ def _probabilities(
     e = scores_error + tiles_error
     # An exponent differs by at most E from that of real arithmetic, and the backend's from the
     # simulator's by 2 E.
-    return p, np.expm1(2 * e) * p, variant.fmt, float(one.arrays["p/scale"])
+    counts = {"saturated": result.saturated, "lost": result.lost}
+    scale = float(one.arrays["p/scale"])
+    return _Simulated(result.amaxes["s"], counts, p, np.expm1(2 * e) * p, variant.fmt, scale)
 
 
-def _compare(
-    report: Report,
-    one: AttentionPass,
-    what: str,
-    amax: np.ndarray,
-    right: tuple[int, int],
-    values: np.ndarray,
-    bound: np.ndarray,
-    fmt: Format,
-    scale: float,
-) -> None:
-    """Compare with the simulator's amax and (saturated, lost): counts within the elements that lie
-    near the thresholds of a cast by scale.
+def _compare(report: Report, one: AttentionPass, what: str, right: _Simulated) -> None:
+    """Compare with the simulator's amax and counts: these within the elements that lie near the
+    thresholds of the cast.
     """
-    names = one.backend, "sim"
+    values, bound, fmt, scale = right.values, right.bound, right.fmt, right.scale
     seen = np.broadcast_to(np.tri(*values.shape[-2:]) > 0, values.shape)  # MASK is causal
     counts = dict(zip(COUNTS, np.asarray(one.arrays[f"{what}/counts"]).tolist(), strict=True))
 
@@ -188,22 +185,19 @@ def _compare(
             value,
             reference,
             by,
-            names=names,
+            names=(one.backend, "sim"),
         )
 
-    add("amax", np.asarray(one.arrays[f"{what}/amax"]), amax, bound.max())
+    add("amax", np.asarray(one.arrays[f"{what}/amax"]), right.amax, bound.max())
     add("count", counts["count"], int(seen.sum()), 0)
     # Zero is the code of what is at most half of the smallest number, and a cast clips what is
     # above the middle of max and the number behind it (C-4).
     smallest = 2.0 ** (fmt.emin - fmt.mantissa_bits)
     behind = float(fmt.max) - float(cast.decode(np.array([fmt.max_code - 1], np.uint8), fmt)[0])
-    for kind, threshold, mine in (
-        ("saturated", fmt.max + behind / 2, right[0]),
-        ("lost", smallest / 2, right[1]),
-    ):
+    for kind, threshold in (("saturated", fmt.max + behind / 2), ("lost", smallest / 2)):
         near = np.abs(values * scale - threshold) <= bound * scale + 2 * U * threshold
         near |= (kind == "lost") & (np.abs(values - TINY) <= bound)
-        add(kind, counts[kind], mine, int((near & seen).sum()))
+        add(kind, counts[kind], right.counts[kind], int((near & seen).sum()))
 
 
 def _tensors(one: AttentionPass, *roles: str) -> tuple[np.ndarray, ...]:

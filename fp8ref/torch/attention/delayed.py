@@ -20,6 +20,8 @@ from fp8ref.torch.attention.operands.inputs import Pair
 from fp8ref.torch.delayed import delayed, unset_scales
 from fp8ref.torch.delayed.delayed import RoleState
 
+__all__ = ["apply", "states"]
+
 
 def states(
     variant: str | Variant,

@@ -30,6 +30,8 @@ from fp8ref.torch.attention.operands import operands as operands
 from fp8ref.torch.attention.operands.problem import Problem, RankCall
 from fp8ref.torch.tensors import linear_input
 
+__all__ = ["VARIANTS", "apply", "forward", "library"]
+
 VARIANTS = ("fa3", "fa3_promoted")
 """The variants that builds of FlashAttention-3 compute: which of both, the build decides."""
 
