@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALL := -m pip install --disable-pip-version-check --no-compile
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo test slow faults gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels extras newest exhaustive bench bench-jax bench-torch bench-optimizer bench-losses bench-attention-losses bench-attention-first-steps bench-attention-speed bench-attention-rate bench-trainer bench-simulated findings compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses house lint release-check
+.PHONY: setup demo test slow faults gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels extras newest exhaustive bench bench-jax bench-torch bench-optimizer bench-losses bench-attention-losses bench-attention-first-steps bench-attention-speed bench-attention-rate bench-trainer bench-simulated findings compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses support house lint release-check
 
 setup: .venv/ready
 
@@ -178,6 +178,10 @@ docs-serve: .venv/docs
 
 clauses:
 	$(PYTHON) docs/scripts/clauses.py
+
+# README.md's table of what works where, from fp8ref/spec/support.py.
+support: setup
+	$(BIN)/python docs/scripts/support.py
 
 # The figures of the package's structure, to which tests/test_house.py sets limits; all that a figure counts with OF, such as OF=circles.
 house: setup

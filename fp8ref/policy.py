@@ -317,7 +317,7 @@ class ScalePolicy:
     @property
     def in_backends(self) -> bool:
         """Whether the backends have its decisions: ``floored_quotient``, and S-14's and S-17's.
-        They refuse the others, and some eps: ``scales.implemented`` of each decides."""
+        They refuse the others, and some eps (``spec.support``)."""
         if not self.makes_scale_inv:
             return self.floored_quotient
         plain = self.ratio in ("amax/max", "amax*(1/max)") or (

@@ -5,14 +5,13 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fp8ref.formats import E2M1FN, E4M3FN, E5M2, Format
-from fp8ref.policy import FP4_POLICIES, POLICIES, ScalePolicy
+from fp8ref.policy import FP4_POLICIES, POLICIES
 from fp8ref.shared import registry
-from fp8ref.spec import epilogue, granularity
+from fp8ref.spec import epilogue, granularity, support
 from fp8ref.spec.delayed import DELAYED, DelayedScaling
 from fp8ref.spec.gemm import CastSpec as CastSpec
 from fp8ref.spec.gemm import GemmSpec as GemmSpec
@@ -330,34 +329,28 @@ def check_trained(recipe: str | Recipe, what: str = "recipe") -> Recipe:
               instead.
     """
     resolved = RECIPES.get(recipe) if isinstance(recipe, str) else recipe
+    names = ", ".join(trained_recipes())
     if resolved is None:
-        raise ValueError(f"{what} is one of {', '.join(trained_recipes())}; got {recipe!r}.")
-    if resolved.simulated:
-        raise ValueError(
-            f"{what} {resolved.name!r} is for the simulator alone, under simulation (R-9): no "
-            "backend computes it. Use fp8ref.sim.linear to study it, or one that trains: "
-            f"{', '.join(trained_recipes())}."
-        )
+        raise ValueError(f"{what} is one of {names}; got {recipe!r}.")
+    for backend in support.BACKENDS:
+        support.require("recipes", backend, resolved, what=what, trained=names)
     return resolved
 
 
-def check_gemms(
-    recipe: Recipe, supported: tuple[str, ...], implemented: Callable[[ScalePolicy], object]
-) -> None:
-    """Hold each FP8 GEMM of a recipe to what a backend has: epilogues of those names, and policies
-    that ``implemented`` does not refuse.
+def check_gemms(recipe: Recipe, backend: support.Backend) -> None:
+    """Hold each FP8 GEMM of a recipe to the epilogues and policies that a backend has.
 
     Raises:   ValueError: naming the GEMM; as ``check_trained``, ``epilogue.check_pair`` and
-              ``implemented``.
+              ``support.scale_policy``.
     """
     check_trained(recipe)
     for which, spec in recipe.gemms.items():
         if spec.a is None or spec.b is None:
             continue
         try:
-            epilogue.check_pair(spec.epilogue, supported, spec.a.granularity, spec.b.granularity)
+            epilogue.check_pair(spec.epilogue, backend, spec.a.granularity, spec.b.granularity)
             for cast in (spec.a, spec.b):
                 if cast.delayed is None:
-                    implemented(cast.policy)
+                    support.scale_policy(cast.policy, backend)
         except ValueError as error:
             raise ValueError(f"{which} of recipe {recipe.name!r}: {error}") from None

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fp8ref"
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(Path(__file__).parent))
+import support  # noqa: E402
 from docstrings import linked, markdown  # noqa: E402
 
 # Not for users to import: commands are documented as commands.
@@ -53,6 +54,7 @@ def on_files(files, config):
         files.append(File.generated(config, page, content=f"::: {name}\n"))
     files.append(File.generated(config, "reference/cli.md", content=cli_page()))
     files.append(File.generated(config, "reference/config.md", content=config_page()))
+    files.append(File.generated(config, "reference/support.md", content=support.page()))
     for page, source in _ELSEWHERE.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         text = re.sub(r"\]\(docs/", "](", text)

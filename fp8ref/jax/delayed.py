@@ -16,7 +16,6 @@ exists in the backward pass only, so its observation comes out as the gradient b
 takes the maximum of each entry, so uses, microbatches and shards merge in any order.
 """
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -31,8 +30,9 @@ from fp8ref.formats import Format
 from fp8ref.jax.quantize import cast, division, scaling
 from fp8ref.jax.quantize import scales as scale_rules
 from fp8ref.recipe import Recipe, Role
+from fp8ref.spec import support
 from fp8ref.spec.attention.delayed import Casts
-from fp8ref.spec.delayed import DELAYED, DelayedScaling
+from fp8ref.spec.delayed import DelayedScaling
 
 __all__ = [
     "DelayedState",
@@ -311,21 +311,7 @@ def implemented(config: DelayedScaling) -> DelayedScaling:
 
     Raises:   ValueError: any other.
     """
-    flax = dataclasses.replace(
-        DELAYED["flax"],
-        name=config.name,
-        history_length=config.history_length,
-        reuse="max",
-        unused="keep",
-    )
-    if config == flax:
-        return config
-    if not config.keeps_histories_as_fp8ref:
-        raise ValueError(
-            "fp8ref.jax keeps histories as 'delayed' does, with any history_length, "
-            f"amax_compute, interval or margin; got {config.name!r}. Use fp8ref.sim.delayed "
-            "for it, or flax's with reuse 'max' and unused 'keep' (H-10)."
-        )
+    support.require("delayed scaling", "jax", config)
     return config
 
 

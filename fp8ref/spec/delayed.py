@@ -82,11 +82,20 @@ class DelayedScaling:
         policy = dataclasses.replace(
             POLICIES["te_delayed"], name=self.policy.name, margin=self.policy.margin
         )
-        free = {
-            key: getattr(self, key)
-            for key in ("name", "history_length", "amax_compute", "interval")
-        }
-        return self == DelayedScaling(policy=policy, **free)
+        return self == DelayedScaling(
+            name=self.name,
+            history_length=self.history_length,
+            amax_compute=self.amax_compute,
+            interval=self.interval,
+            policy=policy,
+        )
+
+    @property
+    def keeps_histories_as_flax(self) -> bool:
+        """True if only history_length may differ from flax's rules, where Flax itself sums and
+        zeroes: reuse ``max``, unused ``keep`` (H-10)."""
+        flax = dataclasses.replace(DELAYED["flax"], reuse="max", unused="keep")
+        return self == dataclasses.replace(flax, name=self.name, history_length=self.history_length)
 
 
 _CHOICES = {

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fp8ref.shared import registry
+from fp8ref.spec import support
 from fp8ref.spec.granularity import block_of
 
 Scale = Literal["each", "b_first", "product"]
@@ -81,18 +82,13 @@ def by_name(epilogue: "str | Epilogue") -> Epilogue:
     return registry.lookup("epilogue is an Epilogue or", EPILOGUES, epilogue, Epilogue)
 
 
-def check_pair(epilogue: str, supported: tuple[str, ...], a: str, b: str) -> int | None:
-    """``granularity.block_of`` of granularities a and b, if a backend that has the epilogues named
-    in ``supported`` can run the pair.
+def check_pair(epilogue: str, backend: support.Backend, a: str, b: str) -> int | None:
+    """``granularity.block_of`` of granularities a and b, if a backend runs them under an epilogue.
 
-    Raises:   ValueError: an epilogue not among ``supported``, or one that block scales cannot have;
+    Raises:   ValueError: an epilogue that the backend lacks, or that block scales cannot have;
               granularities that do not go together.
     """
-    if epilogue not in supported:
-        raise ValueError(
-            f"epilogue is one of {', '.join(supported)}; got {epilogue!r}. Use one of these, or "
-            f"fp8ref.sim for {epilogue!r}."
-        )
+    support.require("epilogues", backend, epilogue)
     block = block_of(a, b)
     if block is not None and epilogue == "unit_round_scale_round":
         raise ValueError(

@@ -13,6 +13,7 @@ from fp8ref.jax.linear import linear
 from fp8ref.recipe import OPERANDS, Recipe
 from fp8ref.selection import grouped as recipes
 from fp8ref.selection.grouped import GroupedRecipe
+from fp8ref.spec import support
 from fp8ref.spec.granularity import by_name
 
 
@@ -30,16 +31,19 @@ def check_recipe(recipe: str | Recipe | GroupedRecipe, name: str) -> GroupedReci
         )
     for which, spec in recipe.recipe.gemms.items():
         for role, cast in zip(OPERANDS[which], (spec.a, spec.b), strict=True):
-            if (
-                cast is not None
-                and role != "weight"
-                and by_name(cast.granularity).other not in (None, 1)
-            ):
-                raise ValueError(
-                    f"{name}: no block of a grouped {role} has several rows; got "
-                    f"{cast.granularity!r} in {which} of recipe {recipe.name!r}. Use "
-                    "'blockwise_1x128'."
-                )
+            if cast is None or role == "weight":
+                continue
+            granularity = by_name(cast.granularity)
+            fault = support.refusal(
+                "blocks of experts' rows",
+                "jax",
+                granularity,
+                role=role,
+                gemm=which,
+                recipe=recipe.name,
+            )
+            if fault is not None:
+                raise ValueError(f"{name}: {fault}")
     return recipe
 
 

@@ -24,6 +24,7 @@ from fp8ref.jax.quantize import scaling
 from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.recipe import GemmSpec
 from fp8ref.spec import epilogue as epilogues
+from fp8ref.spec import support
 from fp8ref.spec.granularity import by_name
 from fp8ref.spec.hardware import Multiply
 
@@ -35,7 +36,7 @@ PRECISION = {"fast": lax.Precision.DEFAULT, "slow": lax.Precision.HIGHEST}
 It is explicit on every dot: with None, jax.default_matmul_precision would decide (spec G-7).
 """
 
-EPILOGUES = ("scale_then_round", "product_then_round", "unit_round_scale_round")
+EPILOGUES = support.EPILOGUES["jax"]
 """The epilogues that this backend implements."""
 
 
@@ -98,7 +99,7 @@ def matmul(
     axes = _reduced_axes(a, b)
     if accumulate not in PRECISION:
         raise ValueError(f"accumulate is one of {', '.join(PRECISION)}; got {accumulate!r}.")
-    epilogues.check_pair(epilogue, EPILOGUES, a.granularity, b.granularity)
+    epilogues.check_pair(epilogue, "jax", a.granularity, b.granularity)
     # Raw accumulators are summed over devices before the epilogue; results, after it.
     early, late = None, execution.collective
     if late and late.parts == "accumulators":

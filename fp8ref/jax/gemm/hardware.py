@@ -22,6 +22,7 @@ from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, FP8_FORMATS
 from fp8ref.jax.distributed import sharding
 from fp8ref.jax.quantize import cast
 from fp8ref.jax.quantize.scaling import Quantized
+from fp8ref.spec import support
 from fp8ref.spec.hardware import Factor, Multiply
 
 __all__ = ["active", "check_devices", "simulating"]
@@ -79,11 +80,7 @@ def check(x: jax.Array, w: jax.Array, mode: sharding.Mode, name: str) -> None:
 def check_devices(devices: int, *, mapped: bool, platform: str) -> None:
     """ValueError if callbacks from this many devices would deadlock, or XLA would gather the
     operands for them first."""
-    if platform != "cpu":
-        raise ValueError(
-            f"simulated hardware multiplies on the host's CPU; jax runs on {platform}. Use "
-            "accumulate 'native' there."
-        )
+    support.require("devices of simulated hardware", "jax", platform)
     if devices == 1:
         return
     if not mapped:

@@ -16,10 +16,10 @@ import numpy as np
 from jax import lax
 
 from fp8ref import formats
-from fp8ref import policy as policies
 from fp8ref.formats import Format
 from fp8ref.jax.quantize import division
 from fp8ref.policy import ScalePolicy
+from fp8ref.spec import support
 
 __all__ = ["Scales", "implemented", "scale_from_amax", "scales_from_amax", "with_inverse"]
 
@@ -94,28 +94,9 @@ def times_e8m0(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def implemented(policy: str | ScalePolicy) -> ScalePolicy:
-    """The policy, if this backend implements it: torchao's with any eps and power of two (S-9), and
-    those that make scale_inv (S-14, S-17).
-
-    Raises:   ValueError: any other; an eps below 1e-27. Below that a float32 subnormal, which XLA
-              on a CPU flushes to zero, could leave a trace in the codes: 2^-126 * 57344 / 1e-27 <
-              2^-18, and with it no format shows one (S-3).
-    """
-    policy = policies.by_name(policy)
-    if policy.unscaled:
-        return policy
-    if not policy.in_backends:
-        names = ", ".join(name for name, p in policies.POLICIES.items() if p.in_backends)
-        raise ValueError(
-            f"fp8ref.jax scales by {names}; got policy {policy.name!r}. Use one of these, or "
-            f"fp8ref.sim for {policy.name!r}."
-        )
-    if policy.e8m0 is None and policy.eps < 1e-27:
-        raise ValueError(
-            "fp8ref.jax needs eps >= 1e-27, as XLA flushes subnormals (S-3); got policy "
-            f"{policy.name!r} with eps={policy.eps}."
-        )
-    return policy
+    """The policy, if this backend implements it (``spec.support``): torchao's with any eps and
+    power of two (S-9), and those that make scale_inv (S-14, S-17). ValueError for any other."""
+    return support.scale_policy(policy, "jax")
 
 
 def _quotient_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:

@@ -33,6 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fp8ref.spec import support
 from fp8ref.spec.attention import variants as data
 from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import Mask, Variant
@@ -121,15 +122,7 @@ def apply(
 
 def _check_gradients(variant: str | Variant) -> None:
     """ValueError: a variant without a backward pass."""
-    variant = data.by_name(variant)
-    if variant.backward is None:
-        names = ", ".join(
-            name for name, other in data.VARIANTS.items() if other.backward is not None
-        )
-        raise ValueError(
-            f"variant {variant.name!r} has no backward pass (A-1). Use one of {names}, "
-            "attention.differentiated(variant, 'bf16') of fp8ref, or call under torch.no_grad()."
-        )
+    support.require("gradients of attention", "torch", data.by_name(variant))
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from fp8ref import formats
 from fp8ref import recipe as recipes
 from fp8ref.formats import Format
 from fp8ref.recipe import Recipe, Role
+from fp8ref.spec import support
 from fp8ref.spec.delayed import DelayedScaling, by_name
 from fp8ref.torch.delayed import rank_checks, state_checks, unset_scales
 from fp8ref.torch.quantize import scaling
@@ -131,12 +132,7 @@ def implemented(config: str | DelayedScaling) -> DelayedScaling:
     Raises:   ValueError: another config.
     """
     config = by_name(config)
-    if not config.keeps_histories_as_fp8ref:
-        raise ValueError(
-            "fp8ref.torch keeps histories as 'delayed' does, with any history_length, "
-            f"amax_compute, interval or margin; got {config.name!r}. Use fp8ref.sim.delayed "
-            "for it."
-        )
+    support.require("delayed scaling", "torch", config)
     return config
 
 

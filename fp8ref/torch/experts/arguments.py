@@ -9,6 +9,7 @@ from torch import nn
 from fp8ref.recipe import OPERANDS, Recipe, Role
 from fp8ref.selection import grouped as recipes
 from fp8ref.selection.grouped import GroupedRecipe
+from fp8ref.spec import support
 from fp8ref.spec.granularity import by_name
 from fp8ref.torch.delayed import delayed
 from fp8ref.torch.linear import linear
@@ -34,15 +35,16 @@ def _checked(recipe: str | Recipe | GroupedRecipe) -> GroupedRecipe:
     linear.check_recipe(recipe.recipe)
     for which, spec in recipe.recipe.gemms.items():
         for role, one in zip(OPERANDS[which], (spec.a, spec.b), strict=True):
-            if (
-                one is not None
-                and role != "weight"
-                and by_name(one.granularity).other not in (None, 1)
-            ):
-                raise ValueError(
-                    f"no block of a grouped {role} has several rows; got {one.granularity!r} in "
-                    f"{which} of recipe {recipe.name!r}. Use 'blockwise_1x128'."
-                )
+            if one is None or role == "weight":
+                continue
+            support.require(
+                "blocks of experts' rows",
+                "torch",
+                by_name(one.granularity),
+                role=role,
+                gemm=which,
+                recipe=recipe.name,
+            )
     return recipe
 
 

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from fp8ref.recipe import GemmSpec, Recipe
 from fp8ref.spec import epilogue as epilogues
+from fp8ref.spec import support
 from fp8ref.spec.granularity import by_name
 from fp8ref.torch.gemm import blocks, hardware
 from fp8ref.torch.gemm.kind import GemmKind
@@ -16,7 +17,7 @@ from fp8ref.torch.quantize.scaling import Quantized
 
 __all__ = ["EPILOGUES", "matmul", "matmul_hp", "output_dtype", "use_native_scaled_mm"]
 
-EPILOGUES = ("scale_then_round", "unit_round_scale_round")
+EPILOGUES = support.EPILOGUES["torch"]
 """The epilogues that this backend implements."""
 
 SCALED_MM = "torch._scaled_mm"
@@ -51,7 +52,7 @@ def matmul(
     Source:   spec G-1, G-4, G-5, G-7, G-13, G-16, G-17; torchao 0.18's addmm_float8_unwrapped.
     """
     _check(a, b, accumulate)
-    block = epilogues.check_pair(epilogue, EPILOGUES, a.granularity, b.granularity)
+    block = epilogues.check_pair(epilogue, "torch", a.granularity, b.granularity)
     if by := hardware.active():
         codes_a, codes_b = (_lines(q.codes, q.axis) for q in (a, b))
         scale_a, scale_b = (_lines(q.scale_inv, q.axis) for q in (a, b))

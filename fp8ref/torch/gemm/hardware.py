@@ -17,6 +17,7 @@ import torch
 from torchao.float8 import float8_ops
 
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32
+from fp8ref.spec import support
 from fp8ref.spec.hardware import Factor, Multiply
 from fp8ref.torch.gemm.kind import GemmKind
 from fp8ref.torch.quantize import cast
@@ -102,11 +103,7 @@ def multiply(
     Shapes:   float8 codes and float32 scale_inv (), [M, 1] or of blocks, in any strides.
     Raises:   ValueError: tensors on another device than the CPU.
     """
-    if codes_a.device.type != "cpu":
-        raise ValueError(
-            f"simulated hardware multiplies on the host's CPU; got tensors on {codes_a.device}. "
-            "Use accumulate 'native' there."
-        )
+    support.require("devices of simulated hardware", "torch", codes_a.device.type)
     gemm = GemmKind.parse(kind)
     a, b = (
         Factor(

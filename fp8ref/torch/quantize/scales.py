@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torchao.float8.float8_utils import EPS, amax_to_scale
+from torchao.float8.float8_utils import amax_to_scale
 
-from fp8ref import policy as policies
 from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
+from fp8ref.spec import support
 from fp8ref.torch.quantize import cast
 
 __all__ = ["Scales", "implemented", "scale_from_amax", "scales_from_amax"]
@@ -62,25 +62,9 @@ def scale_from_amax(
 
 
 def implemented(policy: str | ScalePolicy) -> ScalePolicy:
-    """The policy, if it is torchao's with torchao's eps (S-9), or makes scale_inv (S-14, S-17).
-
-    Raises:   ValueError: any other.
-    """
-    policy = policies.by_name(policy)
-    if policy.unscaled:
-        return policy
-    if not policy.in_backends:
-        names = ", ".join(name for name, p in policies.POLICIES.items() if p.in_backends)
-        raise ValueError(
-            f"fp8ref.torch scales by {names}; got policy {policy.name!r}. Use one of these, or "
-            f"fp8ref.sim for {policy.name!r}."
-        )
-    if policy.floored_quotient and policy.eps != EPS:
-        raise ValueError(
-            f"torchao's eps is {EPS}; got policy {policy.name!r} with eps={policy.eps}. Use "
-            "policy 'torchao'."
-        )
-    return policy
+    """The policy, if this backend implements it (``spec.support``): torchao's with torchao's eps
+    (S-9), or one that makes scale_inv (S-14, S-17). ValueError for any other."""
+    return support.scale_policy(policy, "torch")
 
 
 def _scale_inv_ratio(amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> torch.Tensor:

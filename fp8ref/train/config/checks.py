@@ -9,6 +9,7 @@ from typing import Protocol
 from fp8ref.recipe import RECIPES
 from fp8ref.selection import linears as linear_selection
 from fp8ref.shared.errors import ConfigError, require
+from fp8ref.spec import support
 from fp8ref.spec.attention.variants import Variant
 from fp8ref.train.config import architecture as architectures
 from fp8ref.train.config import schedule as schedules
@@ -219,7 +220,7 @@ def _check_context(config: Checked) -> None:
     """ValueError for attention that parts of the tokens do not compute (A-21, A-24)."""
     variant, keys = config.attention_variant, config.parallel
     require(
-        variant is not None and not variant.real and variant.granularity in ("tensor", None),
+        variant is not None and support.takes("attention over cut tokens", "jax", variant),
         "parallel.context cuts sequences, and takes attention with one scale for a tensor, or "
         f"none; got numerics.attention {config.numerics.attention!r}. Use cudnn or bf16, or "
         "leave parallel.context out.",
@@ -328,11 +329,9 @@ def unswitched(config: Checked, backend: str) -> list[str]:
     keys = config.parallel
     if config.numerics.schedule is None or backend == "jax" or keys.devices == 1:
         return []
-    if keys.tensor > 1:
-        return [
-            "in PyTorch numerics.schedule takes parallel.tensor 1, whose hooks are of one "
-            f"recipe; got {keys.tensor}. Set it to 1."
-        ]
+    fault = support.refusal("tensor parallelism under a schedule", backend, keys.tensor)
+    if fault is not None:
+        return [fault]
     delayed = [name for name in config.recipes if RECIPES[name].delayed]
     if keys.amax_scope == "local" and delayed:
         return [

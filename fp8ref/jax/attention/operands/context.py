@@ -12,16 +12,16 @@ from jax import lax
 
 from fp8ref.jax.attention.operands.heads import Heads
 from fp8ref.jax.attention.operands.inputs import DeviceCall, Inputs, visible_from
+from fp8ref.spec import support
 from fp8ref.spec.attention.variants import Mask
 
 
 def check(call: DeviceCall, inputs: Inputs) -> None:
     """ValueError for what cannot be cut along the tokens."""
-    if call.variant.real or call.variant.granularity not in ("tensor", None):
-        raise ValueError(
-            f"{call.name}: context parallelism takes one scale for a tensor, or none. Use "
-            "'cudnn' or 'bf16', or cut sequences and heads alone."
-        )
+    kind = call.variant.granularity or "real numbers"
+    fault = support.refusal("attention over cut tokens", "jax", call.variant, scales=kind)
+    if fault is not None:
+        raise ValueError(f"{call.name}: {fault}")
     if call.tokens not in call.over:
         raise ValueError(
             f"{call.name}: over names all mesh axes that cut the tensors, and tokens one of "

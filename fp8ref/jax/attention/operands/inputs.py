@@ -15,6 +15,7 @@ from jax import lax
 
 from fp8ref.jax.attention.operands import heads as head_scaling
 from fp8ref.jax.distributed import sharding
+from fp8ref.spec import support
 from fp8ref.spec.attention import delayed as attention_delayed
 from fp8ref.spec.attention import variants as attention
 from fp8ref.spec.attention.call import Call
@@ -131,12 +132,7 @@ def _sinks(sinks, heads: int) -> jax.Array | None:
 
 def _check_variant(variant: Variant, features: int) -> None:
     """ValueError for a variant that this backend does not run, or not for so many features."""
-    if variant.promotion not in (None, 1):
-        raise ValueError(
-            f"variant {variant.name!r}: here each tile's product with v is a GEMM, whose sum is "
-            "added in float32, so promotion is 1, or None, which is run as 1; got "
-            f"{variant.promotion}. Use promotion=1, or fp8ref.sim for {variant.promotion}."
-        )
+    support.require("promotion of attention's sums", "jax", variant)
     if variant.granularity is not None:
         head_scaling.implemented(variant.policy)
     if variant.granularity == "mx_1x32" and features % MX:

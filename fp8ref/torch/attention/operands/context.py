@@ -13,6 +13,7 @@ import dataclasses
 import torch
 from torch import Tensor, distributed
 
+from fp8ref.spec import support
 from fp8ref.torch.attention.operands.heads import Heads
 from fp8ref.torch.attention.operands.problem import Problem, RankCall
 
@@ -25,12 +26,8 @@ def among_ranks(problem: Problem) -> Problem:
     variant, shape, documents = problem.variant, problem.shape, problem.documents.q is not None
     if problem.call.context is None:
         return problem
-    if variant.real or variant.granularity not in ("tensor", None):
-        raise ValueError(
-            "context parallelism takes one scale for a tensor, or none; variant "
-            f"{variant.name!r} has scales of {variant.granularity or 'real numbers'}. Use "
-            "'cudnn' or 'bf16', or cut sequences and heads instead (amax_group)."
-        )
+    kind = variant.granularity or "real numbers"
+    support.require("attention over cut tokens", "torch", variant, scales=kind)
     if documents or shape.queries != shape.keys:
         raise ValueError(
             "context parallelism cuts queries and keys alike, without documents; got "

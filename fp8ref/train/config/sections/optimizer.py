@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fp8ref.shared.errors import require
+from fp8ref.spec import support
 from fp8ref.spec.states import layouts as states
 from fp8ref.spec.states import parts as layout_parts
 from fp8ref.train.config.sections.parallel import ParallelConfig
@@ -125,12 +126,8 @@ class OptimizerConfig:
 
     def foreign(self, backend: str) -> list[str]:
         """The error messages for a kind that this backend does not have."""
-        if backend == "torch" or self.kind in ("adamw", "adamw_states"):
-            return []
-        return [
-            f"optimizer.kind of --backend jax is 'adamw' or 'adamw_states'; got {self.kind!r}. "
-            "Use one of them, or --backend torch."
-        ]
+        fault = support.refusal("optimizers of the trainer", backend, self.kind)
+        return [] if fault is None else [fault]
 
     @property
     def moment_layout(self) -> states.Layout | None:

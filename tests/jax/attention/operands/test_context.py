@@ -67,7 +67,7 @@ def test_a_mesh_has_the_rows_of_one_device(variant, mask, arithmetic):  # A-21
 REFUSED = [
     (
         {"variant": "mxfp8", "over": ("context",)},
-        r"one scale for a tensor, or none. Use 'cudnn' or 'bf16'",
+        r"one scale for a tensor, or none; variant .* has scales of .* Use 'cudnn' or 'bf16'",
     ),
     (
         {"variant": "bf16", "over": ()},
