@@ -11,6 +11,7 @@ The figures in this example only show the units; nobody measured them.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -63,6 +64,12 @@ GPUS = {
     )
 }
 """The data sheets of GPUs by name."""
+
+TILES = ((128, 256), (256, 128), (128, 128))
+"""Height and width of the tiles of a result that one processor computes, as in cuBLAS on Hopper."""
+
+PIECES = (1, 2, 4, 8)
+"""The numbers of pieces that split-K may cut a sum over K into."""
 
 NAMES = {"h100": "H100 SXM", "h200": "H200 SXM"}
 """{value of --gpu: name in GPUS}."""
@@ -210,3 +217,21 @@ def of(gpu: str, file: Path | None = None) -> Ceilings:
 
 _KEYS = [field.name for field in dataclasses.fields(Measured)]
 _FILE = pydantic.TypeAdapter(Measured)
+
+
+def gemm_seconds(m: int, n: int, k: int, rate: float, bytes_: float, ceilings: Ceilings) -> float:
+    """Time of [M, K] x [N, K] -> [M, N] at ``rate`` FLOP a second, with bytes_ of memory
+    traffic.
+    """
+    processors = ceilings.sheet.processors
+    traffic, fastest = bytes_ / ceilings.bandwidth, math.inf
+    for height, width in TILES:
+        tiles = math.ceil(m / height) * math.ceil(n / width)
+        for pieces in PIECES:
+            # every wave takes a tile's time on all processors, even if only one of them has a tile
+            waves = math.ceil(tiles * pieces / processors)
+            busy = waves * processors * 2 * height * width * k / pieces / rate
+            # float32, written and read
+            summed = 8 * pieces * m * n / ceilings.bandwidth if pieces > 1 else 0.0
+            fastest = min(fastest, max(busy, traffic) + summed)
+    return max(fastest, ceilings.launch)

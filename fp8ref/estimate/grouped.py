@@ -6,10 +6,10 @@ for each block of rows, in a loop.
 """
 
 import math
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
-from fp8ref.estimate.gpu_rates import Ceilings
+from fp8ref.estimate.gpu_rates import TILES, Ceilings, gemm_seconds
 from fp8ref.estimate.kernels import Fusion, Kernel, multiplies_fp8
 from fp8ref.recipe import Gemm, GemmSpec
 from fp8ref.spec import granularity
@@ -54,67 +54,68 @@ def block_rows(rows: int, experts: int) -> int:
     return min(max(1 << (rows // experts).bit_length() >> 1, 16), 512)
 
 
-def seconds(
-    which: Gemm,
-    size: tuple[int, int, int],
-    experts: int,
-    method: By,
-    rate: float,
-    bytes_: tuple[int, int],
-    ceilings: Ceilings,
-    alone: Callable[..., float],
-    tiles: tuple[tuple[int, int], ...],
-) -> float:
-    """Time of ``experts`` GEMMs [M, K] x [N, K] -> [M, N] of this size.
+@dataclass(frozen=True)
+class GroupedGemm:
+    """``experts`` GEMMs [M, K] x [N, K] -> [M, N] of one size, and what multiplies them."""
 
-    bytes_   of an element of an operand, and of the result.
-    alone    the time of one GEMM, ``roofline.gemm_seconds``; tiles: as there.
-    """
-    m, n, k = size
-    if method == "a GEMM for each block of rows":
-        rows = (k if which == "grad_weight" else m) * experts
-        block = block_rows(rows, experts)
-        count = rows // block + experts
-        m, k = (m, block) if which == "grad_weight" else (block, k)
-    else:
-        count = experts
-    traffic = bytes_[0] * k * (m + n) + bytes_[1] * m * n
-    if method == "one kernel":
-        fastest = math.inf
-        for height, width in tiles:
-            waves = math.ceil(
-                count * math.ceil(m / height) * math.ceil(n / width) / ceilings.sheet.processors
-            )
-            fastest = min(
-                fastest, waves * ceilings.sheet.processors * 2 * height * width * k / rate
-            )
-        return max(fastest, count * traffic / ceilings.bandwidth, ceilings.launch)
-    each = alone(m, n, k, rate, traffic, ceilings)
-    if method == "a GEMM for each block of rows":
+    which: Gemm
+    m: int
+    n: int
+    k: int
+    experts: int
+    by: By
+
+    @property
+    def rows(self) -> int:
+        """The rows of all experts."""
+        return (self.k if self.which == "grad_weight" else self.m) * self.experts
+
+    @property
+    def blocks(self) -> int:
+        """The rounds of JAX's loop."""
+        return self.rows // block_rows(self.rows, self.experts) + self.experts
+
+    @property
+    def launches(self) -> int:
+        """The kernels that multiply."""
+        if self.by == "one kernel":
+            return 1
+        return self.experts if self.by == "a GEMM for each expert" else self.blocks * (1 + AROUND)
+
+    def seconds(
+        self, rate: float, operand_bytes: int, result_bytes: int, ceilings: Ceilings
+    ) -> float:
+        """Time at ``rate`` FLOP a second; bytes of an element of an operand, and of the result."""
+        m, n, k = self.m, self.n, self.k
+        in_blocks = self.by == "a GEMM for each block of rows"
+        if in_blocks:
+            block = block_rows(self.rows, self.experts)
+            m, k = (m, block) if self.which == "grad_weight" else (block, k)
+        traffic = operand_bytes * k * (m + n) + result_bytes * m * n
+        if self.by == "one kernel":
+            return self._one_kernel(rate, self.experts * traffic, ceilings)
+        each = gemm_seconds(m, n, k, rate, traffic, ceilings)
+        if not in_blocks:
+            return self.experts * each
         # a weight's slice; a sum in float32
-        moved = 2 * bytes_[0] * n * k if which != "grad_weight" else 3 * 4 * m * n
-        each += AROUND * ceilings.launch + moved / ceilings.bandwidth
-    return count * each
+        moved = 2 * operand_bytes * n * k if self.which != "grad_weight" else 3 * 4 * m * n
+        return self.blocks * (each + AROUND * ceilings.launch + moved / ceilings.bandwidth)
 
+    def _one_kernel(self, rate: float, traffic: float, ceilings: Ceilings) -> float:
+        processors, fastest = ceilings.sheet.processors, math.inf
+        for height, width in TILES:
+            tiles = self.experts * math.ceil(self.m / height) * math.ceil(self.n / width)
+            waves = math.ceil(tiles / processors)
+            fastest = min(fastest, waves * processors * 2 * height * width * self.k / rate)
+        return max(fastest, traffic / ceilings.bandwidth, ceilings.launch)
 
-def launches(which: Gemm, size: tuple[int, int, int], experts: int, method: By) -> int:
-    """The kernels of such a grouped GEMM."""
-    if method == "one kernel":
-        return 1
-    if method == "a GEMM for each expert":
-        return experts
-    rows = (size[2] if which == "grad_weight" else size[0]) * experts
-    return (rows // block_rows(rows, experts) + experts) * (1 + AROUND)
-
-
-def around(
-    which: Gemm, size: tuple[int, int, int], experts: int, method: By, fusion: Fusion, bytes_: int
-) -> list[Kernel]:
-    """The kernels that lay rows out for a grouped GEMM, and its result afterwards: in JAX blocks of
-    rows, which are padded to twice the rows at most; results in float32, scaled."""
-    if method != "a GEMM for each block of rows":
-        return []
-    m, n, k = size
-    blocks = {"grad_weight": k * (m + n)}.get(which, m * k) * experts
-    layouts = [Kernel("layout", 3 * bytes_ * blocks)]
-    return [*layouts, Kernel("rescale", (4 + 2) * m * n * experts)] if fusion == "xla" else layouts
+    def around(self, fusion: Fusion, operand_bytes: int) -> list[Kernel]:
+        """The kernels that lay rows out, and its result afterwards: in JAX blocks of rows, which
+        are padded to twice the rows at most; results in float32, scaled."""
+        if self.by != "a GEMM for each block of rows":
+            return []
+        m, n, k = self.m, self.n, self.k
+        elements = (k * (m + n) if self.which == "grad_weight" else m * k) * self.experts
+        layout = Kernel("layout", 3 * operand_bytes * elements)
+        rescale = Kernel("rescale", (4 + 2) * m * n * self.experts)
+        return [layout, rescale] if fusion == "xla" else [layout]

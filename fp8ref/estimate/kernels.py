@@ -19,8 +19,7 @@ Operands in blocks: torchao's Triton kernels read a tensor once; where no kernel
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, CastSpec, Gemm, GemmSpec, Recipe, Role
@@ -51,6 +50,33 @@ class Kernel:
     part: Part
     bytes: float
 
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a linear is in a Llama on a mesh, which says what its casts read and send. The default
+    is a linear by itself, whose tensors are there in bfloat16.
+
+    linear      its name, such as up_proj: XLA fuses kernels with those around them.
+    roles       the roles that it quantizes: its input may come quantized from another linear.
+    parts       devices by role that quantize a part each, whose codes are then all-gathered.
+    sent        GEMMs whose results are sums' parts in bfloat16, sent to other devices.
+    norm_bytes  bytes an element of what XLA computes a norm's result from again: the residual in
+                float32, or what is added up to it.
+    pieces      whether each of several sequences is cut over tensor. Then the rows of an operand
+                whose products are scattered are put in order of pieces for that GEMM, and in their
+                own order for grad_weight, by a kernel each; and gathered gradients of o and down
+                are written in order of pieces, by kernels that take no amax.
+    """
+
+    linear: str = ""
+    roles: tuple[Role, ...] = ROLES
+    parts: Mapping[Role, int] = field(default_factory=dict)
+    sent: tuple[Gemm, ...] = ()
+    norm_bytes: float = 4
+    pieces: bool = False
+
+
+ALONE = Place()
 
 _Served = tuple[Gemm, CastSpec, int]
 """A GEMM that an operand serves, its cast, and the axis that the GEMM reduces."""
@@ -94,30 +120,16 @@ def linear_kernels(
     recipe: Recipe,
     sizes: Mapping[Role, float],
     fusion: Fusion,
-    *,
+    place: Place = ALONE,
     gemms: Sequence[Gemm] = GEMMS,
-    roles: Collection[Role] = ROLES,
-    linear: str = "",
-    gathered: Mapping[Role, float] = MappingProxyType({}),
-    norm_bytes: float = 4,
-    pieces: bool = False,
 ) -> list[Kernel]:
     """The kernels of one linear for one microbatch.
 
-    sizes     elements that this device quantizes by role; the weight's may be a shard.
+    sizes     elements of each role's tensor, of which this device may quantize a part.
     gemms     the GEMMs that run: ("output",) is a forward pass alone.
-    roles     the roles that this linear quantizes: its input may come quantized from another
-              linear.
-    linear    its name in a Llama, such as up_proj: XLA fuses kernels with those around them.
-              Without a name it is a linear by itself, whose tensors are there in bfloat16.
-    gathered  elements by role of what a GEMM multiplies, where codes are gathered from parts.
-    norm_bytes   bytes an element of what XLA computes a norm's result from again: the residual in
-              float32, or what is added up to it.
-    pieces    whether each of several sequences is cut over tensor. Then the rows of an operand
-              whose products are scattered are put in order of pieces for that GEMM, and in their
-              own order for grad_weight, by a kernel each; and gathered gradients of o and down are
-              written in order of pieces, by kernels that take no amax.
     """
+    gathered = {role: sizes[role] for role in place.parts}
+    sizes = {role: size / place.parts.get(role, 1) for role, size in sizes.items()}
     backend = "jax" if fusion == "xla" else "torch"
     role_casts: dict[Role, list[_Served]] = {}
     kernels: list[Kernel] = []
@@ -126,7 +138,7 @@ def linear_kernels(
         for role, cast, axis in zip(
             OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True
         ):
-            if cast is None or role not in roles:
+            if cast is None or role not in place.roles:
                 continue
             if multiplies_fp8(spec, backend):
                 role_casts.setdefault(role, []).append((which, cast, axis))
@@ -142,7 +154,7 @@ def linear_kernels(
         ):
             kernels += _paired(sizes[role], whole)
         elif fusion == "xla":
-            kernels += _xla(role, served, sizes[role], linear, whole, norm_bytes, pieces)
+            kernels += _xla(role, served, sizes[role], whole, place)
         else:
             kernels += _role_kernels(role, served, sizes[role], fusion, whole)
     return kernels
@@ -253,16 +265,11 @@ def _rowwise(role: Role, n: float, *, transposed: bool, after: bool) -> list[Ker
 
 
 def _xla(
-    role: Role,
-    served: list[_Served],
-    n: float,
-    linear: str,
-    gathered: float | None,
-    norm_bytes: float,
-    pieces: bool,
+    role: Role, served: list[_Served], n: float, gathered: float | None, place: Place
 ) -> list[Kernel]:
     """Kernels that XLA compiles, but those that also make the tensor: bfloat16 weights from masters
     (with an amax across memory), norms, SwiGLU and sums (with an amax along memory)."""
+    linear, pieces = place.linear, place.pieces
     source = _SOURCES.get((role, linear), "") if role != "weight" else "masters" if linear else ""
     whole, rows = (
         [one for one in served if one[1].granularity == name] for name in ("tensorwise", "rowwise")
@@ -273,7 +280,7 @@ def _xla(
     )
     # A norm whose amax is needed before its cast is computed again.
     again = source == "norm" and whole
-    read = norm_bytes if again else 4 if source == "masters" and not copied else 2
+    read = place.norm_bytes if again else 4 if source == "masters" and not copied else 2
     # XLA multiplies q, k and v's input by one array, of their codes under scales of rows
     joined = bool(rows) and linear in llama.COLUMN[:3]
     scattered = pieces and linear in {"input": llama.ROW, "grad_output": llama.COLUMN}.get(role, ())

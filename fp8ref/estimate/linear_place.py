@@ -4,6 +4,7 @@ what it shares, gathers and sends, and what XLA computes a norm from.
 
 from collections.abc import Mapping
 
+from fp8ref.estimate.kernels import Place
 from fp8ref.recipe import ROLES, Gemm, Recipe, Role
 from fp8ref.selection.linears import Decision
 from fp8ref.spec import llama
@@ -13,10 +14,8 @@ from fp8ref.train.config.device_shapes import in_fp8, tokens
 
 def of(
     decision: Decision, config: Config, backend: str, recipes: Mapping[str, Recipe] | None = None
-) -> dict:
-    """Keywords of ``roofline.quantizing`` for a config's linear. recipes: of all linears by path;
-    None: looked up.
-    """
+) -> Place:
+    """The place of a config's linear. recipes: of all linears by path; None: looked up."""
     keys, name = config.parallel, decision.path.split(".")[-1]
     parts: dict[Role, int] = (
         {"weight": keys.shards}
@@ -24,7 +23,7 @@ def of(
         else {}
     )
     if backend != "jax":
-        return {"linear": name, "parts": parts}
+        return Place(linear=name, parts=parts)
     if keys.sequence and decision.path.startswith("model.layers."):
         parts["input" if name in llama.COLUMN else "grad_output"] = keys.tensor
     # XLA quantizes an input once for linears that share it.
@@ -42,17 +41,17 @@ def of(
         and keys.tensor_reduce_dtype != "float32"
     ):
         sent.append("output")
-    return {
-        "linear": name,
-        "parts": parts,
-        "roles": [role for role in ROLES if role != "input" or not shares],
-        "sent": sent,
-        "norm_bytes": _norm_bytes(decision.path, config),
-        "pieces": keys.sequence
-        and keys.tensor > 1
+    cuts_sequences = keys.sequence and keys.tensor > 1
+    return Place(
+        linear=name,
+        roles=tuple(role for role in ROLES if role != "input" or not shares),
+        parts=parts,
+        sent=tuple(sent),
+        norm_bytes=_norm_bytes(decision.path, config),
+        pieces=cuts_sequences
         and tokens(config) > config.data.sequence_length
         and "layers." in decision.path,
-    }
+    )
 
 
 def _norm_bytes(linear: str, config: Config) -> float:

@@ -12,27 +12,20 @@ validation and checkpoints.
 """
 
 import dataclasses
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from typing import get_args
 
 from fp8ref.estimate import attention, filtering, grouped, kernels, linear_place, outside_linears
 from fp8ref.estimate.filtering import Kind
-from fp8ref.estimate.gpu_rates import Ceilings
-from fp8ref.estimate.kernels import Fusion, Kernel, multiplies_fp8
+from fp8ref.estimate.gpu_rates import Ceilings, gemm_seconds
+from fp8ref.estimate.grouped import GroupedGemm
+from fp8ref.estimate.kernels import ALONE, Fusion, Kernel, Place, multiplies_fp8
 from fp8ref.estimate.ledger import Ledger, Step
-from fp8ref.recipe import RECIPES, ROLES, Gemm, GemmSpec, Recipe, Role
+from fp8ref.recipe import RECIPES, Gemm, GemmSpec, Recipe
 from fp8ref.selection.linears import Decision
 from fp8ref.train.config.config import Config
 from fp8ref.train.config.device_shapes import runs_output_again, scaled_first, tokens, used
-
-TILES = ((128, 256), (256, 128), (128, 128))
-"""Height and width of the tiles of a result that one processor computes, as in cuBLAS on Hopper."""
-
-PIECES = (1, 2, 4, 8)
-"""The numbers of pieces that split-K may cut a sum over K into."""
 
 Size = tuple[Gemm, int, int, int]
 """A GEMM's name, M, N and K: [M, K] x [N, K] -> [M, N]."""
@@ -104,15 +97,10 @@ def _weight_amax(decision: Decision, config: Config, ceilings: Ceilings) -> floa
         for s in gemm_shapes(decision, config, "jax")
         if s.which == "output"
     ]
-    extra_kernels = quantizing(
-        decision.recipe,
-        sizes,
-        "xla",
-        **{**linear_place.of(decision, config, "jax"), "roles": ["weight"]},
-    )
+    place = dataclasses.replace(linear_place.of(decision, config, "jax"), roles=("weight",))
     return sum(
         max(kernel.bytes / ceilings.bandwidth, ceilings.launch)
-        for kernel in extra_kernels
+        for kernel in quantizing(decision.recipe, sizes, "xla", place)
         if kernel.part == "amax"
     )
 
@@ -218,28 +206,10 @@ def runs_in(spec: GemmSpec, backend: str) -> str:
     )
 
 
-def gemm_seconds(m: int, n: int, k: int, rate: float, bytes_: float, ceilings: Ceilings) -> float:
-    """Time of [M, K] x [N, K] -> [M, N] at ``rate`` FLOP a second, with bytes_ of memory
-    traffic.
-    """
-    processors = ceilings.sheet.processors
-    traffic, fastest = bytes_ / ceilings.bandwidth, math.inf
-    for height, width in TILES:
-        tiles = math.ceil(m / height) * math.ceil(n / width)
-        for pieces in PIECES:
-            # every wave takes a tile's time on all processors, even if only one of them has a tile
-            waves = math.ceil(tiles * pieces / processors)
-            busy = waves * processors * 2 * height * width * k / pieces / rate
-            # float32, written and read
-            summed = 8 * pieces * m * n / ceilings.bandwidth if pieces > 1 else 0.0
-            fastest = min(fastest, max(busy, traffic) + summed)
-    return max(fastest, ceilings.launch)
-
-
 def gemms_ledger(
-    recipe: Recipe, sizes: Sequence[Size], fusion: Fusion, ceilings: Ceilings, **quantized
+    recipe: Recipe, sizes: Sequence[Size], fusion: Fusion, ceilings: Ceilings, place: Place = ALONE
 ) -> Ledger:
-    """Cost of the GEMMs in ``sizes``; quantized: keywords of ``quantizing``."""
+    """Cost of the GEMMs in ``sizes`` of one linear."""
     bf16 = sum(
         gemm_seconds(m, n, k, ceilings.bf16, 2 * (k * (m + n) + m * n), ceilings)
         for _, m, n, k in sizes
@@ -247,69 +217,43 @@ def gemms_ledger(
     if not any(recipe.gemms[which].fp8 for which, *_ in sizes):
         return Ledger(bf16, {}, len(sizes), len(sizes) * ceilings.launch)
     backend = "jax" if fusion == "xla" else "torch"
-    multiplied, extra_kernels = 0.0, quantizing(recipe, sizes, fusion, **quantized)
+    multiplied = 0.0
     for which, m, n, k in sizes:
         spec = recipe.gemms[which]
-        fp8, unscaled = (
-            multiplies_fp8(spec, backend),
-            kernels.scaled_after(spec, fusion) or not spec.rowwise,
-        )
+        fp8 = multiplies_fp8(spec, backend)
+        unscaled = kernels.scaled_after(spec, fusion) or not spec.rowwise
         # a GEMM whose scales are applied afterwards runs at the plain FP8 rate
         rate = ceilings.bf16 if not fp8 else ceilings.fp8 if unscaled else ceilings.fp8_rowwise
-        multiplied += gemm_seconds(
-            m,
-            n,
-            k,
-            rate,
-            (1 if fp8 else 2) * k * (m + n) + kernels.writes(spec, fusion) * m * n,
-            ceilings,
-        )
-    parts = {"gemm": multiplied} | dict.fromkeys(
-        ("amax", "scale", "cast", "layout", "rescale"), 0.0
-    )
-    for kernel in extra_kernels:
+        traffic = (1 if fp8 else 2) * k * (m + n) + kernels.writes(spec, fusion) * m * n
+        multiplied += gemm_seconds(m, n, k, rate, traffic, ceilings)
+    beside = quantizing(recipe, sizes, fusion, place)
+    return _ledger(bf16, multiplied, len(sizes), beside, ceilings)
+
+
+def _ledger(
+    bf16: float, multiplied: float, gemms: int, beside: Sequence[Kernel], ceilings: Ceilings
+) -> Ledger:
+    """The cost of FP8 GEMMs and of the kernels beside them."""
+    parts = {"gemm": multiplied} | dict.fromkeys(get_args(kernels.Part), 0.0)
+    for kernel in beside:
         parts[kernel.part] += max(kernel.bytes / ceilings.bandwidth, ceilings.launch)
-    count = len(sizes) + len(extra_kernels)
+    count = gemms + len(beside)
     return Ledger(bf16, parts, count, count * ceilings.launch)
 
 
 def quantizing(
-    recipe: Recipe,
-    sizes: Sequence[Size],
-    fusion: Fusion,
-    *,
-    linear: str = "",
-    roles: Collection[Role] = ROLES,
-    parts: Mapping[Role, int] = MappingProxyType({}),
-    sent: Collection[Gemm] = (),
-    norm_bytes: float = 4,
-    pieces: bool = False,
+    recipe: Recipe, sizes: Sequence[Size], fusion: Fusion, place: Place = ALONE
 ) -> list[Kernel]:
-    """The kernels beside the GEMMs in ``sizes``.
-
-    linear, roles  as in ``kernels.linear_kernels``.
-    parts          devices by role that quantize a part each, whose codes are then all-gathered.
-    sent           GEMMs whose results are sums' parts in bfloat16, sent to other devices.
-    norm_bytes, pieces
-                   as in ``kernels.linear_kernels``.
-    """
-    elements = _elements(sizes)
+    """The kernels beside the GEMMs in ``sizes`` of one linear."""
     rescales = [
         kernel
         for which, m, n, _ in sizes
-        for kernel in kernels.rescale(recipe, which, m * n, fusion, linear, sent=which in sent)
+        for kernel in kernels.rescale(
+            recipe, which, m * n, fusion, place.linear, sent=which in place.sent
+        )
     ]
-    return rescales + kernels.linear_kernels(
-        recipe,
-        {role: size / parts.get(role, 1) for role, size in elements.items()},
-        fusion,
-        gemms=[which for which, *_ in sizes],
-        roles=roles,
-        linear=linear,
-        gathered={role: elements[role] for role in parts},
-        norm_bytes=norm_bytes,
-        pieces=pieces,
-    )
+    gemms = [which for which, *_ in sizes]
+    return rescales + kernels.linear_kernels(recipe, _elements(sizes), fusion, place, gemms)
 
 
 def linear_ledger(
@@ -319,7 +263,7 @@ def linear_ledger(
     ceilings: Ceilings,
     *,
     gemms: Sequence[Gemm] = kernels.GEMMS,
-    place: Mapping[str, Any] | None = None,
+    place: Place | None = None,
 ) -> Ledger:
     """Cost of a config's linear on one device, for one microbatch; of experts that of all of the
     device's. place: its ``linear_place``.
@@ -332,13 +276,9 @@ def linear_ledger(
         return grouped_ledger(
             decision.recipe, sizes, decision.experts // config.parallel.expert, fusion, ceilings
         )
-    return gemms_ledger(
-        decision.recipe,
-        sizes,
-        fusion,
-        ceilings,
-        **(linear_place.of(decision, config, backend) if place is None else place),
-    )
+    if place is None:
+        place = linear_place.of(decision, config, backend)
+    return gemms_ledger(decision.recipe, sizes, fusion, ceilings, place)
 
 
 def grouped_ledger(
@@ -347,60 +287,33 @@ def grouped_ledger(
     """Cost of grouped GEMMs, each of ``experts`` GEMMs of a size."""
     backend = "jax" if fusion == "xla" else "torch"
     wide = 4 if backend == "jax" else 2  # JAX's loop writes accumulators
-    bf16, multiplied, count, plain = 0.0, 0.0, 0, 0
-    extra_kernels = (
-        quantizing(recipe, [(which, m, n, k) for which, m, n, k in sizes], fusion)
-        if any(recipe.gemms[which].fp8 for which, *_ in sizes)
-        else []
-    )
-    extra_kernels = [
+    bf16, multiplied, count, plain_count = 0.0, 0.0, 0, 0
+    in_fp8 = any(recipe.gemms[which].fp8 for which, *_ in sizes)
+    beside = [
         Kernel(kernel.part, kernel.bytes * experts)
-        for kernel in extra_kernels
+        for kernel in (quantizing(recipe, sizes, fusion) if in_fp8 else [])
         if kernel.part != "rescale"
     ]
     for which, m, n, k in sizes:
-        spec, size = recipe.gemms[which], (m, n, k)
-        plain_by = grouped.by(RECIPES["bf16"].gemms[which], backend)
-        laid = sum(
-            kernel.bytes for kernel in grouped.around(which, size, experts, plain_by, fusion, 2)
+        spec = recipe.gemms[which]
+        plain, gemm = (
+            GroupedGemm(which, m, n, k, experts, grouped.by(s, backend))
+            for s in (RECIPES["bf16"].gemms[which], spec)
         )
-        bf16 += (
-            grouped.seconds(
-                which,
-                size,
-                experts,
-                plain_by,
-                ceilings.bf16,
-                (2, wide),
-                ceilings,
-                gemm_seconds,
-                TILES,
-            )
-            + laid / ceilings.bandwidth
-        )
-        plain += grouped.launches(which, size, experts, plain_by)
-        by, fp8 = grouped.by(spec, backend), grouped.in_fp8(spec, backend)
-        rate = (
-            ceilings.bf16
-            if not fp8
-            else ceilings.fp8_rowwise
-            if spec.rowwise and backend == "torch"
-            else ceilings.fp8
-        )
-        multiplied += grouped.seconds(
-            which, size, experts, by, rate, (1 if fp8 else 2, wide), ceilings, gemm_seconds, TILES
-        )
-        count += grouped.launches(which, size, experts, by)
-        extra_kernels += grouped.around(which, size, experts, by, fusion, 1 if fp8 else 2)
-    if not any(recipe.gemms[which].fp8 for which, *_ in sizes):
-        return Ledger(bf16, {}, plain, plain * ceilings.launch)
-    parts = {"gemm": multiplied} | dict.fromkeys(
-        ("amax", "scale", "cast", "layout", "rescale"), 0.0
-    )
-    for kernel in extra_kernels:
-        parts[kernel.part] += max(kernel.bytes / ceilings.bandwidth, ceilings.launch)
-    count += len(extra_kernels)
-    return Ledger(bf16, parts, count, count * ceilings.launch)
+        laid = sum(kernel.bytes for kernel in plain.around(fusion, 2))
+        bf16 += plain.seconds(ceilings.bf16, 2, wide, ceilings) + laid / ceilings.bandwidth
+        plain_count += plain.launches
+        fp8 = grouped.in_fp8(spec, backend)
+        rate = ceilings.bf16
+        if fp8:
+            by_rows = spec.rowwise and backend == "torch"
+            rate = ceilings.fp8_rowwise if by_rows else ceilings.fp8
+        multiplied += gemm.seconds(rate, 1 if fp8 else 2, wide, ceilings)
+        count += gemm.launches
+        beside += gemm.around(fusion, 1 if fp8 else 2)
+    if not in_fp8:
+        return Ledger(bf16, {}, plain_count, plain_count * ceilings.launch)
+    return _ledger(bf16, multiplied, count, beside, ceilings)
 
 
 def sizes_of(m: int, n: int, k: int) -> list[Size]:

@@ -49,31 +49,24 @@ def test_times_of_each_way():
     """Eight experts of 512 rows, 1024 to 1024: 8 x 4 x 4 = 128 tiles of 128 x 256, one wave of 132
     processors.
     """
-    how = {
-        "rate": H200.fp8,
-        "bytes_": (1, 2),
-        "ceilings": H200,
-        "alone": roofline.gemm_seconds,
-        "tiles": ((128, 256),),
-    }
     size = (512, 1024, 1024)
-    one = grouped.seconds("output", size, 8, ONE, **how)
-    assert one == pytest.approx(
+    one, each, looped = (grouped.GroupedGemm("output", *size, 8, by) for by in (ONE, EACH, BLOCKS))
+    rates = H200.fp8, 1, 2, H200
+    assert one.seconds(*rates) == pytest.approx(
         max(
             132 * 2 * 128 * 256 * 1024 / H200.fp8,
             8 * (1024 * 1536 + 2 * 512 * 1024) / H200.bandwidth,
         )
     )
     alone = roofline.gemm_seconds(*size, H200.fp8, 1024 * 1536 + 2 * 512 * 1024, H200)
-    assert grouped.seconds("output", size, 8, EACH, **how) == pytest.approx(8 * alone)
+    assert each.seconds(*rates) == pytest.approx(8 * alone)
     # blocks of 512 rows: 8 and one more for each expert; a weight's slice read and written, two
     # launches beside the GEMM
     block = roofline.gemm_seconds(512, 1024, 1024, H200.fp8, 1024 * 1536 + 2 * 512 * 1024, H200)
-    looped = grouped.seconds("output", size, 8, BLOCKS, **how)
-    assert looped == pytest.approx(
+    assert looped.seconds(*rates) == pytest.approx(
         16 * (block + 2 * H200.launch + 2 * 1024 * 1024 / H200.bandwidth)
     )
-    assert [grouped.launches("output", size, 8, by) for by in (ONE, EACH, BLOCKS)] == [1, 8, 48]
+    assert [gemm.launches for gemm in (one, each, looped)] == [1, 8, 48]
 
 
 def tiny(**parallel):

@@ -21,11 +21,12 @@ QUANTIZED = [
 ]
 
 
-def moved(recipe, how, role, **keys):
-    """Bytes an element of role by part, and kernels, of a linear whose other operands are empty."""
-    alone = kernels.linear_kernels(
-        RECIPES[recipe], dict.fromkeys(ROLES, 0) | {role: 1}, how, **keys
-    )
+def moved(recipe, how, role, gemms=kernels.GEMMS, **keys):
+    """Bytes an element of role by part, and kernels, of a linear whose other operands are empty;
+    of an element of this device's part."""
+    place = kernels.Place(**keys)
+    elements = dict.fromkeys(ROLES, 0) | {role: place.parts.get(role, 1)}
+    alone = kernels.linear_kernels(RECIPES[recipe], elements, how, place, gemms)
     found: dict[str, float] = {}
     for kernel in alone:
         found[kernel.part] = found.get(kernel.part, 0) + kernel.bytes
@@ -112,7 +113,9 @@ def test_blocks_have_kernels_in_torch_alone():
 
 def test_what_another_linear_has_cast_is_not_cast_again():
     whole, without = (
-        kernels.linear_kernels(RECIPES["tensorwise"], dict.fromkeys(ROLES, 1), "xla", roles=roles)
+        kernels.linear_kernels(
+            RECIPES["tensorwise"], dict.fromkeys(ROLES, 1), "xla", kernels.Place(roles=roles)
+        )
         for roles in (ROLES, ROLES[1:])
     )
     assert whole[-len(without) :] == without
@@ -137,24 +140,24 @@ def test_a_forward_pass_alone_writes_codes_in_one_order():
 
 def test_what_is_gathered_is_laid_out_afterwards():
     """A shard of 1 of 8 elements: an amax and a cast of it, then 2 bytes for each of the 8."""
-    gathered = {"weight": 8}
-    assert moved("tensorwise", "inductor", "weight", gathered=gathered) == {
+    parts = {"weight": 8}
+    assert moved("tensorwise", "inductor", "weight", parts=parts) == {
         "layout": 16,
         "amax": 2,
         "cast": 3,
     }
-    assert moved("tensorwise", "xla", "weight", gathered=gathered, linear="up_proj") == {
+    assert moved("tensorwise", "xla", "weight", parts=parts, linear="up_proj") == {
         "layout": 16,
         "amax": 4,
         "cast": 5,
     }
     # the amax of columns is taken with the bfloat16 copy, that of rows by the cast of columns
-    assert moved("rowwise", "xla", "weight", gathered=gathered, linear="up_proj") == {
+    assert moved("rowwise", "xla", "weight", parts=parts, linear="up_proj") == {
         "layout": 16,
         "cast": 6,
     }
     # joined weights of q, k and v are laid out in both orders
-    assert moved("rowwise", "xla", "weight", gathered=gathered, linear="k_proj") == {
+    assert moved("rowwise", "xla", "weight", parts=parts, linear="k_proj") == {
         "layout": 32,
         "cast": 6,
     }
@@ -194,7 +197,7 @@ def test_paired_codes_of_a_gathered_gradient():  # P-6
     """Of 1 of 2 elements two amaxes, codes, and a bit; of both in bfloat16's place codes, bits and
     codes, and then codes twice, codes and bytes.
     """
-    found = moved("rowwise", "xla", "grad_output", linear="o_proj", gathered={"grad_output": 2})
+    found = moved("rowwise", "xla", "grad_output", linear="o_proj", parts={"grad_output": 2})
     assert found == {"amax": 4, "cast": 3 + 2.125, "layout": 2 * 2.125 + 2 * 4}
 
 
@@ -279,7 +282,7 @@ def test_kernels_are_those_that_xla_compiles_for_h200s(row):
                 (g.which, g.m, g.n, g.k) for g in roofline.gemm_shapes(decision, config, "jax")
             ]
             for kernel in roofline.quantizing(
-                decision.recipe, gemms, "xla", **linear_place.of(decision, config, "jax")
+                decision.recipe, gemms, "xla", linear_place.of(decision, config, "jax")
             ):
                 made[kernel.part] += kernel.bytes / 1e9
                 count += kernel.bytes >= 2**20

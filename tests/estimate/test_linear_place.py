@@ -25,35 +25,35 @@ def place(path, recipe="tensorwise", sequences=8, **parallel):
     ],
 )
 def test_what_a_norm_is_computed_from(path, one, gathered):
-    assert place(path, sequences=32)["norm_bytes"] == one
-    assert place(path, sequences=32, fsdp=2)["norm_bytes"] == gathered
+    assert place(path, sequences=32).norm_bytes == one
+    assert place(path, sequences=32, fsdp=2).norm_bytes == gathered
 
 
 def test_no_more_rows_of_a_table_are_read_than_there_are_tokens():
-    assert place("0.self_attn.q_proj", sequences=2)["norm_bytes"] == 4
+    assert place("0.self_attn.q_proj", sequences=2).norm_bytes == 4
 
 
 def test_linears_that_share_an_input():
     """up's is gate's, cast once; under delayed scaling too (H-9)."""
     for recipe in ("tensorwise", "delayed"):
-        assert "input" not in place("1.mlp.up_proj", recipe)["roles"]
-        assert "input" in place("1.mlp.gate_proj", recipe)["roles"]
+        assert "input" not in place("1.mlp.up_proj", recipe).roles
+        assert "input" in place("1.mlp.gate_proj", recipe).roles
 
 
 def test_what_is_sent():
     """Gradients that are summed in bfloat16, and outputs of o and down over tensor, but for float32
     sums (P-9).
     """
-    assert place("1.mlp.down_proj", tensor=2)["sent"] == ["output"]
+    assert place("1.mlp.down_proj", tensor=2).sent == ("output",)
     assert (
-        place("1.mlp.down_proj", tensor=2, tensor_reduce_dtype="float32")["sent"]
-        == place("1.mlp.up_proj", tensor=2)["sent"]
-        == []
+        place("1.mlp.down_proj", tensor=2, tensor_reduce_dtype="float32").sent
+        == place("1.mlp.up_proj", tensor=2).sent
+        == ()
     )
-    assert place("1.mlp.up_proj", fsdp=2, reduce_dtype="bfloat16")["sent"] == ["grad_weight"]
+    assert place("1.mlp.up_proj", fsdp=2, reduce_dtype="bfloat16").sent == ("grad_weight",)
 
 
 def test_pieces_of_several_sequences():
-    assert place("1.mlp.up_proj", tensor=2, sequence=True)["pieces"]
-    assert not place("1.mlp.up_proj", tensor=2)["pieces"]
-    assert not place("1.mlp.up_proj", data=8, tensor=2, sequence=True)["pieces"]  # of one sequence
+    assert place("1.mlp.up_proj", tensor=2, sequence=True).pieces
+    assert not place("1.mlp.up_proj", tensor=2).pieces
+    assert not place("1.mlp.up_proj", data=8, tensor=2, sequence=True).pieces  # of one sequence

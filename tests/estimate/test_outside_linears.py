@@ -52,7 +52,7 @@ def test_bytes_of_all_kernels_are_those_that_xla_compiles_for_h200s(row):
             made += sum(
                 kernel.bytes
                 for kernel in roofline.quantizing(
-                    decision.recipe, gemms, "xla", **linear_place.of(decision, config, "jax")
+                    decision.recipe, gemms, "xla", linear_place.of(decision, config, "jax")
                 )
             )
     least = (
