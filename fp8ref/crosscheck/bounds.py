@@ -202,16 +202,10 @@ def forward(
     # samples what roundings do instead: two backends, which mostly round alike, differ at most as
     # much as two independent samples do. Pairs of samples give sigma.
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    simulate = functools.partial(
-        model.forward,
-        inputs,
-        weights,
-        config,
-        recipes,
-        multiply=multiply,
-        attention=attention,
-        states=states,
+    numerics = model.Numerics(
+        recipes=recipes, states=states or {}, multiply=multiply, attention=attention
     )
+    simulate = functools.partial(model.forward, inputs, weights, config, numerics)
     nearest = simulate()
     losses, squares, previous = [], [], nearest
     for seed in range(SAMPLES):

@@ -187,11 +187,13 @@ def simulated(
         tokens[:, :-1],
         weights,
         config.model,
-        recipes_of(config),
-        states=states,
+        model.Numerics(
+            recipes=recipes_of(config),
+            states=states or {},
+            multiply=hardware.of(config),
+            attention=config.numerics.attention,
+        ),
         watch=record,
-        multiply=hardware.of(config),
-        attention=config.numerics.attention,
     )
     if first is None:
         losses = model.losses(logits, tokens[:, 1:])

@@ -256,67 +256,63 @@ def _weights(config: Config, backend: str, kept: Collection[str]) -> dict[str, L
     linears whose weights are kept in FP8.
     """
     masters_apart = config.optimizer.keeps_masters
+    table = config.model.vocab_size * config.model.hidden_size
     memory_lines: dict[str, Line] = {}
     if backend == "jax" or masters_apart or not sharded(config, backend):
         # copies of masters are made in each step
         memory_lines["weights in use"] = Line(
             *_own(config, backend, kept), MOMENTS if masters_apart else BACKWARD
         )
-    table = config.model.vocab_size * config.model.hidden_size
-    if not sharded(config, backend):
-        if backend == "jax":
-            memory_lines["gradient of the last linear"] = Line(
-                2 * table, "2 bytes an element: bf16", MOMENTS[:1]
-            )
-        return memory_lines
+    if sharded(config, backend):
+        return memory_lines | _gathered(config, backend, table)
+    if backend == "jax":
+        memory_lines["gradient of the last linear"] = Line(
+            2 * table, "2 bytes an element: bf16", MOMENTS[:1]
+        )
+    return memory_lines
+
+
+def _gathered(config: Config, backend: str, table: int) -> dict[str, Line]:
+    """What a device gathers of weights, and their whole gradients; table: elements of the embedding
+    or the last linear."""
     layer, codes, weight = _largest_layer(config, backend)
     if config.parallel.compile == "model":
         blocks = config.model.num_hidden_layers
-        memory_lines["weights, gathered"] = Line(
-            blocks * codes + 4 * table, "the whole model", BACKWARD
-        )
-        all_bytes = 6 * (blocks * layer + 2 * table)
-        memory_lines["gradients, whole"] = Line(
-            all_bytes, "6 bytes a parameter: bf16, and float32 to be summed", MOMENTS[2:4]
-        )
-        return memory_lines
+        whole = 6 * (blocks * layer + 2 * table)
+        summed = "6 bytes a parameter: bf16, and float32 to be summed"
+        return {
+            "weights, gathered": Line(blocks * codes + 4 * table, "the whole model", BACKWARD),
+            "gradients, whole": Line(whole, summed, MOMENTS[2:4]),
+        }
     at_once = weight if backend == "jax" and not config.parallel.scan else layer
     largest_part = "weight" if at_once == weight else "layer"
+    summed = f"6 bytes an element of the largest {largest_part}: bf16, and float32 to be summed"
     # FSDP2 frees a layer before it reduces its gradients, and has gathered the next one.
     gathers = LAYERS if backend == "jax" else LAYERS[:1]
-    memory_lines["weights of a layer, gathered"] = Line(
-        codes, "1 byte an element where FP8 is gathered, else 2", gathers
-    )
-    memory_lines["gradients, whole"] = Line(
-        6 * at_once,
-        f"6 bytes an element of the largest {largest_part}: bf16, and float32 to be summed",
-        LAYERS,
-    )
+    memory_lines = {
+        "weights of a layer, gathered": Line(
+            codes, "1 byte an element where FP8 is gathered, else 2", gathers
+        ),
+        "gradients, whole": Line(6 * at_once, summed, LAYERS),
+    }
+    last_linear = "2 bytes an element, of the weight and its gradient"
     if backend == "jax":
         # the weight in another order, or its gradient
-        chunked = config.parallel.loss == "chunked"
-        memory_lines["last linear, gathered"] = Line(
-            (2 if chunked else 4) * table,
-            "2 bytes an element, of the weight and its gradient",
-            MOMENTS[:1],
-        )
-        memory_lines["gradients of the tables"] = Line(
-            8 * table,
-            "4 bytes an element of the embedding and the last linear, float32",
-            MOMENTS[3:4],
-        )
-    else:
-        memory_lines["last linear, gathered"] = Line(
-            4 * table, "2 bytes an element, of the weight and its gradient", MOMENTS[:3]
-        )
-        element_bytes = 2 if masters_apart else 4
-        memory_lines["embedding table, gathered"] = Line(
+        last_bytes = 2 if config.parallel.loss == "chunked" else 4
+        tables = "4 bytes an element of the embedding and the last linear, float32"
+        return memory_lines | {
+            "last linear, gathered": Line(last_bytes * table, last_linear, MOMENTS[:1]),
+            "gradients of the tables": Line(8 * table, tables, MOMENTS[3:4]),
+        }
+    element_bytes = 2 if config.optimizer.keeps_masters else 4
+    gradient = "8 bytes an element: float32, and again to be summed"
+    return memory_lines | {
+        "last linear, gathered": Line(4 * table, last_linear, MOMENTS[:3]),
+        "embedding table, gathered": Line(
             element_bytes * table, f"{element_bytes} bytes an element", BACKWARD
-        )
-        memory_lines["gradient of the embedding table"] = Line(
-            8 * table, "8 bytes an element: float32, and again to be summed", MOMENTS[3:4]
-        )
-    return memory_lines
+        ),
+        "gradient of the embedding table": Line(8 * table, gradient, MOMENTS[3:4]),
+    }
 
 
 def _largest_layer(config: Config, backend: str) -> tuple[int, int, int]:

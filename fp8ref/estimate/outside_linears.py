@@ -57,70 +57,70 @@ def moved(config: Config, backend: str) -> dict[str, float]:
     quantize.
     """
     keys, model, parts = config.parallel, config.model, config.data.microbatches
-    count, layers = tokens(config) * parts, model.num_hidden_layers
+    count = tokens(config) * parts
+    own = count // (keys.tensor if keys.sequence and backend == "jax" else 1)
+    firsts = [d.recipe for d in config.decisions() if d.path.endswith("q_proj")]  # of each layer
+    embedding = 12 * count if backend == "torch" else _residual(firsts[0]).once * own
+    bytes_moved = {
+        "attention": model.num_hidden_layers * _scores(config, backend),
+        "norms, rotations, SwiGLU, sums": count
+        * sum(_elementwise(config, backend, recipe) for recipe in firsts),
+        "embedding and loss": embedding * model.hidden_size
+        + 2 * LOGITS[backend] * own * model.vocab_size,
+        "AdamW": _update(config, backend),
+    }
+    if keys.loss == "chunked":  # each part's float32 gradient is added to the sum
+        chunks = -(-model.vocab_size // WORDS)
+        bytes_moved["embedding and loss"] += 12 * chunks * own * model.hidden_size
+    if backend == "jax":
+        if joined := parts * sum(_joined_weights(config, recipe) for recipe in firsts):
+            bytes_moved["weights of q, k and v, joined"] = joined
+        if keys.tensor > 1 and keys.reduce == "rounded":
+            added = sum(_added(config, recipe) for recipe in firsts)
+            bytes_moved["grad_inputs, added before their sum"] = count * added
+    if arranged := parts * _arranged(config, backend):
+        bytes_moved["pieces of sequences, put in order"] = arranged
+    if parts > 1:
+        held = piece_sizes(config, backend)
+        bytes_moved["sums of gradients over parts"] = parts * (
+            4 * sum(piece for piece, _ in held.values()) + 2 * sum_bytes(config, held)
+        )
+    if backend == "jax" and (widened := parts * _widened(config)):
+        bytes_moved["gradients in float32, for their sums"] = widened
+    return bytes_moved
+
+
+def _update(config: Config, backend: str) -> float:
+    """Bytes of AdamW: a gradient read for the norm and again for the update; master and moments
+    read and written; a bf16 copy made of the master."""
     held = piece_sizes(config, backend)
     recipes = {f"{d.path}.weight": d.recipe for d in config.decisions()}
-    fusion = kernels.fusion(config, backend)
+    fusion, gathered = kernels.fusion(config, backend), config.parallel.shards > 1
     copied = sum(
         piece
         for name, (piece, _) in held.items()
         if name not in recipes
         or EXPERTS in name
-        or kernels.copies_weight(
-            recipes[name], fusion, name.split(".")[-2], gathered=keys.shards > 1
-        )
+        or kernels.copies_weight(recipes[name], fusion, name.split(".")[-2], gathered=gathered)
     )
     master = 2 if config.optimizer.keeps_masters else 4
-    own = count // (keys.tensor if keys.sequence and backend == "jax" else 1)
-    logits = own * model.vocab_size
-    firsts = [d.recipe for d in config.decisions() if d.path.endswith("q_proj")]  # of each layer
-    bytes_moved = {
-        "attention": layers * _scores(config, backend),
-        "norms, rotations, SwiGLU, sums": count
-        * sum(_elementwise(config, backend, recipe) for recipe in firsts),
-        "embedding and loss": (
-            12 * count if backend == "torch" else _residual(firsts[0]).once * own
-        )
-        * model.hidden_size
-        + 2 * LOGITS[backend] * logits,
-        # bytes an element: gradient read for the norm and again for the update; master and moments
-        # read and written; bf16 copy made of the master
-        "AdamW": sum(
-            2 * _gradient(name, config, backend) * piece + 2 * states(piece, whole, config)
-            for name, (piece, whole) in held.items()
-        )
-        + (master + 2) * copied,
-    }
-    if backend == "jax" and (
-        joined := parts * sum(_joined_weights(config, recipe) for recipe in firsts)
-    ):
-        bytes_moved["weights of q, k and v, joined"] = joined
-    if keys.loss == "chunked":  # each part's float32 gradient is added to the sum
-        bytes_moved["embedding and loss"] += (
-            12 * -(-model.vocab_size // WORDS) * own * model.hidden_size
-        )
-    if backend == "jax" and keys.tensor > 1 and keys.reduce == "rounded":
-        bytes_moved["grad_inputs, added before their sum"] = count * sum(
-            _added(config, recipe) for recipe in firsts
-        )
-    if arranged := parts * _arranged(config, backend):
-        bytes_moved["pieces of sequences, put in order"] = arranged
-    if parts > 1:
-        bytes_moved["sums of gradients over parts"] = parts * (
-            4 * sum(piece for piece, _ in held.values()) + 2 * sum_bytes(config, held)
-        )
+    return (master + 2) * copied + sum(
+        2 * _gradient(name, config, backend) * piece + 2 * states(piece, whole, config)
+        for name, (piece, whole) in held.items()
+    )
+
+
+def _widened(config: Config) -> float:
+    """Bytes of gradients that GEMMs write in bfloat16, and a kernel of its own widens before
+    devices sum them (P-9)."""
+    keys = config.parallel
     rounded = keys.reduce == "rounded" and keys.through == "shard_map"
-    if backend == "jax" and rounded and keys.reduce_dtype == "float32" and keys.sharing > 1:
-        # GEMMs write bfloat16, which a kernel of its own widens before devices sum it (P-9)
-        bytes_moved["gradients in float32, for their sums"] = (
-            parts
-            * (2 + 4)
-            * sum(
-                min(keys.shards * piece, whole // (1 if "experts" not in name else keys.expert))
-                for name, (piece, whole) in held.items()
-            )
-        )
-    return bytes_moved
+    if not rounded or keys.reduce_dtype != "float32" or keys.sharing == 1:
+        return 0
+    return (2 + 4) * sum(
+        min(keys.shards * piece, whole // (1 if "experts" not in name else keys.expert))
+        for name, (piece, whole) in piece_sizes(config, "jax").items()
+    )
 
 
 def _gradient(name: str, config: Config, backend: str) -> int:

@@ -6,7 +6,6 @@ round stochastically, which gives one sample of the noise of rounding alone (spe
 ``watch`` receives every value of the pass by its site.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,32 +105,41 @@ def scales_of(x: np.ndarray, spec: CastSpec, state: delayed.DelayedState | None 
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """What a pass computes in.
+
+    recipes    linear's name -> its recipe.
+    states     "<linear>/<role>" -> state of delayed scaling; by default those of a first step.
+               Attention has delayed scales if it has states, "<layer>.self_attn/<role>".
+    multiply   hardware that sums and scales FP8 GEMMs (G-19), and sums products of an attention in
+               FP8; None: exact sums. Either way the result is rounded at M-3's site.
+    attention  the variant of ``fp8ref.spec.attention.variants`` that attends; None: M-3's
+               attention.
+    """
+
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    states: Mapping[str, delayed.DelayedState] = field(default_factory=dict)
+    multiply: Multiply | None = None
+    attention: str | Variant | None = None
+
+
 def forward(
     tokens: np.ndarray,
     weights: Mapping[str, np.ndarray],
     config: llama.LlamaConfig,
-    recipes: Mapping[str, Recipe],
+    numerics: Numerics,
     *,
     seed: int | None = None,
-    states: Mapping[str, delayed.DelayedState] | None = None,
     watch: Watch = lambda site: None,
-    multiply: Multiply | None = None,
-    attention: str | Variant | None = None,
 ) -> np.ndarray:
     """Logits of a batch, by the trainer's Llama.
 
     seed     of stochastic rounding at every site; None: to nearest even.
-    states   "<linear>/<role>" -> state of delayed scaling; by default those of a first step.
-             Attention has delayed scales if it has states, "<layer>.self_attn/<role>".
-    multiply hardware that sums and scales FP8 GEMMs (G-19), and sums products of an attention in
-    FP8; None: exact sums. Either way the result is rounded at M-3's site.
     watch    called with every value of the pass, in its order.
-    attention
-             the variant of ``fp8ref.spec.attention.variants`` that attends; None: M-3's attention.
 
-    Shapes:   tokens [B, T] integers below vocab_size; weights as ``llama.parameter_shapes``;
-              recipes: linear's name -> its recipe; logits float64 [B, T, vocab_size], values of
-              bfloat16.
+    Shapes:   tokens [B, T] integers below vocab_size; weights as ``llama.parameter_shapes``; logits
+              float64 [B, T, vocab_size], values of bfloat16.
     Order:    spec M-3; sums in float64, so that only the stated roundings are left. Values
               that M-3 has in float32 become infinite beyond its range (M-7).
     Raises:   ValueError: a token outside the vocabulary.
@@ -140,40 +148,71 @@ def forward(
         raise ValueError(
             f"tokens must be in [0, {config.vocab_size}); got {tokens.min()} to {tokens.max()}."
         )
-    rounding = Rounding(seed)
-    w = {
-        name: value.astype(np.float64) if name == "model.embed_tokens.weight" else rounding(value)
-        for name, value in weights.items()
-    }
-    cos, sin = _rotary(config, tokens.shape[1])
+    return _Pass(weights, config, numerics, Rounding(seed), watch).logits(tokens)
 
-    def report(module: str, role: str, value: np.ndarray, **made_of: Any) -> np.ndarray:
-        watch(Site(module=module, role=role, value=value, **made_of))
+
+class _Pass:
+    """One forward pass: its layers, each of which reports its values and rounds at its sites."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, np.ndarray],
+        config: llama.LlamaConfig,
+        numerics: Numerics,
+        rounding: Rounding,
+        watch: Watch,
+    ) -> None:
+        self.masters, self.config, self.numerics = weights, config, numerics
+        self.rounding, self.watch = rounding, watch
+        self.weights = {
+            name: value.astype(np.float64) if name == llama.EMBEDDING else rounding(value)
+            for name, value in weights.items()
+        }
+
+    def report(self, module: str, role: str, value: np.ndarray, **made_of: Any) -> np.ndarray:
+        """value, shown to whoever watches."""
+        self.watch(Site(module=module, role=role, value=value, **made_of))
         return value
 
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """[B, T] -> [B, T, vocab_size]."""
+        config, name = self.config, llama.EMBEDDING.removesuffix(".weight")
+        rotary = _rotary(config, tokens.shape[1])
+        rows = self.weights[llama.EMBEDDING][tokens]
+        parts = {"token": tokens[..., None], "float32 master": rows}
+        h = self.report(name, "output", self.rounding(rows), parts=parts)  # [B, T, hidden]
+        mlp = self.mixture if config.num_experts else self.mlp
+        for i in range(config.num_hidden_layers):
+            layer = f"model.layers.{i}"
+            x = self.norm(f"{layer}.input_layernorm", h)
+            h = self.residual(layer, "self_attn", h, self.attended(f"{layer}.self_attn", x, rotary))
+            x = self.norm(f"{layer}.post_attention_layernorm", h)
+            h = self.residual(layer, "mlp", h, mlp(f"{layer}.mlp", x))
+        tied = llama.EMBEDDING if config.tie_word_embeddings else None
+        return self.linear("lm_head", self.norm("model.norm", h), tied)
+
     def linear(
-        name: str, x: np.ndarray, key: str | None = None, expert: int | None = None
+        self, name: str, x: np.ndarray, key: str | None = None, expert: int | None = None
     ) -> np.ndarray:
         """[..., K] x [N, K] -> [..., N]; of experts, the expert's weight."""
-        master, rounded = weights[key or f"{name}.weight"], None if key else w[f"{name}.weight"]
+        master = self.masters[key or f"{name}.weight"]
+        rounded = None if key else self.weights[f"{name}.weight"]
         if expert is not None and rounded is not None:
             master, rounded = master[expert], rounded[expert]
-        weight = report(
-            name,
-            "weight",
-            rounding(master) if rounded is None else rounded,
-            parts={"float32 master": master},
-        )
-        spec = recipes[name].output if name in recipes else None
+        weight = self.rounding(master) if rounded is None else rounded
+        self.report(name, "weight", weight, parts={"float32 master": master})
+        recipe, multiply = self.numerics.recipes.get(name), self.numerics.multiply
+        spec = None if recipe is None else recipe.output
         factors = []
         operands = {"input": x.reshape(-1, x.shape[-1]), "weight": weight}
         for role, cast_spec in (("input", spec.a), ("weight", spec.b)) if spec else ():
             if cast_spec is None:
                 continue
-            scales = scales_of(operands[role], cast_spec, (states or {}).get(f"{name}/{role}"))
+            state = self.numerics.states.get(f"{name}/{role}")
+            scales = scales_of(operands[role], cast_spec, state)
             for part, scale in scales._asdict().items():
-                report(name, f"{role} {part}", np.asarray(scale), fmt=FLOAT32)
-            codes = rounding.codes(operands[role], cast_spec, scales)
+                self.report(name, f"{role} {part}", np.asarray(scale), fmt=FLOAT32)
+            codes = self.rounding.codes(operands[role], cast_spec, scales)
             factors.append(Factor(codes, scales.scale_inv, cast_spec.fmt, cast_spec.granularity))
             operands[role] = values(codes, cast_spec, scales)
         operands["input"] = operands["input"].reshape(x.shape)
@@ -184,78 +223,104 @@ def forward(
                 *factors, accumulate=spec.accumulate, epilogue=spec.epilogue, out_dtype=FLOAT32
             )
             product = product.reshape(*x.shape[:-1], -1)
-        return report(name, "output", rounding(product), factors=operands)
+        return self.report(name, "output", self.rounding(product), factors=operands)
 
-    def norm(name: str, x: np.ndarray) -> np.ndarray:
-        weight = report(
-            name, "weight", w[f"{name}.weight"], parts={"float32 master": weights[f"{name}.weight"]}
-        )
+    def norm(self, name: str, x: np.ndarray) -> np.ndarray:
+        """RMSNorm."""
+        weight, master = self.weights[f"{name}.weight"], self.masters[f"{name}.weight"]
+        self.report(name, "weight", weight, parts={"float32 master": master})
         mean_square = in_range((x**2).sum(-1, keepdims=True)) / x.shape[-1]
         parts = {"input": x, "mean of squares": mean_square, "weight": weight}
-        return report(
-            name,
-            "output",
-            rounding(x / np.sqrt(mean_square + config.rms_norm_eps) * weight),
-            parts=parts,
-        )
+        y = self.rounding(x / np.sqrt(mean_square + self.config.rms_norm_eps) * weight)
+        return self.report(name, "output", y, parts=parts)
 
-    def attended(name: str, x: np.ndarray) -> np.ndarray:
-        q, k, v = (_heads(linear(f"{name}.{p}_proj", x), config.head_dim) for p in "qkv")
+    def attended(
+        self, name: str, x: np.ndarray, rotary: tuple[np.ndarray, np.ndarray]
+    ) -> np.ndarray:
+        """Attention with its four linears."""
+        config = self.config
+        q, k, v = (_heads(self.linear(f"{name}.{p}_proj", x), config.head_dim) for p in "qkv")
         if config.qk_norm:
-            q, k = norm(f"{name}.q_norm", q), norm(f"{name}.k_norm", k)
-
-        def rotated(operand: str, t: np.ndarray) -> np.ndarray:
-            half = _rotate_half(t)
-            return report(
-                name,
-                f"rotated {operand}",
-                rounding(t * cos + half * sin),
-                parts={operand: t, f"rotate_half({operand})": half},
-            )
-
-        q, k = rotated("query", q), rotated("key", k)
-        call = None
-        if attention is not None:
-            variant = hardware.attending(by_name(attention), multiply)  # type: ignore[arg-type]
-            cap = config.attention_softcap
-            call = Call(variant=variant, mask=Mask(causal=True), softcap=cap)
-        role_scales = (
-            {role: states[f"{name}/{role}"].stored for role in ROLES if f"{name}/{role}" in states}
-            if states
-            else {}
+            q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
+        q, k = (
+            self._rotated(name, operand, t, rotary) for operand, t in (("query", q), ("key", k))
         )
-        sinks = w[llama.sinks_of(name)] if config.attention_sinks else None
-        sinks = None if sinks is None else sinks.astype(np.float32)
-        attention_report = functools.partial(report, name)
-        o = _attention(q, k, v, rounding, attention_report, call, role_scales, sinks)
-        return linear(f"{name}.o_proj", o.swapaxes(1, 2).reshape(*x.shape[:-1], -1))
+        attend = self._attention if self.numerics.attention is None else self._attention_in_fp8
+        o = attend(name, q, k, v)
+        return self.linear(f"{name}.o_proj", o.swapaxes(1, 2).reshape(*x.shape[:-1], -1))
 
-    def mlp(name: str, x: np.ndarray, expert: int | None = None) -> np.ndarray:
-        gate, up = (linear(f"{name}.{p}_proj", x, expert=expert) for p in ("gate", "up"))
+    def _rotated(
+        self, name: str, operand: str, t: np.ndarray, rotary: tuple[np.ndarray, np.ndarray]
+    ) -> np.ndarray:
+        cos, sin = rotary
+        half = _rotate_half(t)
+        parts = {operand: t, f"rotate_half({operand})": half}
+        return self.report(
+            name, f"rotated {operand}", self.rounding(t * cos + half * sin), parts=parts
+        )
+
+    def _attention(self, name: str, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """Causal attention, key and value heads shared by groups of query heads: [B, H, T, D], as
+        q."""
+        groups = q.shape[1] // k.shape[1]
+        k, v = (np.repeat(t, groups, axis=1) for t in (k, v))
+        scores = in_range(q @ k.swapaxes(-1, -2)) / np.sqrt(q.shape[-1])  # [B, H, T, T]
+        scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
+        top = scores.max(-1, keepdims=True)
+        # A score of -inf is a probability of 0, no failure, unless all of a token's scores are
+        # -inf.
+        shown = np.where(np.isneginf(scores) & ~np.isneginf(top), 0, scores)
+        factors = {"query": q, "key": k}
+        self.report(name, "attention scores", shown, factors=factors, fmt=FLOAT32)
+        p = np.exp(scores - top)
+        p = self.rounding(p / p.sum(-1, keepdims=True))
+        self.report(name, "attention probabilities", p)
+        return self.report(name, "attention output", self.rounding(p @ v))
+
+    def _attention_in_fp8(
+        self, name: str, q: np.ndarray, k: np.ndarray, v: np.ndarray
+    ) -> np.ndarray:
+        """``_attention`` by a variant, with the model's softcap and sinks (A-28)."""
+        variant = hardware.attending(by_name(self.numerics.attention), self.numerics.multiply)  # type: ignore[arg-type]
+        states = self.numerics.states
+        role_scales = {
+            role: states[f"{name}/{role}"].stored for role in ROLES if f"{name}/{role}" in states
+        }
+        sinks = None
+        if self.config.attention_sinks:
+            sinks = self.weights[llama.sinks_of(name)].astype(np.float32)
+        # A variant takes finite numbers alone, and has finite scores; of others nothing is known.
+        # Quantizing changes a score by less than a factor of 2 of the largest that its magnitudes
+        # allow.
+        keys = np.repeat(np.abs(k), q.shape[1] // k.shape[1], axis=1)
+        with np.errstate(over="ignore", invalid="ignore"):
+            sizes = np.abs(q) @ keys.swapaxes(-1, -2)
+        finite = all(np.isfinite(x).all() for x in (q, k, v))
+        o = np.full(q.shape, np.nan)
+        if finite and (2 * sizes < _TOO_LARGE).all():
+            softcap = self.config.attention_softcap
+            call = Call(variant=variant, mask=Mask(causal=True), softcap=softcap)
+            qkv = (x.astype(np.float32) for x in (q, k, v))
+            o = variants.forward(*qkv, variant=call, scales=role_scales, sinks=sinks).o
+        return self.report(name, "attention output", self.rounding(o.astype(np.float64)))
+
+    def mlp(self, name: str, x: np.ndarray, expert: int | None = None) -> np.ndarray:
+        """down(silu(gate) * up), of an expert."""
+        gate, up = (self.linear(f"{name}.{p}_proj", x, expert=expert) for p in ("gate", "up"))
         with np.errstate(over="ignore"):  # e^-gate, of gates below -709
-            product = rounding(gate / (1 + np.exp(-gate)) * up)
-        return linear(
-            f"{name}.down_proj",
-            report(name, "silu(gate) * up", product, parts={"gate": gate, "up": up}),
-            expert=expert,
-        )
+            product = self.rounding(gate / (1 + np.exp(-gate)) * up)
+        self.report(name, "silu(gate) * up", product, parts={"gate": gate, "up": up})
+        return self.linear(f"{name}.down_proj", product, expert=expert)
 
-    def mixture(name: str, x: np.ndarray) -> np.ndarray:
+    def mixture(self, name: str, x: np.ndarray) -> np.ndarray:
         """The weighted sum of each token's experts (M-8)."""
-        tokens, router = x.reshape(-1, x.shape[-1]), f"{name}{llama.ROUTER}"
-        weight = report(
-            router,
-            "weight",
-            w[f"{router}.weight"],
-            parts={"float32 master": weights[f"{router}.weight"]},
-        )
-        logits = report(
-            router,
-            "router logits",
-            in_range(tokens @ weight.T),
-            factors={"input": tokens, "weight": weight},
-            fmt=FLOAT32,
-        )
+        config, router = self.config, f"{name}{llama.ROUTER}"
+        tokens = x.reshape(-1, x.shape[-1])
+        weight, master = self.weights[f"{router}.weight"], self.masters[f"{router}.weight"]
+        self.report(router, "weight", weight, parts={"float32 master": master})
+        logits = in_range(tokens @ weight.T)
+        factors = {"input": tokens, "weight": weight}
+        self.report(router, "router logits", logits, factors=factors, fmt=FLOAT32)
         chosen, expert_weights = route(
             logits, config.num_experts_per_tok, normalizes=config.norm_topk_prob
         )
@@ -263,45 +328,16 @@ def forward(
         for e in range(config.num_experts):
             token, choice = np.nonzero(chosen == e)
             if len(token):
-                out[token, choice] = mlp(f"{name}{llama.EXPERTS}", tokens[token], e)
+                out[token, choice] = self.mlp(f"{name}{llama.EXPERTS}", tokens[token], e)
         y = (expert_weights[..., None] * out).sum(1)
         if config.shared_expert_intermediate_size:
-            y = y + mlp(f"{name}{llama.SHARED}", tokens)
-        return report(name, "sum of experts", rounding(y)).reshape(x.shape)
+            y = y + self.mlp(f"{name}{llama.SHARED}", tokens)
+        return self.report(name, "sum of experts", self.rounding(y)).reshape(x.shape)
 
-    def residual(name: str, after: str, h: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return report(
-            name,
-            f"residual after {after}",
-            rounding(h + y),
-            parts={"residual": h, f"output of {after}": y},
-        )
-
-    rows = w[llama.EMBEDDING][tokens]
-    embedding_parts = {"token": tokens[..., None], "float32 master": rows}
-    # [B, T, hidden]
-    h = report(
-        llama.EMBEDDING.removesuffix(".weight"), "output", rounding(rows), parts=embedding_parts
-    )
-    for i in range(config.num_hidden_layers):
-        layer = f"model.layers.{i}"
-        h = residual(
-            layer,
-            "self_attn",
-            h,
-            attended(f"{layer}.self_attn", norm(f"{layer}.input_layernorm", h)),
-        )
-        h = residual(
-            layer,
-            "mlp",
-            h,
-            (mixture if config.num_experts else mlp)(
-                f"{layer}.mlp", norm(f"{layer}.post_attention_layernorm", h)
-            ),
-        )
-    return linear(
-        "lm_head", norm("model.norm", h), llama.EMBEDDING if config.tie_word_embeddings else None
-    )
+    def residual(self, name: str, after: str, h: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """The sum of a residual and what a block makes of it."""
+        parts = {"residual": h, f"output of {after}": y}
+        return self.report(name, f"residual after {after}", self.rounding(h + y), parts=parts)
 
 
 def route(logits: np.ndarray, count: int, *, normalizes: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -355,54 +391,3 @@ def _heads(x: np.ndarray, head_dim: int) -> np.ndarray:
 def _rotate_half(x: np.ndarray) -> np.ndarray:
     first, second = np.split(x, 2, axis=-1)
     return np.concatenate([-second, first], axis=-1)
-
-
-def _attention(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    rounding: Rounding,
-    report: Callable,
-    call: Call | None = None,
-    scales: Mapping[str, np.ndarray] | None = None,
-    sinks: np.ndarray | None = None,
-) -> np.ndarray:
-    """Causal attention, key and value heads shared by groups of query heads: [B, H, T, D], as q."""
-    if call is not None:
-        # A variant takes finite numbers alone, and has finite scores; of others nothing is known.
-        # Quantizing changes a score by less than a factor of 2 of the largest that its magnitudes
-        # allow.
-        with np.errstate(over="ignore", invalid="ignore"):
-            sizes = np.abs(q) @ np.repeat(np.abs(k), q.shape[1] // k.shape[1], axis=1).swapaxes(
-                -1, -2
-            )
-        finite = all(np.isfinite(x).all() for x in (q, k, v)) and bool(
-            (2 * sizes < _TOO_LARGE).all()
-        )
-        operands = (x.astype(np.float32) for x in (q, k, v))
-        o = (
-            variants.forward(*operands, variant=call, scales=scales, sinks=sinks).o
-            if finite
-            else np.full(q.shape, np.nan)
-        )
-        out = rounding(o.astype(np.float64))
-        report("attention output", out)
-        return out
-    groups = q.shape[1] // k.shape[1]
-    k, v = (np.repeat(t, groups, axis=1) for t in (k, v))
-    scores = in_range(q @ k.swapaxes(-1, -2)) / np.sqrt(q.shape[-1])  # [B, H, T, T]
-    scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
-    top = scores.max(-1, keepdims=True)
-    # A score of -inf is a probability of 0, no failure, unless all of a token's scores are -inf.
-    report(
-        "attention scores",
-        np.where(np.isneginf(scores) & ~np.isneginf(top), 0, scores),
-        factors={"query": q, "key": k},
-        fmt=FLOAT32,
-    )
-    p = np.exp(scores - top)
-    p = rounding(p / p.sum(-1, keepdims=True))
-    report("attention probabilities", p)
-    out = rounding(p @ v)
-    report("attention output", out)
-    return out

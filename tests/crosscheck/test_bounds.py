@@ -95,7 +95,7 @@ def test_forward_bounds_hold_another_sample_and_not_another_model(rng):  # B-2, 
         d.path: d.recipe for d in linear_selection.select(llama.linear_shapes(config), "tensorwise")
     }
     logits, loss, logits_bound, loss_bound = bounds.forward(tokens, weights, config, recipes)
-    other = model.forward(tokens[:, :-1], weights, config, recipes, seed=99)
+    other = model.forward(tokens[:, :-1], weights, config, model.Numerics(recipes=recipes), seed=99)
     assert (np.abs(other - logits) <= logits_bound).all()
     assert abs(model.loss(other, tokens[:, 1:]) - loss) <= loss_bound
     wrong = weights | {
@@ -103,7 +103,7 @@ def test_forward_bounds_hold_another_sample_and_not_another_model(rng):  # B-2, 
             ::-1
         ]
     }
-    different = model.forward(tokens[:, :-1], wrong, config, recipes)
+    different = model.forward(tokens[:, :-1], wrong, config, model.Numerics(recipes=recipes))
     assert (np.abs(different - logits) > logits_bound).any()
 
 

@@ -43,7 +43,10 @@ def test_logits_are_mostly_the_simulators_and_no_other_variants(backend, variant
     def equal(attention) -> float:
         return float(
             (
-                simulated.forward(tokens, weights, config.model, {}, attention=attention) == found
+                simulated.forward(
+                    tokens, weights, config.model, simulated.Numerics(attention=attention)
+                )
+                == found
             ).mean()
         )
 
@@ -447,7 +450,10 @@ def test_simulated_hardware_multiplies_its_products(backend, config):  # G-19, B
         float(
             (
                 simulated.forward(
-                    tokens[:, :-1], weights, config.model, {}, attention="cudnn", multiply=plan
+                    tokens[:, :-1],
+                    weights,
+                    config.model,
+                    simulated.Numerics(attention="cudnn", multiply=plan),
                 )
                 == found
             ).mean()

@@ -14,10 +14,8 @@ from fp8ref.sim import llama as model
 from fp8ref.sim.attention import attention
 from fp8ref.sim.quantize import cast, scales, scaling
 from fp8ref.spec import llama
-from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import Mask
 
-CALL = Call(variant="cudnn", mask=Mask(causal=True))
 CONFIG = llama.LlamaConfig(
     hidden_size=32,
     intermediate_size=48,
@@ -29,6 +27,16 @@ CONFIG = llama.LlamaConfig(
 
 def recipes(config, name):
     return {d.path: d.recipe for d in linear_selection.select(llama.linear_shapes(config), name)}
+
+
+def numerics(config, recipe, **keys):
+    return model.Numerics(recipes=recipes(config, recipe), **keys)
+
+
+def pass_of(seen, **keys):
+    """A pass without weights, whose values by role become those of seen."""
+    watch = lambda site: seen.update({site.role: site.value})  # noqa: E731
+    return model._Pass({}, CONFIG, model.Numerics(**keys), model.Rounding(), watch)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -48,7 +56,7 @@ def test_without_rounding_the_model_is_transformers(tied, rng, monkeypatch):  # 
     with torch.no_grad():
         expected = reference(torch.tensor(tokens)).logits.numpy()
     monkeypatch.setattr(model.Rounding, "__call__", lambda self, x: x.astype(np.float64))
-    found = model.forward(tokens, weights, config, recipes(config, "bf16"))
+    found = model.forward(tokens, weights, config, numerics(config, "bf16"))
     # all in float64 but the rotary tables, float32 on both sides: 2^-24 relative on each rotated
     # query and key
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
@@ -96,7 +104,7 @@ def test_rounded_to_nearest_operands_are_the_simulators(spec, rng):  # S-5, H-1,
 def test_stochastic_samples_surround_the_nearest_even_result(recipe, rng):
     weights = llama.initial_weights(CONFIG, seed=0)
     tokens = rng.integers(0, 256, (2, 9))
-    args = (tokens, weights, CONFIG, recipes(CONFIG, recipe))
+    args = (tokens, weights, CONFIG, numerics(CONFIG, recipe))
     nearest, *samples = (model.forward(*args, seed=seed) for seed in (None, 0, 1, 2))
     np.testing.assert_array_equal(samples[0], model.forward(*args, seed=0))
     assert (samples[0] != samples[1]).any()
@@ -108,13 +116,17 @@ def test_stochastic_samples_surround_the_nearest_even_result(recipe, rng):
 def test_states_scale_what_delayed_scaling_casts(rng):  # H-1
     config = dataclasses.replace(CONFIG, num_hidden_layers=1)
     weights, tokens = llama.initial_weights(config, seed=0), rng.integers(0, 256, (2, 9))
-    args = (tokens, weights, config, recipes(config, "delayed"))
     name = "model.layers.0.mlp.down_proj"
     seen = {}
     first = delayed.init("delayed")
     states = {f"{name}/weight": first._replace(stored=np.float32(2.0**10)), f"{name}/input": first}
+    delayed_numerics = numerics(config, "delayed", states=states)
     model.forward(
-        *args, states=states, watch=lambda site: seen.update({(site.module, site.role): site})
+        tokens,
+        weights,
+        config,
+        delayed_numerics,
+        watch=lambda site: seen.update({(site.module, site.role): site}),
     )
     assert (seen[name, "weight scale"].value, seen[name, "weight scale_inv"].value) == (
         2**10,
@@ -139,7 +151,7 @@ def test_every_value_is_watched_in_order(rng):  # M-3
         rng.integers(0, 256, (2, 9)),
         llama.initial_weights(config, seed=0),
         config,
-        recipes(config, "bf16"),
+        numerics(config, "bf16"),
         watch=sites.append,
     )
     linear = ["weight", "output"]
@@ -187,7 +199,7 @@ def test_what_is_float32_overflows_as_float32_does():  # M-7
         np.zeros((1, 3), int),
         weights,
         config,
-        recipes(config, "bf16"),
+        numerics(config, "bf16"),
         watch=lambda s: sites.update({(s.module, s.role): s}),
     )
     norm = sites["model.layers.0.input_layernorm", "output"]
@@ -202,13 +214,7 @@ def test_scores_of_minus_infinity_are_no_failure_beside_others(gain, fails):  # 
     key[0, 0, 1] = gain * 1e20
     seen = {}
     with np.errstate(invalid="ignore"):
-        out = model._attention(
-            query,
-            key,
-            np.ones_like(key),
-            model.Rounding(),
-            lambda role, value, **_: seen.update({role: value}),
-        )
+        out = pass_of(seen)._attention("self_attn", query, key, np.ones_like(key))
     assert np.isfinite(seen["attention scores"]).all() == (not fails)
     assert np.isfinite(out).all() == (not fails)
 
@@ -219,7 +225,7 @@ def test_tokens_outside_the_vocabulary_are_refused():
             np.array([[256]]),
             llama.initial_weights(CONFIG, seed=0),
             CONFIG,
-            recipes(CONFIG, "bf16"),
+            numerics(CONFIG, "bf16"),
         )
 
 
@@ -228,12 +234,9 @@ def test_a_variant_attends():  # A-1
     q, k, v = (rng.normal(size=(1, heads, 5, 32)) for heads in (2, 1, 1))
     seen = {}
 
-    def report(role, value, **_):
-        seen[role] = value
-        return value
-
     given = [x.astype(np.float32) for x in (q, k, v)]
-    out = model._attention(*(x.astype(np.float64) for x in given), model.Rounding(), report, CALL)
+    one_pass = pass_of(seen, attention="cudnn")
+    out = one_pass._attention_in_fp8("self_attn", *(x.astype(np.float64) for x in given))
     right = attention.forward(*given, variant="cudnn", mask=Mask(causal=True)).o
     np.testing.assert_array_equal(out, cast.round_to(right, BFLOAT16))
     assert list(seen) == ["attention output"]
@@ -241,6 +244,4 @@ def test_a_variant_attends():  # A-1
 
 def test_a_variant_of_numbers_that_are_not_finite_is_nan():
     x = np.full((1, 1, 2, 4), np.inf)
-    assert np.isnan(
-        model._attention(x, x, x, model.Rounding(), lambda role, value, **_: value, CALL)
-    ).all()
+    assert np.isnan(pass_of({}, attention="cudnn")._attention_in_fp8("self_attn", x, x, x)).all()

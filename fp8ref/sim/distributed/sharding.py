@@ -124,11 +124,12 @@ def quantize(
     policy: str | ScalePolicy = "torchao",
     axis: int = -1,
     scope: str | Collection[str],
-    maximum: Maximum = np.maximum,
-    flag: bool = True,
+    reduce: Callable[..., dict[Device, Amax]] = amax,
 ) -> dict[Device, Quantized]:
     """Every device casts its own shard, with scales from amaxes reduced over the scope.
 
+    reduce    ``amax``, or that of another collective:
+              ``functools.partial(amax, maximum=np.fmax, flag=False)``.
     Shapes:   codes of the shard's shape; scales of its own groups. Under global scope both are
               slices of one device's, bit for bit.
     Order:    amax over the scope; then the policy's scales and the cast (S-3 to S-5) on each
@@ -141,7 +142,7 @@ def quantize(
     policy = policies.by_name(policy)
     if policy.compute != FLOAT32:  # the tensor is rounded before its amax (S-13)
         shards = {device: cast.round_to(shard, policy.compute) for device, shard in shards.items()}
-    reduced = amax(shards, layout, granularity, scope=scope, axis=axis, maximum=maximum, flag=flag)
+    reduced = reduce(shards, layout, granularity, scope=scope, axis=axis)
     result = {}
     for device, shard in shards.items():
         scales = scaling.scales_from_amax(reduced[device].amax, fmt, policy)

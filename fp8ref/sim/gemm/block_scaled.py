@@ -41,6 +41,27 @@ def matmul(
         )
     if out_dtype not in (FLOAT32, BFLOAT16, FLOAT16):
         raise ValueError(f"out_dtype is float32, bfloat16 or float16; got {out_dtype}.")
+    _check_operands(a, b, unit)
+    # [M, K / 32], [N, K / 32]
+    a_scales, b_scales = (_row_scales(q, unit.fused_width) for q in (a, b))
+    if missing := -a.codes.shape[1] % unit.fused_width:  # zeros fill a last block
+        a, b = (q._replace(codes=np.pad(q.codes, ((0, 0), (0, missing)))) for q in (a, b))
+    nan = np.isnan(a_scales).any(axis=1)[:, None] | np.isnan(b_scales).any(axis=1)[None, :]
+    exponents = [
+        np.frexp(np.where(np.isnan(scale), np.float32(1), scale))[1].astype(np.int64) - 1
+        for scale in (a_scales, b_scales)
+    ]
+    values = [cast.decode(q.codes, q.fmt) for q in (a, b)]
+    left, right = (accumulate.finite_part(v) for v in values)
+    zero = np.zeros((len(a.codes), len(b.codes)), np.float32)
+    sums = tensor_core.chain(left, right, zero, a.fmt, b.fmt, unit, (exponents[0], exponents[1]))
+    acc = np.where(nan, np.float32(np.nan), accumulate.with_specials(sums, *values))
+    with np.errstate(over="ignore"):
+        return cast.round_to(acc, out_dtype)
+
+
+def _check_operands(a: Quantized, b: Quantized, unit: TensorCore) -> None:
+    """ValueError as matmul, for operands."""
     for q, name in ((a, "a"), (b, "b")):
         scaling.check_scales(q, name)
         if (
@@ -62,22 +83,6 @@ def matmul(
         raise ValueError(
             f"a [M, K] and b [N, K] have one K; got {a.codes.shape} and {b.codes.shape}."
         )
-    # [M, K / 32], [N, K / 32]
-    a_scales, b_scales = (_row_scales(q, unit.fused_width) for q in (a, b))
-    if missing := -a.codes.shape[1] % unit.fused_width:  # zeros fill a last block
-        a, b = (q._replace(codes=np.pad(q.codes, ((0, 0), (0, missing)))) for q in (a, b))
-    nan = np.isnan(a_scales).any(axis=1)[:, None] | np.isnan(b_scales).any(axis=1)[None, :]
-    exponents = [
-        np.frexp(np.where(np.isnan(scale), np.float32(1), scale))[1].astype(np.int64) - 1
-        for scale in (a_scales, b_scales)
-    ]
-    values = [cast.decode(q.codes, q.fmt) for q in (a, b)]
-    left, right = (accumulate.finite_part(v) for v in values)
-    zero = np.zeros((len(a.codes), len(b.codes)), np.float32)
-    sums = tensor_core.chain(left, right, zero, a.fmt, b.fmt, unit, (exponents[0], exponents[1]))
-    acc = np.where(nan, np.float32(np.nan), accumulate.with_specials(sums, *values))
-    with np.errstate(over="ignore"):
-        return cast.round_to(acc, out_dtype)
 
 
 def _row_scales(q: Quantized, block: int) -> np.ndarray:

@@ -64,13 +64,17 @@ def mma(
     unit = tensor_core.by_name(unit)
     tensor_core.check_pair(fmt_a, fmt_b)
     a, b, c = cast.decode(a_codes, fmt_a), cast.decode(b_codes, fmt_b), np.asarray(c)
-    if (
-        a.ndim != 2
-        or b.ndim != 2
-        or a.shape[1] != K_STEP
-        or b.shape[1] != K_STEP
-        or c.shape != (len(a), len(b))
-    ):
+    _check_instruction(a, b, c, unit)
+    scales, nan = _exponents_of_scales(scale_inv_a, scale_inv_b, unit, c.shape)
+    result = tensor_core.chain_plain(
+        sums.finite_part(a), sums.finite_part(b), sums.finite_part(c), fmt_a, fmt_b, unit, scales
+    )
+    return canonical(np.where(nan, np.float32(np.nan), sums.with_specials(result, a, b, c)))
+
+
+def _check_instruction(a: np.ndarray, b: np.ndarray, c: np.ndarray, unit: TensorCore) -> None:
+    """ValueError as mma, for shapes and the accumulator."""
+    if (*a.shape[1:], *b.shape[1:]) != (K_STEP, K_STEP) or c.shape != (len(a), len(b)):
         raise ValueError(
             f"mma takes a [M, {K_STEP}], b [N, {K_STEP}] and c [M, N]; got {a.shape}, {b.shape} "
             f"and {c.shape}."
@@ -86,11 +90,6 @@ def mma(
             f"unit {unit.name!r} has a float16 accumulator; got a c that is no float16. Round "
             "it with cast.round_to(c, FLOAT16)."
         )
-    scales, nan = _exponents_of_scales(scale_inv_a, scale_inv_b, unit, c.shape)
-    result = tensor_core.chain_plain(
-        sums.finite_part(a), sums.finite_part(b), sums.finite_part(c), fmt_a, fmt_b, unit, scales
-    )
-    return canonical(np.where(nan, np.float32(np.nan), sums.with_specials(result, a, b, c)))
 
 
 def _exponents_of_scales(

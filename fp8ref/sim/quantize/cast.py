@@ -13,7 +13,7 @@ magnitudes upwards without gaps, so that code = n + (steps of the exponent above
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import numpy as np
@@ -80,14 +80,26 @@ def encode(
     kernel = (
         kernels.encoder(fmt, rounding, saturate) if fmt.signed and x.dtype != np.float64 else None
     )
+    plain = functools.partial(
+        encode_plain, fmt=fmt, rounding=rounding, saturate=saturate, seed=seed
+    )
     if kernel is None or not worth(kernel, x.size, ELEMENTS):
         for begin, piece in _pieces(x):
-            flat[begin : begin + piece.size] = encode_plain(
-                piece, fmt, rounding=rounding, saturate=saturate, seed=seed, start=begin
-            )
+            flat[begin : begin + piece.size] = plain(piece, start=begin)
         return codes
-    key = np.uint64(0 if seed is None else seed)
+    _encode_compiled(x, flat, kernel, plain, seed)
+    return codes
 
+
+def _encode_compiled(
+    x: np.ndarray,
+    codes: np.ndarray,
+    kernel: Callable,
+    plain: Callable[..., np.ndarray],
+    seed: int | None,
+) -> None:
+    """Write the codes of x, flat, by a kernel; plain: the definition, for what it leaves."""
+    key = np.uint64(0 if seed is None else seed)
     undecided: list[np.ndarray] = []
 
     def encode_range(begin: int, end: int) -> None:
@@ -96,20 +108,12 @@ def encode(
             undecided.append(begin + late)
 
     for start, piece in _pieces(x):
-        bits, target = float32_bits(piece), flat[start : start + piece.size]
+        bits, target = float32_bits(piece), codes[start : start + piece.size]
         threads.run(encode_range, bits.size, unit=philox.BLOCK, grain=1 << 17)
         if undecided:  # 16 random bits did not decide these: the definition draws 32 more
             late = np.concatenate(undecided)
             undecided.clear()
-            target[late] = encode_plain(
-                bits[late].view(np.float32),
-                fmt,
-                rounding=rounding,
-                saturate=saturate,
-                seed=seed,
-                start=start + late,
-            )
-    return codes
+            target[late] = plain(bits[late].view(np.float32), start=start + late)
 
 
 def encode_plain(

@@ -50,18 +50,7 @@ def scales_from_amax(
             "got one amax. Use two_level.scales_from_amaxes, or scaling.quantize."
         )
     amax = magnitudes(amax, "amax")
-    if previous is not None and not policy.keeps:
-        raise ValueError(
-            f"policy {policy.name!r} never keeps a previous scale (S-11); got "
-            f"previous={previous}. Leave it out."
-        )
-    previous = magnitudes(np.float32(1) if previous is None else previous, "previous")
-    if previous.shape not in ((), amax.shape):
-        raise ValueError(
-            f"previous has the shape of amax, {amax.shape}, or (); got {previous.shape}. Keep a "
-            "scale for each amax."
-        )
-    previous = np.broadcast_to(previous, amax.shape)
+    previous = _previous(previous, policy, amax.shape)
     if policy.unscaled:
         return Scales(np.ones_like(amax)[()], np.ones_like(amax)[()])
     with np.errstate(divide="ignore", over="ignore", under="ignore", invalid="ignore"):
@@ -87,6 +76,22 @@ def scales_from_amax(
                 scale = np.where(met, kept[special], scale)
         scale = np.asarray(_overflow(scale, policy), np.float32)[()]
     return Scales(scale, scale_inv_from_scale(scale))
+
+
+def _previous(previous, policy: ScalePolicy, shape: tuple[int, ...]) -> np.ndarray:
+    """The previous scale of each amax, 1 by default."""
+    if previous is not None and not policy.keeps:
+        raise ValueError(
+            f"policy {policy.name!r} never keeps a previous scale (S-11); got "
+            f"previous={previous}. Leave it out."
+        )
+    previous = magnitudes(np.float32(1) if previous is None else previous, "previous")
+    if previous.shape not in ((), shape):
+        raise ValueError(
+            f"previous has the shape of amax, {shape}, or (); got {previous.shape}. Keep a "
+            "scale for each amax."
+        )
+    return np.broadcast_to(previous, shape)
 
 
 def scale_from_amax(

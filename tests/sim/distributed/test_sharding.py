@@ -1,3 +1,4 @@
+import functools
 import itertools
 
 import numpy as np
@@ -139,7 +140,7 @@ def test_any_partition_and_any_maximum(partition, granularity, axis, maximum):  
         granularity=granularity,
         axis=axis,
         scope=layout.mesh.names,
-        maximum=maximum,
+        reduce=functools.partial(sharding.amax, maximum=maximum),
     )
     assert_same(
         sharding.gather(shards, layout),

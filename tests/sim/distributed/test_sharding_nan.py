@@ -1,5 +1,6 @@
 """A max-reduction that loses NaNs, as libraries' do, and the flag that catches it (spec P-3)."""
 
+import functools
 import itertools
 import subprocess
 import sys
@@ -85,7 +86,11 @@ def test_a_maximum_that_drops_nan_is_caught_only_by_the_flag(maximum):
         dropped += 1
         q = sharding.gather(
             sharding.quantize(
-                split(x, layout), layout, E4M3FN, scope="global", maximum=maximum, flag=False
+                split(x, layout),
+                layout,
+                E4M3FN,
+                scope="global",
+                reduce=functools.partial(sharding.amax, maximum=maximum, flag=False),
             ),
             layout,
         )
@@ -106,7 +111,6 @@ def test_a_dropped_nan_can_take_the_maximum_with_it():
         )[0,].amax
         == 1
     )
-    q = sharding.quantize(
-        shards, layout, E4M3FN, scope="global", maximum=sharding.max_by_comparison, flag=False
-    )
+    compared = functools.partial(sharding.amax, maximum=sharding.max_by_comparison, flag=False)
+    q = sharding.quantize(shards, layout, E4M3FN, scope="global", reduce=compared)
     assert scaling.dequantize(sharding.gather(q, layout))[0] == 1
