@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp8ref.formats import Format
+from fp8ref.formats import BFLOAT16, Format
 from fp8ref.sim import threads
 from fp8ref.sim.attention import attention
 from fp8ref.sim.attention import sinks as attention_sinks
 from fp8ref.sim.attention.attention import Result
-from fp8ref.sim.attention.gradients import bf16 as bf16
 from fp8ref.sim.attention.gradients import mx as mx
 from fp8ref.sim.attention.gradients.mx import by_head, heads_of, over_heads, sums_of_rows
 from fp8ref.sim.attention.operands import heads
@@ -138,10 +137,22 @@ def _variant_gradients(
     if variant.backward == "exact":
         return _real(problem, do)
     if variant.backward == "bf16":
-        return _cast(*bf16.saved(problem, result), do, {})
+        return _cast(*_saved_in_bf16(problem, result), do, {})
     if variant.granularity == "mx_1x32":
         return _cast_mx(problem, result, do)
     return _cast(problem, result, do, role_scales)
+
+
+def _saved_in_bf16(problem: Problem, result: Result) -> tuple[Problem, Result]:
+    """The problem for the variant ``bf16``, and what its pass takes of an FP8 forward pass: q, k, v
+    and o rounded to bfloat16, and the log-sum-exp (A-25)."""
+    wide, one = problem._replace(call=problem.call.in_bf16()), np.float32(1)
+    return wide, result._replace(
+        tensors=operands.quantize(wide, {}),
+        o=cast.round_to(result.o, BFLOAT16),
+        scale_p=one,
+        scale_inv_p=one,
+    )
 
 
 def _real(problem: Problem, do: np.ndarray) -> Gradients:

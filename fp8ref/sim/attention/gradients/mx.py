@@ -16,7 +16,7 @@ from fp8ref.sim.attention.operands import heads as head_scaling
 from fp8ref.sim.attention.operands import inputs as inputs
 from fp8ref.sim.attention.operands.heads import Heads
 from fp8ref.sim.attention.operands.inputs import Problem
-from fp8ref.sim.attention.operands.operands import Parts
+from fp8ref.sim.attention.operands.operands import Parts, scaled_product
 from fp8ref.sim.gemm import accumulate as sums
 from fp8ref.sim.gemm.accumulate import multiply_add
 from fp8ref.sim.quantize import cast
@@ -78,24 +78,31 @@ def gradients(
     largest, row_sums = np.zeros((b, h), np.float32), np.zeros(do.shape[:3], np.float32)
     clipped, zeros = np.zeros((b, h), np.int64), np.zeros((b, h), np.int64)
 
+    formats = fmt, variant.fmt
+
     def differentiate_head(i: int, j: int, g: int) -> None:
         row_sums[i, j] = d = sums_of_rows(cast.round_to(do[i, j], variant.out), o[i, j])
         p, slope = probabilities(parts, i, j, lse[i, j])
         p8, clipped[i, j], _ = attention.round_probabilities(p, P_SCALE, variant.fmt)
         ones = np.full((p.shape[1], -(-p.shape[0] // MX)), np.float32(1) / P_SCALE)
-        dv[i, j] = blocks(p8.T, ones, copies.do.values[i, j].T, copies.do.scale_inv[i, j].T)
+        dv[i, j] = scaled_product(
+            p8.T, ones, copies.do.values[i, j].T, copies.do.scale_inv[i, j].T, formats[::-1]
+        )
         ds = (sums.f32(do_values[i, j], v[i, g]) - d[:, None]) * p * slope * problem.scale
         largest[i, j] = np.abs(ds).max()
         along_keys, along_queries = _both(ds, fmt, policy)
         zeros[i, j] = attention.count_lost(ds, along_keys.values[0, 0], fmt)
-        dq[i, j] = blocks(
+        dq[i, j] = scaled_product(
             along_keys.values[0, 0],
             along_keys.scale_inv[0, 0],
             copies.k.values[i, g].T,
             copies.k.scale_inv[i, g].T,
+            formats,
         )
         queries = along_queries.values[0, 0].T, along_queries.scale_inv[0, 0].T
-        dk[i, j] = blocks(*queries, copies.q.values[i, j].T, copies.q.scale_inv[i, j].T)
+        dk[i, j] = scaled_product(
+            *queries, copies.q.values[i, j].T, copies.q.scale_inv[i, j].T, formats
+        )
 
     threads.each(differentiate_head, heads_of(problem))
     key_gradients = over_heads(dk, problem), over_heads(dv, problem)
@@ -124,19 +131,6 @@ def over_heads(x: np.ndarray, problem: Problem) -> np.ndarray:
     for n in range(problem.group):
         total += parts[:, :, n]
     return total
-
-
-def blocks(a: np.ndarray, a_scales: np.ndarray, b: np.ndarray, b_scales: np.ndarray) -> np.ndarray:
-    """Exact sums of blocks of 32 along K, each times both scales, added ascending from +0 (G-13): a
-    [M, K], b [N, K], a_scales [M, ceil(K / 32)] and b_scales [N, ceil(K / 32)]; float32 [M, N]."""
-    totals = np.zeros((len(a), len(b)), np.float32)
-    for n in range(a_scales.shape[1]):
-        part = slice(n * MX, (n + 1) * MX)
-        totals = (
-            totals
-            + (sums.exact_sum(a[:, part], b[:, part]) * a_scales[:, n, None]) * b_scales[:, n]
-        )
-    return totals
 
 
 def sums_of_rows(a: np.ndarray, b: np.ndarray) -> np.ndarray:

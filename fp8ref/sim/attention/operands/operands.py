@@ -117,8 +117,12 @@ class Parts:
         g = j // self.problem.group
         a = self.q[i, j, rows]
         b = self.k[i, g, begin : begin + width(begin, end)]
+        formats = self.variant.fmt, self.variant.fmt
         if self.variant.granularity == "mx_1x32":
-            return self._mx_scores(a, b, i, j, rows, g, begin, end)
+            q_scales, k_scales = (self.tensors[role].scale_inv for role in ("q", "k"))
+            padded = np.zeros((len(b), b.shape[1] // MX), np.float32)
+            padded[: end - begin] = k_scales[i, g, begin:end]
+            return scaled_product(a, q_scales[i, j, rows], b, padded, formats, self.plan)
         if (
             isinstance(self.plan, Accumulation)
             and self.plan.unit.compiled
@@ -129,7 +133,7 @@ class Parts:
             codes = self.codes["k"][i, g, begin : begin + -(-len(b) // LANES) * LANES]
             chains_from.go_on(s, self._packed(i, j, rows, self.plan.unit), codes, self.variant.fmt)
             return s
-        return product(a, b, (self.variant.fmt,) * 2, self.plan)
+        return product(a, b, formats, self.plan)
 
     def _packed(self, i: int, j: int, rows: slice, unit: TensorCore) -> Rows:
         key = i, j, rows.start, rows.stop
@@ -142,25 +146,6 @@ class Parts:
                 unit.output_bits,
             )
         return self.rows[key]
-
-    def _mx_scores(self, a, b, i, j, rows, g, begin, end) -> np.ndarray:
-        scores = np.zeros((len(a), len(b)), np.float32)
-        q_scales, k_scales = (
-            self.tensors["q"].scale_inv[i, j, rows],
-            np.zeros((len(b), b.shape[1] // MX), np.float32),
-        )
-        k_scales[: end - begin] = self.tensors["k"].scale_inv[i, g, begin:end]
-        for n in range(q_scales.shape[1]):
-            part = slice(n * MX, (n + 1) * MX)
-            scores = (
-                scores
-                + (
-                    product(a[:, part], b[:, part], (self.variant.fmt,) * 2, self.plan)
-                    * q_scales[:, n, None]
-                )
-                * k_scales[:, n]
-            )
-        return scores
 
     def factors(self, i: int, j: int, row: int, key: int) -> tuple[np.ndarray, np.float32]:
         """(factors of scaled scores, the factor of raw ones) for a block of rows and a tile (A-4,
@@ -240,3 +225,21 @@ def product(
     if behind := -a.shape[1] % K_STEP:
         a, b = (np.pad(x, ((0, 0), (0, behind))) for x in (a, b))
     return np.ascontiguousarray(sums.chains(a, b, *formats, plan))
+
+
+def scaled_product(
+    a: np.ndarray,
+    a_scales: np.ndarray,
+    b: np.ndarray,
+    b_scales: np.ndarray,
+    formats: tuple[Format, Format],
+    plan: str | Accumulation = "exact",
+) -> np.ndarray:
+    """``product`` of blocks of 32 along K, each times both scales, added ascending from +0 (G-13):
+    a_scales [M, ceil(K / 32)] and b_scales [N, ceil(K / 32)]."""
+    totals = np.zeros((len(a), len(b)), np.float32)
+    for n in range(a_scales.shape[1]):
+        part = slice(n * MX, (n + 1) * MX)
+        block = product(a[:, part], b[:, part], formats, plan)
+        totals = totals + (block * a_scales[:, n, None]) * b_scales[:, n]
+    return totals
