@@ -6,6 +6,7 @@ import functools
 import numpy as np
 import pytest
 from helpers.attention import planted_attention
+from helpers.attention.simulated_attention import simulated
 
 from fp8ref.conformance.attention import decisions, probe
 from fp8ref.sim.attention import attention
@@ -16,10 +17,7 @@ FA3, FA4 = VARIANTS["fa3"], VARIANTS["fa4"]
 
 @functools.cache
 def probed(variant):
-    return probe(
-        functools.partial(attention.forward, variant=variant),
-        name=getattr(variant, "name", variant),
-    )
+    return probe(simulated(variant), name=getattr(variant, "name", variant))
 
 
 def planted(**faults):

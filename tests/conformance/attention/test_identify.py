@@ -3,7 +3,6 @@ departs (spec A-17).
 """
 
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -11,6 +10,7 @@ import re
 import numpy as np
 import pytest
 from helpers.attention import planted_attention
+from helpers.attention.simulated_attention import simulated
 
 from fp8ref.conformance.attention import identify_attention, require_attention
 from fp8ref.sim.attention import attention
@@ -18,10 +18,6 @@ from fp8ref.sim.attention import exponentials as elementary
 from fp8ref.spec.attention.variants import VARIANTS, Mask
 
 F32 = np.float32
-
-
-def simulated(variant):
-    return functools.partial(attention.forward, variant=variant)
 
 
 @pytest.mark.grid(2)

@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 import pytest
+from helpers.attention.simulated_attention import simulated
 
 from fp8ref.conformance.attention import (
     identify_attention,
@@ -225,16 +226,6 @@ def test_what_a_sinks_argument_does(sinks_are, words):  # A-23
     one = found(planted(sinks_are=sinks_are, takes=("sinks",)))["sinks argument"]
     assert (one.value, one.words)[sinks_are != "right"] == words
     assert sinks_are == "right" or "(A-23)" in str(one.witness)
-
-
-def simulated(variant):
-    """The simulator's attention, which takes a softcap and sinks by name."""
-
-    def function(q, k, v, mask=FULL, softcap=None, sinks=None):
-        call = Call(variant=variant, mask=mask, softcap=softcap)
-        return attention.forward(q, k, v, variant=call, sinks=sinks)
-
-    return function
 
 
 @pytest.mark.grid(2)
