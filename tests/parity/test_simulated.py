@@ -50,7 +50,8 @@ def test_equal_operands_give_equal_outputs(rng, recipe, plan, which):
         )
         for v, c in zip(values, (spec.a, spec.b), strict=True)
     ]
-    one = jax_gemm.matmul(*ours, **how, out_dtype=jnp.bfloat16, multiply=multiply)
+    execution = jax_gemm.Execution(multiply=multiply)
+    one = jax_gemm.matmul(*ours, **how, out_dtype=jnp.bfloat16, execution=execution)
     with simulated.simulating(multiply):
         other = torch_gemm.matmul(*theirs, **how, out_dtype=torch.bfloat16)
     np.testing.assert_array_equal(np.asarray(one, np.float32), other.float().numpy())
