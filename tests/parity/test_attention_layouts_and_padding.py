@@ -140,8 +140,7 @@ def test_tokens_before_heads_without_autograd():
         results = []
         for given, layout in ((arrays, "bhtd"), (turned, "bthd")):
             q, k, v, do = map(make, given)
-            options = {"variant": "cudnn", "layout": layout}
-            options = call_options(**options) if room is ft else options
+            options = call_options(variant="cudnn", layout=layout)
             result = room.forward(q, k, v, **options)
             gradients = room.backward(do, q, k, v, result, **options)
             assert result.o.shape == q.shape
