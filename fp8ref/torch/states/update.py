@@ -121,12 +121,14 @@ class Update:
             each = [work.kept[which] for work in works]
             slots = [1 if moment.block is None else n * (CELL // moment.block) for n in cells]
             codes = joined([x.codes for x in each], elements, 0, each[0].codes.dtype)
-            fields: dict[str, Tensor] = {}
+            rest: list[Tensor | None] = []
             for field in MomentState._fields[1:]:
                 values = [getattr(x, field) for x in each]
-                if values[0] is not None:
-                    fields[field] = joined(values, slots, field != "amax", torch.float32)
-            return MomentState(codes)._replace(**fields)
+                fill = field != "amax"
+                rest.append(
+                    None if values[0] is None else joined(values, slots, fill, torch.float32)
+                )
+            return MomentState(codes, *rest)
 
         layout, elements = works[0].layout, [n * CELL for n in cells]
         kept = tuple(join_moment(which, moment) for which, moment in enumerate(layout.kept))
