@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from fp8ref.spec.llama import LlamaConfig
-from fp8ref.train.config.config import Config, DataConfig, RunConfig, StatisticsConfig
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.sections import DataConfig, RunConfig, StatisticsConfig
 
 # Before anything imports jax: a CPU as eight devices, for meshes. Programs are small: LLVM compiles
 # each in one piece, a tenth cheaper than in parts.

@@ -13,22 +13,23 @@ The files of one training step, in order; docs/concepts/step-in-code.md goes on 
     {jax,torch}/step.py     forward, backward and update (spec T)
     {jax,torch}/llama/llama.py  the model (spec M)
 
-A user's model (``architecture``) is built by {jax,torch}/custom/model.py, and trained by
-trainer.py beside it.
+What a step asks of a model is {jax,torch}/model.py; {jax,torch}/llama/model.py and
+{jax,torch}/custom/model.py, that of a user (``architecture``), implement it.
 
 Paths without fp8ref/ are below this folder. The model's linears are
-``fp8ref.jax.linear.apply``, and, in PyTorch, what ``step.Step`` puts in place of
+``fp8ref.jax.linear.apply``, and, in PyTorch, what ``LlamaModel`` puts in place of
 nn.Linear by ``fp8ref.torch.model.parallel.parallelize``: torchao's Float8Linear, or
 ``fp8ref.torch.linear.Linear`` for ``delayed``, for recipes in blocks, and wherever several ranks
 share amaxes. ``fp8ref.recipe`` says which formats, granularities and accumulation a recipe has.
 Within a linear, fp8ref/{jax,torch}/scaling.py quantizes (in JAX called by operands.py, and rounded
 by cast.py), scales.py computes a scale from an amax, and gemm.py multiplies; delayed.py keeps
 scales of past amaxes. Gradients reach the float32 masters through the cast of the masters to
-bfloat16, in step.py. Under FSDP2 they are reduced in ``parallel.reduce_dtype``, float32 by default,
-as ``fp8ref.torch.model.parallel`` sets it. docs/concepts/training-step.md draws the whole step, and
-docs/concepts/step-in-code.md lists the files to open for it, in order. A clause such as "spec S-9"
-stands in docs/spec. {jax,torch}/optimizer.py builds AdamW of optax and torch, steps, and says what
-a checkpoint holds of a parameter. JAX clips gradients there, PyTorch in ``Step.update``.
+bfloat16, in JAX's model.py and PyTorch's step.py. Under FSDP2 they are reduced in
+``parallel.reduce_dtype``, float32 by default, as ``fp8ref.torch.model.parallel`` sets it.
+docs/concepts/training-step.md draws the whole step, and docs/concepts/step-in-code.md lists the
+files to open for it, in order. A clause such as "spec S-9" stands in docs/spec.
+{jax,torch}/optimizer.py builds AdamW of optax and torch, steps, and says what a checkpoint holds of
+a parameter. JAX clips gradients there, PyTorch in ``Step.update``.
 {jax,torch}/cross_entropy.py is the loss, or jax/chunked_loss.py that of parts of the vocabulary;
 jax/gradient_sums.py adds the gradients of microbatches.
 

@@ -54,10 +54,8 @@ def trainer(
         raise ConfigError(f"backend is one of {', '.join(BACKENDS)}; got {backend!r}.")
     check_backend(config, backend)
     multiply = hardware.of(config, backend)
-    kind = "trainer" if config.architecture.kind == "llama" else "custom.trainer"
-    return importlib.import_module(f"fp8ref.train.{backend}.{kind}").Trainer(
-        config, weights, multiply=multiply
-    )
+    library = importlib.import_module(f"fp8ref.train.{backend}.trainer")
+    return library.Trainer(config, weights, multiply=multiply)
 
 
 def train(

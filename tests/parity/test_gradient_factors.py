@@ -19,7 +19,8 @@ from fp8ref.spec import llama
 from fp8ref.spec.gradient_reduction import AutoScale
 from fp8ref.spec.llama import LlamaConfig
 from fp8ref.train import loop
-from fp8ref.train.config.config import Config, DataConfig, OptimizerConfig, RunConfig, from_dict
+from fp8ref.train.config.config import Config, from_dict
+from fp8ref.train.config.sections import DataConfig, OptimizerConfig, RunConfig
 
 RANKS, STEPS = 2, 5
 # mu reaches 1.41 after a step, whose largest elements saturate

@@ -16,7 +16,8 @@ from fp8ref.spec import llama
 from fp8ref.spec.llama import LlamaConfig
 from fp8ref.train import loop
 from fp8ref.train.config import device_shapes
-from fp8ref.train.config.config import Config, DataConfig
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.sections import DataConfig
 
 RANKS = 4
 CONFIG = Config(

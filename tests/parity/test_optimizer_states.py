@@ -15,7 +15,7 @@ from fp8ref.sim.states import states as sim
 from fp8ref.spec import llama
 from fp8ref.spec.states.layouts import LAYOUTS
 from fp8ref.train import loop
-from fp8ref.train.config.config import OptimizerConfig
+from fp8ref.train.config.sections import OptimizerConfig
 from fp8ref.train.data import loader
 from fp8ref.train.run import coverage, train_state
 

@@ -1,6 +1,6 @@
 """What a config trains: the trainer's own Llama, or a model of the user's (spec T-10).
 
-A user's model is built by its framework, ``{jax,torch}/custom/model.py``. This module says what all
+A user's model is built by its framework, ``{jax,torch}/custom/build.py``. This module says what all
 of the trainer needs to know of it: the names and shapes of its parameters and linears.
 """
 
@@ -10,7 +10,7 @@ import importlib
 import inspect
 import sys
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fp8ref.recipe import RECIPES
 from fp8ref.shared import files
@@ -18,57 +18,12 @@ from fp8ref.shared.errors import ConfigError
 from fp8ref.spec import llama
 from fp8ref.spec.llama import LlamaConfig
 from fp8ref.train.config import user_model
-from fp8ref.train.config.sections import (
-    ArchitectureConfig,
-    DataConfig,
-    NumericsConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-)
+from fp8ref.train.config.base import Sections
+from fp8ref.train.config.sections import ArchitectureConfig
 from fp8ref.train.config.user_model import Shapes
 
 BACKEND = {"transformers": "torch", "torch": "torch", "nnx": "jax"}
 """{kind of a user's model: the backend that trains it}."""
-
-
-class Sections(Protocol):
-    """The sections of a config that this module reads."""
-
-    @property
-    def architecture(self) -> ArchitectureConfig:
-        """What is trained."""
-        ...
-
-    @property
-    def model(self) -> LlamaConfig:
-        """The trainer's own model, and the vocabulary of any."""
-        ...
-
-    @property
-    def data(self) -> DataConfig:
-        """Sequences."""
-        ...
-
-    @property
-    def parallel(self) -> ParallelConfig:
-        """The mesh."""
-        ...
-
-    @property
-    def numerics(self) -> NumericsConfig:
-        """Recipes and rules."""
-        ...
-
-    @property
-    def optimizer(self) -> OptimizerConfig:
-        """The optimizer."""
-        ...
-
-    @property
-    def run(self) -> RunConfig:
-        """Length, seed and initial weights."""
-        ...
 
 
 def shapes(config: Sections) -> Shapes:
@@ -90,7 +45,7 @@ def shapes(config: Sections) -> Shapes:
 def _custom(keys: ArchitectureConfig, vocab_size: int, length: int, sha256: str | None) -> Shapes:
     """sha256: of the source, so that another content of it is another model."""
     try:
-        library = importlib.import_module(f"fp8ref.train.{BACKEND[keys.kind]}.custom.model")
+        library = importlib.import_module(f"fp8ref.train.{BACKEND[keys.kind]}.custom.build")
     except ImportError as error:
         raise ConfigError(
             f"architecture.kind {keys.kind!r} needs {error.name}. Install the extra of its backend."

@@ -4,50 +4,17 @@ What one section refuses alone is in ``sections``.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from fp8ref.recipe import RECIPES
 from fp8ref.selection import linears as linear_selection
 from fp8ref.shared.errors import ConfigError, require
 from fp8ref.spec import support
-from fp8ref.spec.attention.variants import Variant
 from fp8ref.train.config import architecture as architectures
 from fp8ref.train.config import schedule as schedules
-from fp8ref.train.config.architecture import Sections
-from fp8ref.train.config.schedule import Phase
-from fp8ref.train.config.sections import StatisticsConfig
+from fp8ref.train.config.base import Sections
 
 
-class Checked(Sections, Protocol):
-    """What this module reads of a config."""
-
-    @property
-    def statistics(self) -> StatisticsConfig:
-        """What is measured."""
-        ...
-
-    @property
-    def attention_variant(self) -> Variant | None:
-        """The variant of attention."""
-        ...
-
-    @property
-    def phases(self) -> tuple[Phase, ...]:
-        """The phases of the schedule."""
-        ...
-
-    @property
-    def recipes(self) -> tuple[str, ...]:
-        """The names of the recipes of all phases."""
-        ...
-
-    @property
-    def attention_layers(self) -> list[str]:
-        """The names of all layers' attention."""
-        ...
-
-
-def check(config: Checked) -> None:
+def check(config: Sections) -> None:
     """ValueError for sections of a config that no backend trains together."""
     require(
         config.parallel.accumulate_dtype == "float32" or config.data.microbatches > 1,
@@ -115,7 +82,7 @@ def check(config: Checked) -> None:
     )
 
 
-def check_backend(config: Checked, backend: str) -> None:
+def check_backend(config: Sections, backend: str) -> None:
     """ConfigError for what a backend does not train."""
     if foreign := config.parallel.foreign(backend):
         raise ConfigError(
@@ -132,7 +99,7 @@ def check_backend(config: Checked, backend: str) -> None:
         raise ConfigError(refused[0])
 
 
-def _without_experts(config: Checked) -> list[str]:
+def _without_experts(config: Sections) -> list[str]:
     """The error messages for keys that a model with experts does not take (M-8)."""
     keys, experts = config.parallel, config.model.num_experts
     if not experts:
@@ -197,7 +164,7 @@ def _without_experts(config: Checked) -> list[str]:
     ]
 
 
-def uncut_sequences(config: Checked) -> list[str]:
+def uncut_sequences(config: Sections) -> list[str]:
     """The error messages for a length of sequences that context and sequence parallelism do not
     divide (P-10, A-24).
     """
@@ -216,7 +183,7 @@ def uncut_sequences(config: Checked) -> list[str]:
     )
 
 
-def _check_context(config: Checked) -> None:
+def _check_context(config: Sections) -> None:
     """ValueError for attention that parts of the tokens do not compute (A-21, A-24)."""
     variant, keys = config.attention_variant, config.parallel
     require(
@@ -232,7 +199,7 @@ def _check_context(config: Checked) -> None:
     )
 
 
-def _check_softcap_and_sinks(config: Checked) -> None:
+def _check_softcap_and_sinks(config: Sections) -> None:
     """ValueError for attention that has neither softcap nor sinks (A-28)."""
     keys, parallel = config.model, config.parallel
     names = [
@@ -257,7 +224,7 @@ def _check_softcap_and_sinks(config: Checked) -> None:
     )
 
 
-def _check_kernel(config: Checked) -> None:
+def _check_kernel(config: Sections) -> None:
     """ValueError for a config that no library's FP8 kernel trains."""
     keys, tiles = config.numerics, "Use parallel.attention 'tiles'."
     # which has gradients by attention_backward 'bf16' alone
@@ -301,7 +268,7 @@ def _check_kernel(config: Checked) -> None:
     )
 
 
-def _check_attention_operands(config: Checked, operands: Sequence[str]) -> None:
+def _check_attention_operands(config: Sections, operands: Sequence[str]) -> None:
     """ValueError for a config whose attention has no single casts, and for a pattern that names no
     layer (E-9).
     """
@@ -324,7 +291,7 @@ def _check_attention_operands(config: Checked, operands: Sequence[str]) -> None:
             )
 
 
-def unswitched(config: Checked, backend: str) -> list[str]:
+def unswitched(config: Sections, backend: str) -> list[str]:
     """The error messages for a mesh on which this backend switches no recipe (T-9)."""
     keys = config.parallel
     if config.numerics.schedule is None or backend == "jax" or keys.devices == 1:

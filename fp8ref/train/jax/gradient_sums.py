@@ -14,7 +14,7 @@ from fp8ref.jax.distributed import gradient_reduction
 from fp8ref.jax.quantize import scaling
 from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.jax.states import parameter_stacks
-from fp8ref.train.jax.llama.parameter_names import name_of, named
+from fp8ref.train.jax.parameter_trees import name_of, named
 
 
 class GradientSums:

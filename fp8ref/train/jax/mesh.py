@@ -24,7 +24,8 @@ from fp8ref.recipe import Role
 from fp8ref.shared.errors import ConfigError
 from fp8ref.spec import llama
 from fp8ref.train.config import checks as config_checks
-from fp8ref.train.config.config import Config, ParallelConfig
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.sections import ParallelConfig
 from fp8ref.train.jax import gathers
 
 

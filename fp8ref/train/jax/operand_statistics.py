@@ -1,13 +1,73 @@
-"""Statistics of an FP8 GEMM's operands as it reports them to the host (spec Q-8), in NumPy."""
+"""Statistics of FP8 operands (spec Q-8, Q-13): parts of them from a program that measures, or, of
+GEMMs that report to the host, in NumPy."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from fp8ref.jax.quantize import stats as in_program
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, Gemm
-from fp8ref.selection.statistics import FIELDS, Operand
+from fp8ref.selection.statistics import FIELDS, Operand, merged
 from fp8ref.sim.quantize import scaling, stats
 from fp8ref.spec import granularity
+from fp8ref.spec.attention import products as attention_products
+from fp8ref.spec.attention.products import AttentionOperand
+from fp8ref.spec.attention.variants import Variant
+from fp8ref.train.jax.mesh import Layout
+
+
+def of_linears(
+    operands: Sequence[Operand], layers: Sequence[str], values: np.ndarray, layout: Layout
+) -> list[np.ndarray]:
+    """Parts of each operand, of float64 [microbatches, devices, layers, rows, fields]."""
+    rows = {row: i for i, row in enumerate(in_program.ROWS)}
+    parts = []
+    for operand in operands:
+        layer_parts = values[:, :, layers.index(operand.layer)]
+        row = rows[operand.gemm, operand.role]
+        # Nothing counted: a tensor that two GEMMs use with the same codes is measured once, in the
+        # first of them.
+        if not layer_parts[:, :, row, 0].any():
+            row = next(i for (_, role), i in rows.items() if role == operand.role)
+        own = [layout.own_parts(p[:, row], operand.layer, operand.role) for p in layer_parts]
+        parts.append(np.concatenate(own))
+    return parts
+
+
+def of_attention(
+    operands: Sequence[AttentionOperand],
+    layers: Sequence[str],
+    values: np.ndarray,
+    variant: Variant,
+) -> list[np.ndarray]:
+    """Parts of each operand, of float64 [microbatches, devices, layers, ROWS, fields]: every device
+    has its own sequences and heads."""
+    rows = attention_products.RECORDED
+    first = (attention_products.first_use(o.product, o.role, variant) for o in operands)
+    return [
+        values[:, :, layers.index(operand.layer), rows.index(use)].reshape(-1, values.shape[-1])
+        for operand, use in zip(operands, first, strict=True)
+    ]
+
+
+def on_host(operands: Sequence[Operand], observe: Callable[[Callable], None]) -> dict[str, dict]:
+    """Statistics by operand, of a pass that ``observe`` runs and whose GEMMs call what it is
+    given."""
+    casts = {operand.name: operand for operand in operands}
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in casts}
+
+    def take(layer: str, gemm: Gemm, a, b) -> None:
+        for name, numbers in measured(casts, layer, gemm, a, b):
+            parts[name].append(numbers)
+
+    # The simulator needs subnormals, which XLA's threads flush. A thread has its parent's mode.
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(int).result()
+        if operands:
+            observe(lambda *gemm: thread.submit(take, *gemm[:4]).result())
+    called = [operand for operand in operands if parts[operand.name]]
+    return merged(called, [np.stack(parts[operand.name]) for operand in called])
 
 
 def measured(

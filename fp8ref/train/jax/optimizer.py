@@ -18,9 +18,8 @@ from fp8ref.jax.states.moments import MomentState
 from fp8ref.jax.states.state import AdamWState
 from fp8ref.recipe import Recipe
 from fp8ref.train.config.sections import OptimizerConfig
-from fp8ref.train.jax.llama.layer_stacks import LayerStacks
-from fp8ref.train.jax.llama.parameter_names import is_stored, name_of, named
 from fp8ref.train.jax.mesh import Layout
+from fp8ref.train.jax.parameter_trees import LayerStacks, is_stored, name_of, named
 from fp8ref.train.run import train_state
 
 

@@ -1,47 +1,40 @@
 """The training step in JAX (spec T): float32 masters, bfloat16 compute, AdamW.
 
-The passes of a model, and what follows them: ``optimizer`` clips gradients and changes masters and
-moments. Masters that a layout keeps narrower than float32 (O-14) are the state's parameters as they
-are stored; each program reads weights and FP8 copies from them (``Step.computed``).
+The passes of a ``model.Model``, and what follows them: ``optimizer`` clips gradients and changes
+masters and moments. Masters that a layout keeps narrower than float32 (O-14) are the state's
+parameters as they are stored; each program reads weights and FP8 copies from them
+(``Step.computed``).
 
 Pure functions of the state, which ``trainer.Trainer`` compiles.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from fp8ref.jax import delayed
 from fp8ref.jax.distributed import gradient_reduction
 from fp8ref.jax.distributed.gradient_reduction import Factor
-from fp8ref.jax.quantize import stats
 from fp8ref.jax.quantize.scales import Scales
 from fp8ref.jax.quantize.scaling import Quantized
-from fp8ref.recipe import Role
 from fp8ref.spec import llama
-from fp8ref.spec.attention.products import RECORDED
 from fp8ref.spec.hardware import Multiply
-from fp8ref.train.config import device_shapes
 from fp8ref.train.config.config import Config
-from fp8ref.train.jax import shared_inputs, weight_scales
+from fp8ref.train.jax.custom.model import CustomModel
 from fp8ref.train.jax.gradient_sums import GradientSums
-from fp8ref.train.jax.llama import chunked_loss
-from fp8ref.train.jax.llama.cross_entropy import cross_entropy
-from fp8ref.train.jax.llama.experts import balancing_loss
-from fp8ref.train.jax.llama.forward_pass import Pass
-from fp8ref.train.jax.llama.layer_stacks import LayerStacks
-from fp8ref.train.jax.llama.llama import Llama
-from fp8ref.train.jax.llama.parameter_names import name_of, named
+from fp8ref.train.jax.llama.model import LlamaModel
 from fp8ref.train.jax.mesh import Layout
+from fp8ref.train.jax.model import Gradients, Inputs, Model, States
 from fp8ref.train.jax.optimizer import Optimizer, OptimizerState, new_if
+from fp8ref.train.jax.parameter_trees import named
 from fp8ref.train.run import train_state
 
 EVERY_ROUNDING = {"xla_allow_excess_precision": False}
@@ -64,14 +57,14 @@ class State(NamedTuple):
     params     the model's masters, a tree: of float32 arrays, or of ``MomentState`` where a layout
                stores them.
     optimizer  the optimizer's state: both of Adam's moments, and the steps counted; no masters.
-    fp8        delayed-scaling states by linear.
+    fp8        delayed-scaling states by linear, of all recipes.
     mu         factors of gradients that are exchanged in FP8, by linear; of an automatic mu alone
                (P-22).
     """
 
     params: Any
     optimizer: OptimizerState
-    fp8: dict[str, dict[Role, delayed.DelayedState | delayed.FlaxState]]
+    fp8: States
     mu: dict[str, Factor]
 
 
@@ -88,55 +81,31 @@ class Step:
     def __init__(
         self, config: Config, layout: Layout, multiply: Multiply | None, recipe: str | None = None
     ) -> None:
-        self.config, self.layout, self._multiply = config, layout, multiply
-        self.stacks = LayerStacks(config.model.num_hidden_layers, layout)
+        self.config, self.layout = config, layout
         own = config.under(recipe or config.numerics.recipe)
         self.decisions = own.decisions()
-        self.linears = own.program_linears()
-        shapes = {
-            name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in self._shapes().items()
-        }
-        self._graph, self._params = jax.eval_shape(self._split, shapes)
-        self.optimizer = Optimizer(config.optimizer, layout, self.stacks, self._params)
+        built = LlamaModel if config.architecture.kind == "llama" else CustomModel
+        self.model: Model = built(own, layout, multiply)
+        self.stacks = self.model.stacks
+        self.optimizer = Optimizer(config.optimizer, layout, self.stacks, self.model.params)
         self._specs = self.optimizer.parameter_specs
-        name = llama.stack_of if config.parallel.scan else str
-        self.attention_casts = {name(path): casts for path, casts in config.attention_casts.items()}
-        self._keepers: dict[str, Any] = {**self.linears, **self.attention_casts}
-        self._first_readers = shared_inputs.first_readers(self.linears)
-        self._copied = {
-            name(path): recipe for path, recipe in device_shapes.copied(own, "jax").items()
-        }
-        self._scaled = {
-            name(path): recipe for path, recipe in device_shapes.scaled_first(own).items()
-        }
 
-    def begin(self, weights: Mapping[str, llama.Weight] | None) -> tuple[State, State]:
+    def begin(
+        self, weights: Mapping[str, llama.Weight] | None, others: Sequence["Step"] = ()
+    ) -> tuple[State, State]:
         """The state before the first step, on the layout's devices, and the PartitionSpec of each
         of its arrays.
 
         Where the layout is abstract, the state holds shapes instead of arrays.
 
-        weights: float32 by name, by default ``llama.lazy_initial_weights`` of run.seed.
+        weights: float32 by name, by default the model's own; others: the steps in further recipes.
         """
-        config, layout = self.config, self.layout
-        if weights is None:
-            weights = llama.lazy_initial_weights(config.model, seed=config.run.seed)
-        llama.check_weights(weights, config.model)
-        planned = (
-            item
-            for recipe in config.recipes
-            for item in config.under(recipe).program_linears().items()
-        )
-        fp8 = {
-            name: delayed.init(recipe, self.stacks.leading(name))
-            for name, recipe in planned
-            if delayed.keeps_state(recipe)
-        }
-        fp8 |= {
-            name: delayed.init(casts, self.stacks.leading(name))
-            for name, casts in self.attention_casts.items()
-        }
-        names = self.linears if config.parallel.auto_scale else ()
+        layout = self.layout
+        weights = self.model.initial(weights)
+        fp8: dict[str, Any] = {}
+        for step in (self, *others):
+            fp8 |= step.model.states()
+        names = self.model.linears if self.config.parallel.auto_scale else ()
         mu = {
             name: Factor(
                 *(np.full(self.stacks.leading(name), start, np.float32) for start in (1, 0))  # type: ignore[arg-type]
@@ -168,22 +137,19 @@ class Step:
             state.params, state.optimizer, grads, loss, lr
         )
         # States of a recipe that this step does not use stay as they are (T-9).
-        fp8 = state.fp8 | {
-            name: delayed.update(state.fp8[name], amaxes, recipe=self._keepers[name])
+        fp8 = {**state.fp8} | {
+            name: delayed.update(state.fp8[name], amaxes, recipe=self.model.keepers[name])
             for name, amaxes in seen.items()
         }
         mu = {name: self._tuned(name, factor, saturated[name]) for name, factor in state.mu.items()}
-        return (
-            State(params, optimizer, *new_if(finite, (fp8, mu), (state.fp8, state.mu))),
-            loss,
-            norm,
-        )
+        kept = new_if(finite, (fp8, mu), (state.fp8, state.mu))
+        return State(params, optimizer, *kept), loss, norm
 
     def _tuned(self, name: str, factor: Factor, saturated: jax.Array) -> Factor:
         """The factor of a linear for the next step (P-22); of a stack each layer's."""
         auto = self.config.parallel.auto_scale
         assert auto is not None
-        elements = math.prod(llama.linear_shapes(self.config.model)[name.replace("*", "0")])
+        elements = math.prod(self.config.shapes.linears[name.replace("*", "0")])
         return Factor(gradient_reduction.next_mu(factor.mu, saturated, elements, auto), saturated)
 
     def tensors(self, state: State) -> dict[str, Any]:
@@ -214,7 +180,7 @@ class Step:
             }
             for name, roles in state.fp8.items()
         }
-        shared_inputs.check(fp8, self._first_readers)
+        self.model.check_states(fp8)
         saved = tensors.get(train_state.MU, {})
         mu = {
             name: Factor(
@@ -225,281 +191,88 @@ class Step:
         }
         return State(*self.optimizer.restored(state.params, state.optimizer, tensors), fp8, mu)
 
-    def computed(self, params) -> tuple[Any, dict[str, Quantized | Scales]]:
-        """What passes compute with, of ``State.params``: weights, and what linears take that is
-        prepared of them, FP8 copies in place of a cast or scales in place of an amax."""
+    def computed(self, params, states: States, factors: Mapping[str, Factor]) -> tuple[Any, Inputs]:
+        """What passes compute with, of ``State.params``: weights, and what is prepared of them, FP8
+        copies or scales; with states and mu."""
         weights = self.optimizer.weights(params)
-
-        def scales(weights):
-            arrays = named(weights)
-            return weight_scales.of(
-                {name: arrays[f"{name}.weight"].astype(jnp.bfloat16) for name in self._scaled},
-                self._scaled,
-            )
-
-        return weights, self.optimizer.copies(params, self._copied) | self.layout.map(
-            scales, (self._specs,), P()
-        )(weights)
-
-    def gradients(self, params, fp8_state, tokens: jax.Array, factors: Mapping[str, Factor]):
-        """(loss, gradients, amax observations of both passes, elements that casts of gradients
-        saturated) of a batch, or of its parts: the last by linear, for those of ``factors``."""
-        params, prepared = self.computed(params)
+        prepared: dict[str, Any] = {**self.optimizer.copies(params, self.model.copied)}
+        prepared |= self.layout.map(self.model.prepare, (self._specs,), P())(weights)
         mu = {name: factor.mu for name, factor in factors.items()}
+        return weights, Inputs(prepared, mu, states)
 
-        def differentiate(params, prepared, mu, fp8_state, tokens):
-            # Forward observations come out as aux. grad_output is known in the backward pass alone:
-            # its observations come out as the gradient by ``seen`` (fp8ref.jax.delayed), and
-            # saturated elements as that by ``mu`` (fp8ref.jax.linear).
-            gradient = jax.value_and_grad(self._loss_of, argnums=(0, 1, 2), has_aux=True)
-            # The model rounds what is widened here, exactly, so that gradients are float32 (M-2).
-            wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-            (loss, forward), (grads, backward, saturated) = gradient(
-                wide, self._unseen(), mu, prepared, fp8_state, tokens
-            )
-            return (
-                loss,
-                grads,
-                {name: delayed.merge(forward[name], backward[name]) for name in forward},
-                saturated,
-            )
+    def gradients(
+        self, params, states: States, tokens: jax.Array, factors: Mapping[str, Factor]
+    ) -> Gradients:
+        """Those of a batch, or of its parts, and what both passes show."""
+        f = self._accumulate if tokens.ndim == 3 else self.model.differentiate
+        out = Gradients(P(), self._specs, P(), P())  # type: ignore[arg-type]  # specs in place of arrays
+        return self._mapped(f, out, tokens, self.computed(params, states, factors))
 
+    def _accumulate(self, weights, inputs: Inputs, parts: jax.Array) -> Gradients:
         sums = GradientSums(
             self.config.parallel.accumulate_dtype,
-            self.linears,
+            self.model.linears,
             self._specs if self.layout.mapped else None,
         )
 
-        def accumulate(params, prepared, mu, fp8_state, parts):
-            def add(before, tokens):
-                (loss, grads, seen, saturated), terms = (
-                    before,
-                    differentiate(params, prepared, mu, fp8_state, tokens),
-                )
-                return (
-                    loss + terms[0],
-                    sums.add(grads, terms[1]),
-                    {name: delayed.merge(seen[name], terms[2][name]) for name in seen},
-                    {name: count + terms[3][name] for name, count in saturated.items()},
-                ), None
+        def add(before: Gradients, tokens: jax.Array) -> tuple[Gradients, None]:
+            part = self.model.differentiate(weights, inputs, tokens)
+            seen, saturated = before.seen, before.saturated
+            return Gradients(
+                before.loss + part.loss,
+                sums.add(before.grads, part.grads),
+                {name: delayed.merge(seen[name], part.seen[name]) for name in seen},
+                {name: count + part.saturated[name] for name, count in saturated.items()},
+            ), None
 
-            # A scan keeps one microbatch's activations at a time, and compiles the passes once.
-            begin = (
-                jnp.float32(0),
-                sums.zeros(params),
-                self._unseen(),
-                jax.tree.map(jnp.zeros_like, mu),
-            )
-            (loss, grads, seen, saturated), _ = lax.scan(add, begin, parts)
-            share = np.float32(1 / len(parts))
-            return loss.astype(jnp.float32) * share, sums.scaled(grads, share), seen, saturated
+        # A scan keeps one microbatch's activations at a time, and compiles the passes once.
+        none = jax.tree.map(jnp.zeros_like, inputs.mu)
+        begin = Gradients(jnp.float32(0), sums.zeros(weights), self.model.unseen(), none)
+        total, _ = lax.scan(add, begin, parts)
+        share = np.float32(1 / len(parts))
+        loss, grads = total.loss.astype(jnp.float32) * share, sums.scaled(total.grads, share)
+        return total._replace(loss=loss, grads=grads)
 
-        f = accumulate if tokens.ndim == 3 else differentiate
-        specs = (self._specs, self._specs_of(prepared), P(), P(), self._cut(tokens))
-        return self.layout.map(f, specs, (P(), self._specs, P(), P()))(
-            params, prepared, mu, fp8_state, tokens
-        )
-
-    def mean_loss(self, params, fp8_state, tokens: jax.Array) -> jax.Array:
+    def mean_loss(self, params, states: States, tokens: jax.Array) -> jax.Array:
         """The loss of a batch, or of its parts."""
 
-        params, prepared = self.computed(params)
+        def loss(weights, inputs, tokens):
+            of = functools.partial(self.model.loss, weights, inputs)
+            return lax.map(of, tokens).mean() if tokens.ndim == 3 else of(tokens)
 
-        def loss_of(params, prepared, fp8_state, tokens):
-            if tokens.ndim == 3:
-                return lax.map(
-                    lambda part: loss_of(params, prepared, fp8_state, part), tokens
-                ).mean()
-            return self._loss_of(
-                params, self._unseen(), {}, prepared, fp8_state, tokens, trains=False
-            )[0]
+        return self._mapped(loss, P(), tokens, self.computed(params, states, {}))
 
-        specs = (self._specs, self._specs_of(prepared), P(), self._cut(tokens))
-        return self.layout.map(loss_of, specs, P())(params, prepared, fp8_state, tokens)
-
-    def statistics(self, params, fp8_state, tokens: jax.Array) -> dict[str, jax.Array]:
+    def statistics(self, params, states: States, tokens: jax.Array) -> dict[str, jax.Array]:
         """Statistics of "linears" float32 [devices, layers, 6, stats.LENGTH], and of "attention"
-        [devices, layers, len(attention_products.RECORDED), stats.LENGTH], where either is in FP8.
+        [devices, layers, len(attention_products.RECORDED), stats.LENGTH], where either is in FP8;
+        of a model that measures in its program.
 
         Each device measures its own shards of the operands.
 
         Without shard_map there is one row, of the whole operands.
         """
+        assert self.model.measure is not None
+        computed = self.computed(params, states, {})
+        return self._mapped(self.model.measure, P(self.layout.axes), tokens, computed)
 
-        params, prepared = self.computed(params)
+    def forward(self, f: Callable, params, states: States, tokens: jax.Array) -> jax.Array:
+        """f of the model, such as its logits, of tokens [B, T]: float32 [B, T, ...], inside
+        shard_map if the layout is mapped."""
+        computed = self.computed(params, states, {})
+        return self._mapped(f, self.layout.logits, tokens, computed)
 
-        def loss(taps, params, prepared, fp8_state, tokens):
-            run = self._pass(fp8_state, self._unseen(), prepared, dict(taps))
-            return self._loss_in(run, params, tokens), run.taps
-
-        def measure(params, prepared, fp8_state, tokens):
-            rows = {name: len(stats.ROWS) for name, recipe in self.linears.items() if recipe.fp8}
-            if self.measured_attention:
-                rows |= dict.fromkeys(self.attention_in_program, len(RECORDED))
-            taps = {
-                name: self.layout.apart(
-                    jnp.zeros((*self.stacks.leading(name), count, stats.LENGTH))
-                )
-                for name, count in rows.items()
-            }
-            (_, forward), backward = jax.value_and_grad(loss, has_aux=True)(
-                taps, params, prepared, fp8_state, tokens
-            )
-            # taps collect as the observations do: forward as aux, backward as a gradient
-            layer_statistics = self.stacks.apart(
-                {name: forward[name] + backward[name] for name in taps}
-            )
-            measured = {"linears": self.measured_layers, "attention": self.measured_attention}
-            return {
-                key: jnp.stack([layer_statistics[layer] for layer in layers])[None]
-                for key, layers in measured.items()
-                if layers
-            }
-
-        specs = (self._specs, self._specs_of(prepared), P(), self.layout.tokens)
-        return self.layout.map(measure, specs, P(self.layout.axes))(
-            params, prepared, fp8_state, tokens
-        )
-
-    def forward(
-        self, f: Callable[[Llama, jax.Array, Pass], jax.Array], params, fp8_state, tokens: jax.Array
-    ) -> jax.Array:
-        """f(model, tokens [B, T], run) -> float32 [B, T, ...], inside shard_map if the layout is
-        mapped."""
-        params, prepared = self.computed(params)
-
-        def mapped(params, prepared, fp8_state, tokens):
-            return f(
-                self._model(params),
-                self.layout.own_context(tokens),
-                self._pass(fp8_state, self._unseen(), prepared),
-            ).astype(jnp.float32)
-
-        specs = (self._specs, self._specs_of(prepared), P(), self.layout.tokens)
-        return self.layout.map(mapped, specs, self.layout.logits)(
-            params, prepared, fp8_state, tokens
-        )
-
-    @property
-    def measured_layers(self) -> list[str]:
-        """The names of the linears in FP8, in the order of the statistics."""
-        return [d.path for d in self.decisions if d.fp8]
-
-    @property
-    def measured_attention(self) -> list[str]:
-        """The names of the layers' attention in FP8, in the order of the statistics."""
-        return self.config.attention_in_fp8
-
-    @property
-    def attention_in_program(self) -> list[str]:
-        """The same as the program names them: under a scan one name for all layers."""
-        return (
-            [f"{llama.STACK}.self_attn"]
-            if self.config.parallel.scan and self.measured_attention
-            else self.measured_attention
-        )
-
-    def _split(self, weights: dict) -> tuple[Any, dict]:
-        """The model's graph and its parameters, a tree."""
-        graph, params = nnx.split(Llama(self.config.model, weights, self.linears), nnx.Param)
-        return graph, nnx.to_pure_dict(params)
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every parameter of the tree; of the layers together under parallel.scan."""
-        shapes = llama.parameter_shapes(self.config.model)
-        if not self.config.parallel.scan:
-            return shapes
-        return {
-            stack: (*self.stacks.leading(stack), *shape)
-            for name, shape in shapes.items()
-            if (stack := llama.stack_of(name))
-        }
-
-    def _specs_of(self, prepared: Mapping[str, Quantized | Scales]) -> dict[str, Any]:
-        """PartitionSpecs of what is prepared of weights: codes lie on the mesh as their weight
-        does, scales are whole (O-16).
-        """
+    def _mapped(self, f: Callable, out_specs, tokens: jax.Array, computed) -> Any:
+        """f(weights, inputs, tokens) on a device's shards, if the layout is mapped."""
+        weights, inputs = computed
         specs = named(self._specs)
 
-        # specs in place of arrays
-        def of(name: str, value: Quantized | Scales) -> Quantized | Scales:
-            whole = {"scale": P(), "scale_inv": P()}
+        def prepared(name: str, value: Quantized | Scales) -> Quantized | Scales:
+            """Codes lie on the mesh as their weight does, scales are whole (O-16)."""
             if isinstance(value, Scales):
-                return Scales(**whole)  # type: ignore[arg-type]
-            return dataclasses.replace(value, codes=specs[f"{name}.weight"], **whole)  # type: ignore[arg-type]
+                return Scales(P(), P())  # type: ignore[arg-type]  # specs in place of arrays
+            codes = specs[f"{name}.weight"]
+            return dataclasses.replace(value, codes=codes, scale=P(), scale_inv=P())  # type: ignore[arg-type]
 
-        return {name: of(name, value) for name, value in prepared.items()}
-
-    def _pass(
-        self,
-        fp8_state,
-        seen: dict[str, delayed.Seen],
-        prepared: Mapping[str, Quantized],
-        taps: dict[str, jax.Array] | None = None,
-        mu: Mapping[str, jax.Array] | None = None,
-    ) -> Pass:
-        keys = self.config.parallel
-        return Pass(
-            shared_inputs.states({name: fp8_state[name] for name in seen}, self._first_readers),
-            seen,
-            self.layout,
-            taps or {},
-            attention=keys.attention,
-            variant=self.config.attention_variant,
-            arithmetic=self.config.numerics.attention_arithmetic,
-            checkpointing=keys.checkpointing,
-            multiply=self._multiply,
-            prepared=prepared,
-            mu=mu or {},
-            casts={
-                layer: casts
-                for layer in self.config.attention_layers
-                if (casts := self.config.attention_operands(layer)) is not None
-            },
-        )
-
-    def _unseen(self) -> dict[str, delayed.Seen]:
-        return {
-            name: delayed.unseen(recipe, self.stacks.leading(name))
-            for name, recipe in self._keepers.items()
-            if delayed.keeps_state(recipe)
-        }
-
-    def _model(self, params) -> Llama:
-        """The model on parameters rounded to bfloat16, except the embedding table (spec M-2)."""
-        compute = jax.tree_util.tree_map_with_path(
-            lambda path, value: (
-                value if name_of(path) == llama.EMBEDDING else value.astype(jnp.bfloat16)
-            ),
-            params,
-        )
-        return nnx.merge(self._graph, nnx.State(compute))
-
-    def _loss_of(
-        self, params, seen, mu, prepared, fp8_state, tokens: jax.Array, *, trains: bool = True
-    ) -> tuple[jax.Array, dict[str, delayed.Seen]]:
-        """(mean loss of the whole batch, amax observations of this device's forward pass). trains:
-        with what a step adds to it, the load-balancing loss of experts times its factor (M-8)."""
-        run = self._pass(fp8_state, dict(seen), prepared, mu=mu)
-        return self._loss_in(run, params, tokens, trains=trains), run.seen
-
-    def _loss_in(self, run: Pass, params, tokens: jax.Array, *, trains: bool = True) -> jax.Array:
-        own, targets = map(self.layout.own_context, (tokens[:, :-1], tokens[:, 1:]))
-        model, targets = self._model(params), self.layout.own_sequence(targets)
-        if self.config.parallel.loss == "chunked":
-            h = model.hidden(own, run)
-            losses = chunked_loss.losses(
-                h, self.layout.whole_head(model.head(h.dtype)), targets, chunked_loss.WORDS
-            )
-        else:
-            losses = cross_entropy(model(own, run), targets)  # of [B, T, V]
-        loss = self.layout.mean(losses)  # losses.mean(), and then the mean over devices
-        if not (trains and run.balance):
-            return loss
-        sizes = self.config.model
-        return loss + sizes.router_aux_loss_coef * balancing_loss(
-            self.layout.total(list(run.balance.values())), sizes.num_experts_per_tok
-        )
-
-    def _cut(self, tokens: jax.Array) -> P:
-        return self.layout.parts if tokens.ndim == 3 else self.layout.tokens
+        whole = Inputs({n: prepared(n, v) for n, v in inputs.prepared.items()}, P(), P())  # type: ignore[arg-type]
+        cut = self.layout.parts if tokens.ndim == 3 else self.layout.tokens
+        return self.layout.map(f, (self._specs, whole, cut), out_specs)(weights, inputs, tokens)

@@ -24,11 +24,11 @@ def prove(
     # The lowered program shows every planned GEMM before XLA rewrites any; on a GPU the compiled
     # one is read as well, because XLA may still replace an FP8 GEMM there.
     program = proof.read(lowered)
-    planned = {name: recipe for name, recipe in step.linears.items() if recipe.fp8}
+    planned = {name: recipe for name, recipe in step.model.linears.items() if recipe.fp8}
     placements = {path: placement for path in planned if (placement := layout.placement(path))}
     plan = multiply.name if multiply else None
     missing = proof.missing(program, planned, placements, plan)
-    attended, variant = step.attention_in_program, config.attention_variant
+    attended, variant = step.model.attention, config.attention_variant
     by_kernel, layers = config.parallel.attention == "kernel", config.model.num_hidden_layers
     if variant is not None and not by_kernel:
         missing += proof.missing_products(program, attended, variant, plan)

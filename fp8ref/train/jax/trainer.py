@@ -17,26 +17,24 @@ from fp8ref.jax.gemm import hardware
 from fp8ref.jax.linear import linear
 from fp8ref.jax.quantize import stats
 from fp8ref.jax.states import health
-from fp8ref.selection.statistics import Operand, merged, planned
+from fp8ref.selection.statistics import merged, planned
 from fp8ref.shared.errors import ConfigError
 from fp8ref.spec import llama
 from fp8ref.spec.attention import products as attention_products
-from fp8ref.spec.attention import variants as attention
-from fp8ref.spec.attention.products import AttentionOperand
 from fp8ref.spec.hardware import Multiply
 from fp8ref.spec.states.health import recorded
 from fp8ref.train.config.config import Config
-from fp8ref.train.jax import step_proof
+from fp8ref.train.jax import operand_statistics, step_proof
 from fp8ref.train.jax.checkpoint import Store, filled
-from fp8ref.train.jax.llama.forward_pass import Pass
-from fp8ref.train.jax.llama.llama import Llama
+from fp8ref.train.jax.llama.model import LlamaModel
 from fp8ref.train.jax.mesh import Layout
+from fp8ref.train.jax.model import States
 from fp8ref.train.jax.step import State, Step, compiler_options
 from fp8ref.train.run import train_state
 
 
 class _Programs(NamedTuple):
-    """The step of a recipe, and its functions as JAX compiles them."""
+    """The step of a recipe, and its functions as JAX compiles them, when they first run."""
 
     step: Step
     train: jax.stages.Wrapped
@@ -46,10 +44,11 @@ class _Programs(NamedTuple):
     observed: Callable
     watched: Callable
     health: Callable
+    logits: Callable
 
 
 class Trainer:
-    """One model being trained.
+    """One model being trained: the trainer's Llama, or one of a user's (spec T-10).
 
     ``step`` and ``evaluate`` take tokens [B, T + 1], integers: inputs and the targets after them.
     """
@@ -64,33 +63,33 @@ class Trainer:
         devices: Sequence[jax.Device] | None = None,
         multiply: Multiply | None = None,
     ) -> None:
-        """weights: float32 by name, by default ``llama.lazy_initial_weights`` of run.seed.
+        """weights: float32 by name; None: ``llama.lazy_initial_weights`` of run.seed, or those of a
+        user's model.
 
         devices   of a topology description: the step can be lowered for them but cannot run. None:
                   jax's own.
         multiply  the simulated hardware of numerics.accumulate, which runs the FP8 GEMMs (spec
                   G-19).
         Raises:   ConfigError: as ``Layout``; numerics.accumulate without multiply, or on devices
-                  that cannot use it.
+                  that cannot use it; as ``custom.build.build`` and ``Model.initial``.
         """
-        self.config = config
+        self.config, self._multiply = config, multiply
         self._layout = Layout(config, devices)
-        self._multiply = multiply
         config.numerics.check_multiply(multiply)
+        platform = self._layout.devices[0].platform
         if multiply is not None:
             try:
                 hardware.check_devices(
-                    config.parallel.devices,
-                    mapped=self._layout.mapped,
-                    platform=self._layout.devices[0].platform,
+                    config.parallel.devices, mapped=self._layout.mapped, platform=platform
                 )
             except ValueError as error:
                 raise ConfigError(
                     f"numerics.accumulate {config.numerics.accumulate!r}: {error}"
                 ) from error
-        first = Step(config, self._layout, multiply)
+        # now: a recipe that the model refuses would end the run in its middle
+        first, *others = (Step(config, self._layout, multiply, name) for name in config.recipes)
         specs: State
-        self._state, specs = first.begin(weights)
+        self._state, specs = first.begin(weights, others)
         # A step leaves the state placed as it found it, so that the second step is not compiled
         # again.
         self._placed = (
@@ -98,14 +97,15 @@ class Trainer:
             if self._layout.mesh is None
             else (jax.tree.map(self._layout.sharding, specs), None, None)
         )
-        self._options = compiler_options(self._layout.devices[0].platform)
-        self._programs = {config.numerics.recipe: self._compile(first)}
+        self._compiled = functools.partial(jax.jit, compiler_options=compiler_options(platform))
+        self._programs = {
+            name: self._compile(step)
+            for name, step in zip(config.recipes, (first, *others), strict=True)
+        }
         self.switch(config.numerics.recipe)
         self._observer: Callable
         self._watcher: Callable
-        self._count = 0
-        self._store = Store()
-        self.device = self._layout.description
+        self._count, self._store, self.device = 0, Store(), self._layout.description
 
     def switch(self, recipe: str) -> None:
         """Compute in this recipe of the config's from now on; the state stays (spec T-9).
@@ -113,24 +113,18 @@ class Trainer:
         Each recipe's programs are compiled once, when they first run.
         Raises:   ValueError: a recipe that the config does not have.
         """
-        if recipe not in self.config.recipes:
+        if recipe not in self._programs:
             raise ValueError(
                 "a trainer switches to a recipe of its config, "
                 f"{', '.join(self.config.recipes)}; got {recipe!r}."
             )
-        if recipe not in self._programs:
-            self._programs[recipe] = self._compile(
-                Step(self.config, self._layout, self._multiply, recipe)
-            )
-        self.recipe = recipe
-        self._step, self._train, self._loss, self._measure, self._gradients, *others = (
-            self._programs[recipe]
-        )
-        self._observed, self._watched, self._health = others
+        self.recipe, programs = recipe, self._programs[recipe]
+        self._step, self._train, self._loss, self._measure, self._gradients, *others = programs
+        self._observed, self._watched, self._health, self._logits = others
         self.decisions = self._step.decisions
 
     def _compile(self, step: Step) -> _Programs:
-        compiled = functools.partial(jax.jit, compiler_options=self._options)
+        compiled = self._compiled
         return _Programs(
             step,
             train=compiled(step.train, donate_argnums=0, out_shardings=self._placed),
@@ -143,6 +137,7 @@ class Trainer:
             health=compiled(
                 lambda grads, state: step.optimizer.health(grads, state.params, state.optimizer)
             ),
+            logits=compiled(functools.partial(step.forward, step.model.logits)),
         )
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
@@ -161,11 +156,14 @@ class Trainer:
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [B, T, vocab_size] from tokens [B, T]."""
-        return self._run_model(tokens, lambda model, tokens, run: model(tokens, run))
+        return self._forward(self._logits, tokens)
 
     def first_input(self, tokens: np.ndarray) -> np.ndarray:
-        """float32 [B, T, hidden]: the input of the first layer's linears, after its norm."""
-        return self._run_model(tokens, lambda model, tokens, run: model.first_input(tokens, run))
+        """float32 [B, T, hidden]: the input of the first layer's linears, after its norm; of the
+        trainer's Llama."""
+        assert isinstance(self._step.model, LlamaModel)
+        run = functools.partial(self._step.forward, self._step.model.first_input)
+        return self._forward(self._compiled(run), tokens)
 
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of a batch's loss by parameter, before clipping; nothing is updated."""
@@ -281,74 +279,29 @@ class Trainer:
 
     def statistics(self, tokens: np.ndarray) -> dict[str, dict]:
         """Quantization statistics of every FP8 operand of a batch (spec Q-8, Q-13), from a pass
-        that updates nothing."""
-        operands, attention_operands = (
-            planned(self.decisions),
-            attention_products.planned(self.config.attention_in_fp8, self._variant),
-        )
-        if not operands and not attention_operands:
-            return {}
+        that updates nothing: in the program, or on the host."""
+        linears = planned(self.decisions)
+        if self._step.model.measure is None:
+            return operand_statistics.on_host(
+                linears, lambda observer: self.observe(tokens, observer)
+            )
+        layers, variant = self.config.attention_in_fp8, self.config.attention_variant
+        attention = attention_products.planned(layers, variant)
         microbatches = [
             jax.tree.map(
                 self._layout.fetch, self._measure(self._params, self._fp8_state, self._tokens(part))
             )
-            for part in self.config.data.parts(tokens)
+            for part in (self.config.data.parts(tokens) if linears or attention else ())
         ]
-        measured = {
-            key: stats.parts(np.stack([microbatch[key] for microbatch in microbatches]))
-            for key in microbatches[0]
-        }
-        parts = self._linear_parts(operands, measured["linears"]) if operands else []
-        return merged(
-            [*operands, *attention_operands],
-            parts
-            + (
-                self._attention_parts(attention_operands, measured["attention"])
-                if attention_operands
-                else []
-            ),
-        )
-
-    def _attention_parts(
-        self, operands: Sequence[AttentionOperand], values: np.ndarray
-    ) -> list[np.ndarray]:
-        """Parts of each operand, of float64 [microbatches, devices, layers, ROWS, fields]: every
-        device has its own sequences and heads."""
-        layers, rows = self._step.measured_attention, attention_products.RECORDED
-        assert self._variant is not None
-        first = [
-            rows.index(attention_products.first_use(operand.product, operand.role, self._variant))
-            for operand in operands
-        ]
-        return [
-            values[:, :, layers.index(operand.layer), row].reshape(-1, values.shape[-1])
-            for operand, row in zip(operands, first, strict=True)
-        ]
-
-    def _linear_parts(self, operands: Sequence[Operand], measured: np.ndarray) -> list[np.ndarray]:
-        """Parts of each operand, of float64 [microbatches, devices, layers, rows, fields]."""
-        layers, rows = (
-            self._step.measured_layers,
-            dict(zip(stats.ROWS, range(len(stats.ROWS)), strict=True)),
-        )
-        parts = []
-        for operand in operands:
-            layer_parts = measured[:, :, layers.index(operand.layer)]
-            # A tensor that two GEMMs use with the same codes is measured once, in the first of
-            # them.
-            row = rows[operand.gemm, operand.role]
-            # nothing counted: an earlier GEMM of the layer uses the same codes
-            if not layer_parts[:, :, row, 0].any():
-                row = next(i for i, (_, role) in enumerate(stats.ROWS) if role == operand.role)
-            parts.append(
-                np.concatenate(
-                    [
-                        self._layout.own_parts(p[:, row], operand.layer, operand.role)
-                        for p in layer_parts
-                    ]
-                )
-            )
-        return parts
+        parts: list[np.ndarray] = []
+        if linears:
+            values = stats.parts(np.stack([part["linears"] for part in microbatches]))
+            names = [d.path for d in self.decisions if d.fp8]
+            parts += operand_statistics.of_linears(linears, names, values, self._layout)
+        if variant is not None and attention:
+            values = stats.parts(np.stack([part["attention"] for part in microbatches]))
+            parts += operand_statistics.of_attention(attention, layers, values, variant)
+        return merged([*linears, *attention], parts)
 
     def measured_step(
         self, tokens: np.ndarray
@@ -392,24 +345,16 @@ class Trainer:
         return self._train.lower(*self._arguments(tokens))
 
     @property
-    def _variant(self) -> attention.Variant | None:
-        """The variant of attention, if the config names one."""
-        return self.config.attention_variant
-
-    @property
     def _params(self):
         return self._state.params
 
     @property
-    def _fp8_state(self) -> dict:
+    def _fp8_state(self) -> States:
         return self._state.fp8
 
-    def _run_model(
-        self, tokens: np.ndarray, f: Callable[[Llama, jax.Array, Pass], jax.Array]
-    ) -> np.ndarray:
-        """f(model, tokens [B, T], run) -> [B, T, ...], as float32 on the host."""
-        forward = jax.jit(functools.partial(self._step.forward, f), compiler_options=self._options)
-        return self._layout.fetch(forward(self._params, self._fp8_state, self._tokens(tokens)))
+    def _forward(self, run: Callable, tokens: np.ndarray) -> np.ndarray:
+        """What run gives of tokens [B, T], whole on the host."""
+        return self._layout.fetch(run(self._params, self._fp8_state, self._tokens(tokens)))
 
     def _fetched(self, tree) -> dict[str, np.ndarray]:
         """{parameter: array} of a tree, gathered to every process."""

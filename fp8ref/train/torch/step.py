@@ -25,14 +25,7 @@ from fp8ref.torch.delayed import delayed
 from fp8ref.torch.distributed.fsdp import keep_reduced_dtype
 from fp8ref.torch.distributed.gradient_factors import Factors
 from fp8ref.torch.gemm import hardware
-from fp8ref.torch.model.convert import convert
-from fp8ref.torch.model.parallel import (
-    Parallelism,
-    amax_group,
-    check_copies,
-    parallelize,
-    share_groups,
-)
+from fp8ref.torch.model.parallel import check_copies
 from fp8ref.torch.model.switch import Switch
 from fp8ref.torch.states import copies, health, states
 from fp8ref.torch.tensors.local_part import local_part
@@ -40,8 +33,10 @@ from fp8ref.train.config import device_shapes
 from fp8ref.train.config.config import Config
 from fp8ref.train.run import train_state
 from fp8ref.train.torch import optimizer, rank_parts
+from fp8ref.train.torch.custom.model import CustomModel
 from fp8ref.train.torch.llama.cross_entropy import cross_entropy
-from fp8ref.train.torch.llama.llama import Llama, llama_of, widen_before_passes
+from fp8ref.train.torch.llama.model import LlamaModel
+from fp8ref.train.torch.model import Model
 from fp8ref.train.torch.processes import context_of
 
 
@@ -62,57 +57,30 @@ class Step:
     def __init__(
         self,
         config: Config,
-        weights: Mapping[str, llama.Weight],
+        weights: Mapping[str, llama.Weight] | None,
         mesh: DeviceMesh | None,
         device: torch.device,
         multiply: Multiply | None,
     ) -> None:
+        """weights: float32 by name; None: ``llama.lazy_initial_weights`` of run.seed, or those of a
+        user's model. Raises:   ConfigError: as the model."""
         self.config, self.mesh, self.device, self.multiply = config, mesh, device, multiply
         self.context = context_of(config)
-        with torch.device("meta"):  # a rank makes its own shards
-            model = llama_of(config, mesh, self.context)
         keys, self._keeps_masters = config.parallel, config.optimizer.keeps_masters
-        if self._keeps_masters:
-            model.to(torch.bfloat16)
-            # FSDP2 reduces the gradients of a model that it gathers whole in one dtype (P-19).
-            model.model.embed_tokens.widens = keys.compile != "model" or keys.sharing == 1
-            if keys.compile == "model" and model.model.embed_tokens.widens:
-                widen_before_passes(model)
-        parallelism = Parallelism(
-            amax_scope=keys.amax_scope,
-            sequence=keys.sequence,
-            checkpointing=keys.checkpointing,
-            compile=keys.compile,
-            gather_fp8=keys.gather == "fp8",
-            precompute_scales=keys.precompute_scales,
-            ordered_reduction=keys.reduction == "ordered",
-            reduce_dtype=getattr(torch, keys.reduce_dtype),
-            keep_dtype=[] if keys.compile == "model" else [model.model.embed_tokens],  # P-19
-        )
-        self.model = parallelize(
-            model,
-            config.numerics.recipe,
-            mesh=self.mesh,
-            blocks=model.model.layers,
-            filter_fqns=config.filter_fqns,
-            fp8_fqns=config.numerics.fp8_fqns,
-            rules=config.numerics.rules or (),
-            parallelism=parallelism,
-        )
-        self.model.to_empty(device=device)
+        built = LlamaModel if config.architecture.kind == "llama" else CustomModel
+        self._model: Model = built(config, weights, mesh, self.context, device)
+        self.model = self._model.module
         self.params = dict(self.model.named_parameters())
         self.optimizer = optimizer.build(self.params.values(), config.optimizer)
-        for name, p in self.params.items():
+        for name, weight in self._model.weights.items():
+            p = self.params[name]
             if self._keeps_masters and isinstance(self.optimizer, states.AdamW):
                 p.grad_dtype = torch.float32  # also of the sum over microbatches (T-7)
-                states.set_weight(self.optimizer, p, rank_parts.shard(p, weights[name]).to(device))
+                states.set_weight(self.optimizer, p, rank_parts.shard(p, weight).to(device))
             else:
-                rank_parts.fill(p, weights[name])
-        self.switch = Switch(
-            self.model,
-            config.numerics.recipe,
-            {recipe: self._twin(recipe) for recipe in config.recipes[1:]},
-        )
+                rank_parts.fill(p, weight)
+        self._model.weights = {}  # the parameters have them
+        self.switch = Switch(self.model, config.numerics.recipe, self._model.twins)
         if mesh is not None and keys.data > 1:
             check_copies(self.model, mesh)
         if self._keeps_masters and isinstance(self.model, FSDPModule):
@@ -266,22 +234,6 @@ class Step:
         self.params = dict(self.model.named_parameters())
         return kept
 
-    def _twin(self, recipe: str) -> Llama:
-        """The model in another recipe, on the meta device, whose linears the switch takes (T-9)."""
-        with torch.device("meta"):
-            model = llama_of(self.config, self.mesh, self.context)
-        keys, group = self.config.numerics, amax_group(self.mesh, self.config.parallel.amax_scope)
-        twin = convert(
-            model,
-            recipe,
-            filter_fqns=self.config.filter_fqns,
-            fp8_fqns=keys.fp8_fqns,
-            amax_group=group,
-        )
-        if self.mesh is not None and self.config.parallel.expert > 1:
-            share_groups(twin, self.mesh)
-        return twin  # type: ignore[return-value]
-
     def loss(self, tokens: np.ndarray) -> torch.Tensor:
         """The mean loss of tokens [B, T + 1], in nats: a float32 scalar."""
         batch = self.tokens(tokens)
@@ -291,14 +243,14 @@ class Step:
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """The model's logits [B, T, V] of tokens [B, T]."""
         if not self._keeps_masters or self.config.parallel.compile == "none":
-            return self.model(tokens)
+            return self._model.logits(tokens)
         # Dynamo (torch 2.13) traces no parameter beside a gradient of another dtype. It meets one
         # where it traces again: of a later microbatch, or of an evaluation.
         held = {p: p.grad for p in self.params.values()}
         try:
             for p in held:
                 p.grad = None
-            return self.model(tokens)
+            return self._model.logits(tokens)
         finally:
             for p, grad in held.items():
                 p.grad = grad
@@ -344,8 +296,8 @@ class Step:
 
     @contextmanager
     def _rounded(self) -> Iterator[None]:
-        """In this context modules hold parameters rounded to bfloat16, except the embedding table
-        (spec M-2).
+        """In this context modules hold parameters rounded to bfloat16, one that several share
+        rounded once, except those that the model keeps (spec M-2, T-10).
 
         FSDP2 rounds while it gathers, and ``fp8_gather`` before it casts. Without it, rounded
         copies replace the masters in the modules. Autograd carries the copies' gradients to the
@@ -355,15 +307,20 @@ class Step:
         if isinstance(self.model, FSDPModule) or self._keeps_masters:
             yield
             return
-        places = [
-            (self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], p)
+        rounded = {
+            p: p if name in self._model.unrounded else p.to(torch.bfloat16)
             for name, p in self.params.items()
+        }
+        places = [
+            (module._parameters, key, p)
+            for module in self.model.modules()
+            for key, p in module._parameters.items()
+            if p is not None
         ]
-        table = self.params[llama.EMBEDDING]
         try:
-            for module, key, p in places:
-                module._parameters[key] = p if p is table else p.to(torch.bfloat16)  # type: ignore[assignment]
+            for parameters, key, p in places:
+                parameters[key] = rounded[p]  # type: ignore[assignment]
             yield
         finally:
-            for module, key, p in places:
-                module._parameters[key] = p
+            for parameters, key, p in places:
+                parameters[key] = p

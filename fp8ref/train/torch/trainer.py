@@ -40,7 +40,7 @@ from fp8ref.train.torch.step import Step
 
 
 class Trainer:
-    """One model being trained.
+    """One model being trained: the trainer's Llama, or one of a user's (spec T-10).
 
     ``step`` and ``evaluate`` take tokens [B, T + 1], integers: inputs and the targets after them.
     """
@@ -54,11 +54,13 @@ class Trainer:
         *,
         multiply: Multiply | None = None,
     ) -> None:
-        """weights: float32 by name, by default ``llama.lazy_initial_weights`` of run.seed.
+        """weights: float32 by name; None: ``llama.lazy_initial_weights`` of run.seed, or those of a
+        user's model.
 
         multiply  the simulated hardware of numerics.accumulate, which runs the FP8 GEMMs (spec
                   G-19).
-        Raises:   ConfigError: as ``mesh_of``; numerics.accumulate without multiply, or with a GPU.
+        Raises:   ConfigError: as ``mesh_of``; numerics.accumulate without multiply, or with a GPU;
+                  as ``custom.model.CustomModel``.
         """
         self.config = config
         config.numerics.check_multiply(multiply)
@@ -78,12 +80,6 @@ class Trainer:
                 "it with CUDA_VISIBLE_DEVICES=, or use accumulate 'native'."
             )
         self.recipe, self.decisions = config.numerics.recipe, config.decisions()
-        weights = (
-            llama.lazy_initial_weights(config.model, seed=config.run.seed)
-            if weights is None
-            else weights
-        )
-        llama.check_weights(weights, config.model)
         mesh = mesh_of(config)
         self._device = (
             torch.device("cuda", torch.cuda.current_device())

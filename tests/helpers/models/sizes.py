@@ -6,7 +6,8 @@ and lm_head 16384 each, 5 norms of 64. 8 sequences of 32 tokens.
 """
 
 from fp8ref.spec.llama import LlamaConfig
-from fp8ref.train.config.config import Config, DataConfig
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.sections import DataConfig
 
 LAYER, TABLE, NORMS = 36864, 16384, 320
 CONFIG = Config(

@@ -35,7 +35,9 @@ def fed(trainer, gradients: dict[str, np.ndarray]) -> None:
         step.gradients = lambda *_: (jnp.float32(1), given, {}, {})
         return type(step).train(step, state, tokens, lr)
 
-    tree = step.stacks.tree(step._params, {name: jnp.asarray(g) for name, g in gradients.items()})
+    tree = step.stacks.tree(
+        step.model.params, {name: jnp.asarray(g) for name, g in gradients.items()}
+    )
     compiled = jax.jit(train)
     trainer._train = lambda *arguments: compiled(*arguments, tree)
     trainer._gradients = lambda *_: (None, tree, None, None)

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from fp8ref.torch.delayed import delayed
 from fp8ref.torch.model import convert, parallel
 from fp8ref.torch.model.parallel import Parallelism, parallelize
-from fp8ref.train.config.config import ParallelConfig
-from fp8ref.train.torch import step as training_step
+from fp8ref.train.config.sections import ParallelConfig
 from fp8ref.train.torch import trainer as train
+from fp8ref.train.torch.llama import model as llama_model
 
 ASKED = list(itertools.product(matrix.RECIPES, matrix.HOW, matrix.GATHERS))
 # Every two values of two choices meet in these.
@@ -196,7 +196,7 @@ def test_the_trainers_whole_model_compiles(small, monkeypatch):
     tokens = torch.randint(0, 256, (4, 17), generator=torch.Generator().manual_seed(0)).numpy()
     eager = train.Trainer(small).gradients(tokens)
     monkeypatch.setattr(
-        training_step,
+        llama_model,
         "parallelize",
         functools.partial(parallel.parallelize, compile_backend="aot_eager"),
     )
@@ -221,7 +221,7 @@ def compiled_and_eager(config, recipe):
     """Loss and gradients of a batch, by how it is compiled; each half of it, a rank's, has tokens
     of its own.
     """
-    training_step.parallelize = functools.partial(parallel.parallelize, compile_backend="aot_eager")
+    llama_model.parallelize = functools.partial(parallel.parallelize, compile_backend="aot_eager")
     half = torch.randint(0, 128, (2, 17), generator=torch.Generator().manual_seed(0))
     tokens, found = torch.cat([half, half + 128]).numpy(), {}
     for how in ("model", "block", "none"):

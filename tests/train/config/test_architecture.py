@@ -187,14 +187,14 @@ def test_keys_that_name_code_leave_a_config_json():  # K-7, T-10
 
 
 def test_a_kernel_of_a_hub_is_not_asked_for(tmp_path):
-    from fp8ref.train.torch.custom import model as custom_model
+    from fp8ref.train.torch.custom import build as custom_build
 
     keys = own_configurations.transformers(
         tmp_path,
         _attn_implementation="owner/kernel",
         auto_map={"AutoModelForCausalLM": "owner/repo--code.Model"},
     )
-    built = custom_model.build(keys, 256, seed=0)
+    built = custom_build.build(keys, 256, seed=0)
     assert built.config._attn_implementation in ("sdpa", "eager")
     assert not hasattr(built.config, "auto_map")
     assert (

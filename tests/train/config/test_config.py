@@ -11,8 +11,8 @@ from fp8ref import configs as shipped
 from fp8ref.recipe import trained_recipes
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train.config import config as configs
-from fp8ref.train.config.config import (
-    Config,
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.sections import (
     DataConfig,
     NumericsConfig,
     OptimizerConfig,

@@ -12,7 +12,8 @@ from helpers.models.tokenizing import write_words
 
 from fp8ref.shared.errors import ConfigError
 from fp8ref.spec.llama import LlamaConfig
-from fp8ref.train.config.config import Config, DataConfig, RunConfig
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.sections import DataConfig, RunConfig
 from fp8ref.train.data import documents, loader, sources
 
 TEXTS = [f"{'amax ' * (i % 7)}{i} é" for i in range(60)]

@@ -14,7 +14,8 @@ import tomli_w
 
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train.config import config as configs
-from fp8ref.train.config.config import Config, DataConfig, RunConfig
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.sections import DataConfig, RunConfig
 from fp8ref.train.data import loader, windows
 
 

@@ -16,7 +16,8 @@ from fp8ref import cli
 from fp8ref.shared import console
 from fp8ref.shared.errors import ConfigError
 from fp8ref.spec.llama import LlamaConfig
-from fp8ref.train.config.config import Config, DataConfig, RunConfig
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.sections import DataConfig, RunConfig
 from fp8ref.train.data import documents, loader, prepare, sidecar
 
 TEXTS = [f"fp8 {'amax ' * (i % 5)}bits" for i in range(100)]

@@ -11,7 +11,8 @@ import pytest
 from fp8ref.shared import console
 from fp8ref.shared.errors import ConfigError
 from fp8ref.spec.llama import LlamaConfig
-from fp8ref.train.config.config import Config, DataConfig, RunConfig
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.sections import DataConfig, RunConfig
 from fp8ref.train.data import loader, shards, sidecar
 
 LENGTH = 8

@@ -3,7 +3,7 @@ import os
 import pytest
 
 from fp8ref.shared.errors import ConfigError
-from fp8ref.train.config.config import DataConfig
+from fp8ref.train.config.sections import DataConfig
 from fp8ref.train.data import sources
 
 

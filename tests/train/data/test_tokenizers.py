@@ -7,7 +7,7 @@ import pytest
 from helpers.models.tokenizing import install_tiktoken, write_words
 
 from fp8ref.shared.errors import ConfigError
-from fp8ref.train.config.config import DataConfig
+from fp8ref.train.config.sections import DataConfig
 from fp8ref.train.data import tokenizers
 
 

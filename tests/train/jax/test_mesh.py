@@ -14,7 +14,8 @@ from fp8ref.jax.quantize import scaling
 from fp8ref.shared.errors import ConfigError
 from fp8ref.spec.llama import LlamaConfig
 from fp8ref.train import loop
-from fp8ref.train.config.config import Config, DataConfig, RunConfig
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.sections import DataConfig, RunConfig
 from fp8ref.train.jax.mesh import Layout
 from fp8ref.train.jax.trainer import Trainer
 from fp8ref.train.run import log

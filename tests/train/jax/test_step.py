@@ -12,20 +12,20 @@ from fp8ref.sim.distributed import gradient_reduction
 from fp8ref.sim.quantize import scaling
 from fp8ref.spec import llama as llama_data
 from fp8ref.spec.llama import InitialWeight
-from fp8ref.train.jax import step
-from fp8ref.train.jax.llama import parameter_names
+from fp8ref.train.jax import parameter_trees, step
+from fp8ref.train.jax.llama.model import LlamaModel
 from fp8ref.train.jax.trainer import Trainer
 
 
 def test_optimizer_is_clipped_adamw_as_specified(small, monkeypatch):  # T-1, T-2, T-3
     slope = adamw.slopes(small)
 
-    def loss(self, params, seen, mu, copies, state, tokens):
+    def loss(self, params, seen, mu, inputs, tokens):
         return sum(
-            (value * slope[name]).sum() for name, value in parameter_names.named(params).items()
+            (value * slope[name]).sum() for name, value in parameter_trees.named(params).items()
         ), seen
 
-    monkeypatch.setattr(step.Step, "_loss_of", loss)
+    monkeypatch.setattr(LlamaModel, "_observed_loss", loss)
     adamw.check(Trainer, small, slope)
 
 
@@ -77,7 +77,7 @@ def test_gradients_of_parts_are_summed_in_the_dtype_that_is_asked_for(small):  #
     trainer, tokens = Trainer(config), microbatches.tokens_of(config)
     total = {
         name: np.zeros(shape, jnp.bfloat16)
-        for name, shape in step.llama.parameter_shapes(config.model).items()
+        for name, shape in llama_data.parameter_shapes(config.model).items()
     }
     for part in np.split(tokens, config.data.microbatches):
         for name, value in whole.gradients(part).items():
@@ -106,7 +106,7 @@ def test_gradients_of_parts_are_summed_in_fp8_as_the_simulator_does(small, paral
         microbatches.without_parts(config.replace(parallel={"accumulate_dtype": "float32"}))
     )
     trainer, tokens, totals = Trainer(config), microbatches.tokens_of(config), {}
-    linears = {f"{name}.weight" for name in step.llama.linear_shapes(config.model)}
+    linears = {f"{name}.weight" for name in llama_data.linear_shapes(config.model)}
     for part in np.split(tokens, config.data.microbatches):
         for name, value in whole.gradients(part).items():
             if name in linears:

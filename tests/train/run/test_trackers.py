@@ -9,7 +9,7 @@ from helpers.training.fakes import FakeTrainer
 
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train import loop
-from fp8ref.train.config.config import LogConfig
+from fp8ref.train.config.sections import LogConfig
 from fp8ref.train.run import log, trackers
 from fp8ref.train.run.processes import Alone
 

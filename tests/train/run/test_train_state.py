@@ -16,7 +16,6 @@ from fp8ref.train.config.config import Config
 from fp8ref.train.data import loader
 from fp8ref.train.jax import optimizer as jax_optimizer
 from fp8ref.train.jax import step as jax_step
-from fp8ref.train.jax.custom import step as custom_step
 from fp8ref.train.run import train_state
 from fp8ref.train.torch import optimizer as torch_optimizer
 
@@ -101,8 +100,7 @@ def averaged(monkeypatch):
     torch_names, jax_names = changed(torch_optimizer), changed(jax_optimizer)
     for name in ("begin", "step", "tensors"):
         monkeypatch.setattr(torch_optimizer, name, torch_names[name])
-    for module in (jax_step, custom_step):
-        monkeypatch.setattr(module, "Optimizer", jax_names["Optimizer"])
+    monkeypatch.setattr(jax_step, "Optimizer", jax_names["Optimizer"])
 
 
 def arrays(trainer) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ from helpers.states.state_layouts import differing
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref.train.data import loader
-from fp8ref.train.torch import step
+from fp8ref.train.torch.llama import model as llama_model
 from fp8ref.train.torch.trainer import Trainer
 
 MODEL = {
@@ -50,7 +50,7 @@ def compared(config, tokens, backend="aot_eager"):
     ``aot_eager`` traces forward and backward pass to graphs, and runs their operations one by one:
     inductor's own kernels round elsewhere (B-9).
     """
-    step.parallelize = functools.partial(step.parallelize, compile_backend=backend)
+    llama_model.parallelize = functools.partial(llama_model.parallelize, compile_backend=backend)
     compiled, eager = Trainer(config), Trainer(config.replace(parallel={"compile": "none"}))
     mine, theirs = compiled.gradients(tokens), eager.gradients(tokens)
     unlike = [
@@ -90,7 +90,7 @@ def test_graphs_have_the_bits_of_eager_passes(compile, recipe, layout, tied, sma
     """Of the whole model too: gradients of the table are float32, and parameters with gradients are
     traced again.
     """
-    monkeypatch.setattr(step, "parallelize", step.parallelize)  # put back afterwards
+    monkeypatch.setattr(llama_model, "parallelize", llama_model.parallelize)  # put back afterwards
     config = configured(small, compile, recipe, layout, tied)
     unlike, wide, in_fp8 = compared(config, loader.open_batches(config).step(0))
     assert unlike == []
@@ -103,7 +103,9 @@ def of_wide_masters(config, tokens):
     """What differs between the gradients of a run and of one whose float32 masters have the same
     numbers.
     """
-    step.parallelize = functools.partial(step.parallelize, compile_backend="aot_eager")
+    llama_model.parallelize = functools.partial(
+        llama_model.parallelize, compile_backend="aot_eager"
+    )
     narrow = Trainer(config)
     wide = Trainer(
         config.replace(

@@ -1,99 +1,129 @@
-"""Build a user's Flax NNX model by an import path (spec T-10)."""
+"""A user's Flax NNX model in one recipe, as a step has it (spec T-10)."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from fp8ref.jax import delayed
 from fp8ref.jax import flax as fj
+from fp8ref.jax.flax import nnx as nnx_hooks
 from fp8ref.shared.errors import ConfigError
-from fp8ref.train.config import user_model
-from fp8ref.train.config.sections import ArchitectureConfig
-from fp8ref.train.config.user_model import Shapes
+from fp8ref.spec import llama
+from fp8ref.spec.hardware import Multiply
+from fp8ref.train.config.config import Config
 from fp8ref.train.jax.custom import probe
+from fp8ref.train.jax.custom.build import build, parameters
+from fp8ref.train.jax.llama.cross_entropy import cross_entropy
+from fp8ref.train.jax.mesh import Layout
+from fp8ref.train.jax.model import Gradients, Inputs, Model
+from fp8ref.train.jax.parameter_trees import LayerStacks
 
 
-def build(keys: ArchitectureConfig, vocab_size: int, *, seed: int) -> nnx.Module:
-    """The model, with its own initial weights from this seed, in float32.
+class CustomModel(Model):
+    """A user's model on one device: ``params`` are {dotted name: shape}, and hooks read states of
+    delayed scaling by the names of their linears."""
 
-    ``source`` is an import path of a function or class; it is called with vocab_size= and rngs=.
-    Raises:   ConfigError: it cannot be imported or made; grouped linears; variables of random
-              numbers or batch statistics, which have no place in a step.
-    """
-    try:
-        model = user_model.imported(keys.source or "")(vocab_size=vocab_size, rngs=nnx.Rngs(seed))
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever a user's code raises
-        raise ConfigError(
-            f"architecture.source {keys.source!r} cannot be made: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(model, nnx.Module):
-        raise ConfigError(
-            f"architecture.source {keys.source!r} makes an nnx.Module; got {type(model).__name__}."
-        )
-    for path, layer in nnx.iter_graph(model, graph=True):
-        if isinstance(layer, fj.GroupedLinear):
-            raise ConfigError(
-                f"architecture.source {keys.source!r} has a GroupedLinear "
-                f"({'.'.join(map(str, path))}), of which a config plans no recipe. Use an "
-                "nnx.Linear for each expert."
+    def __init__(self, config: Config, layout: Layout, multiply: Multiply | None) -> None:
+        """config: in one recipe, ``config.under`` that of a phase."""
+        self._config, self.stacks = config, LayerStacks(0, layout)
+        model = self._built()
+        self.linears = {d.path: d.recipe for d in config.decisions() if d.fp8}
+        self.keepers = self.linears
+        if self.linears:
+            fj.convert(
+                model,
+                config.numerics.recipe,
+                filter_fqns=config.filter_fqns,
+                fp8_fqns=config.numerics.fp8_fqns,
+                rules=config.numerics.rules or (),
+                multiply=multiply,
             )
-    for path, variable in nnx.to_flat_state(nnx.state(model)):
-        if isinstance(variable, nnx.RngState | nnx.BatchStat):
+        self._hooks = {
+            path: hook.name
+            for path, hook in nnx_hooks.hooks(model).items()
+            if hook.state is not None
+        }
+        self._graph, params, self._states, self._rest = nnx.split(
+            model, nnx.Param, fj.Fp8State, ...
+        )
+        self._tree = jax.tree.structure(params)
+        self.params = {
+            name: jax.ShapeDtypeStruct(value.shape, value.dtype)  # not the arrays
+            for name, value in parameters(params).items()
+        }
+
+    def initial(self, weights: Mapping[str, llama.Weight] | None) -> Mapping[str, llama.Weight]:
+        """As ``Model.initial``. Raises:   ConfigError: weights of other names or shapes."""
+        if weights is None:
+            return parameters(nnx.state(self._built(), nnx.Param))
+        mine, given = (
+            {name: tuple(value.shape) for name, value in of.items()}
+            for of in (self.params, weights)
+        )
+        wrong = sorted(n for n in mine.keys() | given.keys() if mine.get(n) != given.get(n))
+        if wrong:
             raise ConfigError(
-                f"architecture.source {keys.source!r} has {'.'.join(map(str, path))} of type "
-                f"{type(variable).__name__}, which a step has no place for. Make it without "
-                "dropout and batch norms."
+                f"weights have the names and shapes of the model's parameters; {wrong[0]} does not."
             )
-        if isinstance(variable, nnx.Param) and jnp.issubdtype(
-            variable.get_value().dtype, jnp.floating
-        ):
-            variable.set_value(variable.get_value().astype(jnp.float32))
-    return model
+        return {name: np.asarray(weights[name][...], np.float32) for name in mine}
 
+    def states(self) -> dict[str, Any]:
+        """As ``Model.states``."""
+        return self._by_linear(self._states)
 
-def shapes(keys: ArchitectureConfig, vocab_size: int, length: int) -> Shapes:
-    """As ``architecture.shapes``.
+    def unseen(self) -> dict[str, delayed.Seen]:
+        """As ``Model.unseen``."""
+        seen = fj.unseen(self._copy(list(self.params.values()), self._states))
+        return {self._hooks[path]: value for path, value in seen.layers.items()}
 
-    length    tokens of a sequence, of the pass that is traced.
-    Raises:   ConfigError: as ``build`` and ``probe.heads``; a model without linears.
-    """
-    model = build(keys, vocab_size, seed=0)
-    linears: dict[str, tuple[int, int]] = {
-        row.path: (row.shape[0], row.shape[1])
-        for row in fj.report(model).rows
-        if row.shape is not None and row.kind in ("Linear", "LinearGeneral", "Einsum")
-    }
-    if not linears:
-        raise ConfigError(
-            f"architecture.source {keys.source!r} has no nnx.Linear, which is what a recipe "
-            "converts."
-        )
-    could = [path for path, (n, _) in linears.items() if n == vocab_size]
-    return Shapes(
-        kind=f"{type(model).__module__}.{type(model).__qualname__}",
-        parameters={
-            name: tuple(value.shape)
-            for name, value in parameters(nnx.state(model, nnx.Param)).items()
-        },
-        linears=linears,
-        heads=probe.heads(model, f"architecture.source {keys.source!r}", could, vocab_size, length),
-    )
+    def differentiate(self, weights, inputs: Inputs, tokens: jax.Array) -> Gradients:
+        """As ``Model.differentiate``: gradients of the rounded parameters, widened."""
+        loss, grads, seen = fj.value_and_grad(self._loss)(self._merged(weights, inputs), tokens)
+        wide = {name: g.astype(jnp.float32) for name, g in parameters(grads).items()}
+        observed = {self._hooks[path]: value for path, value in seen.layers.items()}
+        return Gradients(loss, wide, observed, {})
 
+    def loss(self, weights, inputs: Inputs, tokens: jax.Array) -> jax.Array:
+        """As ``Model.loss``."""
+        return self._loss(self._merged(weights, inputs), tokens)
 
-def parameters(tree) -> Mapping[str, Any]:
-    """{dotted path: array} of a state of parameters, in its order."""
-    return {
-        name_of(path): value
-        for path, value in jax.tree_util.tree_leaves_with_path(
-            nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else tree
-        )
-    }
+    def logits(self, weights, inputs: Inputs, tokens: jax.Array) -> jax.Array:
+        """As ``Model.logits``."""
+        return self._logits(self._merged(weights, inputs), tokens).astype(jnp.float32)
 
+    def _built(self) -> nnx.Module:
+        """The user's model, with its own initial weights."""
+        keys = self._config
+        return build(keys.architecture, keys.model.vocab_size, seed=keys.run.seed)
 
-def name_of(path) -> str:
-    """The dotted path of a leaf."""
-    return ".".join(str(getattr(part, "key", part)) for part in path)
+    def _copy(self, values: list, states: nnx.State) -> nnx.Module:
+        """The model on other parameters, or shapes, and states; an update of it changes none."""
+        params = jax.tree.unflatten(self._tree, values)
+        return nnx.merge(self._graph, params, states, self._rest, copy=True)
+
+    def _merged(self, weights: Mapping[str, jax.Array], inputs: Inputs) -> nnx.Module:
+        """The model on parameters rounded to bfloat16, whose hooks have the states of a pass."""
+        leaves = [
+            x
+            for name in self._by_linear(self._states)
+            for x in jax.tree.leaves(inputs.states[name])
+        ]
+        states = jax.tree.unflatten(jax.tree.structure(self._states), leaves)
+        return self._copy([weights[name].astype(jnp.bfloat16) for name in self.params], states)
+
+    def _by_linear(self, states: nnx.State) -> dict[str, Any]:
+        """{linear: {role: state}}, in the order of the leaves."""
+        return {
+            self._hooks[".".join(map(str, path[:-1]))]: variable.get_value()
+            for path, variable in nnx.to_flat_state(states)
+        }
+
+    def _loss(self, model: nnx.Module, tokens: jax.Array) -> jax.Array:
+        return cross_entropy(self._logits(model, tokens[:, :-1]), tokens[:, 1:]).mean()
+
+    def _logits(self, model: nnx.Module, tokens: jax.Array) -> jax.Array:
+        return probe.logits_of(model(tokens), tokens, self._config.model.vocab_size)

@@ -4,9 +4,10 @@
 through it.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +33,24 @@ from fp8ref.spec.hardware import Multiply
 from fp8ref.train.jax.llama.experts import Balance
 from fp8ref.train.jax.mesh import Layout
 
+_T = TypeVar("_T")
+
 KEPT = ("linear", "attention")
 """What selective checkpointing keeps of a layer, by ``checkpoint_name``: the outputs of linears and
 of attention."""
 
 QUERIES = 512
 """The queries that chunked attention takes at a time."""
+
+
+class Carried(NamedTuple):
+    """What a pass or one of its layers begins with, by name: the fields of ``Pass``."""
+
+    state: Mapping[str, delayed.State]
+    seen: Mapping[str, delayed.Seen]
+    taps: Mapping[str, jax.Array]
+    prepared: Mapping[str, Quantized | Scales]
+    mu: Mapping[str, jax.Array]
 
 
 @dataclass
@@ -199,14 +212,37 @@ class Pass:
         self._observe(name, after)
         return checkpoint_name(y, "linear"), slot
 
-    def of(self, layer: str) -> tuple[dict, ...]:
-        """(states, observations, taps, what is prepared of weights, factors) of what a layer has,
-        by name.
-        """
-        held = (self.state, self.seen, self.taps, self.prepared, self.mu)
-        return tuple(
-            {name: v for name, v in d.items() if name.startswith(f"{layer}.")} for d in held
+    def begun(self, carried: Carried) -> "Pass":
+        """One of the same model that begins with these."""
+        state, seen, taps, prepared, mu = carried
+        return dataclasses.replace(
+            self,
+            state=state,
+            seen=dict(seen),
+            taps=dict(taps),
+            prepared=prepared,
+            mu=mu,
+            balance={},
         )
+
+    def of(self, layer: str) -> Carried:
+        """What the linears and the attention of a layer have."""
+
+        def own(by_name: Mapping[str, _T]) -> dict[str, _T]:
+            return {name: v for name, v in by_name.items() if name.startswith(f"{layer}.")}
+
+        collected = own(self.seen), own(self.taps)
+        return Carried(own(self.state), *collected, own(self.prepared), own(self.mu))
+
+    @property
+    def collected(self) -> tuple[dict, dict, dict]:
+        """(observations, taps, balance of experts), for ``collect`` of the pass around it."""
+        return self.seen, self.taps, self.balance
+
+    def collect(self, collected: tuple[dict, dict, dict]) -> None:
+        """Take what a layer collected."""
+        for mine, of_layer in zip(self.collected, collected, strict=True):
+            mine |= of_layer
 
 
 def _attended_in_chunks(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

@@ -3,8 +3,6 @@
 Its attribute names are Hugging Face's parameter names.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -20,7 +18,7 @@ from fp8ref.spec.llama import EXPERTS, ROUTER, SHARED, STACK, LlamaConfig, sinks
 from fp8ref.train.jax.llama import expert_dispatch, experts
 from fp8ref.train.jax.llama.elementwise import add, normed, rotate, rounded, swiglu
 from fp8ref.train.jax.llama.experts import Balance
-from fp8ref.train.jax.llama.forward_pass import KEPT, Pass
+from fp8ref.train.jax.llama.forward_pass import KEPT, Carried, Pass
 
 Weights = Mapping[str, np.ndarray]
 """Parameter's name -> float32 array."""
@@ -299,31 +297,17 @@ class Llama(nnx.Module):
         )
         h = self.embedded(tokens, run)
         if self.model.stacked:
-            graph, params = nnx.split(self.model.layers, nnx.Param)
-            block = _checkpointed(
-                functools.partial(_layer, graph, cos, sin, run), run.checkpointing, in_loop=True
-            )
-            h, (seen, taps, balance) = lax.scan(
-                lambda h, slices: block(h, *slices), h, (params, *run.of(STACK))
-            )
-            run.seen |= seen
-            run.taps |= taps
-            run.balance |= balance
-        else:
-            for i, layer in enumerate(self.model.layers):
-                if run.checkpointing == "none":
-                    h = layer(h, cos, sin, run)
-                    continue
-                graph, params = nnx.split(layer, nnx.Param)
-                block = _checkpointed(
-                    functools.partial(_layer, graph, cos, sin, run),
-                    run.checkpointing,
-                    in_loop=False,
-                )
-                h, (seen, taps, balance) = block(h, params, *run.of(f"model.layers.{i}"))
-                run.seen |= seen
-                run.taps |= taps
-                run.balance |= balance
+            block, params = _block(self.model.layers, cos, sin, run)
+            h, collected = lax.scan(lambda h, slices: block(h, *slices), h, (params, run.of(STACK)))
+            run.collect(collected)
+            return self.model.norm(h)
+        for i, layer in enumerate(self.model.layers):
+            if run.checkpointing == "none":
+                h = layer(h, cos, sin, run)
+                continue
+            block, params = _block(layer, cos, sin, run)
+            h, collected = block(h, params, run.of(f"model.layers.{i}"))
+            run.collect(collected)
         return self.model.norm(h)
 
     def first_input(self, tokens: jax.Array, run: Pass) -> jax.Array:
@@ -346,36 +330,20 @@ class Llama(nnx.Module):
         return run.layout.cut_sequence(h) if run.layout else h
 
 
-def _layer(
-    graph,
-    cos: jax.Array,
-    sin: jax.Array,
-    run: Pass,
-    h: jax.Array,
-    params,
-    state: Mapping,
-    seen: Mapping,
-    taps: Mapping,
-    prepared: Mapping,
-    mu: Mapping,
-):
-    """One layer as a pure function: (h, (observations, taps, balance of experts)) after it."""
-    own = dataclasses.replace(
-        run, state=state, seen=dict(seen), taps=dict(taps), prepared=prepared, mu=mu, balance={}
-    )
-    h = nnx.merge(graph, params)(h, cos, sin, own)
-    return h, (own.seen, own.taps, own.balance)
+def _block(layer: Layer, cos: jax.Array, sin: jax.Array, run: Pass) -> tuple[Callable, nnx.State]:
+    """A layer as a pure function, and its parameters: (h, parameters, ``Pass.of`` the layer) ->
+    (h, ``Pass.collected``), which keeps what ``Pass.checkpointing`` says, and computes the rest
+    again in the backward pass."""
+    graph, params = nnx.split(layer, nnx.Param)
 
+    def block(h: jax.Array, params: nnx.State, carried: Carried) -> tuple[jax.Array, tuple]:
+        own = run.begun(carried)
+        return nnx.merge(graph, params)(h, cos, sin, own), own.collected
 
-def _checkpointed(layer: Callable, checkpointing: str, *, in_loop: bool) -> Callable:
-    """A layer that keeps what ``Pass.checkpointing`` says, and computes the rest again in the
-    backward pass."""
-    if checkpointing == "none":
-        return layer
-    policy = (
-        jax.checkpoint_policies.save_only_these_names(*KEPT)
-        if checkpointing == "selective"
-        else None
-    )
+    if run.checkpointing == "none":
+        return block, params
+    names = jax.checkpoint_policies.save_only_these_names(*KEPT)
+    policy = names if run.checkpointing == "selective" else None
     # A loop's passes are separate programs; elsewhere XLA would merge both computations into one.
-    return jax.checkpoint(layer, policy=policy, prevent_cse=not in_loop)
+    in_loop = layer.self_attn.name.startswith(STACK)
+    return jax.checkpoint(block, policy=policy, prevent_cse=not in_loop), params

@@ -1,167 +1,108 @@
-"""Build a user's PyTorch model: a causal model of transformers, or what an import path makes (spec
-T-10).
-"""
+"""A user's PyTorch model as a step has it (spec T-10)."""
 
 import copy
+from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-import fp8ref.torch  # noqa: F401  # before transformers, which loads torchao: its warnings are hidden there
 from fp8ref.shared.errors import ConfigError
-from fp8ref.torch.experts import layer as grouped_linear
-from fp8ref.train.config import user_model
-from fp8ref.train.config.sections import ArchitectureConfig
-from fp8ref.train.config.user_model import Shapes
+from fp8ref.spec import llama
+from fp8ref.torch.model.convert import convert
+from fp8ref.train.config.config import Config
 from fp8ref.train.torch.custom import probe
+from fp8ref.train.torch.custom.build import build
+from fp8ref.train.torch.model import Model
 
 
-def build(keys: ArchitectureConfig, vocab_size: int, *, seed: int) -> nn.Module:
-    """The model, in float32 on the CPU, with its own initial weights from this seed; no state of
-    torch's generators changes.
+class CustomModel(Model):
+    """A user's model on one device: its parameters are the masters, in float32."""
 
-    transformers    ``source`` is a directory with config.json, or the file; the class is
-                    AutoModelForCausalLM's.
-    torch           ``source`` is an import path of a function or class; it is called with
-                    vocab_size=.
-    Raises:         ConfigError: it cannot be imported or made; a vocabulary of another size; lazy
-                    modules, dropout or batch norms, which have no place in a step; grouped linears.
-                    ``custom.probe.check`` finds what only a pass shows.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        try:
-            model = (
-                _transformers(keys)
-                if keys.kind == "transformers"
-                else user_model.imported(keys.source or "")(vocab_size=vocab_size)
-            )
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever a user's code or a configuration raises
-            raise ConfigError(
-                f"architecture.source {keys.source!r} cannot be made: {type(error).__name__}: "
-                f"{error}"
-            ) from error
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"architecture.source {keys.source!r} makes a torch.nn.Module; got "
-            f"{type(model).__name__}."
-        )
-    _check(model, keys, vocab_size)
-    return model.float().train()
+    def __init__(
+        self,
+        config: Config,
+        weights: Mapping[str, llama.Weight] | None,
+        mesh: DeviceMesh | None,
+        context: ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        """weights: float32 by name; None: the model's own, from run.seed.
 
-
-def shapes(keys: ArchitectureConfig, vocab_size: int, length: int) -> Shapes:
-    """As ``architecture.shapes``.
-
-    length    tokens of a sequence, in the pass that shows the head where the model does not tell
-              and a linear could be it.
-    Raises:   ConfigError: as ``build`` and ``custom.probe.heads``; a model without linears.
-    """
-    model = build(keys, vocab_size, seed=0)
-    linears = {
-        name: (m.out_features, m.in_features)
-        for name, m in model.named_modules()
-        if isinstance(m, nn.Linear)
-    }
-    if not linears:
-        raise ConfigError(
-            f"architecture.source {keys.source!r} has no nn.Linear, which is what a recipe "
-            "converts."
-        )
-    return Shapes(
-        kind=f"{type(model).__module__}.{type(model).__qualname__}",
-        parameters={name: tuple(p.shape) for name, p in model.named_parameters()},
-        linears=linears,
-        heads=_heads(model, f"architecture.source {keys.source!r}", linears, vocab_size, length),
-    )
-
-
-def on_meta(model: nn.Module) -> nn.Module:
-    """A copy without memory."""
-    return copy.deepcopy(model).to("meta")
-
-
-def _transformers(keys: ArchitectureConfig) -> nn.Module:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(
-            "architecture.kind 'transformers' needs transformers. Install it with: pip install "
-            "transformers"
-        ) from error
-    settings = user_model.without_code(user_model.configuration(keys))
-    try:
-        config = transformers.AutoConfig.for_model(**settings)
-    except Exception as error:  # whatever a class of transformers says of its own keys
-        raise ConfigError(
-            f"architecture.source {keys.source!r} is no configuration of transformers "
-            f"({error}). Name a directory with config.json, or the file."
-        ) from error
-    config.use_cache = False
-    return transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, trust_remote_code=False
-    )
-
-
-def _check(model: nn.Module, keys: ArchitectureConfig, vocab_size: int) -> None:
-    name, own = f"architecture.source {keys.source!r}", getattr(model, "config", None)
-    size = getattr(own, "vocab_size", vocab_size)
-    if size != vocab_size:
-        raise ConfigError(
-            f"{name} has a vocabulary of {size}; model.vocab_size is {vocab_size}. Set it to "
-            f"{size}."
-        )
-    if lazy := [key for key, p in model.named_parameters() if is_lazy(p)]:
-        raise ConfigError(
-            f"{name} has a lazy module ({lazy[0]}), whose shape its first forward pass decides. "
-            "Give it its input's features."
-        )
-    for path, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            raise ConfigError(
-                f"{name} has dropout ({path}, {module.p}), and a step has no random numbers. "
-                "Set it to 0."
-            )
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise ConfigError(
-                f"{name} has a batch norm ({path}), whose statistics are no parameters. Use "
-                "another norm."
-            )
-    if grouped := list(grouped_linear.grouped_linears(model)):
-        raise ConfigError(
-            f"{name} has a GroupedLinear ({grouped[0]}), of which a config plans no recipe. Use "
-            "an nn.Linear for each expert."
-        )
-    rates = (
-        {
-            key: value
-            for key, value in vars(own).items()
-            if key.endswith(("dropout", "pdrop")) and isinstance(value, float)
+        Raises:   ConfigError: as ``build`` and ``probe.check``; weights of other names or shapes.
+        """
+        assert mesh is None
+        assert context is None
+        self._config, self._name = config, f"architecture.source {config.architecture.source!r}"
+        size, length = config.model.vocab_size, config.data.sequence_length
+        model = build(config.architecture, size, seed=config.run.seed)
+        if weights is not None:
+            _set(model, weights)
+        model.to(device)
+        probe.check(model, self._name, size, length)
+        self.twins = {
+            recipe: self._converted(copy.deepcopy(model).to("meta"), recipe)
+            for recipe in config.recipes[1:]
         }
-        if own
-        else {}
-    )
-    if random := [key for key, value in rates.items() if value > 0]:
-        raise ConfigError(
-            f"{name} has {random[0]} = {rates[random[0]]}, and a step has no random numbers. "
-            "Set it to 0."
+        self.module = self._converted(model, config.numerics.recipe)
+
+    def _converted(self, model: nn.Module, recipe: str) -> nn.Module:
+        keys = self._config.numerics
+        return convert(
+            model,
+            recipe,
+            filter_fqns=self._config.filter_fqns,
+            fp8_fqns=keys.fp8_fqns,
+            rules=keys.rules or (),
         )
 
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """As ``Model.logits``. Raises:   ConfigError: logits without a gradient, in a step."""
+        size = self._config.model.vocab_size
+        logits = probe.logits_of(self.module(tokens), tokens, size)
+        if torch.is_grad_enabled() and not logits.requires_grad:
+            raise ConfigError(
+                f"a step differentiates the logits; those of {self._name} have no gradient. Give a "
+                "parameter requires_grad=True, and leave out torch.no_grad and detach in the "
+                "forward pass."
+            )
+        return logits
 
-def _heads(
-    model: nn.Module, name: str, linears: dict[str, tuple[int, int]], vocab_size: int, length: int
-) -> tuple[str, ...]:
-    """The linears that make the logits: transformers' own word, or what a pass shows of those of as
-    many outputs as the vocabulary.
+
+@torch.no_grad()
+def _set(model: nn.Module, weights: Mapping[str, llama.Weight]) -> None:
+    """Fill a model's parameters; of tied ones any name will do, and several that agree.
+
+    Raises:   ConfigError: names or shapes that are not the model's; weights of tied names that
+              differ.
     """
-    own = getattr(model, "get_output_embeddings", None)
-    head = own() if callable(own) else None
-    if named := tuple(
-        path for path, module in model.named_modules() if module is head and path in linears
-    ):
-        return named
-    could = [path for path, (n, _) in linears.items() if n == vocab_size]
-    return probe.heads(model, name, could, vocab_size, length) if could else ()
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    named = {
+        parameter: [name for name in tied if name in weights] for parameter, tied in names.items()
+    }
+    missing = sorted(names[parameter][0] for parameter, present in named.items() if not present)
+    unknown = sorted(weights.keys() - {name for tied in names.values() for name in tied})
+    if missing or unknown:
+        raise ConfigError(
+            f"weights are named as the model's parameters; missing {missing[:3]}, unknown "
+            f"{unknown[:3]}."
+        )
+    for parameter, present in named.items():
+        for name in present:
+            if tuple(weights[name].shape) != tuple(parameter.shape):
+                raise ConfigError(
+                    f"{name} is {list(parameter.shape)}; the weights have "
+                    f"{list(weights[name].shape)}."
+                )
+        first, *others = (np.array(weights[name][...], np.float32) for name in present)
+        for name, other in zip(present[1:], others, strict=True):
+            if not np.array_equal(first, other, equal_nan=True):
+                raise ConfigError(
+                    f"{present[0]} and {name} are one parameter of the model; their weights "
+                    "differ. Leave one of them out."
+                )
+        parameter.copy_(torch.from_numpy(first))

@@ -4,7 +4,7 @@ import pytest
 from helpers.models.own_configurations import nnx as of
 
 from fp8ref.shared.errors import ConfigError
-from fp8ref.train.jax.custom import model as custom_model
+from fp8ref.train.jax.custom import build as custom_build
 from fp8ref.train.jax.custom import probe as custom_probe
 
 
@@ -13,7 +13,7 @@ from fp8ref.train.jax.custom import probe as custom_probe
     [("Plain", ("head",)), ("HeadFirst", ("head",)), ("Headless", ()), ("Constant", ("head",))],
 )
 def test_the_head_is_what_makes_the_logits(name, heads):  # T-10
-    assert custom_model.shapes(of(name), 256, 8).heads == heads
+    assert custom_build.shapes(of(name), 256, 8).heads == heads
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_the_head_is_what_makes_the_logits(name, heads):  # T-10
 )
 def test_what_a_step_has_no_place_for_is_refused(name, message):  # T-10
     with pytest.raises(ConfigError, match=message):
-        custom_model.shapes(of(name), 256, 8)
+        custom_build.shapes(of(name), 256, 8)
 
 
 def test_logits_have_a_shape():

@@ -9,10 +9,9 @@ from helpers.models import own_configurations
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train.config.config import Config
 from fp8ref.train.config.sections import DataConfig
-from fp8ref.train.jax.custom import model as custom_model
-from fp8ref.train.jax.custom.step import CustomStep
+from fp8ref.train.jax.custom import build as custom_build
 from fp8ref.train.jax.mesh import Layout
-from fp8ref.train.jax.step import EVERY_ROUNDING
+from fp8ref.train.jax.step import EVERY_ROUNDING, State, Step
 
 TOKENS = np.random.default_rng(0).integers(0, 256, (4, 17), np.int32)
 
@@ -23,14 +22,18 @@ def of(name: str = "Plain", **sections) -> Config:
     ).replace(**sections)
 
 
-def made(config: Config) -> CustomStep:
-    return CustomStep(config, Layout(config), None)
+def made(config: Config) -> Step:
+    return Step(config, Layout(config), None)
+
+
+def begun(step: Step, weights=None) -> State:
+    return step.begin(weights)[0]
 
 
 @pytest.mark.slow
 def test_gradients_are_jax_s_through_the_rounded_weights():  # T-10
     config = of(numerics={"recipe": "bf16"})
-    step, model = made(config), custom_model.build(of().architecture, 256, seed=0)
+    step, model = made(config), custom_build.build(of().architecture, 256, seed=0)
     graph, params = nnx.split(model)
 
     def loss(params, tokens):
@@ -41,9 +44,9 @@ def test_gradients_are_jax_s_through_the_rounded_weights():  # T-10
     expected, grads = jax.jit(jax.value_and_grad(loss), compiler_options=EVERY_ROUNDING)(
         params, TOKENS
     )
-    state = step.begin(None)
-    found, mine = jax.jit(step.gradients, compiler_options=EVERY_ROUNDING)(
-        state.params, state.fp8, TOKENS[None]
+    state = begun(step)
+    found, mine, *_ = jax.jit(step.gradients, compiler_options=EVERY_ROUNDING)(
+        state.params, state.fp8, TOKENS, {}
     )
     # Losses are float32 means of 64 logsumexps of 256 terms, in another order: 2^-24 a sum or
     # function, at most 16 in a row.
@@ -51,7 +54,7 @@ def test_gradients_are_jax_s_through_the_rounded_weights():  # T-10
     # Gradients of logits are rounded to bfloat16: an ulp of 2^-8 where sums that differ as above
     # round differently, and it goes through three linears. Both are compared with the largest
     # gradient of a parameter.
-    for name, value in custom_model.parameters(grads).items():
+    for name, value in custom_build.parameters(grads).items():
         np.testing.assert_allclose(mine[name], value, atol=3 * 2**-8 * float(jnp.abs(value).max()))
 
 
@@ -59,10 +62,10 @@ def test_gradients_are_jax_s_through_the_rounded_weights():  # T-10
 def test_microbatches_sum_in_float32():  # T-7
     config = of(numerics={"recipe": "bf16"})
     step = made(config)
-    state = step.begin(None)
+    state = begun(step)
     run = jax.jit(step.gradients, compiler_options=EVERY_ROUNDING)
-    _, both = run(state.params, state.fp8, TOKENS.reshape(2, 2, 17))
-    each = [run(state.params, state.fp8, part[None])[1] for part in TOKENS.reshape(2, 2, 17)]
+    both = run(state.params, state.fp8, TOKENS.reshape(2, 2, 17), {}).grads
+    each = [run(state.params, state.fp8, part, {}).grads for part in TOKENS.reshape(2, 2, 17)]
     for name, value in both.items():
         np.testing.assert_array_equal(value, (each[0][name] + each[1][name]) * np.float32(0.5))
 
@@ -73,22 +76,22 @@ def test_a_step_keeps_no_initial_parameters():
     shapes = {shape for shape in of().shapes.parameters.values() if len(shape) == 2}
     assert not [
         leaf.shape
-        for leaf in jax.tree.leaves(vars(step))
+        for leaf in jax.tree.leaves((vars(step), vars(step.model)))
         if isinstance(leaf, jax.Array) and leaf.shape in shapes
     ]
-    assert step.states(step.fp8).keys() == {"up", "down"}
+    assert step.model.states().keys() == {"up", "down"}
 
 
 def test_microbatches_are_one_pass_in_the_program():  # T-7
     step = made(of(numerics={"recipe": "delayed"}))
     shapes = jax.eval_shape(
-        lambda: step.begin(
-            {name: np.zeros(shape) for name, shape in of().shapes.parameters.items()}
+        lambda: begun(
+            step, {name: np.zeros(shape) for name, shape in of().shapes.parameters.items()}
         )
     )
     arguments = shapes.params, shapes.fp8
     programs = [
-        str(jax.make_jaxpr(step.gradients)(*arguments, np.zeros((parts, 1, 17), np.int32)))
+        str(jax.make_jaxpr(step.gradients)(*arguments, np.zeros((parts, 1, 17), np.int32), {}))
         for parts in (2, 4)
     ]
     assert len({program.count("dot_general[") for program in programs}) == 1
@@ -100,17 +103,17 @@ def test_weights_replace_the_model_s_own():
     given = {
         name: np.full(shape, 0.25, np.float32) for name, shape in of().shapes.parameters.items()
     }
-    assert float(step.begin(given).params["up.kernel"][0, 0]) == 0.25
+    assert float(begun(step, given).params["up.kernel"][0, 0]) == 0.25
     with pytest.raises(ConfigError, match=r"up\.bias does not"):
-        step.begin(given | {"up.bias": np.zeros(3, np.float32)})
+        begun(step, given | {"up.bias": np.zeros(3, np.float32)})
     with pytest.raises(ConfigError, match=r"more does not"):
-        step.begin(given | {"more": np.zeros(3, np.float32)})
+        begun(step, given | {"more": np.zeros(3, np.float32)})
 
 
 def test_states_of_delayed_scaling_are_restored_by_the_names_of_linears():
     step = made(of(numerics={"recipe": "delayed"}))
-    state = step.begin(None)
-    after = jax.jit(step.train)(state, TOKENS[None], np.float32(1e-3))[0]
+    state = begun(step)
+    after = jax.jit(step.train)(state, TOKENS, np.float32(1e-3))[0]
     tensors = step.tensors(after)
     assert tensors["fp8"].keys() == {"up", "down"}
     again = step.restored(state, tensors)

@@ -9,7 +9,7 @@ from fp8ref.shared.errors import ConfigError
 from fp8ref.train import loop
 from fp8ref.train.config.config import Config
 from fp8ref.train.config.sections import DataConfig, RunConfig
-from fp8ref.train.jax.custom.trainer import Trainer
+from fp8ref.train.jax.trainer import Trainer
 from fp8ref.train.run import state_conversion
 from fp8ref.train.run.state_conversion import Source
 

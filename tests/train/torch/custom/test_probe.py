@@ -6,24 +6,24 @@ import torch
 from helpers.models.own_configurations import of, transformers
 
 from fp8ref.shared.errors import ConfigError
-from fp8ref.train.torch.custom import model as custom_model
+from fp8ref.train.torch.custom import build as custom_build
 from fp8ref.train.torch.custom import probe as custom_probe
 
 
 def probed(keys) -> None:
-    custom_probe.check(custom_model.build(keys, 256, seed=0), "mine", 256, 8)
+    custom_probe.check(custom_build.build(keys, 256, seed=0), "mine", 256, 8)
 
 
 @pytest.mark.parametrize(
     ("name", "heads"), [("Tied", ("head",)), ("HeadFirst", ("head",)), ("Headless", ())]
 )
 def test_the_head_is_what_makes_the_logits(name, heads):  # T-10
-    assert custom_model.shapes(of(name), 256, 8).heads == heads
+    assert custom_build.shapes(of(name), 256, 8).heads == heads
 
 
 @pytest.mark.parametrize("name", ["Averaging", "Replacing", "Renorming"])
 def test_what_a_pass_changes_is_refused(name):  # T-10
-    model = custom_model.build(of(name), 256, seed=0)
+    model = custom_build.build(of(name), 256, seed=0)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(
         ConfigError,

@@ -11,9 +11,9 @@ from fp8ref.train import loop
 from fp8ref.train.config.config import Config
 from fp8ref.train.config.sections import DataConfig, RunConfig
 from fp8ref.train.models import export
-from fp8ref.train.torch.custom import model as custom_model
-from fp8ref.train.torch.custom.trainer import Trainer
+from fp8ref.train.torch.custom import build as custom_build
 from fp8ref.train.torch.llama.cross_entropy import cross_entropy
+from fp8ref.train.torch.trainer import Trainer
 
 TOKENS = np.random.default_rng(0).integers(0, 256, (4, 4, 17))
 
@@ -31,7 +31,7 @@ def test_a_step_is_autograd_s_through_the_rounded_weights_and_adamw_s(config):
     """T-1 to T-3 and T-10 in bf16, written out: tied weights are rounded once, buffers are not."""
     config = config.replace(numerics={"recipe": "bf16"})
     trainer = Trainer(config)
-    model = custom_model.build(config.architecture, 256, seed=0)
+    model = custom_build.build(config.architecture, 256, seed=0)
     keys, params = config.optimizer, dict(model.named_parameters())
     groups = [
         {"params": [p], "weight_decay": keys.weight_decay * (p.ndim > 1)} for p in params.values()
@@ -150,7 +150,7 @@ def test_statistics_leave_out_a_linear_that_is_not_called(config):  # Q-8
 
 
 def test_weights_of_a_directory_are_compared_with_the_model(config):
-    weights = custom_model.build(config.architecture, 256, seed=5).state_dict()
+    weights = custom_build.build(config.architecture, 256, seed=5).state_dict()
     # tied ones under both names, as transformers writes them
     given = {name: value.numpy() for name, value in weights.items()}
     trainer = Trainer(config, copy.deepcopy(given))

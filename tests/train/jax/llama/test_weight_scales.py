@@ -7,7 +7,7 @@ from helpers.models import sizes
 
 from fp8ref import recipe
 from fp8ref.jax.quantize import scales, scaling
-from fp8ref.train.jax import weight_scales
+from fp8ref.train.jax.llama import weight_scales
 from fp8ref.train.jax.trainer import Trainer
 
 MESHES = {

@@ -1,7 +1,6 @@
-"""Layers that a scan runs over (parallel.scan): their parameters are one stack, whose i-th part is
-layer i's.
+"""Trees of parameters: their names, and the stacks of layers that a scan runs over (parallel.scan).
 
-The name of a stack has * in place of the layers' number.
+The i-th part of a stack is layer i's; its name has * in place of the layers' number.
 """
 
 import functools
@@ -14,8 +13,28 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.sharding import Sharding
 
-from fp8ref.train.jax.llama.parameter_names import name_of, named
+from fp8ref.jax.states.moments import MomentState
 from fp8ref.train.jax.mesh import Layout
+
+
+def name_of(path) -> str:
+    """The name of a parameter, from its path in the tree: in the trainer's Llama Hugging Face's; of
+    a stack of layers, with * for their number."""
+    parts = [str(getattr(part, "key", part)) for part in path]
+    if parts[:2] == ["model", "layers"] and not parts[2].isdigit():
+        parts.insert(2, "*")
+    return ".".join(parts)
+
+
+def is_stored(node) -> bool:
+    """Whether a node is a stored moment or master, a leaf to most."""
+    return isinstance(node, MomentState)
+
+
+def named(tree, *, stored: bool = False) -> dict[str, Any]:
+    """{parameter name: leaf} of a tree of parameters; stored: whose leaves are ``MomentState``."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_stored if stored else None)
+    return {name_of(path): value for path, value in leaves}
 
 
 class LayerStacks:

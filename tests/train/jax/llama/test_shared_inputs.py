@@ -5,7 +5,7 @@ from helpers.models import sizes
 
 from fp8ref.recipe import RECIPES
 from fp8ref.shared.errors import ConfigError
-from fp8ref.train.jax import shared_inputs
+from fp8ref.train.jax.llama import shared_inputs
 from fp8ref.train.jax.trainer import Trainer
 
 LAYER = {

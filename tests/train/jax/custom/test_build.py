@@ -3,11 +3,11 @@ import pytest
 from helpers.models.own_configurations import nnx as of
 
 from fp8ref.shared.errors import ConfigError
-from fp8ref.train.jax.custom import model as custom_model
+from fp8ref.train.jax.custom import build as custom_build
 
 
 def test_parameters_and_linears_are_named_by_their_paths():
-    found = custom_model.shapes(of("Plain"), 256, 8)
+    found = custom_build.shapes(of("Plain"), 256, 8)
     assert found.parameters == {
         "down.kernel": (64, 32),
         "embed.embedding": (256, 32),
@@ -21,7 +21,7 @@ def test_parameters_and_linears_are_named_by_their_paths():
 
 def test_the_seed_makes_the_weights():
     first, again, other = (
-        np.asarray(custom_model.build(of("Plain"), 256, seed=seed).up.kernel[...])
+        np.asarray(custom_build.build(of("Plain"), 256, seed=seed).up.kernel[...])
         for seed in (1, 1, 2)
     )
     np.testing.assert_array_equal(first, again)
@@ -39,4 +39,4 @@ def test_the_seed_makes_the_weights():
 )
 def test_what_a_step_has_no_place_for_is_refused(keys, message):
     with pytest.raises(ConfigError, match=message):
-        custom_model.build(keys, 256, seed=0)
+        custom_build.build(keys, 256, seed=0)

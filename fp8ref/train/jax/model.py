@@ -1,0 +1,107 @@
+"""What the JAX step asks of a model: the trainer's Llama (``llama/model.py``), or one of a user's
+(``custom/model.py``)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from fp8ref.jax import delayed
+from fp8ref.jax.quantize.scales import Scales
+from fp8ref.jax.quantize.scaling import Quantized
+from fp8ref.recipe import Recipe, Role
+from fp8ref.spec import llama
+from fp8ref.spec.attention.delayed import Casts
+from fp8ref.train.jax.parameter_trees import LayerStacks
+
+States = Mapping[str, Mapping[Role, delayed.DelayedState | delayed.FlaxState]]
+"""States of delayed scaling by linear or attention, then by role."""
+
+
+class Inputs(NamedTuple):
+    """What a pass reads beside weights and tokens, each by linear.
+
+    prepared   of weights: FP8 copies, which are multiplied in place of a cast (O-16), or scales, in
+               place of an amax (P-9).
+    mu         factors by which gradients of weights are exchanged in FP8 (P-22).
+    states     of delayed scaling.
+    """
+
+    prepared: Mapping[str, Quantized | Scales]
+    mu: Mapping[str, jax.Array]
+    states: States
+
+
+class Gradients(NamedTuple):
+    """What a forward and a backward pass give.
+
+    loss       mean of the whole batch, float32 ().
+    grads      float32, of the structure of the parameters.
+    seen       amax observations of both passes, by linear.
+    saturated  elements that casts of gradients saturated, by the linears of ``Inputs.mu``.
+    """
+
+    loss: jax.Array
+    grads: Any
+    seen: Mapping[str, delayed.Seen]
+    saturated: Mapping[str, jax.Array]
+
+
+class Model:
+    """One model in one recipe. Its functions are pure; inside shard_map they take a device's
+    shards.
+
+    params     the shapes of its parameters, a tree or {name: shape}.
+    stacks     takes stacks of layers apart, if the parameters have some.
+    linears    the recipe of each linear of the program, by name.
+    keepers    what a state of delayed scaling belongs to, by name: recipes of linears, casts of
+               attention.
+
+    What a model may offer beside them:
+
+    copied     linears whose weights a pass takes in FP8 from the optimizer, and their recipes
+               (O-16).
+    attention  names of attention in FP8, as the program has them.
+    measure    (weights, inputs, tokens) -> statistics of "linears" and "attention", as
+               ``Step.statistics`` returns them; None: they are measured on the host.
+    """
+
+    params: Any
+    stacks: LayerStacks
+    linears: Mapping[str, Recipe]
+    keepers: Mapping[str, Recipe | Casts]
+    copied: Mapping[str, Recipe] = {}
+    attention: Sequence[str] = ()
+    measure: Callable[[Any, Inputs, jax.Array], dict[str, jax.Array]] | None = None
+
+    def initial(self, weights: Mapping[str, llama.Weight] | None) -> Mapping[str, llama.Weight]:
+        """The weights that training begins with, float32 by name, which have the model's names and
+        shapes; None: the model's own, from run.seed."""
+        raise NotImplementedError
+
+    def states(self) -> dict[str, Any]:
+        """``States`` before the first step."""
+        raise NotImplementedError
+
+    def unseen(self) -> dict[str, delayed.Seen]:
+        """Empty observations of each state."""
+        raise NotImplementedError
+
+    def check_states(self, states: States) -> None:
+        """ConfigError for states that no run has."""
+
+    def prepare(self, weights) -> dict[str, Scales]:
+        """Scales of weights that are made once a step, by linear (P-9)."""
+        return {}
+
+    def differentiate(self, weights, inputs: Inputs, tokens: jax.Array) -> Gradients:
+        """Both passes of tokens [B, T + 1]."""
+        raise NotImplementedError
+
+    def loss(self, weights, inputs: Inputs, tokens: jax.Array) -> jax.Array:
+        """The mean loss of tokens [B, T + 1], without what a step adds to it."""
+        raise NotImplementedError
+
+    def logits(self, weights, inputs: Inputs, tokens: jax.Array) -> jax.Array:
+        """float32 [B, T, V] of tokens [B, T]."""
+        raise NotImplementedError
