@@ -26,26 +26,37 @@ def check(config: Sections) -> None:
         f"numerics.rules are for one device; parallel has {config.parallel.devices}. Leave one "
         "of them out.",
     )
-    if (
-        faults := architectures.faults(config)
-        + config.numerics.unattended(config.model.head_dim)
-        + _without_experts(config)
-    ):
-        require(False, faults[0])
+    faults = [
+        *architectures.faults(config),
+        *config.numerics.unattended(config.model.head_dim),
+        *_without_experts(config),
+    ]
+    if faults:
+        raise ValueError(faults[0])
+    _check_attention(config)
+    size = config.model.vocab_size
     require(
-        config.numerics.attention is None
-        or config.parallel.attention in ("xla", "tiles", "kernel"),
+        256 <= size <= 2**31,
+        "model.vocab_size must be between 256, for byte tokens (D-1), and 2^31, for int32; got "
+        f"{size}.",
+    )
+    _check_schedule(config)
+
+
+def _check_attention(config: Sections) -> None:
+    """ValueError for attention that the other sections do not fit."""
+    variant, by = config.numerics.attention, config.parallel.attention
+    require(
+        variant is None or by in ("xla", "tiles", "kernel"),
         "parallel.attention chooses among JAX's own attentions; numerics.attention "
-        f"{config.numerics.attention!r} is none of them; got {config.parallel.attention!r}. "
-        "Leave one of them out.",
+        f"{variant!r} is none of them; got {by!r}. Leave one of them out.",
     )
     require(
-        config.numerics.attention is not None
-        or config.parallel.attention not in ("tiles", "kernel"),
-        f"parallel.attention {config.parallel.attention!r} is of numerics.attention, which is "
-        "left out. Name a variant, or leave it out.",
+        variant is not None or by not in ("tiles", "kernel"),
+        f"parallel.attention {by!r} is of numerics.attention, which is left out. Name a variant, "
+        "or leave it out.",
     )
-    if config.parallel.attention == "kernel":
+    if by == "kernel":
         _check_kernel(config)
     if config.numerics.attention_operands is not None:
         _check_attention_operands(config, config.numerics.attention_operands)
@@ -59,12 +70,10 @@ def check(config: Sections) -> None:
         f"minutes or hours; got parallel.compile {config.parallel.compile!r}. Set it to none, "
         "or the arithmetic to fast.",
     )
-    size = config.model.vocab_size
-    require(
-        256 <= size <= 2**31,
-        "model.vocab_size must be between 256, for byte tokens (D-1), and 2^31, for int32; got "
-        f"{size}.",
-    )
+
+
+def _check_schedule(config: Sections) -> None:
+    """ValueError for a schedule whose phases begin at no step, or at what is not measured (T-9)."""
     schedules.starts(config.phases, config.optimizer, config.run.steps)
     require(
         bool(config.statistics.every) or not schedules.is_measured(config.numerics.schedule),
@@ -103,65 +112,32 @@ def _without_experts(config: Sections) -> list[str]:
     """The error messages for keys that a model with experts does not take (M-8)."""
     keys, experts = config.parallel, config.model.num_experts
     if not experts:
-        return (
-            []
-            if keys.expert == 1
-            else [
-                f"parallel.expert is for a model with experts; got {keys.expert}. Set it to 1, "
-                "or use fsdp."
-            ]
+        alone = (
+            f"parallel.expert is for a model with experts; got {keys.expert}. Set it to 1, or use "
+            "fsdp."
         )
-    return [
-        f"model.num_experts is for {subject}. {remedy}"
-        for supported, subject, remedy in (
-            (
-                keys.tensor == 1,
-                f"devices that share the batch; got parallel.tensor {keys.tensor}",
-                "Set it to 1, and use parallel.expert.",
-            ),
-            (
-                keys.context == 1,
-                f"devices that have whole sequences; got parallel.context {keys.context}",
-                "Set it to 1.",
-            ),
-            (
-                experts % keys.expert == 0,
-                f"equal numbers of experts on each of parallel.expert {keys.expert}; got {experts}",
-                "Set parallel.expert to a divisor.",
-            ),
-            (
-                keys.devices == 1 or (keys.through, keys.reduce) == ("shard_map", "rounded"),
-                "rows that devices send, and gradients that they round before they sum; got "
-                f"parallel.through {keys.through!r}, reduce {keys.reduce!r}",
-                "Set them to shard_map and rounded.",
-            ),
-            (
-                keys.reduce_dtype != "float8_e4m3fn",
-                "gradients that are summed in float32 or bfloat16; got parallel.reduce_dtype "
-                "'float8_e4m3fn'",
-                "Set it to float32.",
-            ),
-            (
-                keys.compile == "none",
-                "eager PyTorch, as the host reads each group's size; got parallel.compile "
-                f"{keys.compile!r}",
-                "Set it to none.",
-            ),
-            (
-                config.numerics.accumulate in (None, "native"),
-                "the framework's own GEMMs; got numerics.accumulate "
-                f"{config.numerics.accumulate!r}",
-                "Leave it out.",
-            ),
-            (
-                not config.optimizer.keeps_masters,
-                f"float32 masters; optimizer.layout {config.optimizer.layout!r} stores narrower "
-                "ones",
-                "Name a layout of moments alone, such as sqrt_e4m3.",
-            ),
-        )
-        if not supported
-    ]
+        return [] if keys.expert == 1 else [alone]
+    wrong = {
+        f"devices that share the batch; got parallel.tensor {keys.tensor}. Set it to 1, and use "
+        "parallel.expert.": keys.tensor > 1,
+        f"devices that have whole sequences; got parallel.context {keys.context}. Set it to 1.": (
+            keys.context > 1
+        ),
+        f"equal numbers of experts on each of parallel.expert {keys.expert}; got {experts}. Set "
+        "parallel.expert to a divisor.": experts % keys.expert != 0,
+        "rows that devices send, and gradients that they round before they sum; got "
+        f"parallel.through {keys.through!r}, reduce {keys.reduce!r}. Set them to shard_map and "
+        "rounded.": keys.devices > 1 and (keys.through, keys.reduce) != ("shard_map", "rounded"),
+        "gradients that are summed in float32 or bfloat16; got parallel.reduce_dtype "
+        "'float8_e4m3fn'. Set it to float32.": keys.reduce_dtype == "float8_e4m3fn",
+        "eager PyTorch, as the host reads each group's size; got parallel.compile "
+        f"{keys.compile!r}. Set it to none.": keys.compile != "none",
+        "the framework's own GEMMs; got numerics.accumulate "
+        f"{config.numerics.accumulate!r}. Leave it out.": config.numerics.simulates,
+        f"float32 masters; optimizer.layout {config.optimizer.layout!r} stores narrower ones. Name "
+        "a layout of moments alone, such as sqrt_e4m3.": config.optimizer.keeps_masters,
+    }
+    return [f"model.num_experts is for {text}" for text, is_so in wrong.items() if is_so]
 
 
 def uncut_sequences(config: Sections) -> list[str]:

@@ -5,7 +5,7 @@ safetensors (spec K-7).
 import importlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,20 @@ OURS = {
     "shared_intermediate_size": "shared_expert_intermediate_size",
 }
 """Keys of config.json whose name in a config of fp8ref is another."""
+
+REQUIRED = (
+    "model_type",
+    "hidden_size",
+    "num_experts",
+    "num_local_experts",
+    "moe_intermediate_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+)
+"""Keys that a config.json has, of those that describe its model: transformers' defaults for them
+are of another."""
 
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -316,23 +330,28 @@ def _hugging_face(config: Config) -> dict[str, Any]:
     }
 
 
-def _check_config(path: Path, model: LlamaConfig) -> None:
-    """ConfigError if config.json describes another model.
-
-    initializer_range and router_aux_loss_coef may differ: they drew the initial weights and train.
-    """
+def _settings(path: Path) -> dict[str, Any]:
+    """The content of config.json, with the keys of transformers 5 under their older names too."""
     try:
         settings = files.read_object(path / "config.json")
         hugging_face.check_types(settings)
         settings.setdefault("rope_theta", (settings.get("rope_parameters") or {}).get("rope_theta"))
-        if "num_local_experts" in settings:  # as transformers 5 writes it
+        if "num_local_experts" in settings:
             settings.setdefault("num_experts", settings["num_local_experts"])
+        return settings
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"run.init_from {path}: config.json cannot be read ({error}). Name a directory that "
             "fp8ref export wrote."
         ) from error
-    expected: Mapping[str, Any] = hugging_face.described(model)
+
+
+def _check_config(path: Path, model: LlamaConfig) -> None:
+    """ConfigError if config.json describes another model.
+
+    initializer_range and router_aux_loss_coef may differ: they drew the initial weights and train.
+    """
+    settings, expected = _settings(path), hugging_face.described(model)
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     scaled = rope.get("rope_type", "default") if isinstance(rope, dict) else rope
     if scaled != "default":
@@ -340,32 +359,14 @@ def _check_config(path: Path, model: LlamaConfig) -> None:
             f"run.init_from {path}: fp8ref has rotary tables of rope_type 'default' only (M-4); "
             f"its config.json has {scaled!r}."
         )
-    sizes = [
-        key
-        for key in (
-            "num_experts",
-            "num_local_experts",
-            "moe_intermediate_size",
-            "intermediate_size",
-        )
-        if key in expected
-    ]
-    for key in (
-        "model_type",
-        "hidden_size",
-        *sizes,
-        "num_hidden_layers",
-        "num_attention_heads",
-        "vocab_size",
-    ):
-        if settings.get(key) is None:
+    for key in REQUIRED:
+        if key in expected and settings.get(key) is None:
             raise ConfigError(
                 f"run.init_from {path}: its config.json has no {key}. Name a directory that "
                 "fp8ref export wrote."
             )
-    if settings.get("use_sliding_window") or "sliding_attention" in list(
-        settings.get("layer_types") or ()
-    ):
+    slides = "sliding_attention" in list(settings.get("layer_types") or ())
+    if settings.get("use_sliding_window") or slides:
         raise ConfigError(
             f"run.init_from {path}: every layer attends to all that is before (M-3); its "
             "config.json has sliding windows, by use_sliding_window or layer_types. Name "
@@ -376,14 +377,11 @@ def _check_config(path: Path, model: LlamaConfig) -> None:
         has = settings.get(key)
         value = absent.get(key) if has is None else has
         if value != expected[key]:
-            ours, difference = (
-                OURS.get(key, key),
-                f"{key} {has!r}"
-                if has is not None
-                else f"no {key}, which is {value!r} in transformers",
-            )
+            ours = OURS.get(key, key)
+            default = f"no {key}, which is {value!r} in transformers"
             raise ConfigError(
-                f"run.init_from {path}: its config.json has {difference}; model.{ours} is "
+                f"run.init_from {path}: its config.json has "
+                f"{default if has is None else f'{key} {has!r}'}; model.{ours} is "
                 f"{expected[key]!r}. Make them equal."
             )
 

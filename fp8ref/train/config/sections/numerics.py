@@ -86,6 +86,10 @@ class NumericsConfig:
             "numerics.accumulate names simulated hardware; got ''. Leave it out for the "
             "framework's own GEMMs.",
         )
+        self._check_attention()
+
+    def _check_attention(self) -> None:
+        """ValueError for keys of attention that do not fit each other."""
         require(
             self.attention_arithmetic in attention.ARITHMETIC,
             f"numerics.attention_arithmetic is one of {', '.join(attention.ARITHMETIC)}; got "
@@ -111,53 +115,57 @@ class NumericsConfig:
             "it out.",
         )
         if self.attention_operands is not None:
-            require(
-                self.attention in attention.VARIANTS
-                and (self.attention_scaling, self.attention_backward, self.attention_arithmetic)
-                == ("current", "own", "fast")
-                and not self.simulates,
-                "numerics.attention_operands are of numerics.attention, with its own backward "
-                "pass, scales of the tensors themselves, fast arithmetic and the framework's "
-                f"own GEMMs; got {self.attention!r}, {self.attention_backward!r}, "
-                f"{self.attention_scaling!r}, {self.attention_arithmetic!r} and "
-                f"numerics.accumulate {self.accumulate!r}. Leave them out, or set attention to "
-                "cudnn.",
-            )
-            roles = frozenset(operand.rpartition("/")[2] for operand in self.attention_operands)
-            attention_casts.Casts(attention.by_name(str(self.attention)), roles)  # type: ignore[arg-type]  # refuses unknown ones
+            self._check_attention_operands(self.attention_operands)
         require(
             self.attention_backward in get_args(Backward),
             f"numerics.attention_backward is own or bf16; got {self.attention_backward!r}.",
         )
-        if self.attention is None:
-            require(
-                self.attention_backward == "own",
-                "numerics.attention_backward is of numerics.attention, which is left out; got "
-                f"{self.attention_backward!r}. Leave both out, or name a variant.",
-            )
-        else:
-            trained = [
-                name for name, variant in attention.VARIANTS.items() if variant.backward is not None
-            ]
-            forward = [name for name in attention.VARIANTS if name not in trained]
-            require(
-                self.attention in trained
-                or (self.attention in forward and self.attention_backward == "bf16"),
-                f"numerics.attention is one of {', '.join(trained)}, which have gradients, or "
-                f"with numerics.attention_backward 'bf16' of {', '.join(forward)}; got "
-                f"{self.attention!r}. Leave it out for the framework's own attention.",
-            )
-            require(
-                self.attention_backward == "own" or attention.by_name(self.attention).fmt.bits == 8,
-                "numerics.attention_backward 'bf16' is of a forward pass in FP8; got "
-                f"numerics.attention {self.attention!r}. Leave it out.",
-            )
-            require(
-                not self.simulates or attention.by_name(self.attention).granularity != "mx_1x32",
-                "numerics.accumulate multiplies FP8 codes, and attention multiplies MX blocks "
-                f"dequantized; got {self.accumulate!r} with numerics.attention "
-                f"{self.attention!r}. Leave one of them out, or use variant 'cudnn'.",
-            )
+        if self.attention is not None:
+            self._check_variant(self.attention)
+            return
+        require(
+            self.attention_backward == "own",
+            "numerics.attention_backward is of numerics.attention, which is left out; got "
+            f"{self.attention_backward!r}. Leave both out, or name a variant.",
+        )
+
+    def _check_attention_operands(self, operands: tuple[str, ...]) -> None:
+        require(
+            self.attention in attention.VARIANTS
+            and (self.attention_scaling, self.attention_backward, self.attention_arithmetic)
+            == ("current", "own", "fast")
+            and not self.simulates,
+            "numerics.attention_operands are of numerics.attention, with its own backward "
+            "pass, scales of the tensors themselves, fast arithmetic and the framework's "
+            f"own GEMMs; got {self.attention!r}, {self.attention_backward!r}, "
+            f"{self.attention_scaling!r}, {self.attention_arithmetic!r} and "
+            f"numerics.accumulate {self.accumulate!r}. Leave them out, or set attention to "
+            "cudnn.",
+        )
+        roles = frozenset(operand.rpartition("/")[2] for operand in operands)
+        attention_casts.Casts(attention.by_name(str(self.attention)), roles)  # type: ignore[arg-type]  # refuses unknown ones
+
+    def _check_variant(self, name: str) -> None:
+        variants = attention.VARIANTS
+        trained = [key for key, variant in variants.items() if variant.backward is not None]
+        forward = [key for key in variants if key not in trained]
+        require(
+            name in trained or (name in forward and self.attention_backward == "bf16"),
+            f"numerics.attention is one of {', '.join(trained)}, which have gradients, or with "
+            f"numerics.attention_backward 'bf16' of {', '.join(forward)}; got {name!r}. Leave it "
+            "out for the framework's own attention.",
+        )
+        require(
+            self.attention_backward == "own" or variants[name].fmt.bits == 8,
+            "numerics.attention_backward 'bf16' is of a forward pass in FP8; got "
+            f"numerics.attention {name!r}. Leave it out.",
+        )
+        require(
+            not self.simulates or variants[name].granularity != "mx_1x32",
+            "numerics.accumulate multiplies FP8 codes, and attention multiplies MX blocks "
+            f"dequantized; got {self.accumulate!r} with numerics.attention {name!r}. Leave one of "
+            "them out, or use variant 'cudnn'.",
+        )
 
     def unattended(self, head_dim: int) -> list[str]:
         """The error messages for heads of this size under ``attention``; empty if they fit."""

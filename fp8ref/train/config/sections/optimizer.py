@@ -93,6 +93,10 @@ class OptimizerConfig:
             0 <= self.weight_decay < math.inf,
             f"optimizer.weight_decay is finite and not negative; got {self.weight_decay}.",
         )
+        self._check_layout()
+
+    def _check_layout(self) -> None:
+        """ValueError for a layout that there is not, or that the kind or its numbers do not fit."""
         require(
             self.layout is None or self.kind == "adamw_states",
             f"optimizer.layout is of optimizer.kind 'adamw_states'; got layout {self.layout!r} "
