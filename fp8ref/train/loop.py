@@ -92,19 +92,8 @@ def train(
             return None
         batches = together(processes, lambda: loader.open_batches(config, first=processes.first))
         _check_alike(processes, config, batches)
-        last = on_first(
-            lambda: (
-                run_dir.last_checkpoint(out, config, backend, batches.description)
-                if resume
-                else None
-            )
-        )
-        resumed = (
-            (str(last.state), last.step, last.manifest.get("measured", []))
-            if last
-            else (None, 0, [])
-        )
-        path, start, measured = processes.gather(resumed)[0]
+        resumed = on_first(lambda: _resumed(out, config, backend, batches) if resume else None)
+        path, start, measured = processes.gather(resumed or (None, 0, []))[0]
         # it was killed between its last checkpoint and the final manifest
         if start == config.run.steps:
             on_first(lambda: log.finish(out))
@@ -118,39 +107,60 @@ def train(
         if path is not None:
             together(processes, lambda: model.load(Path(path), start))
         on_first(lambda: run_dir.make(out, held))
-        phases = config.scheduled(measured)
-        for recipe in config.recipes:
-            alone = config.under(recipe)
-            text = (
-                f"{recipe}: " * (config.numerics.schedule is not None)
-                + coverage.of(alone, alone.decisions())["summary"]
-            )
-            on_first(functools.partial(console.say, text))
-        if (warmup := config.optimizer.warmup_steps) > config.run.steps:
-            text = (
-                f"optimizer.warmup_steps {warmup:,} is more than run.steps "
-                f"{config.run.steps:,}: the learning rate never reaches"
-            )
-            on_first(functools.partial(console.say, f"{text} optimizer.learning_rate"))
+        phases, data = config.scheduled(measured), batches.description
+        ran = phases.ran(start)
+        begin = functools.partial(_begin_log, out, config, model, data, proofs, ran)
+        run = on_first(lambda: begin(start, overwrite=overwrite)) or log.Unwritten()
+        return _Training(model, batches, config, out, run, processes, stop_requested, phases).all(
+            start
+        )
 
-        def begin_log() -> log.RunLog:
-            manifest = log.manifest(
-                config,
-                backend,
-                data=batches.description,
-                decisions=model.decisions,
-                device=model.device,
-                proofs=proofs,
-                ran=phases.ran(start),
-            )
-            run = log.create(out, config, manifest, overwrite=overwrite, start=start)
-            trackers.attach(run, config, out, overwrite=overwrite)
-            return run
 
-        run = on_first(begin_log)
-        return _Training(
-            model, batches, config, out, run or log.Unwritten(), processes, stop_requested, phases
-        ).all(start)
+def _begin_log(
+    out: Path,
+    config: Config,
+    model: Trainer,
+    data: dict,
+    proofs: dict[str, dict],
+    ran: list[list],
+    start: int,
+    *,
+    overwrite: bool,
+) -> log.RunLog:
+    """Say what runs, and begin to log it in the directory and by trackers."""
+    _say_what_runs(config)
+    manifest = log.manifest(
+        config,
+        model.backend,
+        data=data,
+        decisions=model.decisions,
+        device=model.device,
+        proofs=proofs,
+        ran=ran,
+    )
+    run = log.create(out, config, manifest, overwrite=overwrite, start=start)
+    trackers.attach(run, config, out, overwrite=overwrite)
+    return run
+
+
+def _resumed(
+    out: Path, config: Config, backend: str, batches: loader.Batches
+) -> tuple[str, int, list] | None:
+    """(state, steps, phases measured) of the last checkpoint, if there is one."""
+    last = run_dir.last_checkpoint(out, config, backend, batches.description)
+    return None if last is None else (str(last.state), last.step, last.manifest.get("measured", []))
+
+
+def _say_what_runs(config: Config) -> None:
+    for recipe in config.recipes:
+        alone = config.under(recipe)
+        name = f"{recipe}: " * (config.numerics.schedule is not None)
+        console.say(name + coverage.of(alone, alone.decisions())["summary"])
+    if (warmup := config.optimizer.warmup_steps) > config.run.steps:
+        console.say(
+            f"optimizer.warmup_steps {warmup:,} is more than run.steps {config.run.steps:,}: the "
+            "learning rate never reaches optimizer.learning_rate"
+        )
 
 
 def _proven(

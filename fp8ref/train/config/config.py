@@ -144,8 +144,8 @@ class Config(Sections):
         return dataclasses.replace(
             self,
             **{
-                name: dataclasses.replace(getattr(self, name), **keys)
-                for name, keys in sections.items()
+                name: dataclasses.replace(getattr(self, name), **sections[name])
+                for name in sections
             },
         )
 

@@ -50,54 +50,23 @@ class Layout:
         ]
         self.axes = config.parallel.axes
         sizes = {axis: getattr(config.parallel, axis) for axis in self.axes}
-        # Placements omit axes of one device: these cut nothing, and would add collectives to the
-        # program.
-        cutting = (
-            ("data", "fsdp", "expert"),
-            ("fsdp", "context", "expert"),
-            ("context",),
-            ("tensor",),
-            ("fsdp",),
-            ("data",),
-            ("expert",),
-        )
-        cut_axes = (tuple(axis for axis in axes if sizes.get(axis, 1) > 1) for axes in cutting)
-        self._batch, self._fsdp, self._context, self._tensor, *expert_axes = cut_axes
+
+        def cutting(*axes: str) -> tuple[str, ...]:
+            """Those of more than one device: placements omit the others, which cut nothing and
+            would add collectives to the program."""
+            return tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
+
+        self._batch = cutting("data", "fsdp", "expert")
+        self._fsdp = cutting("fsdp", "context", "expert")
+        self._context, self._tensor = cutting("context"), cutting("tensor")
         # Of experts: what gathers their weights, what has the same ones, and what holds them apart.
-        self._gathering, self._copying, self._apart = expert_axes
-        if faults := config.parallel.unattended(config.model.head_dim):
-            raise ConfigError(faults[0])
-        if config.parallel.attention == "cudnn" and not self.on_gpu:
-            raise ConfigError(
-                "parallel.attention 'cudnn' needs an NVIDIA GPU; jax runs on "
-                f"{self.devices[0].platform}. Set parallel.attention to xla."
-            )
-        if config.parallel.attention == "kernel" and config.numerics.attention != "cudnn":
-            raise ConfigError(
-                f"JAX has no kernel of variant {config.numerics.attention!r}: cuDNN's computes "
-                "'cudnn'. Set parallel.attention to tiles, or train in PyTorch (--backend "
-                "torch)."
-            )
-        if config.parallel.attention == "kernel" and not self.on_gpu:
-            raise ConfigError(
-                "parallel.attention 'kernel' needs an NVIDIA GPU; jax runs on "
-                f"{self.devices[0].platform}. Set parallel.attention to tiles."
-            )
+        self._gathering, self._copying = cutting("fsdp"), cutting("data")
+        self._apart = cutting("expert")
+        self._check_attention(config)
         self.mesh: Mesh | None = None
         if config.parallel.devices == 1 and jax.process_count() == 1:
             return
-        if config.parallel.devices > len(self.devices):
-            raise ConfigError(
-                f"parallel asks for {config.parallel.devices} devices ({sizes}); jax has "
-                f"{len(self.devices)}. Make it smaller; on a CPU, "
-                "XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight."
-            )
-        if jax.process_count() > 1 and config.parallel.devices != jax.device_count():
-            raise ConfigError(
-                f"{jax.process_count()} processes train on all their devices, "
-                f"{jax.device_count()}; parallel asks for {config.parallel.devices} ({sizes}). "
-                f"Make {', '.join(self.axes)} multiply to {jax.device_count()}."
-            )
+        self._check_devices(sizes)
         self._check(config, sizes)
         self.mesh = jax.make_mesh(
             tuple(sizes.values()),
@@ -105,6 +74,37 @@ class Layout:
             axis_types=(AxisType.Auto,) * len(self.axes),
             devices=self.devices,
         )
+
+    def _check_attention(self, config: Config) -> None:
+        keys, platform = config.parallel, self.devices[0].platform
+        if faults := keys.unattended(config.model.head_dim):
+            raise ConfigError(faults[0])
+        if keys.attention == "kernel" and config.numerics.attention != "cudnn":
+            raise ConfigError(
+                f"JAX has no kernel of variant {config.numerics.attention!r}: cuDNN's computes "
+                "'cudnn'. Set parallel.attention to tiles, or train in PyTorch (--backend "
+                "torch)."
+            )
+        instead = {"cudnn": "xla", "kernel": "tiles"}.get(keys.attention)
+        if instead and not self.on_gpu:
+            raise ConfigError(
+                f"parallel.attention {keys.attention!r} needs an NVIDIA GPU; jax runs on "
+                f"{platform}. Set parallel.attention to {instead}."
+            )
+
+    def _check_devices(self, sizes: dict[str, int]) -> None:
+        asked, processes, there = self.config.devices, jax.process_count(), jax.device_count()
+        if asked > len(self.devices):
+            raise ConfigError(
+                f"parallel asks for {asked} devices ({sizes}); jax has {len(self.devices)}. Make "
+                "it smaller; on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=8 makes "
+                "eight."
+            )
+        if processes > 1 and asked != there:
+            raise ConfigError(
+                f"{processes} processes train on all their devices, {there}; parallel asks for "
+                f"{asked} ({sizes}). Make {', '.join(self.axes)} multiply to {there}."
+            )
 
     @property
     def on_gpu(self) -> bool:

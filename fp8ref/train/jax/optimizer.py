@@ -108,9 +108,10 @@ class Optimizer:
         if self._moments:
             before, optimizer = self._adamw_state(params, state), self._adamw(lr)
             weights = self.weights(params)
-            masters, new = self._apart(
-                *states.step(weights, grads, before, optimizer, factor=factor, finite=finite)
+            weights, after = states.step(
+                weights, grads, before, optimizer, factor=factor, finite=finite
             )
+            masters, new = self._apart(weights, after)
         else:
             before = optax.ScaleByAdamState(
                 state.count, *(state.kept[key] for key in train_state.MOMENTS)
@@ -355,9 +356,10 @@ class Optimizer:
                 field: self._stacks.together(name_of(path), _without(f".{field}", arrays))
                 for field in fields
             }
-            if fields["codes"].dtype.itemsize == 1:
-                saved["codes"] = lax.bitcast_convert_type(saved["codes"], fields["codes"].dtype)
-            return leaf._replace(**saved)
+            codes, dtype = saved.pop("codes"), fields["codes"].dtype
+            if dtype.itemsize == 1:
+                codes = lax.bitcast_convert_type(codes, dtype)
+            return MomentState(codes, *(saved.get(key) for key in MomentState._fields[1:]))
 
         return jax.tree_util.tree_map_with_path(of, like, is_leaf=is_stored)
 

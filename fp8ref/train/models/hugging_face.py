@@ -247,9 +247,8 @@ def model_of(settings: Mapping[str, Any]) -> LlamaConfig:
             if every["head_dim"] != every["hidden_size"] // every["num_attention_heads"]
             else None
         )
-        sizes = {key: every[key] for key in keys}
         return LlamaConfig(
-            **sizes,
+            **{key: every[key] for key in keys},
             intermediate_size=every[inner],
             head_size=head,
             qk_norm=model_type in ("qwen3", "qwen3_moe"),

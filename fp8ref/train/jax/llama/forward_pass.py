@@ -103,49 +103,60 @@ class Pass:
     ) -> jax.Array:
         """Causal attention of the layer ``name``: q [B, T, H, D]; k and v may have fewer heads;
         softcap and sinks [H] of a variant by tiles."""
-        if name in self.casts:
-            y = attention_casts.apply(
-                *(x.swapaxes(1, 2) for x in (q, k, v)), self.casts[name]
-            ).swapaxes(1, 2)
-        elif self.variant is not None and self.attention == "kernel":
-            heads = (x.swapaxes(1, 2) for x in (q, k, v))
-            scales = {role: entry.stored for role, entry in self.state[name].items()}
-            call = DeviceCall(variant=self.variant, mask=Mask(causal=True), layer=name)
-            y, seen = attention_kernel.apply(
-                *heads, scales=scales, variant=call, seen=self.seen[name], platform="cuda"
-            )
-            assert seen is not None
-            y, self.seen[name] = y.swapaxes(1, 2), seen
-        elif self.variant is not None:
-            heads = (x.swapaxes(1, 2) for x in (q, k, v))
-            call = DeviceCall(
-                variant=self.variant,
-                mask=Mask(causal=True),
-                softcap=softcap,
-                arithmetic=self.arithmetic,
-                over=self.layout.cutting_heads if self.layout else (),
-                tokens=self.layout.context if self.layout else "",
-                layer=name,
-                multiply=self.multiply if self.variant.fmt.bits == 8 else None,
-            )
-            carried = attention.Carried(tap=self.taps.get(name))
-            if (state := self.state.get(name)) is not None:
-                scales = {role: entry.stored for role, entry in state.items()}
-                carried = carried._replace(scales=scales, seen=self.seen[name])
-            y, carried = attention.apply_with_stats(
-                *heads, variant=call, sinks=sinks, carried=carried
-            )
-            if carried.seen is not None:
-                self.seen[name] = carried.seen
-            if carried.tap is not None:
-                self.taps[name] = carried.tap
-            y = y.swapaxes(1, 2)
-        elif self.attention == "chunked":
+        if self.variant is None and self.attention == "chunked":
             y = _attended_in_chunks(q, k, v)
-        else:
+        elif self.variant is None:
             assert self.attention in ("xla", "cudnn")
             y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)
+        else:
+            heads = q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2)
+            if name in self.casts:
+                y = attention_casts.apply(*heads, self.casts[name])
+            elif self.attention == "kernel":
+                y = self._by_kernel(heads, name)
+            else:
+                y = self._by_tiles(heads, name, softcap, sinks)
+            y = y.swapaxes(1, 2)
         return checkpoint_name(y, "attention")
+
+    def _by_kernel(self, heads: tuple[jax.Array, jax.Array, jax.Array], name: str) -> jax.Array:
+        """Attention of q, k and v [B, H, T, D] by the variant, by cuDNN's kernel."""
+        assert self.variant is not None
+        scales = {role: entry.stored for role, entry in self.state[name].items()}
+        call = DeviceCall(variant=self.variant, mask=Mask(causal=True), layer=name)
+        y, seen = attention_kernel.apply(
+            *heads, scales=scales, variant=call, seen=self.seen[name], platform="cuda"
+        )
+        self._observe(name, Observations(seen))
+        return y
+
+    def _by_tiles(
+        self,
+        heads: tuple[jax.Array, jax.Array, jax.Array],
+        name: str,
+        softcap: float | None,
+        sinks: jax.Array | None,
+    ) -> jax.Array:
+        """Attention of q, k and v [B, H, T, D] by the variant, a tile of keys after another."""
+        assert self.variant is not None
+        layout, state = self.layout, self.state.get(name)
+        call = DeviceCall(
+            variant=self.variant,
+            mask=Mask(causal=True),
+            softcap=softcap,
+            arithmetic=self.arithmetic,
+            over=layout.cutting_heads if layout else (),
+            tokens=layout.context if layout else "",
+            layer=name,
+            multiply=self.multiply if self.variant.fmt.bits == 8 else None,
+        )
+        carried = attention.Carried(tap=self.taps.get(name))
+        if state is not None:
+            scales = {role: entry.stored for role, entry in state.items()}
+            carried = carried._replace(scales=scales, seen=self.seen[name])
+        y, carried = attention.apply_with_stats(*heads, variant=call, sinks=sinks, carried=carried)
+        self._observe(name, Observations(carried.seen, carried.tap))
+        return y
 
     def linear(self, x: jax.Array, w: jax.Array, recipe: str | Recipe, name: str) -> jax.Array:
         """x [..., K] x w [N, K] -> [..., N], with the state, observations and placement of the
@@ -167,19 +178,12 @@ class Pass:
         return checkpoint_name(y, "linear")
 
     def _observe(self, name: str, seen: Seen | None) -> None:
-        """Replace what a linear carries by what it gave back."""
+        """Replace what a linear or attention carries by what it gave back."""
         observed = observations(seen)
         if observed.amaxes is not None:
             self.seen[name] = observed.amaxes
         if observed.statistics is not None:
             self.taps[name] = observed.statistics
-
-    def grouped(
-        self, rows: jax.Array, w: jax.Array, sizes: jax.Array, recipe: str | Recipe, name: str
-    ) -> jax.Array:
-        """rows [M, K] in groups x w [E, N, K], this device's piece, -> [M, N], with the state and
-        observations of the grouped linear ``name``."""
-        return self.grouped_codes(rows, w, sizes, recipe, name, None, False)[0]
 
     def grouped_codes(
         self,
@@ -191,8 +195,9 @@ class Pass:
         codes: Codes | None,
         grad_codes: bool,
     ) -> tuple[jax.Array, Slot | None]:
-        """``grouped`` of rows that came in FP8, or whose gradient will, and the slot of that
-        (X-14).
+        """rows [M, K] in groups x w [E, N, K], this device's piece, -> [M, N], with the state and
+        observations of the grouped linear ``name``; of rows that came in FP8, or whose gradient
+        will, and the slot of that (X-14).
         """
         layout = self.layout
         over = layout.sharing_groups if layout else ()

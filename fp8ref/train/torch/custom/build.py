@@ -85,9 +85,9 @@ def _transformers(keys: ArchitectureConfig) -> nn.Module:
             "architecture.kind 'transformers' needs transformers. Install it with: pip install "
             "transformers"
         ) from error
-    settings = user_model.without_code(user_model.configuration(keys))
+    content = user_model.configuration(keys)
     try:
-        config = transformers.AutoConfig.for_model(**settings)
+        config = transformers.AutoConfig.for_model(**user_model.without_code(content))
     except Exception as error:  # whatever a class of transformers says of its own keys
         raise ConfigError(
             f"architecture.source {keys.source!r} is no configuration of transformers "

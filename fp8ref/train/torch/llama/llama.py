@@ -288,9 +288,10 @@ def llama_of(config: Config, mesh: DeviceMesh | None, context: ProcessGroup | No
     if context is not None:
         model.part = context.rank(), context.size()
     group = None if mesh is None else distributed.group.WORLD  # the mesh has all processes
+    keys = config.numerics
     for layer, module in model.named_modules():
         if isinstance(module, Attention):
-            keys, module.casts = config.numerics, config.attention_operands(layer)
+            module.casts = config.attention_operands(layer)
             if config.attention_variant is not None:
                 call = RankCall(
                     variant=config.attention_variant,

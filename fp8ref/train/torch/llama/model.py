@@ -9,12 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp8ref.spec import llama
 from fp8ref.torch.model.convert import convert
-from fp8ref.torch.model.parallel import (
-    Parallelism,
-    amax_group,
-    parallelize,
-    share_groups,
-)
+from fp8ref.torch.model.parallel import Parallelism, amax_group, parallelize, share_groups
 from fp8ref.train.config.config import Config
 from fp8ref.train.torch.llama.llama import llama_of, widen_before_passes
 from fp8ref.train.torch.model import Model
