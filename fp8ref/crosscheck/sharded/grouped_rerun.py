@@ -144,7 +144,11 @@ class Rerun:
             moved = expert_parallel.dispatch(x, own, axis)
             x, g, own = moved.rows, expert_parallel.dispatch(g, own, axis).rows, moved.sizes
         run = Pass(layout=layout)
-        y, vjp = jax.vjp(lambda x, w: run.grouped(x, w, own, self._recipe.recipe, "rerun"), x, w)
+
+        def multiplied(x: jax.Array, w: jax.Array) -> jax.Array:
+            return run.grouped_codes(x, w, own, self._recipe.recipe, "rerun")[0]
+
+        y, vjp = jax.vjp(multiplied, x, w)
         grad_input, grad_weight = vjp(g)
         groups = grouped_operands.groups_of(own, len(x))
         tensors: dict[Role, jax.Array] = {"input": groups.only(x), "grad_output": groups.only(g)}

@@ -192,8 +192,8 @@ class Pass:
         sizes: jax.Array,
         recipe: str | Recipe,
         name: str,
-        codes: Codes | None,
-        grad_codes: bool,
+        codes: Codes | None = None,
+        grad_codes: bool = False,
     ) -> tuple[jax.Array, Slot | None]:
         """rows [M, K] in groups x w [E, N, K], this device's piece, -> [M, N], with the state and
         observations of the grouped linear ``name``; of rows that came in FP8, or whose gradient
