@@ -258,8 +258,8 @@ def _compare_checkpoints(
     The trainers are left in the state of the last checkpoint that was loaded, or where they began.
     """
     initial = [(side.trainer, side.config) for side in sides]
-    of_a, of_b = ({checkpoint.step_of(p) for p in checkpoint.saved(run.path)} for run in pair)
-    for done in sorted(of_a & of_b):
+    steps_a, steps_b = ({checkpoint.step_of(p) for p in checkpoint.saved(run.path)} for run in pair)
+    for done in sorted(steps_a & steps_b):
         states = []
         for run, (trainer, config) in zip(pair, initial, strict=True):
             path = checkpoint.of_step(run.path, done)

@@ -159,7 +159,10 @@ class _OneDevice:
             spec = self.recipes[layer].gemms[which]
             a, b = map(as_factor, self.simulated[layer, which])
             slices = zip(*(np.split(q.codes, n, axis=1) for q in (a, b)), strict=True)
-            pairs = [(a._replace(codes=of_a), b._replace(codes=of_b)) for of_a, of_b in slices]
+            pairs = [
+                (a._replace(codes=codes_a), b._replace(codes=codes_b))
+                for codes_a, codes_b in slices
+            ]
             self._parts[layer, which, n] = [
                 Part(qa, qb, device_gemm.simulated("jax", qa, qb, spec)) for qa, qb in pairs
             ]

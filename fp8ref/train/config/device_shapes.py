@@ -234,7 +234,7 @@ def _cut(config: Config) -> list[str]:
     """Faults of batches, sequences and heads that the mesh does not divide."""
     keys, model, data, faults = config.parallel, config.model, config.data, []
     if data.batch_size % (keys.batch_parts * data.microbatches):
-        faults.append(data.indivisible(keys.of_batch, "devices"))
+        faults.append(data.indivisible(keys.batch_keys, "devices"))
     faults += checks.uncut_sequences(config)
     faults += [
         f"model.{key} is divisible by parallel.tensor = {keys.tensor}; got "
@@ -260,7 +260,7 @@ def unequal_pieces(config: Config) -> list[str]:
         if rows % keys.shards:
             return [
                 "optimizer.kind 'adamw_fp8' keeps moments of each rank's piece (T-6), and the "
-                f"pieces of a parameter are equal: parallel.{keys.of_shards} divides its rows; "
+                f"pieces of a parameter are equal: parallel.{keys.shard_keys} divides its rows; "
                 f"{name} has {rows}. Change one of them, or use adamw_states."
             ]
     return []
@@ -289,12 +289,12 @@ def _jax(config: Config, decisions: list[Decision]) -> list[str]:
         )
     if config.model.vocab_size % keys.shards:
         faults.append(
-            f"model.vocab_size is divisible by parallel.{keys.of_shards}; got "
+            f"model.vocab_size is divisible by parallel.{keys.shard_keys}; got "
             f"{config.model.vocab_size}. Change one of them."
         )
     if config.model.num_experts % keys.shards:
         faults.append(
-            f"model.num_experts is divisible by parallel.{keys.of_shards}; got "
+            f"model.num_experts is divisible by parallel.{keys.shard_keys}; got "
             f"{config.model.num_experts}. Change one of them."
         )
     for d in decisions:

@@ -375,7 +375,7 @@ class Layout:
     def _check(self, config: Config, sizes: dict[str, int]) -> None:
         rows, tensor, shards = self.config.batch_parts, sizes["tensor"], self.config.shards
         if config.data.batch_size % (rows * config.data.microbatches):
-            raise ConfigError(config.data.indivisible(self.config.of_batch, "devices"))
+            raise ConfigError(config.data.indivisible(self.config.batch_keys, "devices"))
         if faults := config_checks.uncut_sequences(config):
             raise ConfigError(faults[0])
         for key in ("num_attention_heads", "num_key_value_heads"):
@@ -387,7 +387,7 @@ class Layout:
         for key in ("vocab_size", "num_experts"):
             if getattr(config.model, key) % shards:
                 raise ConfigError(
-                    f"model.{key} is divisible by parallel.{self.config.of_shards}; got "
+                    f"model.{key} is divisible by parallel.{self.config.shard_keys}; got "
                     f"{getattr(config.model, key)}. Change one of them."
                 )
         tokens = config.data.batch_size // config.data.microbatches * config.data.sequence_length

@@ -17,7 +17,7 @@ from fp8ref.spec.attention.variants import Variant
 from fp8ref.train.jax.mesh import Layout
 
 
-def of_linears(
+def linear_parts(
     operands: Sequence[Operand], layers: Sequence[str], values: np.ndarray, layout: Layout
 ) -> list[np.ndarray]:
     """Parts of each operand, of float64 [microbatches, devices, layers, rows, fields]."""
@@ -35,7 +35,7 @@ def of_linears(
     return parts
 
 
-def of_attention(
+def attention_parts(
     operands: Sequence[AttentionOperand],
     layers: Sequence[str],
     values: np.ndarray,

@@ -297,10 +297,10 @@ class Trainer:
         if linears:
             values = stats.parts(np.stack([part["linears"] for part in microbatches]))
             names = [d.path for d in self.decisions if d.fp8]
-            parts += operand_statistics.of_linears(linears, names, values, self._layout)
+            parts += operand_statistics.linear_parts(linears, names, values, self._layout)
         if variant is not None and attention:
             values = stats.parts(np.stack([part["attention"] for part in microbatches]))
-            parts += operand_statistics.of_attention(attention, layers, values, variant)
+            parts += operand_statistics.attention_parts(attention, layers, values, variant)
         return merged([*linears, *attention], parts)
 
     def measured_step(

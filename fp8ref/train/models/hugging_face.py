@@ -363,12 +363,12 @@ class ExpertsWeight:
     read.
     """
 
-    of_each: tuple[Weight, ...]
+    parts: tuple[Weight, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """[E, N, K]."""
-        return (len(self.of_each), *self.of_each[0].shape)
+        return (len(self.parts), *self.parts[0].shape)
 
     def __getitem__(self, index) -> np.ndarray:
         """float32 values at slices; ... is the whole."""
@@ -378,5 +378,5 @@ class ExpertsWeight:
             indices = indices[:at] + (slice(None),) * (4 - len(indices)) + indices[at + 1 :]
         experts, rows = indices[0], indices[1:]
         return np.stack(
-            [w[rows or ...] for w in np.array([*self.of_each, None], object)[:-1][experts]]
+            [w[rows or ...] for w in np.array([*self.parts, None], object)[:-1][experts]]
         )

@@ -200,7 +200,7 @@ def mesh_of(config: Config) -> DeviceMesh | None:
             "--distributed."
         )
     if config.data.batch_size % (keys.batch_parts * config.data.microbatches):
-        raise ConfigError(config.data.indivisible(keys.of_batch, "processes"))
+        raise ConfigError(config.data.indivisible(keys.batch_keys, "processes"))
     if faults := config_checks.uncut_sequences(config) + device_shapes.unequal_pieces(config):
         raise ConfigError(faults[0])
     if ranks == 1:

@@ -367,7 +367,7 @@ def test_an_option_that_cannot_be_used_exits_with_2(capsys, options, said):
 )
 def test_messages_name_the_axes_that_a_mesh_has(parallel, mesh, of_batch, of_shards):  # P-10
     keys = ParallelConfig(**parallel)
-    assert (keys.mesh, keys.of_batch, keys.of_shards) == (mesh, of_batch, of_shards)
+    assert (keys.mesh, keys.batch_keys, keys.shard_keys) == (mesh, of_batch, of_shards)
     assert keys.devices == math.prod(parallel.values())
 
 

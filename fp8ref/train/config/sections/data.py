@@ -128,7 +128,7 @@ class DataConfig:
 
     def indivisible(self, shared: str, who: str) -> str:
         """The error message for a batch that devices cannot share evenly; shared:
-        ``ParallelConfig.of_batch``.
+        ``ParallelConfig.batch_keys``.
         """
         parts = f" times data.microbatches = {self.microbatches}" * (self.microbatches > 1)
         return (

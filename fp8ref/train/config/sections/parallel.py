@@ -224,7 +224,7 @@ class ParallelConfig:
         return self.data * self.fsdp * self.expert
 
     @property
-    def of_batch(self) -> str:
+    def batch_keys(self) -> str:
         """The keys of ``batch_parts`` and their product, for messages."""
         return (
             f"{' x '.join(axis for axis in self.axes if axis in ('data', 'fsdp', 'expert'))} = "
@@ -239,7 +239,7 @@ class ParallelConfig:
         return self.fsdp * self.context * self.expert
 
     @property
-    def of_shards(self) -> str:
+    def shard_keys(self) -> str:
         """The keys of ``shards`` and their product, for messages."""
         keys = [axis for axis in self.axes if axis in ("fsdp", "context", "expert")]
         return f"{' x '.join(keys)} = {self.shards}"

@@ -246,8 +246,8 @@ class Pass:
 
     def collect(self, collected: tuple[dict, dict, dict]) -> None:
         """Take what a layer collected."""
-        for mine, of_layer in zip(self.collected, collected, strict=True):
-            mine |= of_layer
+        for mine, theirs in zip(self.collected, collected, strict=True):
+            mine |= theirs
 
 
 def _attended_in_chunks(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
