@@ -101,7 +101,7 @@ def root_of_v(seed: int) -> float:
         for _ in range(10):
             g = (1e-3 * size * noise.standard_normal(size.shape)).astype(np.float32)
             before = state
-            p, state = states.step(p, g, state, learning_rate=1e-3, layout=layout)
+            p, state = states.step(p, g, state, states.AdamW(learning_rate=1e-3, layout=layout))
         one = health.measure(g, before, state, b1=0.9, b2=0.95, layout=layout)
         found.append(one.v_lost / one.count)
     return 100 * (found[0] - found[1])

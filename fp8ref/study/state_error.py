@@ -134,9 +134,8 @@ def judge_states(
                 key = layout.name, name
                 before = now.get(key) or states.init(g.shape, layout)
                 w = np.zeros(g.shape, np.float32)
-                _, now[key] = states.step(
-                    w, g, before, learning_rate=0.0, b1=b1, b2=b2, eps=eps, layout=layout
-                )
+                optimizer = states.AdamW(learning_rate=0.0, b1=b1, b2=b2, eps=eps, layout=layout)
+                _, now[key] = states.step(w, g, before, optimizer)
                 last[key] = health.numbers(
                     g, before, now[key], b1=b1, b2=b2, eps=eps, layout=layout
                 )

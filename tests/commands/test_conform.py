@@ -77,8 +77,10 @@ def nvfp4(x):
 def step(p, g, state, learning_rate, b1, b2, eps, weight_decay):
     print("now I step")
     state = states.init(p.shape, "te") if state is None else state
-    numbers = {"learning_rate": learning_rate, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
-    return states.step(p, g, state, layout="te", **numbers)
+    optimizer = states.AdamW(
+        learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, layout="te"
+    )
+    return states.step(p, g, state, optimizer)
 
 
 def attend(q, k, v, mask=FULL):

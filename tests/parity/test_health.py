@@ -36,7 +36,7 @@ def test_equal_gradients_have_the_simulators_record(backend, small):  # O-12, Q-
     given = {"b1": keys.beta1, "b2": keys.beta2, "eps": keys.eps, "layout": "fishman"}
     for name, g in gradients.items():
         before = sim.init(g.shape, "fishman")
-        after = sim.step(g, g, before, learning_rate=0.0, **given)[1]
+        after = sim.step(g, g, before, sim.AdamW(learning_rate=0.0, **given))[1]
         wanted = asdict(simulated.measure(g, before, after, **given))
         for key in (*health.COUNTS, "bytes_per_parameter"):
             assert found[name][key] == wanted[key], (name, key)

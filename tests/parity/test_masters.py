@@ -76,7 +76,7 @@ def test_equal_gradients_give_the_simulators_masters(backend, layout, small):  #
             numbers = {"learning_rate": rate, "b1": keys.beta1, "b2": keys.beta2, "eps": keys.eps}
             numbers["weight_decay"] = keys.weight_decay if g.ndim > 1 else 0.0
             masters[name], stored[name] = sim.step(
-                masters[name], g, stored[name], layout=layout, **numbers
+                masters[name], g, stored[name], sim.AdamW(layout=layout, **numbers)
             )
     found, weights = tensors(trainer), trainer.weights()
     for name, master in masters.items():

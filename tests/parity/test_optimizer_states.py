@@ -45,16 +45,15 @@ def test_equal_gradients_give_the_simulators_weights_and_moments(backend, layout
         rate = float(np.float32(keys.learning_rate_at(step, config.run.steps)))
         for name, g in gradients.items():
             decay = keys.weight_decay if g.ndim > 1 else 0.0
-            given = {
-                "learning_rate": rate,
-                "b1": keys.beta1,
-                "b2": keys.beta2,
-                "eps": keys.eps,
-                "weight_decay": decay,
-            }
-            weights[name], stored[name] = sim.step(
-                weights[name], g, stored[name], layout=layout, **given
+            optimizer = sim.AdamW(
+                learning_rate=rate,
+                b1=keys.beta1,
+                b2=keys.beta2,
+                eps=keys.eps,
+                weight_decay=decay,
+                layout=layout,
             )
+            weights[name], stored[name] = sim.step(weights[name], g, stored[name], optimizer)
         found, moments = trainer.weights(), trainer.moments()
         for name, p in weights.items():
             assert differing(found[name], p) == 0, name

@@ -30,7 +30,9 @@ def test_figures_are_those_of_the_simulators_steps():  # O-12
         for of_step in gradients():
             before, g = state, of_step["w"].reshape(-1)
             # figures depend on no weight
-            p, state = states.step(p, g, before, learning_rate=1e-3, b2=0.99, layout=layout)
+            p, state = states.step(
+                p, g, before, states.AdamW(learning_rate=1e-3, b2=0.99, layout=layout)
+            )
         assert found.layouts[layout]["w"] == health.measure(
             g, before, state, b1=0.9, b2=0.99, layout=layout
         )

@@ -146,7 +146,7 @@ def _lost(asked: Inputs, layout: Layout, gradient: str) -> list[np.ndarray]:
     p = sim.master(p, layout) if layout.keeps_master else p
     state, lost = sim.init(np.shape(asked.weights[gradient]), layout), []
     for g in asked.gradients:
-        p, state = sim.step(p, g[gradient], state, learning_rate=1e-3, layout=layout)
+        p, state = sim.step(p, g[gradient], state, sim.AdamW(learning_rate=1e-3, layout=layout))
         lost.append(np.isnan(sim.weight(p, layout) if layout.keeps_master else p))
     return lost
 

@@ -2,6 +2,16 @@
 moment.
 """
 
-from fp8ref.sim.states.states import State, copy, decode, in_range, init, master, step, weight
+from fp8ref.sim.states.states import (
+    AdamW,
+    State,
+    copy,
+    decode,
+    in_range,
+    init,
+    master,
+    step,
+    weight,
+)
 
-__all__ = ["State", "copy", "decode", "in_range", "init", "master", "step", "weight"]
+__all__ = ["AdamW", "State", "copy", "decode", "in_range", "init", "master", "step", "weight"]

@@ -2,7 +2,7 @@
 one tensor.
 
     state = states.init(p.shape, "sqrt_e4m3")
-    p, state = states.step(p, g, state, learning_rate=1e-3, layout="sqrt_e4m3")
+    p, state = states.step(p, g, state, states.AdamW(learning_rate=1e-3, layout="sqrt_e4m3"))
     m, v = states.decode(state, "sqrt_e4m3")
 
 Order of a step: gradients out of range (O-2); the moments read back (O-4); their averages (O-5);
@@ -15,13 +15,14 @@ several ranks make it.
 A layout with masters (O-14) takes and gives what is stored of the weight in its place:
 
     p = states.master(weights, "msamp_o2")
-    p, state = states.step(p, g, state, learning_rate=1e-3, layout="msamp_o2")
+    p, state = states.step(p, g, state, states.AdamW(learning_rate=1e-3, layout="msamp_o2"))
     weights = states.weight(p, "msamp_o2")
 """
 
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +40,41 @@ from fp8ref.spec.states import saved as layout_decisions
 from fp8ref.spec.states.layouts import Layout, Moment, Scalars
 
 _NO_STEP = Scalars(*[0.0] * len(Scalars._fields))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """The numbers and the layout of an AdamW, of which ``step`` makes a step.
+
+    seed      keys the random numbers of a stochastic layout (O-8).
+    Raises:   ValueError: an unknown layout; numbers outside their ranges (O-2); a seed out of
+              range.
+    """
+
+    learning_rate: float
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    layout: str | Layout = "sqrt_e4m3"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        layout, decay = states.by_name(self.layout), self.weight_decay
+        states.check(b1=self.b1, b2=self.b2, eps=self.eps, weight_decay=decay, layout=layout)
+        self.scalars(1)
+        _check_integer("seed", self.seed, 64)
+
+    def scalars(self, number: int) -> Scalars:
+        """The numbers of the step with that number, 1 for the first (O-3)."""
+        return states.scalars(
+            number,
+            learning_rate=self.learning_rate,
+            b1=self.b1,
+            b2=self.b2,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+        )
 
 
 class State(NamedTuple):
@@ -141,45 +177,65 @@ def copy(
 
 
 def step(
-    p,
-    g,
-    state: State,
-    *,
-    learning_rate: float,
-    b1: float = 0.9,
-    b2: float = 0.95,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    layout: str | Layout = "sqrt_e4m3",
-    seed: int = 0,
-    tensor: int = 0,
-    cuts: Sequence[int] = (),
+    p, g, state: State, optimizer: AdamW, *, tensor: int = 0, cuts: Sequence[int] = ()
 ) -> tuple[Any, State]:
     """One step of AdamW: the weight and the state after it (spec O).
 
-    p             the weight; of a layout with masters the ``master``, and then the first result is
-                  the next master.
-
-    seed, tensor  key the random numbers of a stochastic layout: tensor is the number of the tensor
-                  among those of the optimizer (O-8).
-    cuts          ascending flat indices at which ranks cut the tensor; the result is the same for
-                  any (O-11).
-    Shapes:       p float32 of any shape; g of that shape, float32, float16 or bfloat16.
-    Order:        O-2 to O-10, see the module.
-    Specials:     a gradient below 2^-56 counts as zero, one above 2^56 or not finite as NaN. A NaN
-                  makes its weight NaN, and both moments of all that share its scale.
-    Raises:       ValueError: as ``states.scalars`` and ``decode``; p or g of another dtype or
-                  shape; cuts not ascending; a seed or tensor out of range.
+    p         the weight; of a layout with masters the ``master``, and then the first result is the
+              next master.
+    tensor    the number of the tensor among those of the optimizer, which with its seed keys the
+              random numbers of a stochastic layout (O-8).
+    cuts      ascending flat indices at which ranks cut the tensor; the result is the same for any
+              (O-11).
+    Shapes:   p float32 of any shape; g of that shape, float32, float16 or bfloat16.
+    Order:    O-2 to O-10, see the module.
+    Specials: a gradient below 2^-56 counts as zero, one above 2^56 or not finite as NaN. A NaN
+              makes its weight NaN, and both moments of all that share its scale.
+    Raises:   ValueError: as ``decode``; p or g of another dtype or shape; cuts not ascending; a
+              tensor out of range.
     """
-    layout = states.by_name(layout)
     stored = p if isinstance(p, MomentState) else None
-    if layout.keeps_master != (stored is not None):
+    p, g = _weight_and_gradient(p, g, states.by_name(optimizer.layout))
+    layout = _check_state(state, optimizer.layout, p.shape)
+    _check_integer("tensor", tensor, 31)
+    edges = [0, *cuts, p.size]
+    if sorted(set(edges)) != edges:
+        raise ValueError(
+            f"cuts ascend strictly between 0 and {p.size}, the elements of the tensor; got "
+            f"{list(cuts)}."
+        )
+    number, flat_p, flat_g = state.step + 1, p.reshape(-1), g.reshape(-1)
+    at, pieces, after = optimizer.scalars(number), [], []
+    with np.errstate(all="ignore"):
+        for start, stop in itertools.pairwise(edges):
+            gradient = in_range(flat_g[start:stop])
+            m, v = moments.averages(gradient, *_read_both(state, layout, start, stop), at, layout)
+            w = _weight(flat_p[start:stop], m, v, at, layout)
+            pieces.append((start, gradient, (m, v, w)))
+        for i, (moment, old) in enumerate(
+            zip(layout.kept, (state.m, state.v, stored), strict=False)
+        ):
+            assert old is not None
+            key = None
+            if moment.rounding == "stochastic":
+                key = _key(optimizer.seed, number, 2 * tensor + i % 2, for_master=i == 2)
+            values = [(start, gradient, new[i]) for start, gradient, new in pieces]
+            after.append(moments.store(values, old, moment, i, p.shape, at, key, layout))
+    weights = [new[2] for _, _, new in pieces]
+    weight_after = after[2] if layout.keeps_master else np.concatenate(weights).reshape(p.shape)
+    return weight_after, state._replace(step=number, m=after[0], v=after[1])
+
+
+def _weight_and_gradient(p, g, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """The float32 weight, read from its master if one is kept, and its gradient in float32."""
+    is_master = isinstance(p, MomentState)
+    if layout.keeps_master != is_master:
         raise ValueError(
             f"layout {layout.name!r} takes "
             f"{'masters: states.master(p, layout)' if layout.keeps_master else 'weights'}; got "
             f"{type(p).__name__}."
         )
-    p, g = cast.array(p if stored is None else weight(stored, layout)), cast.array(g)
+    p, g = cast.array(weight(p, layout) if is_master else p), cast.array(g)
     if p.dtype != np.float32:
         raise ValueError(f"weights are float32; got {p.dtype}. Keep float32 masters.")
     if g.shape != p.shape or g.dtype.name not in ("float32", "float16", "bfloat16"):
@@ -187,53 +243,7 @@ def step(
             f"a gradient is float32, float16 or bfloat16 of its weight's shape, {p.shape}; got "
             f"{g.dtype} {g.shape}."
         )
-    states.check(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, layout=layout)
-    layout = _check_state(state, layout, p.shape)
-    _check_key(seed, tensor)
-    edges = [0, *cuts, p.size]
-    if sorted(set(edges)) != edges:
-        raise ValueError(
-            f"cuts ascend strictly between 0 and {p.size}, the elements of the tensor; got "
-            f"{list(cuts)}."
-        )
-    at = states.scalars(
-        state.step + 1,
-        learning_rate=learning_rate,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        weight_decay=weight_decay,
-    )
-    flat_p, flat_g = (
-        np.ascontiguousarray(p).reshape(-1),
-        cast.exact(np.ascontiguousarray(g)).astype(np.float32).reshape(-1),
-    )
-    weights, before, seen = [], [], []
-    with np.errstate(all="ignore"):
-        for start, stop in itertools.pairwise(edges):
-            gradient = in_range(flat_g[start:stop])
-            m, v = moments.averages(gradient, *_read_both(state, layout, start, stop), at, layout)
-            weights.append(_weight(flat_p[start:stop], m, v, at, layout))
-            before.append((gradient, m, v))
-            seen.append(start)
-        after = []
-        for which, (moment, old) in enumerate(
-            zip(layout.kept, (state.m, state.v, stored), strict=False)
-        ):
-            stream = 2 * tensor + which % 2
-            key = (
-                _key(seed, state.step + 1, stream, for_master=which == 2)
-                if moment.rounding == "stochastic"
-                else None
-            )
-            pieces = [
-                (start, news[0], (*news[1:], w)[which])
-                for start, news, w in zip(seen, before, weights, strict=True)
-            ]
-            assert old is not None
-            after.append(moments.store(pieces, old, moment, which, p.shape, at, key, layout))
-    weights_after = after[2] if layout.keeps_master else np.concatenate(weights).reshape(p.shape)
-    return weights_after, state._replace(step=state.step + 1, m=after[0], v=after[1])
+    return p, cast.exact(np.asarray(g, order="C")).astype(np.float32)
 
 
 def in_range(g: np.ndarray) -> np.ndarray:
@@ -270,14 +280,10 @@ def _key(seed: int, step: int, stream: int, *, for_master: bool = False) -> int:
     return low | high << 32
 
 
-def _check_key(seed: int, tensor: int) -> None:
-    for name, value, bits in (("seed", seed, 64), ("tensor", tensor, 31)):
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | np.integer)
-            or not 0 <= value < 1 << bits
-        ):
-            raise ValueError(f"{name} is an integer in [0, 2^{bits}); got {value!r}.")
+def _check_integer(name: str, value: int, bits: int) -> None:
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_integer or not 0 <= value < 1 << bits:
+        raise ValueError(f"{name} is an integer in [0, 2^{bits}); got {value!r}.")
 
 
 def _layout_of(layout: str | Layout, shape: tuple[int, ...]) -> Layout:

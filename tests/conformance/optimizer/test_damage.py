@@ -21,21 +21,18 @@ def step_of(layout: str, *, change=lambda g: g, skip: bool = False, lone: bool =
         before = states.init(p.shape, layout) if state is None else state
         if skip and not np.isfinite(g).all():
             return p, before
-        numbers = {
-            "learning_rate": learning_rate,
-            "b1": b1,
-            "b2": b2,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
+        optimizer = states.AdamW(
+            learning_rate=learning_rate,
+            b1=b1,
+            b2=b2,
+            eps=eps,
+            weight_decay=weight_decay,
+            layout=layout,
+        )
         lost = np.isnan(p) | (np.isnan(g) if lone else False)
         given = np.where(lost, 0, p).astype(np.float32) if lone else p
         p, after = states.step(
-            given,
-            np.where(lost, 0, g).astype(np.float32) if lone else change(g),
-            before,
-            layout=layout,
-            **numbers,
+            given, np.where(lost, 0, g).astype(np.float32) if lone else change(g), before, optimizer
         )
         return np.where(lost, np.float32(np.nan), p), after
 

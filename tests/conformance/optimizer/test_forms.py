@@ -48,7 +48,9 @@ def test_the_first_form_is_clause_o():  # O-5, O-6
         weight_decay=given.weight_decay,
     )
     state = sim.init((200,), "float32")._replace(step=2)
-    expected, after = sim.step(p, g, state, learning_rate=1e-3, weight_decay=0.1, layout="float32")
+    expected, after = sim.step(
+        p, g, state, sim.AdamW(learning_rate=1e-3, weight_decay=0.1, layout="float32")
+    )
     m, v = (
         forms.average("products", np.zeros(200, F32), g, b, a, square=square)
         for b, a, square in ((at.b1, at.a1, False), (at.b2, at.a2, True))

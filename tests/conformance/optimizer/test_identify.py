@@ -26,16 +26,16 @@ F32 = np.float32
 
 def simulated(layout, *, shown: bool = True):
     def step(p, g, state, learning_rate, b1, b2, eps, weight_decay):
-        given = {
-            "learning_rate": learning_rate,
-            "b1": b1,
-            "b2": b2,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "layout": layout,
-        }
+        optimizer = states.AdamW(
+            learning_rate=learning_rate,
+            b1=b1,
+            b2=b2,
+            eps=eps,
+            weight_decay=weight_decay,
+            layout=layout,
+        )
         before = states.init(p.shape, layout) if state is None else state if shown else state[0]
-        p, after = states.step(p, g, before, **given)
+        p, after = states.step(p, g, before, optimizer)
         return p, after if shown else (after,)
 
     return step
@@ -136,15 +136,15 @@ def with_masters(layout, *, shift: float = 1.0):
 
     def step(p, g, state, learning_rate, b1, b2, eps, weight_decay):
         master, before = state or (states.master(p, layout), states.init(p.shape, layout))
-        given = {
-            "learning_rate": learning_rate,
-            "b1": b1,
-            "b2": b2,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "layout": layout,
-        }
-        master, after = states.step(master, g, before, **given)
+        optimizer = states.AdamW(
+            learning_rate=learning_rate,
+            b1=b1,
+            b2=b2,
+            eps=eps,
+            weight_decay=weight_decay,
+            layout=layout,
+        )
+        master, after = states.step(master, g, before, optimizer)
         if after.step >= 3:
             master = master._replace(codes=master.codes * F32(shift))
         return states.weight(master, layout), (master, after)
@@ -275,15 +275,16 @@ def test_a_counter_that_is_a_step_ahead(layout):
     """Its biases are corrected by t + 1; it is no other optimizer."""
 
     def step(p, g, state, learning_rate, b1, b2, eps, weight_decay):
-        numbers = {
-            "learning_rate": learning_rate,
-            "b1": b1,
-            "b2": b2,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
+        optimizer = states.AdamW(
+            learning_rate=learning_rate,
+            b1=b1,
+            b2=b2,
+            eps=eps,
+            weight_decay=weight_decay,
+            layout=layout,
+        )
         before = states.init(p.shape, layout)._replace(step=1) if state is None else state
-        return states.step(p, g, before, layout=layout, **numbers)
+        return states.step(p, g, before, optimizer)
 
     found = identify_optimizer(step, expect=layout)
     assert (found.ok, found.known, found.layout, found.exact, found.form.count) == (
@@ -304,14 +305,10 @@ def test_a_decay_in_the_gradient_is_adams():
 
     def adam(p, g, state, learning_rate, b1, b2, eps, weight_decay):
         state = states.init(p.shape, "fishman") if state is None else state
-        given = {
-            "learning_rate": learning_rate,
-            "b1": b1,
-            "b2": b2,
-            "eps": eps,
-            "layout": "fishman",
-        }
-        return states.step(p, g + F32(weight_decay) * p, state, **given)
+        optimizer = states.AdamW(
+            learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, layout="fishman"
+        )
+        return states.step(p, g + F32(weight_decay) * p, state, optimizer)
 
     found = identify_optimizer(adam, expect="fishman")
     assert (found.ok, found.layout, found.exact, found.form.decay) == (
@@ -359,16 +356,16 @@ def test_another_optimizer_or_other_numbers_have_no_form(subject, numbers):
 @pytest.mark.slow
 def test_a_fault_of_a_later_step_needs_more_steps():
     def step(p, g, state, learning_rate, b1, b2, eps, weight_decay):
-        given = {
-            "learning_rate": learning_rate,
-            "b1": b1,
-            "b2": b2,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "layout": "float32",
-        }
+        optimizer = states.AdamW(
+            learning_rate=learning_rate,
+            b1=b1,
+            b2=b2,
+            eps=eps,
+            weight_decay=weight_decay,
+            layout="float32",
+        )
         p, after = states.step(
-            p, g, states.init(p.shape, "float32") if state is None else state, **given
+            p, g, states.init(p.shape, "float32") if state is None else state, optimizer
         )
         if after.step == 7 and p.size == 8192:
             p.reshape(-1)[1234] = np.nextafter(p.reshape(-1)[1234], F32(9))

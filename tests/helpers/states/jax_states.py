@@ -25,10 +25,10 @@ def simulated(layout, steps: int, learning_rate=1e-3, **hyper):
         g = gradients_of(t)
         rate = learning_rate(t) if callable(learning_rate) else learning_rate
         for name in SHAPES:
-            given = {**seeded(layout), **hyper, "tensor": sorted(SHAPES).index(name)}
-            p[name], state[name] = sim.step(
-                p[name], g[name], state[name], learning_rate=rate, layout=layout, **given
-            )
+            given = {**seeded(layout), **hyper}
+            optimizer = sim.AdamW(learning_rate=rate, layout=layout, **given)
+            number = sorted(SHAPES).index(name)
+            p[name], state[name] = sim.step(p[name], g[name], state[name], optimizer, tensor=number)
         yield p, state
 
 

@@ -25,12 +25,10 @@ def run(g: np.ndarray, layout, *, seed: int = 0, cuts=(), **hyper):
             p,
             row,
             state,
-            learning_rate=1e-3,
-            weight_decay=0.1,
-            layout=layout,
-            seed=seed,
+            states.AdamW(
+                learning_rate=1e-3, weight_decay=0.1, layout=layout, seed=seed, **{**HYPER, **hyper}
+            ),
             cuts=cuts,
-            **{**HYPER, **hyper},
         )
     return p, state, before
 

@@ -25,10 +25,9 @@ def simulated(layout, steps: int, **hyper):
     for t in range(steps):
         g = gradients_of(t, layout)
         for number, name in enumerate(SHAPES):
-            given = {**HYPER, **hyper, "seed": SEED * layout.stochastic, "tensor": number}
-            p[name], state[name] = sim.step(
-                p[name], g[name], state[name], learning_rate=1e-3, layout=layout, **given
-            )
+            given = {**HYPER, **hyper, "seed": SEED * layout.stochastic}
+            optimizer = sim.AdamW(learning_rate=1e-3, layout=layout, **given)
+            p[name], state[name] = sim.step(p[name], g[name], state[name], optimizer, tensor=number)
         yield p, state
 
 

@@ -36,13 +36,11 @@ def measured(layout, place=lambda x: x) -> int:
         state, found = step(jax.tree.map(lambda x: place(jnp.asarray(x)), g), state, p)
         rows = dict(zip(sorted(SHAPES), health.numbers(found), strict=True))
         for number, name in enumerate(sorted(SHAPES)):
-            given = {
-                "learning_rate": 1e-3,
-                "layout": layout,
-                "seed": 7 * layout.stochastic,
-                "tensor": number,
-            }
-            after = sim.step(start()[name], g[name], expected[name], **given)[1]
+            seed = 7 * layout.stochastic
+            optimizer_of_sim = sim.AdamW(learning_rate=1e-3, layout=layout, seed=seed)
+            after = sim.step(
+                start()[name], g[name], expected[name], optimizer_of_sim, tensor=number
+            )[1]
             wanted = simulated.numbers(
                 g[name], expected[name], after, b1=0.9, b2=0.95, eps=1e-8, layout=layout
             )
@@ -125,9 +123,7 @@ def test_large_ratios_stay_in_range():  # O-12
             np.ones(2, np.float32),
             np.asarray(g["w"]),
             sim.init((2,), layout),
-            learning_rate=1e-3,
-            eps=2.0**-50,
-            layout=layout,
+            sim.AdamW(learning_rate=1e-3, eps=2.0**-50, layout=layout),
         )[1],
         b1=0.9,
         b2=0.95,

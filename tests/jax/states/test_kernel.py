@@ -87,7 +87,7 @@ def test_its_bits_are_the_simulators(name, cut):  # O-2 to O-11
         scalars = shared.scalars(t + 1, b1=0.9, b2=0.95, eps=1e-8, **HYPER)
         at = moments.Scalars(*map(jnp.float32, scalars))
         p, *both = step(p, put(g / np.float32(2)), both, at, jnp.float32(2), jnp.bool_(True))
-        wanted, state = sim.step(wanted, g, state, layout=layout, **HYPER)
+        wanted, state = sim.step(wanted, g, state, sim.AdamW(layout=layout, **HYPER))
         assert count(p, both, wanted, state) == 0
     if cut is not None:
         text = step.lower(p, put(g), both, at, jnp.float32(1), jnp.bool_(True)).compile().as_text()
@@ -124,7 +124,7 @@ def test_masters_have_the_simulators_bits(cut):  # O-14, O-15
             *map(jnp.float32, shared.scalars(t + 1, b1=0.9, b2=0.95, eps=1e-8, **HYPER))
         )
         p, *stored = step(put(w), put(g), stored, at, jnp.float32(1), jnp.bool_(True))
-        wanted, state = sim.step(wanted, g, state, layout=layout, **HYPER)
+        wanted, state = sim.step(wanted, g, state, sim.AdamW(layout=layout, **HYPER))
         # NaN of either sign
         assert differing(p, np.asarray(sim.weight(wanted, layout), np.float32)) == 0 or t == 2
         for one, other in zip(stored, (state.m, state.v, wanted), strict=True):

@@ -18,7 +18,7 @@ def near_ties(layout, rng) -> np.ndarray:
     """
     g = np.exp2(rng.uniform(-12, -4, (32, layout.m.block))).astype(np.float32)
     stored = sim.step(
-        np.zeros_like(g), g, sim.init(g.shape, layout), learning_rate=0.0, layout=layout
+        np.zeros_like(g), g, sim.init(g.shape, layout), sim.AdamW(learning_rate=0.0, layout=layout)
     )[1].m
     numbers = sim_cast.decode(np.arange(40, 126, dtype=np.uint8), layout.m.fmt).astype(np.float64)
     ties = rng.choice((numbers[:-1] + numbers[1:]) / 2, g.shape)
@@ -44,7 +44,9 @@ def test_quotients_next_to_ties_are_quotients(name):  # O-7, O-10
     found = compiled(optimizer)(
         {"p": jnp.asarray(g)}, optimizer.init({"p": jnp.asarray(p)}), {"p": jnp.asarray(p)}
     )[1]
-    expected = sim.step(p, g, sim.init(p.shape, layout), learning_rate=1e-3, layout=layout)[1]
+    expected = sim.step(
+        p, g, sim.init(p.shape, layout), sim.AdamW(learning_rate=1e-3, layout=layout)
+    )[1]
     for mine, theirs in (
         (of_parameter(found.m, "p"), expected.m),
         (of_parameter(found.v, "p"), expected.v),

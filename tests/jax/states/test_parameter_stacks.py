@@ -79,10 +79,7 @@ def steps_of_each(layout, steps: int):
                     p,
                     one,
                     state,
-                    learning_rate=1e-2,
-                    weight_decay=0.1,
-                    layout=layout,
-                    seed=seed,
+                    sim.AdamW(learning_rate=1e-2, weight_decay=0.1, layout=layout, seed=seed),
                     tensor=number,
                 )
                 for (p, state), one, number in zip(

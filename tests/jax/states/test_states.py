@@ -57,9 +57,7 @@ def simulated_masters(layout, steps: int):
                 p[name],
                 g[name],
                 state[name],
-                learning_rate=1e-2,
-                layout=layout,
-                **seeded(layout),
+                sim.AdamW(learning_rate=1e-2, layout=layout, **seeded(layout)),
                 tensor=number,
             )
         yield dict(p), dict(state)
@@ -144,7 +142,9 @@ def test_copies_are_those_of_a_cast_of_the_weights(name):  # O-16
     found = optimizer.init(p)
     for t in range(3):
         g = gradients_of(t)["ragged"]
-        master, state = sim.step(master, g, state, learning_rate=1e-2, layout=layout, **HYPER)
+        master, state = sim.step(
+            master, g, state, sim.AdamW(learning_rate=1e-2, layout=layout, **HYPER)
+        )
         found = jax.jit(optimizer.update)({"w": jnp.asarray(g)}, found, p)[1]
         copy, wanted = (
             jax.jit(lambda s: states.copies(s, layout, "tensorwise"))(found)["w"],
@@ -260,7 +260,9 @@ def test_explicit_axes_change_nothing(name, of, shape):  # O-11
         state = optimizer.init(own)
         found = jax.jit(optimizer.update)(own, state, own)
         stepped = jax.eval_shape(
-            functools.partial(states.step, learning_rate=1e-3, layout=name, **HYPER),
+            functools.partial(
+                states.step, optimizer=states.AdamW(learning_rate=1e-3, layout=name, **HYPER)
+            ),
             own,
             own,
             state,
@@ -384,7 +386,9 @@ def test_a_learning_rate_that_optax_injects(jitted):  # O-3
         state.hyperparams["learning_rate"] = jnp.float32(rate)
         updates, state = update(g, state, p)
         p = optax.apply_updates(p, updates)
-        wanted, of_sim = sim.step(wanted, np.asarray(g["w"]), of_sim, learning_rate=rate, **HYPER)
+        wanted, of_sim = sim.step(
+            wanted, np.asarray(g["w"]), of_sim, sim.AdamW(learning_rate=rate, **HYPER)
+        )
         assert differing(p["w"], wanted) == 0
         assert differing(state.inner_state.m.codes["w"], of_sim.m.codes) == 0
     with pytest.raises(
@@ -423,7 +427,7 @@ def test_masked_and_several_optimizers():
         np.ones((2, 128), np.float32),
         np.full((2, 128), 0.5, np.float32),
         sim.init((2, 128)),
-        learning_rate=1e-3,
+        sim.AdamW(learning_rate=1e-3),
     )
     assert differing(p["w"] + updates["w"], wanted) == 0
     assert (updates["b"] == -0.5).all()
@@ -482,7 +486,7 @@ def test_a_step_of_an_ensemble(jitted):
         jnp.stack([jnp.full((2, 128), x) for x in (1.0, 3.0)]),
         jnp.linspace(-1, 1, 512).reshape(2, 2, 128),
     )
-    one = functools.partial(states.step, learning_rate=1e-3, **HYPER)
+    one = functools.partial(states.step, optimizer=states.AdamW(learning_rate=1e-3, **HYPER))
     optimizer = states.adamw(1e-3, **HYPER)
     found = (jax.vmap(jax.jit(one)) if jitted else jax.vmap(one))(p, g, jax.vmap(optimizer.init)(p))
     for i in range(2):
@@ -503,8 +507,7 @@ def test_what_is_not_finite_is_nan():  # O-2
             np.ones((2, 256), np.float32),
             np.asarray(g),
             sim.init((2, 256), layout),
-            learning_rate=1e-3,
-            layout=layout,
+            sim.AdamW(learning_rate=1e-3, layout=layout),
         )
         assert (
             differing(state.m.codes["w"], wanted.m.codes) == 0 or wanted.m.codes.dtype != np.uint8

@@ -17,7 +17,7 @@ def run(g: np.ndarray, layout):
     before = state
     for row in g:
         before = state
-        p, state = states.step(p, row, state, learning_rate=1e-3, layout=layout)
+        p, state = states.step(p, row, state, states.AdamW(learning_rate=1e-3, layout=layout))
     return state, before
 
 

@@ -94,7 +94,9 @@ def test_a_predicted_amax_is_never_violated(name, seed, b2):  # O-9
             )
             assert (np.abs(x) <= (F32(b) * kept + F32(a) * new)[group]).all()
         before = state
-        p, state = states.step(p, row, state, learning_rate=1e-3, b2=b2, layout=layout)
+        p, state = states.step(
+            p, row, state, states.AdamW(learning_rate=1e-3, b2=b2, layout=layout)
+        )
         found = health.measure(row, before, state, b2=b2, layout=layout)
         assert (found.clipped_m, found.clipped_v) == (0, 0)
 
@@ -104,7 +106,7 @@ def test_previous_amaxes_make_the_scale_of_the_next_step():  # O-9
     g = np.float32([[1, 0.5], [4, 1], [0, 0]])
     state, p, found = states.init((2,), layout), np.zeros(2, F32), []
     for row in g:
-        p, new = states.step(p, row, state, learning_rate=0.0, b1=0.0, layout=layout)
+        p, new = states.step(p, row, state, states.AdamW(learning_rate=0.0, b1=0.0, layout=layout))
         found.append(
             (
                 float(new.m.scale_inv),
@@ -125,10 +127,14 @@ def test_previous_amaxes_make_the_scale_of_the_next_step():  # O-9
 def test_stochastic_rounding_is_unbiased():  # O-8
     layout = ALL["stochastic"]
     g, p = gradients(11, 64, 1, widest=3)[0] + F32(0.01), np.zeros(64, F32)
-    exact = states.step(p, g, states.init((64,), "float32"), learning_rate=0.0, layout="float32")[1]
+    exact = states.step(
+        p, g, states.init((64,), "float32"), states.AdamW(learning_rate=0.0, layout="float32")
+    )[1]
     trials = 400
     found = [
-        states.step(p, g, states.init((64,), layout), learning_rate=0.0, layout=layout, seed=i)[1]
+        states.step(
+            p, g, states.init((64,), layout), states.AdamW(learning_rate=0.0, layout=layout, seed=i)
+        )[1]
         for i in range(trials)
     ]
     m = np.mean([states.decode(s, layout)[0].astype(np.float64) for s in found], axis=0)
@@ -166,7 +172,10 @@ def test_expansions_by_hand():  # O-10
     ):
         g = np.float32([1, 1 / ratio, 0, 0])
         _, state = states.step(
-            np.zeros(4, F32), g, states.init((4,), layout), learning_rate=0.0, layout=layout, b1=0.5
+            np.zeros(4, F32),
+            g,
+            states.init((4,), layout),
+            states.AdamW(learning_rate=0.0, layout=layout, b1=0.5),
         )
         assert float(state.m.exponent[0]) == k, ratio
         m, _ = states.decode(state, layout)

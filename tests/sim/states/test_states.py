@@ -33,7 +33,9 @@ def test_the_worked_example():  # O-4, O-6, O-7
     p, state = np.float32([4, 1, -2, 0.5]), states.init((4,), "sqrt_e4m3")
     found = []
     for g in ([1, -0.3, 1e-4, 0], [0, 0.5, -1e-4, 1e-20]):
-        p, state = states.step(p, np.float32(g), state, learning_rate=0.25, weight_decay=0.5)
+        p, state = states.step(
+            p, np.float32(g), state, states.AdamW(learning_rate=0.25, weight_decay=0.5)
+        )
         found.append(
             [
                 bits(x)
@@ -136,7 +138,10 @@ def test_float32_states_are_adamw(b2):  # O-5, O-6
     p = q.astype(np.float64)
     for t, row in enumerate(g.astype(F32), 1):
         q, state = states.step(
-            q, row, state, learning_rate=0.01, b2=b2, weight_decay=0.1, layout="float32"
+            q,
+            row,
+            state,
+            states.AdamW(learning_rate=0.01, b2=b2, weight_decay=0.1, layout="float32"),
         )
         m, v = 0.9 * m + 0.1 * row, b2 * v + (1 - b2) * row.astype(np.float64) ** 2
         p = p - 0.01 * (m / (1 - 0.9**t) / (np.sqrt(v / (1 - b2**t)) + 1e-8) + 0.1 * p)
@@ -162,9 +167,12 @@ def test_the_shape_of_a_tensor_does_not_matter():  # O-1, O-11
         flat, deep = states.init((600,), layout), states.init((2, 3, 100), layout)
         q = p.reshape(2, 3, 100)
         for row in g:
-            p, flat = states.step(p, row, flat, learning_rate=0.1, layout=layout)
+            p, flat = states.step(p, row, flat, states.AdamW(learning_rate=0.1, layout=layout))
             q, deep = states.step(
-                q, np.asfortranarray(row.reshape(2, 3, 100)), deep, learning_rate=0.1, layout=layout
+                q,
+                np.asfortranarray(row.reshape(2, 3, 100)),
+                deep,
+                states.AdamW(learning_rate=0.1, layout=layout),
             )
         np.testing.assert_array_equal(p, q.reshape(-1))
         np.testing.assert_array_equal(flat.v.codes, deep.v.codes.reshape(-1))
@@ -189,8 +197,12 @@ def test_float32_states_stay_below_the_bound(seed, betas, size, hard):  # O-3, O
     q, other = p, under(state, bounded)
     for row in g:
         before = other
-        p, state = states.step(p, row, state, learning_rate=1e-3, b1=b1, b2=b2, layout="float32")
-        q, other = states.step(q, row, other, learning_rate=1e-3, b1=b1, b2=b2, layout=bounded)
+        p, state = states.step(
+            p, row, state, states.AdamW(learning_rate=1e-3, b1=b1, b2=b2, layout="float32")
+        )
+        q, other = states.step(
+            q, row, other, states.AdamW(learning_rate=1e-3, b1=b1, b2=b2, layout=bounded)
+        )
         assert health.measure(row, before, other, b1=b1, b2=b2, layout=bounded).bounded == 0
     np.testing.assert_array_equal(p, q)
     if hard:  # the bound is sharp, up to its factor of 1 + 2^-7 and eps
@@ -220,10 +232,9 @@ def run_masters(g: np.ndarray, layout, *, start=None, seed: int = 0, cuts=(), **
             "weight_decay": 0.1,
             "layout": layout,
             "seed": seed,
-            "cuts": cuts,
             **hyper,
         }
-        p, state = states.step(p, row, state, **given)
+        p, state = states.step(p, row, state, states.AdamW(**given), cuts=cuts)
     return p, state
 
 
@@ -243,13 +254,13 @@ def test_masters_against_a_second_implementation(name):  # O-14, O-15
             before,
             row,
             under(state, plain),
-            learning_rate=1e-2,
-            weight_decay=0.1,
-            layout=plain,
-            seed=7,
+            states.AdamW(learning_rate=1e-2, weight_decay=0.1, layout=plain, seed=7),
         )
         master, state = states.step(
-            master, row, state, learning_rate=1e-2, weight_decay=0.1, layout=layout, seed=7
+            master,
+            row,
+            state,
+            states.AdamW(learning_rate=1e-2, weight_decay=0.1, layout=layout, seed=7),
         )
         for one, two in zip(state[1:3], expected[1:3], strict=True):
             assert_same(one, two)
@@ -315,13 +326,12 @@ def test_a_predicted_amax_of_a_master_is_never_violated(seed, rate, decay, betas
             states.weight(p, layout),
             row,
             under(state, LAYOUTS["sqrt_e4m3"]),
-            **given,
-            layout="sqrt_e4m3",
+            states.AdamW(**given, layout="sqrt_e4m3"),
         )[0]
         s = data.scalars(t, eps=1e-8, **given)
         bound = p.amax + moments.change(F32(s.bound), p.amax, s)
         assert np.abs(exact).max() <= bound
-        p, state = states.step(p, row, state, **given, layout=layout)
+        p, state = states.step(p, row, state, states.AdamW(**given, layout=layout))
         assert (
             np.abs(p.codes).max() < layout.master.fmt.max
             or bound * (1 / p.scale_inv) <= layout.master.fmt.max
@@ -384,10 +394,14 @@ def test_wrong_masters_are_refused():  # O-14
         ValueError,
         match=r"layout 'msamp_o2' takes masters: states.master\(p, layout\); got ndarray",
     ):
-        states.step(w, g, states.init((4,), "msamp_o2"), learning_rate=1e-3, layout="msamp_o2")
+        states.step(
+            w, g, states.init((4,), "msamp_o2"), states.AdamW(learning_rate=1e-3, layout="msamp_o2")
+        )
     p = states.master(w, "msamp_o2")
     with pytest.raises(ValueError, match="layout 'msamp' takes weights; got MomentState"):
-        states.step(p, g, states.init((4,), "msamp"), learning_rate=1e-3, layout="msamp")
+        states.step(
+            p, g, states.init((4,), "msamp"), states.AdamW(learning_rate=1e-3, layout="msamp")
+        )
     with pytest.raises(ValueError, match="masters of layout 'te' are the float32 weights"):
         states.master(w, "te")
     with pytest.raises(ValueError, match="weights are float32; got float64"):
@@ -423,11 +437,10 @@ def test_random_numbers_differ_by_seed_step_tensor_and_moment():  # O-8
             np.zeros(256, F32),
             g[0],
             states.init((256,), layout),
-            learning_rate=0.0,
-            layout=layout,
-            **key,
+            states.AdamW(learning_rate=0.0, layout=layout, seed=seed),
+            tensor=tensor,
         )[1].m.codes
-        for key in ({}, {"seed": 1}, {"tensor": 1}, {})
+        for seed, tensor in ((0, 0), (1, 0), (0, 1), (0, 0))
     ]
     assert (found[0] != found[1]).any()
     assert (found[0] != found[2]).any()
@@ -454,11 +467,9 @@ def test_flushing_subnormals_changes_nothing(name):  # O-2, O-4 to O-7
                 q,
                 row,
                 state,
-                learning_rate=hyper,
-                weight_decay=0.1,
-                eps=2.0**-50,
-                layout=layout,
-                seed=3,
+                states.AdamW(
+                    learning_rate=hyper, weight_decay=0.1, eps=2.0**-50, layout=layout, seed=3
+                ),
             )
         return q, state
 
@@ -530,15 +541,11 @@ WRONG = [
 
 @pytest.mark.parametrize(("changes", "message"), WRONG)
 def test_wrong_input_is_refused(changes, message):  # O-1, O-2
-    given = {
-        "p": np.zeros(4, F32),
-        "g": np.zeros(4, F32),
-        "state": states.init((4,)),
-        "learning_rate": 1e-3,
-        **changes,
-    }
+    given = {"p": np.zeros(4, F32), "g": np.zeros(4, F32), "state": states.init((4,)), **changes}
+    names = ("p", "g", "state", "tensor", "cuts")
+    operands = {name: given.pop(name) for name in names if name in given}
     with pytest.raises(ValueError, match=message):
-        states.step(given.pop("p"), given.pop("g"), given.pop("state"), **given)
+        states.step(optimizer=states.AdamW(learning_rate=1e-3, **given), **operands)
 
 
 def test_wrong_states_are_refused():  # O-4
@@ -561,16 +568,21 @@ def test_states_of_a_changed_layout_of_the_same_name_are_refused():  # O-17
         r"False\. States of another"
     )
     for refused in (
-        lambda: states.step(w, g, state, learning_rate=1e-3),
+        lambda: states.step(w, g, state, states.AdamW(learning_rate=1e-3)),
         lambda: states.decode(state),
         lambda: health.measure(
-            g, state, states.step(w, g, state, learning_rate=1e-3, layout=changed)[1]
+            g, state, states.step(w, g, state, states.AdamW(learning_rate=1e-3, layout=changed))[1]
         ),
     ):
         with pytest.raises(ValueError, match=said):
             refused()
     # a name decides nothing
-    states.step(w, g, state, learning_rate=1e-3, layout=dataclasses.replace(changed, name="mine"))
+    states.step(
+        w,
+        g,
+        state,
+        states.AdamW(learning_rate=1e-3, layout=dataclasses.replace(changed, name="mine")),
+    )
     with pytest.raises(
         ValueError, match=r"holds the decisions of its layout as text .* got 'sqrt_e4m3'\. Use init"
     ):
@@ -581,7 +593,8 @@ def test_bfloat16_gradients_are_widened():
     g = gradients(1, 256, 1)[0].astype(ml_dtypes.bfloat16)
     state = states.init((256,))
     one, two = (
-        states.step(np.ones(256, F32), x, state, learning_rate=0.1)[0] for x in (g, g.astype(F32))
+        states.step(np.ones(256, F32), x, state, states.AdamW(learning_rate=0.1))[0]
+        for x in (g, g.astype(F32))
     )
     np.testing.assert_array_equal(one, two)
 

@@ -56,7 +56,7 @@ def test_torchao_has_these_codes_and_scales(shape, b2):  # O-13
         weight.grad, before = torch.tensor(g), p
         optimizer.step()
         p, state = states.step(
-            p, g, state, learning_rate=1e-3, layout="torchao", **{**HYPER, "b2": b2}
+            p, g, state, states.AdamW(learning_rate=1e-3, layout="torchao", **{**HYPER, "b2": b2})
         )
         for name, mine in (("exp_avg", state.m), ("exp_avg_sq", state.v)):
             theirs = optimizer.state[weight][name]
@@ -117,7 +117,9 @@ def test_ms_amps_formulas(seed):  # O-13
     state, q = states.init((size,), "msamp"), p
     theirs = (np.zeros(size, np.uint8), F32(1), np.zeros(size, np.float16), F32(1))
     for t, g in enumerate(gradients((size,), 30, seed=seed), 1):
-        p, state = states.step(p, g, state, learning_rate=1e-3, layout="msamp", **hyper)
+        p, state = states.step(
+            p, g, state, states.AdamW(learning_rate=1e-3, layout="msamp", **hyper)
+        )
         q, *theirs = msamp_step(q, g, *theirs, lr=1e-3, t=t, **hyper)
         np.testing.assert_array_equal(state.m.codes, theirs[0])
         np.testing.assert_array_equal(state.v.codes, theirs[2].astype(F32))
@@ -147,11 +149,11 @@ def test_ms_amps_masters(seed):  # O-13, O-15
             states.weight(p, layout),
             g,
             under(state, plain),
-            learning_rate=1e-2,
-            layout=plain,
-            **HYPER,
+            states.AdamW(learning_rate=1e-2, layout=plain, **HYPER),
         )
-        p, state = states.step(p, g, state, learning_rate=1e-2, layout=layout, **HYPER)
+        p, state = states.step(
+            p, g, state, states.AdamW(learning_rate=1e-2, layout=layout, **HYPER)
+        )
         scale = msamp_scale(np.abs(new).max(), 65504.0)
         np.testing.assert_array_equal(p.codes, (new * scale).astype(np.float16).astype(F32))
         assert bits(p.scale_inv) == bits(F32(1) / scale)
@@ -205,7 +207,7 @@ def test_transformer_engines_states(seed):  # O-13
     m_inv = v_inv = F32(1)
     at = data.scalars(1, learning_rate=1e-3, **HYPER)
     for g in gradients((size,), 20, seed=seed):
-        p, state = states.step(p, g, state, learning_rate=1e-3, layout="te", **HYPER)
+        p, state = states.step(p, g, state, states.AdamW(learning_rate=1e-3, layout="te", **HYPER))
         m = F32(at.b1) * (values(m8) * m_inv) + F32(at.a1) * g
         v = F32(at.b2) * (values(v8) * v_inv) + F32(at.a2) * (g * g)
         (m8, m_inv), (v8, v_inv) = te_state(m), te_state(v)
@@ -219,7 +221,10 @@ def test_transformer_engine_divides_by_a_zero_amax():  # O-13
         codes, inverse = te_state(np.zeros(4, F32))
         assert np.isnan(values(codes) * inverse).all()
     state = states.step(
-        np.ones(4, F32), np.zeros(4, F32), states.init((4,), "te"), learning_rate=1e-3, layout="te"
+        np.ones(4, F32),
+        np.zeros(4, F32),
+        states.init((4,), "te"),
+        states.AdamW(learning_rate=1e-3, layout="te"),
     )[1]
     assert (states.decode(state, "te")[0] == 0).all()
 
@@ -299,7 +304,7 @@ def test_coats_kernel_with_exponents_of_the_subset(spread):  # O-10, O-13
     moment = data.LAYOUTS["coat"].m
     layout = data.Layout(name="m", m=moment)
     state = states.step(
-        p, x, states.init((size,), layout), learning_rate=0.0, b1=0.0, layout=layout
+        p, x, states.init((size,), layout), states.AdamW(learning_rate=0.0, b1=0.0, layout=layout)
     )[1].m
     codes, scale, exponent, center = coat_state(x, "subset")
     np.testing.assert_array_equal(state.exponent, exponent)

@@ -30,13 +30,9 @@ def expected(layout, steps: int):
         found = {}
         for name, g in gradients_of(t).items():
             number = list(SHAPES).index(name)
-            given = {
-                "learning_rate": 1e-3,
-                "layout": layout,
-                "seed": 7 * layout.stochastic,
-                "tensor": number,
-            }
-            after = sim.step(start()[name], g, state[name], **given)[1]
+            seed = 7 * layout.stochastic
+            optimizer = sim.AdamW(learning_rate=1e-3, layout=layout, seed=seed)
+            after = sim.step(start()[name], g, state[name], optimizer, tensor=number)[1]
             found[name] = simulated.numbers(
                 g, state[name], after, b1=0.9, b2=0.95, eps=1e-8, layout=layout
             )

@@ -59,13 +59,19 @@ def test_float32_parameters_hold_what_a_master_reads():  # O-14
         g = gradients_of(t)["ragged"]
         p.grad = torch.tensor(g)
         optimizer.step()
-        master, state = sim.step(master, g, state, learning_rate=1e-3, layout=layout, **HYPER)
+        master, state = sim.step(
+            master, g, state, sim.AdamW(learning_rate=1e-3, layout=layout, **HYPER)
+        )
         assert count(optimizer, p, master, state) == 0
     with torch.no_grad():
         p.add_(1.0)  # from outside: the master is what the next step reads
     optimizer.step()
     assert (
-        count(optimizer, p, *sim.step(master, g, state, learning_rate=1e-3, layout=layout, **HYPER))
+        count(
+            optimizer,
+            p,
+            *sim.step(master, g, state, sim.AdamW(learning_rate=1e-3, layout=layout, **HYPER)),
+        )
         == 0
     )
 
@@ -330,7 +336,10 @@ def test_groups_closures_and_parameters_without_gradients():
     assert not optimizer.state[p["vector"]]
     assert torch.equal(p["ragged"], torch.tensor(start()["ragged"]))
     wanted = sim.step(
-        start()["blocks"], gradients_of(0)["blocks"], sim.init(SHAPES["blocks"]), learning_rate=1e-3
+        start()["blocks"],
+        gradients_of(0)["blocks"],
+        sim.init(SHAPES["blocks"]),
+        sim.AdamW(learning_rate=1e-3),
     )
     assert count(optimizer, p["blocks"], *wanted) == 0
     m, v = states.decode(optimizer, p["blocks"])
@@ -368,8 +377,7 @@ def test_pieces_and_parameters_that_are_not_contiguous(monkeypatch):  # O-11
         start()["ragged"],
         gradients_of(0)["ragged"],
         sim.init(SHAPES["ragged"]),
-        learning_rate=1e-3,
-        **HYPER,
+        sim.AdamW(learning_rate=1e-3, **HYPER),
     )
     assert count(optimizer, p, *wanted) == 0
 
@@ -396,8 +404,7 @@ def test_what_is_not_finite_is_nan():  # O-2
             np.ones((2, 256), np.float32),
             g.numpy(),
             sim.init((2, 256), layout),
-            learning_rate=1e-3,
-            layout=layout,
+            sim.AdamW(learning_rate=1e-3, layout=layout),
         )
         assert p.isnan().sum() == 1, name
         assert (

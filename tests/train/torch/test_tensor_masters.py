@@ -39,16 +39,16 @@ def compared(config, tokens):
     for name, g in mine.items():
         # a power of two and the same amax: the same codes
         master = sim.master(before[name], "msamp_o2")
-        given = {
-            "b1": keys.beta1,
-            "b2": keys.beta2,
-            "eps": keys.eps,
-            "weight_decay": keys.weight_decay if g.ndim > 1 else 0.0,
-        }
         rate = float(np.float32(keys.learning_rate_at(0, config.run.steps)))
-        new, _ = sim.step(
-            master, g, sim.init(g.shape, "msamp_o2"), learning_rate=rate, layout="msamp_o2", **given
+        optimizer = sim.AdamW(
+            learning_rate=rate,
+            b1=keys.beta1,
+            b2=keys.beta2,
+            eps=keys.eps,
+            weight_decay=keys.weight_decay if g.ndim > 1 else 0.0,
+            layout="msamp_o2",
         )
+        new, _ = sim.step(master, g, sim.init(g.shape, "msamp_o2"), optimizer)
         unlike += [f"{name} after a step"] * bool(
             differing(after[name], sim.weight(new, "msamp_o2"))
         )
