@@ -60,15 +60,15 @@ def _by_kernel_scales(recipe: Recipe) -> Recipe:
     kernel does.
     """
 
-    def of(spec: GemmSpec) -> GemmSpec:
+    def by_kernel(spec: GemmSpec) -> GemmSpec:
         return dataclasses.replace(spec, accumulate="fast", epilogue="scale_then_round")
 
-    changed = {
-        "output": of(recipe.output),
-        "grad_input": of(recipe.grad_input),
-        "grad_weight": of(recipe.grad_weight),
-    }
-    return Recipe(name=recipe.name, **changed)
+    return Recipe(
+        name=recipe.name,
+        output=by_kernel(recipe.output),
+        grad_input=by_kernel(recipe.grad_input),
+        grad_weight=by_kernel(recipe.grad_weight),
+    )
 
 
 GROUPED_RECIPES = {

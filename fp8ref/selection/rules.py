@@ -184,7 +184,7 @@ def with_casts(
     """A recipe of these casts. Where a GEMM has the casts of base, or of a recipe of ``like``, it
     is that GEMM, with its accumulation and epilogue; else it accumulates as base does, or fast for
     output and slow for gradients, and scales, then rounds."""
-    gemms = {}
+    gemms: dict[Gemm, GemmSpec] = {}
     for gemm, roles in OPERANDS.items():
         a, b = (casts[gemm, role] for role in roles)
         existing = next(
@@ -197,7 +197,7 @@ def with_casts(
             else None
         )
         gemms[gemm] = existing or GemmSpec(a=a, b=b, accumulate=sums)
-    recipe = Recipe(name=name, **gemms)
+    recipe = _recipe(name, gemms)
     recipes.delayed_casts(recipe)  # refuses two casts of one state
     return recipe
 
@@ -225,6 +225,15 @@ def to_manifest(decision: Decision) -> dict[str, str]:
     }
 
 
+def _recipe(name: str, gemms: dict[Gemm, GemmSpec]) -> Recipe:
+    return Recipe(
+        name=name,
+        output=gemms["output"],
+        grad_input=gemms["grad_input"],
+        grad_weight=gemms["grad_weight"],
+    )
+
+
 def _under(rule: Rule, number: int, decision: Decision) -> Decision:
     before = casts_of(decision.recipe)
     after = {
@@ -243,11 +252,11 @@ def _under(rule: Rule, number: int, decision: Decision) -> Decision:
     base = decision.recipe.name.split(" with ")[0]
     like = [RECIPES[rule.recipe]] if rule.recipe else []
     recipe = with_casts(decision.recipe, after, f"{base} with rules", like)
-    gemms: dict = {
+    changed = {
         gemm: dataclasses.replace(recipe.gemms[gemm], epilogue=epilogue)
         for gemm, epilogue in epilogues.items()
     }
-    recipe = dataclasses.replace(recipe, **gemms)
+    recipe = _recipe(recipe.name, recipe.gemms | changed)
     if recipe.fp8:
         check_shape(decision.path, decision.shape, recipe)
     reason = (

@@ -86,12 +86,16 @@ def table(recipes: Mapping[str, Any]) -> str:
         name for name, recipe in recipes.items() if recipe.in_blocks and name not in four_bits
     ]
     whole = [name for name in recipes if name not in (*four_bits, *blocks)]
-    names = {
-        key: ", ".join(f"`{name}`" for name in group)
-        for key, group in (("whole", whole), ("blocks", blocks), ("four_bits", four_bits))
-    }
+    whole_names, block_names, four_bit_names = (
+        _listed(f"`{name}`" for name in group) for group in (whole, blocks, four_bits)
+    )
     rows = ["| | simulator | JAX | PyTorch |", "|---|---|---|---|"]
-    rows += [f"| {' | '.join(feature)} |".format(**names) for feature in FEATURES]
+    rows += [
+        f"| {' | '.join(feature)} |".format(
+            whole=whole_names, blocks=block_names, four_bits=four_bit_names
+        )
+        for feature in FEATURES
+    ]
     return "\n".join(rows) + "\n"
 
 

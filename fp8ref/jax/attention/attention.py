@@ -39,6 +39,7 @@ from fp8ref.jax.distributed import sharding
 from fp8ref.jax.gemm import hardware
 from fp8ref.jax.transforms import derivatives
 from fp8ref.jax.transforms.eager import as_one_program
+from fp8ref.spec import support
 from fp8ref.spec.attention import variants as data
 from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import Mask, Variant
@@ -207,7 +208,7 @@ def backward(
     Source:   spec A-14 to A-16.
     """
     call = DeviceCall.resolve(variant, mask)
-    call.check_differentiable()
+    support.require("gradients of attention", "jax", call.variant)
     if not isinstance(result, Result):
         raise ValueError(f"result is what forward gave; got {type(result).__name__}.")
     result = result._replace(o=data.in_layout(call.layout, result.o))
@@ -259,7 +260,7 @@ def observed(
 def _saved(qkv: Inputs, carried: Carried, call: DeviceCall):
     """What the layer gives, and what the backward pass needs: codes, o and the log-sum-exp. q, k
     and v themselves where it quantizes them along other axes (A-16), or not at all (A-14)."""
-    call.check_differentiable()
+    support.require("gradients of attention", "jax", call.variant)
     if jax.typeof(qkv.q).sharding.mesh.manual_axes and not sharding.checks_variance(qkv.q):
         raise ValueError(
             f"{call.name}: gradients inside shard_map need check_vma=True; without it, those of "

@@ -128,15 +128,6 @@ class Call:
             **{field.name: getattr(variant, field.name) for field in dataclasses.fields(Call)}
         )
 
-    def check_differentiable(self) -> None:
-        """ValueError for a variant without a backward pass."""
-        if self.variant.backward is None:
-            names = [name for name, one in variants.VARIANTS.items() if one.backward is not None]
-            raise ValueError(
-                f"variant {self.variant.name!r} has no backward pass (A-1). Use one of "
-                f"{', '.join(names)}, or attention.differentiated(variant, 'bf16') of fp8ref."
-            )
-
     def check_nothing_kept(self) -> None:
         """ValueError of a call whose function gives the output alone."""
         if self.keep_p or self.keep_s or self.keep_ds:

@@ -5,7 +5,6 @@ by_name("msamp_o2/none")     # all in float32, in the order of operations of msa
 """
 
 import dataclasses
-from typing import Any
 
 from fp8ref.formats import FLOAT32
 from fp8ref.spec.states import layouts
@@ -35,11 +34,9 @@ def by_name(layout: str) -> Layout:
             f"of layout {name!r} the narrow parts are {', '.join(narrow(whole)) or NONE}; got "
             f"{layout!r}. Name some, joined by +, or {name}/{NONE}."
         )
-    kept: dict[str, Any] = {
-        part: getattr(whole, part) if part in parts else Moment() for part in PARTS
-    }
-    blocks = kept["m"].block is not None or kept["v"].block is not None
-    return dataclasses.replace(whole, name=layout, ragged=whole.ragged or not blocks, **kept)
+    m, v, master = (getattr(whole, part) if part in parts else Moment() for part in PARTS)
+    ragged = whole.ragged or (m.block is None and v.block is None)
+    return dataclasses.replace(whole, name=layout, ragged=ragged, m=m, v=v, master=master)
 
 
 def narrow(layout: Layout) -> tuple[str, ...]:
