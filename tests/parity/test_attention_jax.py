@@ -11,8 +11,10 @@ from helpers.attention import attention_cases as cases
 from helpers.attention.attention_cases import backward_options, call_options
 
 from fp8ref.jax.attention import attention
+from fp8ref.jax.gemm import hardware as jax_hardware
 from fp8ref.sim.attention import attention as sim
 from fp8ref.sim.attention.gradients import gradients as sim_gradients
+from fp8ref.sim.gemm import hardware
 from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import VARIANTS
 
@@ -79,6 +81,43 @@ def test_integers_have_the_simulators_bits(name, mask):  # A-2 to A-12
     assert found.saturated == wanted.saturated
     assert found.amaxes["s"] == wanted.amaxes["s"]
     assert found.amaxes["o"] == wanted.amaxes["o"]
+
+
+# A-4 to A-11, G-19, B-12
+@pytest.mark.parametrize(
+    ("name", "plan"), [("fa3", "hopper"), ("cudnn", "hopper"), ("cudnn", "exact")]
+)
+def test_under_simulated_hardware_all_bits_are_the_simulators(name, plan):
+    """Forward and backward, whose products are all of the plan; outside the context they are XLA's
+    again.
+    """
+    q, k, v, do = cases.normal(1, 2, 1, 40, 40)
+    how = {"variant": VARIANTS[name], "mask": cases.MASKS["causal"], "arithmetic": "stated"}
+    planned = hardware.attending(VARIANTS[name], hardware.by_name(plan))
+    backward_too = planned.backward == "cast"
+
+    @jax.jit
+    def passes(q, k, v, do):
+        result = attention.forward(q, k, v, **call_options(keep_p=True, **how))
+        return result, attention.backward(do, q, k, v, result, **backward_options(**how))[
+            :3
+        ] if backward_too else ()
+
+    own, _ = passes(q, k, v, do)
+    with jax_hardware.simulating(hardware.by_name(plan)):
+        found, gradients = passes(q, k, v, do)
+    stated = how | {"variant": planned}
+    wanted = sim.forward(q, k, v, **call_options(keep_p=True, **stated))
+    for key in ("p_codes", "lse", "o"):
+        np.testing.assert_array_equal(getattr(found, key), getattr(wanted, key), err_msg=key)
+    if backward_too:
+        others = sim_gradients.backward(do, q, k, v, wanted, **backward_options(**stated))
+        for role, mine in zip(("dq", "dk", "dv"), gradients, strict=True):
+            np.testing.assert_array_equal(mine, getattr(others, role), err_msg=role)
+    again, _ = passes(q, k, v, do)
+    np.testing.assert_array_equal(own.lse, again.lse)
+    if plan == "hopper":
+        assert (own.lse != found.lse).any()
 
 
 @pytest.mark.grid(2)

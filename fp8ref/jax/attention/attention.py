@@ -9,7 +9,8 @@ into blocks and tiles, ``output`` is the pass over them, ``gradients`` the backw
 real arithmetic.
 
 The products of codes are XLA's dots of FP8 operands, as those of ``linear``. They accumulate as the
-library does (G-7), so that a variant's ``plan`` only says whether fast accumulation is asked for. A
+library does (G-7), so that a variant's ``plan`` only says whether fast accumulation is asked for;
+inside ``hardware.simulating`` as simulated hardware does (G-19). A
 tile's product with v is a GEMM of its own, whose sum is added in float32: a variant whose
 ``promotion`` is None is run with 1.
 """
@@ -36,7 +37,6 @@ from fp8ref.jax.attention.operands import inputs as inputs
 from fp8ref.jax.attention.operands.inputs import DeviceCall, Inputs
 from fp8ref.jax.attention.output import Result
 from fp8ref.jax.distributed import sharding
-from fp8ref.jax.gemm import hardware
 from fp8ref.jax.transforms import derivatives
 from fp8ref.jax.transforms.eager import as_one_program
 from fp8ref.spec import support
@@ -136,8 +136,6 @@ def apply_with_stats(
     watcher = observer.watcher()
     measures = fp8 and (carried.tap is not None or watcher is not None)
     call = dataclasses.replace(call, measures=measures, watcher=watcher)
-    if call.multiply is not None:
-        _check_simulated(call, qkv)
     if call.tokens:
         context.check(call, qkv)
     scales = data.check_scales(carried.scales, call.variant, call.variant.roles)
@@ -171,7 +169,8 @@ def forward(
     Raises:   ValueError: an unknown variant, or one that this backend does not run; shapes, dtypes
               or documents that do not fit; scales for roles without one; features that the variant
               does not take; inside shard_map, a scale of a whole tensor without ``over``; a mesh of
-              Explicit axes; what a ``DeviceCall`` refuses.
+              Explicit axes; what a ``DeviceCall`` refuses; inside ``hardware.simulating`` a variant
+              without FP8 codes, MX blocks, a mesh outside shard_map.
     Source:   spec A-1 to A-13, A-22, A-23.
     """
     call = DeviceCall.resolve(variant, mask)
@@ -317,23 +316,6 @@ def _gradients(call: DeviceCall, saved, cotangents):
 
 
 derivatives.defvjp(_attention, _saved, _gradients)
-
-
-def _check_simulated(call: DeviceCall, qkv: Inputs) -> None:
-    """ValueError where simulated hardware cannot multiply: MX blocks, numbers above 8 bits, devices
-    other than CPUs.
-    """
-    if call.variant.fmt.bits != 8 or call.variant.granularity == "mx_1x32":
-        raise ValueError(
-            f"{call.name}: simulated hardware multiplies FP8 codes, and MX blocks are multiplied "
-            "dequantized. Use variant 'cudnn', or leave multiply out."
-        )
-    mesh = jax.typeof(qkv.q).sharding.mesh
-    hardware.check_devices(
-        mesh.size or 1,
-        mapped=bool(getattr(mesh, "manual_axes", ())),
-        platform=jax.default_backend(),
-    )
 
 
 def _scale_of_p(result: Result, call: DeviceCall) -> jax.Array:

@@ -24,6 +24,7 @@ from fp8ref.jax.attention.operands import heads
 from fp8ref.jax.attention.operands import inputs as inputs
 from fp8ref.jax.attention.operands import operands as operands
 from fp8ref.jax.attention.operands.inputs import DeviceCall, Inputs
+from fp8ref.jax.gemm import hardware
 from fp8ref.jax.quantize import cast, scales
 from fp8ref.jax.states import moments
 from fp8ref.jax.transforms import derivatives
@@ -68,11 +69,17 @@ def apply(
               pass.
     Raises:   ValueError: another variant than one with the granularity ``tensor`` in e4m3fn; a
               Call with what the kernel does not do; shapes, masks or a platform that it does not
-              take; a role without a scale; shard_map, or tensors on several devices.
+              take; a role without a scale; shard_map, or tensors on several devices;
+              ``hardware.simulating``.
     Source:   jax 0.10.2, jax/_src/cudnn/fused_attention_stablehlo.py; spec A-20.
     """
     _check_alone(q, k, v)
     call = DeviceCall.resolve(variant, mask)
+    hardware.refuse(
+        call.name,
+        "multiplies FP8 codes that it is given; got cuDNN's kernel, which is closed,",
+        ", or use fp8ref.jax.attention, whose tiles take it",
+    )
     call.check_nothing_kept()
     qkv = inputs.prepare(q, k, v, call, None, None)
     check(call, qkv.q.shape, qkv.k.shape, platform or jax.default_backend())

@@ -24,11 +24,7 @@ def check_recipe(recipe: str | Recipe | GroupedRecipe, name: str) -> GroupedReci
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     linear.check_recipe(recipe.recipe, name)
-    if hardware.active() is not None:
-        raise ValueError(
-            f"{name}: simulated hardware multiplies matrices, and no groups of rows; got grouped "
-            "GEMMs inside hardware.simulating. Take this layer out of it."
-        )
+    hardware.refuse(name, "multiplies matrices, and no groups of rows; got grouped GEMMs")
     for which, spec in recipe.recipe.gemms.items():
         for role, cast in zip(OPERANDS[which], (spec.a, spec.b), strict=True):
             if cast is None or role == "weight":

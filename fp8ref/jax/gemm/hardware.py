@@ -25,7 +25,7 @@ from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.spec import support
 from fp8ref.spec.hardware import Factor, Multiply
 
-__all__ = ["active", "check_devices", "simulating"]
+__all__ = ["active", "check_devices", "refuse", "simulating"]
 
 SCOPE = "simulated"
 """The first word in the scope of a simulated GEMM, ``simulated:<plan>:<fast or slow>``."""
@@ -48,10 +48,13 @@ _simulated = jax.make_user_context(default_value=None)
 
 
 def simulating(multiply: Multiply | None):
-    """In this context, multiply computes every FP8 GEMM of linears. None changes nothing.
+    """In this context, multiply computes every FP8 GEMM of linears and of attention. None changes
+    nothing.
 
-    Scope:    what is traced, or runs eagerly, in it: linears, contractions and Flax's hooks, in
-              both passes. jax.jit compiles a program for each multiply.
+    Scope:    what is traced, or runs eagerly, in it: linears, contractions, Flax's hooks and
+              attention by tiles, in both passes. What it cannot multiply is refused there: stacks
+              of matrices, experts, attention without FP8 codes, or by cuDNN's kernel. jax.jit
+              compiles a program for each multiply.
     """
     return contextlib.nullcontext() if multiply is None else _simulated(multiply)
 
@@ -59,6 +62,19 @@ def simulating(multiply: Multiply | None):
 def active() -> Multiply | None:
     """The function of the innermost context; None outside all contexts."""
     return _simulated.value
+
+
+def refuse(name: str, why: str, instead: str = "") -> None:
+    """ValueError, naming the layer, inside ``simulating``.
+
+    why      what simulated hardware does, and what it got.
+    instead  a remedy besides leaving the context.
+    """
+    if active() is not None:
+        raise ValueError(
+            f"{name}: simulated hardware {why} inside hardware.simulating. Take this layer out of "
+            f"it{instead}."
+        )
 
 
 def check(x: jax.Array, w: jax.Array, mode: sharding.Mode, name: str) -> None:

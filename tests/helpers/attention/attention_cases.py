@@ -113,7 +113,7 @@ class Bound(NamedTuple):
 def call_options(**options) -> dict:
     """Options of a forward pass, those that are static in one Call, or in JAX's ``DeviceCall``."""
     kind = Call
-    if {"over", "tokens", "layer", "multiply"} & set(options):
+    if {"over", "tokens", "layer"} & set(options):
         from fp8ref.jax.attention import DeviceCall
 
         kind = DeviceCall

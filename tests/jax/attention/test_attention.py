@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 from fp8ref.jax import delayed
 from fp8ref.jax.attention import DeviceCall, attention
 from fp8ref.jax.attention.operands import operands as attention_operands
+from fp8ref.jax.gemm import hardware
+from fp8ref.sim.gemm import hardware as sim_hardware
 from fp8ref.spec.attention import delayed as attention_delayed
 from fp8ref.spec.attention.variants import GRADIENT_ROLES, VARIANTS, Mask
 
@@ -267,6 +269,68 @@ def test_what_is_refused_on_a_mesh(mesh):
             ),
             variant="bf16",
         )
+
+
+HOPPER = sim_hardware.by_name("hopper")
+UNSIMULATED = {
+    "bf16": "'bf16': simulated hardware multiplies FP8 codes, .* got bfloat16 inside",
+    "exact": "'exact': simulated hardware multiplies FP8 codes, .* got real numbers inside",
+    "mxfp8": r"'mxfp8': .* got MX blocks inside hardware.simulating. Take this layer out of it, or "
+    "use variant 'cudnn'",
+}
+
+
+@pytest.mark.parametrize("name", UNSIMULATED)
+def test_what_simulated_hardware_cannot_multiply_is_refused(name):  # G-19
+    q, k, v, do = small()
+    with pytest.raises(ValueError, match=UNSIMULATED[name]), hardware.simulating(HOPPER):
+        attention.apply(q, k, v, variant=name)
+    with pytest.raises(ValueError, match=UNSIMULATED[name]), hardware.simulating(HOPPER):
+        attention.forward(q, k, v, variant=name)
+    result = attention.forward(q, k, v, variant=name)
+    with pytest.raises(ValueError, match=UNSIMULATED[name]), hardware.simulating(HOPPER):
+        attention.backward(do, q, k, v, result, variant=name)
+
+
+def test_simulated_hardware_on_a_mesh_is_refused(mesh, monkeypatch):  # G-21
+    monkeypatch.delenv("NPROC", raising=False)
+    tensors = [jnp.asarray(x) for x in cases.normal(2, 4, 4, 40, 40)[:3]]
+    cut, axes = P("data", "heads"), ("data", "heads")
+    tiles = functools.partial(attention.apply, variant=DeviceCall(variant="cudnn", over=axes))
+    mapped = jax.shard_map(tiles, mesh=mesh, in_specs=cut, out_specs=cut)
+    with (
+        hardware.simulating(HOPPER),
+        pytest.raises(ValueError, match=r"'cudnn': 8 devices of a CPU .* Set NPROC=32"),
+    ):
+        mapped(*tensors)
+    placed = [jax.device_put(x, NamedSharding(mesh, cut)) for x in tensors]
+    plain = functools.partial(attention.apply, variant="cudnn")
+    for run in (plain, jax.jit(plain)):
+        with (
+            hardware.simulating(HOPPER),
+            pytest.raises(
+                ValueError, match="on a mesh, simulated hardware multiplies inside shard_map"
+            ),
+        ):
+            run(*placed)
+
+
+def test_simulated_hardware_is_that_of_the_context():  # G-19
+    """Where gradients are taken after it, too; and a call brings none of its own."""
+    q, k, v, do = small()
+    run = functools.partial(attention.apply, variant="cudnn")
+    with hardware.simulating(HOPPER):
+        o, pullback = jax.vjp(run, q, k, v)
+        wanted = jax.vjp(run, q, k, v)[1](do)
+        text = jax.jit(run).lower(q, k, v).as_text()
+    assert "callback" in text
+    assert "callback" not in jax.jit(run).lower(q, k, v).as_text()
+    for mine, other in zip(pullback(do), wanted, strict=True):
+        np.testing.assert_array_equal(mine, other)
+    assert (o != run(q, k, v)).any()
+    call = DeviceCall(variant="cudnn", simulated=HOPPER)
+    with pytest.raises(ValueError, match=r"got 'hopper' in it\. Use hardware.simulating"):
+        attention.apply(q, k, v, variant=call)
 
 
 REFUSED = {

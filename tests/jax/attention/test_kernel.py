@@ -21,6 +21,8 @@ from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.jax import delayed
 from fp8ref.jax.attention import DeviceCall, attention
 from fp8ref.jax.attention import kernel as attention_kernel
+from fp8ref.jax.gemm import hardware
+from fp8ref.sim.gemm import hardware as sim_hardware
 from fp8ref.spec.attention import delayed as attention_delayed
 from fp8ref.spec.attention.variants import GRADIENT_ROLES, ROLES, VARIANTS, Mask
 
@@ -104,6 +106,15 @@ def stand_in(q8, k8, v8, call, parameters):
 
     passed.defvjp(saved, backward)
     return passed(q8, k8, v8, {key: x for key, x in parameters.items() if key.startswith("amax_")})
+
+
+def test_simulated_hardware_cannot_replace_the_kernel():  # G-19
+    scales = {role: jnp.float32(1) for role in (*ROLES, *GRADIENT_ROLES)}
+    with (
+        hardware.simulating(sim_hardware.by_name("hopper")),
+        pytest.raises(ValueError, match=r"'cudnn': .* got cuDNN's kernel, .* whose tiles take it"),
+    ):
+        attention_kernel.apply(*given()[:3], scales=scales, platform="cuda")
 
 
 @pytest.mark.slow  # JAX compiles for seconds

@@ -6,8 +6,22 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from fp8ref.jax.experts import grouped
+from fp8ref.jax.gemm import hardware
+from fp8ref.sim.gemm import hardware as sim_hardware
 
 SIZES = jnp.array([7, 0, 13])
+
+
+def test_simulated_hardware_multiplies_no_groups():  # G-19
+    x, w = jnp.ones((24, 32), jnp.bfloat16), jnp.ones((3, 32, 16), jnp.bfloat16)
+    with (
+        hardware.simulating(sim_hardware.by_name("hopper")),
+        pytest.raises(
+            ValueError,
+            match=r"grouped: .* got grouped GEMMs inside hardware\.simulating\. Take this layer out",
+        ),
+    ):
+        grouped.apply(x, w, SIZES, recipe="rowwise")
 
 
 @pytest.mark.parametrize(

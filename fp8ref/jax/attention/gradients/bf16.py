@@ -22,7 +22,7 @@ def backward(do: jax.Array, inputs: Inputs, result, call: DeviceCall) -> Gradien
 
     result    what ``attention.forward`` gave; of it o and the log-sum-exp.
     """
-    wide = dataclasses.replace(call.in_bf16(), multiply=None, measures=False)
+    wide = dataclasses.replace(call.in_bf16(), simulated=None, measures=False)
     one, o = jnp.ones((), jnp.float32), heads.to_hp(result.o, BFLOAT16)
     kept = result._replace(
         tensors=operands.quantize(inputs, wide, {}), o=o, scale_p=one, scale_inv_p=one

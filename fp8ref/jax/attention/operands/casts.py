@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from fp8ref.formats import Format
 from fp8ref.jax.attention.operands import heads as head_scaling
+from fp8ref.jax.gemm import hardware
 from fp8ref.jax.quantize import scaling
 from fp8ref.jax.transforms import derivatives
 from fp8ref.selection import attention_casts as data
@@ -28,13 +29,14 @@ _NAME = "attention with single casts"
 def apply(q: jax.Array, k: jax.Array, v: jax.Array, casts: Casts) -> jax.Array:
     """Causal attention of q [B, H, T, D], k and v [B, Hkv, T, D], of q's dtype.
 
-    ValueError for a second derivative.
+    ValueError for a second derivative, and inside ``hardware.simulating``.
     """
     return _forward(q, k, v, casts)[0]
 
 
 def _forward(q: jax.Array, k: jax.Array, v: jax.Array, casts: Casts):
     """Tensors within are [B, Hkv, G, T, ...]: the query heads of a head of keys are a dim."""
+    hardware.refuse(_NAME, "multiplies FP8 codes; got products of their values in float32")
     heads, like = k.shape[1], (q, k, v)
     a, b, c = (_cast(x, role, casts) for x, role in ((q, "q"), (k, "k"), (v, "v")))
     a, b, c = a.reshape(a.shape[0], heads, -1, *a.shape[2:]), b[:, :, None], c[:, :, None]

@@ -6,7 +6,7 @@ A-3, A-12, A-23).
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax import lax
 
 from fp8ref.jax.attention.operands import heads as head_scaling
 from fp8ref.jax.distributed import sharding
+from fp8ref.jax.gemm import hardware
 from fp8ref.spec import support
 from fp8ref.spec.attention import delayed as attention_delayed
 from fp8ref.spec.attention import variants as attention
@@ -33,7 +34,8 @@ class DeviceCall(Call):
     tokens     the mesh axis, inside shard_map and among ``over``, that cuts the tokens of q, k and
                v: codes of k and v are gathered (A-21); "" if none does.
     layer      whose attention this is, by which ``proof`` knows its products; "" if it has no name.
-    multiply   simulated hardware, which multiplies codes in place of XLA's dots (G-19).
+    simulated  what multiplies codes in place of XLA's dots (G-19): ``resolve`` sets it to that of
+               ``hardware.simulating``, whose backward pass may be traced outside it.
     measures   whether operands are measured (Q-13), and
     watcher    who is told what both passes made (``observer``): ``apply`` sets both.
 
@@ -43,7 +45,7 @@ class DeviceCall(Call):
     over: tuple[str, ...] = ()
     tokens: str = ""
     layer: str = ""
-    multiply: Multiply | None = None
+    simulated: Multiply | None = None
     measures: bool = False
     watcher: Callable | None = None
 
@@ -59,6 +61,21 @@ class DeviceCall(Call):
                 "attention's name has no '/', '(' or ')', which part the names of scopes; got "
                 f"{self.layer!r}. Write dots."
             )
+
+    @classmethod
+    def resolve(cls, variant: str | Variant | Call, mask: Mask | None = None) -> Self:
+        """As ``Call.resolve``, of simulated hardware where it is called inside
+        ``hardware.simulating``.
+
+        Raises:   ValueError: as there; simulated hardware that came in the call.
+        """
+        call = super().resolve(variant, mask)
+        if call.simulated is not None:
+            raise ValueError(
+                f"{call.name}: simulated hardware is that of the context around the call; got "
+                f"{call.simulated.name!r} in it. Use hardware.simulating."
+            )
+        return dataclasses.replace(call, simulated=hardware.active())
 
     @property
     def name(self) -> str:
@@ -104,11 +121,37 @@ def prepare(q, k, v, call: DeviceCall, documents, sinks) -> Inputs:
         )
     call.check_features(d)
     _check_variant(call.variant, d)
+    if call.simulated is not None:
+        _check_simulated(call, q)
     ids = _documents(documents, b, tq, tk)
     if ids is not None:
         q = without_padding(q, ids[0])
         k, v = (without_padding(x, ids[1]) for x in (k, v))
     return _on_devices(Inputs(q, k, v, ids, _sinks(sinks, h)), call)
+
+
+def _check_simulated(call: DeviceCall, q: jax.Array) -> None:
+    """ValueError where simulated hardware cannot multiply: MX blocks, numbers above 8 bits, devices
+    other than CPUs, a mesh outside shard_map.
+    """
+    variant = call.variant
+    if variant.fmt.bits != 8 or variant.granularity == "mx_1x32":
+        operands = "real numbers" if variant.real else variant.fmt.name
+        operands = "MX blocks" if variant.fmt.bits == 8 else operands
+        hardware.refuse(
+            call.name,
+            f"multiplies FP8 codes, and MX blocks are multiplied dequantized; got {operands}",
+            ", or use variant 'cudnn'",
+        )
+    mesh = jax.typeof(q).sharding.mesh
+    try:
+        hardware.check_devices(
+            mesh.size or 1,
+            mapped=bool(getattr(mesh, "manual_axes", ())),
+            platform=jax.default_backend(),
+        )
+    except ValueError as error:
+        raise ValueError(f"{call.name}: {error}") from error
 
 
 def without_padding(x: jax.Array, documents: jax.Array) -> jax.Array:

@@ -364,7 +364,7 @@ class Parts:
         FP8 operands stay FP8."""
         leading = tuple(range(batch))
         fast = a.dtype.itemsize > 1 or self.variant.plan in FAST
-        if self.call.multiply is not None:
+        if self.call.simulated is not None:
             return self._simulated(a, b, axes, batch, "fast" if fast else "slow")
         return lax.dot_general(
             a,
@@ -378,10 +378,10 @@ class Parts:
         self, a: jax.Array, b: jax.Array, axes: tuple, batch: int, accumulate: str
     ) -> jax.Array:
         """``dot`` by simulated hardware: matrices with the summed axis last (G-19)."""
-        assert self.call.multiply is not None
+        assert self.call.simulated is not None
         a, b = (jnp.moveaxis(x, axis, -1) for x, (axis,) in zip((a, b), axes, strict=True))
         shape = *a.shape[:-1], *b.shape[batch:-1]
         a, b = (x.reshape(math.prod(x.shape[:batch]), -1, x.shape[-1]) for x in (a, b))
-        return hardware.batched_matmul(a, b, by=self.call.multiply, accumulate=accumulate).reshape(
+        return hardware.batched_matmul(a, b, by=self.call.simulated, accumulate=accumulate).reshape(
             shape
         )

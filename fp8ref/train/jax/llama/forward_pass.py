@@ -148,13 +148,15 @@ class Pass:
             over=layout.cutting_heads if layout else (),
             tokens=layout.context if layout else "",
             layer=name,
-            multiply=self.multiply if self.variant.fmt.bits == 8 else None,
         )
         carried = attention.Carried(tap=self.taps.get(name))
         if state is not None:
             scales = {role: entry.stored for role, entry in state.items()}
             carried = carried._replace(scales=scales, seen=self.seen[name])
-        y, carried = attention.apply_with_stats(*heads, variant=call, sinks=sinks, carried=carried)
+        with hardware.simulating(self.multiply if self.variant.fmt.bits == 8 else None):
+            y, carried = attention.apply_with_stats(
+                *heads, variant=call, sinks=sinks, carried=carried
+            )
         self._observe(name, Observations(carried.seen, carried.tap))
         return y
 

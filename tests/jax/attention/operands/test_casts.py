@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 
 from fp8ref.jax.attention.operands import casts as attention_casts_of_jax
+from fp8ref.jax.gemm import hardware
 from fp8ref.selection import attention_casts
 from fp8ref.sim.attention.operands import casts as sim
+from fp8ref.sim.gemm import hardware as sim_hardware
 
 LAYER = "model.layers.0.self_attn"
 
@@ -31,6 +33,18 @@ def test_output_and_gradients_are_the_simulators(roles):
         # have the next code, which changes a few rows.
         far = np.abs(mine - his) > 3 * 24 * 2**-24 * 2**6
         assert far.mean() <= (0.02 if set(roles) & {"p", "ds"} else 0)
+
+
+def test_simulated_hardware_is_refused():  # G-19
+    q, k, v, _ = tensors()
+    casts = attention_casts.of("cudnn", ("q",), LAYER)
+    with (
+        hardware.simulating(sim_hardware.by_name("hopper")),
+        pytest.raises(
+            ValueError, match=r"single casts: .* got products of their values in float32"
+        ),
+    ):
+        attention_casts_of_jax.apply(q, k, v, casts)
 
 
 def _passed(q, k, v, do, casts):
