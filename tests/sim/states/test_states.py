@@ -178,6 +178,20 @@ def test_the_shape_of_a_tensor_does_not_matter():  # O-1, O-11
         np.testing.assert_array_equal(flat.v.codes, deep.v.codes.reshape(-1))
 
 
+def test_a_number_is_stepped_as_a_tensor_of_one_element():  # O-1
+    for layout in ALL.values():
+        optimizer = states.AdamW(learning_rate=0.1, layout=layout)
+        (number, of_number), (row, of_row) = (
+            states.step(
+                np.ones(shape, F32), np.full(shape, 0.5, F32), states.init(shape, layout), optimizer
+            )
+            for shape in ((), (1,))
+        )
+        assert number.shape == of_number.m.codes.shape == of_number.v.codes.shape == ()
+        assert number == row[0]
+        assert of_number.v.codes == of_row.v.codes[0]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=SEED,
