@@ -18,12 +18,12 @@ from jax import lax
 
 from fp8ref.formats import E4M3FN
 from fp8ref.jax import delayed
-from fp8ref.jax.attention import one_device
 from fp8ref.jax.attention.attention import observed
 from fp8ref.jax.attention.operands import heads
 from fp8ref.jax.attention.operands import inputs as inputs
 from fp8ref.jax.attention.operands import operands as operands
 from fp8ref.jax.attention.operands.inputs import DeviceCall, Inputs
+from fp8ref.jax.distributed import one_device
 from fp8ref.jax.gemm import hardware
 from fp8ref.jax.quantize import cast, scales
 from fp8ref.jax.states import moments

@@ -11,6 +11,7 @@ scales in host memory.
 import contextlib
 import functools
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -19,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, FP8_FORMATS
-from fp8ref.jax.distributed import sharding
+from fp8ref.jax.distributed import one_device, sharding
 from fp8ref.jax.quantize import cast
 from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.spec import support
@@ -35,6 +36,11 @@ THREADS = 4
 
 With fewer than two, the devices wait for each other forever (measured, jax 0.10).
 """
+
+_ON_A_MESH = (
+    "on a mesh, simulated hardware multiplies inside shard_map, each device its own pieces; under "
+    "plain jit XLA would gather them all for one call. Set parallel.through to shard_map."
+)
 
 _CODES = {
     jnp.dtype(dtype): FP8_FORMATS[name]
@@ -100,11 +106,7 @@ def check_devices(devices: int, *, mapped: bool, platform: str) -> None:
     if devices == 1:
         return
     if not mapped:
-        raise ValueError(
-            "on a mesh, simulated hardware multiplies inside shard_map, each device its own "
-            "pieces; under plain jit XLA would gather them all for one call. Set "
-            "parallel.through to shard_map."
-        )
+        raise ValueError(_ON_A_MESH)
     nproc, needed = os.environ.get("NPROC", ""), THREADS * devices
     if not nproc.isdigit() or int(nproc) < needed:
         raise ValueError(
@@ -129,7 +131,6 @@ def matmul(
     shape = a.codes.shape[1 - axes[0]], b.codes.shape[1 - axes[1]]
     kinds = tuple((q.fmt, q.granularity) for q in (a, b))
     out_dtype = jnp.dtype(out_dtype)
-    thread = _thread()
 
     def multiplied(codes: tuple, scales: tuple) -> np.ndarray:
         factors = (
@@ -146,17 +147,13 @@ def matmul(
         )
         return _narrowed(product, out_dtype)
 
-    def on_host(codes: tuple, scales: tuple) -> np.ndarray:
-        return thread.submit(multiplied, codes, scales).result()
-
-    codes, scales = (a.codes, b.codes), (a.scale_inv, b.scale_inv)
     with jax.named_scope(f"{SCOPE}:{by.name}:{accumulate}"):
-        out = jax.pure_callback(
-            on_host, jax.ShapeDtypeStruct(shape, out_dtype), codes, scales, vmap_method="sequential"
+        return _called(
+            multiplied,
+            jax.ShapeDtypeStruct(shape, out_dtype),
+            (a.codes, b.codes),
+            (a.scale_inv, b.scale_inv),
         )
-    varying = frozenset().union(*(sharding.varying(v) for v in (*codes, *scales)))
-    # A callback's result carries no type of its own: mark it as varying wherever its operands vary.
-    return lax.pcast(out, tuple(varying), to="varying") if varying else out
 
 
 def batched_matmul(a: jax.Array, b: jax.Array, *, by: Multiply, accumulate: str) -> jax.Array:
@@ -165,10 +162,9 @@ def batched_matmul(a: jax.Array, b: jax.Array, *, by: Multiply, accumulate: str)
     """
     one, shape = np.ones((), np.float32), (a.shape[0], a.shape[1], b.shape[1])
     fmts = [_CODES[x.dtype] for x in (a, b)]
-    thread = _thread()
 
-    def multiplied(a, b) -> np.ndarray:
-        pairs = zip(*(np.asarray(x).view(np.uint8) for x in (a, b)), strict=True)
+    def multiplied(codes: tuple, _: tuple) -> np.ndarray:
+        pairs = zip(*(np.asarray(x).view(np.uint8) for x in codes), strict=True)
         factors = (
             [Factor(codes, one, fmt, "tensorwise") for codes, fmt in zip(pair, fmts, strict=True)]
             for pair in pairs
@@ -179,14 +175,28 @@ def batched_matmul(a: jax.Array, b: jax.Array, *, by: Multiply, accumulate: str)
         ]
         return np.stack(products)
 
-    def on_host(a, b) -> np.ndarray:
-        return thread.submit(multiplied, a, b).result()
-
     with jax.named_scope(f"{SCOPE}:{by.name}:{accumulate}"):
-        out = jax.pure_callback(
-            on_host, jax.ShapeDtypeStruct(shape, jnp.float32), a, b, vmap_method="sequential"
-        )
-    varying = sharding.varying(a) | sharding.varying(b)
+        return _called(multiplied, jax.ShapeDtypeStruct(shape, jnp.float32), (a, b), ())
+
+
+def _called(
+    multiplied: Callable[[tuple, tuple], np.ndarray],
+    result: jax.ShapeDtypeStruct,
+    codes: tuple[jax.Array, jax.Array],
+    scales: tuple[jax.Array, ...],
+) -> jax.Array:
+    """What multiplied gives, on the host, of codes and scales of one device or inside shard_map."""
+    thread = _thread()
+
+    def on_host(codes: tuple, scales: tuple) -> np.ndarray:
+        return thread.submit(multiplied, codes, scales).result()
+
+    if not getattr(jax.typeof(codes[0]).sharding.mesh, "manual_axes", ()):
+        # a mesh that only the inputs or shardings of a jit bring
+        codes = one_device.check(codes[0], _ON_A_MESH), one_device.check(codes[1], _ON_A_MESH)
+    out = jax.pure_callback(on_host, result, codes, scales, vmap_method="sequential")
+    varying = frozenset().union(*(sharding.varying(v) for v in (*codes, *scales)))
+    # A callback's result carries no type of its own: mark it as varying wherever its operands vary.
     return lax.pcast(out, tuple(varying), to="varying") if varying else out
 
 

@@ -305,14 +305,18 @@ def test_simulated_hardware_on_a_mesh_is_refused(mesh, monkeypatch):  # G-21
         mapped(*tensors)
     placed = [jax.device_put(x, NamedSharding(mesh, cut)) for x in tensors]
     plain = functools.partial(attention.apply, variant="cudnn")
-    for run in (plain, jax.jit(plain)):
+    for run, given in (
+        (plain, placed),
+        (jax.jit(plain), placed),
+        (jax.jit(plain, in_shardings=placed[0].sharding), tensors),
+    ):
         with (
             hardware.simulating(HOPPER),
             pytest.raises(
                 ValueError, match="on a mesh, simulated hardware multiplies inside shard_map"
             ),
         ):
-            run(*placed)
+            run(*given)
 
 
 def test_simulated_hardware_is_that_of_the_context():  # G-19

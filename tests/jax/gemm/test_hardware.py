@@ -215,6 +215,29 @@ def test_a_linear_on_a_mesh_is_refused_by_name(rng):
         )(x, w)
 
 
+@pytest.mark.parametrize("how", ["eager", "jit", "in_shardings"])
+def test_a_mesh_that_no_placement_names_is_refused(rng, how):  # G-21
+    x, w, _ = tensors(rng)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    cut = NamedSharding(mesh, P("data"))
+
+    def layer(x, w):
+        return linear.apply(x, w, recipe="tensorwise")[0]
+
+    run = {
+        "eager": lambda: layer(jax.device_put(x, cut), w),
+        "jit": lambda: jax.jit(layer)(jax.device_put(x, cut), w),
+        "in_shardings": lambda: jax.jit(layer, in_shardings=(cut, None))(x, w),
+    }[how]
+    with (
+        jax_hardware.simulating(HOPPER),
+        pytest.raises(
+            ValueError, match="on a mesh, simulated hardware multiplies inside shard_map"
+        ),
+    ):
+        run()
+
+
 def test_a_trainer_on_a_mesh_without_threads_is_refused(small, monkeypatch):
     monkeypatch.delenv("NPROC", raising=False)
     with pytest.raises(
@@ -229,7 +252,9 @@ jax.config.update("jax_num_cpu_devices", 4)
 import numpy as np
 from fp8ref.spec.llama import LlamaConfig
 from fp8ref.train import loop
-from fp8ref.train.config.config import Config, DataConfig, NumericsConfig
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.sections.data import DataConfig
+from fp8ref.train.config.sections.numerics import NumericsConfig
 model = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
 config = Config(model=model, data=DataConfig(sequence_length=16, batch_size=8), numerics=NumericsConfig(recipe="{recipe}", accumulate="exact"))
 tokens = np.random.default_rng(0).integers(0, 256, (8, 17))

@@ -455,7 +455,8 @@ def test_a_torch_run_initializes_no_backend_of_jax(tmp_path, small):
 OPENED = """
 import sys
 from fp8ref.train.data import loader
-from fp8ref.train.config.config import Config, DataConfig
+from fp8ref.train.config.config import Config
+from fp8ref.train.config.sections.data import DataConfig
 for source in sys.argv[1:]:
     loader.open_batches(Config(data=DataConfig(source=source, sequence_length=8, batch_size=4))).step(0)
 print(sorted({"torch", "datasets", "tiktoken", "tokenizers"} & sys.modules.keys()))

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8ref.jax.attention import one_device
+from fp8ref.jax.distributed import one_device
 
 
 def double(x):
