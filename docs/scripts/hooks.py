@@ -51,7 +51,7 @@ def on_config(config):
 def on_files(files, config):
     """Add the pages that are made."""
     for name, page in _modules().items():
-        files.append(File.generated(config, page, content=f"::: {name}\n"))
+        files.append(File.generated(config, page, content=_module_page(name)))
     files.append(File.generated(config, "reference/cli.md", content=cli_page()))
     files.append(File.generated(config, "reference/config.md", content=config_page()))
     files.append(File.generated(config, "reference/support.md", content=support.page()))
@@ -207,15 +207,38 @@ def _type(hint: object) -> str:
 
 
 def _modules() -> dict[str, str]:
-    """{module: its page} of every module that users may import."""
-    found = {}
+    """{module: its page} of every module with public names: those in its ``__all__``."""
+    pages = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         if parts[-1] == "__init__":
             parts = parts[:-1]
-        if not _INNER & set(parts) and not any(part.startswith("_") for part in parts):
-            found[".".join(parts)] = "reference/api/" + "/".join(parts) + ".md"
-    return found
+        if not _INNER & set(parts) and _public_names(path) is not None:
+            pages[".".join(parts)] = "reference/api/" + "/".join(parts) + ".md"
+    return pages
+
+
+def _module_page(name: str) -> str:
+    """The page of a module: its docstring, and the public names that it defines itself."""
+    path = ROOT.joinpath(*name.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    defined = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            defined |= {target.id for target in targets if isinstance(target, ast.Name)}
+    members = [public for public in _public_names(path) or [] if public in defined]
+    return f"::: {name}\n    options:\n      members: {members or 'false'}\n"
+
+
+def _public_names(path: Path) -> list[str] | None:
+    """The names in a module's ``__all__``; None: it has none."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    return None
 
 
 def _api_nav() -> list:
