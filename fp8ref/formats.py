@@ -10,6 +10,8 @@ quantized to, by name, and ``FP4_FORMATS`` the one that they are quantized to un
 from dataclasses import dataclass
 from typing import Literal
 
+__all__ = ["BFLOAT16", "E2M1FN", "E4M3FN", "E5M2", "FLOAT16", "FLOAT32", "FORMATS", "FP8_FORMATS"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Format:

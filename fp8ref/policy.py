@@ -14,6 +14,8 @@ from typing import Literal, get_args
 from fp8ref.formats import BFLOAT16, E4M3FN, FLOAT32, Format
 from fp8ref.shared import registry
 
+__all__ = ["POLICIES"]
+
 Ratio = Literal[
     "max/amax",
     "max*(1/amax)",

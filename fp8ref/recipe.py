@@ -17,6 +17,8 @@ from fp8ref.spec.gemm import CastSpec as CastSpec
 from fp8ref.spec.gemm import GemmSpec as GemmSpec
 from fp8ref.spec.rotation import NVFP4_ROTATION
 
+__all__ = ["RECIPES", "CastSpec", "GemmSpec", "Recipe"]
+
 Gemm = Literal["output", "grad_input", "grad_weight"]
 """The three GEMMs of a linear (spec L-2).
 

@@ -14,3 +14,5 @@ from fp8ref.conformance.attention.identify import identify_attention as identify
 from fp8ref.conformance.cast.identify import identify_cast as identify_cast
 from fp8ref.conformance.optimizer.identify import identify_optimizer as identify_optimizer
 from fp8ref.conformance.quantizer.identify import identify_quantizer as identify_quantizer
+
+__all__ = ["identify_cast", "identify_quantizer"]

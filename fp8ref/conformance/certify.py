@@ -18,6 +18,8 @@ from fp8ref.shared import console
 from fp8ref.shared.result import Result
 from fp8ref.sim import threads
 
+__all__ = ["CHUNK", "SCALES", "STRIDE", "Certificate", "certify"]
+
 if TYPE_CHECKING:
     from rich.console import Console
 

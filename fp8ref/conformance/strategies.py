@@ -26,6 +26,8 @@ from fp8ref.sim.quantize import cast
 from fp8ref.sim.quantize.scales import scales_from_amax
 from fp8ref.spec.granularity import GRANULARITIES, by_name
 
+__all__ = ["as_torch", "shards", "tensors"]
+
 try:
     import hypothesis
     from hypothesis import strategies as st

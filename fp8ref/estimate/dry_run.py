@@ -14,6 +14,8 @@ from fp8ref.train.config import architecture, device_shapes, hardware
 from fp8ref.train.config.config import Config
 from fp8ref.train.run import coverage, train_state
 
+__all__ = ["show"]
+
 
 def show(config: Config, backend: str, console: Console) -> None:
     """Print all tables; of a schedule those that depend on the recipe for each.

@@ -10,6 +10,8 @@ from fp8ref import recipe as recipes
 from fp8ref.recipe import RECIPES, Gemm, Recipe
 from fp8ref.spec import granularity
 
+__all__ = ["select"]
+
 AUTO_FILTER = "auto_filter_small_kn"
 """The word of filter_fqns that keeps small linears in high precision (R-4)."""
 

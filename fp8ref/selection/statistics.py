@@ -15,6 +15,8 @@ from fp8ref.recipe import OPERANDS, CastSpec, Gemm, Role
 from fp8ref.selection.linears import Decision
 from fp8ref.spec.attention.products import AttentionOperand
 
+__all__ = ["FIELDS"]
+
 COUNTS = ("count", "non_finite", "underflows", "saturated", "overflows")
 """The fields of a measurement that count elements.
 

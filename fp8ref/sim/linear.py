@@ -26,6 +26,8 @@ from fp8ref.sim.gemm.tensor_core import K_STEP
 from fp8ref.sim.quantize import cast, scaling
 from fp8ref.sim.quantize.scaling import Quantized, Scales
 
+__all__ = ["backward", "forward"]
+
 Accumulate = str | Accumulation | Mapping[Gemm, str | Accumulation]
 """How GEMMs accumulate: one plan or its name for all, or one for each GEMM by the GEMM's name."""
 

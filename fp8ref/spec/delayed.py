@@ -13,6 +13,8 @@ from typing import Literal
 from fp8ref.policy import POLICIES, ScalePolicy
 from fp8ref.shared import registry
 
+__all__ = ["DELAYED"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedScaling:

@@ -11,6 +11,8 @@ from fp8ref.spec import epilogue, granularity
 from fp8ref.spec.delayed import DelayedScaling
 from fp8ref.spec.rotation import Rotation
 
+__all__ = ["CastSpec", "GemmSpec"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class CastSpec:

@@ -15,6 +15,8 @@ from typing import Protocol
 
 import numpy as np
 
+__all__ = ["parameter_shapes"]
+
 EMBEDDING = "model.embed_tokens.weight"
 """The parameter name of the embedding table."""
 

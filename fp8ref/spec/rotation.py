@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+__all__ = ["NVFP4_ROTATION", "Rotation"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rotation:

@@ -35,6 +35,8 @@ from fp8ref.train.run.checkpoint import Checkpoints
 from fp8ref.train.run.processes import Alone, Processes, together
 from fp8ref.train.run.trainer import Provable, Trainer
 
+__all__ = ["train", "trainer"]
+
 BACKENDS = ("jax", "torch")
 """The backends that train, by name."""
 

@@ -27,6 +27,8 @@ from fp8ref.train.data import loader
 from fp8ref.train.report import run_files
 from fp8ref.train.run import checkpoint
 
+__all__ = ["read"]
+
 FILE = "tensors.npz"
 """The name of the file that ``fp8ref demo`` writes."""
 

@@ -23,6 +23,8 @@ from fp8ref.formats import E4M3FN, Format
 from fp8ref.sim import delayed
 from fp8ref.spec.delayed import DelayedScaling
 
+__all__ = ["DelayedMachine"]
+
 _USED = [
     amax
     for name in ("zero", "infinite", "nan", "tiny")

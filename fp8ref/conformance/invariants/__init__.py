@@ -14,3 +14,5 @@ from fp8ref.conformance.invariants.invariant import require_invariants as requir
 from fp8ref.conformance.invariants.merges import MERGES as MERGES
 from fp8ref.conformance.invariants.quantizers import QUANTIZERS as QUANTIZERS
 from fp8ref.conformance.invariants.scales import SCALES as SCALES
+
+__all__ = ["MERGES", "SCALES", "broken"]

@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 
+__all__ = ["as_numpy"]
+
 
 def numpy_dtype(dtype: str) -> np.dtype:
     """NumPy's dtype of a name; bfloat16 is ml_dtypes', and an ImportError without it."""

@@ -6,3 +6,5 @@ require     ``require_sharded``, for tests
 """
 
 from fp8ref.conformance.sharded.require import require_sharded as require_sharded
+
+__all__ = ["require_sharded"]

@@ -23,6 +23,20 @@ from fp8ref.jax.distributed.placement import Placement as Placement
 from fp8ref.jax.distributed.placement import Reduction as Reduction
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, Gemm, Role
 
+__all__ = [
+    "FREE",
+    "Cut",
+    "Layout",
+    "Mode",
+    "check_shapes",
+    "check_under_jit",
+    "checks_variance",
+    "gemm_dims",
+    "layout",
+    "mode",
+    "varying",
+]
+
 Mode = Literal["one", "shard_map", "jit"]
 """Who runs the collectives of a linear: nobody (``one``), fp8ref (``shard_map``) or XLA
 (``jit``)."""

@@ -13,6 +13,8 @@ from fp8ref.sim.gemm.accumulate import exact_sum
 from fp8ref.sim.quantize import cast, scaling
 from fp8ref.sim.quantize.scales import scale_inv_from_scale, scales_from_amax
 
+__all__ = ["attention_plain"]
+
 _POLICY = "te_current"
 _TILE = 128  # keys
 

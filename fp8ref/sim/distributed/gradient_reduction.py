@@ -19,6 +19,8 @@ from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.spec import gradient_reduction
 from fp8ref.spec.gradient_reduction import AutoScale, PreScale, Result
 
+__all__ = ["reduce", "ring", "share"]
+
 
 class Shared(NamedTuple):
     """The gradients of all ranks, cast by one scale.

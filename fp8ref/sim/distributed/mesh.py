@@ -13,6 +13,8 @@ from typing import Literal
 
 import numpy as np
 
+__all__ = ["Layout", "Mesh", "split"]
+
 Device = tuple[int, ...]
 """The coordinates of a device, one on each axis of its mesh, in order."""
 

@@ -17,6 +17,8 @@ from fp8ref.sim.gemm.accumulate import Accumulation
 from fp8ref.sim.quantize import cast
 from fp8ref.sim.quantize.scaling import Quantized, check_scales
 
+__all__ = ["matmul"]
+
 Reduce = Literal["exact", "accumulators", "scaled", "rounded"]
 """What ranks sum: the products of one exact GEMM, accumulators, scaled results or rounded
 outputs."""

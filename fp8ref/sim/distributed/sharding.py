@@ -23,6 +23,8 @@ from fp8ref.sim.quantize import cast, scaling
 from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.spec import granularity as granularities
 
+__all__ = ["amax", "gather", "quantize"]
+
 Maximum = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """The elementwise maximum of a collective: (partial maximum, next value) -> maximum."""
 

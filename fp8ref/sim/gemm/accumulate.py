@@ -27,6 +27,8 @@ from fp8ref.sim.kernels.chains.vectors import LANES
 from fp8ref.sim.kernels.compiled import PRODUCTS, worth
 from fp8ref.sim.quantize import cast
 
+__all__ = ["Accumulation"]
+
 SplitOrder = Literal["contiguous", "interleaved"]
 """How split-K gives tiles to its parts: ``contiguous``, in runs; ``interleaved``, in turn."""
 

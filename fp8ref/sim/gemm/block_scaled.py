@@ -15,6 +15,8 @@ from fp8ref.sim.quantize import cast, scaling
 from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.spec.granularity import by_name as granularity_by_name
 
+__all__ = ["matmul"]
+
 
 def matmul(
     a: Quantized,

@@ -25,6 +25,8 @@ from fp8ref.spec.epilogue import Epilogue
 from fp8ref.spec.granularity import by_name as granularity_of
 from fp8ref.spec.hardware import Factor
 
+__all__ = ["HARDWARE", "Hardware", "by_name"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:

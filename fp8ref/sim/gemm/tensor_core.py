@@ -22,6 +22,8 @@ from fp8ref.sim import threads
 from fp8ref.sim.kernels import modeled
 from fp8ref.sim.kernels.compiled import PRODUCTS, worth
 
+__all__ = ["UNITS"]
+
 K_STEP = 32
 """The K of one instruction; a tensor core's GEMM has a K that is a multiple of it."""
 

@@ -24,6 +24,8 @@ from fp8ref.sim import philox, threads
 from fp8ref.sim.kernels import cast as kernels
 from fp8ref.sim.kernels.compiled import ELEMENTS, worth
 
+__all__ = ["ROUNDINGS", "decode", "encode", "round_to"]
+
 Rounding = Literal["nearest_even", "nearest_away", "toward_zero", "to_odd", "stochastic"]
 """How a value between two numbers of a format is rounded (C-2).
 

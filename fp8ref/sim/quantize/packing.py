@@ -2,6 +2,8 @@
 
 import numpy as np
 
+__all__ = ["pack"]
+
 
 def pack(codes) -> np.ndarray:
     """Two codes of 4 bits a byte, the first in its low half (spec F-5).

@@ -16,6 +16,8 @@ from fp8ref.formats import BFLOAT16, FLOAT32, Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim.quantize import cast
 
+__all__ = ["Scales", "scale_from_amax", "scales_from_amax"]
+
 
 class Scales(NamedTuple):
     """scale multiplies into FP8, scale_inv out of it (spec S-1); float32 of one shape."""

@@ -31,6 +31,8 @@ from fp8ref.sim.quantize.scales import scale_inv_from_scale as scale_inv_from_sc
 from fp8ref.spec import granularity as granularities
 from fp8ref.spec.granularity import Blocks
 
+__all__ = ["Scales", "amax", "dequantize", "quantize", "quantize_with", "scale_from_amax"]
+
 _PIECE = 1 << 18  # elements whose float32 bits are held at a time
 
 

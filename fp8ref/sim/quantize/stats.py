@@ -17,6 +17,8 @@ from fp8ref.sim.quantize import cast, scaling
 from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.spec import granularity as granularities
 
+__all__ = ["error", "statistics"]
+
 SLAB = 1 << 20
 """Elements that are reduced at a time: 8 MiB a float64 temporary."""
 

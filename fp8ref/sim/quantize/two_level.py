@@ -14,6 +14,8 @@ from fp8ref.policy import ScalePolicy
 from fp8ref.sim.quantize import cast
 from fp8ref.sim.quantize.scales import magnitudes
 
+__all__ = ["TwoLevelScales", "scales_from_amaxes"]
+
 _LARGEST = np.float32(FLOAT32.max)
 
 

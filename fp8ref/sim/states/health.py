@@ -16,6 +16,8 @@ from fp8ref.spec.states import layouts as states
 from fp8ref.spec.states.health import Health
 from fp8ref.spec.states.layouts import Layout, Moment
 
+__all__ = ["measure"]
+
 
 def measure(
     g,

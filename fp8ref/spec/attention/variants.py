@@ -29,6 +29,8 @@ from fp8ref.spec.attention.variant import SumOrder as SumOrder
 from fp8ref.spec.attention.variant import Tiles as Tiles
 from fp8ref.spec.attention.variant import Variant as Variant
 
+__all__ = ["FULL", "VARIANTS", "Mask", "differentiated"]
+
 # FlashAttention (Dao-AILab/flash-attention, commit 0251105): hopper/softmax.h, hopper/tile_size.h,
 # hopper/mainloop_fwd_sm90_tma_gmma_ws.hpp, hopper/flash_fwd_kernel_sm90.h.
 _FA3_TILES = (

@@ -25,6 +25,8 @@ from fp8ref.spec.states.layout import Layout as Layout
 from fp8ref.spec.states.layout import Moment as Moment
 from fp8ref.spec.states.layout import Scaling as Scaling
 
+__all__ = ["LAYOUTS", "Layout", "Moment", "corrections"]
+
 GRADIENT_MIN = 2.0**-56
 """A gradient of a smaller magnitude counts as zero (O-2)."""
 

@@ -30,6 +30,8 @@ from fp8ref.train.config import architecture as architectures
 from fp8ref.train.config import checks, user_model
 from fp8ref.train.config.base import Sections
 
+__all__ = ["load"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Sections):

@@ -1,1 +1,3 @@
 """Training data: sources, tokenizers, token shards, reproducible batches (spec D)."""
+
+__all__ = []

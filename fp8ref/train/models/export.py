@@ -26,6 +26,8 @@ from fp8ref.train.models import hugging_face
 from fp8ref.train.run import checkpoint, log
 from fp8ref.train.run.checkpoint import Checkpoint
 
+__all__ = ["export", "read"]
+
 LARGEST = 5 * 2**30
 """The most bytes of a file, unless a single tensor is larger."""
 
