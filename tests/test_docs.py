@@ -3,9 +3,12 @@ lead somewhere.
 """
 
 import ast
+import importlib
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -157,6 +160,53 @@ def test_commands_print_what_the_page_says(page, capsys, monkeypatch):
 
 def tidy(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def names_taken(program: str) -> Iterator[tuple[ModuleType, str]]:
+    """(module of fp8ref, name) of each name that a program takes from a module."""
+    modules: dict[str, ModuleType] = {}
+    nodes = list(ast.walk(ast.parse(program)))
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            aliases = [alias for alias in node.names if alias.name.startswith("fp8ref.")]
+            modules |= {a.asname: importlib.import_module(a.name) for a in aliases if a.asname}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fp8ref":
+            for alias in node.names:
+                value = member(importlib.import_module(node.module), alias.name)
+                if isinstance(value, ModuleType):
+                    modules[alias.asname or alias.name] = value
+                else:
+                    yield importlib.import_module(node.module), alias.name
+    for node in nodes:
+        path: list[str] = []
+        while isinstance(node, ast.Attribute):
+            path, node = [node.attr, *path], node.value
+        if path and isinstance(node, ast.Name) and node.id in modules:
+            value = modules[node.id]
+            while path and isinstance(member(value, path[0]), ModuleType):
+                value, path = member(value, path[0]), path[1:]
+            if path:
+                yield value, path[0]
+
+
+def member(module: ModuleType, name: str):
+    """What a module has under a name, a module of a package imported if need be."""
+    if not hasattr(module, name):
+        importlib.import_module(f"{module.__name__}.{name}")
+    return getattr(module, name)
+
+
+@named(PAGES)
+def test_a_page_takes_public_names_alone(page):
+    taken = {pair for program, _ in programs(page) for pair in names_taken(program)}
+    private = {f"{m.__name__}.{name}" for m, name in taken if name not in getattr(m, "__all__", ())}
+    assert private == set()
+
+
+def test_a_private_name_is_seen():
+    program = "from fp8ref.sim import scaling\nscaling.quantize(x)\nscaling.magnitudes(x)"
+    assert [name for _, name in names_taken(program)] == ["quantize", "magnitudes"]
+    assert "magnitudes" not in importlib.import_module("fp8ref.sim.quantize.scaling").__all__
 
 
 def test_there_is_something_to_run():

@@ -207,15 +207,17 @@ def _type(hint: object) -> str:
 
 
 def _modules() -> dict[str, str]:
-    """{module: its page} of every module with public names: those in its ``__all__``."""
-    pages = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
+    """{module: its page} of every module with public names, those in its ``__all__``, and of the
+    packages around them.
+    """
+    public: set[tuple[str, ...]] = set()
+    for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        if parts[-1] == "__init__":
-            parts = parts[:-1]
-        if not _INNER & set(parts) and _public_names(path) is not None:
-            pages[".".join(parts)] = "reference/api/" + "/".join(parts) + ".md"
-    return pages
+        if _public_names(path) and not _INNER & set(parts):
+            package = parts[:-1]
+            public |= {package[: i + 1] for i in range(len(package))}
+            public.add(package if parts[-1] == "__init__" else parts)
+    return {".".join(parts): f"reference/api/{'/'.join(parts)}.md" for parts in sorted(public)}
 
 
 def _module_page(name: str) -> str:

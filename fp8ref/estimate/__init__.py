@@ -6,6 +6,4 @@
 
 from fp8ref.shared import extras
 
-__all__ = []
-
 extras.require("train", "fp8ref.estimate", "pydantic", "rich")

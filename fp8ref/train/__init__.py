@@ -40,6 +40,4 @@ operands in a notebook.
 
 from fp8ref.shared import extras
 
-__all__ = []
-
 extras.require("train", "fp8ref.train", "pydantic", "tyro", "tomli_w", "rich")

@@ -29,5 +29,3 @@ header was dropped. Each vector must come once, in any order. Missing, unasked a
 fail and are reported by their lines, unless --some is given. A first UTF-8 mark, CRLF and blanks
 around a line are ignored. Any other deviation is an error that gives the number of the line.
 """
-
-__all__ = []

@@ -8,6 +8,8 @@ from fp8ref.conformance.vectors import attention, cast, gemm, quantize, scale
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors.verdict import AskedVector, Verdict
 
+__all__ = ["OPERATIONS", "Operation", "generate", "judge"]
+
 
 class Operation(NamedTuple):
     """One operation of ``fp8ref vectors``.

@@ -1,3 +1,1 @@
 """Training data: sources, tokenizers, token shards, reproducible batches (spec D)."""
-
-__all__ = []
