@@ -4,7 +4,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from numbers import Real
-from typing import Self, get_args
+from typing import Any, Self, get_args
 
 import numpy as np
 
@@ -42,7 +42,8 @@ class Call:
                 the variant does not have.
     """
 
-    variant: Variant
+    # A Variant. Any admits a name to type checkers: they give __init__ the type of the field.
+    variant: Variant | Any
     mask: Mask = FULL
     scale: float | None = None
     softcap: float | None = None
