@@ -243,19 +243,16 @@ class ScalePolicy:
                 f"an e8m0 scale is a power of two: ratio {self.ratio!r} takes power_of_two "
                 f"{need}; got {self.power_of_two!r}."
             )
-        plain, left_out = (
-            ScalePolicy(name=self.name),
-            ["margin", "overflow", "zero", "infinite", "nan"],
-        )
+        left_out = ["margin", "overflow", "zero", "infinite", "nan"]
         left_out += ["eps"] if self.of_exponents else []
         left_out += (
             ["stored", "one_below", "factor", "scale_dtype"] if self.e8m0 is not None else []
         )
         for key in left_out:
-            if getattr(self, key) != getattr(plain, key):
+            if getattr(self, key) != getattr(_PLAIN, key):
                 raise ValueError(
                     f"a policy whose ratio makes scale_inv ({self.ratio!r}) leaves {key} at "
-                    f"{getattr(plain, key)!r}; got {getattr(self, key)!r}."
+                    f"{getattr(_PLAIN, key)!r}; got {getattr(self, key)!r}."
                 )
 
     @property
@@ -322,25 +319,30 @@ class ScalePolicy:
         They refuse the others, and some eps (``spec.support``)."""
         if not self.makes_scale_inv:
             return self.floored_quotient
+        # Every other decision, one that is added later too, is the default in the backends.
+        others = dataclasses.replace(
+            self, name="", eps=0.0, ratio="amax/max", power_of_two=None, e8m0=None
+        )
+        if others != _PLAIN_SCALE_INV:
+            return False
+        if self.e8m0 is None:
+            return self.power_of_two is None
+        rule = dataclasses.replace(self.e8m0, scale_of_code_0=1.0, scale_of_nan="nan")
         plain = self.ratio in ("amax/max", "amax*(1/max)") or (
             self.ratio == "exponents" and self.power_of_two == "mask"
         )
-        further = (self.one_below, self.factor, self.scale_dtype, self.stored) != (
-            0,
-            1,
-            FLOAT32,
-            "scale",
-        )
-        without_e8m0 = self.e8m0 is None and self.power_of_two is not None
-        return (
-            plain
-            and not further
-            and not without_e8m0
-            and (self.e8m0 is None or self.e8m0.infinite == "computed")
-        )
+        return plain and rule == _PLAIN_RULE
+
+    @property
+    def finite_quotient(self) -> bool:
+        """True if it decides as ``te_current``: RN32(max / amax), at most float32's largest number,
+        and scale 1 for zero, infinite and NaN amaxes. The backends' attention has it too."""
+        return dataclasses.replace(self, name="") == _FINITE
 
 
 _PLAIN = ScalePolicy(name="")
+_PLAIN_SCALE_INV = ScalePolicy(name="", ratio="amax/max")
+_PLAIN_RULE = E8M0Rule(scale_of_code_0=1.0, scale_of_nan="nan")
 
 
 # torchao 0.18, float8/float8_utils.py: amax_to_scale, _round_scale_down_to_power_of_2.
@@ -355,6 +357,7 @@ _TORCHAO = ScalePolicy(name="torchao", eps=1e-12)
 _TE_CURRENT = ScalePolicy(
     name="te_current", overflow="float32_max", zero="one", infinite="one", nan="one"
 )
+_FINITE = dataclasses.replace(_TE_CURRENT, name="")
 
 # TransformerEngine, common/recipe/delayed_scaling.cu: kernel, kernel_bulk (commit 6b71a0ad).
 _TE_DELAYED = ScalePolicy(

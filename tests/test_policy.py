@@ -1,4 +1,7 @@
 import dataclasses
+import sys
+import types
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +77,43 @@ def test_backends_implement_none_of_the_further_ones():  # S-20
         "deepgemm_ue8m0",
         "sglang",
     ]
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """``fp8ref.policy`` with a decision more in ScalePolicy and in E8M0Rule, which nothing reads."""
+    source = Path(policy.__file__).read_text(encoding="utf-8")
+    for line in (
+        "    two_level: TwoLevel | None = None\n",
+        '    infinite: Literal["computed", "as_nan"] = "computed"\n',
+    ):
+        assert source.count(line) == 1
+        source = source.replace(line, f"{line}    planted: int = 0\n")
+    module = types.ModuleType("planted_policy")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(source, module.__name__, "exec"), module.__dict__)
+    return module.POLICIES
+
+
+def test_a_decision_that_the_backends_do_not_know_is_refused(planted):  # S-9
+    assert {n for n, p in planted.items() if p.in_backends} == {
+        n for n, p in POLICIES.items() if p.in_backends
+    }
+    for name, scale_policy in planted.items():
+        changed = [dataclasses.replace(scale_policy, planted=1)]
+        if scale_policy.e8m0 is not None:
+            rule = dataclasses.replace(scale_policy.e8m0, planted=1)
+            changed.append(dataclasses.replace(scale_policy, e8m0=rule))
+        for each in changed:
+            assert (each.in_backends, each.finite_quotient) == (False, False), name
+
+
+def test_attention_of_backends_asks_for_decisions_and_not_for_a_name():  # S-9
+    assert [name for name, p in POLICIES.items() if p.finite_quotient] == ["te_current"]
+    current = POLICIES["te_current"]
+    assert dataclasses.replace(current, name="mine").finite_quotient
+    for key, value in {"margin": 1, "overflow": "inf", "nan": "keep", "eps": 1e-12}.items():
+        assert not dataclasses.replace(current, **{key: value}).finite_quotient, key
 
 
 def test_every_policy_names_the_clause_that_decides_it():

@@ -126,6 +126,7 @@ to zero, could leave a trace in the codes: 2^-126 * 57344 / 1e-27 < 2^-18, and w
 shows one (S-3)."""
 
 _POLICIES = _listed(name for name, p in POLICIES.items() if p.in_backends)
+_E8M0_POLICIES = _listed(name for name, p in POLICIES.items() if p.in_backends and p.e8m0)
 _TORCHAO_EPS = POLICIES["torchao"].eps
 
 
@@ -184,6 +185,14 @@ LIMITS: dict[str, dict[Any, Limit]] = {
             needs=f"fp8ref.{{backend}} scales by {_POLICIES}",
             received="policy {choice.name!r}",
             instead="Use one of these, or fp8ref.sim for {choice.name!r}.",
+        )
+    ),
+    "scale policies of mx_1x32": _both(
+        Limit(
+            takes=lambda policy: policy.e8m0 is not None,
+            needs=f"groups of mx_1x32 have e8m0 scales, of policy {_E8M0_POLICIES}",
+            received="policy {choice.name!r}",
+            instead="Use one of these.",
         )
     ),
     "floors of scale policies": {
@@ -265,6 +274,13 @@ LIMITS: dict[str, dict[Any, Limit]] = {
     },
 }
 """{feature: {backend: what it takes}}; a backend that is missing takes every choice."""
+
+LEFT_OPEN: dict[Backend, dict[str, str]] = {
+    "torch": {
+        "promotion": "a GEMM begins at +0: every tile's product with v is promoted, as A-18 allows"
+    }
+}
+"""{backend: {a field of ``Variant`` that it neither reads nor refuses: why}}."""
 
 _WITH_OWN_GRADIENTS = [f"`{v.name}`" for v in VARIANTS.values() if v.backward is not None]
 _ORDER = "the order that {} uses on the device; on a CPU also any plan of the simulator"

@@ -40,6 +40,22 @@ STRUCTURE = (
 """The decisions that have one right answer, whichever the variant is."""
 
 
+UNSEEN = (
+    "policy",
+    "scores",
+    "factors",
+    "bias",
+    "sum_order",
+    "out_scales",
+    "finish",
+    "lse",
+    "backward",
+    "gradient_fmt",
+)
+"""The fields of a variant that no finding shows. Where they change an output, comparing outputs
+with the variant's (``identify``) shows them; those of gradients change none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Probed(Described):
     """What was found of a function.

@@ -5,6 +5,23 @@ Four guards keep XLA to the specification. Operands pass ``reduce_precision`` (c
 scale passes an optimization barrier before its reciprocal; otherwise 1 / (448 / amax) is folded
 into amax / 448, an ulp off. Powers of two are taken from bits, because XLA's log2 and exp2 are
 approximations. So is the amax, because XLA's float maximum on a CPU drops NaNs.
+
+Every cast of this backend is made of three functions: ``scale_blocks`` scales, ``saturate`` clips
+and rounds, ``quantize_blocks`` does both. ``quantize``, ``quantize_with``, ``quantize_divided`` and
+``quantize_by_state`` call the last. Optimizer states are scaled by their own steps, and rounded by
+``cast.to_stored``. Attention's ``operands.narrow`` is ``saturate`` of scaled numbers, for a GEMM.
+These modules of ``jax`` make codes by a function directly:
+
+    attention.gradients.gradients: operands.narrow
+    attention.gradients.mx: operands.narrow, quantize_blocks
+    attention.operands.heads: quantize_blocks
+    attention.operands.operands: saturate
+    attention.output: operands.narrow
+    distributed.gradient_reduction: quantize_blocks, saturate, scale_blocks
+    experts.operands: quantize_blocks
+    states.moments: cast.to_stored
+
+``linear.paired_codes`` makes codes of finer codes, without a scale (P-6).
 """
 
 import functools
@@ -22,6 +39,7 @@ from fp8ref.jax.quantize.scales import Scales, scale_from_amax
 from fp8ref.policy import ScalePolicy
 from fp8ref.recipe import CastSpec
 from fp8ref.spec import granularity as granularities
+from fp8ref.spec import support
 from fp8ref.spec.granularity import Blocks
 
 __all__ = [
@@ -222,11 +240,8 @@ def quantize(
     Source:   spec S-5, P-4.
     """
     policy = scales.implemented(policy)
-    if granularity == "mx_1x32" and policy.e8m0 is None:
-        raise ValueError(
-            "groups of mx_1x32 have e8m0 scales, of policy mx_rceil, mx_floor or te_mxfp8; got "
-            f"policy {policy.name!r}."
-        )
+    if granularity == "mx_1x32":
+        support.require("scale policies of mx_1x32", "jax", policy)
     if by is None:
         largest = amax(x, granularity, axis=axis, over=over, with_producer=with_producer)
         by = scales.scales_from_amax(largest, fmt, policy)

@@ -3,11 +3,23 @@
 Order of ``quantize``: amax of each block (S-2); the policy's scale, by ``scales.py``; RN32(x *
 scale); clip to +-max; round to nearest even (S-5). ``dequantize`` multiplies by scale_inv (S-8).
 
-What shares a scale is a block (``spec.granularity.Blocks``), and every cast of the simulator goes
-through ``block_amax``, ``spread`` and ``quantize_blocks``: granularities by name, heads of
+What shares a scale is a block (``spec.granularity.Blocks``): granularities by name, heads of
 attention, moments, gradients. ``block_amax_plain`` and ``quantize_blocks_plain`` are the
 definitions. Their compiled twins are in ``kernels.scaling``, and take any tensor and blocks as a
 matrix over a coarser grid of scales (``scale_grid``).
+
+Every cast of the simulator is made of three functions: ``scale_blocks`` scales, ``saturate`` clips
+and rounds, ``quantize_blocks`` does both. ``quantize`` and ``quantize_with`` call the last. These
+modules of ``sim`` make codes by a function directly, the first five because they count numbers
+between the two parts, or because the numbers are scaled already:
+
+    attention.attention: saturate
+    attention.gradients.gradients: saturate, scale_blocks
+    attention.probability_value: saturate
+    distributed.gradient_reduction: saturate, scale_blocks
+    states.moments: saturate, scale_blocks
+    attention.operands.heads: quantize_blocks
+    llama: quantize_blocks
 """
 
 from collections.abc import Callable
@@ -232,8 +244,8 @@ def quantize_blocks(
     seed: int | None = None,
     start: int = 0,
 ) -> np.ndarray:
-    """Cast x by a scale for each block: ``scale_blocks``, then ``saturate`` (spec S-5). Every cast
-    by a scale is this one.
+    """Cast x by a scale for each block: ``scale_blocks``, then ``saturate`` (spec S-5). The
+    docstring of the module lists who calls these two alone.
 
     divides_in  the dtype in which x is divided by scale_inv (S-13); None: multiplied by scale.
     start       the flat index of x's first element, for stochastic rounding.

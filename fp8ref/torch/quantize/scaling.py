@@ -1,4 +1,25 @@
-"""Quantize to FP8: amax, also over ranks, and over which; scale, codes (spec S, P-2, P-3, P-5)."""
+"""Quantize to FP8: amax, also over ranks, and over which; scale, codes (spec S, P-2, P-3, P-5).
+
+Every cast of this backend is made of two functions: ``scale_blocks`` scales; ``quantize_blocks``
+scales, clips and rounds, or without a scale clips and rounds what is scaled already. ``quantize``,
+``quantize_with`` and ``requantize`` call the last. Optimizer states are scaled by their own steps,
+and rounded by ``storage.codes``. Attention's ``heads.codes`` is ``quantize_blocks`` of an FP8
+format. torchao's ``Float8Linear`` casts by itself. These modules of ``torch`` make codes by a
+function directly:
+
+    attention.fast.operands: heads.codes
+    attention.fast.output: heads.codes
+    attention.gradients.fast: heads.codes
+    attention.gradients.mx: heads.codes
+    attention.gradients.stated: heads.codes
+    attention.operands.heads: quantize_blocks
+    attention.operands.kept: heads.codes
+    attention.output: heads.codes
+    distributed.fp8_exchange: quantize_blocks, scale_blocks
+    distributed.gradient_reduction: quantize_blocks
+    experts.operands: quantize_blocks
+    states.moments: storage.codes
+"""
 
 import math
 from dataclasses import dataclass
@@ -12,6 +33,7 @@ from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.recipe import CUT_AXES, Role, Style
 from fp8ref.spec import granularity as granularities
+from fp8ref.spec import support
 from fp8ref.spec.granularity import Blocks
 from fp8ref.torch.quantize import cast, scales
 from fp8ref.torch.quantize.scales import scale_from_amax
@@ -241,11 +263,8 @@ def quantize(
     Source:   spec S-5; torchao's hp_tensor_and_scale_to_float8.
     """
     policy = scales.implemented(policy)
-    if granularity == "mx_1x32" and policy.e8m0 is None:
-        raise ValueError(
-            "groups of mx_1x32 have e8m0 scales, of policy mx_rceil, mx_floor or te_mxfp8; got "
-            f"policy {policy.name!r}."
-        )
+    if granularity == "mx_1x32":
+        support.require("scale policies of mx_1x32", "torch", policy)
     largest = _largest(x, granularity, axis, ragged)
     if group is not None:
         largest = merge_amax(largest.float(), group)

@@ -17,7 +17,6 @@ from fp8ref.jax.quantize.scales import Scales
 from fp8ref.policy import ScalePolicy
 from fp8ref.spec.attention.variant import Granularity, blocks
 
-_TE_CURRENT = policies.POLICIES["te_current"]
 _DTYPES = {BFLOAT16.name: jnp.bfloat16, FLOAT32.name: jnp.float32}
 
 
@@ -109,20 +108,19 @@ def quantize(
 
 
 def implemented(policy: str) -> ScalePolicy:
-    """The policy, if attention takes it here: ``te_current``, or one of ``scales.implemented``.
-    ValueError for any other."""
+    """The policy, if attention takes it here: a ``finite_quotient``, or one of
+    ``scales.implemented``. ValueError for any other."""
     rule = policies.by_name(policy)
-    return rule if rule == _TE_CURRENT else scales.implemented(rule)
+    return rule if rule.finite_quotient else scales.implemented(rule)
 
 
 def scales_from_amax(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
     """scale and scale_inv of a policy (S-9, S-14), float32 of the shape of amax.
 
-    Specials: under ``te_current`` the scale of a zero, infinite or NaN amax is 1, and one above
-    float32's
-              range is its maximum, whose scale_inv XLA flushes to zero.
+    Specials: under a ``finite_quotient`` the scale of a zero, infinite or NaN amax is 1, and one
+              above float32's range is its maximum, whose scale_inv XLA flushes to zero.
     """
-    if policy != _TE_CURRENT:
+    if not policy.finite_quotient:
         return scales.scales_from_amax(amax, fmt, policy)
     # By bits, as XLA on a CPU takes a subnormal amax for zero. The quotient by any overflows.
     bits = lax.bitcast_convert_type(amax, jnp.int32)

@@ -28,8 +28,6 @@ ROWS = 128
 DTYPES = {FLOAT16.name: torch.float16, BFLOAT16.name: torch.bfloat16, FLOAT32.name: torch.float32}
 """{name of a format above 8 bits: torch's dtype}."""
 
-_CURRENT = policies.by_name("te_current")
-
 
 class Heads(NamedTuple):
     """A tensor of attention: hp ~ codes * scale_inv, scales spread over their blocks.
@@ -77,10 +75,11 @@ def scales_of(amax: Tensor, fmt: Format, policy: str | ScalePolicy) -> Scales:
     """The scales of amaxes, finite ones (S-9); scale_inv is NaN where an amax is not, so that
     nothing computed with it is finite.
 
-    Raises:   ValueError: a policy that ``scales.implemented`` refuses, unless it is te_current.
+    Raises:   ValueError: a policy that ``scales.implemented`` refuses, unless it is a
+              ``finite_quotient``.
     """
     policy = policies.by_name(policy)
-    if policy == _CURRENT:
+    if policy.finite_quotient:
         # Of tensors, in float64: rounded once (``exponentials``), and not a product with a
         # reciprocal.
         wide = torch.full_like(amax, fmt.max).double() / amax.double()
