@@ -17,6 +17,7 @@ from fp8ref.spec.delayed import DelayedScaling
 __all__ = ["FEATURES", "LIMITS", "Feature", "Limit", "refusal", "require", "table"]
 
 Backend = Literal["jax", "torch"]
+"""What a backend is called in the tables."""
 
 BACKENDS: tuple[Backend, ...] = ("jax", "torch")
 """The values of ``Backend``."""
