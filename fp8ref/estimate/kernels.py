@@ -77,6 +77,7 @@ class Place:
 
 
 ALONE = Place()
+"""A linear by itself."""
 
 _Served = tuple[Gemm, CastSpec, int]
 """A GEMM that an operand serves, its cast, and the axis that the GEMM reduces."""
