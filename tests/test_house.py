@@ -4,14 +4,14 @@ import pytest
 from house import figures
 
 LIMITS = {
-    "functions over 60 lines": 96,
-    "functions over 8 parameters": 70,
-    "calls with ** of a local": 157,
+    "functions over 60 lines": 0,
+    "functions over 8 parameters": 0,
+    "calls with ** of a local": 0,
     "imports by string": 4,
-    "guards": 1206,
-    "functions that cast outside quantize/": 35,
+    "guards": 1172,
+    "functions that cast outside quantize/": 0,
     "prefixes of three modules": 0,
-    "lines at 88 columns": 124_300,
+    "lines at 88 columns": 121_200,
 }
 NAMES = {"found": 1, "given": 1, "made": 2, "how": 1, "known": 1, "told": 0, "taken": 1, "of_": 2}
 """Definitions in 10,000 lines."""
