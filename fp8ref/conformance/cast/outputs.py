@@ -190,11 +190,11 @@ def ask_four_bits(subject: Subject, x: np.ndarray, source: str, fmt: Format) -> 
         agree = [int((unpack(pairs) == expected).sum()) for pairs in (array, swapped)]
         packing = "low first" if agree[0] >= agree[1] else "high first"
         array = unpack(array if packing == "low first" else swapped)
-    elif array.max(initial=0) > 15:
+    elif outside := [code for code in (array.min(initial=0), array.max(initial=0)) if code >> 4]:
         raise ConformanceError(
-            f"{subject.name} gives a code {array.max()}; codes of {fmt} are at most 15."
+            f"{subject.name} gives a code {outside[0]}; codes of {fmt} are from 0 to 15."
         )
-    return Output(array=cast.decode(array, fmt), dtype=dtype, packing=packing)
+    return Output(array=cast.decode(array.astype(np.uint8), fmt), dtype=dtype, packing=packing)
 
 
 def ask_twice(subject: Subject, x: np.ndarray, source: str) -> tuple[Output, int | None]:

@@ -19,12 +19,21 @@ TRIED = 48
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A rule, and what a state shows: ``made`` scale or scale_inv; ``shows`` next or stored."""
+    """A rule, and what a state shows: ``made`` scale or scale_inv; ``shows`` next or stored.
+
+    ValueError for another word.
+    """
 
     rule: DelayedScaling
     fmt: Format
     made: str = "scale"
     shows: str = "next"
+
+    def __post_init__(self) -> None:
+        if self.made not in ("scale", "scale_inv"):
+            raise ValueError(f"made is 'scale' or 'scale_inv'; got {self.made!r}.")
+        if self.shows not in reference.SHOWS:
+            raise ValueError(f"shows is one of {', '.join(reference.SHOWS)}; got {self.shows!r}.")
 
     def scales(self, sequences: list[Sequence]) -> list[np.ndarray]:
         """The specified scales of sequences."""

@@ -113,6 +113,15 @@ def test_stochastic_rounding_is_told_from_a_biased_one():  # C-2
     assert (outcome.unlike[0].got, outcome.unlike[0].clause) == ("1.5", "C-2")
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int64])
+def test_codes_of_any_integer_dtype(dtype):
+    outcome = identify_cast(
+        lambda x: by_ml_dtypes(x).view(np.uint8).astype(dtype), E2M1FN, framework="numpy"
+    )
+    assert outcome.ok
+    assert outcome.found["rounding"] == "nearest_even"
+
+
 def test_errors():
     with pytest.raises(ValueError, match="one of saturating, ml_dtypes, torchao_f4; got 'jax'"):
         identify_cast(away, E2M1FN, expect="jax")
@@ -122,6 +131,8 @@ def test_errors():
         identify_cast(lambda x: np.zeros(3, np.uint8), E2M1FN, framework="numpy")
     with pytest.raises(ConformanceError, match="gives a code 16"):
         identify_cast(lambda x: np.full(x.shape, 16, np.uint8), E2M1FN, framework="numpy")
+    with pytest.raises(ConformanceError, match="gives a code -1"):
+        identify_cast(lambda x: np.full(x.shape, -1, np.int64), E2M1FN, framework="numpy")
     with pytest.raises(ConformanceError, match="values that are none of e2m1fn"):
         identify_cast(lambda x: x * 2, E2M1FN, framework="numpy")
     other = identify_cast(by_ml_dtypes, E2M1FN, framework="numpy", expect="saturating")

@@ -14,6 +14,7 @@ import pytest
 from flax.linen import fp8_ops
 
 from fp8ref.conformance.delayed import Functions, identify_delayed, of_step, require_delayed
+from fp8ref.conformance.delayed.comparison import Asked
 from fp8ref.conformance.delayed.require import asked_of, departures
 from fp8ref.conformance.delayed.subject import subject_of
 from fp8ref.formats import E4M3FN
@@ -415,6 +416,8 @@ def test_what_it_cannot_ask_is_refused():
         require_delayed(Ordinary, RULES["delayed"], framework=3)
     with pytest.raises(ValueError, match="made is"):
         require_delayed(Ordinary, RULES["delayed"], made="amax")
+    with pytest.raises(ValueError, match="shows is one of next, stored; got 'all'"):
+        Asked(rule=RULES["delayed"], fmt=E4M3FN, shows="all")
     with pytest.raises(ValueError, match="without names difficulties"):
         require_delayed(Ordinary, RULES["delayed"], without=("ordinary",))
     with pytest.raises(ValueError, match="is a class"):
