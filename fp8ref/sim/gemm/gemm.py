@@ -74,7 +74,7 @@ def mma(
 
 def _check_instruction(a: np.ndarray, b: np.ndarray, c: np.ndarray, unit: TensorCore) -> None:
     """ValueError as mma, for shapes and the accumulator."""
-    if (*a.shape[1:], *b.shape[1:]) != (K_STEP, K_STEP) or c.shape != (len(a), len(b)):
+    if not a.shape[1:] == b.shape[1:] == (K_STEP,) or c.shape != (len(a), len(b)):
         raise ValueError(
             f"mma takes a [M, {K_STEP}], b [N, {K_STEP}] and c [M, N]; got {a.shape}, {b.shape} "
             f"and {c.shape}."

@@ -202,7 +202,7 @@ def block_amax_plain(x: np.ndarray, blocks: Blocks) -> np.ndarray:
     sizes = granularities.block_sizes(value.shape, blocks)
     # a last block that is shorter is filled with zeros
     missing = [-n % size for n, size in zip(value.shape, sizes, strict=True)]
-    value = np.pad(value, [(0, n) for n in missing])
+    value = np.pad(value, [(0, n) for n in missing]) if any(missing) else value
     # [n, m] -> [n / bn, bn, m / bm, bm], reduced over the blocks' own axes
     split = [k for n, size in zip(value.shape, sizes, strict=True) for k in (n // size, size)]
     amaxes = value.reshape(split).max(axis=tuple(range(1, len(split), 2)))

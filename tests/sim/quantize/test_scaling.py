@@ -28,6 +28,13 @@ def test_amax_per_granularity(rng):  # S-2, S-6
     assert scaling.amax(x, "mx_1x32", axis=0).shape == (4, 256)
 
 
+def test_a_tensor_without_axes_has_one_scale():  # S-6
+    q = scaling.quantize(np.float32(-3), E4M3FN)
+    assert (q.codes.shape, q.scale.shape) == ((), ())
+    assert scaling.amax(np.float32(-3)) == np.float32(3)
+    assert scaling.dequantize(q) == np.float32(-448) * q.scale_inv
+
+
 def test_amax_propagates_nan_and_inf():  # S-2
     x = np.array([[1, np.nan], [-np.inf, 2]], np.float32)
     np.testing.assert_array_equal(scaling.amax(x, "rowwise", axis=1), [[np.nan], [np.inf]])

@@ -56,6 +56,7 @@ class DeviceCall(Call):
                 f"over is a tuple of mesh axes; got the string {self.over!r}. Write "
                 f"({self.over!r},)."
             )
+        object.__setattr__(self, "over", tuple(self.over))  # a list is not hashed
         if any(sign in self.layer for sign in "/()"):
             raise ValueError(
                 "attention's name has no '/', '(' or ')', which part the names of scopes; got "

@@ -63,3 +63,9 @@ def test_documents():  # A-3
         ValueError, match=r"documents are integers, .* got \[\('float32', \(2, 4\)\)"
     ):
         inputs.prepare(x, x, x, FA3, np.zeros((2, 4), np.float32), None)
+
+
+def test_mesh_axes_are_a_tuple_whatever_holds_them():
+    call = inputs.DeviceCall(variant="cudnn", over=["x", "y"])
+    assert call.over == ("x", "y")
+    assert hash(call) == hash(inputs.DeviceCall(variant="cudnn", over=("x", "y")))
