@@ -159,7 +159,7 @@ def test_a_failed_step_is_replayed_with_it(backend, config, tmp_path, monkeypatc
     asked = []
     of_sim = rerun.model.forward
     monkeypatch.setattr(
-        rerun.model, "forward", lambda *a, **k: asked.append(k["attention"]) or of_sim(*a, **k)
+        rerun.model, "forward", lambda *a, **k: asked.append(a[3].attention) or of_sim(*a, **k)
     )
     found = rerun.rerun(tmp_path / written)
     assert asked == ["cudnn"]

@@ -64,9 +64,8 @@ def kernels(
     roles   those that it casts itself.
     """
     m, n, k = shape
-    made = passes.linear_kernels(
-        recipe, {"input": m * k, "weight": n * k, "grad_output": m * n}, how, roles=roles
-    )
+    elements = {"input": m * k, "weight": n * k, "grad_output": m * n}
+    made = passes.linear_kernels(recipe, elements, how, passes.Place(roles=roles))
     for which, spec in recipe.gemms.items():
         if spec.epilogue == "unit_round_scale_round":
             rows, columns, _ = dims(which, *shape)

@@ -10,6 +10,7 @@ import re
 import pytest
 import torch
 import torch._inductor.config as inductor_config
+from helpers.models.compiling import parallelize_by
 from helpers.processes.compiled import SCRIPT, matrix, said
 from helpers.processes.ranks import run
 from torch import distributed, nn
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fp8ref.torch.delayed import delayed
-from fp8ref.torch.model import convert, parallel
+from fp8ref.torch.model import convert
 from fp8ref.torch.model.parallel import Parallelism, parallelize
 from fp8ref.train.config.sections import ParallelConfig
 from fp8ref.train.torch import trainer as train
@@ -195,11 +196,7 @@ def test_inductor_casts_an_input_that_two_linears_share_by_two_scales():  # L-6,
 def test_the_trainers_whole_model_compiles(small, monkeypatch):
     tokens = torch.randint(0, 256, (4, 17), generator=torch.Generator().manual_seed(0)).numpy()
     eager = train.Trainer(small).gradients(tokens)
-    monkeypatch.setattr(
-        llama_model,
-        "parallelize",
-        functools.partial(parallel.parallelize, compile_backend="aot_eager"),
-    )
+    monkeypatch.setattr(llama_model, "parallelize", parallelize_by("aot_eager"))
     torch._dynamo.utils.counters.clear()
     whole = train.Trainer(small.replace(parallel={"compile": "model"})).gradients(tokens)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -221,7 +218,7 @@ def compiled_and_eager(config, recipe):
     """Loss and gradients of a batch, by how it is compiled; each half of it, a rank's, has tokens
     of its own.
     """
-    llama_model.parallelize = functools.partial(parallel.parallelize, compile_backend="aot_eager")
+    llama_model.parallelize = parallelize_by("aot_eager")
     half = torch.randint(0, 128, (2, 17), generator=torch.Generator().manual_seed(0))
     tokens, found = torch.cat([half, half + 128]).numpy(), {}
     for how in ("model", "block", "none"):
@@ -318,7 +315,7 @@ def refused():
     [
         ("nested", r"0 is a unit of its own, or .*\. Use compile='block', or compiled_fsdp\.shard"),
         ("kept", r"2 is a unit of its own, or would be with keep_dtype\. Use compile='block'"),
-        ("around", r"called inside a compiled graph\. Use parallelize\(compile='block'\)"),
+        ("around", r"called inside a compiled graph\. Use Parallelism\(compile='block'\)"),
     ],
 )
 def test_what_cannot_be_one_graph_is_refused_by_name(case, message):

@@ -11,6 +11,7 @@ from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 
 from fp8ref.torch import proof
+from fp8ref.torch.gemm.kind import GemmKind
 from fp8ref.torch.proof import compiled, records
 
 pytestmark = pytest.mark.filterwarnings(
@@ -87,13 +88,14 @@ def test_grouped_gemms_of_a_graph_say_how_they_run(operator):  # X-10
         torch.tensor([8, 16], dtype=torch.int32),
     )
 
+    kind = GemmKind("rowwise", "rowwise", "slow", "scale_then_round").text
+
     def product(a, b, scale_a, scale_b, ends):
         if operator is records.GROUPED_DEEP_GEMM:
             return operator(a, scale_a, b, scale_b, ends, ends, 256)
         if operator is records.SCALED_GROUPED_MM:
-            return operator(a, scale_a, b, scale_b, ends, "rowwise rowwise", "slow")
-        how = "e4m3fn e4m3fn", "rowwise rowwise", "slow", "scale_then_round", torch.bfloat16
-        return operator("output", a, scale_a, b, scale_b, ends, *how)
+            return operator(a, scale_a, b, scale_b, ends, kind)
+        return operator("output", a, scale_a, b, scale_b, ends, kind, torch.bfloat16)
 
     graph = make_fx(product, tracing_mode="fake")(a, b, *scales, ends).graph
     (node,) = (node for node in graph.nodes if node.target is operator)

@@ -12,10 +12,9 @@ from fp8ref.train import loop
 from fp8ref.train.run import trainer
 
 
-@pytest.mark.parametrize("kind", ["trainer", "custom.trainer"])
 @pytest.mark.parametrize("backend", loop.BACKENDS)
-def test_a_trainer_takes_what_the_loop_gives(backend, kind):
-    own = importlib.import_module(f"fp8ref.train.{backend}.{kind}").Trainer
+def test_a_trainer_takes_what_the_loop_gives(backend):
+    own = importlib.import_module(f"fp8ref.train.{backend}.trainer").Trainer
     for protocol in (trainer.Trainer, trainer.Provable):
         for name, method in inspect.getmembers(protocol, inspect.isfunction):
             if not name.startswith("_"):

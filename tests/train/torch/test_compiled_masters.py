@@ -1,11 +1,11 @@
 """Masters in float16, and weights in FP8, under torch.compile (O-14, O-16, M-2)."""
 
-import functools
 import math
 
 import numpy as np
 import pytest
 import torch._inductor.config as inductor_config
+from helpers.models.compiling import parallelize_by
 from helpers.processes.ranks import run
 from helpers.states.state_layouts import differing
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
@@ -50,7 +50,7 @@ def compared(config, tokens, backend="aot_eager"):
     ``aot_eager`` traces forward and backward pass to graphs, and runs their operations one by one:
     inductor's own kernels round elsewhere (B-9).
     """
-    llama_model.parallelize = functools.partial(llama_model.parallelize, compile_backend=backend)
+    llama_model.parallelize = parallelize_by(backend)
     compiled, eager = Trainer(config), Trainer(config.replace(parallel={"compile": "none"}))
     mine, theirs = compiled.gradients(tokens), eager.gradients(tokens)
     unlike = [
@@ -103,9 +103,7 @@ def of_wide_masters(config, tokens):
     """What differs between the gradients of a run and of one whose float32 masters have the same
     numbers.
     """
-    llama_model.parallelize = functools.partial(
-        llama_model.parallelize, compile_backend="aot_eager"
-    )
+    llama_model.parallelize = parallelize_by("aot_eager")
     narrow = Trainer(config)
     wide = Trainer(
         config.replace(

@@ -41,7 +41,7 @@ def test_in_float32_the_model_is_the_simulators_without_rounding(tied, rng, monk
     found = np.asarray(jax.jit(lambda t: model(t))(jnp.asarray(tokens)))
     assert found.dtype == np.float32
     monkeypatch.setattr(sim.Rounding, "__call__", lambda self, x: x.astype(np.float64))
-    expected = sim.forward(tokens, weights, config, recipes)
+    expected = sim.forward(tokens, weights, config, sim.Numerics(recipes=recipes))
     # float32 throughout: 2 layers of sums over at most 48 terms, gamma(48) = 3e-6, amplified by
     # residuals and norms
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * np.abs(expected).max())

@@ -31,12 +31,9 @@ def test_in_float32_the_model_is_the_simulators_without_rounding(tied, rng, monk
         found = loaded(config, weights)(torch.from_numpy(tokens)).numpy()
     assert found.dtype == np.float32
     monkeypatch.setattr(sim.Rounding, "__call__", lambda self, x: x.astype(np.float64))
-    expected = sim.forward(
-        tokens,
-        weights,
-        config,
-        {d.path: d.recipe for d in linear_selection.select(llama.linear_shapes(config), "bf16")},
-    )
+    linears = linear_selection.select(llama.linear_shapes(config), "bf16")
+    numerics = sim.Numerics(recipes={d.path: d.recipe for d in linears})
+    expected = sim.forward(tokens, weights, config, numerics)
     # float32 throughout: 2 layers of sums over at most 48 terms, gamma(48) = 3e-6, amplified by
     # residuals and norms
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
