@@ -1,6 +1,7 @@
 """What the JAX step asks of a model: the trainer's Llama (``llama/model.py``), or one of a user's
 (``custom/model.py``)."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ class Gradients(NamedTuple):
     saturated: Mapping[str, jax.Array]
 
 
-class Model:
+class Model(ABC):
     """One model in one recipe. Its functions are pure; inside shard_map they take a device's
     shards.
 
@@ -74,34 +75,34 @@ class Model:
     attention: Sequence[str] = ()
     measure: Callable[[Any, Inputs, jax.Array], dict[str, jax.Array]] | None = None
 
+    @abstractmethod
     def initial(self, weights: Mapping[str, llama.Weight] | None) -> Mapping[str, llama.Weight]:
         """The weights that training begins with, float32 by name, which have the model's names and
         shapes; None: the model's own, from run.seed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def states(self) -> dict[str, Any]:
         """``States`` before the first step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def unseen(self) -> dict[str, delayed.Seen]:
         """Empty observations of each state."""
-        raise NotImplementedError
 
-    def check_states(self, states: States) -> None:
+    def check_states(self, states: States) -> None:  # noqa: B027  # a model may refuse none
         """ConfigError for states that no run has."""
 
     def prepare(self, weights) -> dict[str, Scales]:
         """Scales of weights that are made once a step, by linear (P-9)."""
         return {}
 
+    @abstractmethod
     def differentiate(self, weights, inputs: Inputs, tokens: jax.Array) -> Gradients:
         """Both passes of tokens [B, T + 1]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def loss(self, weights, inputs: Inputs, tokens: jax.Array) -> jax.Array:
         """The mean loss of tokens [B, T + 1], without what a step adds to it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def logits(self, weights, inputs: Inputs, tokens: jax.Array) -> jax.Array:
         """float32 [B, T, V] of tokens [B, T]."""
-        raise NotImplementedError
