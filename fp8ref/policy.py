@@ -515,6 +515,53 @@ FP4_POLICIES = {
 alone, by name (S-22). The simulator has them, and no backend. Not among ``POLICIES``, whose scales
 are made from one amax; those of MX serve 4-bit formats too."""
 
+SUMMARIES = {
+    "torchao": "max / amax, amaxes below 1e-12 replaced by it: torchao's float8 training.",
+    "torchao_pow2": "As torchao, rounded down to a power of two: its rowwise recipe.",
+    "torchao_mask": "As torchao_pow2, by the bits of the scale in place of a logarithm.",
+    "te_current": "max / amax, or 1 for a zero, infinite or NaN amax: Transformer Engine.",
+    "te_delayed": "As te_current, but keeps the last scale in place of 1: delayed scaling.",
+    "te_block": "As te_current, rounded down to a power of two: Transformer Engine's blocks.",
+    "flax": "Divides by a stored inverse scale, which it keeps for bad amaxes: Flax's fp8_ops.",
+    "flax_bf16": "As flax, dividing in bfloat16.",
+    "msamp": "max * (1 / amax), rounded down to a power of two: MS-AMP.",
+    "mx_floor": "A power of two from the amax's exponent, rounded down: the OCP MX specification.",
+    "mx_ceil": "As mx_floor, with the exponent rounded up: torchao's CEIL.",
+    "mx_even": "As mx_floor, of the amax rounded to the format's mantissa: torchao's EVEN.",
+    "mx_rceil": "amax / max, rounded up to a power of two: torchao's RCEIL.",
+    "te_mxfp8": "amax / max, rounded up exactly: Transformer Engine's MXFP8 before 2.13.",
+    "te_mxfp8_2.13": "As te_mxfp8, with another scale for the smallest blocks: from 2.13 on.",
+    "te_block_unmasked_bf16": "As te_current, at most bfloat16's largest number.",
+    "deepgemm": "amax * (1 / max), amaxes at least 1e-4: DeepGEMM's casts on a GPU.",
+    "deepgemm_cpu": "amax / max, amaxes at least 1e-4: DeepGEMM's casts on a CPU.",
+    "deepgemm_ue8m0": "As deepgemm, rounded up to a power of two.",
+    "sglang": "amax / max, amaxes at least 1e-10: groups of SGLang, slime, miles and verl.",
+    "torchao_adamw_fp8": "Divides by amax / max, amaxes at least 1e-12: torchao's AdamWFp8.",
+    "deepseek_v3": "Divides by amax / max, amaxes at least 1e-4: DeepSeek-V3's inference code.",
+    "vllm": "Divides by amax / max, amaxes at least 1e-10: vLLM's groups.",
+    "deepseek_v3_2024": "As deepseek_v3 without its least amax: the code of 2024.",
+    "deepseek_v3_ue8m0": "As deepseek_v3, rounded up to a power of two.",
+    "microxcaling": "As mx_floor by a float32 logarithm: Microsoft's microxcaling.",
+    "gfloat": "As microxcaling, with a scale for an infinite amax too: gfloat.",
+    "qwix": "Divides by amax * (1 / max), or by 1 where that is below 2^-63: qwix, float32.",
+    "qwix_bf16": "As qwix, in bfloat16.",
+    "qwix_mx": "As qwix, nearly doubled and cut to a power of two: its mxfp8.",
+    "qwix_mx_0.1.8": "As qwix, rounded up to a power of two: mxfp8 of version 0.1.8.",
+    "te_nvfp4": "4 bits: e4m3 scales of blocks under one of the tensor: Transformer Engine.",
+    "torchao_nvfp4": "4 bits: as te_nvfp4, with a block's scale at least 2^-6: torchao.",
+    "torchao_nvfp4_one_level": "4 bits: e4m3 scales of blocks alone, at least 2^-6: torchao.",
+}
+"""{policy: its description in a line}, which ``summary`` returns."""
+
+
+def summary(policy: str) -> str:
+    """A line on the policy of that name; ValueError for an unknown name.
+
+    >>> summary("te_block")
+    "As te_current, rounded down to a power of two: Transformer Engine's blocks."
+    """
+    return SUMMARIES[by_name(policy).name]
+
 
 def by_name(policy: "str | ScalePolicy") -> ScalePolicy:
     """The policy of that name; a ScalePolicy is itself; ValueError for anything else."""

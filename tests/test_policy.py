@@ -290,3 +290,8 @@ def test_without_a_scale_every_scale_is_1():  # S-21
     assert policy.UNSCALED.clause == "S-21"
     with pytest.raises(ValueError, match="takes no other decision; got eps, margin"):
         ScalePolicy(name="mine", ratio="one", eps=1e-6, margin=1)
+
+
+def test_each_policy_has_a_line():
+    assert list(policy.SUMMARIES) == [*POLICIES, *policy.FP4_POLICIES]
+    assert all(len(policy.summary(name)) <= 80 for name in policy.SUMMARIES)

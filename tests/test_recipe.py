@@ -352,3 +352,10 @@ def test_casts_that_saturate_or_have_other_scales_move_by_themselves():  # P-6
     pairs = {name for name, recipe in RECIPES.items() if recipe.pairs_gradients}
     # rowwise_with_gw_hp has one cast; the others have no lines, or no powers of two
     assert pairs == {"rowwise"}
+
+
+def test_each_recipe_has_a_line_and_an_unknown_one_is_an_error():
+    assert list(recipe.SUMMARIES) == list(RECIPES)
+    assert all(len(recipe.summary(name)) <= 80 for name in RECIPES)
+    with pytest.raises(ValueError, match="got 'rowise'"):
+        recipe.summary("rowise")

@@ -12,6 +12,16 @@ NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 """The names of the packaged configs."""
 
 
+def summary(name: str) -> str:
+    """A line on a packaged config: the first comment of its file.
+
+    >>> summary("llama-8b")
+    'Llama 3 8B, for 8 GPUs.'
+    """
+    with open(FOLDER / f"{name}.toml", encoding="utf-8") as file:
+        return file.readline().removeprefix("#").strip()
+
+
 def find(path: str | Path, suffix: str = ".toml") -> Path:
     """The file at a path; or, if there is none, the package's file of that name.
 

@@ -81,6 +81,12 @@ def test_there_is_a_shipped_config():
     assert "tiny" in shipped.NAMES
 
 
+def test_each_shipped_config_has_a_line():
+    lines = [shipped.summary(name) for name in shipped.NAMES]
+    assert all(line.endswith(".") and 20 < len(line) <= 100 for line in lines)
+    assert len(set(lines)) == len(lines)
+
+
 def test_a_folder_of_its_name_does_not_hide_a_shipped_config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
