@@ -289,7 +289,7 @@ def _measure(operand: Operand, spec: CastSpec, axis: int) -> dict[str, float]:
     statistics = stats.statistics(x, q)
     count = operand.kept.size
     rows, columns = operand.kept.shape
-    median, low = _row_sqnr(operand.kept, scaling.dequantize(q)[:rows, :columns])
+    median, low = _low(stats.sqnr_by_row(operand.kept, scaling.dequantize(q)[:rows, :columns]))
     return {
         "sqnr": float(statistics.sqnr),
         "median": median,
@@ -299,18 +299,11 @@ def _measure(operand: Operand, spec: CastSpec, axis: int) -> dict[str, float]:
     }
 
 
-def _row_sqnr(x: np.ndarray, decoded: np.ndarray) -> tuple[float, float]:
-    """The median and the 5th percentile of each row's SQNR in dB, of its finite elements (Q-1); the
-    lower of two neighbors."""
-    finite = np.isfinite(x)
-    value = np.where(finite, x, 0.0).astype(np.float64)
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        noise = (np.where(finite, decoded - value, 0.0) ** 2).sum(axis=1)
-        signal = (value**2).sum(axis=1)
-        decibels = 10 * np.log10(signal / noise)[signal > 0]
-    if not decibels.size:
+def _low(decibels: np.ndarray) -> tuple[float, float]:
+    """The median and the 5th percentile of rows that are not zeros; the lower of two neighbors."""
+    numbers = decibels[~np.isnan(decibels)]
+    if not numbers.size:
         return math.inf, math.inf
-    numbers = np.where(np.isnan(decibels), -np.inf, decibels)
     median, low = np.percentile(numbers, [50, 5], method="lower")
     return float(median), float(low)
 

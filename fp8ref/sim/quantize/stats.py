@@ -17,7 +17,7 @@ from fp8ref.sim.quantize import cast, scaling
 from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.spec import granularity as granularities
 
-__all__ = ["error", "statistics"]
+__all__ = ["error", "sqnr_by_row", "statistics"]
 
 SLAB = 1 << 20
 """Elements that are reduced at a time: 8 MiB a float64 temporary."""
@@ -113,6 +113,24 @@ def statistics(x, q: Quantized, *, per_group: bool = False) -> Statistics:
     _check(x, q)
     with np.errstate(invalid="ignore", over="ignore"):  # a finite x may have become Inf or NaN
         return Statistics(**reduce_groups(x, q, _measure, per_group=per_group))
+
+
+def sqnr_by_row(x, decoded) -> np.ndarray:
+    """The SQNR in dB of each row, such as a token, over its finite elements (Q-1).
+
+    One large row owns the SQNR of a whole tensor; these show what the other rows keep.
+
+    Shapes:   x and decoded = dequantize(q) [..., C]; float64 [...].
+    Specials: NaN for a row of zeros, Inf without an error, -Inf where an error is not a number.
+    """
+    x, decoded = np.asarray(x), np.asarray(decoded)
+    finite = np.isfinite(x)
+    value = np.where(finite, x, 0).astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        noise = (np.where(finite, decoded - value, 0.0) ** 2).sum(axis=-1)
+        signal = (value**2).sum(axis=-1)
+        decibels = 10 * np.log10(signal / noise)
+    return np.where(signal > 0, np.where(np.isnan(decibels), -np.inf, decibels), np.nan)[()]
 
 
 def _measure(x: np.ndarray, q: Quantized) -> Iterator[tuple[str, np.ufunc, np.ndarray]]:

@@ -154,6 +154,23 @@ def test_sqnr_cases():  # Q-1
     assert (lost.non_finite, lost.non_finite_codes) == (1, 2)
 
 
+def test_each_row_has_the_sqnr_of_a_tensor_of_its_own(rng):  # Q-1
+    """A row of 2^20 takes the one scale: the others become zero, and their noise is their signal."""
+    x = rng.standard_normal((3, 2, 8)).astype(np.float32)
+    x[0] *= 2.0**20
+    q = scaling.quantize(x, E4M3FN)
+    rows = stats.sqnr_by_row(x, scaling.dequantize(q))
+    assert rows.shape == (3, 2)
+    assert rows[1, 0] == 0.0 < 20 < rows[0, 0]
+    part = q._replace(codes=q.codes[0, 1])
+    assert rows[0, 1] == pytest.approx(float(stats.statistics(x[0, 1], part).sqnr))
+    special = np.array([[0, 0], [np.inf, 1], [np.nan, 2], [3, 4]], np.float32)
+    decoded = np.array([[0, 0], [0, 1], [0, 1], [np.nan, 4]], np.float32)
+    np.testing.assert_allclose(
+        stats.sqnr_by_row(special, decoded), [np.nan, np.inf, 10 * math.log10(4), -np.inf]
+    )
+
+
 def test_an_input_that_is_not_finite_enters_no_sum():
     """Under a scale from elsewhere an infinity saturates and a NaN stays: counted, and the rest
     measured without them (Q-1, Q-3).
