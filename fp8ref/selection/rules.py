@@ -9,7 +9,6 @@ backend takes a linear's recipe from its Decision, so that rules are the same fo
 """
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +27,7 @@ from fp8ref.recipe import (
     trained_recipes,
 )
 from fp8ref.selection.linears import Decision, check_shape, matches
+from fp8ref.shared import registry
 from fp8ref.spec import granularity as granularities
 from fp8ref.spec.epilogue import EPILOGUES
 
@@ -86,7 +86,7 @@ class Rule:
                 if word is not None and word not in choices:
                     raise ValueError(
                         f"{key} of a rule is of {', '.join(choices)}; got "
-                        f"{word!r}.{_nearest(word, choices)}"
+                        f"{word!r}.{registry.nearest(word, choices)}"
                     )
         parts = [
             key for key in ("format", "granularity", "policy") if getattr(self, key) is not None
@@ -150,7 +150,7 @@ def apply(rules: Sequence[Rule], decisions: Sequence[Decision]) -> list[Decision
                 )
                 raise ValueError(
                     f"every pattern of a rule names a linear (R-3); rule {number} has "
-                    f"{pattern!r}.{_nearest(pattern, parts)}"
+                    f"{pattern!r}.{registry.nearest(pattern, parts)}"
                 )
         after = [
             _under(rule, number, d) if any(matches(p, d.path) for p in rule.layers) else d
@@ -265,8 +265,3 @@ def _under(rule: Rule, number: int, decision: Decision) -> Decision:
     return dataclasses.replace(
         decision, recipe=recipe if recipe.fp8 else RECIPES["bf16"], reason=reason
     )
-
-
-def _nearest(word: str, choices: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(choices), n=3, cutoff=0.5)
-    return f" Did you mean {', '.join(map(repr, near))}?" if near else ""

@@ -1,7 +1,8 @@
 """Look up frozen data by name: policies, recipes, epilogues, accumulation plans and hardware share
 one lookup and one error."""
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -14,7 +15,7 @@ def lookup(
 
     requirement  the beginning of the error, up to the names: ``policy is a ScalePolicy or``.
 
-    Raises:      ValueError: anything else.
+    Raises:      ValueError: anything else, with the names most like it.
 
     >>> lookup("size is an int or", {"small": 1, "large": 9}, "large", int)
     9
@@ -26,5 +27,16 @@ def lookup(
     # The type is asked first: an unhashable key, such as a list, would raise TypeError in the
     # table.
     if not isinstance(key, str) or key not in table:
-        raise ValueError(f"{requirement} one of {', '.join(table)}; got {key!r}.")
+        near = nearest(key, table) if isinstance(key, str) else ""
+        raise ValueError(f"{requirement} one of {', '.join(table)}; got {key!r}.{near}")
     return table[key]
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """The end of an error: the names that a mistyped word may mean; empty where none is like it.
+
+    >>> nearest("rowise", ["tensorwise", "rowwise"])
+    " Did you mean 'rowwise'?"
+    """
+    near = difflib.get_close_matches(word, list(choices), n=3, cutoff=0.6)
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""

@@ -14,3 +14,8 @@ def test_a_name_gives_its_entry_and_an_instance_itself():
 def test_anything_else_is_refused_by_the_names_there_are(key):
     with pytest.raises(ValueError, match=r"^number is one of one, two; got .*\.$"):
         registry.lookup("number is", TABLE, key)
+
+
+def test_a_mistyped_name_is_answered_by_the_nearest():
+    with pytest.raises(ValueError, match=r"got 'tow'\. Did you mean 'two'\?$"):
+        registry.lookup("number is", TABLE, "tow")
