@@ -301,3 +301,18 @@ def test_links_to_files_lead_to_files(page):
     """Of what the site does not hold; mkdocs checks the rest."""
     links = re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_search_ranks_tutorials_first_and_finds_few_api_pages(monkeypatch):
+    """Only where the documentation's tools are installed; ``make docs`` installs them."""
+    pytest.importorskip("mkdocs")
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "scripts"))
+    hooks = importlib.import_module("hooks")
+    boost = {
+        page: hooks._search_rank(page).get("boost", 1)
+        for page in ("tutorials/first-quantization.md", "how-to/train.md", "spec/s.md")
+    }
+    assert sorted(boost, key=boost.__getitem__, reverse=True) == list(boost)
+    api = [page for page in hooks._modules().values() if "exclude" not in hooks._search_rank(page)]
+    assert len(api) == len(hooks._IN_SEARCH) < 25
+    assert hooks._search_rank("changelog.md") == {"exclude": True}

@@ -7,6 +7,7 @@ files from elsewhere in the repository, such as the changelog.
 import argparse
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import re
@@ -34,6 +35,21 @@ _ELSEWHERE = {
     "aot-torch.md": "benchmarks/results/aot_torch.md",
     "compile-matrix.md": "benchmarks/results/compile_matrix.md",
 }
+
+
+_TUTORIAL_BOOST = 20  # a search finds tutorials first, then guides and concepts
+_GUIDE_BOOST = 3
+_BEHIND = ("reference/api/", "spec/tests.md", "changelog.md", "aot", "compile-matrix.md")
+_IN_SEARCH = {
+    "fp8ref",
+    *("fp8ref.formats", "fp8ref.policy", "fp8ref.recipe", "fp8ref.study", "fp8ref.plots"),
+    *("fp8ref.sim.quantize.cast", "fp8ref.sim.quantize.scaling", "fp8ref.sim.linear"),
+    *("fp8ref.jax.linear.linear", "fp8ref.jax.flax.convert", "fp8ref.jax.states.states"),
+    *("fp8ref.torch.model.convert", "fp8ref.torch.model.parallel", "fp8ref.torch.model.report"),
+    *("fp8ref.torch.delayed.delayed", "fp8ref.conformance", "fp8ref.conformance.require"),
+    *("fp8ref.conformance.strategies", "fp8ref.train.config.config", "fp8ref.train.loop"),
+}
+"""Modules whose API pages the search finds. Pages of the others are in the navigation alone."""
 
 
 def on_config(config):
@@ -66,11 +82,24 @@ def on_files(files, config):
 
 
 def on_page_markdown(text: str, page, config, files) -> str:
-    """Link each mention of a clause to its text in the specification."""
+    """Link each mention of a clause to its text in the specification, and rank the page in the
+    search.
+    """
+    page.meta.setdefault("search", _search_rank(page.file.src_uri))
     up = "../" * page.file.src_uri.count("/")
     return linked(
         text, lambda clause: f"[{clause}]({up}spec/{clause[0].lower()}.md#{clause.lower()})"
     )
+
+
+def _search_rank(source: str) -> dict:
+    """What Material's search reads of a page: whether it is left out, or its boost."""
+    pages_in_search = {_modules()[name] for name in _IN_SEARCH}
+    if source.startswith(_BEHIND) and source not in pages_in_search:
+        return {"exclude": True}
+    if source.startswith("tutorials/") or source == "install.md":
+        return {"boost": _TUTORIAL_BOOST}
+    return {"boost": _GUIDE_BOOST} if source.startswith(("how-to/", "concepts/")) else {}
 
 
 def cli_page() -> str:
@@ -206,6 +235,7 @@ def _type(hint: object) -> str:
     )
 
 
+@functools.cache
 def _modules() -> dict[str, str]:
     """{module: its page} of every module with public names, those in its ``__all__``, and of the
     packages around them.
