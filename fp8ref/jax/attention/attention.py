@@ -169,8 +169,8 @@ def forward(
     Raises:   ValueError: an unknown variant, or one that this backend does not run; shapes, dtypes
               or documents that do not fit; scales for roles without one; features that the variant
               does not take; inside shard_map, a scale of a whole tensor without ``over``; a mesh of
-              Explicit axes; what a ``DeviceCall`` refuses; inside ``hardware.simulating`` a variant
-              without FP8 codes, MX blocks, a mesh outside shard_map.
+              Explicit axes; what a ``DeviceCall`` refuses; inside ``hardware.simulating`` MX
+              blocks, and a mesh outside shard_map.
     Source:   spec A-1 to A-13, A-22, A-23.
     """
     call = DeviceCall.resolve(variant, mask)

@@ -272,24 +272,33 @@ def test_what_is_refused_on_a_mesh(mesh):
 
 
 HOPPER = sim_hardware.by_name("hopper")
-UNSIMULATED = {
-    "bf16": "'bf16': simulated hardware multiplies FP8 codes, .* got bfloat16 inside",
-    "exact": "'exact': simulated hardware multiplies FP8 codes, .* got real numbers inside",
-    "mxfp8": r"'mxfp8': .* got MX blocks inside hardware.simulating. Take this layer out of it, or "
-    "use variant 'cudnn'",
-}
+UNSIMULATED = (
+    r"'mxfp8': simulated hardware does not multiply MX blocks, .* inside hardware.simulating. Take "
+    "this layer out of it, or use variant 'cudnn'"
+)
 
 
-@pytest.mark.parametrize("name", UNSIMULATED)
-def test_what_simulated_hardware_cannot_multiply_is_refused(name):  # G-19
+def test_mx_blocks_are_refused_inside_simulated_hardware():  # G-19
     q, k, v, do = small()
-    with pytest.raises(ValueError, match=UNSIMULATED[name]), hardware.simulating(HOPPER):
-        attention.apply(q, k, v, variant=name)
-    with pytest.raises(ValueError, match=UNSIMULATED[name]), hardware.simulating(HOPPER):
-        attention.forward(q, k, v, variant=name)
-    result = attention.forward(q, k, v, variant=name)
-    with pytest.raises(ValueError, match=UNSIMULATED[name]), hardware.simulating(HOPPER):
-        attention.backward(do, q, k, v, result, variant=name)
+    result = attention.forward(q, k, v, variant="mxfp8")
+    for run in (
+        lambda: attention.apply(q, k, v, variant="mxfp8"),
+        lambda: attention.forward(q, k, v, variant="mxfp8"),
+        lambda: attention.backward(do, q, k, v, result, variant="mxfp8"),
+    ):
+        with pytest.raises(ValueError, match=UNSIMULATED), hardware.simulating(HOPPER):
+            run()
+
+
+@pytest.mark.parametrize("name", ["bf16", "exact"])
+def test_products_in_high_precision_stay_xlas_inside_simulated_hardware(name):  # G-19
+    q, k, v, do = small()
+    o, pullback = jax.vjp(functools.partial(attention.apply, variant=name), q, k, v)
+    with hardware.simulating(HOPPER):
+        inside, inside_pullback = jax.vjp(functools.partial(attention.apply, variant=name), q, k, v)
+        gradients = inside_pullback(do)
+    for mine, other in zip((inside, *gradients), (o, *pullback(do)), strict=True):
+        np.testing.assert_array_equal(mine, other)
 
 
 def test_simulated_hardware_on_a_mesh_is_refused(mesh, monkeypatch):  # G-21

@@ -76,7 +76,9 @@ class DeviceCall(Call):
                 f"{call.name}: simulated hardware is that of the context around the call; got "
                 f"{call.simulated.name!r} in it. Use hardware.simulating."
             )
-        return dataclasses.replace(call, simulated=hardware.active())
+        # products of higher precision stay XLA's
+        multiply = hardware.active() if call.variant.fmt.bits <= 8 else None
+        return dataclasses.replace(call, simulated=multiply)
 
     @property
     def name(self) -> str:
@@ -132,16 +134,13 @@ def prepare(q, k, v, call: DeviceCall, documents, sinks) -> Inputs:
 
 
 def _check_simulated(call: DeviceCall, q: jax.Array) -> None:
-    """ValueError where simulated hardware cannot multiply: MX blocks, numbers above 8 bits, devices
-    other than CPUs, a mesh outside shard_map.
+    """ValueError where simulated hardware cannot multiply: MX blocks, devices other than CPUs, a
+    mesh outside shard_map.
     """
-    variant = call.variant
-    if variant.fmt.bits != 8 or variant.granularity == "mx_1x32":
-        operands = "real numbers" if variant.real else variant.fmt.name
-        operands = "MX blocks" if variant.fmt.bits == 8 else operands
+    if call.variant.granularity == "mx_1x32":
         hardware.refuse(
             call.name,
-            f"multiplies FP8 codes, and MX blocks are multiplied dequantized; got {operands}",
+            "does not multiply MX blocks, which are dequantized; got some",
             ", or use variant 'cudnn'",
         )
     mesh = jax.typeof(q).sharding.mesh
