@@ -1,5 +1,5 @@
-"""Seconds of attention by a variant, numerics.attention: a tile of keys after another, as the
-backends compute it.
+"""Seconds of attention with the kernel that numerics.attention imitates, computed tile by tile as
+in the backends.
 
 No kernel fuses it. Each product of a tile is a GEMM that writes float32; kernels between them read
 scores and write operands. The FLOPs are exact, those of hidden halves of tiles included. The bytes

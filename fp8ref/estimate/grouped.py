@@ -41,8 +41,8 @@ def by(spec: GemmSpec, backend: str) -> By:
 
 
 def in_fp8(spec: GemmSpec, backend: str) -> bool:
-    """Whether FP8 is multiplied: of operands in blocks nothing is, but by PyTorch's GEMM of each
-    expert.
+    """True if the grouped GEMM runs in FP8. Block-scaled operands are dequantized first, except in
+    PyTorch's per-expert GEMM.
     """
     return spec.fp8 and multiplies_fp8(spec, backend)
 

@@ -292,7 +292,7 @@ FEATURES = (
         "recipes {whole}",
         "yes",
         "yes",
-        "yes; by torchao's `Float8Linear` where it can express the recipe",
+        "yes, with torchao where it supports the recipe, else fp8ref's own linear",
     ),
     Feature(
         "recipes {blocks}",
@@ -315,9 +315,9 @@ FEATURES = (
     ),
     Feature(
         "attention in FP8",
-        "`fa3`, `fa4`, `cudnn`, `mxfp8` and others; gradients of "
-        f"{', '.join(_WITH_OWN_GRADIENTS[:-1])} and {_WITH_OWN_GRADIENTS[-1]}, and of all others "
-        "in bfloat16; softcap and sinks",
+        "`fa3`, `fa4`, `cudnn`, `mxfp8` and others; gradients: "
+        f"{', '.join(_WITH_OWN_GRADIENTS[:-1])} and {_WITH_OWN_GRADIENTS[-1]} use their own, "
+        "the rest bfloat16; softcap and sinks",
         "the same, tile by tile; cuDNN's FP8 kernel by name, which has not run yet",
         "the same, tile by tile; FlashAttention-3's forward pass by name, which has not run yet",
     ),
@@ -342,7 +342,7 @@ FEATURES = (
     Feature(
         "proof that FP8 runs",
         "-",
-        "read off the compiled program",
+        "inspects the compiled program",
         "recorded from the step or the compiled graph",
     ),
 )

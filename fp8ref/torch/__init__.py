@@ -32,7 +32,7 @@ compute dtype.
     distributed   ``fsdp``, ``fp8_gather``, ``compiled_fsdp``, ``tensor_parallel``; gradients summed
                   in FP8: ``gradient_reduction``, whose scales ``gradient_factors`` tunes
     experts       a linear for each group of rows: ``grouped``, and experts of a model
-    attention     attention by a variant, a tile of keys after another
+    attention     FP8 attention that imitates a kernel, tile by tile over the keys
     states        AdamW whose moments are stored in FP8; ``copies`` keeps weights as codes between
                   steps, ``health`` says what storing moments cost
     observe       operands of FP8 GEMMs, and their statistics

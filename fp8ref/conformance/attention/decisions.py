@@ -227,7 +227,9 @@ def probe_subject(attention: Attention) -> Probed:
 
 def _without_descales(attention: Attention, descale_findings: list[Finding]) -> Probed:
     """A function with a wrong descale: other questions need scales, and are not asked."""
-    tiling = Tiling(None, None, Finding("tiles", None, "", words="not asked: needs right descales"))
+    tiling = Tiling(
+        None, None, Finding("tiles", None, "", words="not tested: needs right descales")
+    )
     attention = dataclasses.replace(attention, ones=True)
     return Probed(
         asked=attention,

@@ -78,7 +78,7 @@ def summary(
     if complete and not everywhere:
         return f"{of} that gives other codes in arrays of other shapes"
     if not complete:
-        return f"{of} that matches no known name: see the differences"
+        return f"{of} that matches no known library: see the differences"
     decision_text = (
         f"rounds {cast_behavior.rounding}, overflow gives {cast_behavior.overflow}, "
         f"infinities {cast_behavior.infinite}"

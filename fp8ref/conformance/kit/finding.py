@@ -277,7 +277,7 @@ class Outcome(Described):
                 *(f"  {w}" for w in self.differences or self.unlike),
             ]
         return "\n".join(
-            [*lines, *([f"  not asked: {'; '.join(self.unasked)}"] if self.unasked else [])]
+            [*lines, *([f"  not tested: {'; '.join(self.unasked)}"] if self.unasked else [])]
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -209,9 +209,7 @@ def _check_basis(
 
     unlike  counterexamples to the nearest policy, if none was found.
     """
-    first_alone = (
-        "other shapes, ragged blocks, strides and dtypes: the first tensors are not explained"
-    )
+    first_alone = "other shapes, ragged blocks, strides, dtypes (stopped at the first difference)"
     answers = matched.answers
     if matched.basis is None:
         return _Checked(limits=[first_alone] if unlike else [])

@@ -1,5 +1,5 @@
-"""Attention in FP8 (spec A): softmax(q k^T scale) v, a tile of keys after another, joined to JAX's
-autodiff by one custom_vjp.
+"""FP8 attention for JAX: softmax(q k^T scale) v (spec A), computed tile by tile over the keys, with
+one custom_vjp.
 
     o = attention.apply(q, k, v, variant="cudnn", mask=Mask(causal=True))
 

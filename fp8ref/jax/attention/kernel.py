@@ -142,7 +142,7 @@ def check(call: Call, q: tuple[int, ...], k: tuple[int, ...], platform: str) -> 
 
 
 _SEVERAL = (
-    "cuDNN's FP8 attention is of one device: its amaxes would be those of one device's part; "
+    "cuDNN FP8 attention supports one device only: amaxes are not reduced across devices; "
     "got {role} on {devices}. Use fp8ref.jax.attention."
 )
 
@@ -155,7 +155,7 @@ def _check_alone(q, k, v) -> None:
         mesh = jax.typeof(x).sharding.mesh
         if axes := tuple(getattr(mesh, "manual_axes", ())):
             raise ValueError(
-                f"cuDNN's FP8 attention is of one device, not inside shard_map; got {role} "
+                f"cuDNN FP8 attention supports one device only, not shard_map; got {role} "
                 f"along {', '.join(axes)}. Use fp8ref.jax.attention with over={axes}."
             )
         traced = isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array)

@@ -249,8 +249,8 @@ def _check_once(seen: delayed.Seen, before: list, name: str) -> None:
     (first, *_) = jax.tree.leaves(seen)
     if any(first is other for other in before):
         raise ValueError(
-            f"{name}: a layer that runs twice in a pass hands its observations from use to use; "
-            f"got a collection {SEEN!r} that does not change. Call apply(..., "
+            f"{name}: a layer that runs twice in a pass updates {SEEN!r} at each use; got "
+            f"a collection {SEEN!r} that does not change. Call apply(..., "
             f"mutable=[{SEEN!r}]), and return (loss, updated); name {SEEN!r} in variable_carry "
             "of an nn.scan that shares weights."
         )

@@ -127,9 +127,7 @@ def _named(hook: Fp8DotGeneral | Fp8Einsum, name: str) -> Fp8DotGeneral | Fp8Ein
 
 
 def _traced(model: nnx.Module, inputs: tuple, dims: Mapping) -> "_Traced":
-    """The products of a forward pass of a copy, in which each linear's have its path for a
-    scope.
-    """
+    """Trace a forward pass of a copy, with each layer's matmuls in a scope named after its path."""
     graph, state = nnx.split(model)
 
     def scoped(function, name: str):

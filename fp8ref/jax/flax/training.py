@@ -408,9 +408,8 @@ def _scans_named() -> Iterator[None]:
         if "scan body function carry" not in str(error) or SEEN not in str(error):
             raise
         raise ValueError(
-            f"an nn.scan that carries {SEEN!r} hands observations from use to use; got an "
-            f"apply that does not let it change. Call apply(..., mutable=[{SEEN!r}]), and "
-            "return (loss, updated)."
+            f"an nn.scan that carries {SEEN!r} updates it at each use; got an apply that does "
+            f"not let it change. Call apply(..., mutable=[{SEEN!r}]), and return (loss, updated)."
         ) from error
 
 

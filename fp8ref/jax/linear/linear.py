@@ -250,8 +250,8 @@ derivatives.defvjp(_linear, _forward, _backward)
 
 
 def _after_amax(q: Quantized, x: jax.Array) -> tuple[Quantized, jax.Array]:
-    """(q, this device's amax of x), so that GEMMs of q run after the amax is taken. XLA would take
-    what only an observation reads at the end of the pass, and keep x until then."""
+    """(q, this device's amax of x), with a barrier so that GEMMs of q run after the amax. Without
+    it XLA schedules the amax last and keeps x alive until then."""
     scale_inv, amax = lax.optimization_barrier((q.scale_inv, scaling.amax(x)))
     return dataclasses.replace(q, scale_inv=scale_inv), amax
 

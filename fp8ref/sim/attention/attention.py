@@ -1,4 +1,4 @@
-"""Attention in FP8, forward (spec A): softmax(q k^T scale) v, a tile of keys after another.
+"""FP8 attention, forward: softmax(q k^T scale) v (spec A), computed tile by tile over the keys.
 
     result = attention.forward(q, k, v, variant="fa3", mask=Mask(causal=True))
 

@@ -359,8 +359,8 @@ def tensor(x) -> np.ndarray:
     cast.check_dtype(x)
     if x.dtype == np.float64:
         raise ValueError(
-            "a tensor is scaled from float32 or a narrower dtype, which hold its amax exactly "
-            "(S-2); got float64. Round it first."
+            "quantize takes float32, float16 or bfloat16 (S-2); got float64. "
+            "Use x.astype(np.float32)."
         )
     return x
 

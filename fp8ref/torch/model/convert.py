@@ -1,6 +1,6 @@
 """Convert a model to FP8 and back: swap nn.Linear for torchao's Float8Linear, or ``linear.Linear``.
 
-torchao's is taken if it can express the recipe and every rank scales by its own amaxes; else
+It uses torchao's if torchao supports the recipe and every rank scales with its own amaxes; else
 fp8ref's own.
 
     model = convert(model, "delayed", filter_fqns=["lm_head"])  # an optimizer stays valid

@@ -161,7 +161,7 @@ def _by_rows(p: DTensor, i: int) -> bool:
     """Whether dim i of the mesh cuts a parameter by rows, so that each rank has rows that follow
     each other.
 
-    FSDP2 writes a cut of rows that a later dim has cut before, such as experts, as strided.
+    FSDP2 uses _StridedShard when another mesh dim (e.g. experts) already shards the rows.
     """
     placement = p.placements[i]
     if not (isinstance(placement, Shard | _StridedShard) and placement.dim == 0):

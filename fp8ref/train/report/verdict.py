@@ -27,9 +27,7 @@ NO_BITS = ("statistics", "checkpoint", "log")
 """Sections of the config that change no bit of training, in which runs of an arm may differ."""
 
 
-ONE_PAIR = (
-    "; for this pair; one seed, so not yet for the recipe: train both with a second seed, or more"
-)
+ONE_PAIR = " for this pair, of one seed, so not yet for the recipe: train both with more seeds"
 """What is added to the verdict on one pair (E-4)."""
 
 TINY = 1e-6
@@ -328,13 +326,11 @@ def sentence(compared: Compared, kind: Kind, margin: float, confidence: float = 
             f", by {n} and {len(compared.to)} runs of different seeds, whose noise is in it: "
             "matched seeds tell more"
         )
-    else:
-        text += ", by the steps of one pair; another seed may differ"
-    text += f"; margin {margin:.4f}"
+    text += f" (one seed; margin {margin:.4f})" if gap.by == "steps" else f"; margin {margin:.4f}"
     if gap.too_short:
         text += f"; neighboring steps correlate by {gap.phi:.2f}, too much for so few"
     if kind != "cannot tell":
-        return text + ONE_PAIR * (gap.by == "steps")
+        return f"{text};{ONE_PAIR}" if gap.by == "steps" else text
     if gap.by == "seeds":
         needed = gaps.seeds_needed(gap, margin, confidence=confidence)
         shown = needed if needed else f"more than {gaps.MOST_SEEDS:,}"
@@ -343,7 +339,7 @@ def sentence(compared: Compared, kind: Kind, margin: float, confidence: float = 
         return text
     return (
         f"{text}; about {gaps.steps_needed(gap, margin, compared.count):,} steps would settle "
-        f"it for these two{ONE_PAIR}"
+        f"it{ONE_PAIR}"
     )
 
 

@@ -58,7 +58,7 @@ def test_what_refuses_them_is_no_fault_and_is_said():  # S-6
     shapes = "[1, 3], [3, 65], [4, 129], [4, 144], [131, 255], [5, 376], [2, 8256]"
     assert f"ragged last blocks: it does not take {shapes}" in found.unasked
     assert (
-        f"not asked: more than 1,187,712 elements; ragged last blocks: it does not take {shapes}"
+        f"not tested: more than 1,187,712 elements; ragged last blocks: it does not take {shapes}"
         in found.message
     )
     assert found.to_dict()["unasked"] == found.unasked

@@ -78,7 +78,7 @@ def test_the_interval_of_one_pair_is_of_its_steps(seeds, fp8):  # E-5
     difference = np.array([fp8(0.2).losses[step] - seeds[0].losses[step] for step in range(60)])
     np.testing.assert_allclose(found.compared.gap.mean, gaps.running_mean(difference, 5), rtol=1e-9)
     assert found.compared.steps.tolist() == list(range(4, 60))
-    assert "by the steps of one pair; another seed may differ" in found.said
+    assert "(one seed; margin " in found.said
 
 
 @pytest.mark.parametrize(("above", "kind"), [(0.1, "worse"), (-0.1, "better"), (0.0, "equivalent")])
@@ -96,8 +96,7 @@ def test_report_and_compare_say_the_same_of_one_pair(seeds, tmp_path, small, abo
         compared.said == f"{kind}: the loss of {run.name} is {found.said.removeprefix(f'{kind}: ')}"
     )
     assert found.said.endswith(
-        "; for this pair; one seed, so not yet for the recipe: train both with a second seed, "
-        "or more."
+        " for this pair, of one seed, so not yet for the recipe: train both with more seeds."
     )
     page.write([seeds[0], run], tmp_path / "page.html")
     assert (
@@ -110,7 +109,7 @@ def test_one_pair_that_cannot_be_told_is_so_in_both(seeds, tmp_path, small):  # 
     run = made_runs.make(tmp_path / "other", small, falling(wobble=9), recipe="tensorwise")
     compared, found = compare.compare(seeds[0], run), judged([seeds[0], run])
     assert compared.result == found.kind == "cannot tell"
-    assert all(one.said.endswith("a second seed, or more.") for one in (compared, found))
+    assert all(one.said.endswith("train both with more seeds.") for one in (compared, found))
 
 
 @pytest.mark.parametrize("count", [1, 3])

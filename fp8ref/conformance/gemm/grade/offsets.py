@@ -94,7 +94,7 @@ class OffsetsGrade(Described):
     def message(self) -> str:
         """The faults, one a line."""
         question = f"{self.which} of {_rows_of(self.sizes, self.rest)}"
-        unasked = [f"not asked: {self.refused}"] if self.refused else []
+        unasked = [f"not tested: {self.refused}"] if self.refused else []
         if self.others and self.ok:
             question += f", and of {self.others} further question{'s' * (self.others > 1)}"
         return "\n".join(

@@ -128,7 +128,7 @@ class Grade(Described):
                 f"{self.plan!r}{f' under {self.epilogue!r}' if self.epilogue else ''}"
             )
         return "\n".join(
-            [*lines, f"  asked: {self.asked}", f"  not asked: {'; '.join(self.unasked)}"]
+            [*lines, f"  tested: {self.asked}", f"  not tested: {'; '.join(self.unasked)}"]
         )
 
     @property

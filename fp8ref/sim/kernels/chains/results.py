@@ -28,12 +28,12 @@ class Results(Vectors):
         ]
 
     def take(self, row, rows) -> None:
-        """Accumulators become the result, and 0 beside it."""
+        """acc = out; lanes past N are set to 0."""
         for out_pointer, acc_pointer, _, mask in self._vectors(row, rows):
             self.b.store(self._loaded(out_pointer, mask), acc_pointer, align=4)
 
     def give(self, row, rows) -> None:
-        """The result becomes the accumulators."""
+        """out = acc."""
         for out_pointer, acc_pointer, _, mask in self._vectors(row, rows):
             self._stored(self.b.load(acc_pointer, align=4), out_pointer, mask)
 

@@ -261,7 +261,7 @@ def test_a_kernel_that_refuses_groups_which_are_not_aligned_is_asked_aligned_one
     grade = require_offsets(Subject(name="mine", function=aligned))
     assert (grade.ok, grade.sizes) == (True, (48, 0, 16, 32))
     assert (
-        "not asked: groups of 59, 0, 16, 29 rows, and 16 of no group, for which it raised (mine "
+        "not tested: groups of 59, 0, 16, 29 rows, and 16 of no group, for which it raised (mine "
         "raised ValueError" in grade.message
     )
     with pytest.raises(RefusedError, match="multiples of 16"):
@@ -277,7 +277,7 @@ def test_the_question_that_a_kernel_refuses_is_named():
     grade = require_offsets(Subject(name="mine", function=with_rows_of_no_group))
     assert (grade.sizes, grade.others, grade.to_dict()["others"]) == (SIZES, 1, 1)
     assert (
-        "not asked: groups of 59, 0, 16, 29 rows, and 0 of no group, for which it raised"
+        "not tested: groups of 59, 0, 16, 29 rows, and 0 of no group, for which it raised"
         in grade.message
     )
 
