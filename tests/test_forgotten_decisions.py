@@ -14,7 +14,6 @@ import pytest
 
 from fp8ref.conformance.attention import decisions
 from fp8ref.policy import E8M0Rule, ScalePolicy, TwoLevel
-from fp8ref.spec import support
 from fp8ref.spec.attention.variant import Variant
 from fp8ref.spec.gemm import CastSpec, GemmSpec
 from fp8ref.train.config import sections
@@ -105,7 +104,7 @@ def unread_of_variants(keys: set[str], room: str) -> set[str]:
     through = ("spec/attention",)
     read = room_reads(f"{room}/attention", through=through)
     if room != "sim":
-        read |= reads(limit_reads(room), through) | support.LEFT_OPEN.get(room, {}).keys()
+        read |= reads(limit_reads(room), through)
     return keys - read
 
 
@@ -120,12 +119,6 @@ def test_every_decision_of_a_variant_is_read_or_refused(room):  # A-1
     keys = keys_of(Variant, "name", "source")
     assert unread_of_variants(keys, room) == set()
     assert unread_of_variants({*keys, PLANTED}, room) == {PLANTED}
-
-
-def test_what_a_backend_leaves_open_is_a_decision_that_it_does_not_read():
-    for room, fields in support.LEFT_OPEN.items():
-        read = room_reads(f"{room}/attention", through=("spec/attention",))
-        assert fields.keys() <= keys_of(Variant) - read, room
 
 
 def test_every_decision_of_a_variant_is_asked_or_listed_as_unseen():

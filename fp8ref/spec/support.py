@@ -239,15 +239,15 @@ LIMITS: dict[str, dict[Any, Limit]] = {
         "jax": _cut_tokens("alone"),
         "torch": _cut_tokens("instead (amax_group)"),
     },
-    "promotion of attention's sums": {
-        "jax": Limit(
+    "promotion of attention's sums": _both(
+        Limit(
             takes=lambda variant: variant.promotion in (None, 1),
             needs="variant {choice.name!r}: here each tile's product with v is a GEMM, whose sum "
             "is added in float32, so promotion is 1, or None, which is run as 1",
             received="{choice.promotion}",
             instead="Use promotion=1, or fp8ref.sim for {choice.promotion}.",
         )
-    },
+    ),
     "devices of simulated hardware": _both(
         Limit(
             takes=lambda device: device == "cpu",
@@ -275,13 +275,6 @@ LIMITS: dict[str, dict[Any, Limit]] = {
     },
 }
 """{feature: {backend: what it takes}}; a backend that is missing takes every choice."""
-
-LEFT_OPEN: dict[Backend, dict[str, str]] = {
-    "torch": {
-        "promotion": "a GEMM begins at +0: every tile's product with v is promoted, as A-18 allows"
-    }
-}
-"""{backend: {a field of ``Variant`` that it neither reads nor refuses: why}}."""
 
 _WITH_OWN_GRADIENTS = [f"`{v.name}`" for v in VARIANTS.values() if v.backward is not None]
 _ORDER = "the order that {} uses on the device; on a CPU also any plan of the simulator"

@@ -21,8 +21,8 @@ variant's; what sums products is the library:
 Between the products are torch's own sums and functions, within a bound (A-18), or under
 ``arithmetic="stated"`` the specification's operations in their order.
 
-A GEMM begins at +0. So probabilities times values are promoted after each tile, whatever
-``promotion`` says: ``fa3`` is computed as ``fa3_promoted``, and ``fa4`` likewise.
+A GEMM begins at +0, so probabilities times values are promoted after each tile: ``fa3``, whose
+``promotion`` is None, is computed as ``fa3_promoted``, and ``fa4`` likewise.
 """
 
 import contextlib

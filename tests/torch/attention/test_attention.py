@@ -157,6 +157,9 @@ def test_what_is_refused():
             "documents": (torch.zeros(1, 70, dtype=torch.long), None)
         },
         "for keys; got list and list. Give both": {"documents": [[0] * 70]},
+        "got 4. Use promotion=1, or fp8ref.sim for 4": {
+            "variant": dataclasses.replace(VARIANTS["fa3"], promotion=4)
+        },
         "documents are integers, [1, 70] for queries": {
             "documents": torch.zeros(1, 70, dtype=torch.long)
         },

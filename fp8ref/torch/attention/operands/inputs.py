@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fp8ref.spec import support
 from fp8ref.spec.attention import variants as attention
 from fp8ref.spec.attention.variants import Variant
 from fp8ref.torch.attention.operands import hadamard
@@ -48,7 +49,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: RankCall) -> Shape:
     """The shape of a problem.
 
     Raises:   ValueError: DTensors; dtypes, devices or shapes that do not fit; more features than
-              the variant takes; a softcap whose factors are no normal float32 numbers (A-22).
+              the variant takes; a promotion after several tiles; a softcap whose factors are no
+              normal float32 numbers (A-22).
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
@@ -59,6 +61,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: RankCall) -> Shape:
             f"q, k and v are on one device; got {q.device}, {k.device} and {v.device}. Move them."
         )
     call.check_features(d)
+    support.require("promotion of attention's sums", "torch", call.variant)
     if call.variant.granularity == "mx_1x32" and d % head_scaling.MX:
         raise ValueError(
             f"mx_1x32 needs features divisible by {head_scaling.MX}; got {d}. Pad them with zeros."
