@@ -17,7 +17,6 @@ from typing import NoReturn
 import fp8ref
 from fp8ref.commands import (
     ablate,
-    certify,
     conform,
     crosscheck,
     data,
@@ -25,6 +24,7 @@ from fp8ref.commands import (
     estimate,
     probe,
     runs,
+    study,
     supervision,
     sweep,
     train,
@@ -158,9 +158,9 @@ def _parser() -> argparse.ArgumentParser:
         demo,
         estimate,
         crosscheck,
-        certify,
         conform,
         probe,
+        study,
         vectors,
         runs,
         data,

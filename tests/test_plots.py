@@ -61,7 +61,9 @@ FIGURES = {
     ),
     "share_by_exponent": lambda ax: plots.share_by_exponent(ax, X, X > 1, label="mine"),
     "spacing": lambda ax: plots.spacing(ax, [E4M3FN, E5M2]),
-    "sqnr_map": lambda ax: plots.sqnr_map(ax, [[31.0, 25.0]], ["layer"], ["rowwise", "tensorwise"]),
+    "layer_map": lambda ax: plots.layer_map(
+        ax, [[31.0, 25.0]], ["layer"], ["rowwise", "tensorwise"]
+    ),
     "staleness": lambda ax: plots.staleness(ax, [1.0, 2.0], {"history of 1": [1.0, 448.0]}, E4M3FN),
     "step_lines": lambda ax: plots.step_lines(
         ax, {"one": [3.0, 2.0], "other": [3.0, 1.0]}, ylabel="nats"
@@ -77,7 +79,7 @@ MAPS = {
     "fate_map",
     "magnitude_map",
     "number_table",
-    "sqnr_map",
+    "layer_map",
 }
 every_figure = pytest.mark.parametrize("name", FIGURES)
 

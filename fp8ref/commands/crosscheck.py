@@ -1,4 +1,4 @@
-"""fp8ref crosscheck: compare the backends with the simulator, on the operands of a config."""
+"""fp8ref crosscheck and certify: compare backends, and installed libraries, with the simulator."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from fp8ref.shared import console
 
 
 def add(commands) -> None:
-    """Add ``fp8ref crosscheck``."""
+    """Add ``fp8ref crosscheck`` and ``fp8ref certify``."""
     check = shared.config_command(
         commands,
         "crosscheck",
@@ -47,6 +47,27 @@ def add(commands) -> None:
         "jax and torch, trained for --steps. Exits with 1 if they differ",
     )
     shared.add_json(check, "write all comparisons to FILE")
+    certificate = shared.plain(
+        commands,
+        "certify",
+        _certify,
+        "Compare casts and scales of the installed libraries with the simulator.",
+        "Compare casts and scales of torch, jax, ml_dtypes, torchao and fp8ref's own backends "
+        "with the simulator.",
+    )
+    certificate.add_argument(
+        "--exhaustive",
+        action="store_true",
+        help="compare all 2^32 inputs of each cast and all 2^31 amaxes (minutes)",
+    )
+    shared.add_json(certificate, "write every comparison to FILE")
+
+
+def _certify(arguments: argparse.Namespace) -> int:
+    check_json(arguments.json)
+    from fp8ref.conformance.certify import certify
+
+    return conclude(certify(exhaustive=arguments.exhaustive), arguments.json)
 
 
 def _crosscheck(arguments: argparse.Namespace, options: list[str]) -> int:

@@ -44,7 +44,7 @@ from fp8ref.plots.formats import (
 )
 from fp8ref.plots.runs import loss_curves, loss_gaps, staleness, step_lines
 from fp8ref.plots.states import health_lines, moment_range, update_ratios
-from fp8ref.plots.study import depth_lines, sqnr_map
+from fp8ref.plots.study import depth_lines, layer_map
 from fp8ref.plots.style import figure, png
 from fp8ref.plots.tensors import (
     code_difference,
@@ -68,6 +68,7 @@ __all__ = [
     "fate_map",
     "figure",
     "health_lines",
+    "layer_map",
     "loss_curves",
     "loss_gaps",
     "magnitude_map",
@@ -81,7 +82,6 @@ __all__ = [
     "scale_difference",
     "share_by_exponent",
     "spacing",
-    "sqnr_map",
     "staleness",
     "step_lines",
     "update_ratios",

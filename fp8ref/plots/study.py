@@ -3,7 +3,6 @@ Q-1).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -12,87 +11,58 @@ from matplotlib.ticker import PercentFormatter
 
 from fp8ref.plots import legends, readout, style
 
-__all__ = ["attention_map", "depth_lines", "sqnr_map"]
+__all__ = ["depth_lines", "layer_map"]
 
 
-def sqnr_map(
+def layer_map(
     ax: Axes,
-    sqnr,
+    values,
     layers: Sequence[str],
-    recipes: Sequence[str],
+    columns: Sequence[str],
     *,
+    what: str = "SQNR, dB",
+    large_is_worse: bool = False,
     low: float | None = None,
     high: float | None = None,
     most: int = 40,
 ) -> Axes:
-    """A map of SQNR in dB: a row for each layer, a column for each recipe; NaN is an empty cell.
+    """A map of a measure of casts: a row for each layer, a column for each recipe. NaN is an empty
+    cell; the title names the worst.
 
-    Shapes:   sqnr [layers, recipes]. low, high: the ends of the color scale, for several maps on
-              one scale. None: the smallest and the largest finite number.
+    Shapes:   values [layers, columns].
+    what      the measure and its unit, such as "zeroed, %" or "error of the output, %".
+    low, high the ends of the color scale, for several maps on one scale. None: the smallest and the
+              largest finite number.
     most      the most layers whose names are written; of more, every n-th.
-    Raises:   ValueError: sqnr of another shape.
+    Raises:   ValueError: values of another shape.
     """
-    sqnr = np.asarray(sqnr, np.float64)
-    if sqnr.shape != (len(layers), len(recipes)):
+    values = np.asarray(values, np.float64)
+    if values.shape != (len(layers), len(columns)):
         raise ValueError(
-            f"sqnr is [{len(layers)}, {len(recipes)}], as many as there are names; got "
-            f"{sqnr.shape}."
+            f"values are [{len(layers)}, {len(columns)}], as many as there are names; got "
+            f"{values.shape}."
         )
-    return _map(ax, sqnr, layers, recipes, _Scale("SQNR, dB", "viridis", low, high), most)
-
-
-def attention_map(
-    ax: Axes, errors, layers: Sequence[str], variants: Sequence[str], *, most: int = 40
-) -> Axes:
-    """A map of the error of attention's output, in per cent: a row for each layer, a column for
-    each variant; NaN is an empty cell.
-
-    Shapes:   errors [layers, variants], as shares.
-    Raises:   ValueError: errors of another shape.
-    """
-    errors = 100 * np.asarray(errors, np.float64)
-    if errors.shape != (len(layers), len(variants)):
-        raise ValueError(
-            f"errors are [{len(layers)}, {len(variants)}], as many as there are names; got "
-            f"{errors.shape}."
-        )
-    scale = _Scale("error of the output, %", "viridis_r", 0.0, None)
-    return _map(ax, errors, layers, variants, scale, most)
-
-
-class _Scale(NamedTuple):
-    """A scale of colors: what it is of, its colors and ends."""
-
-    label: str
-    cmap: str
-    low: float | None
-    high: float | None
-
-
-def _map(
-    ax: Axes,
-    values: np.ndarray,
-    rows: Sequence[str],
-    columns: Sequence[str],
-    scale: _Scale,
-    most: int,
-) -> Axes:
     image = ax.imshow(
         np.ma.masked_invalid(values),
-        cmap=scale.cmap,
+        cmap="viridis_r" if large_is_worse else "viridis",
         aspect="auto",
         interpolation="nearest",
-        vmin=scale.low,
-        vmax=scale.high,
+        vmin=low,
+        vmax=high,
     )
-    readout.cells(image, rows, columns, what=scale.label)
-    every = -(-len(rows) // most)
-    ax.set_yticks(range(0, len(rows), every), rows[::every])
+    readout.cells(image, layers, columns, what=what)
+    every = -(-len(layers) // most)
+    ax.set_yticks(range(0, len(layers), every), layers[::every], parse_math=False)
     ax.set_xticks(range(len(columns)), columns, rotation=30, ha="right", rotation_mode="anchor")
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0)
     if ax.figure is not None:
-        ax.figure.colorbar(image, ax=ax, label=scale.label)
+        ax.figure.colorbar(image, ax=ax, label=what)
+    if np.isfinite(values).any():
+        worst = np.nanargmax(values) if large_is_worse else np.nanargmin(values)
+        row, column = divmod(int(worst), len(columns))
+        text = f"worst {values[row, column]:.3g}: {layers[row]}, {columns[column]}"
+        ax.set_title(text, fontsize=9, parse_math=False)
     return style.plain_map(ax)
 
 

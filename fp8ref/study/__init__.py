@@ -1,13 +1,16 @@
-"""Study what FP8 would do to a model of yours, which needs no conversion: where an error arises, by
-layer and cast.
+"""Study what FP8 would do to your tensors or your model: where an error arises, by layer and cast.
 
     from fp8ref import study
+
+    recording = study.tensors({"layer.input": x, "layer.weight": w})   # or study.read_file(path)
+    judged = study.judge(recording)                       # every tensor, by the casts of every
+                                                          recipe
+    judged.print()
 
     with study.record(model) as recording:               # hooks on every linear of a PyTorch or
                                                          Flax NNX model
         model(**batch).loss.backward()                    # one step, as you run it
-    judged = study.judge(recording)                       # every operand, by the casts of every
-                                                          recipe
+    judged = study.judge(recording)
     depth = study.depth(model, lambda m: m(**batch).logits)   # the model again, under each recipe
     attention = study.judge_attention(recording)          # every layer's attention, by every
     variant
@@ -15,8 +18,8 @@ layer and cast.
                                                           gradients of some steps
     study.write_page("study.html", judged, depth, attention=attention, states=states)
 
-``record`` and ``depth`` need the model's own framework and no other, ``judge`` needs NumPy, and
-``write_page`` the extra [train].
+``record`` and ``depth`` need the model's own framework and no other, ``tensors`` and ``judge`` need
+NumPy, and ``write_page`` the extra [train].
 """
 
 from collections.abc import Callable, Sequence
@@ -29,6 +32,7 @@ from fp8ref.study.attention_error import JudgedAttention
 from fp8ref.study.attention_error import judge as judge_attention
 from fp8ref.study.cast_error import Judged, judge
 from fp8ref.study.depth_error import Depth
+from fp8ref.study.own_tensors import read_file, tensors
 from fp8ref.study.recording import Recording, read
 from fp8ref.study.state_error import JudgedStates, judge_states
 
@@ -47,7 +51,9 @@ __all__ = [
     "judge_attention",
     "judge_states",
     "read",
+    "read_file",
     "record",
+    "tensors",
     "write_page",
 ]
 

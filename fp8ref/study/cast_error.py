@@ -3,8 +3,8 @@
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -25,36 +25,20 @@ from fp8ref.shared.result import Result
 from fp8ref.sim.quantize import cast, scaling, stats
 from fp8ref.sim.quantize.scales import scales_from_amax
 from fp8ref.spec import granularity
+from fp8ref.study import cast_rows
 from fp8ref.study import recording as recordings
+from fp8ref.study.cast_rows import Row
 from fp8ref.study.recording import Operand, Recording
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One operand of one GEMM of a layer, under one recipe.
+FEW = 30
+"""The most rows of a table of every operand under every recipe."""
 
-    sqnr      10 log10(signal / noise) in dB (Q-1), of all rows together: a few large elements may
-              own it.
-    median, low
-              the median and the 5th percentile over rows, which are tokens of an input or a
-              gradient, of a row's own SQNR; rows of zeros are left out, and one that is not a
-              number counts as -inf.
-    lost      the share of all elements that are other than zero and become zero (Q-3).
-    clipped   the share that rounds beyond the format's range (C-4).
-    """
-
-    recipe: str
-    layer: str
-    gemm: Gemm
-    role: Role
-    sqnr: float
-    median: float
-    low: float
-    lost: float
-    clipped: float
+Measure = Literal["sqnr", "median", "low", "lost", "clipped"]
+"""A number of a Row."""
 
 
 class Summary(NamedTuple):
@@ -73,10 +57,17 @@ class Summary(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Judged(Result):
-    """Every operand under every recipe. absent: what the recording lacks, such as gradients."""
+    """Every operand under every recipe.
+
+    absent    what the recording lacks, such as gradients, or left out.
+    titles    the names of tensors of no model, by "<layer>/<role>".
+    causes    by (recipe, layer, role), why an operand loses elements (``cast_rows.cause``).
+    """
 
     rows: tuple[Row, ...]
     absent: tuple[str, ...] = ()
+    titles: Mapping[str, str] = field(default_factory=dict)
+    causes: Mapping[tuple[str, str, Role], str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -93,18 +84,34 @@ class Judged(Result):
         """The layers, in the order in which they ran."""
         return list(dict.fromkeys(row.layer for row in self.rows))
 
-    def sqnr(self, role: Role, of: Literal["sqnr", "median", "low"] = "sqnr") -> np.ndarray:
-        """dB, float64 [layers, recipes]: that number of a Row, of a role's two GEMMs the lower; NaN
-        where neither casts it, -inf where it is not a number."""
-        decibels = np.full((len(self.layers), len(self.recipes)), np.nan)
+    @property
+    def subject(self) -> str:
+        """How many linears, or tensors of no model."""
+        count = len({self.title(row) for row in self.rows}) if self.titles else len(self.layers)
+        return f"{count} {'tensor' if self.titles else 'linear'}{'s' * (count != 1)}"
+
+    def by_layer(self, role: Role, of: Measure = "sqnr") -> np.ndarray:
+        """float64 [layers, recipes]: that number of a Row, of a role's two GEMMs the worse; NaN
+        where neither casts it. An SQNR that is not a number is -inf."""
+        numbers = np.full((len(self.layers), len(self.recipes)), np.nan)
         layers = {name: i for i, name in enumerate(self.layers)}
         recipes = {name: i for i, name in enumerate(self.recipes)}
+        worse = np.fmax if of in ("lost", "clipped") else np.fmin
         for row in self.rows:
             if row.role == role:
                 at = layers[row.layer], recipes[row.recipe]
                 number = getattr(row, of)
-                decibels[at] = np.fmin(decibels[at], -math.inf if math.isnan(number) else number)
-        return decibels
+                numbers[at] = worse(numbers[at], -math.inf if math.isnan(number) else number)
+        return numbers
+
+    def by_operand(self) -> list[Row]:
+        """A row for each operand and recipe: of its two GEMMs the one that loses or clips more, or
+        has the lower 5th percentile."""
+        return cast_rows.by_operand(self.rows)
+
+    def title(self, row: Row) -> str:
+        """What a row's operand is called in a sentence."""
+        return self.titles.get(f"{row.layer}/{row.role}", f"the {row.role} of {row.layer}")
 
     def worst(self, count: int = 10, recipe: str | None = None) -> list[Row]:
         """The worst operands by any measure, of one recipe or all: in turn the lowest SQNR, the
@@ -126,12 +133,8 @@ class Judged(Result):
         return [row for row in dict.fromkeys(in_turn) if row is not None][:count]
 
     def sentence(self) -> str:
-        """The operand that loses or clips the largest share of its elements."""
-        row = max(self.rows, key=lambda row: row.lost + row.clipped, default=None)
-        if row is None or not row.lost + row.clipped:
-            return "No cast makes an element zero, or clips one."
-        what = f"Under {row.recipe} the {row.role} of {row.layer} loses most elements"
-        return f"{what}: {row.lost:.2%} become zero, and {row.clipped:.2%} are clipped."
+        """What the worst cast does, why, and which recipes do not (``cast_rows.sentence``)."""
+        return cast_rows.sentence(self.rows, self.title, self.causes)
 
     def by_role(self) -> list[Summary]:
         """For each recipe and role the median over operands, and the worst of each number."""
@@ -155,32 +158,50 @@ class Judged(Result):
 
     def to_dict(self) -> dict:
         """Rows as lists under their columns; None where a number is not finite."""
-        columns = ("recipe", "layer", "gemm", "role", "sqnr", "median", "low", "lost", "clipped")
+        columns = (
+            "recipe",
+            "layer",
+            "gemm",
+            "role",
+            "sqnr",
+            "median",
+            "low",
+            "lost",
+            "clipped",
+            "worst_rows",
+        )
         rows = [[_json(getattr(row, key)) for key in columns] for row in self.rows]
         return {"columns": list(columns), "rows": rows, "absent": list(self.absent)}
 
     def render(self, console: "Console") -> None:
-        """For each recipe and role the median over layers and GEMMs, and the worst."""
+        """The sentence, then each operand under each recipe; of many the medians by role, and the
+        worst."""
         from rich.table import Table
 
         console.print(self.sentence(), markup=False, soft_wrap=True)
-        table = Table(
-            "recipe",
-            "role",
-            "median SQNR, dB",
-            "lowest",
-            "at",
-            "5th percentile of rows, lowest",
-            "lost at most",
-            "clipped at most",
-        )
-        for summary in self.by_role():
-            recipe, role, median, lowest, at, low, *shares = summary
-            numbers = f"{median:.1f}", f"{lowest:.1f}", at, f"{low:.1f}"
-            table.add_row(recipe, role, *numbers, *(f"{share:.3%}" for share in shares))
+        rows, titles = self.by_operand(), ("SQNR, dB", "5 % of rows below", "zeroed", "clipped")
+        if len(rows) > FEW:
+            table = Table("recipe", "operand", "median SQNR, dB", "lowest", "at", *titles[1:])
+            for recipe, role, median, lowest, at, low, *shares in self.by_role():
+                table.add_row(
+                    recipe, role, f"{median:.1f}", f"{lowest:.1f}", at, *_cells(low, *shares)
+                )
+            console.print(table)
+            rows = self.worst(10)
+            console.print(f"The worst {len(rows)}:", markup=False)
+        table = Table("tensor", "recipe", *titles, "worst rows")
+        for row in rows:
+            name = self.titles.get(f"{row.layer}/{row.role}", f"{row.layer}/{row.role}")
+            numbers = f"{row.sqnr:.1f}", *_cells(row.low, row.lost, row.clipped)
+            table.add_row(name, row.recipe, *numbers, ", ".join(map(str, row.worst_rows)))
         console.print(table)
         if self.absent:
-            console.print(f"not recorded: {', '.join(self.absent)}", markup=False, soft_wrap=True)
+            names = recordings.some(self.absent)
+            console.print(f"not judged: {names}", markup=False, soft_wrap=True)
+
+
+def _cells(low: float, lost: float, clipped: float) -> tuple[str, str, str]:
+    return f"{low:.1f}", f"{lost:.2%}", f"{clipped:.2%}"
 
 
 def judge(
@@ -199,14 +220,18 @@ def judge(
     recordings.check(recording)
     recordings.listed(recipes, "recipes")
     casts = _casts(recipes)
-    rows, absent, once = [], {}, {}  # type: ignore[var-annotated]
+    rows: list[Row] = []
+    once: dict[tuple, dict[str, Any]] = {}
+    left_out = [f"{name} ({why})" for name, why in recording.refused.items()]
+    absent = dict.fromkeys(left_out if recording.titles else ())
     with console.library_bar("judge", len(recording.layers)) as advance:
         for layer in recording.layers:
             for name, cast in ((name, cast) for name, each in casts.items() for cast in each):
                 role, axis = cast.role, cast.axis
                 operand = recording.operands.get(f"{layer}/{role}")
                 if operand is None:
-                    absent[f"{layer}/{role}"] = None
+                    if not recording.titles:  # a tensor of no model has one role
+                        absent[f"{layer}/{role}"] = None
                     continue
                 spec = cast.spec
                 own_axis = None if spec.granularity == "tensorwise" else axis
@@ -215,7 +240,26 @@ def judge(
                     once[key] = _measure(operand, spec, axis)
                 rows.append(Row(recipe=name, layer=layer, gemm=cast.gemm, role=role, **once[key]))
             advance(layer)
-    return Judged(rows=tuple(rows), absent=tuple(absent))
+    judged = Judged(rows=tuple(rows), absent=tuple(absent), titles=recording.titles)
+    return replace(judged, causes=_causes(judged, recording, casts))
+
+
+def _causes(
+    judged: Judged, recording: Recording, casts: Mapping[str, "list[_Cast]"]
+) -> dict[tuple[str, str, Role], str]:
+    """Why the operand that loses most elements does: one more cast, or two."""
+    row = max(judged.by_operand(), key=lambda row: row.lost, default=None)
+    if row is None or row.lost < cast_rows.SHARE:
+        return {}
+    (cast,) = (c for c in casts[row.recipe] if (c.gemm, c.role) == (row.gemm, row.role))
+    operand = recording.operands[f"{row.layer}/{row.role}"]
+    why = cast_rows.cause(
+        operand,
+        "row" if row.role == "weight" else "token",
+        row.lost,
+        lambda other: _measure(other, cast.spec, cast.axis)["lost"],
+    )
+    return {(row.recipe, row.layer, row.role): why}
 
 
 class _Cast(NamedTuple):
@@ -269,7 +313,7 @@ def _gemm_casts(gemm: Gemm, a: CastSpec | None, b: CastSpec | None) -> Iterator[
             yield _Cast(gemm, role, spec, axis)
 
 
-def _measure(operand: Operand, spec: CastSpec, axis: int) -> dict[str, float]:
+def _measure(operand: Operand, spec: CastSpec, axis: int) -> dict[str, Any]:
     """The numbers of a Row: of the kept rows, by scales of the whole tensor."""
     x, kind = operand.kept, spec.granularity
     short = -x.shape[axis] % (granularity.by_name(kind).reduced or 1)
@@ -289,13 +333,16 @@ def _measure(operand: Operand, spec: CastSpec, axis: int) -> dict[str, float]:
     statistics = stats.statistics(x, q)
     count = operand.kept.size
     rows, columns = operand.kept.shape
-    median, low = _low(stats.sqnr_by_row(operand.kept, scaling.dequantize(q)[:rows, :columns]))
+    decibels = stats.sqnr_by_row(operand.kept, scaling.dequantize(q)[:rows, :columns])
+    median, low = _low(decibels)
+    worst = np.argsort(decibels, kind="stable")[: min(3, int((decibels < np.inf).sum()))]
     return {
         "sqnr": float(statistics.sqnr),
         "median": median,
         "low": low,
         "lost": float(statistics.underflows) / count,
         "clipped": float(statistics.overflows) / count,
+        "worst_rows": tuple(operand.places[worst].tolist()),
     }
 
 

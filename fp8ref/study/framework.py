@@ -24,5 +24,5 @@ def of(model) -> ModuleType:
     raise ValueError(
         f"a study takes a torch.nn.Module or a flax.nnx.Module; got {type(model).__name__}. "
         "Layers of linen are not seen, in nnx.bridge.ToNNX neither: study the model in NNX, or "
-        "give single tensors to fp8ref.sim.quantize.stats."
+        "give its tensors to study.tensors."
     )

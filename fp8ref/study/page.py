@@ -1,5 +1,6 @@
 """One HTML page of a study, for light and dark screens, with the script of reports."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,9 @@ try:
 except ImportError:
     extras.require("train", "a page of fp8ref.study", "jinja2", "matplotlib")
     raise
+
+ZEROED = 0.1
+"""The per cent of an operand that a recipe makes zero from which there is a map of it."""
 
 
 def write(
@@ -55,13 +59,37 @@ def _attention_figures(attention: JudgedAttention | None) -> dict[str, markupsaf
     if attention is None or not attention.rows:
         return {}
     layers, variants, errors = attention.errors()
+    what = "error of the output, %"
+    return _map(
+        "Error of the output of attention", "attention", (layers, variants, 100 * errors), what
+    )
+
+
+def _map(
+    title: str,
+    name: str,
+    table: tuple[Sequence[str], Sequence[str], np.ndarray],
+    what: str,
+    ends: tuple[float | None, float | None] = (0.0, None),
+) -> dict[str, markupsafe.Markup]:
+    """{title: <svg>}: a map of layers and recipes; none without a finite number."""
+    layers, columns, values = table
+    if not np.isfinite(values).any():
+        return {}
     with matplotlib.rc_context(svg.STYLE):
         figure, (ax,) = style.figure(width=5, height=1.6 + 0.16 * min(40, len(layers)))
-        plots.attention_map(ax, errors, [figures.short(layer) for layer in layers], variants)
-        drawn = svg.inline(
-            figure, "attention", "Error of the output of attention, by layer and variant"
+        low, high = ends
+        plots.layer_map(
+            ax,
+            values,
+            [figures.short(layer) for layer in layers],
+            columns,
+            what=what,
+            large_is_worse=not what.startswith("SQNR"),
+            low=low,
+            high=high,
         )
-    return {"Error of the output of attention": drawn}
+        return {title: svg.inline(figure, name, f"{title}, by layer")}
 
 
 def _figures(judged: Judged, depth: Depth | None) -> dict[str, markupsafe.Markup]:
@@ -81,29 +109,19 @@ def _figures(judged: Judged, depth: Depth | None) -> dict[str, markupsafe.Markup
             drawings["Error of the input of each linear"] = svg.inline(
                 figure, "depth", "Error of each linear's input, by recipe"
             )
-        maps = {role: judged.sqnr(role, "low") for role in ROLES}
-        numbers = np.concatenate([values[np.isfinite(values)] for values in maps.values()])
-        # a few good ones hide no bad ones
-        low, high = (
-            (float(numbers.min()), float(np.quantile(numbers, 0.95)))
-            if numbers.size
-            else (0.0, 1.0)
-        )
-        for role, values in maps.items():
-            if np.isfinite(values).any():
-                figure, (ax,) = style.figure(
-                    width=5, height=1.6 + 0.16 * min(40, len(judged.layers))
-                )
-                plots.sqnr_map(
-                    ax,
-                    values,
-                    [figures.short(layer) for layer in judged.layers],
-                    judged.recipes,
-                    low=low,
-                    high=high,
-                )
-                title = (
-                    f"SQNR of {role}, 5th percentile of {'rows' if role == 'weight' else 'tokens'}"
-                )
-                drawings[title] = svg.inline(figure, role, f"{title}, by layer and recipe")
+    maps = {role: judged.by_layer(role, "low") for role in ROLES}
+    numbers = np.concatenate([values[np.isfinite(values)] for values in maps.values()])
+    # a few good ones hide no bad ones
+    low, high = (
+        (float(numbers.min()), float(np.quantile(numbers, 0.95))) if numbers.size else (0.0, 1.0)
+    )
+    zeroed = {role: 100 * judged.by_layer(role, "lost") for role in ROLES}
+    most = max((float(np.nanmax(v)) for v in zeroed.values() if np.isfinite(v).any()), default=0.0)
+    for role, values in maps.items():
+        title = f"SQNR of {role}, 5th percentile of {'rows' if role == 'weight' else 'tokens'}"
+        table = judged.layers, judged.recipes, values
+        drawings |= _map(title, role, table, "SQNR, dB", (low, high))
+        if np.nan_to_num(zeroed[role]).max(initial=0.0) >= ZEROED:
+            table = judged.layers, judged.recipes, zeroed[role]
+            drawings |= _map(f"Zeroed of {role}", f"{role}_zeroed", table, "zeroed, %", (0.0, most))
     return drawings

@@ -25,10 +25,13 @@ import numpy as np
 from fp8ref.shared import files
 from fp8ref.shared.console import one_line
 
-__all__ = ["Attended", "Operand", "Recording", "read"]
+__all__ = ["Attended", "Operand", "Recording", "floats", "read"]
 
 ATTENTION = "attention"
 """What names a layer's attention in a file."""
+
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+"""The dtypes of tensors that are studied."""
 
 BLOCK = 128
 """Rows that are kept together: a multiple of every block of scales (S-6), and at a multiple of
@@ -51,6 +54,12 @@ class Operand:
     amax: np.ndarray
     columns: np.ndarray
     rows: int
+
+    @property
+    def places(self) -> np.ndarray:
+        """The number in the whole tensor of each kept row."""
+        most = -(-len(self.kept) // BLOCK) * BLOCK
+        return np.concatenate([np.arange(*span) for span in spans(self.rows, most)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +85,11 @@ class Attended:
 class Recording:
     """Operands by "<layer>/<role>", in the order of the first call.
 
-    framework  torch or flax.
+    framework  torch, flax, or tensors: of no model.
     chosen     the linears that were to be recorded.
     attention  by layer, the first call of each.
-    refused    why the attention of other layers was not kept.
+    refused    why the attention of other layers, or a tensor, was not kept.
+    titles     the names of tensors of no model, by "<layer>/<role>".
     """
 
     framework: str
@@ -87,6 +97,7 @@ class Recording:
     operands: dict[str, Operand] = field(default_factory=dict)
     attention: dict[str, Attended] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    titles: dict[str, str] = field(default_factory=dict)
 
     @property
     def layers(self) -> list[str]:
@@ -169,7 +180,7 @@ def _typed(value: Any, *kinds: type) -> Any:
 
 
 def _operand(name: str, arrays: dict[str, np.ndarray], rows: int) -> Operand:
-    kept, amax, columns = _wide(arrays[name], 2), arrays[f"{name}/amax"], arrays[f"{name}/columns"]
+    kept, amax, columns = wide(arrays[name], 2), arrays[f"{name}/amax"], arrays[f"{name}/columns"]
     fits = (
         amax.shape == () and columns.shape == kept.shape[1:] and 0 < len(kept) <= _typed(rows, int)
     )
@@ -195,10 +206,7 @@ def chosen(names: Iterable[str], layers: str, rows: int) -> list[str]:
 
     Raises:   ValueError: none; rows that are no positive multiple of ``BLOCK``.
     """
-    if rows < BLOCK or rows % BLOCK:
-        raise ValueError(
-            f"rows is a multiple of {BLOCK}, which no block of scales crosses; got {rows}."
-        )
+    check_rows(rows)
     names = list(names)
     matches = [name for name in names if fnmatch.fnmatchcase(name, layers)]
     if not names:
@@ -208,12 +216,36 @@ def chosen(names: Iterable[str], layers: str, rows: int) -> list[str]:
         )
     if not matches:
         raise ValueError(
-            f"layers matches the name of a linear of the model; got {layers!r} for {_some(names)}."
+            f"layers matches the name of a linear of the model; got {layers!r} for {some(names)}."
         )
     return matches
 
 
-def _some(names: Sequence[str]) -> str:
+def check_rows(rows: int) -> None:
+    """ValueError unless rows is a positive multiple of ``BLOCK``."""
+    if rows < BLOCK or rows % BLOCK:
+        raise ValueError(
+            f"rows is a multiple of {BLOCK}, which no block of scales crosses; got {rows}."
+        )
+
+
+def floats(x: Any) -> np.ndarray:
+    """An array of NumPy, PyTorch or JAX as float32: float64 is rounded, others are exact.
+
+    Raises:   ValueError: other dtypes than float16, bfloat16, float32 and float64.
+    """
+    x = x if hasattr(x, "dtype") else np.asarray(x)
+    dtype = str(x.dtype).removeprefix("torch.")
+    if dtype not in FLOATS:
+        raise ValueError(f"got {dtype}; a study takes {', '.join(FLOATS)}")
+    if hasattr(x, "detach"):  # PyTorch's, whose bfloat16 NumPy does not know
+        x = x.detach().float().cpu().numpy()
+    with np.errstate(over="ignore"):
+        return np.asarray(x).astype(np.float32)
+
+
+def some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
@@ -236,7 +268,7 @@ def heads_of(query_heads: int, key_heads: int, most: int) -> tuple[int, int]:
 
 def _attended(layer: str, arrays: dict[str, np.ndarray], mask: dict) -> Attended:
     tensors = {
-        role: _wide(arrays[name], 4)
+        role: wide(arrays[name], 4)
         for role in ("q", "k", "v", "do")
         if (name := f"{layer}/{ATTENTION}/{role}") in arrays
     }
@@ -267,7 +299,7 @@ def _narrow(x: np.ndarray) -> np.ndarray:
     return np.asarray(x, np.float32) if np.any(bits & 0xFFFF) else (bits >> 16).astype(np.uint16)
 
 
-def _wide(x: np.ndarray, axes: int) -> np.ndarray:
+def wide(x: np.ndarray, axes: int) -> np.ndarray:
     """What ``_narrow`` made. ValueError: another dtype or number of axes."""
     if x.ndim != axes or x.dtype not in (np.uint16, np.float32):
         raise ValueError(f"a tensor is {x.dtype} of {x.ndim} axes, not uint16 or float32 of {axes}")

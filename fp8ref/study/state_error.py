@@ -129,7 +129,7 @@ def judge_states(
             )
         first, steps = sizes, steps + 1
         for name, gradient in whole.items():
-            g = gradient.astype(np.float32).reshape(-1)[: _kept(gradient.size, most)]
+            g = gradient.reshape(-1)[: _kept(gradient.size, most)]
             for layout in chosen.values():
                 key = layout.name, name
                 before = now.get(key) or states.init(g.shape, layout)
@@ -162,16 +162,14 @@ def _layout_health(layout: Layout, last: Mapping[tuple[str, str], np.ndarray]) -
 
 
 def _array(name: str, gradient: Any) -> np.ndarray:
-    """A gradient as NumPy's array; ValueError unless it is of floats."""
-    if hasattr(gradient, "detach"):  # PyTorch's, whose bfloat16 NumPy does not know
-        gradient = gradient.detach().float().cpu().numpy()
-    array = np.asarray(gradient)
-    if array.dtype.kind in "biucOSU":
+    """A gradient as float32; ValueError unless it is of floats."""
+    try:
+        return recordings.floats(gradient)
+    except ValueError as error:
         raise ValueError(
-            f"gradients are of floats; got {array.dtype} for {name!r}. Give those of parameters "
-            "alone."
-        )
-    return array
+            f"gradients are of floats; got {np.asarray(gradient).dtype} for {name!r}. Give those "
+            "of parameters alone."
+        ) from error
 
 
 def _kept(size: int, most: int) -> int:

@@ -13,20 +13,29 @@ def ax():
 
 def test_a_map_has_a_cell_for_each_layer_and_recipe(ax):
     sqnr = np.array([[31.0, 25.0], [np.nan, 20.0], [30.0, np.inf]])
-    plots.sqnr_map(ax, sqnr, ["a", "b", "c"], ["rowwise", "tensorwise"], low=20, high=31)
+    plots.layer_map(ax, sqnr, ["a", "b", "c"], ["rowwise", "tensorwise"], low=20, high=31)
     (image,) = ax.images
     np.testing.assert_array_equal(image.get_array().mask, ~np.isfinite(sqnr))
     assert image.get_clim() == (20, 31)
     assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b", "c"]
+    assert ax.get_title() == "worst 20: b, tensorwise"
     with pytest.raises(
-        ValueError, match=r"sqnr is \[2, 2\], as many as there are names; got \(3, 2\)"
+        ValueError, match=r"values are \[2, 2\], as many as there are names; got \(3, 2\)"
     ):
-        plots.sqnr_map(ax, sqnr, ["a", "b"], ["rowwise", "tensorwise"])
+        plots.layer_map(ax, sqnr, ["a", "b"], ["rowwise", "tensorwise"])
+
+
+def test_the_title_names_the_worst(ax):
+    shares = [[0.0, 0.1], [15.26, np.nan]]
+    plots.layer_map(ax, shares, ["$a", "b_$"], ["r", "t"], what="zeroed, %", large_is_worse=True)
+    assert ax.get_title() == "worst 15.3: b_$, r"
+    assert not ax.title.get_parse_math()
+    assert plots.layer_map(plots.figure()[1][0], [[np.nan]], ["a"], ["r"]).get_title() == ""
 
 
 def test_of_many_layers_some_are_named(ax):
     names = [f"layer{i}" for i in range(100)]
-    plots.sqnr_map(ax, np.ones((100, 1)), names, ["rowwise"], most=40)
+    plots.layer_map(ax, np.ones((100, 1)), names, ["rowwise"], most=40)
     assert [label.get_text() for label in ax.get_yticklabels()] == names[::3]
 
 

@@ -27,7 +27,7 @@ from fp8ref.estimate import gpu_rates
 from fp8ref.shared import files
 from fp8ref.shared.errors import ConfigError
 from fp8ref.spec.llama import LlamaConfig
-from fp8ref.study import recording
+from fp8ref.study import own_tensors, recording
 from fp8ref.train import tensors
 from fp8ref.train.config import config as configs
 from fp8ref.train.config import hardware, user_model
@@ -356,7 +356,22 @@ def of_vectors(folder, small):
     return path, read
 
 
+def of_own_tensors(name):
+    def make(folder, small):
+        arrays = {"a.weight": np.ones((3, 4), np.float32), "b": np.zeros(2, np.float16)}
+        path = folder / name
+        if path.suffix == ".npz":
+            np.savez(path, **arrays)
+        else:
+            save_file(arrays, path)
+        return path, lambda: own_tensors.read_file(path)
+
+    return make
+
+
 READERS = {
+    "own.npz": of_own_tensors("own.npz"),
+    "own.safetensors": of_own_tensors("own.safetensors"),
     "config.toml": of_config,
     "manifest.json": of_run("manifest.json"),
     "metrics.jsonl": of_run("metrics.jsonl"),

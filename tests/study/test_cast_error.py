@@ -10,7 +10,7 @@ from fp8ref.policy import POLICIES
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, CastSpec, trained_recipes
 from fp8ref.sim.quantize import scaling, stats
 from fp8ref.study import recording
-from fp8ref.study.cast_error import Row
+from fp8ref.study.cast_rows import Row
 from fp8ref.study.recording import Operand, Recording
 
 WHOLE = {"input": (640, 128), "weight": (256, 128), "grad_output": (640, 256)}
@@ -145,7 +145,7 @@ def test_the_worst_and_the_map_of_a_role():
     found = study.judge(recorded(tensors(), 640), ["rowwise_with_gw_hp", "tensorwise"])
     assert found.recipes == ["rowwise_with_gw_hp", "tensorwise"]
     assert found.layers == ["layer"]
-    assert found.sqnr("grad_output").shape == (1, 2)
+    assert found.by_layer("grad_output").shape == (1, 2)
     worst = found.worst(2)
     assert worst[0].sqnr <= worst[1].sqnr
     assert worst[0].sqnr == min(row.sqnr for row in found.rows)
@@ -214,9 +214,15 @@ def test_the_map_has_the_lower_number_of_a_roles_two_gemms():
         row("b", gemm="grad_weight", sqnr=math.nan),
     )
     found = study.Judged(rows=rows)
-    np.testing.assert_array_equal(found.sqnr("input"), [[10.0], [-np.inf]])
-    np.testing.assert_array_equal(found.sqnr("input", "low"), [[5.0], [30.0]])
-    assert np.isnan(found.sqnr("weight")).all()
+    np.testing.assert_array_equal(found.by_layer("input"), [[10.0], [-np.inf]])
+    np.testing.assert_array_equal(found.by_layer("input", "low"), [[5.0], [30.0]])
+    assert np.isnan(found.by_layer("weight")).all()
+    rows = (row("a", lost=0.1), row("a", gemm="grad_weight", lost=0.2, low=9.0))
+    np.testing.assert_array_equal(study.Judged(rows=rows).by_layer("input", "lost"), [[0.2]])
+    assert study.Judged(rows=(*rows, row("a", recipe="mxfp8"))).by_operand() == [
+        rows[1],
+        row("a", recipe="mxfp8"),
+    ]
 
 
 def test_an_operand_is_among_the_worst_by_any_number():
@@ -230,11 +236,7 @@ def test_an_operand_is_among_the_worst_by_any_number():
     found = study.Judged(rows=(*plain, *others))
     assert [one.layer for one in found.worst(4)] == ["low sqnr", "low tokens", "zeros", "clips"]
     assert [one.layer for one in found.worst(6)][4:] == ["plain 0", "plain 1"]
-    assert (
-        found.sentence()
-        == "Under rowwise the input of zeros loses most elements: 15.00% become zero, and "
-        "0.00% are clipped."
-    )
+    assert found.sentence() == "rowwise zeroes 15 % of the input of zeros."
     (summary,) = found.by_role()
     assert summary[2:] == (24.5, 9.0, "low sqnr/output", -1.0, 0.15, 1e-6)
 
@@ -253,6 +255,8 @@ def test_tokens_that_an_outlier_costs_show_in_their_own_sqnr():
     assert found["tensorwise"].sqnr > 90
     assert found["tensorwise"].median == found["tensorwise"].low == 0.0  # noise is the signal
     assert found["rowwise"].median == math.inf
+    assert found["tensorwise"].worst_rows[0] == 2
+    assert 0 not in found["tensorwise"].worst_rows
     x[5, 3] = np.nan  # under one scale every code is NaN
     one.operands["a/input"] = Operand(
         kept=x, amax=np.float32(np.nan), columns=np.abs(x).max(axis=0), rows=200

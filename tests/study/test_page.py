@@ -68,6 +68,26 @@ def test_the_page_shows_both(judged, depth, tmp_path):
     assert "SQNR of input, 5th percentile of tokens" in page
 
 
+def test_the_page_of_tensors_begins_with_what_matters(tmp_path):
+    x = np.random.default_rng(0).standard_normal((512, 64)).astype(np.float32)
+    x[7] *= 30_000
+    judged = study.judge(study.tensors({"up.input": x, "bias": x[0]}), ["tensorwise", "rowwise"])
+    study.write_page(tmp_path / "study.html", judged)
+    page = (tmp_path / "study.html").read_text()
+    assert (
+        "<h1>What FP8 does to 1 tensor</h1>\n<p>tensorwise zeroes 20 % of up.input because token 7"
+        in page
+    )
+    assert "Not judged:</span> bias (shape" in page
+    assert page.count("<svg") == 2
+    assert "<figcaption>Zeroed of input</figcaption>" in page
+    (_, zeroed) = map(json.loads, map(html.unescape, re.findall(r'data-readout="([^"]*)"', page)))
+    assert zeroed[0]["what"] == "zeroed, %"
+    np.testing.assert_allclose(
+        zeroed[0]["values"], 100 * judged.by_layer("input", "lost"), rtol=1e-4
+    )
+
+
 def test_the_page_takes_casts_alone(judged, tmp_path):
     study.write_page(str(tmp_path / "study.html"), judged)
     assert "Through the model" not in (tmp_path / "study.html").read_text()

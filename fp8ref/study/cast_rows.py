@@ -1,0 +1,186 @@
+"""The rows of judged casts, and what matters of them in one sentence: what becomes zero, is clipped
+or loses its digits, why, and which recipes keep it.
+
+A cause is tested, not guessed: the operand is cast again without the rows, or the columns, that
+stand out, and they are the cause if half of the loss or more goes with them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fp8ref.recipe import Gemm, Role
+from fp8ref.study.recording import Operand
+
+__all__ = ["Row", "by_operand", "cause", "sentence"]
+
+SHARE = 0.01
+"""The share of a tensor's elements that become zero, or are clipped, from which a cast is named."""
+
+DECIBELS = 20.0
+"""The SQNR of the 5th percentile of rows below which a cast is named: e5m2 has about 25 dB."""
+
+OUTLIER = 16.0
+"""How many times the median's amax an outlying row or column has at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One operand of one GEMM of a layer, under one recipe.
+
+    sqnr      10 log10(signal / noise) in dB (Q-1), of all rows together: a few large elements may
+              own it.
+    median, low
+              the median and the 5th percentile over rows, which are tokens of an input or a
+              gradient, of a row's own SQNR; rows of zeros are left out, and one that is not a
+              number counts as -inf.
+    lost      the share of all elements that are other than zero and become zero (Q-3).
+    clipped   the share that rounds beyond the format's range (C-4).
+    worst_rows
+              the numbers of the three rows of the lowest SQNR, the lowest first.
+    """
+
+    recipe: str
+    layer: str
+    gemm: Gemm
+    role: Role
+    sqnr: float
+    median: float
+    low: float
+    lost: float
+    clipped: float
+    worst_rows: tuple[int, ...] = ()
+
+
+def by_operand(rows: Sequence[Row]) -> list[Row]:
+    """A row for each operand and recipe: of its two GEMMs the one that loses or clips more, or has
+    the lower 5th percentile."""
+    worse: dict[tuple[str, str, str], Row] = {}
+    for row in rows:
+        key = row.layer, row.role, row.recipe
+        other = worse.setdefault(key, row)
+        if (_share(row), -row.low) > (_share(other), -other.low):
+            worse[key] = row
+    operands = list(dict.fromkeys(key[:2] for key in worse))
+    return [worse[key] for key in sorted(worse, key=lambda key: operands.index(key[:2]))]
+
+
+def sentence(
+    rows: Sequence[Row], title: Callable[[Row], str], causes: Mapping[tuple[str, str, Role], str]
+) -> str:
+    """What the worst cast does to its operand, why, and which recipes do not.
+
+    title     what a row's operand is called.
+    causes    by (recipe, layer, role), what ``cause`` found.
+    """
+    once = by_operand(rows)
+    if not once:
+        return "No operand was cast."
+    worst = max(once, key=_share)
+    if _share(worst) >= SHARE:
+        why = causes.get((worst.recipe, worst.layer, worst.role), "")
+        return _loss(rows, worst, f"{title(worst)}{_gemm(rows, worst)}{why}")
+    worst = min(once, key=lambda row: row.low)
+    if worst.low == -np.inf:
+        bad = [row.recipe for row in _alike(rows, worst) if row.low == -np.inf]
+        verb = "turns" if len(bad) == 1 else "turn"
+        return f"{_listed(bad)} {verb} rows of {title(worst)} into NaN: it holds NaN or Inf."
+    if worst.low < DECIBELS:
+        return _low(_alike(rows, worst), worst, title(worst))
+    most, low = max(map(_share, once)), worst.low
+    lost = f"more than {_percent(most)} of a tensor" if most else "an element"
+    kept = "every row is exact" if low == np.inf else f"95 % of the rows keep {low:.0f} dB or more"
+    return f"No cast of these recipes zeroes or clips {lost}, and {kept}."
+
+
+def _loss(rows: Sequence[Row], worst: Row, what: str) -> str:
+    """Elements that become zero, or are clipped."""
+    kind = "lost" if worst.lost >= worst.clipped else "clipped"
+    singular, plural = {"lost": ("zeroes", "zero"), "clipped": ("clips", "clip")}[kind]
+    share, alike = getattr(worst, kind), _alike(rows, worst)
+    bad = [row.recipe for row in alike if getattr(row, kind) == share]
+    text = f"{_listed(bad)} {singular if len(bad) == 1 else plural} {_percent(share)} of {what}"
+    good = [row.recipe for row in alike if _share(row) <= SHARE / 10]
+    if not good:
+        best = min(alike, key=_share)
+        if _share(best) < share / 2:
+            return f"{text}; {best.recipe} loses {_percent(_share(best))}."
+        return f"{text}{'; no other recipe does much better' if len(alike) > len(bad) else ''}."
+    same = worst.layer, worst.role
+    others = [r for r in by_operand(rows) if (r.layer, r.role) == same and r.recipe in good]
+    other = max(others, key=_share)
+    but = f" ({other.recipe} loses {_percent(_share(other))} in the {other.gemm} GEMM)"
+    but = but if _share(other) >= SHARE else ""
+    return f"{text}; {_listed(good)} {'does' if len(good) == 1 else 'do'} not{but}."
+
+
+def _low(alike: Sequence[Row], worst: Row, name: str) -> str:
+    """Rows whose error is large though few elements are lost."""
+    best = max(alike, key=lambda row: row.low)
+    what = f"leaves 5 % of the rows of {name}"
+    numbers = f"{worst.recipe} at {worst.low:.0f} dB, {best.recipe} at {best.low:.0f} dB"
+    if len(alike) > 1 and best.low < DECIBELS:
+        return f"Every recipe {what} below {DECIBELS:.0f} dB of SQNR: {numbers}."
+    keeps = f"; {best.recipe} keeps {best.low:.0f} dB" if len(alike) > 1 else ""
+    return f"{worst.recipe} {what} at {worst.low:.0f} dB of SQNR or less{keeps}."
+
+
+def _alike(rows: Sequence[Row], row: Row) -> list[Row]:
+    """The rows of the same operand in the same GEMM, of every recipe."""
+    same = row.layer, row.role, row.gemm
+    return [other for other in rows if (other.layer, other.role, other.gemm) == same]
+
+
+def _gemm(rows: Sequence[Row], row: Row) -> str:
+    """In which GEMM, where the recipe casts the operand otherwise in another."""
+    same = row.layer, row.role, row.recipe
+    shares = {_share(r) for r in rows if (r.layer, r.role, r.recipe) == same}
+    return f" in the {row.gemm} GEMM" if len(shares) > 1 else ""
+
+
+def cause(operand: Operand, row: str, lost: float, again: Callable[[Operand], float]) -> str:
+    """Why an operand loses so many elements: " because ..."; "" if neither rows nor columns stand
+    out, or the loss stays without them.
+
+    row       what a row is: token, or row.
+    lost      the share that is lost.
+    again     the share that another operand, of the same shape, would lose by the same cast.
+    """
+    magnitudes = np.abs(operand.kept)
+    causes = []
+    for axis, what in enumerate((row, "column")):
+        amax = np.nan_to_num(magnitudes.max(axis=1 - axis), nan=0.0, posinf=0.0)
+        usual = float(np.median(amax[amax > 0])) if amax.any() else np.inf
+        places = np.flatnonzero(amax > OUTLIER * usual)
+        if not 0 < len(places) <= len(amax) / 8:
+            continue
+        kept = operand.kept.copy()
+        kept[(places,) if axis == 0 else (slice(None), places)] = 0.0
+        columns = np.abs(kept).max(axis=0)
+        if again(replace(operand, kept=kept, amax=columns.max(), columns=columns)) <= lost / 2:
+            first = places[amax[places].argmax()]
+            number = int(operand.places[first]) if axis == 0 else int(first)
+            times = f"{float(f'{amax[first] / usual:.2g}'):,.0f}x larger than the median {what}"
+            more = f" and {len(places) - 1} more are up to" if len(places) > 1 else " is"
+            causes.append((f"{what} {number}{more} {times}", f"{what} {number}"))
+    if not causes:
+        return ""
+    return f" because {causes[0][0]}" + (f", in {causes[1][1]}" if len(causes) > 1 else "")
+
+
+def _share(row: Row) -> float:
+    return row.lost + row.clipped
+
+
+def _percent(share: float) -> str:
+    """A share in per cent, to two digits; never 0 or 100 for another."""
+    rounded = float(f"{100 * share:.2g}")
+    return f"{min(rounded, 99) if share < 1 else 100:g} %"
+
+
+def _listed(names: Sequence[str], most: int = 4) -> str:
+    names = list(dict.fromkeys(names))
+    if len(names) > most:
+        names = [*names[: most - 1], f"{len(names) - most + 1} more"]
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
