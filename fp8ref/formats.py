@@ -4,11 +4,16 @@ float32, bfloat16 and float16.
 A format is a layout and a rule for its special codes; everything else is derived. Nothing here
 rounds: see ``sim/quantize/cast.py``. ``FP8_FORMATS`` holds the four formats that tensors are
 quantized to, by name, and ``FP4_FORMATS`` the one that they are quantized to under simulation;
-``FORMATS`` holds all of them.
+``FORMATS`` holds all of them, and the module itself, in a REPL or a notebook, shows a line on each.
 """
 
+import math
+import sys
+import types
 from dataclasses import dataclass
 from typing import Literal
+
+from fp8ref.shared.tables import Listing
 
 __all__ = ["BFLOAT16", "E2M1FN", "E4M3FN", "E5M2", "FLOAT16", "FLOAT32", "FORMATS", "FP8_FORMATS"]
 
@@ -95,6 +100,19 @@ class Format:
             return self.sign_bit
         return (1 << (self.exponent_bits + self.mantissa_bits)) - 1
 
+    def summary(self) -> str:
+        """Its bits, range and special values in a line.
+
+        >>> E5M2.summary()
+        '8 bits: 5 exponent, 2 mantissa; from 2^-16 to 57344; NaN, infinities'
+        """
+        specials = ["NaN"] * self.has_nan + ["infinities"] * (self.inf_code is not None)
+        return (
+            f"{self.bits} bits: {self.exponent_bits} exponent, {self.mantissa_bits} mantissa; from "
+            f"2^{math.log2(self.smallest_subnormal):g} to {self.max:g}; "
+            f"{', '.join(specials) or 'numbers only'}"
+        )
+
     def __repr__(self) -> str:
         return self.name
 
@@ -148,3 +166,17 @@ def check(fmt: object) -> None:
             f"fmt is a Format, such as fp8ref.formats.E4M3FN; got {fmt!r}. Formats by name are "
             "in fp8ref.formats.FORMATS."
         )
+
+
+class _Module(types.ModuleType):
+    """This module, which shows its formats."""
+
+    def __repr__(self) -> str:
+        return repr(_LISTING)
+
+    def _repr_html_(self) -> str:
+        return _LISTING._repr_html_()
+
+
+_LISTING = Listing(FORMATS, {name: fmt.summary() for name, fmt in FORMATS.items()})
+sys.modules[__name__].__class__ = _Module

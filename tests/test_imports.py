@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import fp8ref
+import fp8ref.recipe
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -25,10 +28,40 @@ def imported(module: str, names: set[str]) -> str:
 
 @pytest.mark.parametrize(
     "module",
-    ["fp8ref", "fp8ref.formats", "fp8ref.recipe", "fp8ref.spec.llama", "fp8ref.sim", "fp8ref.cli"],
+    [
+        "fp8ref",
+        "fp8ref.front",
+        "fp8ref.formats",
+        "fp8ref.recipe",
+        "fp8ref.spec.llama",
+        "fp8ref.sim",
+        "fp8ref.cli",
+    ],
 )
 def test_no_framework_is_imported_unasked(module):
     assert imported(module, {"jax", "torch", "flax", "pydantic", "matplotlib", "rich"}) == "[]"
+
+
+def test_the_front_lists_its_names_and_loads_numpy_when_one_is_used():
+    program = "import fp8ref as f8, sys; print(f8.__all__, set(f8.__all__) <= set(dir(f8)))"
+    program += "; repr(f8.formats); print('numpy' in sys.modules); f8.quantize"
+    program += "; print('numpy' in sys.modules, f8.formats is sys.modules['fp8ref.formats'])"
+    program += "; [getattr(f8, name) for name in f8.__all__]"
+    names = "Quantized compare dequantize formats policies quantize recipes"
+    assert run(program).splitlines() == [f"{names.split()} True", "False", "True True"]
+
+
+def test_the_front_refuses_other_names():
+    with pytest.raises(AttributeError, match="'fp8ref' has no attribute 'quantise'"):
+        fp8ref.quantise  # noqa: B018
+
+
+def test_formats_are_a_module_that_shows_its_formats():
+    lines = repr(fp8ref.formats).splitlines()
+    assert [line.split()[0] for line in lines] == ["name", *fp8ref.formats.FORMATS]
+    assert fp8ref.formats.E4M3FN.summary() in fp8ref.formats._repr_html_()
+    assert list(fp8ref.recipes) == list(fp8ref.recipe.RECIPES)
+    assert fp8ref.policies["te_nvfp4"].name == "te_nvfp4"
 
 
 TORCH = """

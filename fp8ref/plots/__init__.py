@@ -29,6 +29,7 @@ from fp8ref.plots.errors import (
     error_histogram,
     error_lines,
     number_table,
+    row_lines,
     scale_difference,
     share_by_exponent,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "png",
     "ranges",
     "relative_error",
+    "row_lines",
     "scale_difference",
     "share_by_exponent",
     "spacing",

@@ -147,6 +147,34 @@ def error_lines(
     return style.plain(ax, grid="both")
 
 
+def row_lines(ax: Axes, rows: Mapping[str, np.ndarray], *, title: str = "") -> Axes:
+    """The SQNR of each row of a tensor, in dB, from the worst row to the best: a line for each
+    name, later ones narrower.
+
+    Shapes:   every one of rows of any shape, such as of ``stats.sqnr_by_row``.
+    Specials: NaN, rows of zeros, and Inf, exact ones, are left out; -Inf is drawn as 0 dB.
+    """
+    for i, (name, decibels) in enumerate(rows.items()):
+        levels = np.sort(decibels[~np.isnan(decibels) & (decibels < np.inf)], axis=None)
+        ax.stairs(
+            np.maximum(levels, 0),
+            np.linspace(0, 100, levels.size + 1),
+            baseline=None,
+            label=name,
+            linewidth=2.2 - 1.2 * i / len(rows),
+            color=style.CYCLE[i % len(style.CYCLE)],
+            linestyle=style.DASHES[i % len(style.DASHES)],
+        )
+    ax.set(xlabel="rows, from the worst to the best", ylabel="SQNR, dB", xlim=(0, 100))
+    ax.set_ylim(bottom=0)
+    ax.xaxis.set_major_formatter("{x:g} %")
+    ax.set_title(title, parse_math=False)
+    style.legend(ax)
+    for text in ax.get_legend().get_texts():  # type: ignore[union-attr]
+        text.set_parse_math(False)
+    return style.plain(ax)
+
+
 def error_histogram(ax: Axes, errors: Mapping[str, np.ndarray], *, bins: int = 60) -> Axes:
     """The distribution of output errors in percent: one outline for each name, over common bins.
 

@@ -4,6 +4,8 @@
 
 from dataclasses import dataclass, field
 
+from fp8ref.shared import tables
+
 NAMED = 6
 """The most rows without FP8 that the summary names."""
 
@@ -111,13 +113,8 @@ class Report:
             del columns["kernel"]
         if self.multiplications is None:
             del columns["multiplications"]
-        cells = [list(columns), *([cell(row) for cell in columns.values()] for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        table = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in cells
-        ]
-        return "\n".join([*table, self.summary()])
+        rows = [[cell(row) for cell in columns.values()] for row in self.rows]
+        return f"{tables.aligned(list(columns), rows)}\n{self.summary()}"
 
 
 def _share(part: int, whole: int) -> float:

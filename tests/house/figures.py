@@ -170,13 +170,18 @@ def _strings_imported() -> Iterator[tuple[str, str]]:
                     yield name, said
 
 
+LAZY_LOADERS = {"fp8ref"}
+"""The modules that import their public names when one is used."""
+
+
 def module_getattrs() -> list[str]:
-    """Modules with a ``__getattr__`` of their own."""
+    """Other modules with a ``__getattr__`` of their own, also under an ``if``."""
     return [
         name
         for name, path in modules().items()
         for node in tree(path).body
-        if isinstance(node, Function) and node.name == "__getattr__"
+        for inner in (node, *(node.body if isinstance(node, ast.If) else ()))
+        if isinstance(inner, Function) and inner.name == "__getattr__" and name not in LAZY_LOADERS
     ]
 
 

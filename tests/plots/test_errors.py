@@ -149,3 +149,16 @@ def test_numbers_are_dark_on_light_and_light_on_dark(ax):
 def test_names_and_numbers_go_together(ax):
     with pytest.raises(ValueError, match=r"values are \[1, 2\].*got \(2, 1\)"):
         plots.number_table(ax, [[1.0], [2.0]], ["a"], ["one", "two"])
+
+
+def test_rows_are_drawn_from_the_worst_to_the_best_without_zeros_and_exact_ones(ax):
+    rows = {"$a": np.array([[30.0, np.nan], [-np.inf, 10.0]]), "b": np.array([np.inf, 5.0])}
+    plots.row_lines(ax, rows, title="$1 of $2")
+    first, second = ax.patches
+    np.testing.assert_array_equal(first.get_data().values, [0, 10, 30])
+    np.testing.assert_allclose(first.get_data().edges, [0, 100 / 3, 200 / 3, 100])
+    np.testing.assert_array_equal(second.get_data().values, [5])
+    assert first.get_linewidth() > second.get_linewidth()
+    ax.figure.draw_without_rendering()
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["$a", "b"]
+    assert ax.get_title() == "$1 of $2"

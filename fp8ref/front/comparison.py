@@ -1,0 +1,135 @@
+"""Compare what recipes do to one tensor: a table, and a picture of the SQNR of its rows."""
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fp8ref.front.quantized import Accuracy, as_numpy, cast_spec, measure, to_supported, wrap
+from fp8ref.recipe import CastSpec, Recipe
+from fp8ref.shared import tables
+from fp8ref.sim.quantize import scaling
+from fp8ref.spec import granularity as granularities
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Comparison", "compare"]
+
+RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
+"""What ``compare`` takes if no recipe is named."""
+
+_COLUMNS = {
+    "recipe": ("recipe", "{}"),
+    "format": ("format", "{}"),
+    "scales": (">scales", "{:,}"),
+    "granularity": ("", "{}"),
+    "bits": (">bits", "{:.2f}"),
+    "sqnr": (">SQNR, dB", "{:.1f}"),
+    "zeroed": (">became zero", "{:.2%}"),
+    "clipped": (">clipped", "{:.2%}"),
+    "worst": (">worst row, dB", "{:.1f}"),
+}
+"""{key of a row: its header in the table, right-aligned after >, and how it is written}."""
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """One tensor under several recipes. Printed, a table and its finding.
+
+    rows        a dict for each recipe: recipe, format, granularity, policy; scales, their number;
+                bits, those of an element with its part of the scales; sqnr in dB, zeroed, clipped,
+                median and worst, as in ``Accuracy``.
+    accuracies  {recipe: its Accuracy}.
+    """
+
+    rows: tuple[dict[str, Any], ...]
+    accuracies: dict[str, Accuracy]
+
+    def finding(self) -> str:
+        """A sentence: which recipe loses elements, or which keeps the worst row best."""
+        zeroed = {row["recipe"]: row["zeroed"] for row in self.rows}
+        most, least = max(zeroed, key=zeroed.__getitem__), min(zeroed.values())
+        if zeroed[most] >= 1e-3:
+            text = f"{most} makes {zeroed[most]:.1%} of the elements zero"
+            first = next(name for name, share in zeroed.items() if share < least + 1e-3)
+            few = f"{least:.1%}".replace("0.0%", "under 0.1%") if least else "none"
+            return text if first == most else f"{text}, {first} {few}"
+        low, high = (pick(self.rows, key=lambda row: row["worst"]) for pick in (min, max))
+        text = f"The worst row keeps {low['worst']:.1f} dB"
+        if high["worst"] - low["worst"] < 1:
+            return f"{text} or more under {', '.join(zeroed)}"
+        return f"{text} under {low['recipe']}, {high['worst']:.1f} dB under {high['recipe']}"
+
+    def to_pandas(self) -> Any:
+        """The rows as a pandas.DataFrame, by recipe; ImportError without pandas."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("to_pandas needs pandas. Install it: pip install pandas") from error
+        return pandas.DataFrame(list(self.rows)).set_index("recipe")
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """Draw the SQNR of each row, worst to best, under ``finding``; a line a recipe.
+
+        ax        None: of a new figure; save it with ``ax.figure.savefig``.
+        Raises:   ImportError without matplotlib, naming the extra.
+        """
+        from fp8ref import plots
+
+        lines = {name: accuracy.rows for name, accuracy in self.accuracies.items()}
+        ax = plots.figure()[1][0] if ax is None else ax
+        return plots.row_lines(ax, lines, title=self.finding())
+
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        columns = _COLUMNS.items()
+        return (
+            [header for _, (header, _) in columns],
+            [[written.format(row[key]) for key, (_, written) in columns] for row in self.rows],
+        )
+
+    def __repr__(self) -> str:
+        return f"{tables.aligned(*self._table())}\n{self.finding()}."
+
+    def _repr_html_(self) -> str:
+        return f"<div>{tables.as_html(*self._table())}{html.escape(self.finding())}.</div>"
+
+
+def compare(
+    x: Any,
+    recipes: Sequence[str | Recipe] | Mapping[str, str | Recipe | CastSpec] = RECIPES,
+    *,
+    axis: int = -1,
+) -> Comparison:
+    """Quantize x by each recipe, and measure what it costs.
+
+    x         as ``quantize`` takes it. All is computed in NumPy: each framework has these bits.
+    recipes   names or Recipes, as ``quantize`` takes them; or {label: one of them, or a CastSpec}.
+    axis      the reduced one. The last block along it may be shorter.
+    Raises:   ValueError: as ``quantize``; no recipe.
+    """
+    x = as_numpy(to_supported(x))
+    axis = granularities.normalize_axis(axis, max(x.ndim, 1))
+    if not isinstance(recipes, Mapping):
+        recipes = [recipes] if isinstance(recipes, str | Recipe) else recipes
+        recipes = {recipe if isinstance(recipe, str) else recipe.name: recipe for recipe in recipes}
+    if not recipes:
+        raise ValueError("compare needs a recipe; got none. Leave recipes out for five.")
+    rows, accuracies = [], {}
+    for name, recipe in recipes.items():
+        spec = cast_spec(recipe)
+        kind, policy = spec.granularity, spec.policy
+        q = scaling.quantize(x, spec.fmt, granularity=kind, policy=policy, axis=axis, ragged=True)
+        accuracies[name] = accuracy = measure(x, q, axis)
+        row = {
+            "recipe": name,
+            "format": spec.fmt.name,
+            "granularity": kind,
+            "policy": policy.name,
+            "scales": math.prod(q.scale.shape),
+            "bits": wrap(q, spec, axis).bits,
+        }
+        keys = ("sqnr", "zeroed", "clipped", "median", "worst")
+        rows.append(row | {key: getattr(accuracy, key) for key in keys})
+    return Comparison(tuple(rows), accuracies)

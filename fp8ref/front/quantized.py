@@ -1,0 +1,335 @@
+"""Quantize an array of NumPy, PyTorch or JAX, and measure what that cost.
+
+``quantize`` calls the ``quantize.scaling`` of the array's own framework: of ``fp8ref.sim`` for
+NumPy, else of ``fp8ref.torch`` or ``fp8ref.jax``. Codes and scales stay in that framework. Errors
+are measured in NumPy.
+"""
+
+import functools
+import math
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fp8ref import policy as policies
+from fp8ref.formats import E4M3FN, QUANTIZED_FORMATS, Format
+from fp8ref.front import card
+from fp8ref.policy import ScalePolicy
+from fp8ref.recipe import RECIPES, CastSpec, Recipe
+from fp8ref.shared import registry
+from fp8ref.shared.errors import require
+from fp8ref.sim.quantize import cast, scaling, stats
+from fp8ref.spec import granularity as granularities
+
+__all__ = ["Accuracy", "Quantized", "dequantize", "quantize"]
+
+_CASTS: dict[str, CastSpec] = {
+    name: next(
+        (s for recipe in RECIPES.values() for s in recipe.casts if s.granularity == name),
+        CastSpec(fmt=E4M3FN, granularity=name),
+    )
+    for name in granularities.GRANULARITIES
+} | {name: recipe.output.a for name, recipe in RECIPES.items() if recipe.output.a}
+"""{recipe: its cast of a linear's input; granularity: the first cast of a recipe that has it}."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Accuracy:
+    """What quantization cost a tensor.
+
+    sqnr       10 log10(signal / noise) in dB, of all elements together (Q-1).
+    zeroed     the share of the elements other than zero that became zero.
+    clipped    the share of all elements that round beyond the format's range (C-4).
+    rows       the SQNR of each row in dB, a row along the reduced axis; NaN for one of zeros. One
+               large row can own the SQNR of the whole tensor: these show the others.
+    median, worst, worst_row
+               of the rows that are not zeros: the median, the lowest, and the index of that row
+               without the reduced axis. inf, if all are zeros.
+    exponents  histograms of the magnitudes, scaled, before and after (Q-5).
+    """
+
+    sqnr: float
+    zeroed: float
+    clipped: float
+    median: float
+    worst: float
+    worst_row: tuple[int, ...]
+    rows: np.ndarray
+    exponents: stats.Exponents
+    fmt: Format
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers, for JSON; None where one is not finite."""
+        names = ("sqnr", "zeroed", "clipped", "median", "worst")
+        numbers = {name: getattr(self, name) for name in names}
+        finite = {name: x if math.isfinite(x) else None for name, x in numbers.items()}
+        return {**finite, "worst_row": list(self.worst_row)}
+
+    def _facts(self) -> dict[str, str]:
+        row = f" (row {', '.join(map(str, self.worst_row))})" if self.worst_row else ""
+        return {
+            "SQNR": f"{self.sqnr:.1f} dB",
+            "rows": f"median {self.median:.1f} dB, worst {self.worst:.1f} dB{row}",
+            "became zero": f"{self.zeroed:.2%} of the elements other than zero",
+            "clipped": f"{self.clipped:.2%}",
+        }
+
+    def __repr__(self) -> str:
+        return card.lines("Accuracy", self._facts())
+
+    def _repr_html_(self) -> str:
+        picture = card.histogram(self.exponents.scaled, self.fmt, "before the cast, scaled")
+        return card.card("Accuracy", self._facts(), picture)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Quantized:
+    """A quantized tensor: x ~ dequantize() = decode(codes) * scale_inv.
+
+    codes      of x's shape: uint8 in NumPy, native float8 in PyTorch and JAX.
+    scale, scale_inv
+               float32, one for each group of elements: the factor into the format, and out of it.
+    granularity, policy, axis
+               which elements share a scale, what made it, and the reduced axis.
+    operand    the ``Quantized`` of ``fp8ref.sim``, ``fp8ref.torch`` or ``fp8ref.jax``: their GEMMs
+               take it.
+    """
+
+    codes: Any
+    scale: Any
+    scale_inv: Any
+    fmt: Format
+    granularity: str
+    policy: ScalePolicy
+    axis: int
+    operand: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """x's shape."""
+        return tuple(self.codes.shape)
+
+    @property
+    def bits(self) -> float:
+        """Bits an element, with its part of the scales as they are stored (8 for e8m0 and e4m3)."""
+        policy, levels = self.policy, self.policy.two_level
+        size = 8 if policy.e8m0 or levels else policy.scale_dtype.bits
+        total = size * math.prod(self.scale.shape) + 32 * bool(levels and levels.tensor != "none")
+        return self.fmt.bits + total / math.prod(self.shape)
+
+    def dequantize(self) -> Any:
+        """RN32(decode(codes) * scale_inv), float32 of x's shape, in the codes' framework (S-8)."""
+        return dequantize(self)
+
+    def error(self, x: Any) -> Accuracy:
+        """What became of x, the tensor that was quantized; of any framework.
+
+        Raises:   ValueError: x of another shape, or of no numbers.
+        """
+        return measure(as_numpy(to_supported(x)), self._in_numpy(), self.axis)
+
+    def _in_numpy(self) -> scaling.Quantized:
+        """The simulator's Quantized of the same bits."""
+        if isinstance(self.operand, scaling.Quantized):
+            return self.operand
+        codes, scale, scale_inv = map(as_numpy, (self.codes, self.scale, self.scale_inv))
+        return scaling.Quantized(codes, scale, scale_inv, self.fmt, self.granularity, self.axis)
+
+    def _facts(self) -> dict[str, str]:
+        q = self._in_numpy()
+        decoded = cast.decode(q.codes, q.fmt)
+        first = [f"{value:g}" for value in decoded.flat[:6]] + ["..."] * (decoded.size > 6)
+        ends = dict.fromkeys(f"{scale:g}" for scale in (np.min(q.scale), np.max(q.scale)))
+        return {
+            "scales": f"{q.scale.size:,} {q.granularity}, {' to '.join(ends)}",
+            "policy": self.policy.name,
+            "codes": f"{', '.join(first)} (decoded); {np.mean(decoded == 0):.2%} are zero",
+            "bits": f"{self.bits:.4g} an element, with its scales",
+        }
+
+    def __repr__(self) -> str:
+        try:
+            facts = self._facts()
+        except (TypeError, RuntimeError):  # traced by JAX, or without data in PyTorch
+            facts = {"scales": self.granularity, "policy": self.policy.name}
+        return card.lines(f"Quantized {self.shape} {self.fmt}", facts)
+
+    def _repr_html_(self) -> str:
+        q = self._in_numpy()
+        counts = stats.exponents(scaling.dequantize(q), q, lowest=card.lowest(q.fmt)).codes
+        picture = card.histogram(counts, self.fmt, "codes")
+        return card.card(f"Quantized {self.shape} {self.fmt}", self._facts(), picture)
+
+
+def quantize(
+    x: Any,
+    fmt: str | Format | None = None,
+    recipe: str | Recipe | CastSpec = "tensorwise",
+    *,
+    policy: str | ScalePolicy | None = None,
+    axis: int = -1,
+) -> Quantized:
+    """Scale x into a format's range and round to nearest even, saturating.
+
+    x         an array of NumPy, PyTorch or JAX, or what np.asarray takes. float64 and integers are
+              rounded to float32 first; a warning says so once, if x is an array.
+    fmt       such as "e4m3fn"; None: that of the recipe.
+    recipe    how x is scaled: as a recipe casts a linear's input; or a granularity, as the first
+              recipe that has it. A recipe with delayed scaling takes the amax of x itself.
+    policy    the rule from amax to scale; None: that of the recipe.
+    axis      the reduced one: rows and blocks run along it.
+
+    Order:    as ``fp8ref.sim.quantize.scaling.quantize``, and the same bits in each framework.
+    Raises:   ValueError: an unknown name, with the nearest; x of another dtype, or empty; an axis
+              that x lacks, or that blocks do not divide; what x's framework does not have, such as
+              4 bits in PyTorch and JAX.
+    Source:   spec S-5.
+
+    >>> q = quantize([[0.5, -3.0], [1.0, 7.0]], "e4m3fn", "rowwise")
+    >>> q.dequantize()
+    array([[ 0.5, -3. ],
+           [ 1. ,  7. ]], dtype=float32)
+    """
+    x, spec = to_supported(x), cast_spec(recipe, fmt, policy)
+    axis = granularities.normalize_axis(axis, max(x.ndim, 1))
+    backend = _backend(x)
+    require(
+        backend is scaling or spec.fmt.bits == 8,
+        f"formats of 4 bits are simulated, in NumPy alone; got {spec.fmt} for a "
+        f"{type(x).__name__}. Quantize x as a NumPy array.",
+    )
+    q = backend.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
+    return wrap(q, spec, axis)
+
+
+def wrap(q: Any, spec: CastSpec, axis: int) -> Quantized:
+    """The Quantized of a backend's own."""
+    return Quantized(
+        codes=q.codes,
+        scale=q.scale,
+        scale_inv=q.scale_inv,
+        fmt=spec.fmt,
+        granularity=spec.granularity,
+        policy=spec.policy,
+        axis=axis,
+        operand=q,
+    )
+
+
+def dequantize(q: Any) -> Any:
+    """``q.dequantize()``; of what ``quantize`` returned, or the ``quantize`` of a backend.
+
+    Raises:   ValueError: anything else.
+    """
+    operand = getattr(q, "operand", q)
+    got = type(q).__name__
+    require(hasattr(operand, "codes"), f"dequantize takes the result of quantize; got {got}.")
+    return _backend(operand.codes).dequantize(operand)
+
+
+def cast_spec(
+    recipe: str | Recipe | CastSpec,
+    fmt: str | Format | None = None,
+    policy: str | ScalePolicy | None = None,
+) -> CastSpec:
+    """The cast that ``quantize`` makes of these arguments.
+
+    Raises:   ValueError: an unknown name; a recipe that casts no input; a cast that rotates or
+              rounds stochastically.
+    """
+    require(fmt not in RECIPES, f"fmt is a format; got the recipe {fmt!r}. Use recipe={fmt!r}.")
+    named = recipe.output.a if isinstance(recipe, Recipe) else recipe
+    spec: Any = registry.lookup("recipe is a Recipe, a CastSpec or", _CASTS, named, CastSpec)
+    require(
+        spec.rotation is None and spec.rounding == "nearest_even",
+        "quantize neither rotates nor rounds stochastically. Use "
+        "fp8ref.sim.linear.quantize_operands.",
+    )
+    return CastSpec(
+        fmt=registry.lookup("fmt is a Format or", QUANTIZED_FORMATS, fmt or spec.fmt, Format),
+        granularity=spec.granularity,
+        policy=policies.by_name(policy or spec.policy),
+    )
+
+
+def measure(x: np.ndarray, q: scaling.Quantized, axis: int) -> Accuracy:
+    """The accuracy of q, quantized from x.
+
+    Raises:   ValueError: x of another shape.
+    """
+    statistics = stats.statistics(x, q)
+    pair = (np.moveaxis(np.atleast_1d(v), axis, -1) for v in (x, scaling.dequantize(q)))
+    rows = np.asarray(stats.sqnr_by_row(*pair))
+    counted = rows[~np.isnan(rows)]
+    worst_row = np.unravel_index(np.argmin(np.where(np.isnan(rows), np.inf, rows)), rows.shape)
+    return Accuracy(
+        sqnr=float(statistics.sqnr),
+        zeroed=float(statistics.underflows / max(1, statistics.count - statistics.zeros)),
+        clipped=float(statistics.overflow_rate),
+        median=float(np.percentile(counted, 50, method="lower")) if counted.size else math.inf,
+        worst=float(np.min(counted, initial=math.inf)),
+        worst_row=tuple(map(int, worst_row)),
+        rows=rows,
+        exponents=stats.exponents(x, q, lowest=card.lowest(q.fmt)),
+        fmt=q.fmt,
+    )
+
+
+def to_supported(x: Any) -> Any:
+    """x as an array of its framework, of float32, float16 or bfloat16; wider ones become float32.
+
+    Raises:   ValueError: another dtype, such as bool, complex numbers or objects.
+    """
+    array: Any = cast.array(x) if _framework(x) == "numpy" else x
+    name = str(array.dtype).removeprefix("torch.")
+    if name in ("float32", "float16", "bfloat16"):
+        return array
+    use = "x.float()" if _framework(x) == "torch" else "x.astype(np.float32)"
+    require(
+        name.startswith(("float64", "float128", "int", "uint")),
+        "quantize takes float32, float16 or bfloat16, and rounds float64 and integers to float32; "
+        f"got {name}. Use {'x.real' if 'complex' in name else use}.",
+    )
+    if hasattr(x, "dtype"):
+        _say_rounded(name, use)
+    return array.float() if _framework(x) == "torch" else array.astype("float32")
+
+
+@functools.cache
+def _say_rounded(name: str, use: str) -> None:
+    """Warn, once for each dtype."""
+    note = f"x is {name}, and is rounded to float32 first. {use} does so without this warning."
+    warnings.warn(note, stacklevel=4)
+
+
+def as_numpy(x: Any) -> np.ndarray:
+    """An array of any framework in NumPy: FP8 as uint8 codes, PyTorch's bfloat16 as float32."""
+    if _framework(x) == "torch":
+        x = x.detach().cpu()
+        return (x.view(sys.modules["torch"].uint8) if x.itemsize == 1 else x.float()).numpy()
+    x = np.asarray(x)
+    return x.view(np.uint8) if x.itemsize == 1 else x
+
+
+def _backend(x: Any) -> Any:
+    """The module ``quantize.scaling`` for x's framework."""
+    if _framework(x) == "torch":
+        import fp8ref.torch.quantize.scaling as torch_scaling
+
+        return torch_scaling
+    if _framework(x) == "jax":
+        import fp8ref.jax.quantize.scaling as jax_scaling
+
+        return jax_scaling
+    return scaling
+
+
+def _framework(x: Any) -> str:
+    """What x is an array of. A framework that nobody imported has none."""
+    for name, kind in (("torch", "Tensor"), ("jax", "Array")):
+        if isinstance(x, getattr(sys.modules.get(name), kind, ())):
+            return name
+    return "numpy"
