@@ -87,9 +87,9 @@ def page(found: list[dict], about: dict) -> str:
     lines = [
         "# Published findings, measured here",
         "",
-        "This page is written by `make findings`, which measures each claim and trains the tiny "
-        "models that it takes. Every claim is a figure",
-        "that is above a number if the claim holds; its interval is Student's, of 95 %.",
+        "`make findings` measures each claim, trains the tiny models it needs, and writes this "
+        "page. Each claim has a figure",
+        "that is above a threshold if the claim holds. Intervals are 95 % (Student's t).",
         f"Measured on {about['machine']}, in {about['seconds'] / 60:.1f} minutes.",
         "",
         "| claim | figure | measured | 95 % interval | the claim needs | verdict |",
@@ -106,10 +106,10 @@ def page(found: list[dict], about: dict) -> str:
         )
     lines += [
         "",
-        "*Reproduced*: the whole interval is above the number and its margin. *Not reproduced*: "
-        "none of it is. *Cannot tell*: both, at this",
-        "size and with so many seeds. A claim about large models that is not reproduced by a "
-        "tiny one is not refuted.",
+        "*Reproduced*: the whole interval is above the threshold plus margin. *Not reproduced*: "
+        "none of it is. *Cannot tell*: part of it is, at this",
+        "size and with this many seeds. A tiny model that does not reproduce a claim about large "
+        "models does not refute it.",
         "",
     ]
     for one in found:
@@ -128,7 +128,7 @@ def page(found: list[dict], about: dict) -> str:
         "## See also",
         "",
         "- [The notebook](notebooks/08_findings.ipynb) draws the samples.",
-        "- [Compare runs](how-to/compare.md): the same kind of verdict on runs of yours.",
+        "- [Compare runs](how-to/compare.md): the same kind of verdict for your runs.",
     ]
     return "\n".join(lines) + "\n"
 
