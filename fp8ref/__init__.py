@@ -8,10 +8,10 @@
 >>> print(q.dequantize()[0, :3], "from", x[0, :3])
 [ 1.125  -1.375  -0.4375] from [ 1.117622  -1.3871249 -0.4265716]
 >>> f8.compare(x, ["tensorwise", "rowwise", "mxfp8"])
-recipe      format         scales  bits  SQNR, dB  became zero  clipped  worst row, dB
-tensorwise  e4m3fn   1 tensorwise  8.00      31.5       54.48%    0.00%            6.3
-rowwise     e4m3fn    256 rowwise  8.06      31.9        0.00%    0.00%           30.5
-mxfp8       e4m3fn  4,096 mx_1x32  8.25      31.9        0.00%    0.00%           30.5
+recipe      format  scales              bits  SQNR, dB  became zero  clipped  worst row, dB
+tensorwise  e4m3fn       1  tensorwise  8.00      31.5       54.48%    0.00%            6.3
+rowwise     e4m3fn     256  rowwise     8.06      31.9        0.00%    0.00%           30.5
+mxfp8       e4m3fn   4,096  mx_1x32     8.25      31.9        0.00%    0.00%           30.5
 tensorwise makes 54.5% of the elements zero, rowwise under 0.1%.
 
 ``f8.formats``, ``f8.recipes`` and ``f8.policies`` list what there is. All of this needs NumPy;

@@ -53,9 +53,11 @@ class Comparison:
         most, least = max(zeroed, key=zeroed.__getitem__), min(zeroed.values())
         if zeroed[most] >= 1e-3:
             text = f"{most} makes {zeroed[most]:.1%} of the elements zero"
+            if zeroed[most] - least < 1e-3:
+                return text
             first = next(name for name, share in zeroed.items() if share < least + 1e-3)
-            few = f"{least:.1%}".replace("0.0%", "under 0.1%") if least else "none"
-            return text if first == most else f"{text}, {first} {few}"
+            few = f"{zeroed[first]:.1%}" if zeroed[first] >= 1e-3 else "under 0.1%"
+            return f"{text}, {first} {few if zeroed[first] else 'none'}"
         low, high = (pick(self.rows, key=lambda row: row["worst"]) for pick in (min, max))
         text = f"The worst row keeps {low['worst']:.1f} dB"
         if high["worst"] - low["worst"] < 1:
