@@ -42,10 +42,13 @@ Placements = Placement | Mapping[str, Placement] | Callable[[str], Placement | N
 @dataclass(frozen=True)
 class Inputs:
     """What shows the layers of a linen model: arguments of its call (jax.ShapeDtypeStruct will do),
-    and the rngs of its init."""
+    or the only one, and the rngs of its init."""
 
-    args: tuple
+    args: Any
     rngs: Any = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "args", _arguments(self.args))
 
 
 def convert(
@@ -54,7 +57,7 @@ def convert(
     *,
     filter_fqns: Sequence[str] = (),
     fp8_fqns: Sequence[str] = (),
-    inputs: tuple | Inputs | None = None,
+    inputs: Any = None,
     multiply: Multiply | None = None,
     placement: Placements | None = None,
     rules: Sequence[Rule] = (),
@@ -68,8 +71,8 @@ def convert(
               precision (X-11): a linear below a name "router" or "gate" with an output for each
               expert, unless fp8_fqns names it.
     linen:    a new module of the same fields and parameters, whose nn.Dense and nn.DenseGeneral
-              have hooks wherever they are called. ``inputs``, arguments of its call or ``Inputs``,
-              show which those are. Under delayed scaling its init makes the state:
+              have hooks wherever they are called. ``inputs``, arguments of its call, the only one,
+              or ``Inputs``, show which those are. Under delayed scaling its init makes the state:
               {**variables, STATE: converted.init(rngs, *inputs)[STATE]}.
     multiply  simulated hardware of every hook, as in ``linen_dot_general``.
     placement of the linears on a mesh, as in ``linen_dot_general``: one for all of them; a mapping
@@ -295,11 +298,17 @@ def _log(report: reports.Report, name: str) -> None:
     )
 
 
-def report(model, inputs: tuple | None = None) -> reports.Report:
+def _arguments(inputs) -> tuple:
+    """The arguments of a call: of a tuple or list its elements, of anything else itself."""
+    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+
+
+def report(model, inputs=None) -> reports.Report:
     """What of a model runs in FP8, what does not and why; print it as a table.
 
-    NNX:      any model. ``inputs``, arguments of its call (jax.ShapeDtypeStruct will do), show
-              multiplications, layers that are never called, and products without a layer.
+    NNX:      any model. ``inputs``, a tuple of arguments of its call (jax.ShapeDtypeStruct will
+              do) or the only one, show multiplications, layers that are never called, and products
+              without a layer.
     linen:    a converted model, by the inputs of its conversion.
     Raises:   ValueError: a linen module that is not converted, or with inputs.
     """
@@ -310,8 +319,9 @@ def report(model, inputs: tuple | None = None) -> reports.Report:
             "report takes an NNX model, or without inputs a linen model that convert returned; "
             f"got {type(model).__name__}. Convert it first."
         )
+    args = None if inputs is None else _arguments(inputs)
     return reports.nnx_report(
-        model, inputs, {name: _dims(name, layer) for name, layer in _linears(model).items()}
+        model, args, {name: _dims(name, layer) for name, layer in _linears(model).items()}
     )
 
 

@@ -175,6 +175,14 @@ class LinenModel(nn.Module):
         return nn.Dense(24, name="head")(nn.Conv(D, (3,))(x)), LinenExperts(name="mixture")(x)
 
 
+def test_an_only_argument_needs_no_tuple():
+    linen = [fj.flax.convert(LinenModel(), "rowwise", inputs=inputs) for inputs in (X, (X,), [X])]
+    assert len({str(fj.flax.report(model)) for model in linen}) == 1
+    layer = fj.flax.convert(nnx.Linear(D, D, rngs=nnx.Rngs(0)), "rowwise")
+    x = jnp.ones((TOKENS, D))
+    assert str(fj.flax.report(layer, x)) == str(fj.flax.report(layer, (x,)))
+
+
 def test_a_linen_model(caplog):
     with caplog.at_level(logging.INFO, "fp8ref.jax.flax"):
         model = fj.flax.convert(LinenModel(), "rowwise", inputs=(X,))
