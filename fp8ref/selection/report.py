@@ -2,6 +2,11 @@
 ``fj.flax.report`` and ``ft.report``.
 """
 
+import contextlib
+import contextvars
+import logging
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fp8ref.shared import tables
@@ -98,6 +103,17 @@ class Report:
         more = f"; and {len(names) - NAMED} more" if len(names) > NAMED else ""
         return f"{line}. Not in FP8: {'; '.join(names[:NAMED])}{more}." if names else f"{line}."
 
+    def headline(self) -> str:
+        """A short line: how many of the layers that multiply are in FP8, and which are not."""
+        layers, names = (
+            [row for row in self.rows if row.recipe],
+            [row.path or row.kind for row in self.left_out],
+        )
+        recipes = ", ".join(dict.fromkeys(str(row.recipe) for row in layers)) or "no recipe"
+        line = f"fp8: {len(layers)} of {len(layers) + len(names)} layers ({recipes})"
+        more = [f"{len(names) - NAMED} more"] if len(names) > NAMED else []
+        return f"{line}; in high precision: {', '.join([*names[:NAMED], *more])}" if names else line
+
     def __str__(self) -> str:
         columns = {
             "layer": lambda row: row.path or "-",
@@ -119,3 +135,38 @@ class Report:
 
 def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
+
+
+_quiet = contextvars.ContextVar("quiet", default=False)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Conversions within print nothing: those of copies, and of the trainer."""
+    token = _quiet.set(True)
+    try:
+        yield
+    finally:
+        _quiet.reset(token)
+
+
+def announce(
+    report: Report, logger: logging.Logger, name: str, *, warns: bool, see: str, rank: int
+) -> None:
+    """Log what became of a model. Where that shows nothing and a person looks, at a terminal or a
+    notebook, rank 0 prints a line. A logger with a level of its own is the user's choice: then
+    nothing is printed.
+
+    warns     the line is a warning.  see: how to print the report.
+    """
+    level = logging.WARNING if warns else logging.INFO
+    logger.log(level, "convert: %s: %s", name, report.summary())
+    shown = logger.isEnabledFor(level) or logger.level != logging.NOTSET
+    if not shown and not _quiet.get() and rank == 0 and _person_looks():
+        print(f"{report.headline()}. print({see}) says why.")
+
+
+def _person_looks() -> bool:
+    """Whether standard output is a terminal, or a cell of a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel") or (sys.stdout is not None and sys.stdout.isatty())

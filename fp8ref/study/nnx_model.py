@@ -14,6 +14,7 @@ from jax import lax
 from fp8ref.jax import flax as fj
 from fp8ref.jax.flax import nnx as nnx_hooks
 from fp8ref.recipe import Recipe
+from fp8ref.selection.report import quiet
 from fp8ref.study import depth_error, flax_attention
 from fp8ref.study import recording as recordings
 from fp8ref.study.depth_error import Depth, Seen
@@ -83,7 +84,8 @@ def depth(
                 "delayed scaling takes amaxes of steps before, which one forward pass has not. "
                 "Use 'tensorwise'."
             )
-        converted = fj.convert(nnx.clone(model), recipe, **options)
+        with quiet():
+            converted = fj.convert(nnx.clone(model), recipe, **options)
         return seen(converted, len(nnx_hooks.hooks(converted)))
 
     def seen(model: nnx.Module, in_fp8: int = 0) -> Seen:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fp8ref.recipe import Recipe
+from fp8ref.selection.report import quiet
 from fp8ref.study import depth_error, torch_attention
 from fp8ref.study import recording as recordings
 from fp8ref.study.depth_error import Depth, Seen
@@ -74,7 +75,8 @@ def depth(
     from fp8ref.torch.model import convert
 
     def under(recipe: Recipe) -> nn.Module:
-        converted = convert.convert(copy.deepcopy(model), recipe, **options)
+        with quiet():
+            converted = convert.convert(copy.deepcopy(model), recipe, **options)
         if recipe.delayed:  # a pass before, whose amaxes scale the one that is compared
             delayed.calibrate(_Run(converted, run), [()])
         return converted

@@ -27,6 +27,7 @@ from fp8ref.jax.linear import linear
 from fp8ref.recipe import Recipe
 from fp8ref.selection import grouped, routers
 from fp8ref.selection import linears as linear_selection
+from fp8ref.selection import report as fp8_report
 from fp8ref.selection import rules as linear_rules
 from fp8ref.selection.rules import Rule
 from fp8ref.spec.hardware import Multiply
@@ -81,6 +82,8 @@ def convert(
     rules     change casts of single operands (R-8), of NNX models.
     Logs:     one line by ``logging``, of logger fp8ref.jax.flax: what is in FP8 and what is not; a
               warning where matrices are outside linears, such as experts'. ``report`` has all.
+    Prints:   a short line at a terminal and in a notebook, where logging does not show that line;
+              none once you give this logger a level.
     Patterns: as everywhere: runs of whole components of a layer's dotted path, or shell patterns
               (R-3).
     Raises:   ValueError: a pattern that names nothing, or a placement's that names no linear in
@@ -290,12 +293,8 @@ def _check_dtype(name: str, layer) -> None:
 
 def _log(report: reports.Report, name: str) -> None:
     """One line: what a conversion did, a warning where it left out what is no linear."""
-    _logger.log(
-        logging.WARNING if report.surprising else logging.INFO,
-        "convert: %s: %s",
-        name,
-        report.summary(),
-    )
+    see, rank = "fp8ref.jax.flax.report(model)", jax.process_index()
+    fp8_report.announce(report, _logger, name, warns=report.surprising, see=see, rank=rank)
 
 
 def _arguments(inputs) -> tuple:

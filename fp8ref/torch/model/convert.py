@@ -82,6 +82,8 @@ def convert(
               transposed tensor. Off a CPU, which casts inductor fuses (``fusion.install``).
     Logs:     one line by ``logging``, of logger fp8ref.torch: what is in FP8 and what is not (R-7);
               a warning where matrices are outside linears, such as experts'. ``report`` has all.
+    Prints:   a short line at a terminal and in a notebook, where logging does not show that line;
+              none once you give this logger a level.
     Raises:   ValueError, and nothing is changed: as ``selection.linears.select`` and
               ``selection.rules.apply``; a lazy module, which has no shape yet; a recipe that
               neither can run; a model that is compiled, sharded or FP8 already; a chosen linear of

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.conv import _ConvNd
@@ -139,11 +140,13 @@ def check_shapes(model: nn.Module) -> None:
 def log(model: nn.Module, name: str, recipe: Recipe) -> None:
     """Log one line of a conversion: a warning where it left out what is no linear."""
     conversion = report(model)
-    _logger.log(
-        logging.WARNING if recipe.fp8 and conversion.surprising else logging.INFO,
-        "convert: %s: %s",
+    fp8_report.announce(
+        conversion,
+        _logger,
         name,
-        conversion.summary(),
+        warns=recipe.fp8 and conversion.surprising,
+        see="fp8ref.torch.report(model)",
+        rank=dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,
     )
 
 

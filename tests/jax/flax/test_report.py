@@ -3,6 +3,7 @@ convert logs.
 """
 
 import logging
+import sys
 
 import flax.linen as nn
 import jax
@@ -127,6 +128,16 @@ def test_a_table():
     (attend,) = [line for line in lines if line.startswith("attend")]
     assert attend.split()[:6] == ["attend", "Linear", "32x32", "rowwise", "1,056", "8,192"]
     assert lines[-1].startswith("3 layers in FP8 (rowwise), ")
+
+
+def test_convert_prints_a_line_at_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    linears = (nnx.Linear(D, D, rngs=nnx.Rngs(0)) for _ in range(2))
+    fj.flax.convert(nnx.Sequential(*linears), "rowwise", filter_fqns=["1"])
+    assert capsys.readouterr().out == (
+        "fp8: 1 of 2 layers (rowwise); in high precision: layers.1. "
+        "print(fp8ref.jax.flax.report(model)) says why.\n"
+    )
 
 
 def test_convert_logs_one_line_and_warns_of_experts(caplog):  # R-6

@@ -5,6 +5,7 @@ convert logs.
 import copy
 import logging
 import pickle
+import sys
 
 import pytest
 import torch
@@ -228,6 +229,16 @@ def test_a_table():
         "8,192",
     ]
     assert lines[-1].startswith("3 layers in FP8 (rowwise by torch._scaled_mm), ")
+
+
+def test_convert_prints_a_line_at_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
+    ft.convert(model, "rowwise", filter_fqns=["1"])
+    assert capsys.readouterr().out == (
+        "fp8: 1 of 2 layers (rowwise); in high precision: 1. "
+        "print(fp8ref.torch.report(model)) says why.\n"
+    )
 
 
 def test_convert_logs_one_line_and_warns_of_experts(caplog):

@@ -11,6 +11,7 @@ from flax import nnx
 from fp8ref.jax import delayed
 from fp8ref.jax import flax as fj
 from fp8ref.jax.flax import nnx as nnx_hooks
+from fp8ref.selection.report import quiet
 from fp8ref.shared.errors import ConfigError
 from fp8ref.spec import llama
 from fp8ref.spec.hardware import Multiply
@@ -34,14 +35,15 @@ class CustomModel(Model):
         self.linears = {d.path: d.recipe for d in config.decisions() if d.fp8}
         self.keepers = self.linears
         if self.linears:
-            fj.convert(
-                model,
-                config.numerics.recipe,
-                filter_fqns=config.filter_fqns,
-                fp8_fqns=config.numerics.fp8_fqns,
-                rules=config.numerics.rules or (),
-                multiply=multiply,
-            )
+            with quiet():
+                fj.convert(
+                    model,
+                    config.numerics.recipe,
+                    filter_fqns=config.filter_fqns,
+                    fp8_fqns=config.numerics.fp8_fqns,
+                    rules=config.numerics.rules or (),
+                    multiply=multiply,
+                )
         self._hooks = {
             path: hook.name
             for path, hook in nnx_hooks.hooks(model).items()

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from fp8ref.selection.report import quiet
 from fp8ref.shared.errors import ConfigError
 from fp8ref.spec import llama
 from fp8ref.torch.model.convert import convert
@@ -50,13 +51,14 @@ class CustomModel(Model):
 
     def _converted(self, model: nn.Module, recipe: str) -> nn.Module:
         keys = self._config.numerics
-        return convert(
-            model,
-            recipe,
-            filter_fqns=self._config.filter_fqns,
-            fp8_fqns=keys.fp8_fqns,
-            rules=keys.rules or (),
-        )
+        with quiet():
+            return convert(
+                model,
+                recipe,
+                filter_fqns=self._config.filter_fqns,
+                fp8_fqns=keys.fp8_fqns,
+                rules=keys.rules or (),
+            )
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """As ``Model.logits``. Raises:   ConfigError: logits without a gradient, in a step."""

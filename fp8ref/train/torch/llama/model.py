@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from fp8ref.selection.report import quiet
 from fp8ref.spec import llama
 from fp8ref.torch.model.convert import convert
 from fp8ref.torch.model.parallel import Parallelism, amax_group, parallelize, share_groups
@@ -59,28 +60,30 @@ class LlamaModel(Model):
             reduce_dtype=getattr(torch, keys.reduce_dtype),
             keep_dtype=[] if keys.compile == "model" else [table],  # P-19
         )
-        return parallelize(
-            model,
-            config.numerics.recipe,
-            mesh=self._mesh,
-            blocks=model.model.layers,
-            filter_fqns=config.filter_fqns,
-            fp8_fqns=config.numerics.fp8_fqns,
-            rules=config.numerics.rules or (),
-            parallelism=parallelism,
-        )
+        with quiet():
+            return parallelize(
+                model,
+                config.numerics.recipe,
+                mesh=self._mesh,
+                blocks=model.model.layers,
+                filter_fqns=config.filter_fqns,
+                fp8_fqns=config.numerics.fp8_fqns,
+                rules=config.numerics.rules or (),
+                parallelism=parallelism,
+            )
 
     def _twin(self, recipe: str) -> nn.Module:
         with torch.device("meta"):
             model = llama_of(self._config, self._mesh, self._context)
         keys = self._config.numerics
-        twin = convert(
-            model,
-            recipe,
-            filter_fqns=self._config.filter_fqns,
-            fp8_fqns=keys.fp8_fqns,
-            amax_group=amax_group(self._mesh, self._config.parallel.amax_scope),
-        )
+        with quiet():
+            twin = convert(
+                model,
+                recipe,
+                filter_fqns=self._config.filter_fqns,
+                fp8_fqns=keys.fp8_fqns,
+                amax_group=amax_group(self._mesh, self._config.parallel.amax_scope),
+            )
         if self._mesh is not None and self._config.parallel.expert > 1:
             share_groups(twin, self._mesh)
         return twin
