@@ -577,6 +577,9 @@ def test_torchs_table(tmp_path):
     assert [(r["recipe"], r["at_least"]) for r in quick["rows"]] == [
         (r["recipe"], r["at_least"]) for r in kept["rows"]
     ]
+    assert [r["recipe"] for r in quick["next_to_unconverted"]] == [
+        r["recipe"] for r in kept["next_to_unconverted"]
+    ]
     assert quick["proof"]["missing"] == kept["proof"]["missing"] == 0
 
 
@@ -585,6 +588,9 @@ def test_the_page_shows_torchs_table():
     result = json.loads(TORCH_RESULT.read_text())
     for row in result["rows"]:
         assert f"| {row['recipe']} | {row['ratio']:.3f} | {row['at_least']} |" in page
+    for row in result["next_to_unconverted"]:
+        ratios = f"{row['times_bf16']:.2f}x | {row['times_float32']:.2f}x"
+        assert f"| {row['recipe']} | {ratios} | {row['at_most']:.1f}x |" in page
     assert (
         f"adds {result['proof']['seconds']:.1f} s for {result['proof']['linears']} linears" in page
     )

@@ -32,6 +32,7 @@ ASKED = [
     ("tensorwise", "step", "Flax's FP8", 1.0),
     ("delayed", "step", "Flax's FP8", 1.0),
     ("rowwise", "step", "Flax's FP8", 1.2),
+    *((recipe, "step", "bf16", 3.0) for recipe in RECIPES),
     *((recipe, "compile", "bf16", 2.0) for recipe in RECIPES),
 ]
 PEERS = {"Flax's FP8": "flax", "bf16": "bf16"}

@@ -12,7 +12,7 @@ from fp8ref.spec import support
 from fp8ref.spec.granularity import by_name
 from fp8ref.torch.gemm import blocks, hardware
 from fp8ref.torch.gemm.kind import GemmKind
-from fp8ref.torch.quantize import scaling
+from fp8ref.torch.quantize import cast, float_values, scaling
 from fp8ref.torch.quantize.scaling import Quantized
 
 __all__ = ["EPILOGUES", "matmul", "matmul_hp", "output_dtype", "use_native_scaled_mm"]
@@ -181,7 +181,9 @@ def use_native_scaled_mm() -> None:
     Idempotent.
 
     For tensorwise e4m3 on processors without FP8 instructions, oneDNN's kernel is a plain loop: 4.6
-    s for 2048 x 128 x 384. torch's own kernel takes 2 ms (torch 2.13). Both satisfy spec B-1.
+    s for 2048 x 128 x 384. torch's own kernel takes 2 ms (torch 2.13), and more for converting the
+    codes one by one. So ``_scaled_product`` does what that kernel does, with ``float_values``. All
+    satisfy spec B-1, and the last two are equal bit for bit.
     """
     if not hasattr(torch.library, "get_kernel"):  # before torch 2.9: slow, but correct
         return
@@ -191,7 +193,8 @@ def use_native_scaled_mm() -> None:
         enabled = torch.backends.mkldnn.enabled
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
         try:
-            return kernel.call_boxed(keyset, *args, **kwargs)
+            out = _scaled_product(*args, **kwargs)
+            return kernel.call_boxed(keyset, *args, **kwargs) if out is None else out
         finally:
             torch.backends.mkldnn.enabled = enabled
 
@@ -200,6 +203,32 @@ def use_native_scaled_mm() -> None:
             "ignore", "(?s).*Overriding a previously registered kernel", UserWarning
         )
         _library().impl("_scaled_mm", without_onednn, "CPU", with_keyset=True)
+
+
+def _scaled_product(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *options
+) -> torch.Tensor | None:
+    """``torch._scaled_mm`` on a CPU, as its own kernel computes it: float32(A) * scale_a times
+    float32(B) * scale_b, both row-major, rounded. None: arguments that are left to that kernel.
+
+    options   bias, scale_result, out_dtype and use_fast_accum.
+    Shapes:   [M, K] @ [K, N] -> [M, N]; scales of one element, or [M, 1] and [1, N].
+    """
+    bias, scale_result, out_dtype = (*options, None, None, None)[:3]
+    shapes = tuple(scale_a.shape), tuple(scale_b.shape)
+    if (
+        bias is not None
+        or scale_result is not None
+        or out_dtype not in cast.HIGH_PRECISION
+        or not {a.dtype, b.dtype} <= {torch.float8_e4m3fn, torch.float8_e5m2}
+        or (scale_a.dtype, scale_b.dtype) != (torch.float32, torch.float32)
+        or a.shape[1] != b.shape[0]
+        or (scale_a.numel() * scale_b.numel() > 1 and shapes != ((len(a), 1), (1, b.shape[1])))
+    ):
+        return None
+    hp_a = float_values.decode(a.contiguous()).mul_(scale_a)
+    hp_b = float_values.decode(b.contiguous()).mul_(scale_b)
+    return torch.mm(hp_a, hp_b).to(out_dtype)
 
 
 def check_cpu(recipe: Recipe) -> None:

@@ -1,6 +1,7 @@
 """torchao's Float8Linear: a recipe as its config, and checks that fp8ref adds."""
 
 import math
+import types
 
 import torch
 from torchao.float8 import (
@@ -9,13 +10,16 @@ from torchao.float8 import (
     Float8LinearConfig,
     ScalingType,
     float8_linear,
+    float8_scaling_utils,
+    float8_training_tensor,
+    float8_utils,
 )
 from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, LinearMMConfig
 
 from fp8ref.recipe import OPERANDS, ROLES, CastSpec, Gemm, Recipe, Role
 from fp8ref.torch.delayed import delayed
-from fp8ref.torch.quantize import cast, scales
+from fp8ref.torch.quantize import cast, float_values, scales
 from fp8ref.torch.tensors import linear_input
 
 __all__ = ["GRANULARITIES", "Float8Linear", "expresses", "torchao_config"]
@@ -97,6 +101,35 @@ class Float8Linear(float8_linear.Float8Linear):
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
+def _cast(x: torch.Tensor, dtype: torch.dtype, mm_config, *, gemm_input_role, **options):
+    """torchao's hp_tensor_to_float8_dynamic, by its own functions. On a CPU it casts pieces that
+    stay in the cache, to the same codes."""
+    if type(x) is not torch.Tensor or not float_values.eager_on_cpu(x):
+        return float8_scaling_utils.hp_tensor_to_float8_dynamic(
+            x, dtype, mm_config, gemm_input_role=gemm_input_role, **options
+        )
+    scale = float8_utils.tensor_to_scale(x, dtype, **options)
+
+    def codes_of(part: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        assert scale is not None
+        return float8_training_tensor.to_fp8_saturated(part.float() * scale, dtype)
+
+    codes = float_values.in_pieces(codes_of, x, dtype, scale)
+    return Float8TrainingTensor(
+        codes, scale, x.dtype, mm_config, gemm_input_role, options["axiswise_dim"]
+    )
+
+
+def _with_cast(function: types.FunctionType) -> types.FunctionType:
+    """torchao's function, which calls ``_cast``."""
+    names = function.__globals__ | {"hp_tensor_to_float8_dynamic": _cast}
+    return types.FunctionType(function.__code__, names, function.__name__)
+
+
+_forward = _with_cast(float8_linear.matmul_with_hp_or_float8_args.forward)
+_backward = _with_cast(float8_linear.matmul_with_hp_or_float8_args.backward)
+
+
 @torch._dynamo.allow_in_graph
 class _Product(float8_linear.matmul_with_hp_or_float8_args):
     """torchao's three GEMMs, by the same operators. Its reshaped output is a view, and autograd
@@ -105,7 +138,9 @@ class _Product(float8_linear.matmul_with_hp_or_float8_args):
     @staticmethod
     def forward(ctx, x: torch.Tensor, w: torch.Tensor, *configs) -> torch.Tensor:
         with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
-            return float8_linear.matmul_with_hp_or_float8_args.forward(ctx, x, w, *configs)
+            return _forward(ctx, x, w, *configs)
+
+    backward = staticmethod(_backward)
 
 
 def pads(x: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ import torch
 
 from fp8ref import formats
 from fp8ref.formats import FP8_FORMATS, Format
+from fp8ref.torch.quantize import float_values
 
 __all__ = [
     "DTYPES",
@@ -82,7 +83,7 @@ def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
         codes = codes.view(dtype)
     if codes.dtype != dtype:
         raise ValueError(f"codes of {fmt} are torch.uint8 or {dtype}; got {codes.dtype}.")
-    return codes.to(torch.float32)
+    return float_values.decode(codes)
 
 
 def to_fp8(x: torch.Tensor, fmt: Format) -> torch.Tensor:

@@ -35,7 +35,7 @@ from fp8ref.recipe import CUT_AXES, Role, Style
 from fp8ref.spec import granularity as granularities
 from fp8ref.spec import support
 from fp8ref.spec.granularity import Blocks
-from fp8ref.torch.quantize import cast, scales
+from fp8ref.torch.quantize import cast, float_values, scales
 from fp8ref.torch.quantize.scales import scale_from_amax
 
 __all__ = [
@@ -139,7 +139,15 @@ def quantize_blocks(
     scale     None: x is in the units of codes, as ``scale_blocks`` returns it.
     Source:   spec S-5; torchao's hp_tensor_and_scale_to_float8.
     """
-    return cast.to_fp8(x if scale is None else scale_blocks(x, scale, blocks), fmt)
+    if scale is None:
+        return cast.to_fp8(x, fmt)
+
+    def codes(part: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        assert scale is not None
+        return cast.to_fp8(scale_blocks(part, scale, blocks), fmt)
+
+    rows = blocks[0] or 1 if blocks else 1
+    return float_values.in_pieces(codes, x.detach(), cast.native(fmt), scale, rows=rows)
 
 
 def amax(
@@ -320,7 +328,14 @@ def dequantize(q: Quantized) -> torch.Tensor:
         raise ValueError(
             f"dequantize takes a Quantized; got {type(q).__name__}. Use scaling.quantize."
         )
-    return cast.decode(q.codes, q.fmt) * spread(q.scale_inv, tuple(q.codes.shape), q.blocks)
+    blocks = q.blocks
+
+    def numbers(codes: torch.Tensor, scale_inv: torch.Tensor | None) -> torch.Tensor:
+        assert scale_inv is not None
+        return cast.decode(codes, q.fmt) * spread(scale_inv, tuple(codes.shape), blocks)
+
+    rows = blocks[0] or 1 if blocks else 1
+    return float_values.in_pieces(numbers, q.codes, torch.float32, q.scale_inv, rows=rows)
 
 
 def _quantized(

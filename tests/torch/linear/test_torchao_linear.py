@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 
 import pytest
@@ -13,6 +14,7 @@ from fp8ref.torch.delayed import delayed
 from fp8ref.torch.linear import torchao_linear
 from fp8ref.torch.linear.torchao_linear import Float8Linear
 from fp8ref.torch.model import convert
+from fp8ref.torch.quantize import float_values
 
 recipes = pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 
@@ -189,3 +191,30 @@ def test_export_is_refused_by_name_and_runs_elsewhere():
     for other in (convert.deconvert(model), delayed_model):
         with torch.no_grad():
             assert torch.equal(torch.export.export(other, (x,), strict=False).module()(x), other(x))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_casts_in_pieces_are_torchaos(monkeypatch, recipe):  # R-1
+    """Outputs and gradients of a linear whose tensors are larger than a piece."""
+    monkeypatch.setattr(float_values, "_PIECE", 1000)
+    pieces = []
+    in_pieces = float_values.in_pieces
+    monkeypatch.setattr(
+        float_values, "in_pieces", lambda *a, **k: pieces.append(1) or in_pieces(*a, **k)
+    )
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 96, bias=False).bfloat16()
+    theirs = float8_linear.Float8Linear.from_float(
+        copy.deepcopy(linear), Float8LinearConfig.from_recipe_name(recipe)
+    )
+    ours = convert.convert(nn.Sequential(linear), recipe)[0]
+    x, grad_output = torch.randn(80, 64).bfloat16(), torch.randn(80, 96).bfloat16()
+    results = []
+    for module in (theirs, ours):
+        hp = x.clone().requires_grad_()
+        output = module(hp)
+        output.backward(grad_output)
+        results.append((output, hp.grad, module.weight.grad))
+    assert len(pieces) > 6
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)

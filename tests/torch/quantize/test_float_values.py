@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.torch.quantize import cast, float_values
+from fp8ref.torch.quantize import cast, float_values, scaling
 
 
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
@@ -43,3 +43,36 @@ def test_numbers_are_rounded_as_a_cast_does(fmt):  # C-2, S-5
     for scratch in (None, torch.empty_like(x)):
         assert torch.equal(float_values.round_(x.clone(), fmt, scratch), right)
     assert float_values.round_(torch.tensor([torch.nan]), fmt).isnan()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "rows"), [((), 1), ((1, 72), 1), ((100, 1), 1), ((4, 1), 32), ((4, 72), 32)]
+)
+def test_pieces_are_the_whole(monkeypatch, shape, rows, transposed):
+    """Of a tensor larger than a piece, with one scale, one for each column, row or 32 rows; the
+    last piece is shorter."""
+    x = torch.randn(72, 100).t() if transposed else torch.randn(100, 72)
+    scale, sizes = torch.rand(shape), []
+
+    def product(part, scale):
+        sizes.append(len(part))
+        return (part * scaling.spread(scale, tuple(part.shape), (rows, 1))).bfloat16()
+
+    whole = product(x, scale)
+    monkeypatch.setattr(float_values, "_PIECE", 500)
+    by_pieces = float_values.in_pieces(product, x, torch.bfloat16, scale, rows=rows)
+    assert len(sizes) > 3
+    assert sum(sizes[1:]) == 100
+    assert torch.equal(by_pieces, whole)
+    assert by_pieces.stride() == x.stride()
+
+
+@pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
+def test_codes_are_decoded_in_pieces(monkeypatch, fmt):
+    codes = torch.arange(256, dtype=torch.uint8).repeat(8).view(64, 32).view(cast.native(fmt))
+    monkeypatch.setattr(float_values, "_PIECE", 100)
+    # a NaN's bits too
+    assert torch.equal(
+        float_values.decode(codes).view(torch.int32), codes.float().view(torch.int32)
+    )

@@ -19,7 +19,7 @@ from fp8ref.sim.quantize import scaling as sim
 from fp8ref.torch.linear import linear as layer
 from fp8ref.torch.linear import torchao_linear
 from fp8ref.torch.model import convert
-from fp8ref.torch.quantize import cast, scaling
+from fp8ref.torch.quantize import cast, float_values, scaling
 from fp8ref.torch.quantize.scaling import Groups
 
 IMPLEMENTED = [name for name, p in POLICIES.items() if p.floored_quotient]
@@ -331,3 +331,25 @@ def test_what_is_no_tensor_is_refused(x):
 def test_a_cast_within_vmap_is_refused():
     with pytest.raises(ValueError, match=r"no rule for torch\.vmap.*loop over its examples"):
         torch.vmap(lambda x: scaling.quantize(x, E4M3FN).codes)(torch.ones(4, 16))
+
+
+@pytest.mark.parametrize(
+    ("granularity", "axis"),
+    [
+        ("tensorwise", -1),
+        ("rowwise", -1),
+        ("rowwise", 0),
+        ("blockwise_1x128", -1),
+        ("blockwise_1x128", 0),
+        ("blockwise_128x128", -1),
+    ],
+)
+def test_codes_made_in_pieces_are_those_of_the_whole(monkeypatch, rng, granularity, axis):  # S-5
+    x = torch.from_numpy(rng.normal(size=(384, 256)).astype(np.float32)).bfloat16()
+    x[3, 5], x[200] = math.nan, x[200] * 1000
+    whole = scaling.quantize(x, E4M3FN, granularity=granularity, axis=axis)
+    numbers = scaling.dequantize(whole)
+    monkeypatch.setattr(float_values, "_PIECE", 700)
+    pieces = scaling.quantize(x, E4M3FN, granularity=granularity, axis=axis)
+    assert torch.equal(pieces.codes.view(torch.uint8), whole.codes.view(torch.uint8))
+    assert torch.equal(scaling.dequantize(pieces).view(torch.int32), numbers.view(torch.int32))
