@@ -1,38 +1,39 @@
-"""Show a tensor as lines of text, or as a card in a notebook: facts, and a histogram of magnitudes
-against the format's range.
-
-The SVG is drawn by hand, without a script or a stylesheet. Texts have the page's color, and bars
-read on light and dark.
-"""
+"""Show a tensor as lines of text, or in a notebook as a card with a histogram of magnitudes against
+the format's range. The SVG has no script and no stylesheet; it reads on light and dark pages."""
 
 import html
 import math
-from collections.abc import Mapping
 
 import numpy as np
 
 from fp8ref.formats import Format
 
-__all__ = ["card", "histogram", "lines", "lowest"]
+__all__ = ["Card", "histogram", "lowest"]
 
 _POWERS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-_WIDTH, _HEIGHT, _TOP, _BOTTOM = 520, 150, 30, 20
+_WIDTH, _TOP, _FLOOR, _HEIGHT = 520, 30, 130, 150
 
 
-def lines(title: str, facts: Mapping[str, str]) -> str:
-    """The title, and a line for each fact."""
-    width = max(map(len, facts))
-    return "\n".join([title, *(f"  {name:{width}}  {fact}" for name, fact in facts.items())])
+class Card:
+    """What shows a title and facts, and in a notebook a picture under them."""
 
+    def _facts(self) -> tuple[str, dict[str, str]]:
+        raise NotImplementedError
 
-def card(title: str, facts: Mapping[str, str], picture: str) -> str:
-    """The same as HTML, over a picture."""
-    rows = "".join(
-        f'<tr><td style="text-align:left;opacity:.7">{html.escape(name)}</td>'
-        f'<td style="text-align:left">{html.escape(fact)}</td></tr>'
-        for name, fact in facts.items()
-    )
-    return f"<div><b>{html.escape(title)}</b><table>{rows}</table>{picture}</div>"
+    def _picture(self) -> str:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        title, facts = self._facts()
+        width = max(map(len, facts))
+        return "\n".join([title, *(f"  {name:{width}}  {fact}" for name, fact in facts.items())])
+
+    def _repr_html_(self) -> str:
+        title, facts = self._facts()
+        cells = (map(html.escape, fact) for fact in facts.items())
+        left = 'td style="text-align:left"'
+        rows = "".join(f"<tr><{left}>{a}</td><{left}>{b}</td></tr>" for a, b in cells)
+        return f"<div><b>{html.escape(title)}</b><table>{rows}</table>{self._picture()}</div>"
 
 
 def lowest(fmt: Format) -> int:
@@ -42,39 +43,36 @@ def lowest(fmt: Format) -> int:
 
 def histogram(counts: np.ndarray, fmt: Format, title: str) -> str:
     """An SVG of counts by exponent, which ``stats.exponents`` returns for ``lowest(fmt)``."""
-    bar, most = _WIDTH / len(counts), max(int(counts.max(initial=0)), 1)
-    room, first = _HEIGHT - _TOP - _BOTTOM, lowest(fmt)
+    bar, first = _WIDTH / len(counts), lowest(fmt)
+    ends = (fmt.emin - fmt.mantissa_bits - 1, fmt.emin, math.log2(fmt.max))
+    zero, normal, top = ((exponent - first + 1) * bar for exponent in ends)
 
-    def left(exponent: float) -> float:
-        return (exponent - first + 1) * bar
+    def box(x: float, y: float, width: float, look: str) -> str:
+        height = _FLOOR - y
+        return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" {look}/>'
 
-    zero, top = fmt.emin - fmt.mantissa_bits - 1, math.log2(fmt.max)
-    areas = [
-        (0.0, left(zero), "#D55E00", "becomes zero"),
-        (left(zero), left(fmt.emin), "#E69F00", "subnormal"),
-        (left(top), float(_WIDTH), "#CC79A7", "clipped"),
-    ]
+    def text(x: float, y: float, anchor: str, words: str) -> str:
+        return f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}">{html.escape(words)}</text>'
+
     parts = [
-        f'<rect x="{begin:.1f}" y="{_TOP}" width="{end - begin:.1f}" height="{room}" '
-        f'fill="{color}" opacity=".25"/><text x="{(begin + end) / 2:.1f}" y="{_TOP - 4}" '
-        f'text-anchor="{"end" if end == _WIDTH else "middle"}">{name}</text>'
-        for begin, end, color, name in areas
+        box(0, _TOP, zero, 'fill="#D55E00" opacity=".25"'),
+        box(zero, _TOP, normal - zero, 'fill="#E69F00" opacity=".25"'),
+        box(top, _TOP, _WIDTH - top, 'fill="#CC79A7" opacity=".25"'),
+        text(zero / 2, _TOP - 4, "middle", "becomes zero"),
+        text((zero + normal) / 2, _TOP - 4, "middle", "subnormal"),
+        text(_WIDTH, _TOP - 4, "end", "clipped"),
+        text(0, 12, "start", title),
     ]
-    for i, count in enumerate(counts):
-        height = room * int(count) / most
-        parts.append(
-            f'<rect x="{i * bar + 1:.1f}" y="{_TOP + room - height:.1f}" width="{bar - 2:.1f}" '
-            f'height="{height:.1f}" fill="#3E8EC4"/>'
-        )
-    every = -(-len(counts) // 10)
-    exponents = range(first + every, first + len(counts) - 1, every)
+    heights = (_FLOOR - _TOP) * counts / max(counts.max(), 1)
     parts += [
-        f'<text x="{left(e):.1f}" y="{_HEIGHT - 6}" text-anchor="middle">2'
-        f"{str(e).translate(_POWERS)}</text>"
-        for e in exponents
+        box(i * bar + 1, _FLOOR - height, bar - 2, 'fill="#3E8EC4"')
+        for i, height in enumerate(heights)
     ]
-    parts.append(f'<text x="0" y="12">{html.escape(title)}</text>')
+    every = -(-len(counts) // 10)
+    for i in range(every, len(counts) - 1, every):
+        power = str(first + i).translate(_POWERS)
+        parts.append(text((i + 1) * bar, _HEIGHT - 6, "middle", f"2{power}"))
     return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" role="img" fill="currentColor" '
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" fill="currentColor" '
         f'style="font:11px sans-serif;max-width:100%">{"".join(parts)}</svg>'
     )

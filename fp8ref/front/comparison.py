@@ -1,14 +1,15 @@
 """Compare what recipes do to one tensor: a table, and a picture of the SQNR of its rows."""
 
 import html
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fp8ref.front.quantized import Accuracy, as_numpy, cast_spec, measure, to_supported, wrap
+from fp8ref.front import quantized
+from fp8ref.front.quantized import NUMBERS, Accuracy, Quantized
 from fp8ref.recipe import CastSpec, Recipe
 from fp8ref.shared import tables
+from fp8ref.shared.errors import require
 from fp8ref.sim.quantize import scaling
 from fp8ref.spec import granularity as granularities
 
@@ -58,7 +59,7 @@ class Comparison:
             first = next(name for name, share in zeroed.items() if share < least + 1e-3)
             few = f"{zeroed[first]:.1%}" if zeroed[first] >= 1e-3 else "under 0.1%"
             return f"{text}, {first} {few if zeroed[first] else 'none'}"
-        low, high = (pick(self.rows, key=lambda row: row["worst"]) for pick in (min, max))
+        low, *_, high = sorted(self.rows * 2, key=lambda row: row["worst"])
         text = f"The worst row keeps {low['worst']:.1f} dB"
         if high["worst"] - low["worst"] < 1:
             return f"{text} or more under {', '.join(zeroed)}"
@@ -69,7 +70,7 @@ class Comparison:
         try:
             import pandas
         except ImportError as error:
-            raise ImportError("to_pandas needs pandas. Install it: pip install pandas") from error
+            raise ImportError("to_pandas needs pandas: pip install pandas") from error
         return pandas.DataFrame(list(self.rows)).set_index("recipe")
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
@@ -84,18 +85,17 @@ class Comparison:
         ax = plots.figure()[1][0] if ax is None else ax
         return plots.row_lines(ax, lines, title=self.finding())
 
-    def _table(self) -> tuple[list[str], list[list[str]]]:
-        columns = _COLUMNS.items()
-        return (
-            [header for _, (header, _) in columns],
-            [[written.format(row[key]) for key, (_, written) in columns] for row in self.rows],
-        )
+    def _table(self) -> tuple[Sequence[str], list[list[str]]]:
+        headers, forms = zip(*_COLUMNS.values(), strict=True)
+        values = [[row[key] for key in _COLUMNS] for row in self.rows]
+        return headers, [list(map(str.format, forms, cells)) for cells in values]
 
     def __repr__(self) -> str:
         return f"{tables.aligned(*self._table())}\n{self.finding()}."
 
     def _repr_html_(self) -> str:
-        return f"<div>{tables.as_html(*self._table())}{html.escape(self.finding())}.</div>"
+        finding = html.escape(self.finding())
+        return f"<div>{tables.as_html(*self._table())}{finding}.</div>"
 
 
 def compare(
@@ -111,27 +111,25 @@ def compare(
     axis      the reduced one. The last block along it may be shorter.
     Raises:   ValueError: as ``quantize``; no recipe.
     """
-    x = as_numpy(to_supported(x))
+    x = quantized.as_numpy(quantized.to_supported(x))
     axis = granularities.normalize_axis(axis, max(x.ndim, 1))
     if not isinstance(recipes, Mapping):
         recipes = [recipes] if isinstance(recipes, str | Recipe) else recipes
-        recipes = {recipe if isinstance(recipe, str) else recipe.name: recipe for recipe in recipes}
-    if not recipes:
-        raise ValueError("compare needs a recipe; got none. Leave recipes out for five.")
+        recipes = {r if isinstance(r, str) else r.name: r for r in recipes}
+    require(len(recipes) > 0, "compare needs a recipe; got none. Name one, or leave them out.")
     rows, accuracies = [], {}
     for name, recipe in recipes.items():
-        spec = cast_spec(recipe)
+        spec = quantized.cast_spec(recipe)
         kind, policy = spec.granularity, spec.policy
         q = scaling.quantize(x, spec.fmt, granularity=kind, policy=policy, axis=axis, ragged=True)
-        accuracies[name] = accuracy = measure(x, q, axis)
+        accuracies[name] = accuracy = quantized.measure(x, q, axis)
         row = {
             "recipe": name,
             "format": spec.fmt.name,
             "granularity": kind,
             "policy": policy.name,
-            "scales": math.prod(q.scale.shape),
-            "bits": wrap(q, spec, axis).bits,
+            "scales": q.scale.size,
+            "bits": Quantized(q, policy, axis).bits,
         }
-        keys = ("sqnr", "zeroed", "clipped", "median", "worst")
-        rows.append(row | {key: getattr(accuracy, key) for key in keys})
+        rows.append(row | {key: getattr(accuracy, key) for key in NUMBERS})
     return Comparison(tuple(rows), accuracies)

@@ -17,7 +17,7 @@ import numpy as np
 from fp8ref import policy as policies
 from fp8ref.formats import E4M3FN, QUANTIZED_FORMATS, Format
 from fp8ref.front import card
-from fp8ref.policy import ScalePolicy
+from fp8ref.policy import POLICIES, ScalePolicy
 from fp8ref.recipe import RECIPES, CastSpec, Recipe
 from fp8ref.shared import registry
 from fp8ref.shared.errors import require
@@ -27,17 +27,15 @@ from fp8ref.spec import granularity as granularities
 __all__ = ["Accuracy", "Quantized", "dequantize", "quantize"]
 
 _CASTS: dict[str, CastSpec] = {
-    name: next(
-        (s for recipe in RECIPES.values() for s in recipe.casts if s.granularity == name),
-        CastSpec(fmt=E4M3FN, granularity=name),
-    )
-    for name in granularities.GRANULARITIES
-} | {name: recipe.output.a for name, recipe in RECIPES.items() if recipe.output.a}
+    "mx_32x32": CastSpec(fmt=E4M3FN, granularity="mx_32x32", policy=POLICIES["mx_rceil"]),
+    **{s.granularity: s for r in reversed(RECIPES.values()) for s in reversed(r.casts)},
+    **{name: recipe.output.a for name, recipe in RECIPES.items() if recipe.output.a},
+}
 """{recipe: its cast of a linear's input; granularity: the first cast of a recipe that has it}."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Accuracy:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Accuracy(card.Card):
     """What quantization cost a tensor.
 
     sqnr       10 log10(signal / noise) in dB, of all elements together (Q-1).
@@ -46,8 +44,8 @@ class Accuracy:
     rows       the SQNR of each row in dB, a row along the reduced axis; NaN for one of zeros. One
                large row can own the SQNR of the whole tensor: these show the others.
     median, worst, worst_row
-               of the rows that are not zeros: the median, the lowest, and the index of that row
-               without the reduced axis. inf, if all are zeros.
+               of the rows that are not zeros, inf if all are: the median, the lowest, and the index
+               of that row without the reduced axis.
     exponents  histograms of the magnitudes, scaled, before and after (Q-5).
     """
 
@@ -63,66 +61,62 @@ class Accuracy:
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers, for JSON; None where one is not finite."""
-        names = ("sqnr", "zeroed", "clipped", "median", "worst")
-        numbers = {name: getattr(self, name) for name in names}
+        numbers = {name: getattr(self, name) for name in NUMBERS}
         finite = {name: x if math.isfinite(x) else None for name, x in numbers.items()}
         return {**finite, "worst_row": list(self.worst_row)}
 
-    def _facts(self) -> dict[str, str]:
+    def _facts(self) -> tuple[str, dict[str, str]]:
         row = f" (row {', '.join(map(str, self.worst_row))})" if self.worst_row else ""
-        return {
+        return "Accuracy", {
             "SQNR": f"{self.sqnr:.1f} dB",
             "rows": f"median {self.median:.1f} dB, worst {self.worst:.1f} dB{row}",
             "became zero": f"{self.zeroed:.2%} of the elements other than zero",
             "clipped": f"{self.clipped:.2%}",
         }
 
-    def __repr__(self) -> str:
-        return card.lines("Accuracy", self._facts())
-
-    def _repr_html_(self) -> str:
-        picture = card.histogram(self.exponents.scaled, self.fmt, "before the cast, scaled")
-        return card.card("Accuracy", self._facts(), picture)
+    def _picture(self) -> str:
+        return card.histogram(self.exponents.scaled, self.fmt, "scaled, before the cast")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Quantized:
+NUMBERS = ("sqnr", "zeroed", "clipped", "median", "worst")
+"""The numbers of an Accuracy."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Quantized(card.Card):
     """A quantized tensor: x ~ dequantize() = decode(codes) * scale_inv.
 
     codes      of x's shape: uint8 in NumPy, native float8 in PyTorch and JAX.
     scale, scale_inv
                float32, one for each group of elements: the factor into the format, and out of it.
-    granularity, policy, axis
-               which elements share a scale, what made it, and the reduced axis.
+    fmt, granularity, policy, axis
+               the format, which elements share a scale, what made it, and the reduced axis.
     operand    the ``Quantized`` of ``fp8ref.sim``, ``fp8ref.torch`` or ``fp8ref.jax``: their GEMMs
                take it.
     """
 
-    codes: Any
-    scale: Any
-    scale_inv: Any
-    fmt: Format
-    granularity: str
+    operand: Any
     policy: ScalePolicy
     axis: int
-    operand: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """x's shape."""
-        return tuple(self.codes.shape)
+    codes = property(lambda self: self.operand.codes)
+    scale = property(lambda self: self.operand.scale)
+    scale_inv = property(lambda self: self.operand.scale_inv)
+    fmt = property(lambda self: self.operand.fmt)
+    granularity = property(lambda self: self.operand.granularity)
+    shape = property(lambda self: tuple(self.operand.codes.shape))
 
     @property
     def bits(self) -> float:
         """Bits an element, with its part of the scales as they are stored (8 for e8m0 and e4m3)."""
         policy, levels = self.policy, self.policy.two_level
         size = 8 if policy.e8m0 or levels else policy.scale_dtype.bits
-        total = size * math.prod(self.scale.shape) + 32 * bool(levels and levels.tensor != "none")
-        return self.fmt.bits + total / math.prod(self.shape)
+        of_tensor = 32 if levels and levels.tensor != "none" else 0
+        scales = size * math.prod(self.scale.shape) + of_tensor
+        return self.fmt.bits + scales / math.prod(self.shape)
 
     def dequantize(self) -> Any:
         """RN32(decode(codes) * scale_inv), float32 of x's shape, in the codes' framework (S-8)."""
-        return dequantize(self)
+        return _backend(self.codes).dequantize(self.operand)
 
     def error(self, x: Any) -> Accuracy:
         """What became of x, the tensor that was quantized; of any framework.
@@ -133,35 +127,31 @@ class Quantized:
 
     def _in_numpy(self) -> scaling.Quantized:
         """The simulator's Quantized of the same bits."""
-        if isinstance(self.operand, scaling.Quantized):
-            return self.operand
-        codes, scale, scale_inv = map(as_numpy, (self.codes, self.scale, self.scale_inv))
-        return scaling.Quantized(codes, scale, scale_inv, self.fmt, self.granularity, self.axis)
+        q = self.operand
+        if isinstance(q, scaling.Quantized):
+            return q
+        codes, scale, inv = map(as_numpy, (q.codes, q.scale, q.scale_inv))
+        return scaling.Quantized(codes, scale, inv, q.fmt, q.granularity, self.axis)
 
-    def _facts(self) -> dict[str, str]:
-        q = self._in_numpy()
-        decoded = cast.decode(q.codes, q.fmt)
-        first = [f"{value:g}" for value in decoded.flat[:6]] + ["..."] * (decoded.size > 6)
-        ends = dict.fromkeys(f"{scale:g}" for scale in (np.min(q.scale), np.max(q.scale)))
-        return {
-            "scales": f"{q.scale.size:,} {q.granularity}, {' to '.join(ends)}",
-            "policy": self.policy.name,
-            "codes": f"{', '.join(first)} (decoded); {np.mean(decoded == 0):.2%} are zero",
-            "bits": f"{self.bits:.4g} an element, with its scales",
-        }
-
-    def __repr__(self) -> str:
+    def _facts(self) -> tuple[str, dict[str, str]]:
+        title = f"Quantized {self.shape} {self.fmt}"
+        facts = {"scales": self.granularity, "policy": self.policy.name}
         try:
-            facts = self._facts()
+            q = self._in_numpy()
         except (TypeError, RuntimeError):  # traced by JAX, or without data in PyTorch
-            facts = {"scales": self.granularity, "policy": self.policy.name}
-        return card.lines(f"Quantized {self.shape} {self.fmt}", facts)
+            return title, facts
+        decoded = cast.decode(q.codes, q.fmt)
+        first = [f"{x:g}" for x in decoded.flat[:6]] + ["..."] * (decoded.size > 6)
+        ends = dict.fromkeys(f"{x:g}" for x in (np.min(q.scale), np.max(q.scale)))
+        facts["scales"] = f"{q.scale.size:,} {q.granularity}, {' to '.join(ends)}"
+        zeros = f"{np.mean(decoded == 0):.2%} are zero"
+        facts["codes"] = f"{', '.join(first)} (decoded); {zeros}"
+        return title, facts | {"bits": f"{self.bits:.4g} an element, with its scales"}
 
-    def _repr_html_(self) -> str:
+    def _picture(self) -> str:
         q = self._in_numpy()
-        counts = stats.exponents(scaling.dequantize(q), q, lowest=card.lowest(q.fmt)).codes
-        picture = card.histogram(counts, self.fmt, "codes")
-        return card.card(f"Quantized {self.shape} {self.fmt}", self._facts(), picture)
+        back, first = scaling.dequantize(q), card.lowest(q.fmt)
+        return card.histogram(stats.exponents(back, q, lowest=first).codes, q.fmt, "codes")
 
 
 def quantize(
@@ -195,28 +185,12 @@ def quantize(
     """
     x, spec = to_supported(x), cast_spec(recipe, fmt, policy)
     axis = granularities.normalize_axis(axis, max(x.ndim, 1))
-    backend = _backend(x)
-    require(
-        backend is scaling or spec.fmt.bits == 8,
-        f"formats of 4 bits are simulated, in NumPy alone; got {spec.fmt} for a "
-        f"{type(x).__name__}. Quantize x as a NumPy array.",
-    )
-    q = backend.quantize(x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis)
-    return wrap(q, spec, axis)
-
-
-def wrap(q: Any, spec: CastSpec, axis: int) -> Quantized:
-    """The Quantized of a backend's own."""
-    return Quantized(
-        codes=q.codes,
-        scale=q.scale,
-        scale_inv=q.scale_inv,
-        fmt=spec.fmt,
-        granularity=spec.granularity,
-        policy=spec.policy,
-        axis=axis,
-        operand=q,
-    )
+    backend, kind, policy = _backend(x), spec.granularity, spec.policy
+    got = f"{spec.fmt} for {_framework(x)}. Give x in NumPy"
+    fits = backend is scaling or spec.fmt.bits == 8
+    require(fits, f"formats of 4 bits are simulated, in NumPy alone; got {got}.")
+    q = backend.quantize(x, spec.fmt, granularity=kind, policy=policy, axis=axis)
+    return Quantized(q, spec.policy, axis)
 
 
 def dequantize(q: Any) -> Any:
@@ -224,9 +198,8 @@ def dequantize(q: Any) -> Any:
 
     Raises:   ValueError: anything else.
     """
-    operand = getattr(q, "operand", q)
-    got = type(q).__name__
-    require(hasattr(operand, "codes"), f"dequantize takes the result of quantize; got {got}.")
+    operand, got = getattr(q, "operand", q), type(q).__name__
+    require(hasattr(operand, "codes"), f"q is the result of quantize; got {got}.")
     return _backend(operand.codes).dequantize(operand)
 
 
@@ -240,16 +213,16 @@ def cast_spec(
     Raises:   ValueError: an unknown name; a recipe that casts no input; a cast that rotates or
               rounds stochastically.
     """
-    require(fmt not in RECIPES, f"fmt is a format; got the recipe {fmt!r}. Use recipe={fmt!r}.")
+    require(fmt not in RECIPES, f"fmt is a format; got a recipe. Use recipe={fmt!r}.")
     named = recipe.output.a if isinstance(recipe, Recipe) else recipe
-    spec: Any = registry.lookup("recipe is a Recipe, a CastSpec or", _CASTS, named, CastSpec)
+    what, which = "recipe is a Recipe, a CastSpec or", "fmt is a Format or"
+    spec: Any = registry.lookup(what, _CASTS, named, CastSpec)
     require(
         spec.rotation is None and spec.rounding == "nearest_even",
-        "quantize neither rotates nor rounds stochastically. Use "
-        "fp8ref.sim.linear.quantize_operands.",
+        "quantize neither rotates nor rounds stochastically. Use fp8ref.sim.linear.",
     )
     return CastSpec(
-        fmt=registry.lookup("fmt is a Format or", QUANTIZED_FORMATS, fmt or spec.fmt, Format),
+        fmt=registry.lookup(which, QUANTIZED_FORMATS, fmt or spec.fmt, Format),
         granularity=spec.granularity,
         policy=policies.by_name(policy or spec.policy),
     )
@@ -261,16 +234,18 @@ def measure(x: np.ndarray, q: scaling.Quantized, axis: int) -> Accuracy:
     Raises:   ValueError: x of another shape.
     """
     statistics = stats.statistics(x, q)
+    nonzero = statistics.count - statistics.zeros
     pair = (np.moveaxis(np.atleast_1d(v), axis, -1) for v in (x, scaling.dequantize(q)))
     rows = np.asarray(stats.sqnr_by_row(*pair))
-    counted = rows[~np.isnan(rows)]
-    worst_row = np.unravel_index(np.argmin(np.where(np.isnan(rows), np.inf, rows)), rows.shape)
+    ordered = np.where(np.isnan(rows), np.inf, rows)  # a row of zeros loses nothing
+    counted = rows[~np.isnan(rows)] if np.any(rows == rows) else ordered
+    worst_row = np.unravel_index(np.argmin(ordered), rows.shape)
     return Accuracy(
         sqnr=float(statistics.sqnr),
-        zeroed=float(statistics.underflows / max(1, statistics.count - statistics.zeros)),
+        zeroed=float(statistics.underflows / max(1, nonzero)),
         clipped=float(statistics.overflow_rate),
-        median=float(np.percentile(counted, 50, method="lower")) if counted.size else math.inf,
-        worst=float(np.min(counted, initial=math.inf)),
+        median=float(np.percentile(counted, 50, method="lower")),
+        worst=float(ordered[worst_row]),
         worst_row=tuple(map(int, worst_row)),
         rows=rows,
         exponents=stats.exponents(x, q, lowest=card.lowest(q.fmt)),
@@ -309,7 +284,8 @@ def as_numpy(x: Any) -> np.ndarray:
     """An array of any framework in NumPy: FP8 as uint8 codes, PyTorch's bfloat16 as float32."""
     if _framework(x) == "torch":
         x = x.detach().cpu()
-        return (x.view(sys.modules["torch"].uint8) if x.itemsize == 1 else x.float()).numpy()
+        x = x.view(sys.modules["torch"].uint8) if x.itemsize == 1 else x.float()
+        return x.numpy()
     x = np.asarray(x)
     return x.view(np.uint8) if x.itemsize == 1 else x
 

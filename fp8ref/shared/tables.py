@@ -1,7 +1,7 @@
 """Small tables as text and as HTML, without rich: for a REPL, a notebook and a model's report."""
 
 import html
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 __all__ = ["Listing", "aligned", "as_html"]
@@ -43,24 +43,16 @@ def as_html(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table><thead><tr>{line('th', header)}</tr></thead><tbody>{body}</tbody></table>"
 
 
-class Listing(Mapping[str, _T]):
+class Listing(dict[str, _T]):
     """Entries by name. A REPL and a notebook show each with its line."""
 
     def __init__(self, entries: Mapping[str, _T], lines: Mapping[str, str]) -> None:
         """lines: {name: what it is, in a line}, of every entry."""
-        self._entries, self._rows = entries, [(name, lines[name]) for name in entries]
-
-    def __getitem__(self, name: str) -> _T:
-        return self._entries[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        super().__init__(entries)
+        self._table = ["name", "what it is"], [(name, lines[name]) for name in entries]
 
     def __repr__(self) -> str:
-        return aligned(["name", "what it is"], self._rows)
+        return aligned(*self._table)
 
     def _repr_html_(self) -> str:
-        return as_html(["name", "what it is"], self._rows)
+        return as_html(*self._table)

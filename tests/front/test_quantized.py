@@ -161,7 +161,7 @@ class TestInputs:
         ("arguments", "message"),
         [
             (("e4m3",), r"fmt is a Format or one of .*Did you mean 'e4m3fn'"),
-            (("mxfp8",), r"got the recipe 'mxfp8'\. Use recipe='mxfp8'"),
+            (("mxfp8",), r"got a recipe\. Use recipe='mxfp8'"),
             (("e4m3fn", "rowise"), r"recipe is .*got 'rowise'\. Did you mean 'rowwise'"),
             (("e4m3fn", "bf16"), r"recipe is .*got 'bf16'"),
             (("e4m3fn", RECIPES["bf16"]), r"recipe is .*got None"),
@@ -179,7 +179,7 @@ class TestInputs:
             f8.quantize(x, policy="torcha0")
         with pytest.raises(ValueError, match=r"axis must be in \[-2, 2\)"):
             f8.quantize(x, axis=2)
-        with pytest.raises(ValueError, match=r"dequantize takes the result of quantize; got ndarr"):
+        with pytest.raises(ValueError, match=r"q is the result of quantize; got ndarr"):
             f8.dequantize(x)
 
 
