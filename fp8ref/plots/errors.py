@@ -133,17 +133,18 @@ def error_lines(
     low, high = min(e.min() for e in percent.values()), max(e.max() for e in percent.values())
     if low > 0:
         ax.set_yscale("log")
+        style.log_ticks(ax.yaxis, low, high, text="{x:g} %")
     else:
         ax.set_yscale("symlog", linthresh=linear)
         ax.set_ylim(min(2 * low, -linear / 2), max(2 * high, linear / 2))
         ax.axhline(0, color=style.MUTED, linewidth=0.8, zorder=0)
-    ax.yaxis.set_major_formatter("{x:g} %")
+        ax.yaxis.set_major_formatter("{x:g} %")
     ax.yaxis.set_minor_locator(NullLocator())
     ax.set_xscale("log", base=2)
     ax.set_xticks(x[:: -(-len(x) // 9)], [f"{v:g}" for v in x[:: -(-len(x) // 9)]])
     ax.xaxis.set_minor_locator(NullLocator())
     ax.set(xlabel=xlabel, ylabel=ylabel)
-    style.legend(ax)
+    style.below(ax)
     return style.plain(ax, grid="both")
 
 

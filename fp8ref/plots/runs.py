@@ -77,16 +77,23 @@ def step_lines(
         steps = np.arange(first, first + len(curve))
         style.line(ax, steps, curve, look, name, markevery=(i, every))
     ax.set(xlabel="optimizer step", ylabel=ylabel)
-    style.legend(ax)
+    style.below(ax)
     return style.plain(ax)
 
 
 def loss_gaps(
-    ax: Axes, gaps: Mapping[str, tuple[float, float, float]], *, margin: float | None = None
+    ax: Axes,
+    gaps: Mapping[str, tuple],
+    *,
+    margin: float | None = None,
+    steps: Mapping[str, Sequence[float]] | None = None,
 ) -> Axes:
-    """Each gap of a loss to another, in nats, with its interval, over the margin of equivalence.
+    """The loss of FP8 minus that of bf16, in nats, with its interval, over the margin of
+    equivalence. The title has the largest gap at the end.
 
-    gaps: by name, (mean, low, high). A name's words are stacked.
+    gaps      by name, (mean, low, high); a name's words are stacked.
+    steps     by name, the optimizer steps of arrays in ``gaps``: a line in a band instead of a
+              point.
     """
     if margin:
         ax.axhspan(
@@ -94,13 +101,22 @@ def loss_gaps(
         )
     for i, (name, (mean, low, high)) in enumerate(gaps.items()):
         color = COLORS.get(name.split()[-1], style.CYCLE[i % len(style.CYCLE)])
+        if steps is not None:
+            ax.fill_between(steps[name], low, high, color=color, alpha=0.25, linewidth=0)
+            dash = style.DASHES[i % len(style.DASHES)]
+            ax.plot(steps[name], mean, color=color, linestyle=dash, label=name)
+            continue
         marker, sides = "s" if "torch" in name else "o", [[mean - low], [high - mean]]
         ax.errorbar(i, mean, sides, fmt=marker, color=color, capsize=4)
     ax.axhline(0, color="#000000", linewidth=0.8)
-    ax.set_xticks(range(len(gaps)), [name.replace(" ", "\n") for name in gaps], fontsize=8)
-    ax.set(ylabel="nats", title="training loss minus bf16's, with its interval")
-    ax.margins(x=0.15, y=0.25)
-    if margin:
+    if steps is None:
+        ax.set_xticks(range(len(gaps)), [name.replace(" ", "\n") for name in gaps], fontsize=8)
+        ax.margins(x=0.15, y=0.25)
+    else:
+        ax.set(xlabel="optimizer step")
+    most = max((abs(float(np.ravel(mean)[-1])) for mean, _, _ in gaps.values()), default=0.0)
+    ax.set(ylabel="loss minus bf16's, nats", title=f"at the end at most {most:.2g} nats from bf16")
+    if margin or steps is not None:
         style.legend(ax)
     return style.plain(ax)
 
@@ -111,7 +127,7 @@ def staleness(
     """A tensor's amax at each step, and for each name the largest number that fits, fmt.max /
     scale.
 
-    A cross marks a step whose amax is clipped (Q-11).
+    A cross marks a step whose amax is clipped (Q-11); the title counts them.
 
     Shapes:   amaxes and every one of scales [steps]: the scales that multiply each step's tensor;
               all positive. first: the number of the first step.
@@ -119,6 +135,9 @@ def staleness(
     amaxes = np.asarray(amaxes)
     steps = first + np.arange(amaxes.size)
     ax.plot(steps, amaxes, color=style.BLACK, linewidth=1.2, label="amax")
+    counts = {
+        name: int(delayed.clipped(amaxes, scale, fmt).sum()) for name, scale in scales.items()
+    }
     for (name, scale), look in zip(scales.items(), style.looks(len(scales)), strict=True):
         missed, fits = delayed.clipped(amaxes, scale, fmt), fmt.max / np.asarray(scale, np.float64)
         color, dash = look["color"], look["linestyle"]
@@ -126,6 +145,7 @@ def staleness(
         ax.step(steps, fits, where="mid", linewidth=1.3, label=label, color=color, linestyle=dash)
         ax.plot(steps[missed], amaxes[missed], "x", color=color, markersize=6)
     ax.set_yscale("log", base=2)
-    ax.set(xlabel="optimizer step", ylabel="magnitude")
+    said = ", ".join(f"{name} clips {count}" for name, count in counts.items())
+    ax.set(xlabel="optimizer step", ylabel="magnitude", title=f"of {amaxes.size} steps {said}")
     style.legend(ax)
     return style.plain(ax, grid="both")

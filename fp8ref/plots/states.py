@@ -45,18 +45,25 @@ def moment_range(ax: Axes, values: Mapping[str, np.ndarray], fmt: Format) -> Axe
 
 
 def update_ratios(
-    ax: Axes, ratios: Mapping[str, np.ndarray], *, bound: float | None = None
+    ax: Axes,
+    ratios: Mapping[str, np.ndarray],
+    *,
+    bound: float | None = None,
+    among: Sequence[str] | None = None,
 ) -> Axes:
     """How many percent of elements have a larger ratio of moments, in magnitude: one curve for each
     name, both axes logarithmic. bound: that of float32 states (O-6), as a line.
 
+    among     the names of all panels of a figure, so that each has one color in all; None: these.
     Shapes:   every one of ratios of any shape, with an element that is neither 0 nor infinite.
     """
-    for (name, ratio), look in zip(ratios.items(), style.looks(len(ratios)), strict=True):
+    names = list(among or ratios)
+    looks = dict(zip(names, style.looks(len(names)), strict=True))
+    for name, ratio in ratios.items():
         x = np.sort(np.abs(np.asarray(ratio, np.float64)).ravel())
         x = x[np.isfinite(x) & (x > 0)]
         above = 100 * np.arange(x.size, 0, -1) / np.size(ratio)
-        style.line(ax, x, above, look, f"{name}: largest {x[-1]:.3g}")
+        style.line(ax, x, above, looks[name], f"{name}: largest {x[-1]:.3g}")
     if bound is not None:
         ax.axvline(bound, color=style.MUTED, linewidth=0.9)
         ax.annotate(
@@ -72,7 +79,7 @@ def update_ratios(
     ax.set_yscale("log")
     ax.set_xlim(left=1e-2)
     ax.set(xlabel="|m| / sqrt(v), corrected", ylabel="% of elements above")
-    style.legend(ax, loc="lower left")
+    style.below(ax)
     return style.plain(ax, grid="both")
 
 
@@ -93,5 +100,5 @@ def health_lines(
         every, steps = max(len(values) // 6, len(runs)), np.arange(first, first + len(values))
         style.line(ax, steps, 100 * np.array(values), look, name, markevery=every)
     ax.set(xlabel="optimizer step", ylabel=f"{field}, %")
-    style.legend(ax)
+    style.below(ax)
     return style.plain(ax)

@@ -9,7 +9,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from fp8ref.plots import legends, readout, style
+from fp8ref.plots import legends, readout, runs, style
 
 __all__ = ["depth_lines", "layer_map"]
 
@@ -76,12 +76,13 @@ def depth_lines(
     """The error of each linear's input, ||x' - x|| / ||x||, in the order in which linears ran: a
     line a recipe.
 
-    colors: of the lines, in turn; None: matplotlib's. layers: the names of the linears, which a
-    page shows on hover.
+    colors: of the lines, in turn; None: those of recipes in other figures. layers: the names of the
+    linears, some of which are written; a page shows all on hover.
     """
     entries: dict[str, Artist] = {}
     for i, (name, error) in enumerate(errors.items()):
-        color = colors[i % len(colors)] if colors else None
+        own = runs.COLORS.get(name, style.CYCLE[i % len(style.CYCLE)])
+        color = colors[i % len(colors)] if colors else own
         dash, places = style.DASHES[i % len(style.DASHES)], range(1, len(error) + 1)
         (line,) = ax.plot(places, error, linestyle=dash, linewidth=1.6, label=name, color=color)
         readout.name(line, name)
@@ -91,6 +92,17 @@ def depth_lines(
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     if layers is not None:
         readout.points(ax, layers)
+        every = -(-len(layers) // 14)
+        places = range(1, 1 + len(layers), every)
+        ax.set_xticks(
+            places,
+            layers[::every],
+            rotation=40,
+            ha="right",
+            rotation_mode="anchor",
+            parse_math=False,
+        )
+        ax.tick_params(axis="x", labelsize=8)
     if ax.figure is not None:
         legends.below(ax.figure.figure, entries)
     return style.plain(ax)

@@ -7,6 +7,8 @@ from typing import Any, Literal
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
+from matplotlib.transforms import offset_copy
 from PIL import Image  # matplotlib's own means of writing PNGs
 
 __all__ = [
@@ -158,6 +160,29 @@ def legend(ax: Axes, **options: Any) -> None:
     keywords."""
     plain = {"fontsize": 8, "facecolor": "white", "edgecolor": "none"}
     ax.legend(**{**plain, "framealpha": 0.9, "borderpad": 0.2} | options)
+
+
+def log_ticks(axis, lowest: float, highest: float, *, text: str = "{x:g}") -> None:
+    """Ticks of a logarithmic axis: decades, or 1, 2 and 5 of each where there are few decades."""
+    few = highest < 300 * lowest
+    subs = (1, 2, 3, 4, 6) if highest < 10 * lowest else (1, 2, 5) if few else (1,)
+    axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_major_formatter(text)
+    axis.set_minor_formatter(NullFormatter())
+    if few:
+        axis.set_minor_locator(NullLocator())
+
+
+def below(ax: Axes) -> None:
+    """A legend below the axes, where it hides nothing, in as many columns as fit."""
+    labels, figure = ax.get_legend_handles_labels()[1], ax.get_figure(root=True)
+    if figure is None or not labels:
+        return
+    room = 12 * figure.get_figwidth() / max(1, len(figure.axes))  # in letters
+    columns = max(1, min(len(labels), int(room // (max(map(len, labels)) + 6))))
+    under = offset_copy(ax.transAxes, figure, x=0, y=-40, units="points")  # ticks and a label
+    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "ncols": columns}
+    legend(ax, **place, bbox_transform=under, borderaxespad=0)
 
 
 def above(ax: Axes, columns: int) -> None:

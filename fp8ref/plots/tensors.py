@@ -137,8 +137,9 @@ def exponent_histogram(
     highest: int | None = None,
     color: str = style.BLUE,
 ) -> Axes:
-    """How many elements, in percent, have each exponent after scaling; shaded: where codes are
-    subnormal, zero, or beyond max.
+    """How many elements, in percent, have each exponent after scaling, and, as an outline, after
+    the cast; shaded: where codes are subnormal, zero, or beyond max. The title says how many of the
+    elements other than zero become zero, and how many are clipped.
 
     lowest, highest  exponents shown; the first and the last bar hold all below and above. None:
                      four below the range to two above.
@@ -150,11 +151,13 @@ def exponent_histogram(
     top, bottom = int(np.floor(np.log2(fmt.max))), fmt.emin - fmt.mantissa_bits - 1
     lowest = bottom - 4 if lowest is None else lowest
     highest = top + 2 if highest is None else highest
-    counts = stats.exponents(x, q, lowest=lowest, highest=highest).scaled
+    counts = stats.exponents(x, q, lowest=lowest, highest=highest)
     places = np.arange(lowest - 1, highest + 2)
     # exponent e is from 2^e to 2^(e + 1)
-    share = 100 * counts / max(np.asarray(x).size, 1)
-    ax.bar(places + 0.5, share, width=0.85, color=color, zorder=2)
+    before, after = (100 * n / max(np.asarray(x).size, 1) for n in (counts.scaled, counts.codes))
+    ax.bar(places + 0.5, before, width=0.85, color=color, zorder=2, label="before the cast")
+    edges, look = [*places, places[-1] + 1], {"color": style.BLACK, "linewidth": 1.1, "zorder": 3}
+    ax.step(edges, [*after, after[-1]], where="post", label="after", **look)
     left, right = lowest - 1.2, highest + 2.2
     for begin, end, shade, alpha, label in (
         (bottom, fmt.emin, style.ORANGE, 0.25, "subnormal"),
@@ -165,13 +168,19 @@ def exponent_histogram(
     ax.set_xlim(left, right)
     ax.margins(y=0.15)
     style.label_powers(ax.xaxis, lowest, highest + 1, ticks=7)
-    ax.set(xlabel="magnitude after scaling", ylabel="% of elements")
+    measured = stats.statistics(x, q)
+    said = (
+        f"{100 * measured.underflow_rate:.2g} % become zero, "
+        f"{100 * measured.overflow_rate:.2g} % are clipped"
+    )
+    ax.set(xlabel="magnitude after scaling", ylabel="% of elements", title=said)
     style.legend(ax, loc="upper left")
     return style.plain(ax)
 
 
 def code_difference(ax: Axes, a: Quantized, b: Quantized, *, most: int = 4) -> Axes:
-    """For every element of a matrix, by how many codes b's magnitude exceeds a's.
+    """For every element of a matrix, by how many codes b's magnitude exceeds a's; the title says
+    how many codes are equal, NaNs being one.
 
     Beyond ``most`` the color stays the same; NaNs are white.
 
@@ -185,6 +194,10 @@ def code_difference(ax: Axes, a: Quantized, b: Quantized, *, most: int = 4) -> A
         )
     magnitudes = [(q.codes & ~np.uint8(q.fmt.sign_bit)).astype(float) for q in (a, b)]
     nans = np.isnan(cast.decode(a.codes, a.fmt)) | np.isnan(cast.decode(b.codes, b.fmt))
+    codes = [cast.canonical_nans(q.codes, q.fmt) for q in (a, b)]
+    unlike = np.count_nonzero(codes[0] != codes[1])
+    said = f"all but {unlike:,} of {nans.size:,}" if unlike else f"all {nans.size:,}"
+    ax.set_title(f"{said} codes equal")
     image = ax.imshow(
         np.ma.masked_where(nans, magnitudes[1] - magnitudes[0]),
         cmap="RdBu_r",

@@ -77,7 +77,7 @@ def _map(
     if not np.isfinite(values).any():
         return {}
     with matplotlib.rc_context(svg.STYLE):
-        figure, (ax,) = style.figure(width=5, height=1.6 + 0.16 * min(40, len(layers)))
+        figure, (ax,) = style.figure(width=5, height=max(2.3, 1.6 + 0.16 * min(40, len(layers))))
         low, high = ends
         plots.layer_map(
             ax,
@@ -99,12 +99,9 @@ def _figures(judged: Judged, depth: Depth | None) -> dict[str, markupsafe.Markup
         if depth is not None and depth.outcomes:
             figure, (ax,) = style.figure(width=5)
             errors = {name: list(one.inputs.values()) for name, one in depth.outcomes.items()}
-            plots.depth_lines(
-                ax,
-                errors,
-                colors=svg.RUNS,
-                layers=max((list(one.inputs) for one in depth.outcomes.values()), key=len),
-            )
+            layers = max((list(one.inputs) for one in depth.outcomes.values()), key=len)
+            names = [figures.short(layer) for layer in layers]
+            plots.depth_lines(ax, errors, colors=svg.RUNS, layers=names)
             ax.grid(color=svg.LINE)
             drawings["Error of the input of each linear"] = svg.inline(
                 figure, "depth", "Error of each linear's input, by recipe"

@@ -116,6 +116,26 @@ def test_gaps_are_drawn_with_their_intervals(ax):
         assert (bars[0].get_xdata()[0], bars[0].get_ydata()[0]) == (i, mean)
         assert bars[2][0].get_segments()[0][:, 1].tolist() == [low, high]
     assert not ax.patches
+    assert ax.get_title() == "at the end at most 0.5 nats from bf16"
+
+
+def test_gaps_over_steps_are_lines_in_bands(ax):
+    mean, low, high = np.array([0.5, 0.25]), np.array([0.0, 0.125]), np.array([1.0, 0.5])
+    steps = {"torch rowwise": [4, 9]}
+    plots.loss_gaps(ax, {"torch rowwise": (mean, low, high)}, margin=0.125, steps=steps)
+    line, _ = ax.lines
+    np.testing.assert_array_equal(line.get_xydata(), [[4, 0.5], [9, 0.25]])
+    (band,) = ax.collections
+    assert {tuple(place) for place in band.get_paths()[0].vertices} == {
+        (4, 0.0),
+        (4, 1.0),
+        (9, 0.125),
+        (9, 0.5),
+    }
+    assert (ax.get_xlabel(), ax.get_title()) == (
+        "optimizer step",
+        "at the end at most 0.25 nats from bf16",
+    )
 
 
 def test_the_band_is_the_margin_both_ways(ax):
@@ -151,3 +171,4 @@ def test_staleness_shows_the_amax_what_fits_and_what_does_not(ax):
     np.testing.assert_array_equal(fits.get_ydata(), [1, 1, 4])
     np.testing.assert_array_equal(missed.get_data(), [[8], [4]])
     assert ax.get_legend().get_texts()[1].get_text() == "fits, history of 1: 1 clipped"
+    assert ax.get_title() == "of 3 steps history of 1 clips 1"

@@ -115,6 +115,15 @@ def test_an_exponent_histogram_has_a_share_for_each_exponent(ax):
     assert bars == {-2.0: 0, -1.0: 0, 0.0: 50, 1.0: 25, 2.0: 0, 3.0: 0}
 
 
+def test_an_exponent_histogram_shows_the_codes_and_counts_what_is_lost(ax):
+    x = np.array([1.97, 2.0**-12, 500.0, 0.0, 1.0], np.float32)  # 1.97 rounds up to 2
+    plots.exponent_histogram(ax, x, unscaled(x), lowest=-13, highest=9)
+    (after,) = (line for line in ax.lines if line.get_label() == "after")
+    shares = dict(zip(after.get_xdata(), after.get_ydata(), strict=True))
+    assert {place: share for place, share in shares.items() if share} == {0: 20, 1: 20, 8: 20}
+    assert ax.get_title() == "20 % become zero, 20 % are clipped"
+
+
 @pytest.mark.parametrize(
     ("fmt", "zero", "normal", "largest"),
     [(E4M3FN, -10, -6, np.log2(448)), (E5M2, -17, -14, np.log2(57344))],
@@ -139,6 +148,12 @@ def test_a_code_difference_is_positive_away_from_zero_whatever_the_sign(ax):
     a, b = unscaled(x), unscaled(x * np.array([[1.125, 1.125, 0.9375]], np.float32))
     plots.code_difference(ax, a, b)
     np.testing.assert_array_equal(ax.images[0].get_array(), [[1, 1, -1]])
+    assert ax.get_title() == "all but 3 of 3 codes equal"
+    x[0, 1] = np.nan
+    other = unscaled(x)
+    other.codes[0, 1] ^= 0x80
+    plots.code_difference(ax, unscaled(x), other)
+    assert ax.get_title() == "all 3 codes equal"  # two NaNs of another sign
 
 
 @pytest.mark.parametrize("shape", [(), (8,), (2, 4, 3)])

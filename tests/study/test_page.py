@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 
 from fp8ref import study
 from fp8ref.study import depth_error
@@ -64,7 +65,7 @@ def test_the_page_shows_both(judged, depth, tmp_path):
     of_model, of_casts = (
         one.replace("'", "&#39;") for one in (depth.sentence(), judged.sentence())
     )
-    assert page.index(of_model) < page.index(of_casts) < page.index("<section>")
+    assert page.index(of_casts) < page.index(of_model) < page.index("<section>")
     assert "SQNR of input, 5th percentile of tokens" in page
 
 
@@ -86,6 +87,38 @@ def test_the_page_of_tensors_begins_with_what_matters(tmp_path):
     np.testing.assert_allclose(
         zeroed[0]["values"], 100 * judged.by_layer("input", "lost"), rtol=1e-4
     )
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(128, 256), torch.nn.Linear(256, 128)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def test_a_token_that_owns_the_norm_ranks_no_recipe_first(tmp_path):
+    """The example of docs/how-to/study.md: tensorwise has the smaller error of the result, and loses
+    15 % of an input, which changes the other tokens most."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Block(), Block(), torch.nn.Linear(128, 512)).bfloat16()
+    x = torch.randn(2, 512, 128).bfloat16()
+    x[0, 7] *= 30_000
+    with study.record(model) as recording:
+        model(x).float().logsumexp(-1).mean().backward()
+    judged = study.judge(recording, ["tensorwise", "rowwise"])
+    depth = study.depth(model, lambda model: model(x), ["tensorwise", "rowwise"])
+    assert depth.outcomes["tensorwise"].output < depth.outcomes["rowwise"].output
+    assert list(depth.outcomes) == ["rowwise", "tensorwise"]
+    study.write_page(tmp_path / "study.html", judged, depth)
+    page = (tmp_path / "study.html").read_text()
+    assert (
+        "<p>tensorwise zeroes 15 % of the input of 0.up because token 7 is 31,000x larger" in page
+    )
+    assert page.index(">rowwise</th>") < page.index(">tensorwise</th>")
+    (worst,) = re.findall(r'aria-label="The worst ten"><table>(.*?)</table>', page, re.DOTALL)
+    assert re.search(r"<td>tensorwise</td><th[^>]*>0\.up</th><td>input</td>.*15\.\d\d %", worst)
 
 
 def test_the_page_takes_casts_alone(judged, tmp_path):
