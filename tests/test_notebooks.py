@@ -56,6 +56,7 @@ def test_there_are_notebooks():
         "07_attention",
         "08_findings",
         "09_outliers",
+        "10_your_tensors",
     ]
 
 

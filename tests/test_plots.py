@@ -56,6 +56,7 @@ FIGURES = {
     "number_table": lambda ax: plots.number_table(ax, [[1.0, 2.0]], ["row"], ["one", "two"]),
     "ranges": lambda ax: plots.ranges(ax, [E4M3FN, E5M2]),
     "relative_error": lambda ax: plots.relative_error(ax, [E4M3FN, E5M2], lowest=-8, highest=-4),
+    "row_lines": lambda ax: plots.row_lines(ax, {"rowwise": X[0], "tensorwise": X[1]}),
     "scale_difference": lambda ax: plots.scale_difference(
         ax, [1.0, 1.5, 2.0], np.float32([1, 2, 3]), np.float32([1, 1, 4]), bins=2
     ),

@@ -89,7 +89,7 @@ def loss_gaps(
     steps: Mapping[str, Sequence[float]] | None = None,
 ) -> Axes:
     """The loss of FP8 minus that of bf16, in nats, with its interval, over the margin of
-    equivalence. The title has the largest gap at the end.
+    equivalence. The title names the largest gap at the end.
 
     gaps      by name, (mean, low, high); a name's words are stacked.
     steps     by name, the optimizer steps of arrays in ``gaps``: a line in a band instead of a
@@ -114,9 +114,14 @@ def loss_gaps(
         ax.margins(x=0.15, y=0.25)
     else:
         ax.set(xlabel="optimizer step")
-    most = max((abs(float(np.ravel(mean)[-1])) for mean, _, _ in gaps.values()), default=0.0)
-    ax.set(ylabel="loss minus bf16's, nats", title=f"at the end at most {most:.2g} nats from bf16")
-    if margin or steps is not None:
+    ends = {name: float(np.ravel(mean)[-1]) for name, (mean, _, _) in gaps.items()}
+    worst = max(ends, key=lambda name: abs(ends[name]), default="")
+    title = f"{worst}: {ends[worst]:+.2g} nats at the end" if ends else ""
+    ax.set(ylabel="loss minus bf16's, nats")
+    ax.set_title(title, parse_math=False)
+    if steps is not None:
+        style.below(ax)
+    elif margin:
         style.legend(ax)
     return style.plain(ax)
 

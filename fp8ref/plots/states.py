@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 
 from fp8ref.formats import Format
 from fp8ref.plots import style
+from fp8ref.plots.runs import step_lines
 from fp8ref.spec.states.health import COUNTS, Health
 
 
@@ -92,13 +93,11 @@ def health_lines(
     field     a field of Health, such as ``stalled_v`` or ``update_error``.
     first     the number of the first step.
     """
-    for (name, measurements), look in zip(runs.items(), style.layers(len(runs)), strict=True):
-        values = [
-            getattr(health, field) / (health.count if field in COUNTS else 1)
+    curves = {
+        name: [
+            100 * getattr(health, field) / (health.count if field in COUNTS else 1)
             for health in measurements
         ]
-        every, steps = max(len(values) // 6, len(runs)), np.arange(first, first + len(values))
-        style.line(ax, steps, 100 * np.array(values), look, name, markevery=every)
-    ax.set(xlabel="optimizer step", ylabel=f"{field}, %")
-    style.below(ax)
-    return style.plain(ax)
+        for name, measurements in runs.items()
+    }
+    return step_lines(ax, curves, ylabel=f"{field}, %", first=first)

@@ -165,7 +165,7 @@ def legend(ax: Axes, **options: Any) -> None:
 def log_ticks(axis, lowest: float, highest: float, *, text: str = "{x:g}") -> None:
     """Ticks of a logarithmic axis: decades, or 1, 2 and 5 of each where there are few decades."""
     few = highest < 300 * lowest
-    subs = (1, 2, 3, 4, 6) if highest < 10 * lowest else (1, 2, 5) if few else (1,)
+    subs = (1, 1.5, 2, 3, 4, 5, 6, 8) if highest < 10 * lowest else (1, 2, 5) if few else (1,)
     axis.set_major_locator(LogLocator(subs=subs))
     axis.set_major_formatter(text)
     axis.set_minor_formatter(NullFormatter())

@@ -166,7 +166,6 @@ def exponent_histogram(
     ):
         ax.axvspan(begin, end, color=shade, alpha=alpha, linewidth=0, zorder=0, label=label)
     ax.set_xlim(left, right)
-    ax.margins(y=0.15)
     style.label_powers(ax.xaxis, lowest, highest + 1, ticks=7)
     measured = stats.statistics(x, q)
     said = (
@@ -174,7 +173,8 @@ def exponent_histogram(
         f"{100 * measured.overflow_rate:.2g} % are clipped"
     )
     ax.set(xlabel="magnitude after scaling", ylabel="% of elements", title=said)
-    style.legend(ax, loc="upper left")
+    style.legend(ax, loc="upper left", ncols=2)
+    ax.set_ylim(0, 1.45 * max(before.max(), after.max(), 1e-3))  # room for the legend
     return style.plain(ax)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from fp8ref.front.quantized import as_numpy
 from fp8ref.shared import files
 from fp8ref.shared.console import one_line
 
@@ -238,10 +239,8 @@ def floats(x: Any) -> np.ndarray:
     dtype = str(x.dtype).removeprefix("torch.")
     if dtype not in FLOATS:
         raise ValueError(f"got {dtype}; a study takes {', '.join(FLOATS)}")
-    if hasattr(x, "detach"):  # PyTorch's, whose bfloat16 NumPy does not know
-        x = x.detach().float().cpu().numpy()
     with np.errstate(over="ignore"):
-        return np.asarray(x).astype(np.float32)
+        return as_numpy(x).astype(np.float32)
 
 
 def some(names: Sequence[str]) -> str:

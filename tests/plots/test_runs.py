@@ -116,7 +116,7 @@ def test_gaps_are_drawn_with_their_intervals(ax):
         assert (bars[0].get_xdata()[0], bars[0].get_ydata()[0]) == (i, mean)
         assert bars[2][0].get_segments()[0][:, 1].tolist() == [low, high]
     assert not ax.patches
-    assert ax.get_title() == "at the end at most 0.5 nats from bf16"
+    assert ax.get_title() == "torch rowwise: -0.5 nats at the end"
 
 
 def test_gaps_over_steps_are_lines_in_bands(ax):
@@ -134,7 +134,7 @@ def test_gaps_over_steps_are_lines_in_bands(ax):
     }
     assert (ax.get_xlabel(), ax.get_title()) == (
         "optimizer step",
-        "at the end at most 0.25 nats from bf16",
+        "torch rowwise: +0.25 nats at the end",
     )
 
 

@@ -91,20 +91,27 @@ def gaps(
             _band(ax, arm.steps, arm.gap.low, arm.gap.high, look["color"])
             name = arm.runs[0].name + f", {len(arm.runs)} seeds" * (len(arm.runs) > 1)
             _line(ax, arm.steps, arm.gap.mean, name, look, low=arm.gap.low, high=arm.gap.high)
-        widest = 1.25 * max(np.abs([arm.gap.low, arm.gap.high]).max() for arm in compared)
-        seen = max(widest, 1.5 * margin if margin < 3 * widest else 0)
-        if seen > 0:
-            ax.set_ylim(-seen, seen)
+        below, above = (
+            1.25 * max(float(np.max(sign * edge)) for edge in edges)
+            for sign, edges in (
+                (-1, [a.gap.low for a in compared]),
+                (1, [a.gap.high for a in compared]),
+            )
+        )
+        widest = max(below, above)
+        least = 1.5 * margin if margin < 3 * widest else 0.1 * widest
+        if least > 0:
+            ax.set_ylim(-max(below, least), max(above, least))
     return figure
 
 
 def metric(group: Sequence[Run], seeds: Seeds, key: str, ylabel: str) -> Figure | None:
-    """A metric of every run; None if no run has it.
+    """A metric of every run; None if no run has it more than once.
 
     Speeds are running means, and gradient norms keep every peak.
     """
     present = [(run, look, run.curve(key)) for run, look in _looks(group, seeds) if run.curve(key)]
-    if not present:
+    if max((len(curve) for _, _, curve in present), default=0) < 2:
         return None
     with _axes("optimizer step", ylabel) as (figure, ax):
         for run, look, curve in present:
