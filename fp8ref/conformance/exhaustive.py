@@ -27,8 +27,7 @@ from fp8ref.sim.quantize import cast, scales
 
 _Description = TypeVar("_Description")
 
-INPUTS = 1 << 32
-"""How many float32 numbers there are, by their bits."""
+INPUTS = 1 << 32  # how many float32 numbers there are, by their bits
 
 PIECE = 1 << 17
 """Inputs at a time: few enough for their float64 temporaries to stay in a cache."""

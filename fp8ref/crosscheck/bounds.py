@@ -22,14 +22,9 @@ from fp8ref.spec.hardware import Multiply
 
 __all__ = ["REPLICATES", "forward", "gemm", "gradient", "probe_weights", "rerounded", "summed_gemm"]
 
-SAMPLES = 16
-"""Runs of the simulated model under stochastic rounding."""
-
-T_LOSS = 7.91
-"""Student's t, two-sided 1e-6, SAMPLES - 1 = 15 degrees of freedom (B-3)."""
-
-SIGMAS = 8.0
-"""The bound on logits, as a multiple of sigma (B-2)."""
+SAMPLES = 16  # runs of the simulated model under stochastic rounding
+T_LOSS = 7.91  # Student's t, two-sided 1e-6, SAMPLES - 1 = 15 degrees of freedom (B-3)
+SIGMAS = 8.0  # the bound on logits, as a multiple of sigma (B-2)
 
 REPLICATES = 6
 """Training runs whose first rounding was stochastic."""

@@ -47,8 +47,7 @@ from fp8ref.train.data import loader
 
 __all__ = ["STEPS", "crosscheck"]
 
-FORWARD_BATCH = 4
-"""The most sequences in a simulated forward pass."""
+FORWARD_BATCH = 4  # the most sequences in a simulated forward pass
 
 STEPS = 5
 """The default number of optimizer steps before operands are compared again."""

@@ -5,8 +5,7 @@ scores and logits.
 from fp8ref.train.config.config import Config
 from fp8ref.train.config.device_shapes import tokens
 
-LOGITS = 4
-"""Bytes of a logit: itself and its gradient, bfloat16."""
+LOGITS = 4  # bytes of a logit: itself and its gradient, bfloat16
 
 LOGITS_CHUNK, WIDE_LOGIT = 1 << 24, 16
 """PyTorch: the most logits that exist in float32 at a time (``train.torch.cross_entropy``), and

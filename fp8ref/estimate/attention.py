@@ -16,11 +16,8 @@ from fp8ref.spec.attention.variants import Mask, Variant
 from fp8ref.train.config.config import Config
 from fp8ref.train.config.device_shapes import sequences
 
-QUERIES, ROWS = 512, 32
-"""The queries of a block in JAX, and what blocks are padded to."""
-
-STEP = 16
-"""What PyTorch pads the rows and keys of a tile to."""
+QUERIES, ROWS = 512, 32  # the queries of a block in JAX, and what blocks are padded to
+STEP = 16  # what PyTorch pads the rows and keys of a tile to
 
 
 @dataclass(frozen=True)

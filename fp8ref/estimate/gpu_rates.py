@@ -68,11 +68,8 @@ GPUS = {
 TILES = ((128, 256), (256, 128), (128, 128))
 """Height and width of the tiles of a result that one processor computes, as in cuBLAS on Hopper."""
 
-PIECES = (1, 2, 4, 8)
-"""The numbers of pieces that split-K may cut a sum over K into."""
-
-NAMES = {"h100": "H100 SXM", "h200": "H200 SXM"}
-"""{value of --gpu: name in GPUS}."""
+PIECES = (1, 2, 4, 8)  # the numbers of pieces that split-K may cut a sum over K into
+NAMES = {"h100": "H100 SXM", "h200": "H200 SXM"}  # {value of --gpu: name in GPUS}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,14 +76,12 @@ class Place:
     pieces: bool = False
 
 
-ALONE = Place()
-"""A linear by itself."""
+ALONE = Place()  # a linear by itself
 
 _Served = tuple[Gemm, CastSpec, int]
 """A GEMM that an operand serves, its cast, and the axis that the GEMM reduces."""
 
-SWIGLU = ("gate_proj", "up_proj")
-"""The linears whose outputs SwiGLU multiplies."""
+SWIGLU = ("gate_proj", "up_proj")  # the linears whose outputs SwiGLU multiplies
 
 _SOURCES: dict[tuple[Role, str], str] = {
     ("input", "q_proj"): "norm",

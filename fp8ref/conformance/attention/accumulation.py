@@ -21,14 +21,9 @@ LOW = 8.9
 """A probability of 2^-8.9 is the smallest that e4m3 has under any scale, and with the smallest v
 2^-26.7 of the largest product: less than the last of 25 fraction bits."""
 
-LARGEST, SMALLEST = 448.0, 2.0**-9
-"""Of v: the largest number of e4m3, and the smallest."""
-
-TILES = 33
-"""The tiles of keys in which chains are looked for."""
-
-WIDEST = 26
-"""Fraction bits that are tried."""
+LARGEST, SMALLEST = 448.0, 2.0**-9  # of v: the largest number of e4m3, and the smallest
+TILES = 33  # the tiles of keys in which chains are looked for
+WIDEST = 26  # fraction bits that are tried
 
 
 def chains(attention: Attention, tiling: Tiling) -> Finding:

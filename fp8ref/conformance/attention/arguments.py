@@ -25,8 +25,7 @@ from fp8ref.spec.attention.variants import FULL, VARIANTS, Mask, Variant
 Alignment = Literal["end", "start"]
 """``Mask.alignment`` of a function whose causal mask has no argument for it."""
 
-CAP = 2.0
-"""The softcap of random inputs: small beside scores of standard deviation 4."""
+CAP = 2.0  # the softcap of random inputs: small beside scores of standard deviation 4
 
 CAPPED = 2.0**-5
 """The largest error of outputs under ``CAP``, relative, where exponentials are hardware's. Its tanh

@@ -74,8 +74,7 @@ class Agreement:
         return self.near >= NEAR * self.compared
 
 
-Operands = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""q, k and v."""
+Operands = tuple[np.ndarray, np.ndarray, np.ndarray]  # q, k and v
 
 
 def random_operands(

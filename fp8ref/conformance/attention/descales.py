@@ -15,8 +15,7 @@ from fp8ref.conformance.attention.subjects import Attention, Question
 from fp8ref.conformance.kit.finding import Counterexample, Finding
 from fp8ref.sim.quantize import cast
 
-HEADS, TOKENS = 2, 32
-"""Of the question, which has as many sequences as heads."""
+HEADS, TOKENS = 2, 32  # of the question, which has as many sequences as heads
 
 SCORES, OUTPUTS, KEPT = "doubles the scores", "doubles the outputs", "changes nothing"
 _HALVED = "halves the scores"

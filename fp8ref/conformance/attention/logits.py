@@ -21,8 +21,7 @@ from fp8ref.spec.attention.variants import FULL, Mask
 CAP = 16.0
 """The softcap that is passed: unequal to itself times the softmax scale, or times ln 2."""
 
-SINKS = (0.0, 3.0)
-"""The sinks that are passed, of two heads."""
+SINKS = (0.0, 3.0)  # the sinks that are passed, of two heads
 
 ABOVE = 200.0
 """A sink so far above a score of 0 that no key is left, and whose e^x float32 does not have."""

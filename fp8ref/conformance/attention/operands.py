@@ -11,8 +11,7 @@ from fp8ref.conformance.kit.finding import Finding
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT32, Format
 from fp8ref.sim.quantize import cast
 
-FORMATS = (E5M2, E4M3FN, BFLOAT16, FLOAT32)
-"""The formats of v that are told apart."""
+FORMATS = (E5M2, E4M3FN, BFLOAT16, FLOAT32)  # the formats of v that are told apart
 
 SMALL, GIANT = 2.0**-3, 448 * 2.0**20
 """A number and another that makes it 0 where both share a scale to FP8."""

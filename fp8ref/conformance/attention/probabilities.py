@@ -15,8 +15,7 @@ from fp8ref.conformance.attention.tiles import SEEN, Tiling
 from fp8ref.conformance.kit.finding import Finding
 from fp8ref.formats import Format
 
-THRESHOLDS = (0.25, 17.0)
-"""The lags of the maximum that are tried, in powers of two."""
+THRESHOLDS = (0.25, 17.0)  # the lags of the maximum that are tried, in powers of two
 
 FAR_ABOVE = 28
 """A lag in powers of two, which a maximum that follows all keys does not have."""

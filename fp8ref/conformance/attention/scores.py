@@ -13,14 +13,9 @@ import numpy as np
 
 from fp8ref.conformance.attention.subjects import Question
 
-FEATURES = 64
-"""D of all questions; the softmax scale is 1 / 8."""
-
-SCALE = 1 / math.sqrt(FEATURES)
-"""The softmax scale."""
-
-LOG2E = math.log2(math.e)
-"""A power of e in powers of two."""
+FEATURES = 64  # D of all questions; the softmax scale is 1 / 8
+SCALE = 1 / math.sqrt(FEATURES)  # the softmax scale
+LOG2E = math.log2(math.e)  # a power of e in powers of two
 
 FAR = 1.75 * 2.0**8
 """q and k of a key whose probability is 0, against a score of 0: e^-25088."""

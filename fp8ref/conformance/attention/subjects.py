@@ -24,8 +24,7 @@ from fp8ref.sim.attention.operands import heads as head_scaling
 from fp8ref.sim.quantize import cast
 from fp8ref.spec.attention.variants import FULL, Mask
 
-LAYOUTS = ("BHTD", "BTHD")
-"""The orders of the axes: batch, heads, tokens, features."""
+LAYOUTS = ("BHTD", "BTHD")  # the orders of the axes: batch, heads, tokens, features
 
 DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes of q, k and v that are tried, in order."""
@@ -33,8 +32,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 SCALES = ("scale", "softmax_scale", "sm_scale", "attn_scale")
 """The names of the softmax scale."""
 
-CAUSAL = ("causal", "is_causal")
-"""The names of a causal mask, a bool."""
+CAUSAL = ("causal", "is_causal")  # the names of a causal mask, a bool
 
 WINDOWS = ("window", "window_size", "local_window_size")
 """The names of a window, a pair (left, right): None leaves a side open under the first name, -1

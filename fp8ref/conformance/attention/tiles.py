@@ -15,8 +15,7 @@ from fp8ref.conformance.attention import scores
 from fp8ref.conformance.attention.subjects import Attention
 from fp8ref.conformance.kit.finding import Finding
 
-BLOCKS, BLOCK = 32, 32
-"""The blocks of keys that are compared, and their keys."""
+BLOCKS, BLOCK = 32, 32  # the blocks of keys that are compared, and their keys
 
 POWER = 28
 """The largest score, in powers of two: below it, a probability is 0 in FP8 under any scale, and

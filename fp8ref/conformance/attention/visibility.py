@@ -29,8 +29,7 @@ CASES: tuple[tuple[Mask, int, int], ...] = (
 """(mask, queries, keys): square, more keys, and more queries than keys, of which some see none."""
 
 
-REFUSED = "not taken"
-"""Of a finding whose inputs the function refuses."""
+REFUSED = "not taken"  # of a finding whose inputs the function refuses
 
 
 def findings(attention: Attention) -> list[Finding]:

@@ -18,8 +18,7 @@ from fp8ref.formats import Format
 from fp8ref.sim.quantize import cast
 from fp8ref.sim.quantize.packing import unpack
 
-NO_CODE = -1
-"""What stands for a value that the format does not have."""
+NO_CODE = -1  # what stands for a value that the format does not have
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 """The dtypes of outputs that are values."""

@@ -29,8 +29,7 @@ from fp8ref.conformance.kit.subject import ConformanceError, Subject
 from fp8ref.formats import Format
 from fp8ref.sim.quantize import cast
 
-REPEATS = 1 << 12
-"""How often each number between two neighbors is cast."""
+REPEATS = 1 << 12  # how often each number between two neighbors is cast
 
 FRACTIONS = (1 / 16, 1 / 4, 1 / 2, 3 / 4, 15 / 16)
 """Where those numbers lie between their neighbors, as fractions of the way."""
@@ -54,8 +53,7 @@ A quarter of the smallest number rounds to it every time in 4^-64 of the casts t
 CALLS_OF_4_BITS = 256
 """Calls of a cast to a format of 4 bits, of which its rates are taken."""
 
-_LARGEST_OF_4_BITS = 7
-"""The code of the largest number; that of its negative is 8 more."""
+_LARGEST_OF_4_BITS = 7  # the code of the largest number; that of its negative is 8 more
 
 NOT_ASKED = ("behavior_but_for_nan_codes", "double_rounding", "double_roundings")
 """The keys of a result that are left out for a cast that rounds stochastically."""

@@ -13,8 +13,7 @@ from fp8ref.conformance.kit.finding import bits_of, show
 from fp8ref.formats import Format
 from fp8ref.spec.delayed import DelayedScaling
 
-TRIED = 48
-"""Simpler sequences of one kind that are tried at a time."""
+TRIED = 48  # simpler sequences of one kind that are tried at a time
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,14 +22,12 @@ except ImportError:
 Operation = tuple[float, ...] | str
 """A step, as its amaxes, or a word: save, load, reset."""
 
-Sequence = tuple[Operation, ...]
-"""Operations in their order."""
+Sequence = tuple[Operation, ...]  # operations in their order
 
 ORDINARY = (2.0, 8.0, 1.0, 0.5, 3.0, 7.3, 448.0, 1024.0, 1e-3, 3e38)
 """Amaxes whose scales are normal numbers, the simplest first."""
 
-LONGEST = 32
-"""The length of the history that sequences other than ordinary ones exceed."""
+LONGEST = 32  # the length of the history that sequences other than ordinary ones exceed
 
 
 @dataclass(frozen=True)

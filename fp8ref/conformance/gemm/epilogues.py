@@ -22,8 +22,7 @@ from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.spec.epilogue import BIASES, EPILOGUES, ROUNDINGS, SCALES, Epilogue
 
 ROUNDS, MOST_ROUNDS = 8, 64  # GEMMs that are run, each under other scales
-ENOUGH = 4096
-"""The number of results that is enough to distinguish epilogues."""
+ENOUGH = 4096  # the number of results that is enough to distinguish epilogues
 
 
 def rounding(bench: Bench, seed: int) -> tuple[Bench, list[Finding]]:

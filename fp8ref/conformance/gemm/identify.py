@@ -40,11 +40,8 @@ from fp8ref.spec.epilogue import Epilogue
 if TYPE_CHECKING:
     from rich.console import Console
 
-SHAPE = (128, 128, 4096)
-"""The default M, N and K of the GEMM that is probed."""
-
-FEW = 1000
-"""The number of results below which the summary adds that they prove little."""
+SHAPE = (128, 128, 4096)  # the default M, N and K of the GEMM that is probed
+FEW = 1000  # the number of results below which the summary adds that they prove little
 
 
 @dataclass(frozen=True, kw_only=True)

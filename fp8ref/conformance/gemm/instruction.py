@@ -28,8 +28,7 @@ from fp8ref.sim.quantize.scaling import Quantized
 if TYPE_CHECKING:
     from rich.console import Console
 
-SIDE = 128
-"""Rows of a and of b that the instruction's function is called with."""
+SIDE = 128  # rows of a and of b that the instruction's function is called with
 
 FULL, TOP_FLOAT = 0x7F7FFFFF, 128
 ZERO_PRODUCTS = "accumulators and zero products"

@@ -11,8 +11,7 @@ from typing import Any
 from fp8ref.conformance.gemm.scaled_gemm import OUT_DTYPES, ScaledGemm
 from fp8ref.sim.quantize.scaling import Quantized
 
-KNOWN = ("torch-scaled-mm", "torch-rowwise", "jax-dot")
-"""The names of the libraries' GEMMs."""
+KNOWN = ("torch-scaled-mm", "torch-rowwise", "jax-dot")  # names of the libraries' GEMMs
 
 
 def named(

@@ -27,11 +27,8 @@ from fp8ref.sim.gemm.accumulate import Accumulation
 if TYPE_CHECKING:
     from rich.console import Console
 
-ROWS = 24
-"""The most rows of a and of b that a recording keeps: about 400 KB at K = 8192."""
-
-FORMAT = "fp8ref recording 1"
-"""The name and version of the format of recordings."""
+ROWS = 24  # most rows of a and of b that a recording keeps: about 400 KB at K = 8192
+FORMAT = "fp8ref recording 1"  # the name and version of the format of recordings
 
 
 @dataclass(frozen=True, kw_only=True)

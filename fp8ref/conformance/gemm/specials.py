@@ -14,8 +14,7 @@ from fp8ref.sim.gemm import gemm
 from fp8ref.sim.gemm.accumulate import Accumulation
 from fp8ref.spec.epilogue import Epilogue
 
-NAN = 0x7FFFFFFF
-"""The bits of the one NaN that tensor cores give."""
+NAN = 0x7FFFFFFF  # the bits of the one NaN that tensor cores give
 
 KINDS = (
     "nan",

@@ -25,8 +25,7 @@ FAR = 28
 """Binades below the largest number: more than a float32 or any unit of the simulator keeps."""
 
 SEQUENTIAL, WIDE = "sequential", "wide"
-SIDE = 64
-"""The most rows and columns of random steps."""
+SIDE = 64  # the most rows and columns of random steps
 
 
 def width(bench: Bench) -> Finding:

@@ -16,8 +16,7 @@ from fp8ref.conformance.gemm.scaled_gemm import ProbeError, ScaledGemm, operand
 from fp8ref.formats import FLOAT32, Format
 from fp8ref.sim.quantize import cast
 
-SAMPLED = 256
-"""The most rows, and the most columns, that the simulator computes too."""
+SAMPLED = 256  # the most rows, and the most columns, that the simulator computes too
 
 Terms = Mapping[int, tuple[float, float]]
 """A stimulus: index in K -> the two factors of its product; elsewhere zeros."""

@@ -19,12 +19,10 @@ from fp8ref.conformance.gemm.scaled_gemm import ProbeError
 from fp8ref.formats import E4M3FN, E5M2, Format
 from fp8ref.sim.quantize import cast
 
-SOURCE = Path(__file__).with_suffix(".cu")
-"""The CUDA source of the kernel."""
+SOURCE = Path(__file__).with_suffix(".cu")  # the CUDA source of the kernel
 
 TILE_M, TILE_N, K = 64, 8, 32
-HOPPER = 90
-"""The compute capability of the GPUs with this instruction, 9.0, times ten."""
+HOPPER = 90  # the compute capability of the GPUs with this instruction, 9.0, times ten
 
 PAIRS: tuple[tuple[Format, Format], ...] = (
     (E4M3FN, E4M3FN),

@@ -28,8 +28,7 @@ CAST_CLAUSES = {
 }
 """{kind of a cast's input: its clauses}; the first kind that applies is the kind."""
 
-CASTS = tuple(CAST_CLAUSES)
-"""The kinds of a cast's input."""
+CASTS = tuple(CAST_CLAUSES)  # the kinds of a cast's input
 
 CAST_RANGES = ("in range", "above max", "infinite", "NaN")
 """The four kinds by which a certificate tallies 2^32 inputs.
@@ -56,8 +55,7 @@ AMAX_CLAUSES = {
 The clauses are those that a kind adds to the policy's formula (S-3, S-9, S-14, S-15, S-17, S-20).
 """
 
-AMAXES = tuple(AMAX_CLAUSES)
-"""The kinds of an amax under a policy."""
+AMAXES = tuple(AMAX_CLAUSES)  # the kinds of an amax under a policy
 
 AMAX_RANGES = ("ordinary", "tiny", "huge", "subnormal", "zero", "infinite", "NaN")
 """The kinds of an amax by its magnitude alone, where no policy is known yet.
@@ -65,8 +63,7 @@ AMAX_RANGES = ("ordinary", "tiny", "huge", "subnormal", "zero", "infinite", "NaN
 "ordinary" amaxes are those for which every policy divides, without eps, overflow or a special case.
 """
 
-NONZERO_RANGES = AMAX_RANGES[:4]
-"""Those kinds that are finite amaxes above zero."""
+NONZERO_RANGES = AMAX_RANGES[:4]  # those kinds that are finite amaxes above zero
 
 
 def cast_kinds(x: np.ndarray, source: dtypes.Source, fmt: Format) -> np.ndarray:

@@ -14,8 +14,7 @@ from fp8ref.formats import Format
 from fp8ref.sim.quantize import cast
 
 _F32 = np.float32
-SHAPE = (3, 4)
-"""The shape of the tensors that quantizers get."""
+SHAPE = (3, 4)  # the shape of the tensors that quantizers get
 
 
 def _parts(function: Any, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

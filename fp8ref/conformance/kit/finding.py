@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-SHOWN = 4
-"""The most other values that are printed."""
+SHOWN = 4  # the most other values that are printed
 
 
 @dataclass(frozen=True, kw_only=True)

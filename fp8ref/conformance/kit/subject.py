@@ -17,11 +17,8 @@ import numpy as np
 from fp8ref.conformance.kit import arrays
 from fp8ref.conformance.kit.finding import bits_of
 
-Kind = Literal["cast", "quantizer", "gemm"]
-"""What a function under test is."""
-
-KINDS: tuple[Kind, ...] = ("cast", "quantizer", "gemm")
-"""The values of ``Kind``."""
+Kind = Literal["cast", "quantizer", "gemm"]  # what a function under test is
+KINDS: tuple[Kind, ...] = ("cast", "quantizer", "gemm")  # the values of ``Kind``
 
 FRAMEWORKS = ("numpy", "torch", "jax")
 """The frameworks whose arrays a subject may take, in the order in which they are tried."""

@@ -18,8 +18,7 @@ import numpy as np
 
 from fp8ref.formats import E4M3FN, E5M2, Format
 
-SOURCE = Path(__file__).with_suffix(".cpp")
-"""The C++ source of the array functions."""
+SOURCE = Path(__file__).with_suffix(".cpp")  # the C++ source of the array functions
 
 _FORMATS = (E4M3FN, E5M2)
 _SOURCES = ("float32", "bfloat16", "float16")

@@ -28,11 +28,8 @@ REPLACED: dict[str, float] = {
 }
 """The finite numbers that may take their place."""
 
-AT = (3, 70)
-"""The index of the gradient."""
-
-SHAPE = (16, 256)
-"""Whole blocks, and enough elements, of every named layout."""
+AT = (3, 70)  # the index of the gradient
+SHAPE = (16, 256)  # whole blocks, and enough elements, of every named layout
 
 PLACES: dict[str, tuple[int, Any]] = {
     "NaN first": (0, (0, 0)),

@@ -14,8 +14,7 @@ import numpy as np
 
 from fp8ref.spec.states import layouts as states
 
-F32 = np.float32
-"""float32, in which every number of a form is rounded."""
+F32 = np.float32  # float32, in which every number of a form is rounded
 
 AVERAGES = {
     "products": "b x + a y",

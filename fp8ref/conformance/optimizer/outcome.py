@@ -11,8 +11,7 @@ from fp8ref.conformance.optimizer.forms import Form
 from fp8ref.conformance.optimizer.search import PROBE, Departure, Search
 from fp8ref.spec.states.layouts import LAYOUTS, WITH_MASTERS, Layout
 
-NAMED = LAYOUTS | WITH_MASTERS
-"""The layouts that have a name."""
+NAMED = LAYOUTS | WITH_MASTERS  # the layouts that have a name
 
 FIELDS = {
     "m": "the average of m",

@@ -18,8 +18,7 @@ from fp8ref.spec.states import layouts as states
 from fp8ref.spec.states import saved as layout_decisions
 from fp8ref.spec.states.layouts import LAYOUTS, WITH_MASTERS, Layout, Moment
 
-PROBE = "spread"
-"""The tensor that is asked first."""
+PROBE = "spread"  # the tensor that is asked first
 
 
 class Departure(NamedTuple):

@@ -23,11 +23,8 @@ from fp8ref.conformance.kit import arrays
 from fp8ref.conformance.kit.subject import ConformanceError, RefusedError
 from fp8ref.conformance.optimizer.forms import Numbers
 
-KINDS = ("torch", "optax", "function")
-"""What an optimizer is handed over as."""
-
-STEPS = 6
-"""The steps that are asked."""
+KINDS = ("torch", "optax", "function")  # what an optimizer is handed over as
+STEPS = 6  # the steps that are asked
 
 NAMES = (("m_codes", "v_codes"), ("exp_avg", "exp_avg_sq"), ("mu", "nu"), ("m", "v"))
 """The names under which libraries keep both moments."""

@@ -26,8 +26,7 @@ WIDTH = 96
 ties.
 """
 
-MOST = 4
-"""The most deviations that are tried one after another."""
+MOST = 4  # the most deviations that are tried one after another
 
 _SPECIAL: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
     "zero": ("an amax of 0", lambda amax: amax == 0),

@@ -329,5 +329,4 @@ def named(policy: ScalePolicy) -> list[Deviation]:
     return [*NAMED, Deviation(text, changes={"ratio": "max*(1/amax)"})]
 
 
-NO_DEVIATION = Deviation("", parts=0)
-"""No mistake: the policy as it is."""
+NO_DEVIATION = Deviation("", parts=0)  # no mistake: the policy as it is

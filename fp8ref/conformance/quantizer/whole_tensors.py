@@ -32,8 +32,7 @@ from fp8ref.sim.quantize import cast, scaling
 from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.spec import profiles
 
-SHAPE = fp4_inputs.SHAPE
-"""The shape [M, K] of the tensors."""
+SHAPE = fp4_inputs.SHAPE  # the shape [M, K] of the tensors
 
 MX_POLICIES = tuple(
     name for name, policy in POLICIES.items() if policy.e8m0 is not None and not policy.eps
@@ -43,8 +42,7 @@ MX_POLICIES = tuple(
 ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero")
 """Roundings that a quantizer which repeats itself is compared with."""
 
-CALLS = 16
-"""Calls of which the mean code of stochastic rounding is taken."""
+CALLS = 16  # calls of which the mean code of stochastic rounding is taken
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,14 +21,9 @@ except ImportError:
     extras.require("conformance", "fp8ref.conformance.sharded", "hypothesis")
     raise
 
-Row = tuple[float, ...]
-"""A row of a tensor."""
-
-Microbatch = tuple[Row, ...]
-"""The rows of a rank in one microbatch; none of an empty shard."""
-
-Case = tuple[tuple[Microbatch, ...], ...]
-"""The microbatches of every rank."""
+Row = tuple[float, ...]  # a row of a tensor
+Microbatch = tuple[Row, ...]  # rows of a rank in one microbatch; none of an empty shard
+Case = tuple[tuple[Microbatch, ...], ...]  # the microbatches of every rank
 
 ORDINARY = (1.0, -2.0, 0.5, 3.0, -7.3, 0.0, 448.0, 1e-3, -3e38)
 """Numbers whose amaxes have normal scales."""

@@ -37,8 +37,7 @@ EXPONENTIALS = ("exact", "hardware")
 (``comparison.NEAR``).
 """
 
-NO_LSE = "-"
-"""The answer of a program without a log-sum-exp."""
+NO_LSE = "-"  # the answer of a program without a log-sum-exp
 
 _BFLOAT16, _FLOAT32 = dtypes.by_name("bfloat16"), dtypes.by_name("float32")
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")

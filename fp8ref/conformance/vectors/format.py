@@ -11,11 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-VERSION = 1
-"""The version of the text format, which a header states."""
-
-BATCH = 1 << 14
-"""Vectors of one number each that are judged at once."""
+VERSION = 1  # the version of the text format, which a header states
+BATCH = 1 << 14  # vectors of one number each that are judged at once
 
 _TITLE = re.compile(r"#\s*fp8ref\s+vectors\b")
 _HEADER = re.compile(r"#\s*fp8ref\s+vectors\s+(\d+):\s*(\w+)((?:\s+\w+=[\w.,+-]+)*)")

@@ -24,8 +24,7 @@ from fp8ref.spec import granularity as granularities
 FIELDS = ("M,N,K", "codes of a", "scale_inv of a", "codes of b", "scale_inv of b")
 """The names of the inputs on a line."""
 
-ANSWERS = ("values",)
-"""The names of what is appended to it."""
+ANSWERS = ("values",)  # the names of what is appended to it
 
 PATTERNS = ("ordinary", "any code", "one large", "canceling", "subnormal", "zero", "specials")
 """How an operand's codes are filled.
@@ -39,8 +38,7 @@ ACCUMULATE = ("exact", "f32", *accumulate.ACCUMULATIONS)
 EPILOGUES = tuple(e.name for e in epilogues.EPILOGUES.values() if e.bias is None)
 """The epilogues without a bias."""
 
-OUTS = tuple(f.name for f in OUT_DTYPES)
-"""The output dtypes by name."""
+OUTS = tuple(f.name for f in OUT_DTYPES)  # the output dtypes by name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,7 @@ from fp8ref.sim.quantize.scales import Scales, scales_from_amax
 from fp8ref.spec import granularity as granularities
 
 FIELDS, ANSWERS = ("shape", "values"), ("codes", "scales")
-SOURCES = ("float32", "bfloat16", "float16")
-"""The dtypes of tensors."""
+SOURCES = ("float32", "bfloat16", "float16")  # the dtypes of tensors
 
 _TWO_LEVEL = ("nvfp4_1x16", "nvfp4_16x16")  # the granularities that scales of two levels have
 

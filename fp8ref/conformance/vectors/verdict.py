@@ -13,14 +13,12 @@ from fp8ref.shared.result import Result
 if TYPE_CHECKING:
     from rich.console import Console
 
-PRINTED = 8
-"""The most wrong answers that are printed."""
+PRINTED = 8  # the most wrong answers that are printed
 
 OF_A_KIND = 2
 """The most wrong answers of one kind of input, so that other kinds are shown too."""
 
-SHORT = 16
-"""Characters: longer inputs are not shown next to the number of their line."""
+SHORT = 16  # characters: longer inputs are not shown next to the number of their line
 
 
 class AskedVector(NamedTuple):

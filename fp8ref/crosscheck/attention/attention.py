@@ -32,11 +32,8 @@ SYMBOLS = {"s": "S", "p": "P", "o": "O", "do": "dO", "dv": "dV", "ds": "dS", "dk
 """What attention makes, as its papers write it: scores S, probabilities P, output O, and gradients.
 """
 
-MASK = Mask(causal=True)
-"""The mask of the trainer's model (M-1)."""
-
-U = 2.0**-24
-"""The largest error of a rounding to float32, as a fraction of its result."""
+MASK = Mask(causal=True)  # the mask of the trainer's model (M-1)
+U = 2.0**-24  # the largest error of a rounding to float32, as a fraction of its result
 
 TANH = 2.0**-20
 """The largest error of a hyperbolic tangent, as a fraction of it: XLA's 8 units of 2^-23 (A-18)."""

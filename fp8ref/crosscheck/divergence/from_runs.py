@@ -36,8 +36,7 @@ from fp8ref.train.run import checkpoint
 
 __all__ = ["compare_runs"]
 
-KEYS = ("loss", "grad_norm")
-"""The recorded metrics of a step that are compared."""
+KEYS = ("loss", "grad_norm")  # the recorded metrics of a step that are compared
 
 INERT = (
     "run.eval_",

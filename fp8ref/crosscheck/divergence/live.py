@@ -37,8 +37,7 @@ from fp8ref.train.data.loader import Batches
 
 __all__ = ["check_alone", "compare_backends"]
 
-Metrics = Mapping[str, float]
-"""The metrics of a step, by name."""
+Metrics = Mapping[str, float]  # the metrics of a step, by name
 
 
 @dataclass(frozen=True, kw_only=True)

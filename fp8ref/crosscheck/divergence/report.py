@@ -17,8 +17,7 @@ from fp8ref.shared.result import Result
 if TYPE_CHECKING:
     from rich.console import Console
 
-SHOWN = 8
-"""The most codes of an operand that are printed; JSON has all."""
+SHOWN = 8  # the most codes of an operand that are printed; JSON has all
 
 
 @dataclass(frozen=True)

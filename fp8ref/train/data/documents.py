@@ -18,8 +18,7 @@ from fp8ref.train.data.tokenizers import Bytes, Tokenizer, library
 IN_MEMORY = 4 * 2**30
 """The most bytes of text that a run tokenizes when it starts, which takes minutes."""
 
-MEBIBYTE = 2**20
-"""Bytes of a mebibyte, the unit of the progress bar."""
+MEBIBYTE = 2**20  # bytes of a mebibyte, the unit of the progress bar
 
 
 class Document(NamedTuple):

@@ -22,8 +22,7 @@ from fp8ref.train.run import checkpoint
 
 __all__ = ["prepare"]
 
-SHARD_TOKENS = 10**8
-"""The default for the most tokens of a shard."""
+SHARD_TOKENS = 10**8  # the default for the most tokens of a shard
 
 LOCK = "lock"
 """The file that a writing process keeps locked: it shows which hidden directories are leftovers."""

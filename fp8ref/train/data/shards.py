@@ -15,14 +15,12 @@ from fp8ref.train.data import sidecar, sources, windows
 from fp8ref.train.data.sources import Source
 from fp8ref.train.data.windows import Part
 
-OPEN = 64
-"""The most files mapped at once: each takes a file descriptor."""
+OPEN = 64  # the most files mapped at once: each takes a file descriptor
 
 START = 2**16
 """Bytes at a file's start that show whether its tokens are 16 or 32 bits wide."""
 
-SCANNED = 2**24
-"""Tokens checked between two steps of the progress bar."""
+SCANNED = 2**24  # tokens checked between two steps of the progress bar
 
 LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 """{(magic, version) of llm.c's header: dtype of the tokens}.
@@ -30,11 +28,8 @@ LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 The header is 256 int32: magic, version, number of tokens.
 """
 
-LLM_C_BYTES = 1024
-"""Bytes of llm.c's header."""
-
-NPY_HEADER = 2**16
-"""Bytes that hold the header of a .npy of one dimension."""
+LLM_C_BYTES = 1024  # bytes of llm.c's header
+NPY_HEADER = 2**16  # bytes that hold the header of a .npy of one dimension
 
 WHOLE = 2**30
 """The most bytes of a source that is hashed whole; of a larger one, samples are hashed."""

@@ -21,8 +21,7 @@ SUFFIXES = {
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 """Directories of Python's standard library that source ``stdlib`` leaves out."""
 
-HUB = "hf:"
-"""The prefix of a source that is a dataset of the Hugging Face hub."""
+HUB = "hf:"  # the prefix of a source that is a dataset of the Hugging Face hub
 
 KEYS = {
     "shards": {"token_dtype"},

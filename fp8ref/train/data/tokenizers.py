@@ -17,8 +17,7 @@ from fp8ref.shared import files
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train.config.sections import DataConfig
 
-TIKTOKEN = "tiktoken:"
-"""The prefix of a data.tokenizer that is an encoding of tiktoken."""
+TIKTOKEN = "tiktoken:"  # the prefix of a data.tokenizer that is an encoding of tiktoken
 
 
 def library(name: str, why: str) -> Any:

@@ -5,8 +5,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-MOST = 2**32 - 1
-"""The most windows that can be shuffled: grain shuffles 32-bit indices."""
+MOST = 2**32 - 1  # the most windows that can be shuffled: grain shuffles 32-bit indices
 
 
 class Tokens(Protocol):

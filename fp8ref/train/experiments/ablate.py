@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Ablation", "Measurement", "ablate"]
 
-Base = Literal["bf16", "fp8"]
-"""What all other operands are in."""
+Base = Literal["bf16", "fp8"]  # what all other operands are in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +156,7 @@ class Measurement:
     learning_rate: float | None = None
 
 
-FORWARD_PASSES = Measurement()
-"""One forward pass of each of 8 validation batches."""
+FORWARD_PASSES = Measurement()  # one forward pass of each of 8 validation batches
 
 
 def ablate(

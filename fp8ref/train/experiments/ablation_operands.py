@@ -47,8 +47,7 @@ ROLES: tuple[str, ...] = tuple(
 )
 """Every role."""
 
-OF_GRADIENTS = ("do", "ds")
-"""The roles of attention that no forward pass has."""
+OF_GRADIENTS = ("do", "ds")  # the roles of attention that no forward pass has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +80,7 @@ class Studied:
         return (("--attention", self.attention, "attention"), ("--states", self.states, "states"))
 
 
-EVERYTHING = Studied()
-"""Every operand that a run casts, by layer."""
+EVERYTHING = Studied()  # every operand that a run casts, by layer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,8 +152,7 @@ def _check(run: Planned) -> None:
         held.close()
 
 
-_IDLE = threading.Event()
-"""Set while this process of a pool trains nothing."""
+_IDLE = threading.Event()  # set while this process of a pool trains nothing
 _IDLE.set()
 
 

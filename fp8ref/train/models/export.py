@@ -28,8 +28,7 @@ from fp8ref.train.run.checkpoint import Checkpoint
 
 __all__ = ["export", "read"]
 
-LARGEST = 5 * 2**30
-"""The most bytes of a file, unless a single tensor is larger."""
+LARGEST = 5 * 2**30  # the most bytes of a file, unless a single tensor is larger
 
 INDEX = "model.safetensors.index.json"
 """The file that says which file holds which tensor, where there are several."""

@@ -25,8 +25,7 @@ from fp8ref.train.report.student import student
 
 __all__ = ["CONFIDENCE", "MARGIN", "matched", "window"]
 
-BATCHES = 5
-"""The number of batch means in the interval of one pair (E-5)."""
+BATCHES = 5  # the number of batch means in the interval of one pair (E-5)
 
 CONFIDENCE = 0.95
 """The default confidence of all intervals."""
@@ -46,8 +45,7 @@ WIDEST = 1.5
 MOST_PHI = 0.9999
 """The most that neighboring steps are taken to correlate, so that the widening stays finite."""
 
-MOST_SEEDS = 1000
-"""The most seeds that ``seeds_needed`` looks for."""
+MOST_SEEDS = 1000  # the most seeds that ``seeds_needed`` looks for
 
 Kind = Literal["equivalent", "worse", "better", "cannot tell"]
 """What an interval decides (E-4)."""

@@ -36,8 +36,7 @@ Magnitude = Annotated[float, Field(allow_inf_nan=False, ge=0, le=FLOAT32.max)]
 Whole = Annotated[int, Field(ge=0, le=2**53)]
 """An integer from 0 to 2^53, which a float64 holds exactly."""
 
-Count = Annotated[int, Field(ge=1, le=2**53)]
-"""An integer from 1 to 2^53."""
+Count = Annotated[int, Field(ge=1, le=2**53)]  # an integer from 1 to 2^53
 
 GEMM_OPERANDS = (
     *(f"{gemm}/{role}" for gemm, roles in OPERANDS.items() for role in roles),

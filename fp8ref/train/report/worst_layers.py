@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 
 from fp8ref.selection import statistics as stats
 
-COUNT = 10
-"""Rows of the table of a report."""
+COUNT = 10  # rows of the table of a report
 
 
 @dataclass(frozen=True, kw_only=True)

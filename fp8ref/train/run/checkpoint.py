@@ -41,8 +41,7 @@ __all__ = [
     "write_manifest",
 ]
 
-FORMAT = 1
-"""The version of the format of the directory and its manifest."""
+FORMAT = 1  # the version of the format of the directory and its manifest
 
 FOLDER, PREFIX = "checkpoints", "step-"
 REMEDY = "Those before it are intact; make room, and continue with --resume."

@@ -11,8 +11,7 @@ from fp8ref.train.config.config import Config
 
 __all__ = ["of"]
 
-SHOWN = 6
-"""The most linears without FP8 that the line names."""
+SHOWN = 6  # the most linears without FP8 that the line names
 
 
 def of(config: Config, decisions: Sequence[Decision]) -> dict:

@@ -16,8 +16,7 @@ from fp8ref.train.run.trainer import Trainer
 
 __all__ = ["Stopwatch", "begin", "memory"]
 
-PROCESS = Path("/proc/self")
-"""Linux's directory of information about this process."""
+PROCESS = Path("/proc/self")  # Linux's directory of information about this process
 
 
 class Stopwatch:

@@ -16,8 +16,7 @@ from fp8ref.train.run.log import RunLog
 
 __all__ = ["attach", "check"]
 
-EVENTS = "tensorboard"
-"""TensorBoard's directory in a run directory."""
+EVENTS = "tensorboard"  # TensorBoard's directory in a run directory
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 """{key of config.log: package of the tracker}."""

@@ -66,8 +66,7 @@ __all__ = [
 # moments are kept in FP8.
 FP8_BLOCK, FP8_SMALLEST = 256, 4096
 
-TINY = 2.0**-125
-"""A smaller weight counts as zero, read from a stored master (O-14)."""
+TINY = 2.0**-125  # a smaller weight counts as zero, read from a stored master (O-14)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,14 +19,12 @@ TF32 = Format(name="tf32", exponent_bits=8, mantissa_bits=10, bias=127, specials
 E8M13 = Format(name="e8m13", exponent_bits=8, mantissa_bits=13, bias=127, specials="ieee")
 """The bits that Hopper's and Ada's tensor cores keep of a sum of FP8 products (G-10)."""
 
-FORMATS = (BFLOAT16, FLOAT16, TF32, E8M13)
-"""The formats of accumulators that are tried."""
+FORMATS = (BFLOAT16, FLOAT16, TF32, E8M13)  # the formats of accumulators that are tried
 
 EVERY = (*(2**i for i in range(13)), 24, 48, 96, 192)
 """The numbers of products that are added exactly between two roundings."""
 
-SPLITS = (2, 3, 4, 6, 8, 12, 16)
-"""The equal parts of K that are tried."""
+SPLITS = (2, 3, 4, 6, 8, 12, 16)  # the equal parts of K that are tried
 
 PROMOTIONS = (128, 32, 64, 256, 512, 1024)
 """The lengths of K after which a promotion is tried."""
@@ -34,8 +32,7 @@ PROMOTIONS = (128, 32, 64, 256, 512, 1024)
 FEWEST = 4
 """The fewest products between two roundings that are tried together with promotions and parts."""
 
-SAMPLE = 8
-"""Rows and columns of the result that candidates are compared in."""
+SAMPLE = 8  # rows and columns of the result that candidates are compared in
 
 SHORT = 512
 """The products that they are compared with first, all others 0: few survive to be compared with all

@@ -48,8 +48,7 @@ SCALES: dict[str, Scales] = {
 DROPPED = (16, 32, 64, 128, 256)
 """How many products at an end of K a tile of the result may lack."""
 
-IN_PAIRS = tuple(SCALES)[1:4]
-"""The faults of scales that both operands may have at once."""
+IN_PAIRS = tuple(SCALES)[1:4]  # faults of scales that both operands may have at once
 
 
 def values(stimulus: Stimulus) -> tuple[np.ndarray, np.ndarray]:

@@ -48,8 +48,7 @@ SHAPES_OF_BLOCKS: tuple[Shape, ...] = (
 )
 """The same for scales of blocks, which divide K."""
 
-SHORT = 1024
-"""The K with which codes, scales and roundings are asked, if no shorter one is."""
+SHORT = 1024  # K with which codes, scales and roundings are asked, if no shorter one is
 
 MOST_CALLS = 64
 """The most GEMMs that ask for indices of K; of a longer K than they reach the rest is not asked."""

@@ -20,8 +20,7 @@ from fp8ref.sim.gemm.tensor_core import UNITS
 from fp8ref.sim.quantize import cast
 from fp8ref.spec.epilogue import Epilogue
 
-ROWS = 32
-"""Rows and columns of random results that plans are compared in."""
+ROWS = 32  # rows and columns of random results that plans are compared in
 
 
 FEW = 0.01

@@ -38,11 +38,8 @@ tile of 128, one than one of 256, and there are more groups than a warp has lane
 _LONGER = 3
 """N and K of that question, relative to those of the first: more than a tile."""
 
-TIMES = 4
-"""How often a function is called: what it does not write is what memory held."""
-
-ROUNDED = (16, 32, 64, 128)
-"""To multiples of these a kernel may round a group's rows."""
+TIMES = 4  # how often a function is called: what it does not write is what memory held
+ROUNDED = (16, 32, 64, 128)  # to multiples of these a kernel may round a group's rows
 
 
 class Question(NamedTuple):

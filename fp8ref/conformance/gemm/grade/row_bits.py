@@ -11,8 +11,7 @@ import numpy as np
 from fp8ref.conformance.gemm.grade.stimuli import Stimulus
 from fp8ref.conformance.gemm.scaled_gemm import ProbeError, rows_of
 
-ROWS = (1, 16)
-"""The numbers of first rows that are multiplied by themselves."""
+ROWS = (1, 16)  # the numbers of first rows that are multiplied by themselves
 
 
 class RowBits(NamedTuple):
@@ -31,8 +30,7 @@ class RowBits(NamedTuple):
         return not self.said if self.asked else None
 
 
-NOT_ASKED = RowBits(())
-"""Of a GEMM that takes no other number of rows, or is wrong."""
+NOT_ASKED = RowBits(())  # of a GEMM that takes no other number of rows, or is wrong
 
 
 def compare(asked: Any, stimulus: Stimulus, output: np.ndarray) -> RowBits:

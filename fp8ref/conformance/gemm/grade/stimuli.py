@@ -37,8 +37,7 @@ LONG = 4096
 END = 256
 """The indices at each end of a long K that have a quarter of the products of ``integers``."""
 
-BLOCK = 128
-"""The length of the blocks of ``thinned``: a multiple of those that scales have."""
+BLOCK = 128  # length of the blocks of ``thinned``: a multiple of those that scales have
 
 
 class Stimulus(NamedTuple):

@@ -20,8 +20,7 @@ WHOLE = 0.25
 """The part of a tile's results that differ at least: others are right by chance, such as a sum of
 0, or one that has no product of those that the tile lacks."""
 
-PARTS = 16
-"""The most parts of K that a part of it is called one of."""
+PARTS = 16  # the most parts of K that a part of it is called one of
 
 
 NO_PRODUCT = "results without a product are not 0"

@@ -12,8 +12,7 @@ from fp8ref.conformance.gemm.grade.structure import Cause
 from fp8ref.conformance.kit.finding import Counterexample, Described, Finding
 from fp8ref.formats import Format
 
-Shape = tuple[int, int, int]
-"""M, N and K."""
+Shape = tuple[int, int, int]  # M, N and K
 
 
 @dataclass(frozen=True, kw_only=True)
