@@ -308,9 +308,7 @@ def _another_kind(outcome, expect: str):
     else:
         expected = "a cast: codes that depend on each number alone"
         behavior, clause = "codes that depend on other elements too", "C-1"
-    witness = Counterexample(
-        input="x [256, 384]", got=behavior, expected=f"{expect!r}, {expected}", clause=clause
-    )
+    witness = Counterexample("x [256, 384]", behavior, f"{expect!r}, {expected}", clause)
     return dataclasses.replace(outcome, expected=expect, differences=[witness])
 
 

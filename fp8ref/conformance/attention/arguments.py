@@ -72,14 +72,10 @@ class Argument:
         """The first case that does not agree in every bit, or without ``exact`` but for
         exponentials; None if all do.
         """
-        return next(
-            (
-                agreement
-                for agreement in self.agreements
-                if not (agreement.exact if exact else self._near(agreement))
-            ),
-            None,
-        )
+        for agreement in self.agreements:
+            if not (agreement.exact if exact else self._near(agreement)):
+                return agreement
+        return None
 
     def _near(self, agreement: Agreement) -> bool:
         return agreement.alike or ("softcap" in self.name and agreement.error <= CAPPED)
@@ -113,18 +109,12 @@ def compare(
         wrong = {argument.name for argument in arguments if argument.differing(exact)}
         kept = [case for case in cases if not wrong & _also(case.question)] or cases[:1]
         arguments.append(_argument(attention, variant, name, kept))
-    right = {
-        argument.name
-        for argument in arguments
-        if argument.agreements and not argument.differing(exact)
-    }
-    for a, b in itertools.combinations(
-        [name for name in _PAIRED if name in right or (name == ONE and "lengths" in right)], 2
-    ):
+    right = {one.name for one in arguments if one.agreements and not one.differing(exact)}
+    right |= {ONE} if "lengths" in right else set()
+    for a, b in itertools.combinations([name for name in _PAIRED if name in right], 2):
         if not {a, b} <= _LENGTHS:
-            pair = _argument(
-                attention, variant, f"{a} with {b}", [_pair({a, b}, tokens, alignment)]
-            )
+            case = _pair({a, b}, tokens, alignment)
+            pair = _argument(attention, variant, f"{a} with {b}", [case])
             arguments += [pair] if pair.differing(exact) else []
     return [argument for argument in arguments if argument.agreements or argument.refused]
 
@@ -221,42 +211,22 @@ def _masks(
     ends: tuple[Alignment, ...] = ("end", "start") if attention.takes_alignment else (alignment,)
     shapes: tuple[tuple[int, ...], ...] = ((), (40, 200), (90, 60))
     if attention.takes(_causal(alignment)):
-        tiles = (*shapes, (150, 200))  # queries of more than a tile
-        yield (
-            "causal mask",
-            [
-                case(f"causal, aligned to the {end}", *shape, mask=_causal(end))
-                for shape in tiles
-                for end in ends
-            ],
-        )
-    windows = [
-        Mask(window=(17, 5)),
-        Mask(window=(30, None)),
-        Mask(causal=True, window=(64, 0)),
-        Mask(window=(0, 3)),
-    ]
-    masks = [
-        dataclasses.replace(mask, alignment=end)
-        for mask in windows
-        for end in ends
-        if attention.takes(mask)
-    ]
+        tiles = itertools.product((*shapes, (150, 200)), ends)  # queries of more than a tile
+        aligned = [(f"causal, aligned to the {end}", shape, _causal(end)) for shape, end in tiles]
+        yield "causal mask", [case(name, *shape, mask=mask) for name, shape, mask in aligned]
+    windows = [Mask(window=one) for one in ((17, 5), (30, None), (0, 3))]
+    windows.insert(2, Mask(causal=True, window=(64, 0)))
+    pairs = itertools.product((mask for mask in windows if attention.takes(mask)), ends)
+    masks = [dataclasses.replace(mask, alignment=end) for mask, end in pairs]
     if masks:
-        pairs = itertools.product(shapes, masks)
-        yield "window", [case(f"window {mask.window}", *shape, mask=mask) for shape, mask in pairs]
+        whole = itertools.product(shapes, masks)
+        yield "window", [case(f"window {mask.window}", *shape, mask=mask) for shape, mask in whole]
 
 
 def _pair(names: set[str], tokens: int, alignment: Alignment) -> Case:
     """The case that needs two arguments."""
     rng = np.random.default_rng(3)
-    tq, tk = (
-        (40, tokens + 37)
-        if "lengths" in names
-        else (1, tokens)
-        if ONE in names
-        else (tokens, tokens)
-    )
+    tq, tk = (40, tokens + 37) if "lengths" in names else (1 if ONE in names else tokens, tokens)
     batch, heads = 2 if "documents" in names else 1, 4 if "heads" in names else 2
     causal = "causal mask" in names
     mask = Mask(
@@ -289,9 +259,8 @@ def _padding(case: Case, tokens: int, fill: float) -> Case:
     """The case with padding behind the tokens, and in the middle of the second sequence."""
     ids = np.zeros((2, tokens), np.int64)
     ids[:, tokens - 40 :], ids[1, 50:60] = -1, -1
-    q, k, v = (
-        np.where((ids < 0)[:, None, :, None], np.float32(fill), x) for x in case.question[:3]
-    )
+    padded = (ids < 0)[:, None, :, None]
+    q, k, v = (np.where(padded, np.float32(fill), x) for x in case.question[:3])
     return case._replace(question=case.question._replace(q=q, k=k, v=v, documents=(ids, ids)))
 
 

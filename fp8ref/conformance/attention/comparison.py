@@ -82,11 +82,19 @@ def random_operands(
 ) -> Operands:
     """q, k and v of normal numbers. heads: sequences, and heads of q and of k and v."""
     b, h, kv = heads
-    q, k, v = (
-        rng.standard_normal(shape).astype(np.float32)
-        for shape in ((b, h, tq, features), (b, kv, tk, features), (b, kv, tk, features))
-    )
+    shapes = ((b, h, tq, features), (b, kv, tk, features), (b, kv, tk, features))
+    q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
     return q, k, v
+
+
+def _outliers(
+    rng: np.random.Generator, heads: tuple[int, int, int], tq: int, tk: int, features: int
+) -> Operands:
+    """q, k and v with wide scores, a key that draws weight, and outliers in v."""
+    q, k, v = random_operands(rng, heads, tq, tk, features)
+    q *= 2.0 ** rng.integers(-2, 3, (*q.shape[:3], 1)).astype(np.float32)
+    k[:, :, 0] *= 4
+    return q, k, np.where(rng.random(v.shape) < 0.002, 30 * v, v).astype(np.float32)
 
 
 def plain_cases(tokens: int) -> list[Case]:
@@ -98,20 +106,15 @@ def plain_cases(tokens: int) -> list[Case]:
     rng = np.random.default_rng(0)
     several = tokens // 2 * 5 if tokens <= 512 else tokens
     ordinary = Question(*random_operands(rng, (1, 1, 1), several, several, 64))
-    q, k, v = random_operands(rng, (2, 1, 1), tokens, tokens, 64)
-    q *= 2.0 ** rng.integers(-2, 3, (*q.shape[:3], 1)).astype(np.float32)
-    k[:, :, 0] *= 4  # a key that draws weight
-    v = np.where(rng.random(v.shape) < 0.002, 30 * v, v).astype(np.float32)
+    q, k, v = _outliers(rng, (2, 1, 1), tokens, tokens, 64)
     ties = _ties(FULL, 64)
-    q_ties, k_ties, v_ties = (
-        np.pad(x, ((0, 0), (0, 0), (0, tokens - x.shape[2]), (0, 0))) for x in ties[:3]
-    )
+    behind = [((0, 0), (0, 0), (0, tokens - x.shape[2]), (0, 0)) for x in ties[:3]]
+    q_ties, k_ties, v_ties = map(np.pad, ties[:3], behind)
     # of the keys behind the seven none has a probability
     q_ties[..., 0], k_ties[:, :, 7:, 0] = (scores.FAR, -scores.FAR)
-    wide = Case("wide scores, outliers in v", Question(q, k, v))
     return [
         Case("ordinary", ordinary),
-        wide,
+        Case("wide scores, outliers in v", Question(q, k, v)),
         Case("ties of bfloat16", Question(q_ties, k_ties, v_ties)),
     ]
 
@@ -126,10 +129,7 @@ def cases(
     rng = np.random.default_rng(0)
     q, k, v = random_operands(rng, (1, 4, 2), 70, 700, features)
     ordinary = Question(q, k, v, mask)
-    q, k, v = random_operands(rng, (2, 2, 2), 40, 333, features)
-    q *= 2.0 ** rng.integers(-2, 3, (*q.shape[:3], 1)).astype(np.float32)
-    k[:, :, 0] *= 4  # a key that draws weight
-    v = np.where(rng.random(v.shape) < 0.002, 30 * v, v).astype(np.float32)
+    q, k, v = _outliers(rng, (2, 2, 2), 40, 333, features)
     cases = [
         Case("ordinary", ordinary),
         Case("wide scores, outliers in v", Question(q, k, v, mask)),
@@ -179,10 +179,9 @@ class Asked:
             except RefusedError as error:
                 refused = str(error)
         if not self.answers:
+            names = ", ".join(("mask", *CAUSAL, *WINDOWS))
             raise RefusedError(
-                refused
-                or f"{asked.name} takes no such mask; name an argument "
-                f"{', '.join(('mask', *CAUSAL, *WINDOWS))}."
+                refused or f"{asked.name} takes no such mask; name an argument {names}."
             )
 
     def agreement(self, variant: Variant, *, cases: int | None = None) -> Agreement | None:
@@ -194,10 +193,8 @@ class Asked:
             if result is None:
                 return None
             agreement = _added(agreement, case, answer, result, variant, squares)
-        return dataclasses.replace(
-            agreement,
-            error=math.sqrt(squares[0] / squares[1]) if squares[1] else float(squares[0] > 0),
-        )
+        error = math.sqrt(squares[0] / squares[1]) if squares[1] else float(squares[0] > 0)
+        return dataclasses.replace(agreement, error=error)
 
 
 def simulated(asked: Attention, question: Question, variant: Variant) -> attention.Result | None:
@@ -207,11 +204,8 @@ def simulated(asked: Attention, question: Question, variant: Variant) -> attenti
     """
     scales = None
     if asked.takes_codes:
-        if (
-            variant.granularity not in ("tensor", "head")
-            or variant.rotated
-            or variant.fmt != asked.fmt
-        ):
+        of_heads = variant.granularity in ("tensor", "head")
+        if not of_heads or variant.rotated or variant.fmt != asked.fmt:
             return None
         variant = dataclasses.replace(variant, granularity="head", policy="te_current")
         if asked.ones:
@@ -237,14 +231,10 @@ def _added(
     variant: Variant,
     squares: np.ndarray,
 ) -> Agreement:
-    expected = (
-        result.tensors["o"].values
-        if answer.dtype.startswith("float8_") and "o" in result.tensors
-        else result.o
-    )
-    pairs = [("o", answer.o, expected)] + (
-        [("lse", answer.lse, result.lse)] if answer.lse is not None else []
-    )
+    in_fp8 = answer.dtype.startswith("float8_") and "o" in result.tensors
+    expected = result.tensors["o"].values if in_fp8 else result.o
+    pairs = [("o", answer.o, expected)]
+    pairs += [("lse", answer.lse, result.lse)] if answer.lse is not None else []
     first = agreement.first
     for what, got, right in pairs:
         alike = equal(got, right)
@@ -261,22 +251,20 @@ def _added(
         if first is None and not alike.all():
             index = tuple(int(i) for i in np.argwhere(~alike)[0])
             first = Counterexample(
-                input=f"{what}{list(index)} of case {case.name!r}, {case.question}; "
+                f"{what}{list(index)} of case {case.name!r}, {case.question}; "
                 f"{int((~alike).sum()):,} of {alike.size:,} differ",
-                got=_shown(got[index]),
-                expected=f"{_shown(right[index])} of variant {variant.name!r}",
-                clause="A-10" if what == "o" else "A-11",
+                _shown(got[index]),
+                f"{_shown(right[index])} of variant {variant.name!r}",
+                "A-10" if what == "o" else "A-11",
             )
     return dataclasses.replace(agreement, first=first)
 
 
 def close(outputs: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Where outputs [B, H, Tq, D], or log-sum-exps [B, H, Tq], differ by at most LAST."""
-    largest = (
-        np.abs(right).max(axis=-1, keepdims=True)
-        if right.ndim == 4
-        else np.maximum(np.abs(right), 1)
-    )
+    largest = np.maximum(np.abs(right), 1)
+    if right.ndim == 4:
+        largest = np.abs(right).max(axis=-1, keepdims=True)
     with np.errstate(invalid="ignore"):
         return np.abs(outputs - right) <= LAST * largest
 

@@ -77,18 +77,9 @@ class Probed(Described):
     @property
     def faults(self) -> list[Finding]:
         """Masks and heads that are not those of A-3, and probabilities out of range (A-8)."""
-        wrong = [
-            finding
-            for finding in self.findings
-            if finding.what in STRUCTURE
-            and finding.value is None
-            and finding.words != visibility.REFUSED
-        ]
-        return wrong + [
-            finding
-            for finding in self.findings
-            if finding.what == "range of P" and finding.value is False
-        ]
+        wrong = [f for f in self.findings if f.what in STRUCTURE and f.value is None]
+        wrong = [f for f in wrong if f.words != visibility.REFUSED]
+        return wrong + [f for f in self.findings if f.what == "range of P" and f.value is False]
 
     @property
     def ok(self) -> bool:
@@ -97,21 +88,15 @@ class Probed(Described):
 
     def departures(self, variant: Variant) -> list[str]:
         """The decisions that are not the variant's, in words."""
-        faults = [
-            f"{fault.what}: {fault.text}; {fault.evidence}"
-            for fault in self.faults
-            if fault.what in STRUCTURE
-        ]
-        return self.decisions_apart(variant) + faults
+        faults = [f for f in self.faults if f.what in STRUCTURE]
+        words = [f"{f.what}: {f.text}; {f.evidence}" for f in faults]
+        return self.decisions_apart(variant) + words
 
     def decisions_apart(self, variant: Variant) -> list[str]:
         """The same without faults of an argument, which are of no variant."""
         wanted = expected(variant)
-        return [
-            _departure_words(finding, str(wanted[finding.what]))
-            for finding in self.findings
-            if not self._agrees(finding, wanted, variant)
-        ]
+        apart = [f for f in self.findings if not self._agrees(f, wanted, variant)]
+        return [f"{f.what}: {f.text}, in the variant {wanted[f.what]}; {f.evidence}" for f in apart]
 
     def _agrees(self, finding: Finding, wanted: dict[str, Any], variant: Variant) -> bool:
         if finding.what not in wanted or self.asked.ones:
@@ -129,19 +114,13 @@ class Probed(Described):
     def message(self) -> str:
         """In one line, whether a fault was found."""
         faults = "; ".join(f"{fault.what}: {fault.text}" for fault in self.faults)
-        return (
-            f"{self.asked.name} has faults: {faults}"
-            if faults
-            else f"{self.asked.name}: no fault of masks, heads or the range of P was found"
-        )
+        if faults:
+            return f"{self.asked.name} has faults: {faults}"
+        return f"{self.asked.name}: no fault of masks, heads or the range of P was found"
 
     def to_dict(self) -> dict[str, Any]:
         """What --json writes."""
-        findings = [
-            finding.to_dict()
-            | {"text": finding.text, "witness": finding.witness and finding.witness.to_dict()}
-            for finding in self.findings
-        ]
+        findings = [f.to_dict() | {"text": f.text} | f.witnessed() for f in self.findings]
         return {
             "ok": self.ok,
             "name": self.asked.name,
@@ -271,7 +250,3 @@ def expected(variant: Variant) -> dict[str, Any]:
         "output": variant.out.name,
         "log-sum-exp": "natural",
     }
-
-
-def _departure_words(finding: Finding, expected: str) -> str:
-    return f"{finding.what}: {finding.text}, in the variant {expected}; {finding.evidence}"

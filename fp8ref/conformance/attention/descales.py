@@ -26,10 +26,8 @@ def findings(attention: Attention) -> list[Finding]:
     if attention.descale_names is None:
         return []
     rng = np.random.default_rng(2)
-    q, k, v = (
-        cast.round_to(x, attention.fmt)
-        for x in random_operands(rng, (HEADS, HEADS, HEADS), TOKENS, TOKENS, 64)
-    )
+    operands = random_operands(rng, (HEADS, HEADS, HEADS), TOKENS, TOKENS, 64)
+    q, k, v = (cast.round_to(x, attention.fmt) for x in operands)
     question = Question(q, k, v)
     alone = dataclasses.replace(attention, ones=True)
     base = alone.ask(question).o
@@ -43,23 +41,19 @@ def _finding(
     attention: Attention, question: Question, base: np.ndarray, role: str, name: str
 ) -> Finding:
     expected_effect = OUTPUTS if role == "v" else SCORES
-    effects = {}
+    effects = {}  # {(entry, head): what doubling it did to the head}
     for entry in np.ndindex(HEADS, HEADS):
         ones = np.ones((HEADS, HEADS), np.float32)
         ones[entry] = 2
         o = attention.ask(question._replace(descales={role: ones})).o
-        effects[entry] = {
-            head: _effect(question, head, base[head], o[head]) for head in np.ndindex(HEADS, HEADS)
-        }
-    evidence = f"each of {len(effects)} entries doubled, codes of {attention.fmt}"
-    if all(
-        effect == (expected_effect if head == entry else KEPT)
-        for entry, of in effects.items()
-        for head, effect in of.items()
-    ):
+        for head in np.ndindex(HEADS, HEADS):
+            effects[entry, head] = _effect(question, head, base[head], o[head])
+    right = {(e, h): expected_effect if h == e else KEPT for e, h in effects}
+    if effects == right:
+        evidence = f"each of {HEADS**2} entries doubled, codes of {attention.fmt}"
         return Finding(name, expected_effect, evidence)
-    kinds = {effect for of in effects.values() for effect in of.values()} - {KEPT}
-    own = {of[entry] for entry, of in effects.items()}
+    kinds = set(effects.values()) - {KEPT}
+    own = {effect for (entry, head), effect in effects.items() if head == entry}
     if not kinds:
         words = "ignored"
     elif kinds == {expected_effect}:
@@ -68,17 +62,12 @@ def _finding(
         words = kinds.pop()
     else:
         words = "no factor of its head"
-    entry, head = next(
-        (e, h)
-        for e, of in effects.items()
-        for h in of
-        if of[h] != (expected_effect if h == e else KEPT)
-    )
+    entry, head = at = next(at for at in effects if effects[at] != right[at])
     witness = Counterexample(
-        input=f"{name}{list(entry)} doubled: sequence {head[0]}, head {head[1]}",
-        got=effects[entry][head],
-        expected=expected_effect if head == entry else KEPT,
-        clause="A-2",
+        f"{name}{list(entry)} doubled: sequence {head[0]}, head {head[1]}",
+        effects[at],
+        right[at],
+        "A-2",
     )
     return Finding(name, None, str(witness), words=words, witness=witness)
 

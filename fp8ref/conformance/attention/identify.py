@@ -54,15 +54,9 @@ class AttentionOutcome(Described):
     @property
     def wrong_arguments(self) -> list[str]:
         """The arguments that are not the variant's."""
-        names = [
-            argument.name for argument in self.arguments if argument.differing(self.agreement.exact)
-        ]
-        names += [
-            FINDINGS.get(fault.what, fault.what)
-            for fault in self.probed.faults
-            if fault.what in decisions.STRUCTURE
-        ]
-        return list(dict.fromkeys(names))
+        names = [one.name for one in self.arguments if one.differing(self.agreement.exact)]
+        faults = [f.what for f in self.probed.faults if f.what in decisions.STRUCTURE]
+        return list(dict.fromkeys([*names, *(FINDINGS.get(what, what) for what in faults)]))
 
     @property
     def exact(self) -> bool:
@@ -84,27 +78,18 @@ class AttentionOutcome(Described):
     def message(self) -> str:
         """What it is, the decisions that differ, and the first output that does."""
         name, of = self.probed.asked.name, self.reference
-        if (
-            self.variant is not None
-            and self.variant in (of.variant.name, self.expected)
-            and self.wrong_arguments
-        ):
+        same = self.variant is not None and self.variant in (of.variant.name, self.expected)
+        if same and self.wrong_arguments:
             return "\n".join([f"{name} {self._but_arguments()}", *self._shown_arguments()])
-        but = "roundings" if self.agreement.variant.real else "exponentials"
-        match = ""
+        but = f"but for {'roundings' if self.agreement.variant.real else 'exponentials'}"
+        match, agreed = "", self.agreement
         if self.variant is not None:
-            match = (
-                f"{self.variant!r}, {'bit for bit' if self.agreement.exact else f'but for {but}'}"
-            )
-        count = (
-            f"{self.agreement.equal:,} of {self.agreement.compared:,} outputs on random inputs "
-            "are equal"
-        )
+            match = f"{self.variant!r}, {'bit for bit' if agreed.exact else but}"
+        count = f"{agreed.equal:,} of {agreed.compared:,} outputs on random inputs are equal"
+        first = [f"  {of.first}"] if of.first else []
         faults = [f"  at fault: {fault.what}: {fault.text}" for fault in self.probed.faults]
         if self.variant == of.variant.name:
-            return "\n".join(
-                [f"{name} is {match}: {count}", *([f"  {of.first}"] if of.first else []), *faults]
-            )
+            return "\n".join([f"{name} is {match}: {count}", *first, *faults])
         other = f"{name} is {match}: {count}" if match else f"{name} is no variant"
         if self.expected:
             other = f"{name} is not {self.expected!r}{f', but {match}: {count}' if match else ''}"
@@ -113,20 +98,10 @@ class AttentionOutcome(Described):
             f"{of.equal:,} of {of.compared:,} outputs are those of "
             f"{nearest}{of.variant.name!r}, the error is {of.error:.2g} of the outputs"
         )
-        first = [f"  {of.first}"] if of.first else []
-        wrong = (
-            [f"  {self._but_arguments()}", *self._shown_arguments()]
-            if self.variant and self.wrong_arguments
-            else []
-        )
-        return "\n".join(
-            [
-                f"{other}; {far}",
-                *(f"  {departure}" for departure in self.departures),
-                *first,
-                *wrong,
-            ]
-        )
+        lines = [f"{other}; {far}", *(f"  {departure}" for departure in self.departures), *first]
+        if self.variant and self.wrong_arguments:
+            lines += [f"  {self._but_arguments()}", *self._shown_arguments()]
+        return "\n".join(lines)
 
     def _but_arguments(self) -> str:
         """In words, which arguments alone are wrong."""
@@ -163,9 +138,7 @@ class AttentionOutcome(Described):
             "nearest_equal": of.equal,
             "error": min(of.error, sys.float_info.max),  # JSON has no infinity
             "departures": list(self.departures),
-            "arguments": {
-                argument.name: argument.to_dict(self.agreement.exact) for argument in self.arguments
-            },
+            "arguments": {one.name: one.to_dict(self.agreement.exact) for one in self.arguments},
             "wrong_arguments": self.wrong_arguments,
             "first": of.first and of.first.to_dict(),
             "faults": [fault.to_dict() for fault in self.probed.faults],
@@ -222,13 +195,10 @@ def identify_attention(
     reference = answers.agreement(VARIANTS[expect]) or nearest if expect else nearest
     name = None if agreement is None else agreement.variant.name
     departures = () if name == reference.variant.name else probed.departures(reference.variant)
-    checked = (
-        []
-        if agreement is None
-        else arguments.compare(
-            probed.asked, agreement.variant, tokens, alignment, exact=agreement.exact
-        )
-    )
+    checked: list[Argument] = []
+    if agreement is not None:
+        variant, exact = agreement.variant, agreement.exact
+        checked = arguments.compare(probed.asked, variant, tokens, alignment, exact=exact)
     return AttentionOutcome(
         probed=probed,
         variant=name,
@@ -310,22 +280,11 @@ def _check_arguments(attention: Attention, *, softcap: bool, sinks: bool) -> Non
 
 def _ranked(answers: Asked, probed: Probed) -> list[Agreement]:
     """The named variants, the likeliest first: by near outputs, then decisions, then error."""
-    agreements = [
-        agreement
-        for variant in VARIANTS.values()
-        if (agreement := answers.agreement(variant, cases=1)) is not None
-    ]
-    departing = {
-        agreement.variant.name: len(probed.decisions_apart(agreement.variant))
-        for agreement in agreements
-    }
+    first = (answers.agreement(variant, cases=1) for variant in VARIANTS.values())
+    agreements = [one for one in first if one is not None]
+    departing = {one.variant.name: len(probed.decisions_apart(one.variant)) for one in agreements}
     return sorted(
-        agreements,
-        key=lambda agreement: (
-            not agreement.alike,
-            departing[agreement.variant.name],
-            agreement.error,
-        ),
+        agreements, key=lambda one: (not one.alike, departing[one.variant.name], one.error)
     )
 
 
@@ -343,19 +302,15 @@ def _varied(base: Variant, probed: Probed, answers: Asked) -> Agreement | None:
         return agreement
     for values in itertools.product(*UNSEEN.values()):
         try:
-            variant = _named(
-                dataclasses.replace(measured, **dict(zip(UNSEEN, values, strict=True))), base
-            )
+            changed = dataclasses.replace(measured, **dict(zip(UNSEEN, values, strict=True)))
         except ValueError:
             continue
+        variant = _named(changed, base)
         first = answers.agreement(variant, cases=1)
-        if (
-            first is not None
-            and first.exact
-            and (whole := answers.agreement(variant)) is not None
-            and whole.exact
-        ):
-            return whole
+        if first is not None and first.exact:
+            whole = answers.agreement(variant)
+            if whole is not None and whole.exact:
+                return whole
     return agreement
 
 
@@ -383,11 +338,8 @@ def _changes(base: Variant, probed: Probed) -> dict[str, Any]:
         wide = "f32"
         if (of := probed["promotion"]) is not None and of.value == "exact":
             wide = "exact"
-        plans = [
-            plan.name
-            for plan in accumulate.ACCUMULATIONS.values()
-            if plan.unit.fraction_bits == value
-        ]
+        every = accumulate.ACCUMULATIONS.values()
+        plans = [plan.name for plan in every if plan.unit.fraction_bits == value]
         changes |= {"plan": wide} if value == "all" else {"plan": plans[0]} if plans else {}
     if (value := departs("scales of v")) is not None:
         changes["granularity"] = value
@@ -402,16 +354,11 @@ def _changes(base: Variant, probed: Probed) -> dict[str, Any]:
 def _named(variant: Variant, base: Variant) -> Variant:
     """The variation, called by the fields that are not its base's."""
     keys = [field.name for field in dataclasses.fields(Variant) if field.name != "name"]
-    changes = [
-        f"{key}={_value(variant, key)}"
-        for key in keys
-        if getattr(variant, key) != getattr(base, key)
-    ]
-    return (
-        dataclasses.replace(variant, name=f"{base.name} with {', '.join(changes)}")
-        if changes
-        else variant
-    )
+    keys = [key for key in keys if getattr(variant, key) != getattr(base, key)]
+    if not keys:
+        return variant
+    changes = ", ".join(f"{key}={_value(variant, key)}" for key in keys)
+    return dataclasses.replace(variant, name=f"{base.name} with {changes}")
 
 
 def _value(variant: Variant, key: str) -> Any:

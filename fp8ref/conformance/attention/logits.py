@@ -39,6 +39,7 @@ BOUNDS = (0.0, 1e9)
 it.
 """
 
+LN2 = math.log(2)
 _LARGEST = FAR * FAR * SCALE
 _KEYS = [m * 2.0**e for e in range(-6, 8) for m in (1, 1.25, 1.5, 1.75)]
 
@@ -46,22 +47,13 @@ _KEYS = [m * 2.0**e for e in range(-6, 8) for m in (1, 1.25, 1.5, 1.75)]
 def findings(attention: Attention) -> list[Finding]:
     """A finding for a softcap and for sinks, and for each of both arguments that it takes."""
     cap, low, high = _softcap(attention)
-    findings = [
-        cap,
-        _own_sinks_within(attention, low, high) if low <= high < math.inf else own_sinks(attention),
-    ]
+    capped = low <= high < math.inf
+    sinks = _own_sinks_within(attention, low, high) if capped else own_sinks(attention)
+    findings = [cap, sinks]
     if attention.takes_softcap:
         findings.append(_softcap_argument(attention))
     elif cap.value != "none" and (hidden := _hidden(attention, None)) is not None:
-        findings.append(
-            Finding(
-                "mask and softcap",
-                None,
-                str(hidden),
-                words="the mask comes before the cap",
-                witness=hidden,
-            )
-        )
+        findings.append(hidden.finding("mask and softcap", "the mask comes before the cap"))
     if attention.takes_sinks:
         findings.append(_sinks_argument(attention))
     return findings
@@ -81,11 +73,11 @@ def _softcap(attention: Attention) -> tuple[Finding, float, float]:
         return Finding("softcap", "none", evidence), low, high
     if not low <= high:
         words = "large scores are capped, by no hyperbolic tangent"
-        return (Finding("softcap", None, evidence, words=words, witness=witness), low, high)
+        return Finding("softcap", None, evidence, words=words, witness=witness), low, high
     value, words = roundest(low, high), within(low, high)
     if value is not None:
         words = f"{value:g} ({words})"
-    return (Finding("softcap", value, str(witness), words=words, witness=witness), low, high)
+    return Finding("softcap", value, str(witness), words=words, witness=witness), low, high
 
 
 def _caps(
@@ -99,19 +91,11 @@ def _caps(
     """
     weights, others = _second_weights(attention, softcap)
     if not (weights != 0).any():
-        return (
-            math.inf,
-            math.inf,
-            f"scores of {_LARGEST:g} and {others[-1]:g}: the second has no weight",
-            None,
-        )
-    if not np.isfinite(weights).all():
-        return (
-            math.nan,
-            math.nan,
-            f"scores of {_LARGEST:g} and {others[0]:g}: {weights[~np.isfinite(weights)][0]}",
-            None,
-        )
+        evidence = f"scores of {_LARGEST:g} and {others[-1]:g}: the second has no weight"
+        return math.inf, math.inf, evidence, None
+    if (odd := ~np.isfinite(weights)).any():
+        evidence = f"scores of {_LARGEST:g} and {others[0]:g}: {weights[odd][0]}"
+        return math.nan, math.nan, evidence, None
     low, high = BOUNDS
     for x, w in zip(others, weights, strict=True):
         distance = math.log((1 - w) / w) if LEAST <= w < 1 else math.log(1 / LEAST)
@@ -119,17 +103,13 @@ def _caps(
         high = min(high, _cap(x, distance + ROUNDED)) if w >= LEAST else high
     i = int(np.flatnonzero(weights)[0])
     witness = Counterexample(
-        input=f"two keys of scores {_LARGEST:g} and {others[i]:g}",
-        got=f"{weights[i]:.4g} of the second's value",
-        expected="0",
-        clause="A-22",
+        f"two keys of scores {_LARGEST:g} and {others[i]:g}",
+        f"{weights[i]:.4g} of the second's value",
+        "0",
+        "A-22",
     )
-    return (
-        low,
-        high,
-        f"scores of {_LARGEST:g} and {others[i]:g}: the second has the weight {weights[i]:.4g}",
-        witness,
-    )
+    scores_of = f"scores of {_LARGEST:g} and {others[i]:g}"
+    return low, high, f"{scores_of}: the second has the weight {weights[i]:.4g}", witness
 
 
 def _second_weights(attention: Attention, softcap: float | None) -> tuple[np.ndarray, list[float]]:
@@ -169,32 +149,22 @@ def _softcap_argument(attention: Attention) -> Finding:
     wrong: dict[str, Callable[[float], float]] = {
         "ignored": lambda x: x,
         "before the softmax scale": lambda x: CAP * SCALE * math.tanh(x / (CAP * SCALE)),
-        "of scores in powers of two": lambda x: (
-            CAP * math.log(2) * math.tanh(x / (CAP * math.log(2)))
-        ),
+        "of scores in powers of two": lambda x: CAP * LN2 * math.tanh(x / (CAP * LN2)),
         "not multiplied back: scores end at 1": lambda x: math.tanh(x / CAP),
     }
     if low <= CAP <= high:
         assert hidden is not None
-        return Finding(
-            what,
-            None,
-            str(hidden),
-            words="after the mask: hidden keys have the score -cap",
-            witness=hidden,
-        )
+        return hidden.finding(what, "after the mask: hidden keys have the score -cap")
     weights, others = _second_weights(attention, CAP)
-    words = next(
-        (name for name, of in wrong.items() if _explains(of, weights, others)),
-        "another function of the scores",
-    )
+    names = [name for name, of in wrong.items() if _explains(of, weights, others)]
+    words = names[0] if names else "another function of the scores"
     shown = Counterexample(
-        input=f"softcap {CAP:g}, {witness.input if witness else 'two keys'}",
-        got=witness.got if witness else evidence,
-        expected=f"the weights of a cap of {CAP:g}",
-        clause="A-22",
+        f"softcap {CAP:g}, {witness.input if witness else 'two keys'}",
+        witness.got if witness else evidence,
+        f"the weights of a cap of {CAP:g}",
+        "A-22",
     )
-    return Finding(what, None, str(shown), words=words, witness=shown)
+    return shown.finding(what, words)
 
 
 def _explains(of: Callable[[float], float], weights: np.ndarray, others: list[float]) -> bool:
@@ -226,10 +196,10 @@ def _hidden(attention: Attention, softcap: float | None) -> Counterexample | Non
         return None
     i, j = (int(x) for x in np.argwhere(seen & ~aligned[0])[0])
     return Counterexample(
-        input=f"causal, all scores {-_LARGEST:g} before the cap: query {i}, key {j}",
-        got="seen",
-        expected="not seen",
-        clause="A-22",
+        f"causal, all scores {-_LARGEST:g} before the cap: query {i}, key {j}",
+        "seen",
+        "not seen",
+        "A-22",
     )
 
 
@@ -253,27 +223,18 @@ def own_sinks(attention: Attention, cap: float | None = None) -> Finding:
         if witness is None:
             i = int(np.argmax(~(np.abs(weights - 1) < 1 - math.exp(-ROUNDED))))
             witness = Counterexample(
-                input=f"one key of score {x[i]:g}",
-                got=f"{weights[i]:.4g} of its value",
-                expected="its value",
-                clause="A-23",
+                f"one key of score {x[i]:g}", f"{weights[i]:.4g} of its value", "its value", "A-23"
             )
-        estimates = [
-            one + math.log((1 - w) / w)
-            for one, w in zip(x, weights, strict=True)
-            if 0.02 < w < 0.98
-        ]
-        below, above = (
-            [one for one, w in zip(tried, weights, strict=True) if (w < 0.5) == low]
-            for low in (True, False)
-        )
+        pairs = zip(x, weights, strict=True)
+        estimates = [one + math.log((1 - w) / w) for one, w in pairs if 0.02 < w < 0.98]
+        below = [one for one, w in zip(tried, weights, strict=True) if w < 0.5]
+        above = [one for one, w in zip(tried, weights, strict=True) if not w < 0.5]
         if estimates or not below or not above or max(below) >= min(above):
             break
         parts.append(max(below))
         width = min(above) - max(below)
-        tried = [
-            m / 8 * 2.0**e for e in range(-9, 9) for m in range(8, 16) if m / 8 * 2.0**e < width
-        ]
+        tried = [m / 8 * 2.0**e for e in range(-9, 9) for m in range(8, 16)]
+        tried = [one for one in tried if one < width]
     value = round(float(np.median(estimates)), 1) if estimates else None
     words = f"about {value}" if estimates else "a row's weights do not add up to 1"
     return Finding("sinks", value, str(witness), words=words, witness=witness)
@@ -294,12 +255,8 @@ def _single_weights(attention: Attention, parts: list[float], tried: list[float]
     """The weight of a single key of the scores ``parts``, beside another of ``tried``."""
     rows = [*tried, FAR]  # the last one's scale rounds no other
     q, k, v = np.zeros((3, len(rows), 1, 1, FEATURES), np.float32)
-    q[..., : len(parts) + 1], k[..., : len(parts)], k[:, 0, 0, len(parts)], v[..., 0] = (
-        FAR,
-        parts,
-        rows,
-        LARGE,
-    )
+    q[..., : len(parts) + 1], v[..., 0] = FAR, LARGE
+    k[..., : len(parts)], k[:, 0, 0, len(parts)] = parts, rows
     # of several numbers in a row none is rounded under a scale of its own; q has no such feature
     if parts:
         k[..., FEATURES - 1] = FAR
@@ -314,9 +271,8 @@ def _sinks_argument(attention: Attention) -> Finding:
     question = Question(q, k, v, FULL)
     try:
         answer = attention.ask(question._replace(sinks=np.array(SINKS, np.float32)))
-        above = attention.ask(question._replace(sinks=np.full(heads, ABOVE, np.float32))).o[
-            0, :, 0, 0
-        ]
+        high = attention.ask(question._replace(sinks=np.full(heads, ABOVE, np.float32)))
+        above = high.o[0, :, 0, 0]
     except RefusedError as error:
         return Finding(what, None, str(error), words=visibility.REFUSED)
     weights = answer.o[0, :, 0, 0] / LARGE
@@ -327,35 +283,25 @@ def _sinks_argument(attention: Attention) -> Finding:
         "multiplied by the softmax scale": [1 / (1 + math.exp(a * SCALE)) for a in SINKS],
         "a power of two": [1 / (1 + 2.0**a) for a in SINKS],
     }
-    words = next(
-        (name for name, expected in explanations.items() if _near(weights, expected)),
-        "weights of no sink",
-    )
+    names = [name for name, expected in explanations.items() if _near(weights, expected)]
+    words = names[0] if names else "weights of no sink"
     got = ", ".join(f"{w:.4g}" for w in weights)
     expected = ", ".join(f"{w:.4g}" for w in explanations["joins the sum"])
     shown = f"sinks {', '.join(f'{a:g}' for a in SINKS)}, one key of score 0"
-    if words == "joins the sum" and not np.isfinite(above).all():
-        words = "overflows"
-        shown = f"sinks {ABOVE:g}, one key of score 0"
-        got = f"{above[~np.isfinite(above)][0]}"
-        expected = "0"
-    elif words == "joins the sum" and above.any():
-        words = "bounded"
-        shown = f"sinks {ABOVE:g}, one key of score 0"
-        got = f"{above[above != 0][0]:.4g}"
-        expected = "0"
+    if words == "joins the sum" and above.any():
+        bounded = np.isfinite(above).all()
+        words = "bounded" if bounded else "overflows"
+        first = above[above != 0 if bounded else ~np.isfinite(above)][0]
+        shown, got, expected = f"sinks {ABOVE:g}, one key of score 0", f"{first:.4g}", "0"
     elif words == "joins the sum" and answer.lse is not None:
         logs = [float(x) for x in answer.lse[0, :, 0]]
         right = [math.log1p(math.exp(a)) for a in SINKS]
         if max(abs(x - y) for x, y in zip(logs, right, strict=True)) > 2.0**-10:
-            words, got, expected = (
-                "not in the log-sum-exp",
-                *(", ".join(f"{x:.4g}" for x in one) for one in (logs, right)),
-            )
+            words = "not in the log-sum-exp"
+            got, expected = (", ".join(f"{x:.4g}" for x in one) for one in (logs, right))
     if words == "joins the sum":
         return Finding(what, words, f"{shown}: {got} of its value")
-    witness = Counterexample(input=shown, got=got, expected=expected, clause="A-23")
-    return Finding(what, None, str(witness), words=words, witness=witness)
+    return Counterexample(shown, got, expected, "A-23").finding(what, words)
 
 
 def _near(weights: np.ndarray, expected: list[float]) -> bool:

@@ -64,21 +64,14 @@ def _format(attention: Attention) -> tuple[Format, Finding]:
     v[0, 0, :, 0] = 1.75, -1.75
     zeros = np.zeros((1, 1, 2, FEATURES), np.float32)
     outputs = attention.ask(Question(zeros[:, :, :1], zeros, v)).o[0, 0, 0, bits]
-    kept = (
-        int((outputs != 0).sum())
-        if (np.flatnonzero(outputs) == np.arange((outputs != 0).sum())).all()
-        else -1
-    )
+    nonzero = np.flatnonzero(outputs)
+    if not np.array_equal(nonzero, np.arange(nonzero.size)):
+        listed = ", ".join(f"{x:.3g}" for x in outputs)
+        return FLOAT32, Finding("format", None, f"1 + 2^-m less 1: {listed}")
     # beyond the format's last bit 1 + 2^-m is a tie, or below one, and rounded to the even 1
-    fmt = next(
-        (candidate for candidate in FORMATS if min(candidate.mantissa_bits, len(bits)) == kept),
-        None,
-    )
-    evidence = (
-        f"1 + 2^-m less 1 is no zero for m up to {kept}"
-        if kept >= 0
-        else f"1 + 2^-m less 1: {', '.join(f'{x:.3g}' for x in outputs)}"
-    )
+    kept = nonzero.size
+    fmt = next((one for one in FORMATS if min(one.mantissa_bits, len(bits)) == kept), None)
+    evidence = f"1 + 2^-m less 1 is no zero for m up to {kept}"
     if fmt is None:
         return FLOAT32, Finding("format", None, evidence)
     words = "wider than bfloat16" if fmt == FLOAT32 else ""
@@ -144,22 +137,13 @@ def output(attention: Attention) -> list[Finding]:
         log = attention.ask(Question(zeros[:, :, :1], zeros, zeros)).lse
         assert log is not None
         log_sum_exp = float(log[0, 0, 0])
-        value = next(
-            (
-                name
-                for name, expected in (("natural", math.log(5)), ("base 2", math.log(5) * LOG2E))
-                if abs(log_sum_exp - expected) < 1e-4
-            ),
-            None,
-        )
-        findings.append(
-            Finding(
-                "log-sum-exp",
-                value,
-                f"5 scores of 0 give {log_sum_exp:.6g}; ln 5 = {math.log(5):.6g}",
-                words="" if value else "neither natural nor base 2",
-            )
-        )
+        value = None
+        for name, base in (("natural", 1.0), ("base 2", LOG2E)):
+            if abs(log_sum_exp - math.log(5) * base) < 1e-4:
+                value = name
+        words = "" if value else "neither natural nor base 2"
+        evidence = f"5 scores of 0 give {log_sum_exp:.6g}; ln 5 = {math.log(5):.6g}"
+        findings.append(Finding("log-sum-exp", value, evidence, words=words))
     return findings
 
 
@@ -169,17 +153,13 @@ def _out(o: np.ndarray, dtype: str) -> Finding:
     if dtype not in ("float32", "float64"):
         return Finding("output", dtype, f"dtype {dtype}")
     if np.array_equal(cast.round_to(o, BFLOAT16), o):
-        return Finding(
-            "output", "bfloat16", f"dtype {dtype}, all {o.size:,} numbers are bfloat16's"
-        )
-    magnitudes = np.unique(np.abs(o))
+        evidence = f"dtype {dtype}, all {o.size:,} numbers are bfloat16's"
+        return Finding("output", "bfloat16", evidence)
+    count = len(np.unique(np.abs(o)))
     for fmt in (E4M3FN, E5M2):
         codes = o / np.abs(o).max() * np.float32(fmt.max)
         # scale and scale_inv are rounded once each, and so is their product with a code
         if np.allclose(cast.round_to(codes, fmt), codes, rtol=2.0**-21, atol=0):
-            return Finding(
-                "output",
-                fmt.name,
-                f"dtype {dtype}, {len(magnitudes)} magnitudes, {fmt}'s under one scale",
-            )
+            evidence = f"dtype {dtype}, {count} magnitudes, {fmt}'s under one scale"
+            return Finding("output", fmt.name, evidence)
     return Finding("output", "float32", f"dtype {dtype}")

@@ -18,7 +18,7 @@ import numpy as np
 
 from fp8ref.conformance.kit import arrays
 from fp8ref.conformance.kit import subject as subjects
-from fp8ref.conformance.kit.subject import ConformanceError, RefusedError, Subject
+from fp8ref.conformance.kit.subject import ConformanceError, RefusedError, Subject, native_array
 from fp8ref.formats import E4M3FN, FP8_FORMATS, Format
 from fp8ref.sim.attention.operands import heads as head_scaling
 from fp8ref.sim.quantize import cast
@@ -117,9 +117,7 @@ class Attention:
     @property
     def descale_names(self) -> tuple[str, ...] | None:
         """The names of the descales of q, k and v; None of a function without them."""
-        return next(
-            (names for names in DESCALES if all(name in self.names for name in names)), None
-        )
+        return next((names for names in DESCALES if set(names) <= set(self.names)), None)
 
     def _name(self, names: tuple[str, ...]) -> str | None:
         return next((name for name in names if name in self.names), None)
@@ -171,10 +169,10 @@ class Attention:
                 output = self.subject.function(*tensors, **(self._named(question) | descales))
         except (Exception, SystemExit) as error:  # a function under test may raise anything
             text = " ".join(str(error).split())[:300].rstrip(".")
+            asked = f"{self.subject.framework} {self.dtype} {question}"
             raise RefusedError(
-                f"{self.name} raised {type(error).__name__} for {self.subject.framework} "
-                f"{self.dtype} {question}: {text}. Call it on such an input alone to find the "
-                "cause."
+                f"{self.name} raised {type(error).__name__} for {asked}: {text}. Call it on such "
+                "an input alone to find the cause."
             ) from error
         if [arrays.written(x) for x in tensors] != before:
             raise ConformanceError(f"{self.name} changed its input. Let it work on a copy.")
@@ -218,26 +216,12 @@ class Attention:
         for role, name, x in zip("qkv", names, tensors, strict=True):
             shape = x.shape[0], question.k.shape[1]
             one = np.ones((*shape, 1, 1), np.float32) if self.ones else None
-            heads = head_scaling.quantize(
-                x, self.fmt, "head", "te_current", heads=shape[1], scale=one
-            )
-            assert heads.codes is not None
-            codes.append(self._codes(self._turned(heads.codes)))
-            inverse = (question.descales or {}).get(role, heads.scale_inv.reshape(shape))
+            q = head_scaling.quantize(x, self.fmt, "head", "te_current", heads=shape[1], scale=one)
+            assert q.codes is not None
+            codes.append(native_array(self.subject, self._turned(q.codes), self.fmt))
+            inverse = (question.descales or {}).get(role, q.scale_inv.reshape(shape))
             descales[name] = self.subject.make_array(inverse, "float32")
         return codes, descales
-
-    def _codes(self, codes: np.ndarray) -> Any:
-        if self.subject.framework == "torch":
-            import torch
-
-            return arrays.as_torch(codes, self.subject.device).view(
-                getattr(torch, f"float8_{self.fmt}")
-            )
-        import ml_dtypes
-
-        array = codes.view(getattr(ml_dtypes, f"float8_{self.fmt}"))
-        return array if self.subject.framework == "numpy" else arrays.as_jax(array)
 
     def _turned(self, x: np.ndarray) -> np.ndarray:
         if self.layout == "BTHD":
@@ -264,12 +248,8 @@ class Attention:
                 f"{list(question.q.shape)}."
             )
         log = None if lse is None else subjects.read_array(lse)
-        shown = (
-            None
-            if log is None or log[0].shape != question.q.shape[:3]
-            else log[0].astype(np.float32)
-        )
-        return Answer(values, dtype, shown)
+        shown = log is not None and log[0].shape == question.q.shape[:3]
+        return Answer(values, dtype, log[0].astype(np.float32) if log and shown else None)
 
 
 def _parts(output: Any) -> tuple[Any, Any]:
@@ -280,12 +260,10 @@ def _parts(output: Any) -> tuple[Any, Any]:
         return output, None
     else:
         parts = {name: getattr(output, name) for name in (*OUTPUTS, *LOGS) if hasattr(output, name)}
-    named = [
-        next((parts[name] for name in names if name in parts), None) for names in (OUTPUTS, LOGS)
-    ]
-    if named[0] is None and isinstance(output, tuple | list) and output:
+    o = next((parts[name] for name in OUTPUTS if name in parts), None)
+    if o is None and isinstance(output, tuple | list) and output:
         return output[0], output[1] if len(output) > 1 else None
-    return named[0], named[1]
+    return o, next((parts[name] for name in LOGS if name in parts), None)
 
 
 def wrap(
@@ -309,17 +287,12 @@ def wrap(
         function if not isinstance(function, functools.partial) else function.func
     )
     names = names_of(function)
-    if any(all(one in names for one in group) for group in DESCALES):
+    if any(set(group) <= set(names) for group in DESCALES):
         attention = _codes_attention(name, function, framework, device, layout, names, fmt)
     else:
         tensors = (1, 16, 1, 64) if layout == "BTHD" else (1, 1, 16, 64)
-        alone = subjects.wrap(
-            name,
-            lambda x: _parts(function(x, x, x))[0],
-            framework=framework,
-            device=device,
-            shape=tensors,
-        )
+        first = lambda x: _parts(function(x, x, x))[0]  # noqa: E731
+        alone = subjects.wrap(name, first, framework=framework, device=device, shape=tensors)
         attention = Attention(
             subject=dataclasses.replace(alone, function=function),
             dtype=subjects.first_dtype(alone, tensors),
@@ -341,11 +314,8 @@ def _codes_attention(
 ) -> Attention:
     """A function that takes codes and descales, in the first framework whose arrays it takes."""
     refused = []
-    for one in (
-        (framework,)
-        if framework
-        else [f for f in subjects.FRAMEWORKS if f == "numpy" or f in sys.modules]
-    ):
+    imported = [f for f in subjects.FRAMEWORKS if f == "numpy" or f in sys.modules]
+    for one in (framework,) if framework else imported:
         attention = Attention(
             subject=Subject(name=name, function=function, framework=one, device=device),
             layout=layout,

@@ -103,10 +103,10 @@ def _mask_finding(attention: Attention, what: str, cases: list[tuple[Mask, int, 
                 missing,
             )
             witness = Counterexample(
-                input=f"{_named(mask)}, {tq} queries, {tk} keys, all scores 0: query {i}, key {j}",
-                got="seen" if visible[i, j] else "not seen",
-                expected="not seen" if visible[i, j] else "seen",
-                clause="A-3",
+                f"{_named(mask)}, {tq} queries, {tk} keys, all scores 0: query {i}, key {j}",
+                "seen" if visible[i, j] else "not seen",
+                "not seen" if visible[i, j] else "seen",
+                "A-3",
             )
             return Finding(what, None, str(witness), words=words, witness=witness)
     return Finding(what, None, f"{len(cases)} shapes", words="aligned to the start and to the end")
@@ -177,10 +177,10 @@ def _documents_finding(attention: Attention) -> Finding:
         return Finding("documents", "their own", f"the keys that {len(ids)} queries see")
     i, j = (int(x) for x in np.argwhere(visible != expected)[0])
     witness = Counterexample(
-        input=f"documents {ids[i]} and {ids[j]}: query {i}, key {j}",
-        got="seen" if visible[i, j] else "not seen",
-        expected="not seen" if visible[i, j] else "seen",
-        clause="A-3",
+        f"documents {ids[i]} and {ids[j]}: query {i}, key {j}",
+        "seen" if visible[i, j] else "not seen",
+        "not seen" if visible[i, j] else "seen",
+        "A-3",
     )
     return Finding("documents", None, str(witness), words="not separated", witness=witness)
 
@@ -216,10 +216,10 @@ def _heads_finding(attention: Attention) -> Finding:
     j = int(np.flatnonzero((used != expected).any(axis=1))[0])
     got = ", ".join(map(str, np.flatnonzero(used[j]))) or "none"
     witness = Counterexample(
-        input=f"{heads} query heads, {kv} heads of keys: query head {j}",
-        got=f"head {got} of {which}",
-        expected=f"head {j * kv // heads}",
-        clause="A",
+        f"{heads} query heads, {kv} heads of keys: query head {j}",
+        f"head {got} of {which}",
+        f"head {j * kv // heads}",
+        "A",
     )
     return Finding("heads", None, str(witness), words=words, witness=witness)
 

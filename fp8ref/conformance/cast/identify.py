@@ -243,11 +243,11 @@ def _identify_four_bits(subject: Subject, fmt: Format, source: str, expect: str 
     if expect is not None and not unlike and expect not in names:
         differences = [
             Counterexample(
-                input="NaN" if usual else "a tie",
+                "NaN" if usual else "a tie",
+                f"codes {pair}" if usual else f"rounding {rounding}",
+                f"codes {known[expect].nan}" if usual else "nearest_even",
+                "C-9" if usual else "C-2",
                 dtype=source,
-                got=f"codes {pair}" if usual else f"rounding {rounding}",
-                expected=f"codes {known[expect].nan}" if usual else "nearest_even",
-                clause="C-9" if usual else "C-2",
             )
         ]
     summary = f"a cast to {fmt}, {rounding}, NaN to code {pair[0]}"
@@ -404,12 +404,12 @@ def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, 
         at = simplest(x, codes != expected)
         expected_output = outputs.Output(array=expected.astype(np.uint8), dtype="uint8")
         witness = Counterexample(
-            input=show(x[at]),
+            show(x[at]),
+            outputs.output_text(output, at, found_fmt or fmt),
+            outputs.output_text(expected_output, at, fmt),
+            "F-2" if fmt.specials != "fnuz" else "F-3",
             bits=(bits_of(x[at], source),),
             dtype=source,
-            got=outputs.output_text(output, at, found_fmt or fmt),
-            expected=outputs.output_text(expected_output, at, fmt),
-            clause="F-2" if fmt.specials != "fnuz" else "F-3",
         )
         evidence += f"; {witness}"
     text = (

@@ -114,11 +114,11 @@ def _counterexample(
     value = a.x[at[index]]
     return [
         Counterexample(
-            input=f"x{[int(i) for i in index]} = {show(value)} of x {list(at.shape)}{layout_text}",
+            f"x{[int(i) for i in index]} = {show(value)} of x {list(at.shape)}{layout_text}",
+            outputs.output_text(output, int(np.argmax(differs)), a.fmt),
+            f"{outputs.code_text(expected[index], a.fmt)}, as elsewhere",
+            "C-1",
             bits=(bits_of(value, a.source),),
             dtype=a.source,
-            got=outputs.output_text(output, int(np.argmax(differs)), a.fmt),
-            expected=f"{outputs.code_text(expected[index], a.fmt)}, as elsewhere",
-            clause="C-1",
         )
     ]

@@ -102,14 +102,14 @@ class Responses:
         code = behavior.encode(self.x[index : index + 1], self.fmt, expected, source=self.source)
         shown = cast.decode(code, self.fmt)[0] if self.output.values_only else None
         return Counterexample(
-            input=value,
-            bits=(bits,),
-            dtype=self.source,
-            got=output_text(self.output, index, self.fmt),
-            expected=f"{shown:.9g}"
+            value,
+            output_text(self.output, index, self.fmt),
+            f"{shown:.9g}"
             if shown is not None
             else output_text(Output(array=code, dtype="uint8"), 0, self.fmt),
-            clause=clause,
+            clause,
+            bits=(bits,),
+            dtype=self.source,
         )
 
 

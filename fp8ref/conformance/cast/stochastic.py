@@ -113,13 +113,12 @@ class RoundingRates:
         """One number, how often it got the neighbor away from zero, and how often it should."""
         a = self.responses
         return Counterexample(
-            input=f"{show(self.x[at])}, {self.repeats} times",
+            f"{show(self.x[at])}, {self.repeats} times",
+            f"{code_or_value(self.neighbors[at], a)} {self.away[at]:.{self.digits}f} of the time",
+            expected,
+            "C-2",
             bits=(bits_of(self.x[at], a.source),),
             dtype=a.source,
-            got=f"{code_or_value(self.neighbors[at], a)} {self.away[at]:.{self.digits}f} of "
-            "the time",
-            expected=expected,
-            clause="C-2",
         )
 
 
@@ -503,11 +502,6 @@ def unlike_four_bits(
     ]
     return [
         Counterexample(
-            input=show(value),
-            bits=(bits_of(value, source),),
-            dtype=source,
-            got=rates[0],
-            expected=rates[1],
-            clause="C-2",
+            show(value), rates[0], rates[1], "C-2", bits=(bits_of(value, source),), dtype=source
         )
     ]

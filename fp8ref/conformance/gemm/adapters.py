@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref.conformance.gemm.scaled_gemm import ProbeError, RefusedError, ScaledGemm, operand
+from fp8ref.conformance.gemm.scaled_gemm import ProbeError, RefusedError, ScaledGemm
 from fp8ref.conformance.kit import arrays, subject
 from fp8ref.formats import E4M3FN, Format
-from fp8ref.sim.quantize import cast, packing
+from fp8ref.sim.quantize import cast
 from fp8ref.sim.quantize.scaling import Quantized
 
 
@@ -68,10 +68,8 @@ def _in_framework(
     scaled: ScaledGemm, frameworks: list[str], device: str, formats: tuple[Format, Format]
 ) -> ScaledGemm:
     """The GEMM of arrays of the first framework that it takes; RefusedError if it takes none."""
-    a, b = (
-        operand(cast.encode(np.ones((128, 128), np.float32), fmt), fmt, granularity)
-        for fmt, granularity in zip(formats, scaled.granularities, strict=True)
-    )
+    ones = np.ones((128, 128), np.float32)
+    a, b = scaled.operands([cast.encode(ones, fmt) for fmt in formats], formats)
     refused = []
     for framework in frameworks:
         tried = dataclasses.replace(
@@ -118,7 +116,7 @@ def _array_gemm(
     tested = subject.Subject(name="", function=function, framework=framework, device=device)
 
     def multiply(a: Quantized, b: Quantized, bias: np.ndarray | None = None) -> Any:
-        operands = [native_array(tested, q.codes, q.fmt) for q in (a, b)]
+        operands = [subject.native_array(tested, q.codes, q.fmt) for q in (a, b)]
         operands += [tested.make_array(q.scale_inv, "float32") for q in (a, b)]
         call = function
         if takes_bias:
@@ -132,20 +130,3 @@ def _array_gemm(
         return output
 
     return multiply
-
-
-def native_array(tested: subject.Subject, codes: np.ndarray, fmt: Format) -> Any:
-    """Codes as an array of the framework's own dtype, of their shape.
-
-    PyTorch's float4_e2m1fn_x2 holds two codes of 4 bits, so that its last axis is half as long.
-    """
-    if tested.framework == "torch":
-        import torch
-
-        if fmt.bits == 4:
-            return arrays.as_torch(packing.pack(codes), tested.device).view(torch.float4_e2m1fn_x2)
-        return arrays.as_torch(codes, tested.device).view(getattr(torch, f"float8_{fmt}"))
-    import ml_dtypes
-
-    array = codes.view(getattr(ml_dtypes, f"float{fmt.bits}_{fmt}"))
-    return array if tested.framework == "numpy" else arrays.as_jax(array)

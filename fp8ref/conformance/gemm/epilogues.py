@@ -10,16 +10,25 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from fp8ref.conformance.gemm.scaled_gemm import ScaledGemm, operand, rows_of
+from fp8ref.conformance.gemm.scaled_gemm import rows_of, unscaled
 from fp8ref.conformance.gemm.stimulus import Bench
 from fp8ref.conformance.kit.finding import Finding
-from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
+from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32
 from fp8ref.sim.gemm import gemm
 from fp8ref.sim.gemm.accumulate import Accumulation
 from fp8ref.sim.gemm.tensor_core import K_STEP
 from fp8ref.sim.quantize import cast
 from fp8ref.sim.quantize.scaling import Quantized
-from fp8ref.spec.epilogue import BIASES, EPILOGUES, ROUNDINGS, SCALES, Epilogue
+from fp8ref.spec.epilogue import (
+    BIASES,
+    EPILOGUES,
+    ROUNDINGS,
+    SCALES,
+    Bias,
+    Epilogue,
+    Rounding,
+    Scale,
+)
 
 ROUNDS, MOST_ROUNDS = 8, 64  # GEMMs that are run, each under other scales
 ENOUGH = 4096  # the number of results that is enough to distinguish epilogues
@@ -36,21 +45,15 @@ def rounding(bench: Bench, seed: int) -> tuple[Bench, list[Finding]]:
     results, operands, dtype = [], [], FLOAT32
     # the last two leave the range of float16, not of bfloat16
     for exponent in (0, 0, 0, 0, 20, -40):
-        a, b = _operands(
-            bench.gemm, codes, (bench.fmt_a, bench.fmt_b), rng, 2.0 ** (-exponent // 2)
-        )
+        a, b = _operands(bench, codes, rng, 2.0 ** (-exponent // 2))
         outputs, dtype = bench.gemm.multiply(a, b)
         results.append(outputs[np.ix_(rows, columns)])
         operands.append((rows_of(a, rows), rows_of(b, columns)))
     values = np.stack(results)
-    out = next(
-        (
-            fmt
-            for fmt in (BFLOAT16, FLOAT16)
-            if np.array_equal(cast.round_to(values, fmt), values, equal_nan=True)
-        ),
-        FLOAT32,
-    )
+    out = FLOAT32
+    for fmt in (FLOAT16, BFLOAT16):
+        if np.array_equal(cast.round_to(values, fmt), values, equal_nan=True):
+            out = fmt
     evidence = (
         f"{values.size} sums of integers under random scales, given as {dtype}, are all "
         f"numbers of {out}, such as {values.flat[0]:.9g}"
@@ -60,9 +63,7 @@ def rounding(bench: Bench, seed: int) -> tuple[Bench, list[Finding]]:
         return dataclasses.replace(bench, out=out), findings
     wrong = dict.fromkeys(ROUNDINGS, 0)
     for (a, b), result in zip(operands, results, strict=True):
-        sums = gemm.matmul(
-            operand(a.codes, a.fmt, "tensorwise"), operand(b.codes, b.fmt, "tensorwise")
-        )
+        sums = gemm.matmul(*unscaled(a, b))
         for mode in ROUNDINGS:
             expected = cast.round_to(sums * a.scale_inv * b.scale_inv.T, out, rounding=mode)
             wrong[mode] += int((expected != result).sum())
@@ -83,52 +84,55 @@ def epilogue(
     Returns:  the epilogues, and the findings ``epilogue`` and ``epilogue with bias``.
     """
     rng = np.random.default_rng(seed)
-    plain = [
-        e
-        for e in candidates()
-        if e.bias is None
-        and e.rounding == bench.rounding
-        and not (e.round_first and bench.out == FLOAT32)
-    ]
+    plain = [e for e in candidates() if e.bias is None and e.rounding == bench.rounding]
+    plain = [e for e in plain if not (e.round_first and bench.out == FLOAT32)]
     fits, finding = _fitting(bench, accumulate, plain, rng)
     if not bench.gemm.bias or not fits:
         return fits, [finding]
-    alike = {(e.scale, e.round_first, e.rounding) for e in fits}
-    biased = [e for e in candidates() if e.bias and (e.scale, e.round_first, e.rounding) in alike]
+    alike = set(map(_without_bias, fits))
+    biased = [e for e in candidates() if e.bias and _without_bias(e) in alike]
     with_bias, more = _fitting(bench, accumulate, biased, rng)
     # an epilogue that does not fit with a bias is not the one without it either
-    both = [
-        e
-        for e in fits
-        if any(
-            (e.scale, e.round_first, e.rounding) == (f.scale, f.round_first, f.rounding)
-            for f in with_bias
-        )
-    ]
+    alike = set(map(_without_bias, with_bias))
+    both = [e for e in fits if _without_bias(e) in alike]
     return both or fits, [finding, dataclasses.replace(more, what="epilogue with bias")]
+
+
+def rounds(bench: Bench, *, least: int) -> int:
+    """How many GEMMs give ``ENOUGH`` results: ``least`` or more, and at most ``MOST_ROUNDS``."""
+    rows, columns = bench.sampled
+    return max(least, min(MOST_ROUNDS, ENOUGH // (len(rows) * len(columns))))
+
+
+def _without_bias(e: Epilogue) -> tuple:
+    return e.scale, e.round_first, e.rounding
 
 
 def candidates() -> Iterator[Epilogue]:
     """Every epilogue that is tried: first those with a name, then the other combinations."""
     yield from EPILOGUES.values()
-    named = {(e.scale, e.round_first, e.bias, e.rounding) for e in EPILOGUES.values()}
     for rounding, round_first, scale, bias in itertools.product(
         ROUNDINGS, (False, True), SCALES, (None, *BIASES)
     ):
-        if (scale, round_first, bias, rounding) not in named:
-            words = [
-                scale,
-                *["round_first"] * round_first,
-                *[f"bias {bias}"] * bool(bias),
-                *[rounding] * (rounding != "nearest_even"),
-            ]
-            yield Epilogue(
-                name=", ".join(words),
-                scale=scale,
-                round_first=round_first,
-                bias=bias,
-                rounding=rounding,
-            )
+        e = combined(scale, round_first, bias, rounding)
+        if e.name not in EPILOGUES:
+            yield e
+
+
+def combined(scale: Scale, round_first: bool, bias: Bias | None, rounding: Rounding) -> Epilogue:
+    """The epilogue of these fields: one with a name, or one that is named after them."""
+    for e in EPILOGUES.values():
+        if (*_without_bias(e), e.bias) == (scale, round_first, rounding, bias):
+            return e
+    words = [scale, "round_first" * round_first, f"bias {bias}" * bool(bias)]
+    words += [rounding] * (rounding != "nearest_even")
+    return Epilogue(
+        name=", ".join(word for word in words if word),
+        scale=scale,
+        round_first=round_first,
+        bias=bias,
+        rounding=rounding,
+    )
 
 
 def under_scales(
@@ -138,7 +142,7 @@ def under_scales(
 
     Returns:  the sampled rows of a and of b, and their results, float32.
     """
-    a, b = _operands(bench.gemm, drawn, (bench.fmt_a, bench.fmt_b), rng, factor)
+    a, b = _operands(bench, drawn, rng, factor)
     rows, columns = bench.sampled
     results = np.ascontiguousarray(bench.gemm.multiply(a, b)[0][np.ix_(rows, columns)])
     return rows_of(a, rows), rows_of(b, columns), results
@@ -163,54 +167,35 @@ def _fitting(
     """The epilogues whose bits all results have."""
     wrong, compared = dict.fromkeys(tried, 0), 0
     rows, columns = bench.sampled
-    fmts = (bench.fmt_a, bench.fmt_b)
-    for _ in range(max(ROUNDS, min(MOST_ROUNDS, ENOUGH // (len(rows) * len(columns))))):
-        codes = _integers(bench, rng)
-        a, b = _operands(bench.gemm, codes, fmts, rng)
-        plain = (
-            operand(c[some], fmt, "tensorwise")
-            for c, some, fmt in zip(codes, bench.sampled, fmts, strict=True)
-        )
-        acc = gemm.matmul(*plain, accumulate=accumulate or "exact")
+    for _ in range(rounds(bench, least=ROUNDS)):
+        a, b = _operands(bench, _integers(bench, rng), rng)
+        sampled = rows_of(a, rows), rows_of(b, columns)
+        acc = gemm.matmul(*unscaled(*sampled), accumulate=accumulate or "exact")
         bias = None
         if tried[0].bias:
             bias = cast.round_to(rng.standard_normal(bench.n) * acc.std(), bench.out)
         results = bench.gemm.multiply(a, b, bias)[0][np.ix_(rows, columns)]
-        scales = rows_of(a, rows).scale_inv, rows_of(b, columns).scale_inv.T
+        added = None if bias is None else bias[columns]
+        scales = sampled[0].scale_inv, sampled[1].scale_inv.T
         for e in tried:
-            expected = gemm.finish(
-                acc,
-                *scales,
-                epilogue=e,
-                out_dtype=bench.out,
-                bias=None if bias is None else bias[columns],
-            )
+            expected = gemm.finish(acc, *scales, epilogue=e, out_dtype=bench.out, bias=added)
             wrong[e] += int((expected != results).sum())
         compared += results.size
     fits = [e for e in tried if not wrong[e]]
     nearest = min((e for e in tried if wrong[e]), key=lambda e: wrong[e], default=None)
     evidence = f"{compared} results under random scales"
     if nearest:
-        evidence += f"; {nearest.name} differs in {wrong[nearest]} of them" + (
-            "" if fits else ", the least of all"
-        )
+        evidence += f"; {nearest.name} differs in {wrong[nearest]} of them"
+        evidence += "" if fits else ", the least of all"
     names = [e.name for e in fits]
     return fits, Finding("epilogue", names[0] if fits else None, evidence, others=tuple(names[1:]))
 
 
 def _operands(
-    scaled: ScaledGemm,
-    codes: Sequence[np.ndarray],
-    fmts: Sequence[Format],
-    rng: np.random.Generator,
-    factor: float = 1.0,
-) -> list[Quantized]:
+    bench: Bench, codes: Sequence[np.ndarray], rng: np.random.Generator, factor: float = 1.0
+) -> tuple[Quantized, Quantized]:
     """Operands from codes, under random scales between 1/2 and 2, times a factor."""
-    scales = (
-        factor * 2.0 ** rng.uniform(-1, 1, (len(c), 1) if scaled.granularity == "rowwise" else ())
-        for c in codes
-    )
-    return [
-        operand(c, fmt, scaled.granularity, scale)
-        for c, fmt, scale in zip(codes, fmts, scales, strict=True)
-    ]
+    rowwise = bench.gemm.granularity == "rowwise"
+    shapes = [(len(c), 1) if rowwise else () for c in codes]
+    scales = [factor * 2.0 ** rng.uniform(-1, 1, shape) for shape in shapes]
+    return bench.gemm.operands(codes, (bench.fmt_a, bench.fmt_b), scales)

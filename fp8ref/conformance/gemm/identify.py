@@ -27,7 +27,7 @@ from fp8ref.conformance.gemm.plans import (
     fitting_plans,
     plan_to_dict,
 )
-from fp8ref.conformance.gemm.scaled_gemm import ScaledGemm, operand
+from fp8ref.conformance.gemm.scaled_gemm import ScaledGemm, unscaled
 from fp8ref.conformance.gemm.stimulus import Bench
 from fp8ref.conformance.kit.finding import Finding, table
 from fp8ref.formats import E4M3FN, Format
@@ -92,19 +92,13 @@ class Identified(Result):
         if self.accumulate is not None:
             accumulation = plan_to_dict(self.accumulate)
         else:
-            values = {
-                f.what: f.value
-                for f in self.findings
-                if not (f.what == "fused_width" and isinstance(f.value, str))
-            }
-            accumulation = (
-                {"accumulate": None} | {key: values.get(key) for key in UNIT} | dict.fromkeys(PLAN)
-            )
-        return {
-            **accumulation,
-            "epilogue": self.epilogue and self.epilogue.name,
-            "out_dtype": self.bench.out.name,
-        }
+            values = {f.what: f.value for f in self.findings}
+            if isinstance(values.get("fused_width"), str):
+                del values["fused_width"]
+            accumulation = {key: values.get(key) for key in ("accumulate", *UNIT)}
+            accumulation |= dict.fromkeys(PLAN)
+        epilogue = self.epilogue and self.epilogue.name
+        return {**accumulation, "epilogue": epilogue, "out_dtype": self.bench.out.name}
 
     def to_dict(self) -> dict[str, Any]:
         """As --json writes it: ok, subject, shape, formats, plan, confirmed and evidence."""
@@ -137,12 +131,8 @@ class Identified(Result):
     @property
     def verdict(self) -> str:
         """What was identified, in one line."""
-        if self.accumulate is None or self.epilogue is None:
-            missing = [
-                name
-                for name, value in (("accumulation", self.accumulate), ("epilogue", self.epilogue))
-                if value is None
-            ]
+        parts = {"accumulation": self.accumulate, "epilogue": self.epilogue}
+        if missing := [name for name, value in parts.items() if value is None]:
             return f"no {' and no '.join(missing)} of the simulator gives these answers"
         bits = (
             f"{self.equal:,} of {self.compared:,} random results have the simulator's bits under it"
@@ -281,26 +271,20 @@ def _confirmed(
     if not pairs:
         return [], 0, 0
     equal, compared = dict.fromkeys(pairs, 0), 0
-    rows, columns = bench.sampled
-    for i in range(
-        max(2, min(epilogues.MOST_ROUNDS, epilogues.ENOUGH // (len(rows) * len(columns))))
-    ):
+    for i in range(epilogues.rounds(bench, least=2)):
         rng = np.random.default_rng([seed, i])
         a, b, results = epilogues.under_scales(bench, draw_codes(bench, rng), rng)
-        plain = [operand(q.codes, q.fmt, "tensorwise") for q in (a, b)]
-        most = max(equal.values())
+        most, bits = max(equal.values()), results.view(np.uint32)
         for plan in plans:
             left = [epilogue for epilogue in fitting if equal[plan, epilogue] == most]
             if not left:
                 continue
-            acc = gemm.matmul(*plain, accumulate=plan)
+            acc = gemm.matmul(*unscaled(a, b), accumulate=plan)
             for epilogue in left:
                 expected = gemm.finish(
                     acc, a.scale_inv, b.scale_inv.T, epilogue=epilogue, out_dtype=bench.out
                 )
-                equal[plan, epilogue] += int(
-                    (results.view(np.uint32) == expected.view(np.uint32)).sum()
-                )
+                equal[plan, epilogue] += int((bits == expected.view(np.uint32)).sum())
         compared += results.size
     most = max(equal.values())
     return [pair for pair in pairs if equal[pair] == most], compared, most

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from fp8ref.conformance.gemm import epilogues
-from fp8ref.conformance.gemm.scaled_gemm import operand
 from fp8ref.conformance.gemm.stimulus import Bench
 from fp8ref.conformance.kit.finding import Finding
 from fp8ref.formats import FLOAT16
@@ -94,13 +93,9 @@ class Sample:
         return all(self._fits(bench, accumulate, side) for side in SIDES)
 
     def _fits(self, bench: Bench, accumulate: str | Accumulation, side: int) -> bool:
-        a, b = (
-            operand(codes[:side], fmt, bench.gemm.granularity)
-            for codes, fmt in ((self.a, bench.fmt_a), (self.b, bench.fmt_b))
-        )
-        return np.array_equal(
-            bench.rounded(gemm.matmul(a, b, accumulate=accumulate)), self.found[:side, :side]
-        )
+        operands = bench.operands(self.a[:side], self.b[:side])
+        sums = bench.rounded(gemm.matmul(*operands, accumulate=accumulate))
+        return np.array_equal(sums, self.found[:side, :side])
 
 
 def draw_codes(bench: Bench, rng: np.random.Generator) -> list[np.ndarray]:
@@ -123,11 +118,7 @@ def draw_codes(bench: Bench, rng: np.random.Generator) -> list[np.ndarray]:
 def draw_sample(bench: Bench, seed: int) -> Sample:
     """Draw random operands and run the GEMM on them."""
     a, b = draw_codes(bench, np.random.default_rng(seed))
-    left, right = (
-        operand(codes, fmt, bench.gemm.granularity)
-        for codes, fmt in ((a, bench.fmt_a), (b, bench.fmt_b))
-    )
-    return Sample(a=a, b=b, found=bench.gemm.multiply(left, right)[0])
+    return Sample(a=a, b=b, found=bench.gemm.multiply(*bench.operands(a, b))[0])
 
 
 def fitting_plans(

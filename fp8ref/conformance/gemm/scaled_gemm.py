@@ -1,6 +1,6 @@
 """The scaled GEMM that is probed: a function of two quantized operands, called safely."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,16 @@ class ScaledGemm:
         """Of the scales of a and of b."""
         return self.granularity, self.granularity_b or self.granularity
 
+    def operands(
+        self,
+        codes: Iterable[np.ndarray],
+        formats: Iterable[Format],
+        scales: Iterable[np.ndarray | float] = (1.0, 1.0),
+    ) -> tuple[Quantized, Quantized]:
+        """a and b from codes [M, K] and [N, K], under scales of one or others (``operand``)."""
+        a, b = zip(codes, formats, self.granularities, scales, strict=True)
+        return operand(*a), operand(*b)
+
     def multiply(
         self, a: Quantized, b: Quantized, bias: np.ndarray | None = None, *, repeat: bool = True
     ) -> tuple[np.ndarray, Format]:
@@ -77,31 +87,22 @@ class ScaledGemm:
     def _once(
         self, a: Quantized, b: Quantized, with_bias: dict[str, np.ndarray]
     ) -> tuple[np.ndarray, Format]:
-        copies = [
-            np.copy(part) for part in (a.codes, a.scale, a.scale_inv, b.codes, b.scale, b.scale_inv)
-        ]
+        arrays = (a.codes, a.scale, a.scale_inv, b.codes, b.scale, b.scale_inv)
+        copies = [np.copy(part) for part in arrays]
         try:
             with np.errstate(all="ignore"):  # stimuli hold NaN and overflow
                 values, dtype = read_array(self.function(a, b, **with_bias))
         except ProbeError as error:
             raise ProbeError(f"{self.name} {error}") from error
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # a custom function, or reading its result, may raise anything
+        except (Exception, SystemExit) as error:  # a custom function may raise anything
             text = f": {error}" if str(error) else ""
             raise RefusedError(
                 f"{self.name} raised {type(error).__name__} for {_of(a, b)}{text}. Call it on "
                 "such operands alone to find the cause."
             ) from error
-        now = (a.codes, a.scale, a.scale_inv, b.codes, b.scale, b.scale_inv)
-        if not all(
-            np.array_equal(before, after, equal_nan=True)
-            for before, after in zip(copies, now, strict=True)
-        ):
-            raise ProbeError(
-                f"{self.name} changed its operands, {_of(a, b)}. Let it work on copies."
-            )
+        pairs = zip(copies, arrays, strict=True)
+        if not all(np.array_equal(before, after, equal_nan=True) for before, after in pairs):
+            raise ProbeError(f"{self.name} changed its operands, {_of(a, b)}. Let it use copies.")
         if values.shape != (len(a.codes), len(b.codes)):
             raise ProbeError(
                 f"{self.name} gives [M, N] = {[len(a.codes), len(b.codes)]} for {_of(a, b)}; "
@@ -126,6 +127,11 @@ def operand(
     if held is not scale_inv:
         scale, scale_inv = np.asarray(scaling.scale_inv_from_scale(held)), held
     return Quantized(codes, scale, scale_inv, fmt, granularity, -1)
+
+
+def unscaled(*operands: Quantized) -> list[Quantized]:
+    """The operands' codes under a scale of one."""
+    return [operand(q.codes, q.fmt, "tensorwise") for q in operands]
 
 
 def hardware_scales(granularity: str, scale_inv: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ spec G-2, G-6, G-11.
 import numpy as np
 
 from fp8ref.conformance.gemm import epilogues, plans
-from fp8ref.conformance.gemm.scaled_gemm import operand
+from fp8ref.conformance.gemm.scaled_gemm import unscaled
 from fp8ref.conformance.gemm.stimulus import Bench
 from fp8ref.conformance.kit.finding import Finding
 from fp8ref.formats import Format
@@ -62,11 +62,8 @@ def specials(bench: Bench) -> list[Finding]:
         ("infinities", {"inf", "-inf", "nan"}),
         ("zeros of sums", {"+0"}),
     ):
-        names = [
-            n
-            for n, (_, e) in stimuli.items()
-            if e in expected and ("Inf" in n) == (what == "infinities")
-        ]
+        names = [n for n, (_, e) in stimuli.items() if e in expected]
+        names = [n for n in names if ("Inf" in n) == (what == "infinities")]
         if not names:
             continue
         wrong = {n: got[n] for n in names if got[n] != stimuli[n][1]}
@@ -77,13 +74,8 @@ def specials(bench: Bench) -> list[Finding]:
     bits = {int(x.view(np.uint32)) for x in results if np.isnan(x)}
     if bits:
         listed = ", ".join(f"{b:08x}" for b in sorted(bits))
-        findings.append(
-            Finding(
-                "nan_bits",
-                listed,
-                f"bits of the NaNs above, widened to float32; tensor cores give {NAN:08x}",
-            )
-        )
+        evidence = f"bits of the NaNs above, widened to float32; tensor cores give {NAN:08x}"
+        findings.append(Finding("nan_bits", listed, evidence))
     return findings
 
 
@@ -105,24 +97,20 @@ def extremes(
         a, b, results = epilogues.under_scales(
             bench, [drawn.a, drawn.b], np.random.default_rng(seed), factor
         )
-        sums = gemm.matmul(
-            *(operand(q.codes, q.fmt, "tensorwise") for q in (a, b)), accumulate=accumulate
-        )
+        sums = gemm.matmul(*unscaled(a, b), accumulate=accumulate)
         expected = gemm.finish(
             sums, a.scale_inv, b.scale_inv.T, epilogue=epilogue, out_dtype=bench.out
         )
         wrong = np.argwhere(expected.view(np.uint32) != results.view(np.uint32))
-        evidence = (
-            f"{results.size} results, from {np.abs(expected).min():.3g} to "
-            f"{np.abs(expected).max():.3g} in magnitude"
-        )
+        size, words = np.abs(expected), ALIKE[1]
+        evidence = f"{results.size} results, from {size.min():.3g} to {size.max():.3g} in magnitude"
         if len(wrong):
-            at = tuple(int(i) for i in wrong[0])
+            at = tuple(wrong[0])
             words = (
                 f"{len(wrong)} differ from the simulator, such as {results[at]:.9g} instead of "
                 f"{expected[at]:.9g}"
             )
-        findings.append(Finding(what, words if len(wrong) else ALIKE[1], evidence))
+        findings.append(Finding(what, words, evidence))
     return findings
 
 

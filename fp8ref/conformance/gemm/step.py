@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from fp8ref.conformance.gemm.scaled_gemm import operand
 from fp8ref.conformance.gemm.stimulus import Bench, Terms, finite_codes
 from fp8ref.conformance.kit.finding import Finding
 from fp8ref.formats import FLOAT16, FLOAT32
@@ -160,18 +159,11 @@ def _narrowed(
         unit for unit in candidates if np.array_equal(_predicted(bench, a, b, unit), results)
     ]
     findings = []
+    exact = [math.fsum(x * y for x, y in terms.values()) for terms in stimuli.values()]
+    answers = dict(zip(stimuli, zip(results, exact, strict=True), strict=True))
     for field, word in fields.items():
-        values = list(dict.fromkeys(getattr(unit, field) for unit in fitting))
-        shown = {
-            name: (result, exact)
-            for name, result, exact in zip(stimuli, results, _exact(stimuli), strict=True)
-            if word in name
-        }
-        findings.append(
-            Finding(
-                field, values[0] if values else None, _evidence(shown), others=tuple(values[1:])
-            )
-        )
+        evidence = _evidence({name: pair for name, pair in answers.items() if word in name})
+        findings.append(settled(Finding(field, None, evidence), fitting))
     return fitting, findings
 
 
@@ -199,11 +191,7 @@ def _random_step_units(bench: Bench, candidates: Sequence[TensorCore]) -> list[T
         any_code = finite_codes(rng, (count, K_STEP), fmt)
         drawn[:, -K_STEP:] = np.where(np.arange(count)[:, None] % 2, near_one, any_code)
         codes.append(drawn)
-    left, right = (
-        operand(drawn, fmt, bench.gemm.granularity)
-        for drawn, fmt in zip(codes, (bench.fmt_a, bench.fmt_b), strict=True)
-    )
-    results = bench.gemm.multiply(left, right)[0][:rows, :columns]
+    results = bench.gemm.multiply(*bench.operands(*codes))[0][:rows, :columns]
     a = cast.decode(codes[0][:rows, -K_STEP:], bench.fmt_a)
     b = cast.decode(codes[1][:columns, -K_STEP:], bench.fmt_b)
     zero = np.zeros(results.shape, np.float32)
@@ -302,10 +290,6 @@ def _small(bench: Bench, exponents: Iterable[int]) -> Iterator[tuple[str, tuple[
             f"{'+' if sign > 0 else '-'} {'1.5 x ' * (significand > 1)}2^{exponent}",
             (significand * x, y),
         )
-
-
-def _exact(stimuli: Mapping[str, Terms]) -> list[float]:
-    return [math.fsum(x * y for x, y in terms.values()) for terms in stimuli.values()]
 
 
 def _evidence(shown: Mapping[str, tuple[float, float]]) -> str:

@@ -12,9 +12,10 @@ from typing import Literal
 
 import numpy as np
 
-from fp8ref.conformance.gemm.scaled_gemm import ProbeError, ScaledGemm, operand
+from fp8ref.conformance.gemm.scaled_gemm import ProbeError, ScaledGemm
 from fp8ref.formats import FLOAT32, Format
 from fp8ref.sim.quantize import cast
+from fp8ref.sim.quantize.scaling import Quantized
 
 SAMPLED = 256  # the most rows, and the most columns, that the simulator computes too
 
@@ -42,6 +43,10 @@ class Bench:
     def rounded(self, values: np.ndarray) -> np.ndarray:
         """Sums rounded as the GEMM rounds its results."""
         return cast.round_to(values, self.out, rounding=self.rounding)
+
+    def operands(self, a: np.ndarray, b: np.ndarray) -> tuple[Quantized, Quantized]:
+        """Operands from codes, under scales of one."""
+        return self.gemm.operands((a, b), (self.fmt_a, self.fmt_b))
 
     @property
     def sampled(self) -> tuple[np.ndarray, np.ndarray]:
@@ -94,12 +99,10 @@ class Bench:
         for i, terms in enumerate(stimuli):
             for at, pair in terms.items():
                 values[:, i, at] = pair
-        encoded = cast.encode(values[0], self.fmt_a), cast.encode(values[1], self.fmt_b)
-        assert all(
-            np.array_equal(cast.decode(c, f), v)
-            for c, f, v in zip(encoded, (self.fmt_a, self.fmt_b), values, strict=True)
-        )
-        return encoded
+        a, b = cast.encode(values[0], self.fmt_a), cast.encode(values[1], self.fmt_b)
+        assert np.array_equal(cast.decode(a, self.fmt_a), values[0])
+        assert np.array_equal(cast.decode(b, self.fmt_b), values[1])
+        return a, b
 
     def run(self, stimuli: Sequence[Terms]) -> np.ndarray:
         """The results of stimuli, float32 [Q], under scales of one."""
@@ -118,11 +121,7 @@ class Bench:
     def _run(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         count = len(a)
         rows, columns = np.arange(self.m) % count, np.arange(self.n) % count
-        left, right = (
-            operand(np.ascontiguousarray(codes[index]), fmt, self.gemm.granularity)
-            for codes, index, fmt in ((a, rows, self.fmt_a), (b, columns, self.fmt_b))
-        )
-        outputs, _ = self.gemm.multiply(left, right)
+        outputs, _ = self.gemm.multiply(*self.operands(a[rows], b[columns]))
         results = outputs[np.arange(count), np.arange(count)]
         same = (outputs.view(np.uint32) == results.view(np.uint32)[rows][:, None]) | (
             rows[:, None] != columns[None, :]

@@ -3,7 +3,7 @@
 import abc
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SHOWN = 4  # the most other values that are printed
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Counterexample:
     """One input, and two outputs that differ.
 
@@ -28,11 +28,12 @@ class Counterexample:
     """
 
     input: str
-    bits: tuple[str, ...] = ()
-    dtype: str = "float32"
     got: str
     expected: str
     clause: str
+    _: KW_ONLY
+    bits: tuple[str, ...] = ()
+    dtype: str = "float32"
 
     def __str__(self) -> str:
         bits = f" ({self.dtype} {', '.join(self.bits)})" if self.bits else ""
@@ -40,7 +41,12 @@ class Counterexample:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""
-        return asdict(self)
+        of_input = {"input": self.input, "bits": self.bits, "dtype": self.dtype}
+        return of_input | {"got": self.got, "expected": self.expected, "clause": self.clause}
+
+    def finding(self, what: str, words: str) -> "Finding":
+        """The finding without a value that this shows."""
+        return Finding(what, None, str(self), words=words, witness=self)
 
 
 def bits_of(value: float, dtype: str) -> str:
@@ -90,18 +96,20 @@ class Finding:
         """The value for a reader."""
         if self.words:
             return self.words
+        others = [str(other) for other in self.others]
         if self.value is None:
-            return "cannot tell" + (
-                f": {' or '.join(map(str, self.others))}" if self.others else ""
-            )
-        listed = "; ".join(map(str, self.others[:SHOWN])) + (
-            f"; and {len(self.others) - SHOWN} more" if len(self.others) > SHOWN else ""
-        )
-        return f"{self.value}" + (f", or the same by {listed}" if self.others else "")
+            return "cannot tell" + (f": {' or '.join(others)}" if others else "")
+        if len(others) > SHOWN:
+            others[SHOWN:] = [f"and {len(others) - SHOWN} more"]
+        return f"{self.value}" + (f", or the same by {'; '.join(others)}" if others else "")
 
     def to_dict(self) -> dict[str, Any]:
         """what, value and evidence. Results add ``witness`` or ``others``."""
         return {"what": self.what, "value": self.value, "evidence": self.evidence}
+
+    def witnessed(self) -> dict[str, Any]:
+        """The witness, for JSON."""
+        return {"witness": self.witness and self.witness.to_dict()}
 
 
 def table(findings: Sequence[Finding], title: str = "") -> "Table":
@@ -139,44 +147,23 @@ def shapes_finding(
     unasked = [f"shapes {listed(refused)}, for which it raises"] if refused else []
     if accepted and most:
         unasked.append(f"more than {max(map(math.prod, accepted)):,} elements")
-    return Finding(
-        "shapes",
-        not wrong,
-        str(wrong[0]) if wrong else evidence,
-        words="not all alike" if wrong else "all alike",
-        unasked=tuple(unasked),
-    )
+    words = "not all alike" if wrong else "all alike"
+    evidence = str(wrong[0]) if wrong else evidence
+    return Finding("shapes", not wrong, evidence, words=words, unasked=tuple(unasked))
 
 
 def strides_finding(
     accepted: list[str], refused: list[str], counterexamples: list[Counterexample]
 ) -> Finding:
     """The finding on strides: the views taken, those that raise, and the first counterexample."""
-    text = (
-        "not all alike"
-        if counterexamples
-        else "all alike"
-        if accepted
-        else "not taken"
-        if refused
-        else "not tested"
-    )
-    evidence = (
-        f"{', '.join(accepted)}: as contiguous"
-        if accepted
-        else ""
-        if refused
-        else "jax arrays have no strides"
-    )
-    evidence += f"{'; ' * bool(accepted)}it raises for {', '.join(refused)}" if refused else ""
+    parts = [f"{', '.join(accepted)}: as contiguous"] if accepted else []
+    parts += [f"it raises for {', '.join(refused)}"] if refused else []
+    evidence = "; ".join(parts) or "jax arrays have no strides"
+    text = "all alike" if accepted else "not taken" if refused else "not tested"
+    if counterexamples:
+        text, evidence = "not all alike", str(counterexamples[0])
     unasked = (f"strides {', '.join(refused)}, for which it raises",) if refused else ()
-    return Finding(
-        "strides",
-        not counterexamples,
-        str(counterexamples[0]) if counterexamples else evidence,
-        words=text,
-        unasked=unasked,
-    )
+    return Finding("strides", not counterexamples, evidence, words=text, unasked=unasked)
 
 
 def other_devices(framework: str, device: str) -> list[str]:
@@ -247,11 +234,8 @@ class Outcome(Described):
     @property
     def unasked(self) -> list[str]:
         """What was not asked, and what the verdict so does not cover, in words."""
-        return list(
-            dict.fromkeys(
-                [*(part for finding in self.findings for part in finding.unasked), *self.limits]
-            )
-        )
+        parts = [part for finding in self.findings for part in finding.unasked]
+        return list(dict.fromkeys([*parts, *self.limits]))
 
     @property
     def ok(self) -> bool:
@@ -264,20 +248,15 @@ class Outcome(Described):
     def message(self) -> str:
         """The summary, the counterexamples to what was expected, and what was not asked."""
         if self.expected is None:
-            lines = [
-                self.summary
-                + ("" if self.named or not self.identified else ". It matches no known name")
-            ]
+            nameless = self.identified and not self.named
+            lines = [self.summary + ". It matches no known name" * nameless]
         elif self.ok:
             lines = [f"{self.name} is {self.expected!r}: {self.summary}"]
         else:
-            lines = [
-                f"{self.name} is not {self.expected!r}, but {self.summary}",
-                *(f"  {w}" for w in self.differences or self.unlike),
-            ]
-        return "\n".join(
-            [*lines, *([f"  not tested: {'; '.join(self.unasked)}"] if self.unasked else [])]
-        )
+            lines = [f"{self.name} is not {self.expected!r}, but {self.summary}"]
+            lines += [f"  {w}" for w in self.differences or self.unlike]
+        lines += [f"  not tested: {'; '.join(self.unasked)}"] if self.unasked else []
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """What --json writes."""
@@ -291,9 +270,7 @@ class Outcome(Described):
             "identified": self.identified,
             "named": self.named,
             "summary": self.summary,
-            "findings": [
-                f.to_dict() | {"witness": f.witness and f.witness.to_dict()} for f in self.findings
-            ],
+            "findings": [f.to_dict() | f.witnessed() for f in self.findings],
             "unlike": [witness.to_dict() for witness in self.unlike],
             "expected": self.expected,
             "differences": [witness.to_dict() for witness in self.differences],

@@ -16,6 +16,8 @@ import numpy as np
 
 from fp8ref.conformance.kit import arrays
 from fp8ref.conformance.kit.finding import bits_of
+from fp8ref.formats import Format
+from fp8ref.sim.quantize import packing
 
 Kind = Literal["cast", "quantizer", "gemm"]  # what a function under test is
 KINDS: tuple[Kind, ...] = ("cast", "quantizer", "gemm")  # the values of ``Kind``
@@ -276,6 +278,23 @@ def read_array(output: Any) -> tuple[np.ndarray, str] | None:
             f"its output cannot be read ({type(error).__name__}: {_first_lines(error)})."
         ) from error
     return array.astype(np.float32) if name in ("bfloat16", "float16") else array, name
+
+
+def native_array(tested: Subject, codes: np.ndarray, fmt: Format) -> Any:
+    """Codes as an array of the framework's own dtype, of their shape.
+
+    PyTorch's float4_e2m1fn_x2 holds two codes of 4 bits, so that its last axis is half as long.
+    """
+    if tested.framework == "torch":
+        import torch
+
+        if fmt.bits == 4:
+            return arrays.as_torch(packing.pack(codes), tested.device).view(torch.float4_e2m1fn_x2)
+        return arrays.as_torch(codes, tested.device).view(getattr(torch, f"float8_{fmt}"))
+    import ml_dtypes
+
+    array = codes.view(getattr(ml_dtypes, f"float{fmt.bits}_{fmt}"))
+    return array if tested.framework == "numpy" else arrays.as_jax(array)
 
 
 def describe(x: np.ndarray, dtype: str, framework: str = "numpy") -> str:

@@ -126,10 +126,7 @@ def counterexample(first: Departure, layout: Layout) -> Counterexample:
         return f"{show(value)} ({bits_of(value, 'float32')})"
 
     return Counterexample(
-        input=str(first),
-        got=said(first.got),
-        expected=f"{said(first.expected)} of layout {layout.name!r}",
-        clause=clause,
+        str(first), said(first.got), f"{said(first.expected)} of layout {layout.name!r}", clause
     )
 
 

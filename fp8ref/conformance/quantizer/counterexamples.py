@@ -88,13 +88,13 @@ def smallest_for_granularity(comparison: Comparison) -> Counterexample | None:
         if differs.any():
             at = np.unravel_index(int(np.argmax(differs)), shape)
             return Counterexample(
-                input=f"x {list(shape)} of ones, x[0, {shape[1] - 1}] = 512",
+                f"x {list(shape)} of ones, x[0, {shape[1] - 1}] = 512",
+                f"{_element_text(output, at, expected.fmt)} at element {index_of(at)}",
+                f"{_code_text(expected.codes[at], expected.fmt, output)} as "
+                f"{scale_layout.granularity}, axis {scale_layout.axis}",
+                "S-6",
                 bits=(bits_of(1, dtype), bits_of(512, dtype)),
                 dtype=dtype,
-                got=f"{_element_text(output, at, expected.fmt)} at element {index_of(at)}",
-                expected=f"{_code_text(expected.codes[at], expected.fmt, output)} as "
-                f"{scale_layout.granularity}, axis {scale_layout.axis}",
-                clause="S-6",
             )
     return None
 
@@ -158,12 +158,12 @@ def _counterexample(comparison: Comparison, x: np.ndarray) -> Counterexample:
         want += f", {kind} {show(by_group(expected, kind)[0])}"
     numbers = [x.flat[0]] if at == 0 else [x.flat[0], x[index]]
     return Counterexample(
-        input=f"x {list(x.shape)} = {show(x.flat[0])}" + (", then zeros" if alone else others),
+        f"x {list(x.shape)} = {show(x.flat[0])}" + (", then zeros" if alone else others),
+        got,
+        f"{want} by {comparison.candidate.words}",
+        comparison.candidate.clause,
         bits=tuple(bits_of(v, dtype) for v in numbers),
         dtype=dtype,
-        got=got,
-        expected=f"{want} by {comparison.candidate.words}",
-        clause=comparison.candidate.clause,
     )
 
 
@@ -247,11 +247,7 @@ def unexpected_policy(
     counterexamples = for_policy(matched, agreed)
     if found_fmt is not fmt:
         code = Counterexample(
-            input="x of ones",
-            bits=("0x3F800000",),
-            got=f"codes of {found_fmt}",
-            expected=f"codes of {fmt}",
-            clause="F-2",
+            "x of ones", f"codes of {found_fmt}", f"codes of {fmt}", "F-2", bits=("0x3F800000",)
         )
         counterexamples.insert(0, code)
     return counterexamples
@@ -291,11 +287,11 @@ def transposed_scales(output: QuantizerOutput, scale_layout: ScaleLayout) -> lis
     )
     return [
         Counterexample(
-            input=f"x {list(shape)}",
+            f"x {list(shape)}",
+            f"scales {list(s)}",
+            f"{list(scale_layout.shape(shape))}, each scale at the place of its block",
+            "S-6",
             dtype=output.dtype,
-            got=f"scales {list(s)}",
-            expected=f"{list(scale_layout.shape(shape))}, each scale at the place of its block",
-            clause="S-6",
         )
         for s in transposed
     ]
@@ -353,13 +349,13 @@ def _in_context(matched: PolicyMatch, agreed: Agreement) -> Counterexample:
         scale_layout,
     )
     return Counterexample(
-        input=f"x{index_of(at)} = {show(a.x[at])} of x {list(a.x.shape)}, whose group "
+        f"x{index_of(at)} = {show(a.x[at])} of x {list(a.x.shape)}, whose group "
         f"has amax {show(a.amax[group])}, next to groups of every kind",
+        got,
+        f"{expected_text} by {agreed.candidate.words}",
+        "S-6",
         bits=(bits_of(a.x[at], dtype),),
         dtype=dtype,
-        got=got,
-        expected=f"{expected_text} by {agreed.candidate.words}",
-        clause="S-6",
     )
 
 
@@ -402,4 +398,4 @@ def misnamed_arrays(answers: Answers, policy: ScalePolicy) -> list[Counterexampl
 
 
 def _misnamed(name: str, got: str, expected: str, clause: str) -> Counterexample:
-    return Counterexample(input=f"its output {name!r}", got=got, expected=expected, clause=clause)
+    return Counterexample(f"its output {name!r}", got, expected, clause)

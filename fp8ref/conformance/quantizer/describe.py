@@ -211,11 +211,7 @@ def without_granularity(
     """The outcome for a quantizer whose scales follow no granularity of S-6, the last finding."""
     finding = findings[-1]
     witness = Counterexample(
-        input=finding.evidence,
-        dtype=quantizer.dtype,
-        got=finding.text,
-        expected="a granularity of S-6",
-        clause="S-6",
+        finding.evidence, finding.text, "a granularity of S-6", "S-6", dtype=quantizer.dtype
     )
     return Outcome(
         name=quantizer.subject.name,

@@ -64,12 +64,12 @@ def identify_memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
             "it a shorter history."
         )
     witness = Counterexample(
-        input="x of ones, after x of 1024s",
+        "x of ones, after x of 1024s",
+        _text(after[0]),
+        f"{_text(steady)}, as after x of ones alone",
+        "S-2",
         bits=(bits_of(1, quantizer.dtype), bits_of(1024, quantizer.dtype)),
         dtype=quantizer.dtype,
-        got=_text(after[0]),
-        expected=f"{_text(steady)}, as after x of ones alone",
-        clause="S-2",
     )
     evidence = (
         f"{witness}; from call {count + 1} on the output is constant. One call cannot show "

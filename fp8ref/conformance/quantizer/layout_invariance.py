@@ -304,12 +304,12 @@ def _counterexample(
     )
     return [
         Counterexample(
-            input=f"x{index_of(at)} = {show(x[at])} of {tensor}{place}",
+            f"x{index_of(at)} = {show(x[at])} of {tensor}{place}",
+            got_text + _as_without(comparison, tensor, at_group, got),
+            f"{wanted_text} by {candidate.words}",
+            "S-2, S-5, S-6",
             bits=(bits_of(x[at], dtype),),
             dtype=dtype,
-            got=got_text + _as_without(comparison, tensor, at_group, got),
-            expected=f"{wanted_text} by {candidate.words}",
-            clause="S-2, S-5, S-6",
         )
     ]
 
@@ -325,11 +325,11 @@ def _other_counts(
         if np.prod(shape, dtype=np.int64) != count and shape != tensor.x.shape:
             return [
                 Counterexample(
-                    input=str(tensor),
+                    str(tensor),
+                    f"{name or 'scales'} {list(shape)}",
+                    f"{count} scales, one of each block, the last one too",
+                    "S-6, S-16",
                     dtype=output.dtype,
-                    got=f"{name or 'scales'} {list(shape)}",
-                    expected=f"{count} scales, one of each block, the last one too",
-                    clause="S-6, S-16",
                 )
             ]
     return []

@@ -160,23 +160,19 @@ class TensorAnswers:
                 codes = np.stack([output.unpacked(packing)[i, j], q.codes[i, j]])
                 got, expected = cast.decode(codes, self.fmt)
             return Counterexample(
-                input=f"element [{i}, {j}], {show(float(x[i, j]))}, of a tensor of {kind}",
+                f"element [{i}, {j}], {show(float(x[i, j]))}, of a tensor of {kind}",
+                show(float(got)),
+                f"{show(float(expected))} of {candidate}",
+                by_name(candidate.policy).clause,
                 bits=(bits_of(float(x[i, j]), self.source),),
                 dtype=self.source,
-                got=show(float(got)),
-                expected=f"{show(float(expected))} of {candidate}",
-                clause=by_name(candidate.policy).clause,
             )
         return None
 
     def counterexample(self, candidate: BlockCandidate, packing: str) -> Counterexample:
         """``first_wrong``; or, if no element alone is wrong, that its mean is."""
         return self.first_wrong(candidate, packing) or Counterexample(
-            input="the mean of many calls",
-            dtype=self.source,
-            got="a biased code",
-            expected="an unbiased one",
-            clause="C-2",
+            "the mean of many calls", "a biased code", "an unbiased one", "C-2", dtype=self.source
         )
 
 
@@ -304,11 +300,11 @@ def _wrong_scales(
                 what = quantity or "scale, scale_inv or tensor_scale_inv"
                 return [
                     Counterexample(
-                        input=f"a tensor of {kind}",
+                        f"a tensor of {kind}",
+                        f"an array {name} that is not its {what}",
+                        f"that of {nearest}",
+                        by_name(nearest.policy).clause,
                         dtype=answers.source,
-                        got=f"an array {name} that is not its {what}",
-                        expected=f"that of {nearest}",
-                        clause=by_name(nearest.policy).clause,
                     )
                 ]
     return []
@@ -331,11 +327,11 @@ def _differences(answers: TensorAnswers, match: Match, expected: Expected) -> li
     if match.packing == "high first":
         return [
             Counterexample(
-                input="any tensor",
+                "any tensor",
+                "the first code of a pair in its high half",
+                "in its low half",
+                "F-5",
                 dtype=answers.source,
-                got="the first code of a pair in its high half",
-                expected="in its low half",
-                clause="F-5",
             )
         ]
     if any(c in match.agreeing for c in fitting):

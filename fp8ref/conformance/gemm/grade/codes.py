@@ -1,5 +1,6 @@
 """What a GEMM takes codes for: numbers, subnormals, NaN, Inf; each product of two alone."""
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -47,14 +48,8 @@ def judge(samples: list[tuple[Stimulus, np.ndarray]], out: Format) -> Cause | No
         for who, fmt in zip("ab", (samples[0][0].a.fmt, samples[0][0].b.fmt), strict=True)
     ]
     right = kinds[0][0][1], kinds[1][0][1]
-    wrong = [
-        (s, results, expected)
-        for s, results in samples
-        if (
-            expected := _products(s, *right, out),
-            not np.array_equal(expected, results, equal_nan=True),
-        )[1]
-    ]
+    wrong = [(s, results, _products(s, *right, out)) for s, results in samples]
+    wrong = [(s, f, g) for s, f, g in wrong if not np.array_equal(f, g, equal_nan=True)]
     if not wrong:
         return None
     stimulus, results, expected = wrong[0]
@@ -62,15 +57,10 @@ def judge(samples: list[tuple[Stimulus, np.ndarray]], out: Format) -> Cause | No
     count = sum(int((~equal(f, g)).sum()) for _, f, g in wrong)
     evidence = f"{count} of {sum(f.size for _, f in samples)} products of two codes differ"
     name = "products of codes"
-    pairs = sorted(
-        ((a, b) for a in kinds[0] for b in kinds[1]),
-        key=lambda pair: bool(pair[0][0]) + bool(pair[1][0]),
-    )
+    pairs = sorted(itertools.product(*kinds), key=lambda pair: sum(bool(one[0]) for one in pair))
     for (name_a, table_a), (name_b, table_b) in pairs:
-        if all(
-            np.array_equal(_products(s, table_a, table_b, out), f, equal_nan=True)
-            for s, f in samples
-        ):
+        read = ((_products(s, table_a, table_b, out), f) for s, f in samples)
+        if all(np.array_equal(g, f, equal_nan=True) for g, f in read):
             name = ", and ".join(part for part in (name_a, name_b) if part)
             evidence = f"all products have the bits of it; {evidence}"
             break
@@ -83,18 +73,16 @@ def judge(samples: list[tuple[Stimulus, np.ndarray]], out: Format) -> Cause | No
 
 def _products(s: Stimulus, table_a: np.ndarray, table_b: np.ndarray, out: Format) -> np.ndarray:
     with np.errstate(all="ignore"):
-        return cast.round_to(
-            np.outer(table_a[s.a.codes[:, 0]], table_b[s.b.codes[:, 0]]), out
-        ) + np.float32(0)
+        products = np.outer(table_a[s.a.codes[:, 0]], table_b[s.b.codes[:, 0]])
+        return cast.round_to(products, out) + np.float32(0)
 
 
 def _out_of_range(results: np.ndarray, expected: np.ndarray) -> bool:
     """Whether results are wrong only where float16 has no normal number."""
     differ = ~equal(results, expected)
     size = np.abs(expected[differ])
-    return bool(
-        (np.isfinite(size) & ((size > FLOAT16.max) | (size < FLOAT16.smallest_normal))).all()
-    )
+    outside = (size > FLOAT16.max) | (size < FLOAT16.smallest_normal)
+    return bool((np.isfinite(size) & outside).all())
 
 
 def _numbers(fmt: Format, codes: np.ndarray) -> np.ndarray:

@@ -1,15 +1,11 @@
 """Shapes at which a GEMM may take another path: one row or column, a ragged K (B-14)."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
-
 from fp8ref.conformance.gemm.grade import stimuli, structure
-from fp8ref.conformance.gemm.grade.stimuli import Stimulus
+from fp8ref.conformance.gemm.grade.stimuli import Asked, Shape
 from fp8ref.conformance.gemm.grade.structure import Cause
-from fp8ref.conformance.gemm.scaled_gemm import ProbeError, RefusedError, ScaledGemm
-from fp8ref.formats import Format
+from fp8ref.conformance.gemm.scaled_gemm import ProbeError, RefusedError
 
 
 class Edges(NamedTuple):
@@ -20,7 +16,7 @@ class Edges(NamedTuple):
     refused: list[str]
 
 
-def shapes(m: int, n: int, k: int, *, block: int | None) -> dict[str, tuple[int, int, int]]:
+def shapes(m: int, n: int, k: int, *, block: int | None) -> dict[str, Shape]:
     """{edge in words: a shape at it}, near a shape M, N, K whose K is a multiple of 32.
 
     block    the length along K that shares a scale, which then ends in half a block; None: all of
@@ -32,18 +28,13 @@ def shapes(m: int, n: int, k: int, *, block: int | None) -> dict[str, tuple[int,
     }
 
 
-def examine(
-    scaled: ScaledGemm,
-    run: Callable[[Stimulus], tuple[np.ndarray, Format]],
-    formats: tuple[Format, Format],
-    shapes: dict[str, tuple[int, int, int]],
-) -> Edges:
+def examine(asked: Asked, shapes: dict[str, Shape]) -> Edges:
     """Sums of integers at each edge, which every accumulator of 8 bits has exactly."""
     edges = Edges([], [], [])
     for words, shape in shapes.items():
-        stimulus = stimuli.integers(scaled, shape, formats)
+        stimulus = stimuli.integers(asked, shape)
         try:
-            results, out = run(stimuli.cut(stimulus, shape[2]))
+            results, out = asked.run(stimuli.cut(stimulus, shape[2]))
         except RefusedError:
             edges.refused.append(words)
             continue

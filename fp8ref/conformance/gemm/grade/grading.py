@@ -9,6 +9,8 @@
 """
 
 import dataclasses
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,9 +26,9 @@ from fp8ref.conformance.gemm.grade import (
     stimuli,
     structure,
 )
-from fp8ref.conformance.gemm.grade.stimuli import Stimulus
+from fp8ref.conformance.gemm.grade.stimuli import Asked, Shape, Stimulus
 from fp8ref.conformance.gemm.grade.structure import Cause, Tile
-from fp8ref.conformance.gemm.grade.verdict import Grade, Measured, Shape
+from fp8ref.conformance.gemm.grade.verdict import Grade, Measured
 from fp8ref.conformance.gemm.scaled_gemm import RefusedError, ScaledGemm
 from fp8ref.formats import E4M3FN, Format
 from fp8ref.sim.gemm import accumulate as plans
@@ -48,35 +50,8 @@ SHAPES_OF_BLOCKS: tuple[Shape, ...] = (
 )
 """The same for scales of blocks, which divide K."""
 
-SHORT = 1024  # K with which codes, scales and roundings are asked, if no shorter one is
-
 MOST_CALLS = 64
 """The most GEMMs that ask for indices of K; of a longer K than they reach the rest is not asked."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A GEMM, and what it is asked with."""
-
-    scaled: ScaledGemm
-    formats: tuple[Format, Format]
-    epilogue: Epilogue
-    accumulate: str | Accumulation
-    seed: int
-
-    def run(self, stimulus: Stimulus, *, repeat: bool = False) -> tuple[np.ndarray, Format]:
-        """The results of a stimulus, and their dtype; repeat: of two runs, which must agree."""
-        return self.scaled.multiply(stimulus.a, stimulus.b, stimulus.bias, repeat=repeat)
-
-    def short(self, shapes: Iterable[Shape]) -> Shape:
-        """The shape of the least K, cut to ``SHORT`` if the GEMM takes that."""
-        m, n, k = min(shapes, key=lambda shape: shape[2])
-        cut = (m, n, min(k, SHORT))
-        try:
-            self.run(stimuli.integers(self.scaled, cut, self.formats))
-        except RefusedError:
-            return m, n, k
-        return cut
 
 
 def grade_gemm(
@@ -143,7 +118,7 @@ def _graded(
     """
     scaled = asked.scaled
     causes, dtypes, refused, unasked = _structures(asked, shapes)
-    ends = edges.examine(scaled, asked.run, asked.formats, {} if causes else at_edges)
+    ends = edges.examine(asked, {} if causes else at_edges)
     causes += ends.causes
     if not causes:
         scale_causes, refusals = scale_ends.examine(asked, asked.short(dtypes))
@@ -238,7 +213,7 @@ def _structures(
     unasked: list[str] = []
     tile: Tile | None = None
     for shape in shapes:
-        stimulus = stimuli.integers(asked.scaled, shape, asked.formats)
+        stimulus = stimuli.integers(asked, shape)
         try:
             results, out = asked.run(stimulus, repeat=True)
         except RefusedError as error:
@@ -257,13 +232,11 @@ def _structures(
 def _short_causes(asked: Asked, shape: Shape, out: Format) -> list[Cause]:
     """The causes that one shape shows as well as any: the bias, and what codes are taken for."""
     if asked.scaled.bias:
-        stimulus = stimuli.integers(asked.scaled, shape, asked.formats, bias=True)
+        stimulus = stimuli.integers(asked, shape, bias=True)
         causes = structure.integer_causes(stimulus, asked.run(stimulus)[0], out, None)[0]
         if causes:
             return causes
-    cause = codes.judge(
-        [(s, asked.run(s)[0]) for s in stimuli.codes(asked.scaled, shape, asked.formats)], out
-    )
+    cause = codes.judge([(s, asked.run(s)[0]) for s in stimuli.codes(asked, shape)], out)
     return [cause] if cause else []
 
 
@@ -293,13 +266,10 @@ def _structure(
     named = bool(causes) and causes[0].exact
     seen: dict[str, tuple[list[np.ndarray], Any]] = {}
     factors = np.ones(k, np.float32)
-    for _, (places, product) in zip(
-        range(MOST_CALLS), stimuli.single(asked.scaled, shape, asked.formats), strict=False
-    ):
+    for places, product in itertools.islice(stimuli.single(asked, shape), MOST_CALLS):
         alone = asked.run(product)[0]
-        for kind, numbers, first in structure.indices(
-            places, product, alone, tile if named else None
-        ):
+        skipped = tile if named else None
+        for kind, numbers, first in structure.indices(places, product, alone, skipped):
             seen.setdefault(kind, ([], first))[0].append(numbers)
         present = places >= 0
         factors[places[present]] = alone[present]
@@ -312,10 +282,8 @@ def _structure(
         causes, tile = [], None  # the indices say all that is known
     for kind, (parts, first) in seen.items():
         numbers = np.concatenate(parts)
-        evidence = (
-            f"K = {k}: each index of K was asked "
-            f"alone{', and sums of integers have the bits of it' if explained else ''}"
-        )
+        evidence = f"K = {k}: each index of K was asked alone"
+        evidence += ", and sums of integers have the bits of it" if explained else ""
         words = structure.in_words(kind, numbers, k)
         part = structure.part_of(kind, numbers, k)
         causes.append(Cause(words, evidence, "wrong", first, part))
@@ -328,21 +296,15 @@ def _merged(causes: list[Cause], lengths: int) -> list[Cause]:
     A part of K has another length for every K, and one name; where one K was asked it has both
     names.
     """
-    alike = {
-        part: len({cause.name for cause in causes if cause.part == part})
-        for part in {cause.part for cause in causes}
-    }
+    alike = Counter(part for _, part in {(cause.name, cause.part) for cause in causes})
     merged: dict[str, tuple[Cause, int]] = {}
     for cause in causes:
         name = cause.name
         if cause.part:
-            name = (
-                cause.part
-                if alike[cause.part] > 1
-                else f"{name}, or {cause.part}"
-                if lengths == 1
-                else name
-            )
+            if alike[cause.part] > 1:
+                name = cause.part
+            elif lengths == 1:
+                name = f"{name}, or {cause.part}"
         first, count = merged.get(name, (cause._replace(name=name), 0))
         merged[name] = first, count + 1
     return [
@@ -368,10 +330,10 @@ def _measured(
 ) -> _Sampled:
     """Compare random operands of one shape; of a long K also few products among zeros."""
     m, n, k = shape
-    dense = stimuli.random(asked.scaled, shape, asked.formats, out, asked.seed)
+    dense = stimuli.random(asked, shape, out)
     pairs = [(dense, dense)]
     if k > stimuli.LONG:
-        few = stimuli.random(asked.scaled, (m, n, stimuli.LONG), asked.formats, out, asked.seed)
+        few = stimuli.random(asked, (m, n, stimuli.LONG), out)
         pairs.append((stimuli.thinned(few, k), few))
     errors, samples, unasked, equal, compared = [], [], list[str](), 0, 0
     for stimulus, same in pairs:
@@ -417,24 +379,17 @@ def _errors(
     exact = bound.exact(same.a, same.b)
     with np.errstate(all="ignore"):
         finite = np.isfinite(results)
-        error = (
-            float(np.sqrt(np.mean((results[finite] - exact[finite]) ** 2) / np.mean(exact**2)))
-            if finite.any()
-            else np.inf
-        )
+        squares = (results[finite] - exact[finite]) ** 2
+        error = float(np.sqrt(np.mean(squares) / np.mean(exact**2))) if finite.any() else np.inf
     at = np.unravel_index(int(np.argmax(far.bounds)), results.shape)
-    worst = (
-        structure.counterexample(stimulus, at, results[at], simulated[at], "B-1")  # type: ignore[arg-type]
-        if far.bounds[at]
-        else None
-    )
+    worst = structure.counterexample(stimulus, at, results[at], simulated[at], "B-1")  # type: ignore[arg-type]
     return Measured(
         ulps=float(far.ulps.max()),
         median_ulps=float(np.median(far.ulps)),
         bounds=float(far.bounds[at]),
         error=error,
         count=results.size,
-        worst=worst,
+        worst=worst if far.bounds[at] else None,
     )
 
 
@@ -444,10 +399,9 @@ def _never(scaled: ScaledGemm, refused: dict[Shape, str]) -> list[str]:
         f"[{m}, {n}] K = {k}, for which it raised ({error[:120]})"
         for (m, n, k), error in refused.items()
     ]
-    bias = [] if scaled.bias else ["a bias"]
     return [
         *raised,
-        *bias,
+        *["a bias"] * (not scaled.bias),
         "other shapes, formats, dtypes, scales and devices",
         "results below the smallest normal number",
         "signs of zeros",

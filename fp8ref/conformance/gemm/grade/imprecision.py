@@ -2,14 +2,14 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from fp8ref.conformance.gemm.grade import accumulators, faults, roundings, stimuli
 from fp8ref.conformance.gemm.grade.accumulators import SAMPLE, SHORT
 from fp8ref.conformance.gemm.grade.roundings import Path
-from fp8ref.conformance.gemm.grade.stimuli import Stimulus
+from fp8ref.conformance.gemm.grade.stimuli import Asked, Shape, Stimulus
 from fp8ref.conformance.gemm.grade.structure import Cause, first_of
 from fp8ref.conformance.gemm.scaled_gemm import rows_of
 from fp8ref.conformance.kit.arrays import equal
@@ -28,6 +28,11 @@ FEW = 0.01
 """
 
 
+UNNAMED_ORDER = (
+    "the order of scales and roundings: none that has a name gives sums of one and two products"
+)
+
+
 class Found(NamedTuple):
     """Causes; the plan and the epilogue that give all bits, by name; what was not asked."""
 
@@ -38,11 +43,11 @@ class Found(NamedTuple):
 
 
 def examine(
-    asked: Any,
+    asked: Asked,
     samples: Sequence[tuple[Stimulus, np.ndarray]],
     out: Format,
     *,
-    short: tuple[int, int, int],
+    short: Shape,
     severe: bool,
 ) -> Found:
     """Examine a GEMM whose sums of 8 bits are right.
@@ -53,11 +58,7 @@ def examine(
     largest = max(samples, key=lambda one: one[0].shape[2])[0].shape
     severity = "imprecise" if severe else "right"
     tried, causes = _paths(asked, short, out, severity)
-    unasked = [
-        "the order of scales and roundings: none that has a name gives sums of one and two products"
-    ]
-    if tried:
-        unasked = []
+    unasked = [] if tried else [UNNAMED_ORDER]
     bias = _bias(asked, short, out, tried)
     causes += bias
     names = [path.epilogue for path in tried if path.epilogue is not None] or [asked.epilogue]
@@ -68,22 +69,18 @@ def examine(
     elif plan is None and severe:
         causes += _accumulator(asked, largest, out)
     elif plan is not None and severe and plan not in ("exact", "f32"):
-        causes.append(
-            Cause(f"the accumulation of {plan}", "random results have the bits of it", severity)
-        )
+        name, evidence = f"the accumulation of {plan}", "random results have the bits of it"
+        causes.append(Cause(name, evidence, severity))
     return Found(causes, plan, None if epilogue is None else epilogue.name, unasked)
 
 
 def _paths(
-    asked: Any, shape: tuple[int, int, int], out: Format, severity: str
+    asked: Asked, shape: Shape, out: Format, severity: str
 ) -> tuple[list[Path], list[Cause]]:
     """The paths from sums to outputs that fit, and what is odd about them."""
-    alone = [
-        (s, asked.run(s)[0])
-        for s in stimuli.pairs(asked.scaled, shape, asked.formats, out, terms=1)
-    ]
+    alone = [(s, asked.run(s)[0]) for s in stimuli.pairs(asked, shape, out, terms=1)]
     tried = roundings.fitting(list(roundings.paths(out)), alone, out)
-    two = [(s, asked.run(s)[0]) for s in stimuli.pairs(asked.scaled, shape, asked.formats, out)]
+    two = [(s, asked.run(s)[0]) for s in stimuli.pairs(asked, shape, out)]
     narrowed = roundings.fitting([path for path in tried if path.dequantized is None], two, out)
     paths = narrowed or tried
     if not paths or not paths[0].odd or any(not path.odd for path in paths):
@@ -102,22 +99,17 @@ def _paths(
     return paths, []
 
 
-def _bias(
-    asked: Any, shape: tuple[int, int, int], out: Format, tried: Sequence[Path]
-) -> list[Cause]:
+def _bias(asked: Asked, shape: Shape, out: Format, tried: Sequence[Path]) -> list[Cause]:
     """The cause if a bias is added after the rounding, or in no known way."""
     if not asked.scaled.bias:
         return []
     # of a path without an epilogue, such as dequantized operands, the nearest one
-    candidates = [path for path in tried if path.epilogue is not None] or [
-        Path(),
-        Path(scale="product"),
-    ]
+    candidates = [path for path in tried if path.epilogue is not None]
+    candidates = candidates or [Path(), Path(scale="product")]
     results = []
-    for i, stimulus in enumerate(stimuli.pairs(asked.scaled, shape, asked.formats, out)):
-        bias = np.random.default_rng(i).standard_normal(shape[1]) * float(
-            np.abs(candidates[0].gives(stimulus, out)).mean()
-        )
+    for i, stimulus in enumerate(stimuli.pairs(asked, shape, out)):
+        size = float(np.abs(candidates[0].gives(stimulus, out)).mean())
+        bias = np.random.default_rng(i).standard_normal(shape[1]) * size
         biased = stimulus._replace(bias=cast.round_to(bias, out))
         results.append((biased, asked.run(biased)[0]))
     path, kind, wrong = roundings.with_bias(candidates, results, out)
@@ -133,20 +125,11 @@ def _bias(
         evidence = (
             f"{wrong} of {compared} sums of two products are not those of {kind}, the nearest order"
         )
-        return [
-            Cause(
-                "the bias is added in no order that has a name (G-15)", evidence, "imprecise", first
-            )
-        ]
+        name = "the bias is added in no order that has a name (G-15)"
+        return [Cause(name, evidence, "imprecise", first)]
     evidence = f"{compared - wrong} of {compared} sums of two products have the bits of it"
-    return [
-        Cause(
-            "the bias is added after the rounding to the output dtype (round_then_bias)",
-            evidence,
-            "right",
-            first,
-        )
-    ]
+    name = "the bias is added after the rounding to the output dtype (round_then_bias)"
+    return [Cause(name, evidence, "right", first)]
 
 
 def _plan(
@@ -196,12 +179,12 @@ def _has_bits(
     return True
 
 
-def _accumulator(asked: Any, shape: tuple[int, int, int], out: Format) -> list[Cause]:
+def _accumulator(asked: Asked, shape: Shape, out: Format) -> list[Cause]:
     """The narrow accumulator that gives sums of integers, or a cause without a name."""
     k = shape[2]
     ran = []
     for length in dict.fromkeys((min(SHORT, k), k)):
-        stimulus = stimuli.wide(asked.scaled, shape, asked.formats, length=length)
+        stimulus = stimuli.wide(asked, shape, length=length)
         ran.append((length, stimulus, asked.run(stimulus, repeat=True)[0]))
     _, stimulus, outputs = ran[-1]
     expected = cast.round_to(faults.expected(stimulus), out)
@@ -226,23 +209,12 @@ def _accumulator(asked: Any, shape: tuple[int, int, int], out: Format) -> list[C
         for products, results in stages:
             tried = accumulators.fitting(products, results, k, scale, out, tried)
         if tried:
-            others = f", or the same by {tried[1]}" if len(tried) > 1 else ""
-            return [
-                Cause(
-                    f"{tried[0]}{others}",
-                    f"{results.size} sums have the bits of it; {count}",
-                    "imprecise",
-                    first,
-                )
-            ]
-    return [
-        Cause(
-            f"an accumulator narrower than float32, of about {_bits(outputs, expected)} bits",
-            count,
-            "imprecise",
-            first,
-        )
-    ]
+            name = f"{tried[0]}" + (f", or the same by {tried[1]}" if len(tried) > 1 else "")
+            evidence = f"{results.size} sums have the bits of it; {count}"
+            return [Cause(name, evidence, "imprecise", first)]
+    bits = _bits(outputs, expected)
+    name = f"an accumulator narrower than float32, of about {bits} bits"
+    return [Cause(name, count, "imprecise", first)]
 
 
 def _bits(results: np.ndarray, expected: np.ndarray) -> int:

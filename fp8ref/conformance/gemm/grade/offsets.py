@@ -14,10 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from fp8ref.conformance.gemm.adapters import native_array
 from fp8ref.conformance.gemm.scaled_gemm import OUT_DTYPES, ProbeError, RefusedError, read_array
 from fp8ref.conformance.kit.finding import Described
-from fp8ref.conformance.kit.subject import FRAMEWORKS, Subject, name_of
+from fp8ref.conformance.kit.subject import FRAMEWORKS, Subject, name_of, native_array
 from fp8ref.formats import E4M3FN, Format
 from fp8ref.sim.quantize import cast
 

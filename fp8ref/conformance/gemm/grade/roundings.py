@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fp8ref.conformance.gemm.epilogues import combined
 from fp8ref.conformance.gemm.grade import faults
 from fp8ref.conformance.gemm.grade.accumulators import TF32
 from fp8ref.conformance.gemm.grade.stimuli import Stimulus
@@ -16,7 +17,7 @@ from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
 from fp8ref.sim.gemm import accumulate, gemm
 from fp8ref.sim.quantize import cast
 from fp8ref.spec import epilogue as epilogues
-from fp8ref.spec.epilogue import BIASES, EPILOGUES, Epilogue
+from fp8ref.spec.epilogue import BIASES, Epilogue
 
 FIRST = (None, BFLOAT16, FLOAT16, TF32, FLOAT32)
 """The formats that operands are dequantized and rounded to before they are multiplied; None: they
@@ -51,26 +52,7 @@ class Path:
         """The simulator's epilogue of this path, if there is one."""
         if self.dequantized is not None or self.via is not None or self.each_time:
             return None
-        fields = (self.scale, self.round_first, None, self.rounding)
-        named = next(
-            (
-                e
-                for e in EPILOGUES.values()
-                if (e.scale, e.round_first, e.bias, e.rounding) == fields
-            ),
-            None,
-        )
-        words = [
-            self.scale,
-            *["round_first"] * self.round_first,
-            *[self.rounding] * (self.rounding != "nearest_even"),
-        ]
-        return named or Epilogue(
-            name=", ".join(words),
-            scale=self.scale,
-            round_first=self.round_first,
-            rounding=self.rounding,
-        )
+        return combined(self.scale, self.round_first, None, self.rounding)
 
     @property
     def odd(self) -> str:
@@ -109,10 +91,8 @@ class Path:
         scale_a, scale_b = (_first_block_scales(q) for q in (s.a, s.b))
         with np.errstate(all="ignore"):
             if self.dequantized is not None:
-                a, b = (
-                    cast.round_to(x * scale, self.dequantized)
-                    for x, scale in ((a, scale_a), (b, scale_b))
-                )
+                a = cast.round_to(a * scale_a, self.dequantized)
+                b = cast.round_to(b * scale_b, self.dequantized)
                 # one product: its rounding to float32 is the only one
                 result = accumulate.f32(a, b) if a[:, 1].any() else (a[:, :1] * b[:, :1].T)
             elif self.each_time:
@@ -122,14 +102,10 @@ class Path:
                 plain = Epilogue(name="", scale=self.scale)
                 acc = accumulate.f32(a, b)
                 acc = cast.round_to(acc, out, rounding=self.rounding) if self.round_first else acc
-                result = gemm.finish_plain(
-                    acc, scale_a, scale_b.T, epilogue=plain, out_dtype=FLOAT32
-                )
-            result = (
-                result
-                if self.via is None
-                else cast.round_to(result, self.via, rounding=self.rounding)
-            )
+                scales = scale_a, scale_b.T
+                result = gemm.finish_plain(acc, *scales, epilogue=plain, out_dtype=FLOAT32)
+            if self.via is not None:
+                result = cast.round_to(result, self.via, rounding=self.rounding)
             return cast.round_to(result, out, rounding=self.rounding)
 
 
@@ -158,12 +134,8 @@ def fitting(
     tried: Sequence[Path], stimuli: Sequence[tuple[Stimulus, np.ndarray]], out: Format
 ) -> list[Path]:
     """The paths that give all results."""
-    for stimulus, results in stimuli:
-        tried = [
-            path
-            for path in tried
-            if np.array_equal(path.gives(stimulus, out), results, equal_nan=True)
-        ]
+    for s, results in stimuli:
+        tried = [p for p in tried if np.array_equal(p.gives(s, out), results, equal_nan=True)]
     return list(tried)
 
 
@@ -172,13 +144,9 @@ def with_bias(
 ) -> tuple[Path, epilogues.Bias, int]:
     """The path, and the way to add a bias after it, that give the most results of stimuli with a
     bias; and how many they do not give."""
-    wrong = {
-        (path, bias): sum(
-            int((biased(path, bias, s, out) != results).sum()) for s, results in stimuli
-        )
-        for path in tried
-        for bias in BIASES
-    }
+    wrong = dict.fromkeys(itertools.product(tried, BIASES), 0)
+    for (path, bias), (s, results) in itertools.product(wrong, stimuli):
+        wrong[path, bias] += int((biased(path, bias, s, out) != results).sum())
     path, bias = min(wrong, key=wrong.__getitem__)
     return path, bias, wrong[path, bias]
 

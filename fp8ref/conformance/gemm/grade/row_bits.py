@@ -4,11 +4,11 @@ A library may split K by the number of rows. Each result is then within its boun
 output depends on the batch that it is in: inference and training disagree in their bits.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from fp8ref.conformance.gemm.grade.stimuli import Stimulus
+from fp8ref.conformance.gemm.grade.stimuli import Asked, Stimulus
 from fp8ref.conformance.gemm.scaled_gemm import ProbeError, rows_of
 
 ROWS = (1, 16)  # the numbers of first rows that are multiplied by themselves
@@ -33,7 +33,7 @@ class RowBits(NamedTuple):
 NOT_ASKED = RowBits(())  # of a GEMM that takes no other number of rows, or is wrong
 
 
-def compare(asked: Any, stimulus: Stimulus, output: np.ndarray) -> RowBits:
+def compare(asked: Asked, stimulus: Stimulus, output: np.ndarray) -> RowBits:
     """Multiply the first rows by themselves, and compare their bits with those among all rows.
 
     stimulus, output   random operands and the GEMM's results of them, [M, N].

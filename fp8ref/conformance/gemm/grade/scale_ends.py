@@ -6,13 +6,13 @@ result back to the middle of the range, so that every output dtype holds it.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from fp8ref.conformance.gemm.grade.stimuli import Stimulus
+from fp8ref.conformance.gemm.grade.stimuli import Asked, Shape
 from fp8ref.conformance.gemm.grade.structure import Cause, first_of
-from fp8ref.conformance.gemm.scaled_gemm import RefusedError, hardware_scales, operand
+from fp8ref.conformance.gemm.scaled_gemm import RefusedError, hardware_scales
 from fp8ref.sim.quantize import cast
 
 EXPONENTS = (-127, -126, -100, -76, -22, -9, 8, 12, 76, 100, 126, 127)
@@ -48,7 +48,7 @@ def ends(granularity: str, other: str) -> Iterator[End]:
     yield End(np.float32(np.nan), np.float32(1), 1.0)
 
 
-def examine(asked: Any, shape: tuple[int, int, int]) -> tuple[list[Cause], list[str]]:
+def examine(asked: Asked, shape: Shape) -> tuple[list[Cause], list[str]]:
     """(causes of wrong results under scales at their ends, what the GEMM raised for), in words.
 
     A scale that the granularity's hardware does not have is not asked.
@@ -66,38 +66,32 @@ def examine(asked: Any, shape: tuple[int, int, int]) -> tuple[list[Cause], list[
     return causes, refused
 
 
-def _judge(asked: Any, shape: tuple[int, int, int], which: int, who: str, end: End) -> Cause | None:
+def _judge(asked: Asked, shape: Shape, which: int, who: str, end: End) -> Cause | None:
     """The cause if results under this scale are not exact: all are one power of two, or NaN."""
-    operands = []
-    for i, (rows, fmt, granularity) in enumerate(
-        zip(shape[:2], asked.formats, asked.scaled.granularities, strict=True)
-    ):
-        values = np.zeros((rows, shape[2]), np.float32)
-        values[:, 0] = end.product if i == which else 1.0
-        q = operand(cast.encode(values, fmt), fmt, granularity)
+    values = [np.zeros((rows, shape[2]), np.float32) for rows in shape[:2]]
+    for i, x in enumerate(values):
+        x[:, 0] = end.product if i == which else 1.0
+    stimulus = asked.stimulus(f"one product under scale_inv {end} of {who}", values)
+    scaled = []
+    for i, q in enumerate((stimulus.a, stimulus.b)):
         scale_inv = np.full_like(q.scale_inv, end.value if i == which else end.opposite)
         with np.errstate(all="ignore"):
-            operands.append(
-                q._replace(scale=np.asarray(np.float32(1) / scale_inv), scale_inv=scale_inv)
-            )
-    stimulus = Stimulus(f"one product under scale_inv {end} of {who}", operands[0], operands[1])
-    results, out = asked.run(stimulus)
+            scale = np.asarray(np.float32(1) / scale_inv)
+        scaled.append(q._replace(scale=scale, scale_inv=scale_inv))
+    results, out = asked.run(stimulus._replace(a=scaled[0], b=scaled[1]))
     value = end.product * float(end.value) * float(end.opposite)
     expected = np.full(results.shape, cast.round_to(np.float64(value), out))
     differ = (results != expected) & ~(np.isnan(results) & np.isnan(expected))
     if not differ.any():
         return None
     got = results[differ]
-    readings = {
-        "is read as 0": got == 0,
-        "gives NaN": np.isnan(got),
-        "gives infinity": np.isinf(got),
-    }
-    reading = next(
-        (words for words, at in readings.items() if at.all()), "is read as another number"
-    )
-    if np.isnan(end.value):
-        reading = "is ignored" if np.isfinite(got).all() else reading
+    reading = "is read as another number"
+    if (got == 0).all():
+        reading = "is read as 0"
+    elif np.isnan(got).all() or np.isinf(got).all():
+        reading = f"gives {'NaN' if np.isnan(got).all() else 'infinity'}"
+    if np.isnan(end.value) and np.isfinite(got).all():
+        reading = "is ignored"
     name = f"scale_inv {end} of {who} {reading}"
     evidence = f"{int(differ.sum())} of {differ.size} results under it differ"
     return Cause(name, evidence, "wrong", first_of(stimulus, results, expected, differ, "G-4"))

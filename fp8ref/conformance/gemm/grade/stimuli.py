@@ -11,19 +11,25 @@
 ``thinned``   the same in few blocks of a long K, zeros elsewhere.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fp8ref.conformance.gemm import plans
-from fp8ref.conformance.gemm.scaled_gemm import ScaledGemm, operand
+from fp8ref.conformance.gemm.scaled_gemm import RefusedError, ScaledGemm, operand
 from fp8ref.conformance.gemm.stimulus import Bench
 from fp8ref.formats import FLOAT16, Format
+from fp8ref.sim.gemm.accumulate import Accumulation
 from fp8ref.sim.quantize import cast
 from fp8ref.sim.quantize.scaling import Quantized
+from fp8ref.spec.epilogue import EPILOGUES, Epilogue
 from fp8ref.spec.granularity import by_name, scale_shape
 
+Shape = tuple[int, int, int]  # M, N and K
+SHORT = 1024  # K with which codes, scales and roundings are asked, if no shorter one is
 TERMS = 40
 """Products of a sum of ``integers``: of 3 x 2 at most each, so that 40 of them stay below 2^8."""
 
@@ -40,6 +46,43 @@ END = 256
 BLOCK = 128  # length of the blocks of ``thinned``: a multiple of those that scales have
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A GEMM, and what it is asked with."""
+
+    scaled: ScaledGemm
+    formats: tuple[Format, Format]
+    epilogue: Epilogue = EPILOGUES["scale_then_round"]
+    accumulate: str | Accumulation = "exact"
+    seed: int = 0
+
+    def run(self, stimulus: "Stimulus", *, repeat: bool = False) -> tuple[np.ndarray, Format]:
+        """The results of a stimulus, and their dtype; repeat: of two runs, which must agree."""
+        return self.scaled.multiply(stimulus.a, stimulus.b, stimulus.bias, repeat=repeat)
+
+    def short(self, shapes: Iterable[Shape]) -> Shape:
+        """The shape of the least K, cut to ``SHORT`` if the GEMM takes that."""
+        m, n, k = min(shapes, key=lambda shape: shape[2])
+        cut = (m, n, min(k, SHORT))
+        try:
+            self.run(integers(self, cut))
+        except RefusedError:
+            return m, n, k
+        return cut
+
+    def stimulus(
+        self, name: str, values: Iterable[np.ndarray], scales: Iterable[Any] = (1.0, 1.0)
+    ) -> "Stimulus":
+        """A stimulus of numbers [M, K] and [N, K] under scales."""
+        codes = [cast.encode(x, fmt) for x, fmt in zip(values, self.formats, strict=True)]
+        return Stimulus(name, *self.scaled.operands(codes, self.formats, scales))
+
+    def scale_shapes(self, *shapes: tuple[int, int]) -> list[tuple[int, ...]]:
+        """The shapes of the scales of a and of b of these shapes."""
+        both = zip(self.scaled.granularities, shapes, strict=True)
+        return [scale_shape(granularity, shape, -1) for granularity, shape in both]
+
+
 class Stimulus(NamedTuple):
     """Two operands, and a bias [N] or none."""
 
@@ -49,7 +92,7 @@ class Stimulus(NamedTuple):
     bias: np.ndarray | None = None
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> Shape:
         """M, N and K."""
         return len(self.a.codes), len(self.b.codes), self.a.codes.shape[1]
 
@@ -62,13 +105,7 @@ class Stimulus(NamedTuple):
         )
 
 
-def integers(
-    scaled: ScaledGemm,
-    shape: tuple[int, int, int],
-    formats: tuple[Format, Format],
-    *,
-    bias: bool = False,
-) -> Stimulus:
+def integers(asked: Asked, shape: Shape, *, bias: bool = False) -> Stimulus:
     """Few small integers in each row of a, small integers everywhere in b; of a long K, half of
     them at its ends.
 
@@ -77,32 +114,20 @@ def integers(
     """
     m, n, k = shape
     rng = np.random.default_rng([m, n, k])
-    block = by_name(scaled.granularity).reduced
+    block = by_name(asked.scaled.granularity).reduced
     count = min(4 if bias else TERMS_OF_BLOCKS if block else TERMS, k)
     padded = -(-k // block) * block if block else k
     a, b = np.zeros((m, padded), np.float32), np.zeros((n, padded), np.float32)
     for row in a:
         row[_places(rng, k, count)] = rng.choice([-3, -2, -1, 1, 2, 3], count)
     b[:, :k] = rng.choice(np.array([-2, -1, 1, 2], np.float32), (n, k))
-    scales = [
-        _powers(rng, granularity, x.shape, centre)
-        for granularity, x, centre in zip(
-            scaled.granularities, (a, b), (0 if bias else 1, 0 if bias else -5), strict=True
-        )
-    ]
-    operands = [
-        operand(cast.encode(x, fmt), fmt, granularity, 1 / scale)
-        for x, fmt, granularity, scale in zip(
-            (a, b), formats, scaled.granularities, scales, strict=True
-        )
-    ]
-    added = rng.integers(-63, 64, n).astype(np.float32) if bias else None
-    if bias:  # scale_inv 8 and 1/2: a bias that is added before one of them or both shows
-        operands = [
-            operand(q.codes, q.fmt, q.granularity, scale)
-            for q, scale in zip(operands, (0.125, 2.0), strict=True)
-        ]
-    return Stimulus("integers", operands[0], operands[1], added)
+    shapes = zip(asked.scale_shapes(a.shape, b.shape), (1, -5), strict=True)
+    scales = [1 / _powers(rng, counts, centre) for counts, centre in shapes]
+    if not bias:
+        return asked.stimulus("integers", (a, b), scales)
+    # scale_inv 8 and 1/2: a bias that is added before one of them or both shows
+    added = rng.integers(-63, 64, n).astype(np.float32)
+    return asked.stimulus("integers", (a, b), (0.125, 2.0))._replace(bias=added)
 
 
 def cut(stimulus: Stimulus, k: int) -> Stimulus:
@@ -122,15 +147,12 @@ def _places(rng: np.random.Generator, k: int, count: int) -> np.ndarray:
     return np.concatenate([first, others, k - 1 - last])
 
 
-def _powers(
-    rng: np.random.Generator, granularity: str, shape: tuple[int, int], centre: int
-) -> np.ndarray:
-    """Scale_inv of a granularity: powers of two, which differ by row, and by a factor of 2 along K.
+def _powers(rng: np.random.Generator, counts: tuple[int, ...], centre: int) -> np.ndarray:
+    """Scale_inv of a shape: powers of two, which differ by row, and by a factor of 2 along K.
 
     The last block along K, which may be cut, has another one than the block before it: the larger,
     in both operands, so that their products do not make up for each other.
     """
-    counts = scale_shape(granularity, shape, -1)
     if not counts:
         return np.asarray(2.0**centre, np.float32)
     by_row = rng.integers(-3, 4, (counts[0], 1))
@@ -139,9 +161,7 @@ def _powers(
     return (2.0 ** (centre + by_row + along_k)).astype(np.float32)
 
 
-def single(
-    scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format]
-) -> Iterator[tuple[np.ndarray, Stimulus]]:
+def single(asked: Asked, shape: Shape) -> Iterator[tuple[np.ndarray, Stimulus]]:
     """Pairs of (k [M, N], the index of K whose product alone a result has, -1 of none; the
     operands).
 
@@ -156,39 +176,22 @@ def single(
         where = np.arange(begin, min(begin + m * n, k))
         a[(where - begin) // n, where] = 1
         b[(where - begin) % n, where] = 1
-        operands = [
-            operand(cast.encode(x, fmt), fmt, granularity)
-            for x, fmt, granularity in zip((a, b), formats, scaled.granularities, strict=True)
-        ]
-        yield indices, Stimulus("single products", operands[0], operands[1])
+        yield indices, asked.stimulus("single products", (a, b))
 
 
-def codes(
-    scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format]
-) -> Iterator[Stimulus]:
+def codes(asked: Asked, shape: Shape) -> Iterator[Stimulus]:
     """All codes of a times all of b, each the only product of its result."""
     m, n, k = shape
-    for first_a in range(0, 1 << formats[0].bits, m):
-        for first_b in range(0, 1 << formats[1].bits, n):
-            operands = []
-            for count, first, fmt, granularity in (
-                (m, first_a, formats[0], scaled.granularities[0]),
-                (n, first_b, formats[1], scaled.granularities[1]),
-            ):
-                drawn = np.zeros((count, k), np.uint8)
-                drawn[:, 0] = (first + np.arange(count)) % (1 << fmt.bits)
-                operands.append(operand(drawn, fmt, granularity))
-            yield Stimulus("all codes", operands[0], operands[1])
+    a, b = np.zeros((m, k), np.uint8), np.zeros((n, k), np.uint8)
+    count_a, count_b = (1 << fmt.bits for fmt in asked.formats)
+    for first_a, first_b in itertools.product(range(0, count_a, m), range(0, count_b, n)):
+        a[:, 0] = (first_a + np.arange(m)) % count_a
+        b[:, 0] = (first_b + np.arange(n)) % count_b
+        operands = asked.scaled.operands((a.copy(), b.copy()), asked.formats)
+        yield Stimulus("all codes", *operands)
 
 
-def pairs(
-    scaled: ScaledGemm,
-    shape: tuple[int, int, int],
-    formats: tuple[Format, Format],
-    out: Format,
-    *,
-    terms: int = 2,
-) -> Iterator[Stimulus]:
+def pairs(asked: Asked, shape: Shape, out: Format, *, terms: int = 2) -> Iterator[Stimulus]:
     """Sums of one or two products under random scales, also at large and small results.
 
     A sum of two products rounds once in float32, whatever the order.
@@ -196,30 +199,22 @@ def pairs(
     m, n, k = shape
     for seed, exponent in enumerate((0, 0, 0, 0) if out == FLOAT16 else (0, 0, 20, -40)):
         rng = np.random.default_rng([seed, terms])
-        operands = []
-        for count, fmt, granularity in zip((m, n), formats, scaled.granularities, strict=True):
-            values = np.zeros((count, k), np.float32)
+        operands, scales = (np.zeros((m, k), np.float32), np.zeros((n, k), np.float32)), []
+        scale_shapes = asked.scale_shapes((m, k), (n, k))
+        for values, fmt, scale in zip(operands, asked.formats, scale_shapes, strict=True):
             if fmt.bits == 8:
-                values[:, 0] = rng.integers(8, 16, count)
+                values[:, 0] = rng.integers(8, 16, len(values))
                 # 2^-12 of the first product
-                values[:, 1] = rng.integers(8, 16, count) / 64 * (terms > 1)
+                values[:, 1] = rng.integers(8, 16, len(values)) / 64 * (terms > 1)
             else:
-                values[:, 0] = rng.choice([3, 4, 6], count)
-                values[:, 1] = rng.choice([0.5, 1, 1.5], count) * (terms > 1)
-            scales = 2.0 ** (
-                rng.uniform(-1, 1, (scale_shape(granularity, values.shape, -1))) - exponent / 2
-            )
-            operands.append(operand(cast.encode(values, fmt), fmt, granularity, scales))
-        yield Stimulus(
-            f"{'single products' if terms == 1 else 'sums of two products'} under random scales",
-            operands[0],
-            operands[1],
-        )
+                values[:, 0] = rng.choice([3, 4, 6], len(values))
+                values[:, 1] = rng.choice([0.5, 1, 1.5], len(values)) * (terms > 1)
+            scales.append(2.0 ** (rng.uniform(-1, 1, scale) - exponent / 2))
+        sums = "single products" if terms == 1 else "sums of two products"
+        yield asked.stimulus(f"{sums} under random scales", operands, scales)
 
 
-def wide(
-    scaled: ScaledGemm, shape: tuple[int, int, int], formats: tuple[Format, Format], *, length: int
-) -> Stimulus:
+def wide(asked: Asked, shape: Shape, *, length: int) -> Stimulus:
     """Integers in the first ``length`` of K: of one sign in every other row, of both in the others.
 
     Sums of magnitudes are below 2^24, and scale_inv of a brings them into float16's range.
@@ -229,40 +224,28 @@ def wide(
     most = 15 if 100 * k < 1 << 24 else 3
     assert 9 * k < 1 << 24, k
     rng = np.random.default_rng([m, n, k, 1])
-    operands = []
+    operands = np.zeros((m, k), np.float32), np.zeros((n, k), np.float32)
+    for values in operands:
+        drawn = values[:, :length]
+        drawn[:] = rng.integers(1, most + 1, drawn.shape)
+        drawn[1::2] *= rng.choice(np.array([-1, 1], np.float32), drawn[1::2].shape)
     scale = 2.0 ** max(int(100 * k).bit_length() - 15, 0)
-    for count, fmt, granularity, factor in zip(
-        (m, n), formats, scaled.granularities, (scale, 1.0), strict=True
-    ):
-        values = np.zeros((count, k), np.float32)
-        values[:, :length] = rng.integers(1, most + 1, (count, length))
-        values[1::2, :length] *= rng.choice(np.array([-1, 1], np.float32), (count // 2, length))
-        operands.append(operand(cast.encode(values, fmt), fmt, granularity, factor))
-    return Stimulus("integers of many bits", operands[0], operands[1])
+    return asked.stimulus("integers of many bits", operands, (scale, 1.0))
 
 
-def random(
-    scaled: ScaledGemm,
-    shape: tuple[int, int, int],
-    formats: tuple[Format, Format],
-    out: Format,
-    seed: int,
-) -> Stimulus:
+def random(asked: Asked, shape: Shape, out: Format) -> Stimulus:
     """Normal numbers whose width varies by row and along K, under random scales."""
     m, n, k = shape
-    rng = np.random.default_rng([seed, m, n, k])
-    bench = Bench(gemm=scaled, m=m, n=n, k=-(-k // 32) * 32, fmt_a=formats[0], fmt_b=formats[1])
+    rng = np.random.default_rng([asked.seed, m, n, k])
+    fmt_a, fmt_b = asked.formats
+    bench = Bench(gemm=asked.scaled, m=m, n=n, k=-(-k // 32) * 32, fmt_a=fmt_a, fmt_b=fmt_b)
     drawn = [np.ascontiguousarray(x[:, :k]) for x in plans.draw_codes(bench, rng)]
-    operands = []
-    for granularity, fmt, x in zip(scaled.granularities, formats, drawn, strict=True):
-        # values reach 2^7, and sums 2^14 K: float16 holds those of operands that are smaller by the
-        # root of K each
-        scales = 2.0 ** (
-            rng.uniform(-1, 1, scale_shape(granularity, x.shape, -1))
-            + (k.bit_length() / 2 + 1) * (out == FLOAT16)
-        )
-        operands.append(operand(x, fmt, granularity, scales))
-    return Stimulus("random operands", operands[0], operands[1])
+    # values reach 2^7, and sums 2^14 K: float16 holds those of operands that are smaller by the
+    # root of K each
+    smaller = (k.bit_length() / 2 + 1) * (out == FLOAT16)
+    scale_shapes = asked.scale_shapes((m, k), (n, k))
+    scales = [2.0 ** (rng.uniform(-1, 1, shape) + smaller) for shape in scale_shapes]
+    return Stimulus("random operands", *asked.scaled.operands(drawn, asked.formats, scales))
 
 
 def thinned(few: Stimulus, k: int) -> Stimulus:

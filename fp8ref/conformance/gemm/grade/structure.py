@@ -6,7 +6,7 @@ fault that gives their bits, in all of the result or in the tile that is wrong.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,6 +48,11 @@ class Cause(NamedTuple):
     part: str = ""
     exact: bool = False
 
+    def to_dict(self) -> dict[str, Any]:
+        """Name, evidence, severity and first result, as --json writes them."""
+        first = self.first and self.first.to_dict()
+        return {**dict(zip(self._fields[:3], self, strict=False)), "first": first}
+
 
 class Tile(NamedTuple):
     """Rows and columns [begin, end) of a result."""
@@ -70,10 +75,7 @@ def counterexample(
 ) -> Counterexample:
     """One result of a stimulus that differs."""
     return Counterexample(
-        input=f"out{list(map(int, at))} of {stimulus}",
-        got=show(got),
-        expected=show(expected),
-        clause=clause,
+        f"out{list(map(int, at))} of {stimulus}", show(got), show(expected), clause
     )
 
 
@@ -101,33 +103,24 @@ def indices(
     present, empty = places >= 0, places < 0
     added = results[empty][:1]
     if added.size and added[0] and np.array_equal(results, (present + added).astype(np.float32)):
-        return [
-            (
-                f"{show(added[0])}{EVERY}",
-                np.flatnonzero(empty),
-                first_of(stimulus, results, present.astype(np.float32), empty),
-            )
-        ]
+        first = first_of(stimulus, results, present.astype(np.float32), empty)
+        return [(f"{show(added[0])}{EVERY}", np.flatnonzero(empty), first)]
     if skipped is not None:
-        present = present.copy()
         present[skipped.place] = False
-        empty = empty.copy()
         empty[skipped.place] = False
     kinds = {
         "dropped": present & (results == 0),
         "added twice": present & (results == 2),
-        "added with another factor": present & (results != 1) & (results != 0) & (results != 2),
+        "added with another factor": present & ~np.isin(results, (0, 1, 2)),
         NO_PRODUCT: empty & (results != 0),
     }
-    numbers = {
-        kind: np.flatnonzero(at) if kind == NO_PRODUCT else np.sort(places[at])
-        for kind, at in kinds.items()
-    }
-    return [
-        (kind, numbers[kind], first_of(stimulus, results, present.astype(np.float32), at))
-        for kind, at in kinds.items()
-        if at.any()
-    ]
+    causes = []
+    for kind, at in kinds.items():
+        if at.any():
+            numbers = np.flatnonzero(at) if kind == NO_PRODUCT else np.sort(places[at])
+            first = first_of(stimulus, results, present.astype(np.float32), at)
+            causes.append((kind, numbers, first))
+    return causes
 
 
 def ranges(numbers: np.ndarray) -> str:
@@ -220,23 +213,17 @@ def integer_causes(
         if _alike(results, faulty, out):
             evidence = f"all {results.size} results have the bits of it; {count}"
             return [Cause(fault.name, evidence, "wrong", first, exact=True)], None
-        if (
-            tile is None
-            or tile_cause is not None
-            or np.array_equal(faulty[tile.place], expected[tile.place])
-        ):
+        if tile is None or tile_cause is not None:
             continue
-        if _alike(results[tile.place], faulty[tile.place], out):
+        inside, faulty = results[tile.place], faulty[tile.place]
+        if _alike(inside, faulty, out) and not np.array_equal(faulty, expected[tile.place]):
             evidence = (
-                f"its {results[tile.place].size} results have the bits of it, and all others are "
-                f"right; {count}"
+                f"its {inside.size} results have the bits of it, and all others are right; {count}"
             )
-            tile_cause = Cause(
-                f"a wrong tile, {tile}: {fault.name}", evidence, "wrong", first, exact=True
-            )
-    return [
-        tile_cause or Cause(_unnamed(results, expected, differ, tile), count, "wrong", first)
-    ], tile
+            name = f"a wrong tile, {tile}: {fault.name}"
+            tile_cause = Cause(name, evidence, "wrong", first, exact=True)
+    unnamed = Cause(_unnamed(results, expected, differ, tile), count, "wrong", first)
+    return [tile_cause or unnamed], tile
 
 
 def _alike(results: np.ndarray, faulty: np.ndarray, out: Format) -> bool:

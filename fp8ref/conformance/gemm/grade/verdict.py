@@ -8,11 +8,10 @@ import numpy as np
 
 from fp8ref.conformance.gemm.grade import codes
 from fp8ref.conformance.gemm.grade.row_bits import RowBits
+from fp8ref.conformance.gemm.grade.stimuli import Shape
 from fp8ref.conformance.gemm.grade.structure import Cause
 from fp8ref.conformance.kit.finding import Counterexample, Described, Finding
 from fp8ref.formats import Format
-
-Shape = tuple[int, int, int]  # M, N and K
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +41,8 @@ class Measured:
     def to_dict(self) -> dict[str, Any]:
         """As --json writes it: numbers, infinity as None."""
         numbers = {key: getattr(self, key) for key in ("ulps", "median_ulps", "bounds", "error")}
-        return {key: value if np.isfinite(value) else None for key, value in numbers.items()} | {
-            "count": self.count,
-            "worst": self.worst and self.worst.to_dict(),
-        }
+        finite = {key: value if np.isfinite(value) else None for key, value in numbers.items()}
+        return finite | {"count": self.count, "worst": self.worst and self.worst.to_dict()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,13 +119,10 @@ class Grade(Described):
         if self.rows.said:
             lines.append(f"  {self.rows.said}")
         if self.plan is not None:
-            lines.append(
-                "  random results have the bits of "
-                f"{self.plan!r}{f' under {self.epilogue!r}' if self.epilogue else ''}"
-            )
-        return "\n".join(
-            [*lines, f"  tested: {self.asked}", f"  not tested: {'; '.join(self.unasked)}"]
-        )
+            under = f" under {self.epilogue!r}" if self.epilogue else ""
+            lines.append(f"  random results have the bits of {self.plan!r}{under}")
+        lines += [f"  tested: {self.asked}", f"  not tested: {'; '.join(self.unasked)}"]
+        return "\n".join(lines)
 
     @property
     def asked(self) -> str:
@@ -148,19 +142,8 @@ class Grade(Described):
             "subject": self.name,
             "about": dict(self.about),
             "verdict": self.verdict,
-            "measured": [
-                {"shape": list(shape), **errors.to_dict()}
-                for shape, errors in self.measured.items()
-            ],
-            "causes": [
-                {
-                    "name": cause.name,
-                    "evidence": cause.evidence,
-                    "severity": cause.severity,
-                    "first": cause.first and cause.first.to_dict(),
-                }
-                for cause in self.causes
-            ],
+            "measured": [{"shape": list(s), **one.to_dict()} for s, one in self.measured.items()],
+            "causes": [cause.to_dict() for cause in self.causes],
             "batch_invariant": self.rows.alike,
             "plan": self.plan,
             "epilogue": self.epilogue,
@@ -172,9 +155,7 @@ class Grade(Described):
             "granularities": list(self.granularities),
             "bias": self.bias,
             "edges": list(self.edges),
-            "refused": [
-                {"shape": list(shape), "error": error} for shape, error in self.refused.items()
-            ],
+            "refused": [{"shape": list(s), "error": why} for s, why in self.refused.items()],
             "unasked": list(self.unasked),
         }
 

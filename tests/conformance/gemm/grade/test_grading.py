@@ -183,7 +183,8 @@ def test_a_planted_gemm_of_a_very_long_k(name):
 )
 def test_few_products_among_zeros_have_the_same_sums(granularity, k):
     scaled = ScaledGemm(name="sim", function=gemm.matmul, granularity=granularity)
-    few = stimuli.random(scaled, (8, 8, stimuli.LONG), (E4M3FN, E5M2), BFLOAT16, 0)
+    asked = stimuli.Asked(scaled=scaled, formats=(E4M3FN, E5M2))
+    few = stimuli.random(asked, (8, 8, stimuli.LONG), BFLOAT16)
     long = stimuli.thinned(few, k)
     assert long.shape == (8, 8, k)
     assert long.a.codes[:, 0].any()
