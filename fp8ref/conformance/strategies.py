@@ -104,11 +104,10 @@ def shapes(
     if ragged:
         whole = st.one_of(st.sampled_from([block + 1, 2 * block - 1, 1]), st.integers(1, 2 * block))
     reduced = st.integers(1, most) if of.reduced is None else whole
-    other = (
-        st.integers(1, most)
-        if of.other in (None, 1)
-        else st.sampled_from([1, 2, of.other, (of.other or 1) + 1])
-    )
+    if of.other in (None, 1):
+        other = st.integers(1, most)
+    else:
+        other = st.sampled_from([1, 2, of.other, (of.other or 1) + 1])
     return st.tuples(other, reduced) if axis % 2 else st.tuples(reduced, other)
 
 

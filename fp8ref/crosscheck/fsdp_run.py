@@ -139,11 +139,10 @@ class Replicated(Trainer):
     def __init__(self, config: Config, data: int, fsdp: int) -> None:
         super().__init__(config.replace(parallel={"data": 1, "fsdp": 1, "reduce_dtype": "float32"}))
         self._ranks, self._dtype = (data, fsdp), config.parallel.reduce_dtype
-        self._in_fp8 = (
-            {f"{name}.weight" for name in llama.linear_shapes(config.model)}
-            if self._dtype == "float8_e4m3fn"
-            else set()
-        )
+        if self._dtype == "float8_e4m3fn":
+            self._in_fp8 = {f"{name}.weight" for name in llama.linear_shapes(config.model)}
+        else:
+            self._in_fp8 = set()
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
         """Take one optimizer step, as Trainer does, from the batch's rows rank by rank."""
@@ -216,11 +215,10 @@ def _amaxes(trainer: Trainer, operands: Operands) -> dict[str, np.ndarray]:
     for decision in trainer.decisions:
         for role in delayed_casts(decision.recipe) if decision.fp8 else ():
             name, is_weight = decision.path, role == "weight"
-            largest = (
-                scaling.amax(cast.round_to(weights[f"{name}.weight"], BFLOAT16))
-                if is_weight
-                else operands.amax(name, role)
-            )
+            if is_weight:
+                largest = scaling.amax(cast.round_to(weights[f"{name}.weight"], BFLOAT16))
+            else:
+                largest = operands.amax(name, role)
             amaxes[f"{name}/{role}"] = largest
     return amaxes
 

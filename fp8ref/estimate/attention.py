@@ -142,11 +142,9 @@ def seconds(config: Config, variant: Variant, backend: str, ceilings: Ceilings) 
     rate = ceilings.fp8 if low else ceilings.bf16
     heads, width, codes = _heads(config), config.model.head_dim, 1 if low else 2
     # torch._scaled_mm takes one head of keys of one sequence; all other products are batched.
-    each = (
-        heads * config.model.num_key_value_heads // config.model.num_attention_heads
-        if low and backend == "torch"
-        else 1
-    )
+    each = 1
+    if low and backend == "torch":
+        each = heads * config.model.num_key_value_heads // config.model.num_attention_heads
     total = 0.0
     for one in passes(variant, config.parallel.checkpointing, config.numerics.attention_scaling):
         for rows, keys in _pairs(config, variant, backend):

@@ -118,13 +118,12 @@ def _sizes(config: Config, backend: str) -> Table:
     if config.numerics.schedule:
         for (begins, recipe), start in zip(config.numerics.schedule, config.starts, strict=True):
             reached = start is not None and start < config.run.steps
-            when = (
-                "when it is measured"
-                if "sqnr" in str(begins)
-                else f"from step {start:,}"
-                if reached
-                else "not in this run"
-            )
+            if "sqnr" in str(begins):
+                when = "when it is measured"
+            elif reached:
+                when = f"from step {start:,}"
+            else:
+                when = "not in this run"
             table.add_row(f"phase: {recipe}", str(begins), when)
     table.add_row("tokens a run", f"{tokens * config.run.steps:,}", f"{config.run.steps:,} steps")
     return table
@@ -146,11 +145,10 @@ def _memory(config: Config, backend: str) -> Table:
             f"Memory of a device, estimated, under recipe {memory.largest(config, backend)!r}, "
             "the largest of the schedule"
         )
-    checkpointing = (
-        "no activation checkpointing"
-        if config.parallel.checkpointing == "none"
-        else f"checkpointing {config.parallel.checkpointing}"
-    )
+    if config.parallel.checkpointing == "none":
+        checkpointing = "no activation checkpointing"
+    else:
+        checkpointing = f"checkpointing {config.parallel.checkpointing}"
     table.caption = (
         "in: moments of a step, in order: the backward pass of the loss, the last layer, the "
         "first layer and the embedding; the update. H, A, KV, F: hidden, query, key and value, "
@@ -232,11 +230,10 @@ def _gemms(config: Config, backend: str) -> Table:
             ", ".join(dict.fromkeys(names)),
             runs_in,
         )
-    again = (
-        "; what checkpointing runs again is not counted"
-        if config.parallel.checkpointing != "none"
-        else ""
-    )
+    if config.parallel.checkpointing != "none":
+        again = "; what checkpointing runs again is not counted"
+    else:
+        again = ""
     share = (
         f"{100 * in_fp8 / flops:.1f} % of their {flops * config.data.microbatches:.3g} FLOPs in FP8"
     )
@@ -295,11 +292,10 @@ def _break_even(config: Config, backend: str) -> Table:
             f"SLOWER in FP8 on {' and '.join(slower)}: name it in filter_fqns" if slower else ""
         )
         table.add_row(roofline.short_name(kind[0]), *cells, advice)
-    eager = (
-        ""
-        if kernels.fusion(config, backend) != "eager"
-        else "; casts not fused, as without parallel.compile"
-    )
+    if kernels.fusion(config, backend) != "eager":
+        eager = ""
+    else:
+        eager = "; casts not fused, as without parallel.compile"
     table.caption = (
         f"Estimates from published rates, not measurements{eager}; fp8ref estimate says what "
         "they are made of."

@@ -36,11 +36,9 @@ def slower(ledgers: Sequence[tuple[Decision, Ledger]], backend: str) -> list[set
         if ledger.parts:
             path, recipe = kind(decision)
             parent, _, name = path.rpartition(".")
-            first = (
-                FIRST_READER.get(name, name)
-                if backend == "jax" and decision.experts is None
-                else name
-            )
+            first = name
+            if backend == "jax" and decision.experts is None:
+                first = FIRST_READER.get(name, name)
             groups.setdefault((parent, first, recipe), {})[path, recipe] = (name == first, ledger)
     lost: list[set[Kind]] = []
     for members in groups.values():

@@ -203,11 +203,9 @@ def rescale(
         times = 2 if which == "grad_weight" and linear in llama.COLUMN[:3] else 1
         return [] if fused else [Kernel("rescale", (times * writes(spec, fusion) + 2) * outputs)]
     # eager writes the product of both scales in float32 first
-    return (
-        [Kernel("rescale", 4 * outputs)]
-        if fusion == "inductor"
-        else [Kernel("rescale", 4 * outputs), Kernel("rescale", 8 * outputs)]
-    )
+    if fusion == "inductor":
+        return [Kernel("rescale", 4 * outputs)]
+    return [Kernel("rescale", 4 * outputs), Kernel("rescale", 8 * outputs)]
 
 
 def writes(spec: GemmSpec, fusion: Fusion) -> int:
@@ -298,15 +296,15 @@ def _xla(
         if not by_others:
             # attention's output is in the order of heads: the kernel of one amax writes magnitudes
             # in that of tokens, for the other's
-            turned = (
-                2
-                if source == "attention"
+            turned = 0
+            if (
+                source == "attention"
                 and role == "input"
                 and along
                 and len(rows) == 2
                 and not pieces
-                else 0
-            )
+            ):
+                turned = 2
             kernels.append(Kernel("amax", (read + turned) * n))
     orders = 1 if gathered is not None and not rows else len(served)
     apart = (
@@ -370,11 +368,9 @@ def _copies(granularities: Collection[str], linear: str, *, gathered: bool) -> b
     and down, or of pieces those of attention."""
     if "rowwise" not in granularities or "tensorwise" not in granularities:
         return "rowwise" in granularities
-    return (
-        linear.endswith(("gate_proj", "up_proj", "down_proj"))
-        if gathered
-        else linear not in ("q_proj", "o_proj", "down_proj")
-    )
+    if gathered:
+        return linear.endswith(("gate_proj", "up_proj", "down_proj"))
+    return linear not in ("q_proj", "o_proj", "down_proj")
 
 
 def _dequantized(n: float, fusion: Fusion) -> list[Kernel]:
@@ -387,11 +383,9 @@ def _dequantized(n: float, fusion: Fusion) -> list[Kernel]:
             Kernel("cast", 8 * n),
             Kernel("cast", 6 * n),
         ]
-    return (
-        [Kernel("amax", 2 * n), Kernel("cast", 4 * n)]
-        if fusion == "xla"
-        else [Kernel("cast", 4 * n)]
-    )
+    if fusion == "xla":
+        return [Kernel("amax", 2 * n), Kernel("cast", 4 * n)]
+    return [Kernel("cast", 4 * n)]
 
 
 def _eager_amax(n: float) -> list[Kernel]:

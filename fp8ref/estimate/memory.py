@@ -76,11 +76,9 @@ def lines(config: Config, backend: str, recipe: str | None = None) -> dict[str, 
     )
     recipe = recipe or largest(config, backend)
     # In PyTorch phases of a schedule share one weight, and keep none in FP8.
-    kept_in_fp8 = (
-        copied(config.under(recipe), backend)
-        if backend == "jax" or len(config.recipes) == 1
-        else {}
-    )
+    kept_in_fp8 = {}
+    if backend == "jax" or len(config.recipes) == 1:
+        kept_in_fp8 = copied(config.under(recipe), backend)
     config = config.under(recipe)
     sizes = piece_sizes(config, backend)
     state, masters = _state(config, sizes)

@@ -131,11 +131,9 @@ class Forecast(Result):
             )
         if not lost:
             none = all((row.ledger.ratio or 1) >= 1 for row in self.rows)
-            text = (
-                "No linear is slower in FP8."
-                if none
-                else "With fewer linears in FP8 the step is no faster."
-            )
+            text = "With fewer linears in FP8 the step is no faster."
+            if none:
+                text = "No linear is slower in FP8."
             if not self.fused:
                 text += " Casts are not fused: set parallel.compile to block."
             return text + tail
@@ -174,11 +172,9 @@ class Forecast(Result):
         return table
 
     def _caption(self) -> str:
-        active_text = (
-            f"{self.parameters:,} parameters, of which {self.active:,} take a token. "
-            if self.active < self.parameters
-            else ""
-        )
+        active_text = ""
+        if self.active < self.parameters:
+            active_text = f"{self.parameters:,} parameters, of which {self.active:,} take a token. "
         return (
             f"{active_text}If linears took no time, the step's speed-up would be "
             f"{self.step.limit:.2f}. Collectives and the host are left out: they mostly bring "

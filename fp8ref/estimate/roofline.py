@@ -199,11 +199,9 @@ def runs_in(spec: GemmSpec, backend: str) -> str:
         f"{cast.fmt.name} {cast.granularity}" + " delayed" * (cast.delayed is not None)
         for cast in (spec.a, spec.b)
     )
-    return (
-        f"{operands}, {spec.accumulate}"
-        if multiplies_fp8(spec, backend)
-        else f"{operands}, dequantized: no FP8 GEMM (G-16)"
-    )
+    if multiplies_fp8(spec, backend):
+        return f"{operands}, {spec.accumulate}"
+    return f"{operands}, dequantized: no FP8 GEMM (G-16)"
 
 
 def gemms_ledger(

@@ -79,11 +79,10 @@ def threshold(attention: Attention, tiling: Tiling) -> Between | None:
         f"a score {low:.4g} powers of two above the maximum does not rescale, {high:.4g} does"
     )
     nice, unit = _nice(low, high)
-    words = (
-        f"{nice:g} powers of {unit}"
-        if nice is not None
-        else f"{low:.3g} to {high:.3g} powers of two"
-    )
+    if nice is not None:
+        words = f"{nice:g} powers of {unit}"
+    else:
+        words = f"{low:.3g} to {high:.3g} powers of two"
     return Between(low, high, Finding("threshold", nice, evidence, words=words))
 
 

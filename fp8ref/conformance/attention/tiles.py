@@ -80,12 +80,13 @@ def _refined(attention: Attention, ranks: np.ndarray) -> Tiling:
     length = int(keys[alike][0]) if alike.any() else int(keys[-1]) + 1
     order = "descending" if descending else "ascending"
     blocks, ends = ("from", "on ") if descending else ("before", "")
-    evidence = (
-        f"under a larger score at key {at}, keys {blocks} {length} {ends}and no others were "
-        "cast with a maximum of their own"
-        if alike.any() and not alike.all()
-        else f"the first {after} blocks of {BLOCK} keys are cast alike"
-    )
+    if alike.any() and not alike.all():
+        evidence = (
+            f"under a larger score at key {at}, keys {blocks} {length} {ends}and no others were "
+            "cast with a maximum of their own"
+        )
+    else:
+        evidence = f"the first {after} blocks of {BLOCK} keys are cast alike"
     return Tiling(length, descending, Finding("tiles", f"{length} keys, {order}", evidence))
 
 

@@ -149,13 +149,8 @@ def _neighbors(mask: Mask, tq: int, tk: int) -> Iterator[tuple[str, np.ndarray]]
             low = None
             if mask.window is not None:
                 low = mask.window[0]
-                high = (
-                    high
-                    if mask.window[1] is None
-                    else mask.window[1]
-                    if high is None
-                    else min(high, mask.window[1])
-                )
+                if mask.window[1] is not None:
+                    high = mask.window[1] if high is None else min(high, mask.window[1])
             visible = np.ones((tq, tk), bool)
             visible &= True if high is None else key <= p + high + right
             visible &= True if low is None else key >= p - low - left

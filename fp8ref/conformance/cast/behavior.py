@@ -234,13 +234,12 @@ def _with_specials(
         return sign | (fmt.max_code if kind == "max" or fmt.inf_code is None else fmt.inf_code)
 
     infinite = np.isinf(value)
-    lost = (
-        np.zeros_like(negative)
-        if behavior.negative_zero == "kept"
-        else code == 0
-        if behavior.negative_zero == "lost"
-        else value == 0
-    )
+    if behavior.negative_zero == "kept":
+        lost = np.zeros_like(negative)
+    elif behavior.negative_zero == "lost":
+        lost = code == 0
+    else:
+        lost = value == 0
     signed = code | np.where(lost, 0, sign)
     # Later lines win: infinities are above max too, and code is 0 for NaNs.
     signed = np.where(above & ~infinite, beyond(behavior.overflow), signed)

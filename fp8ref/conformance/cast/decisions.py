@@ -89,11 +89,10 @@ def negative_zero(a: Responses, b: Behavior) -> Finding:
         value = "lost" if a.codes[under] == 0 else "lost_at_zero"
     elif code == a.fmt.sign_bit and a.fmt.specials != "fnuz":
         value = "kept"
-    wrong = (
-        None
-        if value == ("lost" if a.fmt.specials == "fnuz" else "kept")
-        else a.counterexample(at, b, "C-6")
-    )
+    if value == ("lost" if a.fmt.specials == "fnuz" else "kept"):
+        wrong = None
+    else:
+        wrong = a.counterexample(at, b, "C-6")
     return Finding("negative_zero", value, evidence, witness=wrong)
 
 
@@ -104,11 +103,10 @@ def overflow(a: Responses, b: Behavior) -> Finding:
     """
     n = cast_inputs.with_next(a.fmt)
     # n[-2] is max, n[-1] would be the next number. Below it a directed rounding may give max.
-    over = (
-        n[-1]
-        if b.rounding not in ("nearest_even", "nearest_away", "nearest_zero")
-        else n[-2] + (n[-1] - n[-2]) * 0.75
-    )
+    if b.rounding not in ("nearest_even", "nearest_away", "nearest_zero"):
+        over = n[-1]
+    else:
+        over = n[-2] + (n[-1] - n[-2]) * 0.75
     at = int(np.flatnonzero(a.x == np.asarray(over, a.x.dtype))[0])
     return _beyond("overflow", a, at, b)
 
@@ -157,11 +155,10 @@ def nans(a: Responses, b: Behavior) -> tuple[Finding, tuple[int, int] | None]:
     pair = by_sign[0][0], by_sign[1][0]
     differs = a.mismatches(b, nan)
     wrong = a.counterexample(int(np.argmax(differs)), b, "C-5") if differs.any() else None
-    word = (
-        f"0x{pair[0] & 255:02X}"
-        if pair[0] == pair[1]
-        else f"0x{pair[0] & 255:02X}, of -NaN 0x{pair[1] & 255:02X}"
-    )
+    if pair[0] == pair[1]:
+        word = f"0x{pair[0] & 255:02X}"
+    else:
+        word = f"0x{pair[0] & 255:02X}, of -NaN 0x{pair[1] & 255:02X}"
     return Finding("nan_code", pair[0], evidence, words=word, witness=wrong), pair
 
 

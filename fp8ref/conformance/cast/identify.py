@@ -412,13 +412,12 @@ def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, 
             dtype=source,
         )
         evidence += f"; {witness}"
-    text = (
-        ""
-        if found_fmt is None
-        else f"{found_fmt}"
-        if found_fmt is fmt
-        else f"{found_fmt}, max {found_fmt.max:g}, not {fmt}"
-    )
+    if found_fmt is None:
+        text = ""
+    elif found_fmt is fmt:
+        text = f"{found_fmt}"
+    else:
+        text = f"{found_fmt}, max {found_fmt.max:g}, not {fmt}"
     return found_fmt, Finding(
         "format", found_fmt and found_fmt.name, evidence, words=text, witness=witness
     )

@@ -49,11 +49,10 @@ def check_every_16_bit(
     bits = np.arange(1 << 16, dtype=np.uint16)
     # given by its bits: a conversion from float32 would make one NaN of all
     output = outputs.ask(subject, bits.view(arrays.numpy_dtype(source)), source)
-    x = (
-        bits.view(np.float16)
-        if source == "float16"
-        else (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    )
+    if source == "float16":
+        x = bits.view(np.float16)
+    else:
+        x = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     a = Responses(x=x, source=source, output=output, fmt=explained.fmt)
     differs = a.mismatches(cast_behavior, canonical=True)
     if not differs.any():

@@ -350,16 +350,14 @@ def _rounding(rates: RoundingRates, fine: RoundingRates, differs_again: bool) ->
         for i in depart[:4]
     ]
     more = f" and {depart.size - 4} more" if depart.size > 4 else ""
-    evidence += (
-        f"the rates away from zero were {', '.join(shown)}{more}"
-        if depart.size
-        else "each was rounded away from zero at that rate"
-    )
-    evidence += (
-        "; a second call gives different codes"
-        if differs_again
-        else "; a second call gives the same codes: by position, from a fixed seed"
-    )
+    if depart.size:
+        evidence += f"the rates away from zero were {', '.join(shown)}{more}"
+    else:
+        evidence += "each was rounded away from zero at that rate"
+    if differs_again:
+        evidence += "; a second call gives different codes"
+    else:
+        evidence += "; a second call gives the same codes: by position, from a fixed seed"
     witness = None
     if depart.size:
         at = simplest(rates.x, rates.depart)

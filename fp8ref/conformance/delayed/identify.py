@@ -334,11 +334,10 @@ def _changes_at_once(subject: Subject) -> str:
 def _name(rule: DelayedScaling) -> str:
     """The name in DELAYED of a rule of these decisions, of any length, margin and interval."""
     for name, named in DELAYED.items():
-        policy = (
-            named.policy
-            if named.policy.makes_scale_inv
-            else dataclasses.replace(named.policy, margin=rule.policy.margin)
-        )
+        if named.policy.makes_scale_inv:
+            policy = named.policy
+        else:
+            policy = dataclasses.replace(named.policy, margin=rule.policy.margin)
         if named.timing == "use" and rule.interval > 1:
             continue
         alike = dataclasses.replace(

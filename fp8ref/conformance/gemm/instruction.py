@@ -95,13 +95,12 @@ class Instruction(Result):
             markup=False,
         )
         bits = f"{self.equal:,} of {self.compared:,} results have the simulator's bits"
-        verdict = (
-            f"identified: {bits}"
-            if self.ok
-            else f"NOT confirmed: {bits}"
-            if self.units
-            else "no unit of the simulator gives these answers"
-        )
+        if self.ok:
+            verdict = f"identified: {bits}"
+        elif self.units:
+            verdict = f"NOT confirmed: {bits}"
+        else:
+            verdict = "no unit of the simulator gives these answers"
         console.print(verdict, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -211,11 +210,10 @@ def _zero_factor_units(
 
     A chain from 0 cannot show it: only a tiny accumulator next to zero products does.
     """
-    rules = (
-        ["excluded", "least"]
-        if units[0].exponents == "coded" and units[0].zeros == "excluded"
-        else [units[0].zeros]
-    )
+    if units[0].exponents == "coded" and units[0].zeros == "excluded":
+        rules = ["excluded", "least"]
+    else:
+        rules = [units[0].zeros]
     right = {
         rule: int(
             np.sum(

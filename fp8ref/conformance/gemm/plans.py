@@ -168,12 +168,8 @@ def findings_of(plans: Sequence[Accumulation], evidence: str) -> list[Finding]:
         Finding("promotion", simplest.promotion or "none", evidence, others=others),
         Finding("accumulator", accumulator, SAME),
     ]
-    names = (
-        FIELDS[2:]
-        if simplest.split_k > 1 or any(plan.split_k > 1 for plan in plans)
-        else FIELDS[2:3]
-    )
-    for name in names:
+    several = any(plan.split_k > 1 for plan in plans)
+    for name in FIELDS[2 : None if several else 3]:
         values = list(dict.fromkeys(getattr(plan, name) for plan in plans))
         findings.append(Finding(name, values[0], SAME, others=tuple(values[1:])))
     return findings

@@ -137,11 +137,10 @@ def significands(low: int, high: int) -> st.SearchStrategy[float]:
     and exponents near 0."""
     short = st.integers(0, 7).map(lambda n: 1 + n / 8)
     long = st.integers(0, (1 << 23) - 1).map(lambda n: 1 + n / (1 << 23))
-    exponents = (
-        st.integers(low, high)
-        if low > 0
-        else st.integers(0, high - low).map(lambda n: n if n <= high else high - n)
-    )
+    if low > 0:
+        exponents = st.integers(low, high)
+    else:
+        exponents = st.integers(0, high - low).map(lambda n: n if n <= high else high - n)
     return st.tuples(st.one_of(short, long), exponents).map(
         lambda pair: float(np.ldexp(np.float64(pair[0]), pair[1]))
     )

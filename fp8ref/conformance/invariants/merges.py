@@ -29,10 +29,10 @@ def _associative(function: Any, fmt: Format, inputs: tuple[float, float, float])
     a, b, c = inputs
     left = _merged(function, _merged(function, a, b), c)
     right = _merged(function, a, _merged(function, b, c))
+    if _same(left, right):
+        return ""
     return (
-        ""
-        if _same(left, right)
-        else f"{text(a)}, {text(b)}, {text(c)} merge to {text(left)} from the left and "
+        f"{text(a)}, {text(b)}, {text(c)} merge to {text(left)} from the left and "
         f"{text(right)} from the right"
     )
 

@@ -99,10 +99,10 @@ def _elementwise(function: Any, fmt: Format, inputs: tuple[float, float, float])
     amax = _array(inputs)
     together = _scale(function, amax)
     alone = [_scale(function, amax[i : i + 1])[0] for i in range(len(amax))]
+    if np.array_equal(together, alone):
+        return ""
     return (
-        ""
-        if np.array_equal(together, alone)
-        else f"amaxes {text(amax)} have scales {text(together)} together and "
+        f"amaxes {text(amax)} have scales {text(together)} together and "
         f"{text(np.array(alone))} alone"
     )
 

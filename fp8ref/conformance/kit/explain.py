@@ -45,16 +45,13 @@ def cast_rule(kind: str, fmt: Format, *, rounding: str, saturate: bool) -> str:
         return "a number of the format is its own code (C-1)"
     sentence = f"rounded once, {_ROUNDS[rounding]} (C-1, C-2)"
     if kind == "underflow":
-        sentence += (
-            "; an underflow keeps its sign (C-6)"
-            if fmt.specials != "fnuz"
-            else "; an underflow is +0 (C-6)"
-        )
-    return sentence + (
-        f"; numbers below {fmt.smallest_normal:g} are subnormal, and kept (F-1)"
-        if kind == "subnormal"
-        else ""
-    )
+        if fmt.specials != "fnuz":
+            sentence += "; an underflow keeps its sign (C-6)"
+        else:
+            sentence += "; an underflow is +0 (C-6)"
+    if kind == "subnormal":
+        sentence += f"; numbers below {fmt.smallest_normal:g} are subnormal, and kept (F-1)"
+    return sentence
 
 
 def cast_guess(
@@ -67,11 +64,9 @@ def cast_guess(
         return cast.encode(x, fmt, rounding=rounding, saturate=saturate)  # type: ignore[arg-type]
 
     expected = of(x)
-    roundings = (
-        ("nearest_even", "nearest_away", "toward_zero", "to_odd")
-        if fmt.signed
-        else ("nearest_even", "toward_zero")
-    )
+    roundings: tuple[str, ...] = ("nearest_even", "toward_zero")
+    if fmt.signed:
+        roundings = ("nearest_even", "nearest_away", "toward_zero", "to_odd")
     others = {f"rounding {other}": of(x, other) for other in roundings if other != rounding}
     if fmt.has_nan:
         others["not saturating" if saturate else "saturating"] = of(x, saturate=not saturate)

@@ -73,11 +73,10 @@ class Subject:
 
         Raises:   RefusedError: it raises. ConformanceError: it changes its input.
         """
-        array = (
-            self.make_array(x, dtype)
-            if view == "contiguous"
-            else VIEWS[view](lambda a: self.make_array(a, dtype), x)
-        )
+        if view == "contiguous":
+            array = self.make_array(x, dtype)
+        else:
+            array = VIEWS[view](lambda a: self.make_array(a, dtype), x)
         # Compare bits, as NaN is not equal to itself.
         before = arrays.written(array)
         try:

@@ -183,11 +183,10 @@ def _denominator(form: Form, v: np.ndarray, c2, eps: np.float32) -> np.ndarray:
     root = ROOTS[form.root]
     inside = eps if form.eps == "inside" else None
     if form.bias_v in ("inside", "inside_product"):
-        v = (
-            v / F32(c2)
-            if form.bias_v == "inside"
-            else v * F32(F32(1) / c2 if form.numbers == "float32" else 1 / c2)
-        )
+        if form.bias_v == "inside":
+            v = v / F32(c2)
+        else:
+            v = v * F32(F32(1) / c2 if form.numbers == "float32" else 1 / c2)
     v = v if inside is None else v + inside
     denominator = root(v)
     if form.bias_v == "product":

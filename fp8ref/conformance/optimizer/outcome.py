@@ -108,15 +108,14 @@ class OptimizerOutcome(Described):
 
 def counterexample(first: Departure, layout: Layout) -> Counterexample:
     """The first difference from a layout, and the clause that it is of."""
-    clause = (
-        "O-15"
-        if "master" in first.what
-        else "O-6"
-        if first.what == "weight"
-        else "O-7"
-        if first.what.startswith("scale")
-        else "O-8"
-    )
+    if "master" in first.what:
+        clause = "O-15"
+    elif first.what == "weight":
+        clause = "O-6"
+    elif first.what.startswith("scale"):
+        clause = "O-7"
+    else:
+        clause = "O-8"
 
     def said(value: Any) -> str:
         if isinstance(value, str):
@@ -152,21 +151,19 @@ def findings(
         )
     ]
     count, most = (0, 0.0) if exact or layout is None else search.far(layout, form)
-    words = (
-        "every bit"
-        if exact
-        else "not explained"
-        if layout is None
-        else f"not every bit: the nearest form differs by {most:.3g} ulps at most"
-    )
+    if exact:
+        words = "every bit"
+    elif layout is None:
+        words = "not explained"
+    else:
+        words = f"not every bit: the nearest form differs by {most:.3g} ulps at most"
     total = steps * search.asked.weights[PROBE].size
-    evidence = (
-        compared
-        if exact
-        else f"{count:,} of {total:,} weights of tensor {PROBE} differ"
-        if layout
-        else "no form of a named layout"
-    )
+    if exact:
+        evidence = compared
+    elif layout:
+        evidence = f"{count:,} of {total:,} weights of tensor {PROBE} differ"
+    else:
+        evidence = "no form of a named layout"
     findings.append(Finding("weights", exact, evidence, words=words))
     plain = Form(m=layout.average, v=layout.average) if layout else Form()
     for key, title in FIELDS.items() if has_form else ():
@@ -207,19 +204,12 @@ def summary(
     certain = "its states bit for bit, its weights by no known form exactly"
     if exact:
         certain = "bit for bit"
-    adam = ". It is Adam, not AdamW: the decay is added to the gradient"
-    twice = (
-        ". It is not AdamW: its counter is a step ahead, t + 1 at step t, in the correction of "
-        "biases"
-    )
     faulty = ". It is not AdamW: a bias is not corrected, or a decay is not applied"
-    faulty = (
-        ""
-        if form.sound
-        else adam
-        if form.decay == "coupled"
-        else twice
-        if form.count != 1
-        else faulty
-    )
+    if form.sound:
+        faulty = ""
+    elif form.decay == "coupled":
+        faulty = ". It is Adam, not AdamW: the decay is added to the gradient"
+    elif form.count != 1:
+        ahead = "its counter is a step ahead, t + 1 at step t, in the correction of biases"
+        faulty = f". It is not AdamW: {ahead}"
     return f"layout {layout.name!r}, {certain}, in {order}{faulty}"

@@ -80,11 +80,10 @@ class Search:
         decay = np.float32(self.given.weight_decay)
 
         def coupled_gradients(step: int) -> dict[str, np.ndarray]:
-            before = (
-                self.asked.weights
-                if step == 0
-                else {name: snapshot.weight for name, snapshot in self.made[step - 1].items()}
-            )
+            if step == 0:
+                before = self.asked.weights
+            else:
+                before = {name: snapshot.weight for name, snapshot in self.made[step - 1].items()}
             gradients = self.asked.gradients[step]
             return {
                 name: forms.fma(decay, p, gradients[name]) if fused else gradients[name] + decay * p

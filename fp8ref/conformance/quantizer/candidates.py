@@ -116,11 +116,8 @@ class Candidate:
         q = scaling.quantize_with(
             x, scales, self.fmt, granularity=granularity, policy=self.policy, axis=axis
         )
-        q = (
-            q
-            if self.rounding is None
-            else q._replace(codes=self._codes(x, scales, scale_layout, self.rounding))
-        )
+        if self.rounding is not None:
+            q = q._replace(codes=self._codes(x, scales, scale_layout, self.rounding))
         return q._replace(**self._returned(scales)._asdict())
 
     def _codes(

@@ -118,11 +118,8 @@ def summary(
     if fields["negative_zero"] not in ("kept", None) and chosen.fmt.specials != "fnuz":
         notes += ", -0 becomes 0"
     notes += "" if everywhere else "; it gives other results for other tensors"
-    notes += (
-        ""
-        if identified or not everywhere or matched.deviation
-        else ", except for the differences below"
-    )
+    if everywhere and not identified and not matched.deviation:
+        notes += ", except for the differences below"
     return f"{title}: policy {names}{notes}"
 
 
@@ -193,11 +190,9 @@ def untaken(findings: list[Finding]) -> str:
 
 def limits(quantizer: Quantizer) -> list[str]:
     """What no quantizer, or none like this one, is asked."""
-    kept = (
-        ["what it keeps after zero, infinite and NaN amaxes: one call cannot show it"]
-        if quantizer.memory
-        else []
-    )
+    kept = []
+    if quantizer.memory:
+        kept = ["what it keeps after zero, infinite and NaN amaxes: one call cannot show it"]
     return [*kept, *other_devices(quantizer.subject.framework, quantizer.subject.device)]
 
 

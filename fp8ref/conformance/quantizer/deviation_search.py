@@ -59,11 +59,10 @@ class Search:
         sample = outputs.some_rows(self.rows, near, WIDTH)
         every, best = int(self.considered.sum()), None
         for candidate in self._near_one(policies, sample):
-            fewer = (
-                MOST
-                if best is None or self.score(best) < (every, every)
-                else best.candidate.deviation.parts - 1
-            )
+            if best is None or self.score(best) < (every, every):
+                fewer = MOST
+            else:
+                fewer = best.candidate.deviation.parts - 1
             explained = self._completed(candidate, fewer)
             if best is None or self._rank(explained) > self._rank(best):
                 best = explained
@@ -213,11 +212,9 @@ class Search:
             if np.isnan(value):
                 return []
             if order(candidate) == 0:
-                return (
-                    [deviations.eps_added(policy.eps, policy, f"{policy.eps:.9g}")]
-                    if policy.eps
-                    else []
-                )
+                if policy.eps:
+                    return [deviations.eps_added(policy.eps, policy, f"{policy.eps:.9g}")]
+                return []
             low = smallest(lambda eps: order(model(eps)) >= 0)
             high = smallest(lambda eps: order(model(eps)) > 0)
         else:

@@ -61,13 +61,12 @@ class PlantedTensor:
     at: np.ndarray | None = None
 
     def __str__(self) -> str:
-        where = (
-            f" in [1, 2) / 256, {self.planted} in each group"
-            if self.at is not None
-            else f", {self.planted}"
-            if self.planted
-            else ""
-        )
+        if self.at is not None:
+            where = f" in [1, 2) / 256, {self.planted} in each group"
+        elif self.planted:
+            where = f", {self.planted}"
+        else:
+            where = ""
         return f"x {list(self.x.shape)}{where}"
 
 

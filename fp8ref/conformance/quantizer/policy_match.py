@@ -169,11 +169,9 @@ def _named(answers: Answers) -> tuple[list[Agreement], Agreement]:
     (rows, row_layout), found_fmt = answers.rows, answers.fmt
     fixed = rows[0].output.dtype.startswith("float8")  # it names the format
     others = [f for f in CAST_FORMATS.values() if f is not found_fmt]
-    sample = (
-        [outputs.some_rows(a, a.ordinary, deviation_search.WIDTH) for a in rows]
-        if len(rows) == 1
-        else rows
-    )
+    sample = rows
+    if len(rows) == 1:
+        sample = [outputs.some_rows(a, a.ordinary, deviation_search.WIDTH) for a in rows]
     best: Agreement | None = None
     for stage in (
         [(found_fmt, found_fmt)],

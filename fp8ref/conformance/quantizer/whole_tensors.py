@@ -190,11 +190,10 @@ def identify(subject: Subject, fmt: Format, expected: Expected) -> Outcome:
     bias = None if answers.repeats else measure_bias(answers, spread, match.packing)
     matched = bool(match.agreeing) and (bias is None or bias.fair)
     scales = name_scales(x, answers.outputs["spread"], spread)
-    unlike = (
-        _wrong_scales(answers, nearest, scales)
-        if matched
-        else [answers.counterexample(nearest, match.packing)]
-    )
+    if matched:
+        unlike = _wrong_scales(answers, nearest, scales)
+    else:
+        unlike = [answers.counterexample(nearest, match.packing)]
     rounding = nearest.rounding if answers.repeats else "stochastic"
     where = f"{nearest.policy} to {fmt} in {nearest.granularity}, axis {nearest.axis}"
     identified = matched and not unlike

@@ -142,10 +142,10 @@ def remembers(collective: Collective) -> str:
     alone = collective.values(small)
     collective.values(large)
     after = collective.values(small)
+    if alone == after:
+        return ""
     return (
-        ""
-        if alone == after
-        else f"what it gives depends on earlier calls: {named(small)} gives other values after "
+        f"what it gives depends on earlier calls: {named(small)} gives other values after "
         f"{named(large)}"
     )
 

@@ -174,11 +174,9 @@ def _gemm_reason(a: Value, b: Value, d: Difference, context: Context) -> Reason:
     if a.role == "grad_output":
         return REASONS["backward"]
     module, site = site_before(a.layer)
-    return (
-        attention_reason(a, b, module, context)
-        if site == "attention output"
-        else _rounding_reason(d, context)
-    )
+    if site == "attention output":
+        return attention_reason(a, b, module, context)
+    return _rounding_reason(d, context)
 
 
 def _rounding_reason(d: Difference, context: Context) -> Reason:

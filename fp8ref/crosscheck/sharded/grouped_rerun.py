@@ -191,11 +191,10 @@ class Rerun:
         gemms = {}
         for which, pair in operands.items():
             a, b = (tuple(np.asarray(v[d]) for v in operand) for operand in pair)
-            out = (
-                np.zeros((len(ends[d]), 1, 1))
-                if which == "grad_weight"
-                else np.asarray(results[which][d])
-            )
+            if which == "grad_weight":
+                out = np.zeros((len(ends[d]), 1, 1))
+            else:
+                out = np.asarray(results[which][d])
             for e, parts, group_out in grouped_reports.group_gemms(
                 which, self._about[which], ends[d], a, b, out
             ):

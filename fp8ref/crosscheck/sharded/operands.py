@@ -106,11 +106,10 @@ def _check_gemm(
             continue
         shape = weight.shape if is_weight else rank_operands[0].hp[layer, role].shape
         cut = _layout(config.parallel, role, layer, shape)
-        shards = (
-            list(split(weight, cut).values())
-            if is_weight
-            else [mine.hp[layer, role] for mine in rank_operands]
-        )
+        if is_weight:
+            shards = list(split(weight, cut).values())
+        else:
+            shards = [mine.hp[layer, role] for mine in rank_operands]
         state = operand.state(layer, states)
         expected = _simulated(shards, cut, operand, config.parallel.amax_scope, state)
         for mine, q, shard in zip(rank_operands, expected, shards, strict=True):
@@ -136,11 +135,10 @@ def check_first_layer(
             check = report.check(f"{layer}/{role}/codes/{backend} one process")
             compare_values(check, mine, codes[rows], 1.0, names=names)
             per = len(codes) // len(scale) if scale.ndim else 1  # rows that share a scale
-            row_scales = (
-                scale
-                if own.shape == scale.shape
-                else scale[first // per : (first + len(mine)) // per]
-            )
+            if own.shape == scale.shape:
+                row_scales = scale
+            else:
+                row_scales = scale[first // per : (first + len(mine)) // per]
             check = report.check(f"{layer}/{role}/scale/{backend} one process")
             compare_bits(check, own, row_scales, names=names)
 

@@ -229,11 +229,9 @@ def _parameter_collectives(
         yield from _exchanged(linear, whole, piece, config, backend)
         return
     # JAX reduces the table's gradient in the table's own dtype.
-    wide = (
-        "bfloat16"
-        if keys.reduce_dtype == "bfloat16" and not (table and backend == "jax")
-        else "float32"
-    )
+    wide = "float32"
+    if keys.reduce_dtype == "bfloat16" and not (table and backend == "jax"):
+        wide = "bfloat16"
     yield Collective("gradients, reduced over fsdp", "reduce-scatter", wide, shards, whole)
     if linear == "lm_head" and config.model.tie_word_embeddings and wide == "float32":
         return  # XLA adds it to the table's gradient, before it sums both over the same devices
@@ -388,8 +386,6 @@ def _gathered(spec: GemmSpec, cast: CastSpec | None, config: Config, backend: st
         and spec.a.policy.name == "torchao"
         and spec.a.delayed is None
     )
-    return (
-        cast.fmt.name
-        if backend == "jax" or (torchao and not ranks_share_amaxes(config))
-        else "bfloat16"
-    )
+    if backend == "jax" or (torchao and not ranks_share_amaxes(config)):
+        return cast.fmt.name
+    return "bfloat16"

@@ -95,11 +95,10 @@ def _linear_amaxes(
             seen.add(key)
             times = 1 + (again and which == "output" and cast.delayed is None)
             # one state for all (H-4)
-            scope = (
-                config
-                if cast.delayed is None
-                else config.replace(parallel={"amax_scope": "global"})
-            )
+            if cast.delayed is None:
+                scope = config
+            else:
+                scope = config.replace(parallel={"amax_scope": "global"})
             devices = tuple(_count(axes, role, scope) for axes in cut)
             if whole:
                 yield Shared(math.prod(devices), times)
@@ -173,8 +172,6 @@ def _gathered(role: Role, last: str, config: Config) -> int:
     keys = config.parallel
     if role == "weight":
         return keys.shards
-    return (
-        keys.tensor
-        if keys.sequence and last in (llama.COLUMN if role == "input" else llama.ROW)
-        else 1
-    )
+    if keys.sequence and last in (llama.COLUMN if role == "input" else llama.ROW):
+        return keys.tensor
+    return 1

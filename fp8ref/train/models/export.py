@@ -119,13 +119,12 @@ def _export(
                 f"{source.path / 'manifest.json'} names {used}, which is no tokenizer.json; it "
                 "is left out. --tokenizer copies any file"
             )
-    beside = (
-        []
-        if tokenizer is None
-        else [tokenizer]
-        if tokenizer.is_file()
-        else sorted(p for p in tokenizer.iterdir() if p.is_file())
-    )
+    if tokenizer is None:
+        beside = []
+    elif tokenizer.is_file():
+        beside = [tokenizer]
+    else:
+        beside = sorted(p for p in tokenizer.iterdir() if p.is_file())
     if (backend := source.manifest.get("backend")) not in architecture.BACKEND.values():
         raise ConfigError(
             f"{source.path} is of backend {backend!r}; fp8ref writes jax and torch. Leave it out."
@@ -252,11 +251,10 @@ def stored(path: Path) -> dict[str, llama.Weight]:
     """
     index = path / INDEX
     try:
-        names = (
-            sorted(set(files.read_object(index)["weight_map"].values()), key=str)
-            if index.is_file()
-            else ["model.safetensors"]
-        )
+        if index.is_file():
+            names = sorted(set(files.read_object(index)["weight_map"].values()), key=str)
+        else:
+            names = ["model.safetensors"]
         weights: dict[str, llama.Weight] = {}
         for name in names:
             if not isinstance(name, str) or Path(name).name != name:

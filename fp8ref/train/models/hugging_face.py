@@ -81,11 +81,9 @@ def kind(model: LlamaConfig) -> str:
     if not model.qk_norm and model.norm_topk_prob:
         return GRANITE
     shared = model.shared_expert_intermediate_size
-    has = (
-        f"qk_norm and shared_expert_intermediate_size {shared}"
-        if model.qk_norm
-        else "neither qk_norm nor norm_topk_prob"
-    )
+    has = "neither qk_norm nor norm_topk_prob"
+    if model.qk_norm:
+        has = f"qk_norm and shared_expert_intermediate_size {shared}"
     raise ConfigError(
         "transformers has experts with qk_norm and without a shared expert, Qwen3-MoE's, and "
         "with norm_topk_prob and without qk_norm, GraniteMoeShared's, which may have a shared "
@@ -242,11 +240,10 @@ def model_of(settings: Mapping[str, Any]) -> LlamaConfig:
             every.setdefault("num_experts", every["num_local_experts"])
         if "shared_intermediate_size" in every:
             every["shared_expert_intermediate_size"] = every["shared_intermediate_size"]
-        head = (
-            every["head_dim"]
-            if every["head_dim"] != every["hidden_size"] // every["num_attention_heads"]
-            else None
-        )
+        if every["head_dim"] != every["hidden_size"] // every["num_attention_heads"]:
+            head = every["head_dim"]
+        else:
+            head = None
         return LlamaConfig(
             **{key: every[key] for key in keys},
             intermediate_size=every[inner],

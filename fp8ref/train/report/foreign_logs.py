@@ -112,11 +112,10 @@ def read(path: Path, *, loss: str | None = None) -> Log:
 
 
 def _records(path: Path, loss: str | None) -> Iterator[tuple[int, float]]:
-    events = (
-        sorted(path.glob("**/events.out.tfevents.*"))
-        if path.is_dir()
-        else [path] * ("tfevents" in path.name)
-    )
+    if path.is_dir():
+        events = sorted(path.glob("**/events.out.tfevents.*"))
+    else:
+        events = [path] * ("tfevents" in path.name)
     if events:
         yield from _tagged(path, events, loss)
     elif path.suffix == ".csv":

@@ -286,11 +286,9 @@ def _say_if_gradients_grow(last: Checkpoint, config: Config, backend: str) -> No
         RECIPES[recipe].delayed for recipe in config.recipes
     )
     if backend == "torch" and delayed and before != now:
-        effect = (
-            "clips the largest in its first step"
-            if now > before
-            else "loses small ones until old amaxes leave its histories"
-        )
+        effect = "loses small ones until old amaxes leave its histories"
+        if now > before:
+            effect = "clips the largest in its first step"
         console.say(
             f"{last.path.name} is of {before} rank{'s' * (before > 1)} that shared the batch, "
             f"and {now} read it: grad_outputs are {now / before:g} times as large as its "

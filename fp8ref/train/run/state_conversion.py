@@ -71,11 +71,10 @@ def converted(source: Source, config: Config, backend: str) -> dict[str, np.ndar
                 arrays[f"{kind.name}.{name}"] = value
                 continue
             assert kind.kept is not None
-            stored = (
-                sim_states.master(value, layout)
-                if kind.kept == 2
-                else _stored(value, layout.of(value.size), kind.kept)
-            )
+            if kind.kept == 2:
+                stored = sim_states.master(value, layout)
+            else:
+                stored = _stored(value, layout.of(value.size), kind.kept)
             fields = {key: x for key, x in stored._asdict().items() if x is not None}
             arrays |= {f"{kind.name}.{name}.{key}": x for key, x in fields.items()}
     if backend == "jax":
