@@ -52,9 +52,14 @@ def test_no_modules_import_each_other_in_a_circle():
     assert figures.module_getattrs() == []
 
 
+@pytest.fixture(scope="module")
+def dialect():
+    return figures.dialect()
+
+
 @pytest.mark.parametrize("word", figures.DIALECT)
-def test_names_are_nouns_of_the_field(word):
-    assert figures.dialect()[word] <= NAMES[word]
+def test_names_are_nouns_of_the_field(dialect, word):
+    assert dialect[word] <= NAMES[word]
 
 
 PLANTED = {

@@ -12,7 +12,7 @@ validation and checkpoints.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -63,24 +63,22 @@ def _unfiltered_step(config: Config, backend: str, ceilings: Ceilings) -> Step:
     parts, again = config.data.microbatches, config.parallel.checkpointing == "full"
     bf16 = configured = saved = 0.0
     forward = linears(config, backend, ceilings, gemms=("output",))
+    recipes = {decision.path: decision.recipe for decision, _ in forward}
     scaled = scaled_first(config) if backend == "jax" else {}
     for (decision, whole), (_, first) in zip(
         linears(config, backend, ceilings), forward, strict=True
     ):
         spent = [whole]
         layer = decision.path.startswith("model.layers.")
-        if (
-            again
-            and layer
-            and (backend == "torch" or runs_output_again(decision.path, config, backend))
-        ) or (config.parallel.loss == "chunked" and decision.path == "lm_head"):
+        twice = backend == "torch" or runs_output_again(decision.path, config, backend)
+        chunked = config.parallel.loss == "chunked" and decision.path == "lm_head"
+        if (again and layer and twice) or chunked:
             spent.append(first)
-        bf16, configured = (
-            bf16 + sum(ledger.bf16 for ledger in spent),
-            configured + sum(ledger.seconds for ledger in spent),
-        )
+        bf16 += sum(ledger.bf16 for ledger in spent)
+        configured += sum(ledger.seconds for ledger in spent)
         if decision.path in scaled:  # a step takes the amax of its weight once
-            saved += (parts * len(spent) - 1) * _weight_amax(decision, config, ceilings)
+            amax = _weight_amax(decision, config, ceilings, recipes)
+            saved += (parts * len(spent) - 1) * amax
     rest, variant = outside_linears.seconds(config, backend, ceilings), config.attention_variant
     in_bf16 = outside_linears.seconds(filtering.in_bf16(config), backend, ceilings)
     if variant is not None:
@@ -90,14 +88,13 @@ def _unfiltered_step(config: Config, backend: str, ceilings: Ceilings) -> Step:
     return Step(parts * bf16, parts * configured - saved, parts * configured - saved, rest, in_bf16)
 
 
-def _weight_amax(decision: Decision, config: Config, ceilings: Ceilings) -> float:
+def _weight_amax(
+    decision: Decision, config: Config, ceilings: Ceilings, recipes: Mapping[str, Recipe]
+) -> float:
     """Seconds that XLA's kernels take for the amax of a linear's weight."""
-    sizes = [
-        (s.which, s.m, s.n, s.k)
-        for s in gemm_shapes(decision, config, "jax")
-        if s.which == "output"
-    ]
-    place = dataclasses.replace(linear_place.of(decision, config, "jax"), roles=("weight",))
+    sizes = [_size(s) for s in gemm_shapes(decision, config, "jax") if s.which == "output"]
+    place = linear_place.of(decision, config, "jax", recipes)
+    place = dataclasses.replace(place, roles=("weight",))
     return sum(
         max(kernel.bytes / ceilings.bandwidth, ceilings.launch)
         for kernel in quantizing(decision.recipe, sizes, "xla", place)
@@ -131,18 +128,11 @@ def linears(
     for decision in decisions:
         place = linear_place.of(decision, config, backend, recipes)
         # the recipe itself: rules make several of one name
-        key = (
-            short_name(decision.path),
-            decision.shape,
-            decision.recipe,
-            decision.experts,
-            str(place),
-        )
+        d = decision
+        key = (short_name(d.path), d.shape, d.recipe, d.experts, str(place))
         if key not in cache:
-            cache[key] = linear_ledger(
-                decision, config, backend, ceilings, gemms=gemms, place=place
-            )
-        ledgers.append((decision, cache[key]))
+            cache[key] = linear_ledger(d, config, backend, ceilings, gemms=gemms, place=place)
+        ledgers.append((d, cache[key]))
     return ledgers
 
 
@@ -160,6 +150,10 @@ class GemmShape:
     k: int
     runs_in: str
     fp8: bool
+
+
+def _size(shape: GemmShape) -> Size:
+    return shape.which, shape.m, shape.n, shape.k
 
 
 def short_name(linear: str) -> str:
@@ -266,9 +260,7 @@ def linear_ledger(
     """Cost of a config's linear on one device, for one microbatch; of experts that of all of the
     device's. place: its ``linear_place``.
     """
-    sizes: list[Size] = [
-        (s.which, s.m, s.n, s.k) for s in gemm_shapes(decision, config, backend) if s.which in gemms
-    ]
+    sizes = [_size(s) for s in gemm_shapes(decision, config, backend) if s.which in gemms]
     fusion = kernels.fusion(config, backend)
     if decision.experts is not None:
         return grouped_ledger(

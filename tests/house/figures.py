@@ -70,6 +70,12 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Every node of a file's syntax tree."""
+    return list(ast.walk(tree(path)))
+
+
 def lines() -> Iterator[tuple[str, str]]:
     """(where, line) of every line of the package."""
     for path in modules().values():
@@ -100,7 +106,7 @@ def lines_at(width: int) -> int:
 def functions() -> Iterator[tuple[str, Function]]:
     """(where, function) of every function and method."""
     for path in modules().values():
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, Function):
                 yield f"{path.relative_to(ROOT)}:{node.name}", node
 
@@ -163,7 +169,7 @@ def imports_by_string() -> list[str]:
 def _strings_imported() -> Iterator[tuple[str, str]]:
     """(module, pattern of what it imports) of every ``import_module`` of our own names."""
     for name, path in modules().items():
-        for node in ast.walk(tree(path)):
+        for node in nodes(path) if "import_module" in path.read_text(encoding="utf-8") else ():
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
                 said = ast.unparse(node.args[0]).lstrip("f").strip("'\"")
                 if said.startswith("fp8ref"):
@@ -190,7 +196,7 @@ def imports() -> dict[str, set[str]]:
     named = modules()
     arrows: dict[str, set[str]] = {name: set() for name in named}
     for name, path in named.items():
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Import):
                 arrows[name] |= {alias.name for alias in node.names} & named.keys()
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -239,6 +245,8 @@ def splats() -> list[str]:
     """Calls with ``**name`` of a local variable, which hides their arguments from a type checker."""
     found = []
     for where, function in functions():
+        if not any(isinstance(n, ast.keyword) and n.arg is None for n in ast.walk(function)):
+            continue
         assigned = {
             node.id
             for node in ast.walk(function)
@@ -260,7 +268,7 @@ def dialect() -> dict[str, float]:
     """{word: how many definitions of variables, parameters and functions have it, in 10,000 lines}."""
     counts: Counter[str] = Counter()
     for path in modules().values():
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             name = None
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 name = node.id
@@ -283,7 +291,7 @@ def guards() -> int:
     return sum(
         isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise)
         for path in modules().values()
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
     )
 
 
