@@ -204,8 +204,8 @@ def simulated(asked: Attention, question: Question, variant: Variant) -> attenti
     """
     scales = None
     if asked.takes_codes:
-        of_heads = variant.granularity in ("tensor", "head")
-        if not of_heads or variant.rotated or variant.fmt != asked.fmt:
+        heads_share = variant.granularity in ("tensor", "head")
+        if not heads_share or variant.rotated or variant.fmt != asked.fmt:
             return None
         variant = dataclasses.replace(variant, granularity="head", policy="te_current")
         if asked.ones:

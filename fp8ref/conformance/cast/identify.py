@@ -149,7 +149,7 @@ class _Explained:
 def _explained(subject: Subject, first: Responses) -> _Explained:
     """Decide the behavior by the inputs of the first dtype, then double roundings by the others."""
     decided, cast_behavior = decisions.decide_all(first)
-    others, of_dtypes, cast_behavior = _other_dtypes(subject, first, cast_behavior)
+    others, dtype_findings, cast_behavior = _other_dtypes(subject, first, cast_behavior)
     responses = {first.source: first} | others
     # NaN codes count as equal (C-5) in the other dtypes, where libraries emit other codes: XLA 0x7F
     # from float16 and 0x7E from float32. So they do where the code depends on the payload.
@@ -159,7 +159,10 @@ def _explained(subject: Subject, first: Responses) -> _Explained:
         for s, a in responses.items()
     }
     return _Explained(
-        behavior=cast_behavior, findings=[*decided, *of_dtypes], responses=responses, wrong=wrong
+        behavior=cast_behavior,
+        findings=[*decided, *dtype_findings],
+        responses=responses,
+        wrong=wrong,
     )
 
 
@@ -185,8 +188,8 @@ def _identify_repeating(
         findings.append(finding)
         unlike += simplest_unexplained
     complete = None not in (b.rounding, b.overflow, b.infinite) and not unlike
-    of_layouts, elsewhere = _other_layouts(subject, first.source, explained.right, b)
-    findings += of_layouts
+    layout_findings, elsewhere = _other_layouts(subject, first.source, explained.right, b)
+    findings += layout_findings
     unlike += elsewhere
     names, names_but_for_nan = describe.names(first)
     summary = describe.summary(b, first, fmt, complete=complete, everywhere=not elsewhere)

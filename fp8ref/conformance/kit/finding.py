@@ -41,8 +41,8 @@ class Counterexample:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""
-        of_input = {"input": self.input, "bits": self.bits, "dtype": self.dtype}
-        return of_input | {"got": self.got, "expected": self.expected, "clause": self.clause}
+        asked = {"input": self.input, "bits": self.bits, "dtype": self.dtype}
+        return asked | {"got": self.got, "expected": self.expected, "clause": self.clause}
 
     def finding(self, what: str, words: str) -> "Finding":
         """The finding without a value that this shows."""

@@ -234,9 +234,9 @@ def _explaining_first_step(form_search: Search) -> tuple[Search, bool, FirstStep
         return form_search, False, first_step
     for fused in (False, True) if _decays(form_search) else ():
         other = form_search.coupled(fused=fused)
-        of_other = _first_step(other)
-        if of_other.fit == "exact":
-            return other, True, of_other
+        other_step = _first_step(other)
+        if other_step.fit == "exact":
+            return other, True, other_step
     ahead = _first_step(form_search, count=2)
     if ahead.fit == "exact":
         return form_search, False, ahead
