@@ -197,10 +197,10 @@ def _named(answers: Answers) -> tuple[list[Agreement], Agreement]:
             # The nearest policy is that of the first stage: most likely it is meant, and wrong.
             if best is None:
                 agreements = [candidates.agreement(c, rows, row_layout) for c in tried]
-                ordinary = ordinary(rows)
+                usual = ordinary(rows)
                 best = max(
                     agreements,
-                    key=lambda a: (bool(a.codes[ordinary].all()), -a.ulps, answers.score(a)),
+                    key=lambda a: (bool(a.codes[usual].all()), -a.ulps, answers.score(a)),
                 )
     assert best is not None
     return [], best
