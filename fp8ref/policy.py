@@ -522,7 +522,7 @@ SUMMARIES = {
     "te_current": "max / amax, or 1 for a zero, infinite or NaN amax: Transformer Engine.",
     "te_delayed": "As te_current, but keeps the last scale in place of 1: delayed scaling.",
     "te_block": "As te_current, rounded down to a power of two: Transformer Engine's blocks.",
-    "flax": "Divides by a stored inverse scale, which it keeps for bad amaxes: Flax's fp8_ops.",
+    "flax": "Divides by a stored inverse scale; keeps it for bad amaxes: Flax's fp8_ops.",
     "flax_bf16": "As flax, dividing in bfloat16.",
     "msamp": "max * (1 / amax), rounded down to a power of two: MS-AMP.",
     "mx_floor": "A power of two from the amax's exponent, rounded down: the OCP MX specification.",
