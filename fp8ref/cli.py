@@ -22,18 +22,29 @@ from fp8ref.commands import (
     data,
     demo,
     estimate,
+    listing,
     probe,
     runs,
     study,
     supervision,
-    sweep,
     train,
     vectors,
 )
 from fp8ref.commands.shared import DEFECT, ERROR, INTERRUPTED, LOST, NON_FINITE, PIPE, STOPPED
 from fp8ref.shared import clauses as specification
 from fp8ref.shared import console, extras
+from fp8ref.shared.arguments import Parser
 from fp8ref.shared.errors import LostProcessError, NonFiniteError, StoppedError
+from fp8ref.shared.result import STDOUT
+
+GROUPS = {
+    "learn": (demo, study, listing),
+    "train": (train, data, runs),
+    "predict": (estimate, ablate),
+    "check": (crosscheck,),
+    "test your own code": (conform, probe, vectors),
+}
+"""{what a command is for: modules that add commands}, in the order of --help."""
 
 LONGEST = 2000
 """The most characters of a line of an error."""
@@ -70,7 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     supervised = arguments is None and not supervision.is_child()
     words = sys.argv[1:] if arguments is None else list(arguments)
-    namespace, options = _parser().parse_known_args(words)
+    namespace, rest = _parser().parse_known_args(words or ["--help"])
+    if rest:
+        namespace.parser.refuse(rest)
+    prog = namespace.parser.prog
     if arguments is None and namespace.timeout is None:
         # of multiprocessing and compilers, which would find modules of any name in the working
         # directory
@@ -79,14 +93,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = (
             supervision.in_child(namespace.timeout)
             if supervised and namespace.timeout is not None
-            else _run(namespace, options)
+            else _run(namespace)
         )
         sys.stdout.flush()
     except KeyboardInterrupt as error:
         # whoever reads it may have ended of the same Ctrl-C
         with contextlib.suppress(BrokenPipeError):
             text = (
-                f"fp8ref: {error}" if str(error) else "interrupted; files written so far are kept"
+                f"{prog}: {error}" if str(error) else "interrupted; files written so far are kept"
             )
             print(console.one_line(text), file=sys.stderr, flush=True)
         code = INTERRUPTED
@@ -105,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = _with_names_of_one_line(remedy or str(error), words)
             # all lines but the first are indented: a name of several from a file begins none as
             # fp8ref does
-            lines = [*f"fp8ref: {text}".split("\n"), *specification.addresses(text)]
+            lines = [*f"{prog}: {text}".split("\n"), *specification.addresses(text)]
             print(console.printable("\n  ".join(map(_shortened, lines))), file=sys.stderr)
             code = failed
     if namespace.leave:
@@ -126,10 +140,12 @@ def _shortened(line: str) -> str:
     return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
 
 
-def _run(arguments: argparse.Namespace, options: list[str]) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     """The exit code of a command; what a function raises that is no Exception is no verdict."""
+    json_alone = getattr(arguments, "json", None) == STDOUT
     try:
-        return arguments.run(arguments, options)
+        with contextlib.redirect_stdout(sys.stderr) if json_alone else contextlib.nullcontext():
+            return arguments.run(arguments)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -141,31 +157,32 @@ def _run(arguments: argparse.Namespace, options: list[str]) -> int:
         ) from error
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="fp8ref",
-        description="Train in FP8 with JAX or PyTorch from one config, and compare both with the "
-        "specification.",
-    )
+def _parser() -> Parser:
+    parser = Parser(prog="fp8ref")
     parser.add_argument("--version", action="version", version=f"fp8ref {fp8ref.__version__}")
+    parser.add_argument(
+        "--completion",
+        action=listing.Completion,
+        choices=listing.SHELLS,
+        default=argparse.SUPPRESS,
+        help="print a script that completes commands, options and names",
+    )
     parser.set_defaults(timeout=None)  # of a command that runs in a child
     parser.set_defaults(leave=None)  # how a process of several ends, given the exit code
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for kind in (
-        train,
-        sweep,
-        ablate,
-        demo,
-        estimate,
-        crosscheck,
-        conform,
-        probe,
-        study,
-        vectors,
-        runs,
-        data,
-    ):
-        kind.add(commands)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", prog="fp8ref")
+    parser.rare = [commands]
+    lines = [
+        "Train in FP8 with JAX or PyTorch from one config, and compare both with the specification."
+    ]
+    for group, modules in GROUPS.items():
+        first = len(commands.choices)
+        for module in modules:
+            module.add(commands)
+        names = list(commands.choices)[first:]
+        lines += ["", *(f"  {name:12}{commands.choices[name].summary}" for name in names)]
+        lines[-len(names) - 1] = f"{group}:"
+    parser.describe("COMMAND", "\n".join(lines))
+    parser.epilog = "Begin with fp8ref demo. Help on a command: fp8ref COMMAND --help"
     return parser
 
 

@@ -357,7 +357,8 @@ def check_trained(recipe: str | Recipe, what: str = "recipe") -> Recipe:
     resolved = RECIPES.get(recipe) if isinstance(recipe, str) else recipe
     names = ", ".join(trained_recipes())
     if resolved is None:
-        raise ValueError(f"{what} is one of {names}; got {recipe!r}.")
+        near = registry.nearest(str(recipe), trained_recipes())
+        raise ValueError(f"{what} is one of {names}; got {recipe!r}.{near}")
     for backend in support.BACKENDS:
         support.require("recipes", backend, resolved, what=what, trained=names)
     return resolved

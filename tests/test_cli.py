@@ -1,5 +1,9 @@
+import argparse
+import importlib.util
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,7 +17,7 @@ from helpers.training.fakes import FakeTrainer
 
 import fp8ref
 from fp8ref import cli
-from fp8ref.commands import demo, train
+from fp8ref.commands import demo, shared, train, vectors
 from fp8ref.conformance.gemm import plans
 from fp8ref.sim.gemm.accumulate import ACCUMULATIONS
 from fp8ref.train import loop
@@ -72,6 +76,7 @@ def contents(folder) -> dict:
     }
 
 
+FINISHED = "here is finished; nothing to do\nnext: fp8ref report here\n"
 COVERAGE = (
     "7 of 8 linears in FP8 (tensorwise), 31.8% of the parameters and 45.5% of the multiplications. "
     "Not in FP8: lm_head (named by filter_fqns 'lm_head').\n"
@@ -81,7 +86,11 @@ COVERAGE = (
 def test_train_writes_a_run_and_reports_its_losses(config, fake, run):
     code, out, err = run("train", config, "--backend", "jax", "--run.out", "here")
     assert (code, err) == (0, COVERAGE)
-    assert out == "here: 6 steps, loss 4.3750, validation loss 6.0000\n"
+    assert re.fullmatch(
+        r"here: 6 steps in \d+\.\d s, [\d,]+ tokens/s, loss 4\.3750, validation loss 6\.0000\n"
+        r"next: fp8ref report here\n",
+        out,
+    )
     assert len(log.read_metrics(config.parent / "here")) == 6
 
 
@@ -143,7 +152,7 @@ def test_a_real_backend_trains_and_resume_changes_no_byte(config, run):
     arguments = ("train", config, "--backend", "torch", "--run.out", "here")
     code, out, _ = run(*arguments)
     assert code == 0
-    assert out.startswith("here: 6 steps, loss ")
+    assert out.startswith("here: 6 steps in ")
     before = contents(config.parent / "here")
     lines = log.read_metrics(config.parent / "here")
     assert [line["step"] for line in lines] == list(range(6))
@@ -151,7 +160,7 @@ def test_a_real_backend_trains_and_resume_changes_no_byte(config, run):
     assert lines[0]["loss"] == pytest.approx(np.log(256), abs=0.2)
     assert lines[-1]["loss"] < lines[0]["loss"]
     code, out, _ = run(*arguments, "--resume")
-    assert (code, out) == (0, "here is finished; nothing to do\n")
+    assert (code, out) == (0, FINISHED)
     assert contents(config.parent / "here") == before
 
 
@@ -167,24 +176,80 @@ def test_help_exits_with_0(run, command, flag):
     assert "usage: fp8ref" in out
 
 
-@pytest.mark.parametrize("command", ["train", "estimate", "crosscheck", "demo"])
-def test_help_of_a_command_lists_the_keys_of_the_config(run, command):
-    _, out, _ = run(command, "--help")
-    assert all(
-        f"--{key}" in out
-        for key in (
-            "run.steps",
-            "model.hidden_size",
-            "data.source",
-            "numerics.recipe",
-            "optimizer.beta1",
-        )
-    )
+COMMANDS = [
+    "",
+    *("demo", "configs", "recipes", "policies"),
+    *("train", "sweep", "data", "data prepare", "export", "report", "compare", "replay"),
+    *("estimate", "ablate", "crosscheck", "certify", "conform", "probe"),
+    *("vectors", "vectors gen", "vectors verify"),
+    *(f"vectors {verb} {what}" for verb in ("gen", "verify") for what in vectors.ASKED),
+]
 
 
-def test_help_of_train_lists_its_own_options(run):
-    _, out, _ = run("train", "--help")
-    assert all(option in out for option in ("--backend", "--resume", "--overwrite", "CONFIG"))
+def parsers(parser, path=""):
+    """{path of commands: parser} of a parser and all under it."""
+    found = {path: parser}
+    for action in parser._actions:
+        if isinstance(action.choices, dict):
+            for name, inner in action.choices.items():
+                found |= parsers(inner, f"{path} {name}".strip())
+    return found
+
+
+def test_every_command_is_measured():
+    known = set(parsers(cli._parser()))
+    assert set(COMMANDS) <= known
+    # commands of others come and go; what is measured below is all of them
+    assert known == set(parsers(cli._parser()))
+
+
+@pytest.mark.parametrize("path", parsers(cli._parser()))
+def test_help_fits_a_screen_and_says_where_the_rest_is(run, monkeypatch, path):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = run(*path.split(), "--help")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith(f"usage: fp8ref {path}".rstrip())
+    assert lines[1] == ""
+    parser = parsers(cli._parser())[path]
+    assert "--help-all" in out
+    if parsers(parser).keys() == {""}:
+        examples = [line for line in lines if line.startswith("  fp8ref ")]
+        assert len(examples) == 3
+        for example in examples:
+            for part in re.split(r" \| | < | > ", example):
+                if part.strip().startswith("fp8ref "):
+                    assert not cli._parser().parse_known_args(shlex.split(part)[1:])[1]
+        assert any(example.startswith(f"  fp8ref {path}") for example in examples)
+
+
+@pytest.mark.parametrize("path", parsers(cli._parser()))
+def test_help_all_has_every_option(run, monkeypatch, path):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = run(*path.split(), "--help-all")
+    assert (code, err) == (0, "")
+    actions = [a for a in parsers(cli._parser())[path]._actions if a.help != argparse.SUPPRESS]
+    assert [o for action in actions for o in action.option_strings if o not in out] == []
+
+
+def test_help_all_has_the_values_of_the_config_on_the_command_line(run):
+    shown = re.sub(r"\s+", " ", run("train", "tiny", "--help-all", "--run.seed", "77")[1])
+    assert "Optimizer steps. (value: 150)" in shown
+    assert "Seed of the initial weights. (value: 77)" in shown
+    assert all(f" {section}: " in shown for section in ("model", "parallel", "log"))
+    code, out, err = run("train", "absent.toml", "--help-all")
+    assert (code, out) == (2, "")
+    assert err.startswith("fp8ref train: absent.toml: cannot be read")
+
+
+def test_without_arguments_it_prints_its_help(run):
+    code, out, err = run()
+    assert (code, err) == (0, "")
+    assert (code, out, err) == run("--help")
+    groups = ["learn:", "train:", "predict:", "check:", "test your own code:"]
+    assert [line for line in out.splitlines() if line in groups] == groups
 
 
 def test_help_works_after_a_config(config, run):
@@ -234,19 +299,47 @@ def test_it_says_its_version(run):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["teach"], ["train"], ["estimate"], ["crosscheck"]], ids=" ".join
+    "arguments", [["teach"], ["train"], ["estimate"], ["crosscheck"], ["vectors"]], ids=" ".join
 )
 def test_an_incomplete_command_exits_with_2(run, arguments):
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
-    assert "CONFIG" in err or "COMMAND" in err
+    assert re.search("CONFIG|COMMAND|gen", err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trian"], "fp8ref: COMMAND is one of .*; got 'trian'. Did you mean 'train'?"),
+        (["train", "tinny"], "fp8ref train: tinny: cannot be read .* Did you mean 'tiny'?"),
+        (["train", "tiny", "--recipe", "rowise"], "fp8ref train: .*got 'rowise'.*'rowwise'?"),
+        (
+            ["train", "tiny", "--backend", "toch"],
+            "fp8ref train: --backend is one of jax, torch; .*",
+        ),
+        (["train", "tiny", "--run.step", "3"], "fp8ref train: unknown option '--run.step'.*"),
+        (["train", "tiny", "--resum"], "fp8ref train: unknown option .*mean --resume?"),
+        (["train", "tiny", "--run.steps", "x"], "fp8ref train: --run.steps takes an integer; .*"),
+        (["ablate", "x", "--steps", "y"], "fp8ref ablate: --steps takes an integer; got 'y'."),
+        (["report"], "fp8ref report: needs RUN; got none."),
+        (["replay", "x"], "fp8ref replay: needs --policy; got none."),
+        (["vectors", "gen", "cats"], "fp8ref vectors gen: .*; got 'cats'. Did you mean 'cast'?"),
+        (["vectors", "gen", "cast"], "fp8ref vectors gen cast: needs --format; got none."),
+    ],
+    ids=" ".join,
+)
+def test_every_error_has_one_style(run, arguments, said):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    pattern = re.escape(said).replace(r"\.\*", ".*")
+    assert re.fullmatch(f"{pattern}\n", err), err
 
 
 def test_an_unknown_key_names_the_nearest_one(config, fake, run):
     config.write_text("[run]\nstep = 3\n")
     code, _, err = run("train", config, "--backend", "jax")
     assert code == 2
-    assert "unknown key 'run.step'; did you mean 'run.steps'?" in err
+    assert "unknown key 'run.step'. Did you mean 'run.steps'?" in err
 
 
 @pytest.mark.parametrize(
@@ -313,7 +406,7 @@ def test_a_config_that_cannot_be_used_exits_with_2_and_is_named(config, fake, ru
     code, out, err = run("train", config, "--backend", "jax")
     assert (code, out) == (2, "")
     assert said in err
-    assert err.startswith(f"fp8ref: {config}: ")
+    assert err.startswith(f"fp8ref train: {config}: ")
     assert not (config.parent / "runs").exists()
 
 
@@ -351,10 +444,32 @@ def test_data_shorter_than_one_batch_exits_with_2(config, fake, run):
     assert not (config.parent / "here").exists()
 
 
-def test_train_needs_a_backend(config, fake, run):
-    code, _, err = run("train", config)
-    assert code == 2
-    assert "--backend jax or --backend torch" in err
+@pytest.mark.parametrize(
+    ("installed", "named", "backend"),
+    [
+        (["jax", "torch"], [], "torch"),
+        (["torch"], [], "torch"),
+        (["jax"], [], "jax"),
+        ([], [], "torch"),
+        (["jax", "torch"], ["--backend", "jax"], "jax"),
+    ],
+)
+def test_the_default_backend_is_an_installed_one_and_said(
+    config, fake, run, monkeypatch, installed, named, backend
+):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        shared.importlib.util,
+        "find_spec",
+        lambda name, *rest: (
+            (name in installed or None) if name in shared.BACKENDS else find(name, *rest)
+        ),
+    )
+    code, _, err = run("train", config, *named)
+    assert code == 0
+    said = "" if named else f"backend: {backend} (by default; --backend names another)\n"
+    assert err == said + COVERAGE
+    assert log.read_manifest(config.parent / "runs" / f"small-{backend}-tensorwise")
 
 
 def test_an_unknown_backend_exits_with_2(config, fake, run):
@@ -399,7 +514,7 @@ def test_resuming_a_finished_run_changes_no_byte(existing, run):
     out, command = existing
     before = contents(out)
     code, shown, err = run(*command, "--resume")
-    assert (code, shown, err) == (0, "here is finished; nothing to do\n", "")
+    assert (code, shown, err) == (0, FINISHED, "")
     assert contents(out) == before
 
 
@@ -470,7 +585,7 @@ def test_lost_metrics_cost_no_training(existing, run):
     (out / "manifest.json").write_text(json.dumps(log.read_manifest(out) | {"status": "running"}))
     (out / "metrics.jsonl").write_text("")
     code, shown, err = run(*command, "--resume")
-    assert (code, shown, err) == (0, "here is finished; nothing to do\n", "")
+    assert (code, shown, err) == (0, FINISHED, "")
     assert log.read_manifest(out)["status"] == "finished"
 
 
@@ -497,7 +612,7 @@ def test_ctrl_c_saves_and_exits_with_130(config, fake, run):  # K-8
     code, out, err = run(*command)
     signal.signal(signal.SIGINT, before)
     assert (code, out) == (130, "")
-    assert "fp8ref: interrupted after 4 steps, which are saved; --resume continues." in err
+    assert "fp8ref train: interrupted after 4 steps, which are saved; --resume continues." in err
     assert log.read_manifest(config.parent / "here")["status"] == "interrupted"
     fake()
     code, _, err = run(*command, "--resume")
@@ -569,7 +684,7 @@ def test_a_loss_that_is_not_finite_exits_with_3(config, fake, run):  # T-4
     fake({2: {"loss": float("inf")}})
     code, out, err = run("train", config, "--backend", "jax", "--run.out", "here")
     assert (code, out) == (3, "")
-    assert err.startswith(f"{COVERAGE}fp8ref: step 2: loss inf")
+    assert err.startswith(f"{COVERAGE}fp8ref train: step 2: loss inf")
     assert [line["step"] for line in log.read_metrics(config.parent / "here")] == [0, 1]
     assert log.read_manifest(config.parent / "here")["status"] == "failed"
 
@@ -629,7 +744,6 @@ def test_a_dry_run_needs_no_data_writes_nothing_and_loads_no_framework(config, b
             "--dry-run reads a config alone, in one process; got --resume",
         ),
         (["--backend", "jax", "--distributed"], "got --distributed"),
-        ([], "needs --backend"),
     ],
 )
 def test_a_dry_run_of_what_cannot_be_trained_exits_with_2(config, run, options, said):
@@ -644,7 +758,7 @@ def test_a_cross_check_takes_whole_batches(config, run, command):
     assert (code, out, err) == (
         2,
         "",
-        "fp8ref: a cross-check takes whole batches; got data.microbatches = 2. Set it to 1.\n",
+        f"fp8ref {command}: a cross-check takes whole batches; got data.microbatches = 2. Set it to 1.\n",
     )
 
 
@@ -761,7 +875,7 @@ def test_python_m_fp8ref_passes_its_exit_code_on(config):
     shown = python("-m", "fp8ref", "train", "absent.toml", "--backend", "jax")
     assert (shown.returncode, shown.stdout) == (2, "")
     assert shown.stderr.splitlines() == [
-        "fp8ref: absent.toml: cannot be read (No such file or directory). Name a TOML file, or "
+        "fp8ref train: absent.toml: cannot be read (No such file or directory). Name a TOML file, or "
         "one of llama-125m, llama-1b, llama-405b, llama-70b, llama-8b, parity, qwen3-30b-a3b, "
         "tiny, tiny-moe."
     ]
@@ -840,7 +954,7 @@ def test_sigint_while_training_saves_the_state_of_every_whole_line(config, tmp_p
 def test_a_name_in_an_error_is_of_one_line(capsys, name):
     assert cli.main(["report", name]) == 2
     (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("fp8ref: a")
+    assert said.startswith("fp8ref report: a")
     assert (
         r"b\nfp8ref: all is well is not a directory".removeprefix("b" * ("//" not in name)) in said
     )
@@ -851,7 +965,7 @@ def test_further_lines_of_an_error_are_indented(capsys, tmp_path):
     (tmp_path / "a.toml").write_text('[run]\nsteps = 5\n["x\\nfp8ref: all is well"]\na = 1\n')
     assert cli.main(["train", str(tmp_path / "a.toml"), "--backend", "jax"]) == 2
     first, *rest = capsys.readouterr().err.splitlines()
-    assert first.startswith("fp8ref: ")
+    assert first.startswith("fp8ref train: ")
     assert all(line.startswith("  ") for line in rest)
 
 
@@ -860,5 +974,5 @@ def test_a_value_that_is_echoed_does_not_fill_the_terminal(capsys, tmp_path):
     assert cli.main(["compare", str(tmp_path / "a.csv"), str(tmp_path / "a.csv")]) == 2
     said = capsys.readouterr().err
     assert len(said) < 2100
-    assert said.startswith(f"fp8ref: {tmp_path / 'a.csv'} has step = '999")
+    assert said.startswith(f"fp8ref compare: {tmp_path / 'a.csv'} has step = '999")
     assert said.endswith("Repair the row, or name another column.\n")

@@ -86,21 +86,18 @@ ROOMS = {"fp8ref.train", "fp8ref.sim", "fp8ref.conformance", "fp8ref.crosscheck"
 
 
 def test_the_jax_library_imports_no_trainer():
-    assert imported("fp8ref.jax", {"tyro", "pydantic", "grain", "fp8ref.torch", *ROOMS}) == "[]"
+    assert imported("fp8ref.jax", {"pydantic", "grain", "fp8ref.torch", *ROOMS}) == "[]"
 
 
 def test_the_torch_library_imports_no_trainer(torch_process):
     modules, _ = torch_process
     assert "fp8ref.torch" in modules
-    assert not {"tyro", "pydantic", "grain", "fp8ref.jax", *ROOMS} & set(modules)
+    assert not {"pydantic", "grain", "fp8ref.jax", *ROOMS} & set(modules)
 
 
 def test_conformance_imports_no_framework():
     assert (
-        imported(
-            "fp8ref.conformance.require",
-            {"jax", "torch", "rich", "pydantic", "tyro", "fp8ref.train"},
-        )
+        imported("fp8ref.conformance.require", {"jax", "torch", "rich", "pydantic", "fp8ref.train"})
         == "[]"
     )
 

@@ -9,7 +9,6 @@ import ast
 import dataclasses
 import functools
 import inspect
-import itertools
 import re
 import sys
 import tomllib
@@ -107,33 +106,45 @@ def cli_page() -> str:
     from fp8ref import cli
 
     parser = cli._parser()
-    out = ["# Command line", "", f"{parser.description}", "", "Exit codes:", ""]
+    out = ["# Command line", "", f"{parser.description.splitlines()[0]}", "", "Exit codes:", ""]
     out += ["| code | meaning |", "|---|---|"]
     codes = re.sub(r"\s+", " ", inspect.getdoc(cli).split("Exit codes: ")[1]).rstrip(".")
     out += [f"| {code.split(' ', 1)[0]} | {code.split(' ', 1)[1]} |" for code in codes.split("; ")]
+    out += [
+        "",
+        "`--help` of a command has what people change, `--help-all` every option; with a CONFIG "
+        "also every key and its value there.",
+    ]
     for name, command in _subparsers(parser):
-        inner = list(_subparsers(command))
-        out += ["", f"## fp8ref {name} {{ #{name} }}", "", command.description or "", ""]
-        for path, one in inner or [("", command)]:
-            if path:
-                out += [
-                    f"### fp8ref {name} {path} {{ #{name}-{path} }}",
-                    "",
-                    one.description or "",
-                    "",
-                ]
-            out += [
-                "```text",
-                re.sub(r"^usage: |(?<=\n) {7}", "", one.format_usage()).rstrip(),
-                "```",
-                "",
-                *_options(one),
-            ]
-        if command.get_default("parser") is command and any(
-            a.dest == "config" for a in command._actions
-        ):
-            out += ["", "Every [key of the config](config.md) is an option too: `--run.steps 20`."]
+        out += ["", f"## fp8ref {name} {{ #{name} }}", "", *_command(command)]
+        for path, inner in _inner(command):
+            anchor = f"{name}-{path.replace(' ', '-')}"
+            out += ["", f"### fp8ref {name} {path} {{ #{anchor} }}", "", *_command(inner)]
     return "\n".join(out) + "\n"
+
+
+def _command(parser: argparse.ArgumentParser) -> list[str]:
+    """What a command does, its usage, its examples and its options."""
+    text, _, examples = (parser.description or "").partition("\n\nexamples:\n")
+    first, *rest = text.split("\n", 1)
+    out = [first, ""]
+    for form in rest:
+        filled = parser._get_formatter()._fill_text(form.strip("\n"), 100, "")
+        out += ["```text", filled, "```", ""]
+    usage = re.sub(r"^usage: ", "", parser.format_usage()).rstrip()
+    shown = [re.sub(r"^  ", "$ ", line) for line in examples.splitlines()]
+    out += ["```text", usage, "```", "", *_options(parser)]
+    out += ["```console", *shown, "```", ""] if shown else []
+    if any(action.dest == "config" for action in parser._actions):
+        out += ["Every [key of the config](config.md) is an option too: `--run.steps 20`.", ""]
+    return out
+
+
+def _inner(parser: argparse.ArgumentParser, path: str = ""):
+    """(path, parser) of the commands of a command."""
+    for name, inner in _subparsers(parser):
+        commands = list(_inner(inner, f"{path} {name}".strip()))
+        yield from commands or [(f"{path} {name}".strip(), inner)]
 
 
 def _subparsers(parser: argparse.ArgumentParser):
@@ -147,7 +158,7 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
     for action in parser._actions:
         if (
             isinstance(action, argparse._SubParsersAction | argparse._HelpAction)
-            or action.dest == "help"
+            or action.dest == "help_all"
         ):
             continue
         names = (
@@ -161,7 +172,7 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
             or "default" in (action.help or "")
             else f" Default: `{action.default}`."
         )
-        text = (action.help or "").replace("|", "\\|")
+        text = (action.help or "").replace("|", "\\|").replace("%%", "%")
         rows.append(f"| {names} | {takes} | {text}{default} |")
     return ["| option | values | meaning |", "|---|---|---|", *rows, ""] if rows else []
 
@@ -169,6 +180,7 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 def config_page() -> str:
     """Every key of a config: type, default and meaning, from the dataclasses of the sections."""
     from fp8ref.train.config import config as configs
+    from fp8ref.train.config import options
 
     out = [
         "# Config keys",
@@ -188,31 +200,13 @@ def config_page() -> str:
             "| key | type | default | meaning |",
             "|---|---|---|---|",
         ]
-        meanings = _attribute_docstrings(kind)
         for key in dataclasses.fields(kind):
             shown = "" if key.default is None else f"`{_toml(key.default)}`"
-            text = (
-                re.sub(r"\s+", " ", meanings.get(key.name, ""))
-                .replace("|", "\\|")
-                .replace("``", "`")
-            )
+            text = options.config_keys()[f"{section.name}.{key.name}"].text
+            text = text.replace("|", "\\|").replace("``", "`")
             out.append(f"| `{section.name}.{key.name}` | {_type(key.type)} | {shown} | {text} |")
         out.append("")
     return "\n".join(out)
-
-
-def _attribute_docstrings(kind: type) -> dict[str, str]:
-    """{field: the string that follows it in the class's source}."""
-    body = ast.parse(inspect.getsource(kind)).body[0].body
-    found = {}
-    for field, text in itertools.pairwise(body):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(text, ast.Expr)
-            and isinstance(text.value, ast.Constant)
-        ):
-            found[field.target.id] = text.value.value
-    return found
 
 
 def _toml(value: object) -> str:

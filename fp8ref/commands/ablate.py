@@ -5,6 +5,10 @@ from pathlib import Path
 
 from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json, conclude
+from fp8ref.shared.arguments import Parser
+
+GROUPINGS = ("layer", "linear", "kind", "model")
+BASES = ("bf16", "fp8")
 
 
 def add(commands) -> None:
@@ -16,127 +20,85 @@ def add(commands) -> None:
         "Find which layer, GEMM and role costs loss in FP8.",
         "From a run's last checkpoint, cast one operand to FP8 at a time, or leave one out, on "
         "the same data, and rank operands by their cost.",
+        usage="RUN",
+        examples=(
+            "ablate runs/tiny-torch-tensorwise",
+            "ablate runs/tiny-torch-tensorwise --by kind --roles weight --steps 20",
+            "ablate Qwen3-0.6B --recipe rowwise --data text --batches 4",
+        ),
     )
-    command.add_argument(
-        "run_directory",
-        metavar="RUN",
-        type=Path,
-        help="a run directory with a checkpoint, of either backend; or one of Hugging Face's "
-        "format",
+    command.option(
+        "run_directory", "RUN", "a run directory with a checkpoint, or one of Hugging Face's format"
     )
-    command.add_argument(
-        "--recipe",
-        metavar="NAME",
-        help="the recipe of the casts (default: the run's own; of a run in bf16, tensorwise)",
+    command.option("--recipe", "NAME", "recipe of the casts (default: the run's; tensorwise)")
+    command.option(
+        "--by",
+        "NAME",
+        "how linears are grouped: layer, linear, kind or model",
+        "layer",
+        choices=GROUPINGS,
     )
-    command.add_argument(
+    command.option(
+        "--base", "NAME", "what all other operands are in: bf16 or fp8", "bf16", choices=BASES
+    )
+    command.option("--layers", "PATTERN", "linears to study (default: all in FP8)", [], nargs="+")
+    command.option(
+        "--gemms", "NAMES", "of output, grad_input, grad_weight, attention, states (default: all)"
+    )
+    command.option("--roles", "NAMES", "roles, such as weight,p,v (default: all)")
+    command.option("--steps", "N", "train N steps; 0: forward passes, GEMM output alone", 0)
+    command.option("--seeds", "N", "orders of data to train with, under --steps", 3)
+    command.option("--batches", "N", "validation batches", 8)
+    command.option(
+        "--learning-rate",
+        "X",
+        "under --steps (default: the run's peak; 0.001 for Hugging Face's format)",
+        rare=True,
+    )
+    command.option(
         "--attention",
-        metavar="VARIANT",
-        help="study casts of attention's operands by this variant (default: the run's own)",
+        "VARIANT",
+        "study casts of attention's operands by this variant (default: the run's own)",
+        rare=True,
     )
-    command.add_argument(
+    command.option(
         "--states",
-        metavar="LAYOUT",
-        help="under --steps, study moments and masters of this layout (default: the run's own)",
+        "LAYOUT",
+        "under --steps, study moments and masters of this layout (default: the run's own)",
+        rare=True,
     )
-    _add_studied(command)
-    _add_measurement(command)
-    _add_directory(command)
-    command.add_argument(
-        "--confidence", type=float, default=0.95, help="confidence of the intervals (default 0.95)"
-    )
-    command.add_argument(
+    command.option("--confidence", "X", "confidence of the intervals", 0.95, rare=True)
+    command.option(
         "--out",
-        type=Path,
-        metavar="DIR",
-        help="directory of results, which resumes (default RUN/ablation; of Hugging Face's "
-        "format <name>-ablation)",
+        "DIR",
+        "directory of results, which resumes (default RUN/ablation, or <name>-ablation)",
     )
+    _add_directory(command)
     shared.add_trust(command)
     shared.add_json(command, "write the result to FILE too")
 
 
-def _add_studied(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--base",
-        choices=("bf16", "fp8"),
-        default="bf16",
-        help="what all other operands are in (default bf16)",
-    )
-    command.add_argument(
-        "--by",
-        choices=("layer", "linear", "kind", "model"),
-        default="layer",
-        help="how linears are grouped (default layer)",
-    )
-    command.add_argument(
-        "--layers",
-        metavar="PATTERN",
-        nargs="+",
-        default=[],
-        help="linears to study, by patterns (default: all in FP8)",
-    )
-    command.add_argument(
-        "--gemms",
-        metavar="NAMES",
-        help="of output, grad_input, grad_weight, attention, states: what to study, with commas "
-        "(default: all)",
-    )
-    command.add_argument(
-        "--roles",
-        metavar="NAMES",
-        help="roles to study, such as weight, p or v, with commas (default: all)",
-    )
-
-
-def _add_measurement(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--steps",
-        type=int,
-        default=0,
-        metavar="N",
-        help="train N steps; 0, the default: forward passes, with GEMM output alone",
-    )
-    command.add_argument(
-        "--seeds",
-        type=int,
-        default=3,
-        metavar="N",
-        help="orders of data to train with, under --steps (default 3)",
-    )
-    command.add_argument(
-        "--batches", type=int, default=8, metavar="N", help="validation batches (default 8)"
-    )
-    command.add_argument(
-        "--learning-rate",
-        type=float,
-        metavar="RATE",
-        help="of --steps (default: the run's peak; of Hugging Face's format 0.001, a config's)",
-    )
-
-
-def _add_directory(command: argparse.ArgumentParser) -> None:
+def _add_directory(command: Parser) -> None:
     """Options of a directory of Hugging Face's format."""
-    command.add_argument(
+    command.option(
         "--backend",
-        choices=("jax", "torch"),
-        help="of a directory of Hugging Face's format (default torch)",
+        "NAME",
+        "for Hugging Face's format (default torch)",
+        choices=shared.BACKENDS,
+        rare=True,
     )
-    command.add_argument(
-        "--data", metavar="SOURCE", help="as data.source, of such a directory (default stdlib)"
-    )
-    command.add_argument(
-        "--sequence-length",
-        type=int,
-        metavar="N",
-        help="as data.sequence_length, of such a directory (default 128)",
-    )
-    command.add_argument(
-        "--batch-size",
-        type=int,
-        metavar="N",
-        help="as data.batch_size, of such a directory (default 16)",
-    )
+    for name, metavar, default in (
+        ("data.source", "SOURCE", "stdlib"),
+        ("data.sequence_length", "N", 128),
+        ("data.batch_size", "N", 16),
+    ):
+        option = name.removeprefix("data.").replace("source", "data").replace("_", "-")
+        command.option(
+            f"--{option}",
+            metavar,
+            f"{name} of Hugging Face's format (default {default})",
+            rare=True,
+        )
 
 
 def _ablate(arguments: argparse.Namespace) -> int:

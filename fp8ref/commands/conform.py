@@ -19,104 +19,70 @@ def add(commands) -> None:
         commands,
         "conform",
         _conform,
-        "Identify a cast, quantizer, optimizer or attention, and compare it with the "
-        "specification.",
-        "Identify a cast or a quantizer from its outputs for chosen inputs. For a cast: how "
-        "it rounds, saturates, and treats zeros, subnormals, infinities and NaNs. For a "
-        "quantizer: which elements share a scale, and which policy computes the scale. For an "
-        "optimizer: how it stores its moments, and in which order it computes AdamW. For an "
-        "attention function: its masks, tiles, casts and sums, and which variant it is. Exits "
-        "with 1 if it matches no known name or, with --expect, differs from the expected "
-        "name.",
+        "Identify a cast, quantizer, optimizer or attention by its outputs.",
+        "Identify a cast, quantizer, optimizer or attention from its outputs for chosen inputs, "
+        "and compare it with the specification. Exits with 1 if it matches no known name or, with "
+        "--expect, differs from the expected name.",
+        usage="MODULE:FUNCTION",
+        examples=(
+            "conform mine:cast --format e5m2",
+            "conform mine:quantize --expect torchao --granularity rowwise",
+            "conform mine:attention --kind attention --expect fa3 --device cuda",
+        ),
     )
-    conform.add_argument(
+    conform.option(
         "subject",
-        metavar="MODULE:FUNCTION",
-        help="a function of one NumPy, PyTorch or JAX array; a GEMM is passed to fp8ref probe; "
-        "an optimizer; or attention, a function of q, k and v",
+        "MODULE:FUNCTION",
+        "a function of one NumPy, PyTorch or JAX array, an optimizer, or attention, a function of "
+        "q, k and v (a GEMM is passed to fp8ref probe)",
     )
-    conform.add_argument(
-        "--format",
-        default="e4m3fn",
-        metavar="NAME",
-        help="the format it casts to, e2m1fn among them (default e4m3fn)",
+    conform.option("--format", "NAME", "the format it casts to, e2m1fn among them", "e4m3fn")
+    conform.option(
+        "--kind", "KIND", "cast, quantizer, gemm, optimizer or attention (default: detected)"
     )
-    conform.add_argument(
-        "--kind",
-        metavar="KIND",
-        help="cast, quantizer, gemm, optimizer or attention (default: detected)",
-    )
-    conform.add_argument(
+    conform.option(
         "--expect",
-        metavar="NAME",
-        help="the expected cast behavior, such as saturating, policy, such as torchao, layout "
-        "of states, such as msamp, or variant of attention, such as fa3; exit with 1 if it "
-        "differs",
+        "NAME",
+        "the expected cast, such as saturating, policy, such as torchao, layout of states, such as "
+        "msamp, or variant of attention, such as fa3",
     )
-    conform.add_argument(
+    conform.option(
         "--granularity",
-        metavar="NAME",
-        help="the expected granularity, such as rowwise, with --expect POLICY; for a GEMM, the "
-        "granularity of its scales",
+        "NAME",
+        "expected, such as rowwise, with --expect POLICY; or of the scales of a GEMM",
     )
-    conform.add_argument(
-        "--axis",
-        type=int,
-        metavar="N",
-        help="the expected reduced axis, -1 or 0, with --expect POLICY",
+    conform.option(
+        "--axis", "N", "the expected reduced axis, -1 or 0, with --expect POLICY", rare=True
     )
-    _add_arrays(conform)
-    _add_kinds(conform)
+    conform.option(
+        "--framework", "NAME", "arrays it takes: numpy, torch or jax (default: what works)"
+    )
+    conform.option("--device", "NAME", "device of PyTorch tensors, such as cuda", "cpu")
+    conform.option("--exhaustive", None, "a cast: also all 2^32 float32 inputs (minutes)")
+    conform.option(
+        "--numbers",
+        "KEY=VALUE",
+        "an optimizer's learning_rate, b1, b2, eps or weight_decay, such as b2=0.999; passed to it "
+        "if it takes them by name",
+        [],
+        nargs="+",
+        rare=True,
+    )
+    conform.option("--steps", "N", "an optimizer's steps to compare (default 6)", rare=True)
+    conform.option(
+        "--layout",
+        "NAME",
+        "attention's order of batch, heads, tokens, features: BHTD (the default) or BTHD",
+        rare=True,
+    )
+    conform.option(
+        "--alignment",
+        "NAME",
+        "where attention's masks align queries: end (the default) or start",
+        rare=True,
+    )
     supervision.add_timeout(conform)
     shared.add_json(conform)
-
-
-def _add_arrays(conform: argparse.ArgumentParser) -> None:
-    conform.add_argument(
-        "--framework",
-        metavar="NAME",
-        help="the arrays it takes: numpy, torch or jax (default: the first that works)",
-    )
-    conform.add_argument(
-        "--device",
-        default="cpu",
-        metavar="NAME",
-        help="the device of PyTorch tensors, such as cuda (default cpu)",
-    )
-
-
-def _add_kinds(conform: argparse.ArgumentParser) -> None:
-    """Options of one kind of subject: casts, optimizers and attention."""
-    conform.add_argument(
-        "--exhaustive",
-        action="store_true",
-        help="also test a cast with all 2^32 float32 inputs (minutes)",
-    )
-    conform.add_argument(
-        "--numbers",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
-        help="of an optimizer: learning_rate, b1, b2, eps or weight_decay, such as b2=0.999; "
-        "passed to it if it takes them by name",
-    )
-    conform.add_argument(
-        "--layout",
-        metavar="NAME",
-        help="of attention: BHTD (the default) or BTHD, the order of batch, heads, tokens, "
-        "features",
-    )
-    conform.add_argument(
-        "--alignment",
-        metavar="NAME",
-        help="of attention: end (the default) or start, to which its masks align queries",
-    )
-    conform.add_argument(
-        "--steps",
-        type=int,
-        metavar="N",
-        help="of an optimizer: the steps that are compared (default 6)",
-    )
 
 
 def _conform(arguments: argparse.Namespace) -> int:

@@ -5,8 +5,7 @@ import os
 from pathlib import Path
 
 from fp8ref.commands import shared
-from fp8ref.commands.shared import FAILED, check_json, check_whole, conclude
-from fp8ref.shared import console
+from fp8ref.commands.shared import check_json, check_whole, conclude
 
 
 def add(commands) -> None:
@@ -15,50 +14,49 @@ def add(commands) -> None:
         commands,
         "crosscheck",
         _crosscheck,
-        "Compare both backends with the simulator, on the operands of a config's training step.",
+        "Compare both backends with the simulator on a training step.",
+        examples=(
+            "crosscheck tiny",
+            "crosscheck tiny --backend torch --recipe rowwise",
+            "crosscheck tiny --first-divergence jax torch",
+        ),
     )
-    check.add_argument(
-        "--backend", choices=("jax", "torch"), help="check one backend (default: both)"
+    check.option(
+        "--backend",
+        "NAME",
+        "check one of jax, torch (default: all installed)",
+        choices=shared.BACKENDS,
     )
-    check.add_argument(
-        "--steps", type=int, help="optimizer steps before the second comparison (default 5)"
+    check.option("--steps", "N", "optimizer steps before the second comparison (default 5)")
+    check.option(
+        "--sharded", "N", "with --backend: every mesh of N devices (jax) or processes (torch)"
     )
-    check.add_argument(
-        "--sharded",
-        type=int,
-        metavar="N",
-        help="check every mesh of N devices (jax; on a CPU, N virtual ones) or of N processes "
-        "(torch). Needs --backend",
-    )
-    check.add_argument(
+    check.option(
         "--replay",
-        type=Path,
-        metavar="PATH",
-        help="instead of CONFIG: repeat a failed step, RUN/failures/step-..., and name the "
-        "first layer, role and element that is not finite. Exits with 1 if one is found or "
-        "a code or scale differs from the simulator's",
+        "PATH",
+        "instead of CONFIG: repeat a failed step, RUN/failures/step-..., and name the first layer, "
+        "role and element that is not finite. Exits with 1 if one is found or a code or scale "
+        "differs from the simulator's",
+        rare=True,
     )
-    check.add_argument(
+    check.option(
         "--first-divergence",
+        ("A", "B"),
+        "the first difference of two runs or, with CONFIG, of jax and torch",
         nargs=2,
-        metavar=("A", "B"),
-        help="find the first difference of A and B: step, layer, role, GEMM, element, and the "
-        "clause that explains it. A and B are two run directories; or, with CONFIG, two of "
-        "jax and torch, trained for --steps. Exits with 1 if they differ",
     )
     shared.add_json(check, "write all comparisons to FILE")
     certificate = shared.plain(
         commands,
         "certify",
         _certify,
-        "Compare casts and scales of the installed libraries with the simulator.",
+        "Compare the casts of installed libraries with the simulator.",
         "Compare casts and scales of torch, jax, ml_dtypes, torchao and fp8ref's own backends "
         "with the simulator.",
+        examples=("certify", "certify --json certificate.json", "certify --exhaustive"),
     )
-    certificate.add_argument(
-        "--exhaustive",
-        action="store_true",
-        help="compare all 2^32 inputs of each cast and all 2^31 amaxes (minutes)",
+    certificate.option(
+        "--exhaustive", None, "compare all 2^32 inputs of each cast and all 2^31 amaxes (minutes)"
     )
     shared.add_json(certificate, "write every comparison to FILE")
 
@@ -70,15 +68,14 @@ def _certify(arguments: argparse.Namespace) -> int:
     return conclude(certify(exhaustive=arguments.exhaustive), arguments.json)
 
 
-def _crosscheck(arguments: argparse.Namespace, options: list[str]) -> int:
-    if arguments.first_divergence is not None and not arguments.help:
-        return _crosscheck_first(arguments, options)
-    if arguments.replay is not None and not arguments.help:
-        return _crosscheck_replay(arguments, options)
-    config = shared.config(arguments, options)
+def _crosscheck(arguments: argparse.Namespace) -> int:
+    if arguments.first_divergence is not None:
+        return _crosscheck_first(arguments)
+    if arguments.replay is not None:
+        return _crosscheck_replay(arguments)
+    config = shared.config(arguments)
     from fp8ref.crosscheck import one_device
     from fp8ref.shared.errors import ConfigError
-    from fp8ref.train.loop import BACKENDS
 
     check_whole(config)
     check_json(arguments.json, arguments.config)
@@ -89,15 +86,18 @@ def _crosscheck(arguments: argparse.Namespace, options: list[str]) -> int:
         raise ConfigError(
             f"--steps must be between 0 and run.steps = {config.run.steps}; got {steps}."
         )
-    report = one_device.crosscheck(
-        config, backends=(arguments.backend,) if arguments.backend else BACKENDS, steps=steps
+    backends = (arguments.backend,) if arguments.backend else shared.installed()
+    report = one_device.crosscheck(config, backends=backends, steps=steps)
+    step = (
+        f"train {arguments.config}"
+        if report.ok
+        else f"crosscheck {arguments.config} --first-divergence jax torch"
     )
-    return conclude(report, arguments.json)
+    return conclude(report, arguments.json, f"next: fp8ref {step}")
 
 
-def _crosscheck_first(arguments: argparse.Namespace, options: list[str]) -> int:
+def _crosscheck_first(arguments: argparse.Namespace) -> int:
     from fp8ref.shared.errors import ConfigError
-    from fp8ref.train.loop import BACKENDS
 
     if unused := shared.used(arguments, "backend", "sharded", "replay"):
         raise ConfigError(
@@ -106,13 +106,13 @@ def _crosscheck_first(arguments: argparse.Namespace, options: list[str]) -> int:
         )
     a, b = arguments.first_divergence
     check_json(arguments.json)
-    backends = [name for name in (a, b) if name in BACKENDS]
+    backends = [name for name in (a, b) if name in shared.BACKENDS]
     if len(backends) == 1:
         raise ConfigError(
             "--first-divergence compares two runs, or two backends that train one CONFIG; got "
             f"{a} and {b}, but only {backends[0]} is a backend. Name two run directories, or "
-            f"two of {' and '.join(BACKENDS)}. For a run directory named {backends[0]}, write "
-            f"./{backends[0]}."
+            f"two of {' and '.join(shared.BACKENDS)}. For a run directory named {backends[0]}, "
+            f"write ./{backends[0]}."
         )
     if backends:
         if arguments.config is None:
@@ -120,7 +120,7 @@ def _crosscheck_first(arguments: argparse.Namespace, options: list[str]) -> int:
                 f"--first-divergence of two backends trains a CONFIG in both; got {a} and {b} "
                 f"without one. Name it first: fp8ref crosscheck tiny --first-divergence {a} {b}."
             )
-        config = shared.config(arguments, options)
+        config = shared.config(arguments)
         from fp8ref.crosscheck import one_device
         from fp8ref.crosscheck.divergence import live
 
@@ -129,11 +129,11 @@ def _crosscheck_first(arguments: argparse.Namespace, options: list[str]) -> int:
         )
     else:
         config_file = ["CONFIG"] * (arguments.config is not None)
-        if unused := options or config_file + shared.used(arguments, "steps"):
+        if unused := shared.keys(arguments) or config_file + shared.used(arguments, "steps"):
             raise ConfigError(
                 "--first-divergence of two runs takes config and steps from them; got "
                 f"{', '.join(unused)} too. Leave it out, or name two backends: fp8ref "
-                f"crosscheck CONFIG --first-divergence {' '.join(BACKENDS)}."
+                f"crosscheck CONFIG --first-divergence {' '.join(shared.BACKENDS)}."
             )
         from fp8ref.crosscheck.divergence import from_runs
 
@@ -141,12 +141,13 @@ def _crosscheck_first(arguments: argparse.Namespace, options: list[str]) -> int:
     return conclude(report, arguments.json)
 
 
-def _crosscheck_replay(arguments: argparse.Namespace, options: list[str]) -> int:
+def _crosscheck_replay(arguments: argparse.Namespace) -> int:
     from fp8ref.shared.errors import ConfigError
 
     config_file = ["CONFIG"] * (arguments.config is not None)
-    # an option's value would pass for CONFIG
-    if unused := options or config_file + shared.used(arguments, "backend", "steps", "sharded"):
+    if unused := shared.keys(arguments) or config_file + shared.used(
+        arguments, "backend", "steps", "sharded"
+    ):
         raise ConfigError(
             "--replay takes config and backend from the step that failed; got "
             f"{', '.join(unused)} too. Leave it out."
@@ -175,12 +176,8 @@ def _crosscheck_sharded(arguments: argparse.Namespace, config) -> int:
         report, unfit = sharded_torch.crosscheck(config, arguments.sharded, steps=steps)
     else:
         report, unfit = _sharded_jax(arguments, config)
-    report.print()
-    for name, why in unfit.items():
-        console.show(f"left out {name}: {why}")
-    if arguments.json:
-        report.write(arguments.json)
-    return 0 if report.ok else FAILED
+    lines = [f"left out {name}: {why}" for name, why in unfit.items()]
+    return conclude(report, arguments.json, *lines)
 
 
 def _sharded_jax(arguments: argparse.Namespace, config):

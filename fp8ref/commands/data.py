@@ -1,7 +1,6 @@
 """fp8ref data prepare: tokenize text into token shards."""
 
 import argparse
-from pathlib import Path
 
 from fp8ref.commands import shared
 from fp8ref.commands.shared import INTERRUPTED
@@ -10,58 +9,51 @@ from fp8ref.shared import console
 
 def add(commands) -> None:
     """Add ``fp8ref data prepare``."""
-    data = commands.add_parser(
-        "data", help="Prepare training data.", description="Prepare training data."
-    )
-    subcommands = data.add_subparsers(required=True, metavar="COMMAND")
+    subcommands = shared.group(commands, "data", "Prepare training data.", "prepare")
     # the defaults are those of the config's keys (DataConfig), which are not imported for --help
     # alone: an option that is left out is no attribute
-    prepare = shared.plain(subcommands, "prepare", _prepare, "Tokenize text into token shards.")
-    prepare.add_argument(
+    left_out = argparse.SUPPRESS
+    prepare = shared.plain(
+        subcommands,
+        "prepare",
+        _prepare,
+        "Tokenize text into token shards.",
+        usage="--source SOURCE --out DIR",
+        examples=(
+            "data prepare --source stdlib --out data/tokens",
+            "data prepare --source text --out data/tokens --tokenizer tokenizer.json",
+            "data prepare --source hf:org/name --out gpt2 --tokenizer tiktoken:gpt2",
+        ),
+    )
+    prepare.option(
         "--source",
-        required=True,
-        help="stdlib, a directory of text, .jsonl or .parquet (file, directory, pattern), or "
+        "SOURCE",
+        "stdlib, a directory of text, .jsonl or .parquet (file, directory, pattern), or "
         "hf:org/name[:config]",
+        required=True,
     )
-    prepare.add_argument(
-        "--out", required=True, type=Path, metavar="DIR", help="output directory; new or empty"
+    prepare.option("--out", "DIR", "output directory; new or empty", required=True)
+    prepare.option(
+        "--tokenizer", "NAME", "a tokenizer.json, or tiktoken:NAME (default: bytes)", left_out
     )
-    prepare.add_argument(
-        "--tokenizer",
-        default=argparse.SUPPRESS,
-        help="a tokenizer.json, or tiktoken:NAME (default: bytes)",
-    )
-    prepare.add_argument(
+    prepare.option(
         "--end-of-document",
-        default=argparse.SUPPRESS,
-        metavar="TOKEN",
-        help="the token after each document; '' for none (default: the tokenizer's)",
+        "TOKEN",
+        "the token after each document; '' for none (default: the tokenizer's)",
+        left_out,
     )
-    prepare.add_argument(
-        "--text-column",
-        default=argparse.SUPPRESS,
-        metavar="NAME",
-        help="the column that holds the text (default text)",
+    prepare.option(
+        "--text-column", "NAME", "the column that holds the text (default text)", left_out
     )
-    prepare.add_argument(
-        "--hf-split",
-        default=argparse.SUPPRESS,
-        metavar="NAME",
-        help="the split of a hub dataset (default train)",
-    )
-    prepare.add_argument(
+    prepare.option("--hf-split", "NAME", "the split of a hub dataset (default train)", left_out)
+    prepare.option(
         "--validation-fraction",
-        default=argparse.SUPPRESS,
-        type=float,
-        metavar="F",
-        help="share for validation (default 0.1); unused if files are named val",
+        "X",
+        "share for validation (default 0.1); unused if files are named val",
+        left_out,
     )
-    prepare.add_argument(
-        "--shard-tokens",
-        default=argparse.SUPPRESS,
-        type=int,
-        metavar="N",
-        help="largest number of tokens in a file (default 10^8)",
+    prepare.option(
+        "--shard-tokens", "N", "largest number of tokens in a file (default 10^8)", left_out
     )
 
 
@@ -88,7 +80,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
     console.show(
         f"{arguments.out}: {tokens['train']:,} tokens for training, {tokens['val']:,} for "
         f"validation, {sidecar.dtype}, in {len(sidecar.files)} files",
-        f"train from them with --data.source {arguments.out} "
+        f"next: fp8ref train CONFIG --data.source {arguments.out} "
         f"--model.vocab_size {sidecar.vocab_size}",
     )
     return 0

@@ -48,20 +48,15 @@ def add(commands) -> None:
         commands,
         "demo",
         _demo,
-        "Train with both backends in bf16 and FP8, cross-check them, print a table, and plot "
-        "the losses.",
+        "Train in bf16 and FP8 with both backends, cross-check and plot.",
+        examples=("demo", "demo --out here --run.steps 40", "demo tiny-moe --run.steps 20"),
     )
-    command.add_argument(
-        "--out",
-        type=Path,
-        default=Path("demo"),
-        help="directory for the runs and the picture (default demo)",
-    )
+    command.option("--out", "DIR", "directory for the runs and the picture", Path("demo"))
 
 
-def _demo(arguments: argparse.Namespace, options: list[str]) -> int:
+def _demo(arguments: argparse.Namespace) -> int:
     arguments.config = arguments.config or Path("tiny")
-    config = shared.config(arguments, options)
+    config = shared.config(arguments)
     check_whole(config)
     return 0 if demo(config, arguments.out) else FAILED
 

@@ -22,79 +22,44 @@ def add(commands) -> None:
         commands,
         "probe",
         _probe,
-        "Identify the arithmetic of a scaled GEMM, or of attention, from outside.",
-        "Identify the arithmetic of a scaled GEMM from its results for chosen operands: the "
-        "precision of products and sums, the order of additions, and where it scales and "
-        "rounds. The result is a plan of the simulator. The plan is then compared with the GEMM "
-        "on random operands, bit for bit. If no plan gives all bits, the GEMM is graded: right, "
-        "imprecise or wrong, and why; the exit code is 1. Of a function of q, k and v it "
-        "reports the decisions of attention, each with the inputs that show it, and exits with "
-        "1 if masks, heads or the range of P are at fault.",
+        "Identify the arithmetic of a scaled GEMM, or of attention.",
+        "Identify the arithmetic of a scaled GEMM, or of attention, from its results for chosen "
+        "inputs, and compare the plan with it bit for bit. Exits with 1 if no plan gives all bits, "
+        "or attention's masks, heads or range of P are at fault.",
+        usage="SUBJECT",
+        examples=(
+            "probe torch-scaled-mm",
+            "probe mine:gemm --shape 64 64 512 --granularity rowwise",
+            "probe torch-rowwise --record recordings",
+        ),
     )
-    probe.add_argument(
+    probe.option(
         "subject",
-        metavar="SUBJECT",
+        "SUBJECT",
+        "torch-scaled-mm, torch-rowwise, jax-dot; wgmma, Hopper's instruction in all pairings of "
+        "formats; or module:function, (Quantized a, Quantized b[, bias]) -> [M, N], or (q, k, v) "
+        "-> o",
         nargs="?",
-        help="torch-scaled-mm, torch-rowwise, jax-dot; wgmma, Hopper's instruction in all "
-        "pairings of formats; or module:function, (Quantized a, Quantized b[, bias]) -> "
-        "[M, N], or (q, k, v) -> o",
     )
-    _add_gemm(probe)
-    probe.add_argument(
+    probe.option("--shape", ("M", "N", "K"), "of the GEMM (default 128 128 4096)", nargs=3)
+    probe.option("--formats", ("A", "B"), "of the operands (default e4m3fn e4m3fn)", nargs=2)
+    probe.option("--fast-accum", None, "fast accumulation, for a library's GEMM")
+    probe.option("--out-dtype", "DTYPE", "float32, bfloat16 or float16, for a library's GEMM")
+    probe.option(
+        "--granularity", "NAME", "tensorwise (the default) or rowwise, for module:function"
+    )
+    probe.option(
         "--layout",
-        metavar="NAME",
-        help="of attention: BHTD (the default) or BTHD, the order of batch, heads, tokens, "
-        "features",
+        "NAME",
+        "attention's order of batch, heads, tokens, features: BHTD (the default) or BTHD",
+        rare=True,
     )
-    probe.add_argument(
-        "--framework", metavar="NAME", help="the arrays that attention takes: numpy, torch or jax"
-    )
-    probe.add_argument(
-        "--seed", type=int, default=0, help="seed of the random operands (default 0)"
-    )
+    probe.option("--framework", "NAME", "attention's arrays: numpy, torch or jax", rare=True)
+    probe.option("--seed", "N", "seed of the random operands", 0)
     supervision.add_timeout(probe)
     shared.add_json(probe)
-    probe.add_argument(
-        "--record",
-        type=Path,
-        metavar="DIR",
-        help="save operands and results in DIR, to verify later without the hardware",
-    )
-    probe.add_argument(
-        "--replay",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="instead of SUBJECT: verify recordings, NAME.json, bit for bit",
-    )
-
-
-def _add_gemm(probe: argparse.ArgumentParser) -> None:
-    """Options of a GEMM."""
-    probe.add_argument(
-        "--shape",
-        type=int,
-        nargs=3,
-        metavar=("M", "N", "K"),
-        help="the shape of the GEMM (default 128 128 4096)",
-    )
-    probe.add_argument(
-        "--formats",
-        nargs=2,
-        metavar=("A", "B"),
-        help="the formats of the operands (default e4m3fn e4m3fn)",
-    )
-    probe.add_argument(
-        "--fast-accum", action="store_true", help="fast accumulation, for a library's GEMM"
-    )
-    probe.add_argument(
-        "--out-dtype", metavar="DTYPE", help="float32, bfloat16 or float16, for a library's GEMM"
-    )
-    probe.add_argument(
-        "--granularity",
-        metavar="NAME",
-        help="tensorwise (the default) or rowwise scales, for module:function",
-    )
+    probe.option("--record", "DIR", "save operands and results, to verify without the hardware")
+    probe.option("--replay", "FILE", "instead of SUBJECT: verify recordings, NAME.json", nargs="+")
 
 
 def _probe(arguments: argparse.Namespace) -> int:
@@ -104,7 +69,7 @@ def _probe(arguments: argparse.Namespace) -> int:
     if arguments.replay:
         return _replay(arguments)
     if arguments.subject is None:
-        raise ValueError("a probe needs a SUBJECT, or --replay FILE. See fp8ref probe --help.")
+        raise ValueError("needs a SUBJECT, or --replay FILE; got none. See fp8ref probe --help.")
     if (code := _attention(arguments)) is not None:
         return code
     for option in shared.used(arguments, "layout", "framework"):

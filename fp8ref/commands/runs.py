@@ -18,21 +18,23 @@ def add(commands) -> None:
 
 def _add_export(commands) -> None:
     weights = shared.plain(
-        commands, "export", _export, "Export a run's weights in the format of transformers."
+        commands,
+        "export",
+        _export,
+        "Export a run's weights in the format of transformers.",
+        usage="RUN --out DIR",
+        examples=(
+            "export runs/tiny-torch-tensorwise --out weights",
+            "export runs/mine --out weights --tokenizer tokenizer.json",
+            "train tiny --run.init_from weights",
+        ),
     )
-    weights.add_argument("run_directory", metavar="RUN", type=Path, help="a run directory")
-    weights.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="output directory, for config.json and safetensors",
+    weights.option("run_directory", "RUN", "a run directory")
+    weights.option(
+        "--out", "DIR", "output directory, for config.json and safetensors", required=True
     )
-    weights.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="PATH",
-        help="tokenizer.json, or a directory of tokenizer files, to copy there",
+    weights.option(
+        "--tokenizer", "PATH", "tokenizer.json, or a directory of tokenizer files, to copy there"
     )
 
 
@@ -44,18 +46,21 @@ def _add_report(commands) -> None:
         "Write a page on runs: is this FP8 loss normal?",
         "Write one HTML page, and its figures as PNGs. It shows the gap to bf16 with its "
         "interval and a verdict, losses, the linears that ran in FP8, speed and statistics.",
+        usage="RUN...",
+        examples=(
+            "report runs/tiny-torch-tensorwise",
+            "report runs/bf16 runs/tensorwise --out fp8.html",
+            "report sweep --margin 0.01",
+        ),
     )
-    report.add_argument(
+    report.option(
         "runs",
-        metavar="RUN",
-        type=Path,
+        "RUN",
+        "a run directory, or a directory of runs; runs of equal seeds, in bf16 and FP8, give the "
+        "verdict",
         nargs="+",
-        help="a run directory, or a directory of runs; runs of equal seeds, in bf16 and FP8, "
-        "give the verdict",
     )
-    report.add_argument(
-        "--out", type=Path, default=Path("report.html"), help="the page (default report.html)"
-    )
+    report.option("--out", "FILE", "the page", Path("report.html"))
     shared.add_judging(report)
 
 
@@ -67,29 +72,26 @@ def _add_compare(commands) -> None:
         "Compare two runs' configs and losses.",
         "Compare two runs' configs and losses. Exits with 0 if the losses are identical, or "
         "shown to be equivalent; else with 1.",
+        usage="A B",
+        examples=(
+            "compare runs/bf16 runs/tensorwise",
+            "compare bf16-0 fp8-0 --seeds bf16-1 fp8-1 bf16-2 fp8-2",
+            "compare theirs.csv mine.csv --loss train/loss",
+        ),
     )
-    compare.add_argument(
-        "a",
-        metavar="A",
-        type=Path,
-        help="a run directory, or another trainer's log: CSV, JSON Lines, console, TensorBoard",
+    compare.option(
+        "a", "A", "a run directory, or another trainer's log: CSV, JSON Lines, console, TensorBoard"
     )
-    compare.add_argument(
-        "b", metavar="B", type=Path, help="another, whose loss minus A's is judged"
-    )
-    compare.add_argument(
+    compare.option("b", "B", "another, whose loss minus A's is judged")
+    compare.option(
         "--seeds",
-        metavar="RUN",
-        type=Path,
+        "RUN",
+        "more runs of A and B with other seeds; for logs give A1 B1 A2 B2",
+        [],
         nargs="+",
-        default=[],
-        help="runs of A's and of B's config with other seeds, matched by their seeds; of logs, "
-        "pairs in the order A B",
     )
-    compare.add_argument(
-        "--loss",
-        metavar="NAME",
-        help="the column or tag of the losses in a log (default: loss, train/loss, ...)",
+    compare.option(
+        "--loss", "NAME", "column or tag of the losses in a log (default: loss, train/loss, ...)"
     )
     shared.add_json(compare, "write the comparison to FILE")
     shared.add_judging(compare)
@@ -103,22 +105,22 @@ def _add_replay(commands) -> None:
         "Replay a run's recorded amaxes under another scaling.",
         "Show how much of a run's recorded amaxes (statistics.every) delayed scaling, or a "
         "dynamic policy, would have clipped or wasted.",
+        usage="RUN --policy NAME",
+        examples=(
+            "replay runs/tiny-torch-tensorwise --policy delayed",
+            "replay runs/tiny-torch-tensorwise --policy delayed --history 16",
+            "replay runs/tiny-torch-tensorwise --policy te_block --json replay.json",
+        ),
     )
-    replay.add_argument("run_directory", metavar="RUN", type=Path, help="the directory of a run")
-    replay.add_argument(
+    replay.option("run_directory", "RUN", "the directory of a run")
+    replay.option(
         "--policy",
+        "NAME",
+        "delayed, te_delayed or flax; or a dynamic policy, which fp8ref policies lists",
         required=True,
-        help="delayed, te_delayed or flax; or a dynamic policy, such as torchao",
     )
-    replay.add_argument(
-        "--history",
-        type=int,
-        metavar="N",
-        help="history length of delayed scaling (default: the policy's)",
-    )
-    replay.add_argument(
-        "--margin", type=int, metavar="M", help="margin, in powers of two (default: the policy's)"
-    )
+    replay.option("--history", "N", "history length of delayed scaling (default: the policy's)")
+    replay.option("--margin", "M", "margin, in powers of two (default: the policy's)")
     shared.add_json(replay, "write the result of each layer and role to FILE")
 
 
@@ -129,7 +131,10 @@ def _export(arguments: argparse.Namespace) -> int:
         step = export(
             arguments.run_directory, arguments.out, tokenizer=arguments.tokenizer, say=console.say
         )
-    console.show(f"{arguments.out}: the weights after {step} steps")
+    console.show(
+        f"{arguments.out}: the weights after {step} steps",
+        f"next: fp8ref ablate {arguments.out} --recipe tensorwise",
+    )
     return 0
 
 
@@ -153,7 +158,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
     with console.waiting("compare"):
         paths = arguments.a, arguments.b, *arguments.seeds
-        a, b, *more = (compare.read(path, loss=arguments.loss) for path in paths)
+        a, b, *more = (compare.read(Path(path), loss=arguments.loss) for path in paths)
         comparison = compare.compare(
             a, b, more, confidence=shared.confidence(arguments), margin=shared.margin(arguments)
         )

@@ -1,13 +1,18 @@
-"""Shared by all commands: argument parsers, exit codes, reading a config, printing results."""
+"""Shared by all commands: adding a command, reading its config, choosing a backend, printing
+results.
+"""
 
 import argparse
+import functools
+import importlib.util
 import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fp8ref.shared import console
-from fp8ref.shared.result import Result
+from fp8ref.shared.arguments import Parser
+from fp8ref.shared.result import STDOUT, Result
 
 __all__ = ["DEFECT", "ERROR", "INTERRUPTED", "LOST", "NON_FINITE", "PIPE", "STOPPED", "check_whole"]
 
@@ -18,82 +23,121 @@ RUN_FILES = (
 )
 """Names of files of runs, checkpoints and shards, which --json does not replace."""
 
+BACKENDS = ("jax", "torch")
+"""The backends, of which the last that is installed is the default."""
+
 Run = Callable[[argparse.Namespace], int]
 """A command's function: parsed arguments -> exit code."""
 
 
-def config_command(
-    commands, name: str, run: Callable[[argparse.Namespace, list[str]], int], help: str
-) -> argparse.ArgumentParser:
-    """Add a command that takes a CONFIG and options for its keys, which ``config`` applies.
-
-    argparse reads the command's own options and tyro those of the config, so that --help prints
-    both.
-    """
-    parser = commands.add_parser(
-        name, help=help, description=help, allow_abbrev=False, add_help=False
-    )
-    parser.add_argument(
-        "config",
-        metavar="CONFIG",
-        type=Path,
-        nargs="?",
-        help="a TOML file, or the name of a packaged one, such as tiny",
-    )
-    parser.add_argument(
-        "-h", "--help", action="store_true", help="show this message and all keys of CONFIG"
-    )
+def plain(
+    commands,
+    name: str,
+    run: Run,
+    help: str,
+    description: str | None = None,
+    *,
+    usage: str = "",
+    examples: Sequence[str] = (),
+) -> Parser:
+    """Add a command. usage, examples: of ``Parser.describe``."""
+    parser: Parser = commands.add_parser(name, help=help)
+    parser.summary = help
+    parser.describe(usage, description or help, examples)
     parser.set_defaults(run=run, parser=parser)
     return parser
 
 
-def plain(
-    commands, name: str, run: Run, help: str, description: str | None = None
-) -> argparse.ArgumentParser:
-    """Add a command whose options are all declared to argparse."""
-    about = description or help
-    parser = commands.add_parser(name, help=help, description=about, allow_abbrev=False)
+def group(commands, name: str, help: str, metavar: str, description: str | None = None):
+    """Add a command of commands, and return what they are added to."""
+    parser = plain(commands, name, lambda arguments: ERROR, help, description, usage=metavar)
+    return parser.add_subparsers(required=True, metavar=metavar, prog=parser.prog)
 
-    def strict(arguments: argparse.Namespace, options: list[str]) -> int:
-        if options:
-            parser.error(console.one_line(f"unrecognized arguments: {' '.join(options)}"))
-        return run(arguments)
 
-    parser.set_defaults(run=strict, parser=parser)
+def config_command(
+    commands, name: str, run: Run, help: str, *, examples: Sequence[str] = ()
+) -> Parser:
+    """Add a command that takes a CONFIG and options for its keys, which ``config`` applies."""
+    parser = plain(commands, name, run, help, usage="CONFIG", examples=examples)
+    parser.option("config", "CONFIG", "a TOML file, or a name of fp8ref configs", nargs="?")
+    parser.before = functools.partial(_add_keys, parser)
+    parser.more = functools.partial(_describe_keys, parser)
+    parser.epilog = f"All keys, with the values of a config: {parser.prog} CONFIG --help-all"
     return parser
 
 
-def config(arguments: argparse.Namespace, options: list[str]):
-    """The config file with the remaining options applied.
+def _add_keys(parser: Parser, words: list[str]) -> list[str]:
+    """Add the keys of a config before words are parsed, and spell them as they are declared."""
+    try:
+        from fp8ref.train.config import options
+    except ImportError as error:
+        if {"-h", "--help", "--help-all"} & {*words}:
+            return words
+        parser.error(str(error))
+    if "--help-all" not in words:
+        options.add(parser)
+    return options.spelled(words)
 
-    With --help it prints all options, and exits.
-    """
+
+def _describe_keys(parser: Parser, words: Sequence[str]) -> str:
+    """Every key, with its value in the CONFIG of the words."""
+    from fp8ref.train.config import config as configs
+    from fp8ref.train.config import options
+
+    arguments, _ = parser.parse_known_args([word for word in words if word != "--help-all"])
+    current = config(arguments) if arguments.config else configs.Config()
+    every = Parser(add_help=False, usage=argparse.SUPPRESS)
+    options.add(every, current)
+    return f"\nkeys of CONFIG, by section:\n\n{every.format_help()}"
+
+
+def keys(arguments: argparse.Namespace) -> list[str]:
+    """The options of a command line that set keys of the config."""
+    return [f"--{name}" for name in vars(arguments) if "." in name]
+
+
+def config(arguments: argparse.Namespace):
+    """The CONFIG of a command line with its options applied."""
     from fp8ref import configs as shipped
     from fp8ref.shared.errors import ConfigError
     from fp8ref.train.config import config as configs
+    from fp8ref.train.config import options
 
-    prog = arguments.parser.prog
-    if arguments.help:
-        print(arguments.parser.format_help())
-        # prints, and exits with 0
-        configs.override(configs.Config(), ["--help"], prog=f"{prog} CONFIG")
     if arguments.config is None:
         raise ConfigError(
-            f"{prog} needs a CONFIG: a TOML file, or one of {', '.join(shipped.NAMES)}. See "
-            f"{prog} --help."
+            f"needs a CONFIG, a TOML file or one of {', '.join(shipped.NAMES)}; got none."
         )
-    if options and not shipped.find(arguments.config).exists():
-        raise ConfigError(
-            f"{arguments.config}: no such file. {prog} takes CONFIG first, then the options of its "
-            f"keys, such as {prog} tiny --run.steps 20."
-        )
-    loaded = configs.load(arguments.config)
-    return configs.override(loaded, options, prog=f"{prog} {arguments.config}")
+    return options.apply(configs.load(arguments.config), arguments)
 
 
-def add_json(command: argparse.ArgumentParser, help: str = "write the findings to FILE") -> None:
+def installed() -> tuple[str, ...]:
+    """The backends whose framework is installed; all where none is, and importing one says so."""
+    return tuple(name for name in BACKENDS if importlib.util.find_spec(name)) or BACKENDS
+
+
+def add_backend(command: Parser, help: str = "jax or torch") -> None:
+    """Add ``--backend``, which ``backend`` reads."""
+    default = "default: what is installed, or torch"
+    command.option("--backend", "NAME", f"{help} ({default})", choices=BACKENDS)
+
+
+def backend(arguments: argparse.Namespace, config=None) -> str:
+    """--backend; by default the framework of the config's own model, or the installed one, PyTorch
+    of both. The first line of standard error says which.
+    """
+    if arguments.backend is not None:
+        return arguments.backend
+    from fp8ref.train.config import architecture
+
+    kind = "llama" if config is None else config.architecture.kind
+    name = architecture.BACKEND.get(kind, installed()[-1])
+    console.say(f"backend: {name} (by default; --backend names another)")
+    return name
+
+
+def add_json(command: Parser, help: str = "write the findings to FILE") -> None:
     """Add ``--json``, which ``check_json`` checks and ``conclude`` writes."""
-    command.add_argument("--json", type=Path, metavar="FILE", help=help)
+    command.option("--json", "FILE", f"{help}, or - to print it")
 
 
 def used(arguments: argparse.Namespace, *names: str) -> list[str]:
@@ -104,18 +148,14 @@ def used(arguments: argparse.Namespace, *names: str) -> list[str]:
     ]
 
 
-def add_trust(command: argparse.ArgumentParser) -> None:
+def add_trust(command: Parser) -> None:
     """Add ``--trust``, which ``trust_source`` reads."""
-    command.add_argument(
-        "--trust",
-        action="store_true",
-        help="import the code that architecture.source of a file names",
+    command.option(
+        "--trust", None, "import the code that architecture.source of a file names", rare=True
     )
 
 
-def trust_source(
-    arguments: argparse.Namespace, path: Path, config, options: Sequence[str] = ()
-) -> None:
+def trust_source(arguments: argparse.Namespace, path: Path, config) -> None:
     """Let the module of architecture.source be imported, and say so, if --trust or an option of the
     command line names it.
 
@@ -127,7 +167,7 @@ def trust_source(
     keys = config.architecture
     if keys.kind not in ("torch", "nnx") or not keys.source:
         return
-    named = any(option.partition("=")[0] == "--architecture.source" for option in options)
+    named = "architecture.source" in vars(arguments)
     if arguments.trust or (named and not getattr(arguments, "dry_run", False)):
         console.say(
             f"{path}: importing architecture.source {keys.source!r}, whose code runs in this "
@@ -136,16 +176,11 @@ def trust_source(
         user_model.trust(keys.source)
 
 
-def add_judging(command: argparse.ArgumentParser) -> None:
+def add_judging(command: Parser) -> None:
     """Add the options of a verdict on losses, which ``confidence`` and ``margin`` read."""
-    command.add_argument(
-        "--confidence", type=float, default=0.95, help="confidence of the intervals (default 0.95)"
-    )
-    command.add_argument(
-        "--margin",
-        type=float,
-        metavar="NATS",
-        help="losses closer than this are equivalent (default: 0.25 %% of bf16's)",
+    command.option("--confidence", "X", "confidence of the intervals", 0.95, rare=True)
+    command.option(
+        "--margin", "NATS", "losses closer than this are equivalent (default: 0.25 %% of bf16's)"
     )
 
 
@@ -163,9 +198,12 @@ def margin(arguments: argparse.Namespace) -> float | None:
     return arguments.margin
 
 
-def conclude(report: Result, json: Path | None) -> int:
-    """Print a result, write it to --json where that was given, and return its exit code."""
+def conclude(report: Result, json: Path | None, *lines: str) -> int:
+    """Print a result, then lines, write it to --json where that was given, and return its exit
+    code.
+    """
     report.print()
+    console.show(*lines)
     if json:
         report.write(json)
     return report.exit_code
@@ -173,21 +211,19 @@ def conclude(report: Result, json: Path | None) -> int:
 
 def check_json(path: Path | None, *read: Path | None) -> None:
     """ValueError if --json cannot be written, or names a file of a run or of this command."""
-    if path and any(
-        other and other.exists() and path.exists() and path.samefile(other) for other in read
-    ):
+    if path is None or path == STDOUT:
+        return
+    if any(other and other.exists() and path.exists() and path.samefile(other) for other in read):
         raise ValueError(
             f"--json names a file that this command does not read; got {path}. Name another."
         )
-    if path and str(path) == "-":
-        raise ValueError("--json names a file; got '-'. Name /dev/stdout for standard output.")
-    if path and path.name in RUN_FILES:
+    if path.name in RUN_FILES:
         raise ValueError(
             "--json names no file of a run, checkpoint or shard directory, such as "
             f"{path.name}; got {path}. Name another."
         )
-    folder = path.absolute().parent if path else None
-    if path and folder and (path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK)):
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(
             f"--json names a file in a directory that exists and can be written; got {path}."
         )

@@ -1,20 +1,12 @@
 """fp8ref study: what FP8 does to the tensors of a file."""
 
 import argparse
-from pathlib import Path
 from typing import get_args
 
 from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json, conclude
 from fp8ref.recipe import Role
 from fp8ref.shared import console
-
-EXAMPLES = """examples:
-  fp8ref study model.safetensors --tensors "*.mlp.*" --recipes tensorwise,rowwise
-  fp8ref study activations.npz --out study.html      tables, maps and the worst rows as a page
-  fp8ref study tiny                                  tensors of a small Llama, which are shipped
-"""
-"""What --help ends with."""
 
 
 def add(commands) -> None:
@@ -26,30 +18,26 @@ def add(commands) -> None:
         "Show what FP8 does to the tensors of a file.",
         "Cast every tensor of a file as each recipe does, and show what becomes zero, is clipped, "
         "and loses its digits. Nothing is unpickled.",
+        usage="FILE",
+        examples=(
+            'study model.safetensors --tensors "*.mlp.*" --recipes tensorwise,rowwise',
+            "study activations.npz --out study.html",
+            "study tiny",
+        ),
     )
-    command.formatter_class = argparse.RawDescriptionHelpFormatter
-    command.epilog = EXAMPLES
-    command.add_argument(
-        "file",
-        metavar="FILE",
-        type=Path,
-        help=".npz or .safetensors, or a recording of fp8ref.study.record",
+    command.option(
+        "file", "FILE", ".npz, .safetensors, a recording of fp8ref.study.record, or tiny"
     )
-    command.add_argument(
-        "--recipes", metavar="A,B", help="recipes to compare (default: all in FP8 that train)"
-    )
-    command.add_argument(
-        "--tensors", metavar="PATTERN", default="*", help="names of tensors, such as '*.mlp.*'"
-    )
-    command.add_argument(
+    command.option("--recipes", "A,B", "recipes to compare (default: all in FP8 that train)")
+    command.option("--tensors", "PATTERN", "names of tensors, such as '*.mlp.*'", "*")
+    command.option(
         "--role",
+        "ROLE",
+        "cast every tensor as input, weight or grad_output (default: by the last part of its "
+        "name, such as layer.weight; else input)",
         choices=get_args(Role),
-        help="cast every tensor as this operand (default: by the last part of its name, such as "
-        "layer.weight; else input)",
     )
-    command.add_argument(
-        "--out", type=Path, metavar="PATH", help="write a page: a .html file, or a directory"
-    )
+    command.option("--out", "PATH", "write a page: a .html file, or a directory")
     shared.add_json(command, "write every tensor under every recipe to FILE")
 
 
@@ -69,8 +57,5 @@ def _study(arguments: argparse.Namespace) -> int:
         if out is not None:
             attention = study.judge_attention(recording) if recording.attention else None
             study.write_page(out, judged, attention=attention)
-    code = conclude(judged, arguments.json)
-    console.show(
-        f"wrote {out}" if out else f"A page of it: fp8ref study {arguments.file} --out study.html"
-    )
-    return code
+    line = f"wrote {out}" if out else f"next: fp8ref study {arguments.file} --out study.html"
+    return conclude(judged, arguments.json, line)

@@ -6,7 +6,6 @@ command again and waits for the exit code that the child reports after its verdi
 never ends with 0. The child ends with the parent.
 """
 
-import argparse
 import contextlib
 import math
 import os
@@ -15,6 +14,7 @@ import subprocess
 import sys
 
 from fp8ref.shared import parents as parent_process
+from fp8ref.shared.arguments import Parser
 
 __all__ = ["in_child", "is_child", "report"]
 
@@ -29,15 +29,9 @@ if _parent >= 0:
     parent_process.follow(_parent, -os.getpgrp())
 
 
-def add_timeout(command: argparse.ArgumentParser) -> None:
+def add_timeout(command: Parser) -> None:
     """Add ``--timeout``; a command that has it runs in a child."""
-    command.add_argument(
-        "--timeout",
-        type=float,
-        default=3600.0,
-        metavar="SECONDS",
-        help="stop a function that does not return (default 3600)",
-    )
+    command.option("--timeout", "SECONDS", "stop a function that does not return", 3600.0)
 
 
 def is_child() -> bool:

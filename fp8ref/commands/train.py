@@ -1,8 +1,10 @@
-"""fp8ref train: train a model and write a run directory."""
+"""fp8ref train and sweep: train a model, or a config in several recipes and seeds."""
 
 import argparse
 import contextlib
 import os
+import statistics
+import time
 from pathlib import Path
 
 from fp8ref.commands import shared
@@ -10,42 +12,63 @@ from fp8ref.shared import console
 
 
 def add(commands) -> None:
-    """Add ``fp8ref train``."""
+    """Add ``fp8ref train`` and ``fp8ref sweep``."""
     train = shared.config_command(
-        commands, "train", _train, "Train a model and write a run directory."
+        commands,
+        "train",
+        _train,
+        "Train a model and write a run directory.",
+        examples=(
+            "train tiny --run.steps 20",
+            "train tiny --backend jax --recipe rowwise --run.out runs/rowwise",
+            "train llama-1b --dry-run",
+        ),
     )
-    train.add_argument(
-        "--backend", choices=("jax", "torch"), help="the framework to train with (required)"
-    )
-    train.add_argument(
-        "--resume", action="store_true", help="continue a stopped run; do nothing if it is finished"
-    )
-    train.add_argument("--overwrite", action="store_true", help="replace an existing run")
-    train.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print sizes, memory, GEMMs and predicted speed-ups; train nothing",
-    )
+    shared.add_backend(train)
+    train.option("--resume", None, "continue a stopped run")
+    train.option("--overwrite", None, "replace an existing run")
+    train.option("--dry-run", None, "print sizes, memory and speed-ups alone")
     shared.add_trust(train)
-    train.add_argument(
-        "--distributed", action="store_true", help="this process is one of several of a run"
+    train.option("--distributed", None, "this process is one of several of a run", rare=True)
+    _add_sweep(commands)
+
+
+def _add_sweep(commands) -> None:
+    sweep = shared.config_command(
+        commands,
+        "sweep",
+        _sweep,
+        "Train several recipes with matched seeds, and judge them by bf16.",
+        examples=(
+            "sweep tiny --run.steps 40",
+            "sweep tiny --recipes bf16,rowwise,mxfp8 --seeds 2 --out mx",
+            "sweep tiny --backend jax,torch --jobs 2",
+        ),
     )
+    sweep.option("--recipes", "NAMES", "recipes, with commas", "bf16,tensorwise")
+    sweep.option("--seeds", "N", "seeds of each recipe, from those of CONFIG on", 3)
+    sweep.option(
+        "--backend", "NAMES", "jax, torch, or both with a comma (default: as fp8ref train)"
+    )
+    sweep.option("--jobs", "N", "runs at a time, each in a process", 1)
+    sweep.option("--out", "DIR", "directory of the runs and report.html", Path("sweep"))
+    shared.add_trust(sweep)
+    shared.add_judging(sweep)
 
 
-def _train(arguments: argparse.Namespace, options: list[str]) -> int:
+def _train(arguments: argparse.Namespace) -> int:
     from fp8ref.train.run import signals
 
     with signals.deferring_sigterm():  # before a framework takes its seconds to load
-        return _trained(arguments, options)
+        return _trained(arguments)
 
 
-def _trained(arguments: argparse.Namespace, options: list[str]) -> int:
-    config = shared.config(arguments, options)
+def _trained(arguments: argparse.Namespace) -> int:
+    config = shared.config(arguments)
     from fp8ref.shared.errors import ConfigError
 
-    if arguments.backend is None:
-        raise ConfigError("fp8ref train needs --backend jax or --backend torch.")
-    shared.trust_source(arguments, arguments.config, config, options)
+    arguments.backend = shared.backend(arguments, config)
+    shared.trust_source(arguments, arguments.config, config)
     if arguments.dry_run:
         for flag in shared.used(arguments, "resume", "overwrite", "distributed"):
             raise ConfigError(
@@ -73,11 +96,55 @@ def _trained(arguments: argparse.Namespace, options: list[str]) -> int:
     if lines is None:
         console.show(f"{out} is finished; nothing to do")
     else:
+        speed = statistics.median(line["tokens_per_second"] for line in lines)
         console.show(
-            f"{out}: {config.run.steps} steps, loss {lines[-1]['loss']:.4f}, validation loss "
-            f"{lines[-1]['val_loss']:.4f}"
+            f"{out}: {config.run.steps} steps in {lines[-1]['seconds']:.1f} s, {speed:,.0f} "
+            f"tokens/s, loss {lines[-1]['loss']:.4f}, validation loss {lines[-1]['val_loss']:.4f}"
         )
+    console.show(f"next: fp8ref report {out}")
     return 0
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    confidence, margin = shared.confidence(arguments), shared.margin(arguments)
+    config = shared.config(arguments)
+    from fp8ref.shared.errors import ConfigError
+    from fp8ref.train.experiments import sweep
+
+    backends = _names(shared.backend(arguments, config))
+    unknown = [name for name in backends if name not in shared.BACKENDS]
+    if not backends or unknown or len(set(backends)) < len(backends):
+        raise ConfigError(
+            f"--backend takes names of {', '.join(shared.BACKENDS)}, each once; got "
+            f"{arguments.backend!r}."
+        )
+    if config.run.out is not None:
+        raise ConfigError(
+            f"the runs of a sweep are in directories of --out; got run.out {config.run.out!r}. "
+            "Leave it out."
+        )
+    if arguments.jobs < 1:
+        raise ConfigError(f"--jobs is at least 1; got {arguments.jobs}.")
+    if arguments.out.exists() and not arguments.out.is_dir():
+        raise ConfigError(f"--out names a directory; {arguments.out} is a file. Name another.")
+    shared.trust_source(arguments, arguments.config, config)
+    begin = time.monotonic()
+    planned = sweep.plan(
+        config, backends, _names(arguments.recipes), seeds=arguments.seeds, out=arguments.out
+    )
+    sweep.train(planned, jobs=arguments.jobs)
+    page = arguments.out / "report.html"
+    summary = sweep.report(planned, page, confidence=confidence, margin=margin)
+    console.show(
+        *summary.split("\n"),
+        f"{len(planned)} runs in {time.monotonic() - begin:.0f} s",
+        f"next: open {page}; fp8ref ablate {planned[-1].out}",
+    )
+    return 0
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _default(arguments: argparse.Namespace, config) -> Path:

@@ -3,113 +3,82 @@
 import argparse
 import contextlib
 import sys
+from collections.abc import Iterable
 
 from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json
 from fp8ref.shared import console, files
+from fp8ref.shared.arguments import Parser
 
 FORM = """
 A line is one vector: fields separated by blanks, each one number or several separated by commas, \
-as bits in hexadecimal (a shape in decimal).
-Write each line again, and append your answers:
+as bits in hexadecimal (a shape in decimal). Write each line again, and append your answers:
   cast      VALUE                              CODE
   scale     AMAX                               SCALE
   quantize  SHAPE VALUES                       CODES SCALES
   gemm      M,N,K CODES_A SCALE_INV_A CODES_B SCALE_INV_B   VALUES
   attention B,H,Hkv,Tq,Tk,D Q K V              O LSE
 The last axis is the fastest. Lines that begin with # are comments. The first is the header, which \
-holds all settings: copy it, and verify reads
-them. Without the header, verify needs the same options as gen. In both cases verify makes the \
-vectors again. It expects each vector once, in any
+holds all settings: copy it, and verify reads them. Without the header, verify needs the same \
+options as gen. In both cases verify makes the vectors again. It expects each vector once, in any \
 order.
-  fp8ref vectors gen cast --format e4m3fn | ./yours | fp8ref vectors verify cast --format e4m3fn
-"""
+  fp8ref vectors gen cast --format e4m3fn | ./yours | fp8ref vectors verify cast"""
 """The text format of vectors, for --help."""
 
-# What is asked of each operation: (option, type, help)
-_FORMAT = ("--format", str, "the format, such as e4m3fn; e2m1fn too, but not for a GEMM")
-_SOURCE = (
-    "--source",
-    str,
-    "the dtype of the inputs: float32 (the default), bfloat16, float16; for a cast also float64",
-)
-_POLICY = (
-    "--policy",
-    str,
-    "the scale policy: torchao (the default), or another of spec S-9, S-14, S-20 and S-22",
-)
-_GRANULARITY = (
-    "--granularity",
-    str,
-    "tensorwise (the default), rowwise, blockwise_1x128, blockwise_128x128, mx_1x32, mx_32x32; "
-    "for a quantizer, of any format, also nvfp4_1x16",
-)
-_SHAPE = (
-    "--shape",
-    str,
-    "the shape of the tensor, such as 4,128 (the default); for a GEMM M,N,K (default 4,4,256)",
-)
-_SEED = ("--seed", int, "the seed of the random inputs (default 0)")
-_COUNT = ("--count", int, "the number of random inputs, tensors or GEMMs")
-ASKED = {
-    "cast": (_FORMAT, _SOURCE, _SEED, _COUNT),
-    "scale": (_FORMAT, _POLICY, _SEED, _COUNT),
-    "quantize": (
-        _FORMAT,
-        _SOURCE,
-        _POLICY,
-        _GRANULARITY,
-        ("--axis", int, "the reduced axis (default -1)"),
-        _SHAPE,
-        _SEED,
-        _COUNT,
+SETTINGS = {
+    "format": ("NAME", "such as e4m3fn; e2m1fn too, but not for a GEMM"),
+    "format-b": ("NAME", "the format of the second operand (default: --format)"),
+    "variant": ("NAME", "the variant, such as fa3 (spec A-1)"),
+    "source": ("NAME", "of the inputs: float32 (default), bfloat16, float16; a cast: float64"),
+    "policy": ("NAME", "the scale policy, which fp8ref policies lists (default torchao)"),
+    "granularity": (
+        "NAME",
+        "tensorwise (the default), rowwise, blockwise_1x128, blockwise_128x128, mx_1x32, mx_32x32; "
+        "for a quantizer, of any format, also nvfp4_1x16",
     ),
-    "gemm": (
-        _FORMAT,
-        ("--format-b", str, "the format of the second operand (default: --format)"),
-        _GRANULARITY,
-        ("--out-dtype", str, "float32 (the default), bfloat16 or float16"),
-        _SHAPE,
-        _SEED,
-        _COUNT,
+    "axis": ("N", "the reduced axis (default -1)"),
+    "out-dtype": ("NAME", "float32 (the default), bfloat16 or float16"),
+    "mask": ("NAME", "full (the default), causal or causal_start"),
+    "window": ("A,B", "left,right, -1 for an open side (default none)"),
+    "softcap": ("NUMBER", "a number (default none; A-22)"),
+    "sinks": ("NUMBERS", "one for each query head, with commas (default none; A-23)"),
+    "shape": (
+        "SIZES",
+        "such as 4,128 (the default); for a GEMM M,N,K (default 4,4,256); for attention "
+        "B,H,Hkv,Tq,Tk,D (default 1,2,1,4,200,32)",
     ),
-    "attention": (
-        ("--variant", str, "the variant, such as fa3 (spec A-1)"),
-        ("--mask", str, "full (the default), causal or causal_start"),
-        ("--window", str, "left,right, -1 for an open side (default none)"),
-        ("--softcap", str, "a number (default none; A-22)"),
-        ("--sinks", str, "a number for each query head, with commas (default none; A-23)"),
-        ("--shape", str, "B,H,Hkv,Tq,Tk,D (default 1,2,1,4,200,32)"),
-        _SEED,
-        _COUNT,
-    ),
+    "seed": ("N", "the seed of the random inputs (default 0)"),
+    "count": ("N", "the number of random inputs, tensors or GEMMs"),
 }
-"""{operation: (option, type, help) of what is asked}."""
+"""{option: (metavar, help) of what is asked}."""
 
-_MADE = (
-    "--made",
-    "the kind of the scales: scale (the default), which multiplies into FP8, scale_inv, or "
-    "e8m0, the code of scale_inv",
-)
-RULES = {
-    "cast": (("--rounding", "nearest_even (the default), nearest_away, toward_zero, to_odd"),),
-    "scale": (_MADE,),
-    "quantize": (_MADE,),
-    "gemm": (
-        ("--accumulate", "exact (the default), f32, hopper_fast, hopper_slow, ada, blackwell"),
-        (
-            "--epilogue",
-            "scale_then_round (the default), product_then_round, unit_round_scale_round",
-        ),
-    ),
-    "attention": (
-        (
-            "--exponentials",
-            "exact (the default), or hardware: within A-5's bound, which changes few outputs",
-        ),
-    ),
+ASKED = {
+    "cast": "format source seed count",
+    "scale": "format policy seed count",
+    "quantize": "format source policy granularity axis shape seed count",
+    "gemm": "format format-b granularity out-dtype shape seed count",
+    "attention": "variant mask window softcap sinks shape seed count",
 }
-"""{operation: (option, help) of how answers are judged}."""
+"""{operation: the options of what is asked}."""
+
+_SCALES = {
+    "made": "kind of the scales: scale (the default), which multiplies into FP8, scale_inv, or "
+    "e8m0, the code of scale_inv"
+}
+RULES = {
+    "cast": {"rounding": "nearest_even (the default), nearest_away, toward_zero, to_odd"},
+    "scale": _SCALES,
+    "quantize": _SCALES,
+    "gemm": {
+        "accumulate": "exact (the default), f32, hopper_fast, hopper_slow, ada, blackwell",
+        "epilogue": "scale_then_round (default), product_then_round, unit_round_scale_round",
+    },
+    "attention": {
+        "exponentials": "exact (the default), or hardware: within A-5's bound, which changes few "
+        "outputs"
+    },
+}
+"""{operation: {option: help} of how answers are judged}."""
 
 WHAT = {
     "cast": "a cast",
@@ -123,71 +92,73 @@ WHAT = {
 
 def add(commands) -> None:
     """Add ``fp8ref vectors gen`` and ``fp8ref vectors verify``."""
-    help = "Test vectors for programs in any language."
-    vectors = commands.add_parser("vectors", help=help, **_long(f"{help}\n{FORM}"))
-    verbs = vectors.add_subparsers(required=True, metavar="gen | verify")
-    gen = verbs.add_parser(
-        "gen",
-        help="write vectors to standard output",
-        **_long(f"Write test vectors to standard output.\n{FORM}"),
-    )
-    verify = verbs.add_parser(
-        "verify",
-        help="judge answers from standard input",
-        **_long(f"Judge answers from standard input.\n{FORM}"),
-    )
-    makers, judges = (
-        of.add_subparsers(required=True, metavar="|".join(ASKED)) for of in (gen, verify)
-    )
+    about, operations = "Test vectors for programs in any language.", "|".join(ASKED)
+    verbs = shared.group(commands, "vectors", about, "gen|verify", f"{about}\n{FORM}")
+    about = "Write test vectors to standard output."
+    makers = shared.group(verbs, "gen", about, operations, f"{about}\n{FORM}")
+    about = "Judge answers from standard input."
+    judges = shared.group(verbs, "verify", about, operations, f"{about}\n{FORM}")
     for operation in ASKED:
-        maker = shared.plain(makers, operation, _gen, f"vectors of {WHAT[operation]}")
-        judge = shared.plain(
-            judges,
-            operation,
-            _verify,
-            f"judge {WHAT[operation]}",
-            f"Judge {WHAT[operation]} by vectors with answers, from standard input. "
-            "Exits with 1 if an answer differs, or a vector is missing, unasked or repeated.",
-        )
-        for command in (maker, judge):
-            command.set_defaults(operation=operation)
-            for option, kind, about in ASKED[operation]:
-                needed = command is maker and option in ("--format", "--variant")
-                command.add_argument(
-                    option,
-                    type=kind,
-                    metavar=option.removeprefix("--").upper().replace("-", "_"),
-                    help=about,
-                    required=needed,
-                )
-        for option, about in RULES[operation]:
-            judge.add_argument(option, metavar="NAME", help=about)
-        if operation == "cast":
-            judge.add_argument(
-                "--no-saturate",
-                action="store_true",
-                help="overflow gives Inf, or NaN in a format without Inf (C-4)",
-            )
-        if operation == "gemm":
-            judge.add_argument(
-                "--bound",
-                action="store_true",
-                help="accept sums of float32 in any order: within B-1's bound of the exact sum",
-            )
-        judge.add_argument(
-            "--some",
-            action="store_true",
-            help="judge the vectors received, even if some are missing, unasked or repeated",
-        )
-        shared.add_json(judge)
+        _add_gen(makers, operation)
+        _add_verify(judges, operation)
 
 
-def _long(description: str) -> dict:
-    return {
-        "description": description,
-        "formatter_class": argparse.RawDescriptionHelpFormatter,
-        "allow_abbrev": False,
-    }
+def _examples(operation: str) -> tuple[str, ...]:
+    needed = "--variant fa3" if operation == "attention" else "--format e4m3fn"
+    gen = f"vectors gen {operation} {needed}"
+    return (
+        f"{gen} | ./yours > answers.txt",
+        f"{gen} --seed 1 --count 8",
+        f"vectors verify {operation} < answers.txt",
+    )
+
+
+def _add_gen(commands, operation: str) -> None:
+    needed = "variant" if operation == "attention" else "format"
+    gen = shared.plain(
+        commands,
+        operation,
+        _gen,
+        f"vectors of {WHAT[operation]}",
+        f"Write test vectors of {WHAT[operation]} to standard output.",
+        usage=f"--{needed} NAME",
+        examples=_examples(operation),
+    )
+    _add_settings(gen, operation, needed)
+
+
+def _add_verify(commands, operation: str) -> None:
+    judge = shared.plain(
+        commands,
+        operation,
+        _verify,
+        f"judge {WHAT[operation]}",
+        f"Judge {WHAT[operation]} by vectors with answers, from standard input. Exits with 1 if an "
+        "answer differs, or a vector is missing, unasked or repeated.",
+        examples=(
+            _examples(operation)[0],
+            f"vectors verify {operation} < answers.txt",
+            f"vectors verify {operation} --some --json - < answers.txt",
+        ),
+    )
+    _add_settings(judge, operation)
+    for option, about in RULES[operation].items():
+        judge.option(f"--{option}", "NAME", about)
+    if operation == "cast":
+        about = "overflow gives Inf, or NaN in a format without Inf (C-4)"
+        judge.option("--no-saturate", None, about)
+    if operation == "gemm":
+        about = "accept sums of float32 in any order: within B-1's bound of the exact sum"
+        judge.option("--bound", None, about)
+    judge.option("--some", None, "judge what came, even if vectors are missing or unasked")
+    shared.add_json(judge)
+
+
+def _add_settings(command: Parser, operation: str, needed: str = "") -> None:
+    command.set_defaults(operation=operation)
+    for option in ASKED[operation].split():
+        metavar, about = SETTINGS[option]
+        command.option(f"--{option}", metavar, about, required=option == needed)
 
 
 def _gen(arguments: argparse.Namespace) -> int:
@@ -202,11 +173,7 @@ def _gen(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     check_json(arguments.json)
-    rules = {
-        option.removeprefix("--"): getattr(arguments, option.removeprefix("--"))
-        for option, _ in RULES[arguments.operation]
-    }
-    rules = {name: value for name, value in rules.items() if value is not None}
+    rules = _named(arguments, RULES[arguments.operation])
     if arguments.operation == "cast":
         rules["saturate"] = not arguments.no_saturate
     if arguments.operation == "gemm":
@@ -221,17 +188,17 @@ def _verify(arguments: argparse.Namespace) -> int:
             rules=rules,
             some=arguments.some,
         )
+    console.show(*verdict.text().split("\n"))  # plain text: vectors need no console
     if arguments.json:
         verdict.write(arguments.json)
-    console.show(*verdict.text().split("\n"))  # plain text: vectors need no console
     return verdict.exit_code
 
 
 def _settings(arguments: argparse.Namespace) -> dict:
-    """The settings that were given."""
-    names = [
-        option.removeprefix("--").replace("-", "_") for option, _, _ in ASKED[arguments.operation]
-    ]
-    return {
-        name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None
-    }
+    return _named(arguments, ASKED[arguments.operation].split())
+
+
+def _named(arguments: argparse.Namespace, options: Iterable[str]) -> dict:
+    """{name: value} of those options that the command line names."""
+    values = {name: getattr(arguments, name) for name in (o.replace("-", "_") for o in options)}
+    return {name: value for name, value in values.items() if value is not None}

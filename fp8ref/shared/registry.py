@@ -15,7 +15,7 @@ def lookup(
 
     requirement  the beginning of the error, up to the names: ``policy is a ScalePolicy or``.
 
-    Raises:      ValueError: anything else, with the names most like it.
+    Raises:      ValueError: anything else, with the name most like it.
 
     >>> lookup("size is an int or", {"small": 1, "large": 9}, "large", int)
     9
@@ -32,11 +32,11 @@ def lookup(
     return table[key]
 
 
-def nearest(word: str, choices: Iterable[str]) -> str:
-    """The end of an error: the names that a mistyped word may mean; empty where none is like it.
+def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
+    """The end of an error: the name that a mistyped word may mean; empty where none is like it.
 
     >>> nearest("rowise", ["tensorwise", "rowwise"])
     " Did you mean 'rowwise'?"
     """
-    near = difflib.get_close_matches(word, list(choices), n=3, cutoff=0.6)
-    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    near = difflib.get_close_matches(word, list(choices), n=1, cutoff=cutoff)
+    return f" Did you mean {near[0]!r}?" if near else ""

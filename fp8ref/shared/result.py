@@ -4,6 +4,7 @@ command.
 
 import abc
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,9 @@ from fp8ref.shared import console as consoles
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+STDOUT = Path("-")
+"""Where ``write`` means standard output; everything else is printed to standard error then."""
 
 
 class Result(abc.ABC):
@@ -45,6 +49,8 @@ class Result(abc.ABC):
 
     def write(self, path: Path) -> None:
         """``to_dict`` as JSON."""
-        path.write_text(
-            json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+        if path == STDOUT:
+            sys.__stdout__.write(text)  # type: ignore[union-attr]
+        else:
+            path.write_text(text, encoding="utf-8")

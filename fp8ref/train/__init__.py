@@ -41,4 +41,4 @@ recorded operands in a notebook.
 
 from fp8ref.shared import extras
 
-extras.require("train", "fp8ref.train", "pydantic", "tyro", "tomli_w", "rich")
+extras.require("train", "fp8ref.train", "pydantic", "tomli_w", "rich")

@@ -66,7 +66,7 @@ x, w = jnp.ones((32, 64), jnp.bfloat16), jnp.ones((48, 64), jnp.bfloat16)
 jax.grad(lambda w: fj.linear.apply(x, w, recipe="rowwise")[0].astype(jnp.float32).sum())(w)
 import flax.linen as nn
 nn.Dense(32, dot_general_cls=fj.flax.linen_dot_general("tensorwise")).init(jax.random.key(0), jnp.ones((32, 64)))
-assert not {"tyro", "pydantic", "grain", "fp8ref.shared.console", "fp8ref.train", "torch"} & set(sys.modules)  # flax imports rich
+assert not {"pydantic", "grain", "fp8ref.shared.console", "fp8ref.train", "torch"} & set(sys.modules)  # flax imports rich
 """
 TORCH = """
 import sys, torch
@@ -75,7 +75,7 @@ from fp8ref import torch as ft
 model = ft.convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)).bfloat16(), "delayed")
 model(torch.ones(32, 64, dtype=torch.bfloat16)).square().mean().backward()
 ft.delayed.update(model)
-assert not {"tyro", "pydantic", "grain", "fp8ref.shared.console", "fp8ref.train", "jax"} & set(sys.modules)
+assert not {"pydantic", "grain", "fp8ref.shared.console", "fp8ref.train", "jax"} & set(sys.modules)
 """
 STUDY = """
 import torch

@@ -1,20 +1,15 @@
 """Run configuration: one TOML file for both backends.
 
-Every key is also a command-line option, by its dotted name.
-
-``load`` reads a file and ``override`` applies options. The keys are the fields of the dataclasses
-in ``sections``.
+Every key is also a command-line option, by its dotted name (``options``). ``load`` reads a file.
+The keys are the fields of the dataclasses in ``sections``.
 """
 
 import dataclasses
-import difflib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pydantic
-import tyro
 
 from fp8ref import configs as shipped
 from fp8ref.recipe import Recipe
@@ -23,7 +18,7 @@ from fp8ref.selection import linears as linear_selection
 from fp8ref.selection import rules as linear_rules
 from fp8ref.selection.linears import Decision
 from fp8ref.selection.rules import Rule
-from fp8ref.shared import files
+from fp8ref.shared import files, registry
 from fp8ref.shared.errors import ConfigError
 from fp8ref.spec import llama
 from fp8ref.train.config import architecture as architectures
@@ -35,7 +30,7 @@ __all__ = ["load"]
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Sections):
-    """The full run configuration, shared by both backends."""  # --help prints this line
+    """The full run configuration, shared by both backends."""
 
     def __post_init__(self) -> None:
         """Raises:   ValueError: what ``checks`` refuses. ``load`` and ``from_dict`` raise it, and
@@ -186,7 +181,7 @@ def load(path: str | Path) -> Config:
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}). Name a TOML file, or one of "
-            f"{', '.join(shipped.NAMES)}."
+            f"{', '.join(shipped.NAMES)}.{registry.nearest(str(path), shipped.NAMES)}"
         ) from error
     except ValueError as error:
         raise ConfigError(f"{path}: is not TOML: {error}.") from error
@@ -240,53 +235,18 @@ def differences(a, b, path: str = "") -> dict:
     return {} if a == b else {path: (a, b)}
 
 
-def override(config: Config, options: Sequence[str], *, prog: str) -> Config:
-    """config with command-line options applied, ``--run.steps 20``.
-
-    tyro reports a value that it cannot use and exits with code 2.
-
-    Raises:   ConfigError: an unknown option, naming the nearest known one; a value of ``INSTEAD``.
-    """
-    keys = _known_keys()
-    for option, following in zip(options, [*options[1:], ""], strict=False):
-        key = option[2:].split("=")[0].replace("-", "_").replace(".no_", ".")
-        if option.startswith("--") and key not in (*keys, "help", "recipe"):
-            raise ConfigError(f"unknown option {option.split('=')[0]!r}; {_nearest(key, keys)}")
-        if option.startswith("--") and key in TABLES:
-            raise ConfigError(
-                f"{key} are tables of a config file, [[{key}]], and no option. Write them in "
-                "CONFIG."
-            )
-        if instead := INSTEAD.get((key, option.partition("=")[2] or following)):
-            raise ConfigError(instead)
-    return tyro.cli(Config, default=config, args=list(options), prog=prog, use_underscores=True)
-
-
 def _explain(error) -> str:
     *parents, key = [str(part) for part in error["loc"]] or [""]
     dotted = ".".join([*parents, key])
     if error["type"] == "unexpected_keyword_argument":
-        return f"unknown key {dotted!r}; {_nearest(dotted, _known_keys())}"
+        known = [key for key in _known_keys() if key.rpartition(".")[0] in ("", *parents[:1])]
+        near = registry.nearest(dotted, _known_keys(), 0.7) or f" Known keys: {', '.join(known)}."
+        return f"unknown key {dotted!r}.{near}"
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     if error["type"] == "literal_error" and (instead := INSTEAD.get((dotted, str(error["input"])))):
         return instead
     return f"{dotted}: {error['msg']}; got {error['input']!r}."
-
-
-def _nearest(key: str, keys: list[str]) -> str:
-    """The key that was probably meant: the nearest one, or one with a similar last part.
-
-    If there is none, the known keys of its section.
-    """
-    section, _, last = key.rpartition(".")
-    candidates = [k for k in keys if ("." in k) == bool(section)]
-    ends = {k.split(".")[-1]: k for k in keys if "." in k}
-    near = difflib.get_close_matches(key, candidates, n=1, cutoff=0.7) or [
-        ends[e] for e in difflib.get_close_matches(last, ends, n=1, cutoff=0.7)
-    ]
-    siblings = [k for k in candidates if not section or k.startswith(f"{section}.")] or keys
-    return f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(siblings)}."
 
 
 def _known_keys() -> list[str]:

@@ -14,12 +14,14 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
+
+import pydantic
 
 from fp8ref.recipe import RECIPES, check_trained, delayed_casts
 from fp8ref.spec.attention.products import is_attention
 
-Entries = tuple[tuple[int | str, str], ...]
+Entries = tuple[tuple[Annotated[int | str, pydantic.Field(union_mode="left_to_right")], str], ...]
 """The entries of a schedule, as the config has them: where a phase begins, and its recipe."""
 
 

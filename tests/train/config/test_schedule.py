@@ -13,6 +13,7 @@ from fp8ref.spec.states import health
 from fp8ref.train import loop
 from fp8ref.train.config import checks as config_checks
 from fp8ref.train.config import config as configs
+from fp8ref.train.config import options
 from fp8ref.train.config.schedule import lowest_sqnr, measured
 from fp8ref.train.data import loader
 from fp8ref.train.run import log, train_state
@@ -105,7 +106,7 @@ def test_states_of_two_rules_are_refused(monkeypatch):  # T-9
 
 
 def test_options_and_files_hold_a_schedule(small):  # T-9
-    options = [
+    words = [
         "--numerics.schedule",
         "0",
         "tensorwise",
@@ -116,7 +117,7 @@ def test_options_and_files_hold_a_schedule(small):  # T-9
         "--run.steps",
         "8",
     ]
-    config = configs.override(small, options, prog="")
+    config = options.override(small, words, prog="")
     assert config.numerics.schedule == (
         (0, "tensorwise"),
         ("learning_rate < 3e-4", "rowwise"),
@@ -124,7 +125,7 @@ def test_options_and_files_hold_a_schedule(small):  # T-9
     )
     assert config.recipes == ("tensorwise", "rowwise", "bf16")
     assert configs.from_dict(json.loads(json.dumps(configs.to_dict(config)))) == config
-    assert configs.override(
+    assert options.override(
         config, ["--numerics.schedule", "None", "--recipe", "bf16"], prog=""
     ).recipes == ("bf16",)
     assert config.under("rowwise") == small.replace(

@@ -251,7 +251,7 @@ def test_a_disk_that_takes_no_more_is_a_user_s_error(tmp_path, source):
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         done.stderr
-        == f"fp8ref: --out {tmp_path / 'out'} cannot be written (File too large); no file of "
+        == f"fp8ref data prepare: --out {tmp_path / 'out'} cannot be written (File too large); no file of "
         "it is kept. Free space, or name another.\n"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["source.jsonl"]
@@ -450,7 +450,8 @@ def test_help(capfd, arguments, code):
     with pytest.raises(SystemExit) as stopped:
         cli.main(arguments)
     assert stopped.value.code == code
-    assert "usage: fp8ref data" in "".join(capfd.readouterr())
+    said = "usage: fp8ref data" if code == 0 else "fp8ref data: needs prepare; got none."
+    assert "".join(capfd.readouterr()).startswith(said)
 
 
 @pytest.mark.parametrize(

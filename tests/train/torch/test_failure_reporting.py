@@ -37,7 +37,9 @@ def test_a_process_that_is_killed_ends_the_others(tmp_path, endless):
         started.signal(1, signal.SIGKILL)
         assert started.codes(0) == [cli.LOST]
         said = started.outputs()[0].splitlines()[-1]
-        assert said.startswith("fp8ref: process 0 stops: process 1 ended without a message: killed")
+        assert said.startswith(
+            "fp8ref train: process 0 stops: process 1 ended without a message: killed"
+        )
         assert "Traceback" not in started.outputs()[0]
     assert log.read_manifest(tmp_path / "run")["status"] == "failed"
     assert "process 1 ended without a message" in log.read_manifest(tmp_path / "run")["error"]
@@ -72,7 +74,7 @@ def test_ctrl_c_in_one_process_saves_on_all_after_the_same_step(tmp_path, endles
         started.signal(1, signal.SIGINT)
         assert started.codes(0, 1) == [cli.INTERRUPTED] * 2
         for said in started.outputs():
-            assert "fp8ref: interrupted after" in said
+            assert "fp8ref train: interrupted after" in said
         assert "The run stops after this step" in started.outputs()[1]
     steps = len(log.read_metrics(tmp_path / "run"))
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()

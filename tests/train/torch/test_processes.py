@@ -115,8 +115,8 @@ def test_a_loss_that_is_not_finite_in_one_process_stops_all_before_the_optimizer
 ):
     with Forked(2, tmp_path, endless, {1: loses}) as started:
         assert started.codes(0, 1) == [cli.NON_FINITE] * 2
-        assert all("fp8ref: step 2: loss inf" in said for said in started.outputs())
-        assert started.outputs()[1].startswith("optimizer step 1\noptimizer step 2\nfp8ref: ")
+        assert all("fp8ref train: step 2: loss inf" in said for said in started.outputs())
+        assert started.outputs()[1].startswith("optimizer step 1\noptimizer step 2\nfp8ref train: ")
     assert [line["step"] for line in log.read_metrics(tmp_path / "run")] == [0, 1]
 
 
@@ -136,7 +136,7 @@ def test_a_batch_is_shared_evenly(tmp_path, config):
         assert started.codes(0, 1) == [cli.ERROR] * 2
         for said in started.outputs():
             assert said.startswith(
-                "fp8ref: data.batch_size is divisible by data x fsdp = 2 processes; got 3. "
+                "fp8ref train: data.batch_size is divisible by data x fsdp = 2 processes; got 3. "
                 "Change it, data.microbatches"
             )
     assert not (tmp_path / "run").exists()

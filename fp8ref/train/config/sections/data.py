@@ -42,9 +42,9 @@ class DataConfig:
     """The training text, and how it is cut into batches (spec D)."""
 
     source: str = "stdlib"
-    """Training text: ``stdlib`` (sources of Python's standard library), a directory of text
-    (``*.py``, ``*.md``, ``*.txt``), token shards (.bin, .npy) or documents (.parquet, .jsonl), as a
-    file, directory or pattern. ``fp8ref data prepare`` also takes hf:org/name[:config]."""
+    """Training text: stdlib, a path or a pattern. ``stdlib`` is the sources of Python's
+    standard library; others are text (``*.py``, ``*.md``, ``*.txt``), token shards (.bin, .npy) or
+    documents (.parquet, .jsonl). ``fp8ref data prepare`` also takes hf:org/name[:config]."""
     mixture: tuple[tuple[str, float], ...] | None = None
     """Sources and their weights, in place of source: [["books", 3.0], ["code", 1.0]] takes three
     sequences of books for each of code.

@@ -1,9 +1,7 @@
 """Section numerics: what runs in FP8, and how (spec R)."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
-
-import tyro
+from typing import Literal, get_args
 
 from fp8ref import recipe as recipes
 from fp8ref.selection import attention_casts
@@ -19,21 +17,19 @@ from fp8ref.train.config import schedule as schedules
 class NumericsConfig:
     """Which linears run in FP8, and how (spec R)."""
 
-    recipe: Annotated[
-        str,
-        tyro.conf.arg(aliases=["--recipe"], help=f"One of {', '.join(recipes.trained_recipes())}."),
-    ] = "tensorwise"
+    recipe: str = "tensorwise"
+    """How linears are cast: a name that ``fp8ref recipes`` lists."""
     schedule: schedules.Entries | None = None
     """Recipes by phase, such as [[0, "tensorwise"], [8000, "bf16"]], the first of them
     numerics.recipe. A phase begins at a step, or at a string: "learning_rate < 3e-4" after warm-up,
     or, of what statistics.every measures, "sqnr < 18" (dB) of an operand of the phase before or
     "update_error > 0.1" of optimizer states."""
     filter_fqns: tuple[str, ...] = ()
-    """Modules to keep in high precision, by whole name components or shell patterns.
+    """Modules to keep in high precision. By whole name components or shell patterns;
     ``auto_filter_small_kn`` keeps small linears. lm_head is always kept."""
     fp8_fqns: tuple[str, ...] = ()
     """Modules to convert even if filter_fqns names them; lm_head too."""
-    rules: Annotated[tuple[Rule, ...] | None, tyro.conf.Fixed, tyro.conf.Suppress] = None
+    rules: tuple[Rule, ...] | None = None
     """Tables [[numerics.rules]] that change casts of single operands: layers, gemms and roles, and
     the recipe, or the format, granularity or policy, that they take. In a file alone; on one
     device."""

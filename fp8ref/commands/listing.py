@@ -1,0 +1,160 @@
+"""fp8ref configs, recipes and policies: the names that commands take, and completing them."""
+
+import argparse
+import math
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8ref.commands import shared
+from fp8ref.commands.shared import check_json, conclude
+from fp8ref.shared import console, extras
+from fp8ref.shared.arguments import Parser
+from fp8ref.shared.result import Result
+
+EXAMPLES = {
+    "configs": "train tiny --run.steps 20",
+    "recipes": "train tiny --recipe rowwise",
+    "policies": "vectors gen scale --format e4m3fn --policy te_block",
+}
+"""{command: what to do with one of its names}."""
+
+
+@dataclass(frozen=True)
+class Listing(Result):
+    """Rows of words, each with a name first and a sentence last."""
+
+    rows: list[dict[str, str]]
+    ok: bool = True
+
+    def to_dict(self) -> dict[str, dict[str, str]]:
+        """{name: the rest of its row}."""
+        return {row["name"]: {k: v for k, v in row.items() if k != "name"} for row in self.rows}
+
+    def render(self, console) -> None:
+        """Print a line for each row, in columns."""
+        widths = {key: max(len(row[key]) for row in self.rows) for key in self.rows[0]}
+        for row in self.rows:
+            console.show("  ".join(text.ljust(widths[key]) for key, text in row.items()).rstrip())
+
+    def print(self) -> None:
+        """``render`` without rich, which the core install lacks."""
+        self.render(console)
+
+
+def add(commands) -> None:
+    """Add ``fp8ref configs``, ``recipes`` and ``policies``."""
+    for name, example in EXAMPLES.items():
+        examples = (name, f"{name} --json -", example)
+        text = f"List the {name} that commands take by name."
+        command = shared.plain(commands, name, _list, text, examples=examples)
+        command.set_defaults(names=name)
+        shared.add_json(command, "write the list to FILE")
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    check_json(arguments.json)
+    rows = {"configs": _configs, "recipes": _recipes, "policies": _policies}[arguments.names]()
+    return conclude(Listing(rows), arguments.json)
+
+
+def _configs() -> list[dict[str, str]]:
+    from fp8ref import configs
+    from fp8ref.spec import llama
+
+    rows = []
+    for name in configs.NAMES:
+        model = llama.LlamaConfig(**_model(name))
+        size = sum(math.prod(shape) for shape in llama.parameter_shapes(model).values())
+        unit, factor = ("B", 1e9) if size >= 1e9 else ("M", 1e6)
+        kind = "Qwen3-MoE" if model.num_experts else "Llama"
+        row = {"name": name, "size": f"{size / factor:.1f}{unit}", "model": kind}
+        rows.append(row | {"summary": configs.summary(name)})
+    return rows
+
+
+def _model(name: str) -> dict:
+    from fp8ref import configs
+
+    text = (configs.FOLDER / f"{name}.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)["model"]
+
+
+def _recipes() -> list[dict[str, str]]:
+    from fp8ref import recipe
+
+    return [{"name": name, "summary": text} for name, text in recipe.SUMMARIES.items()]
+
+
+def _policies() -> list[dict[str, str]]:
+    from fp8ref import policy
+
+    return [{"name": name, "summary": text} for name, text in policy.SUMMARIES.items()]
+
+
+SHELLS = ("bash", "zsh")
+"""The shells of ``--completion``."""
+
+BASH = """_fp8ref_configs() {
+  compgen -W "%s" -- "$1"
+  compgen -f -X "!*.toml" -- "$1"
+  compgen -d -- "$1"
+}"""
+ZSH = """_fp8ref_configs() {
+  _alternative "configs:config:(%s)" "files:file:_files -g '*.toml'"
+}"""
+
+
+class Completion(argparse.Action):
+    """``--completion SHELL``."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        """Print the script, and exit."""
+        assert isinstance(parser, Parser)
+        try:
+            extras.require("train", "fp8ref --completion", "shtab")
+            import shtab
+
+            for command in _leaves(parser):
+                _name_values(command)
+            print(shtab.complete(parser, str(values)))
+        except ImportError as error:
+            parser.error(str(error))
+        parser.exit()
+
+
+def _leaves(parser: Parser) -> Iterator[Parser]:
+    """The parsers of commands."""
+    choices = [action.choices for action in parser._actions]
+    commands = [
+        command for inner in choices if isinstance(inner, dict) for command in inner.values()
+    ]
+    for command in commands:
+        yield from _leaves(command)
+    if not commands:
+        yield parser
+
+
+def _name_values(command: Parser) -> None:
+    """Set what shtab completes each option by."""
+    import shtab
+
+    from fp8ref import configs, policy, recipe
+    from fp8ref.train.config import options
+
+    command.before([])
+    names = {dotted: key.choices for dotted, key in options.config_keys().items()}
+    names |= dict.fromkeys(("recipe", "recipes", "numerics.recipe"), tuple(recipe.RECIPES))
+    names |= {"policy": tuple(policy.SUMMARIES)}
+    for action in command._actions:
+        if action.dest == "config":
+            words = " ".join(configs.NAMES)
+            action.complete = {  # type: ignore[attr-defined]
+                **dict.fromkeys(SHELLS, "_fp8ref_configs"),
+                "preamble": {"bash": BASH % words, "zsh": ZSH % words},
+            }
+        elif names.get(action.dest):
+            action.choices = names[action.dest]
+        elif action.type is Path:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
