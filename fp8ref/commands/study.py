@@ -20,7 +20,7 @@ def add(commands) -> None:
         "and loses its digits. Nothing is unpickled.",
         usage="FILE",
         examples=(
-            'study model.safetensors --tensors "*.mlp.*" --recipes tensorwise,rowwise',
+            'study model.safetensors --tensors "*.mlp.*" --recipes rowwise',
             "study activations.npz --out study.html",
             "study tiny",
         ),
