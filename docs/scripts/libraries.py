@@ -244,31 +244,32 @@ def page(count: int) -> str:
     parts = [
         "# What each library is",
         f"Written by `make libraries` (docs/scripts/libraries.py), on a CPU: {versions()}.",
-        "*known by*: *run* is the installed version of the library, called here; *transcribed* "
-        "are the steps of its source, written again in "
-        "fp8ref/conformance/libraries/transcriptions.py\nand not the library itself. "
+        "*known by*: *run* means that the installed library was called here; *transcribed* "
+        "means that fp8ref/conformance/libraries/transcriptions.py\nrepeats the steps of its "
+        "source. "
         "`cuda_fp8.hpp` is CUDA's header, compiled for the host.",
-        "`python docs/scripts/libraries.py --only ROW` asks and prints a row again. Inputs are "
+        "`python docs/scripts/libraries.py --only ROW` computes and prints a row. Inputs are "
         "the vectors of `fp8ref vectors`: every number and tie of a format\nwith their "
         "neighbors, every power of two and edge of an amax, specials, and random float32 bits.",
         "## Casts",
-        "From float32. *rounding* is that of everything within range; *above max* are finite "
-        "values well above it; NaN and -NaN are the codes emitted,\nwhich comparisons take for "
-        "one (spec C-5). *differ*: from the simulator's default, to nearest even and saturating "
-        "(C-2, C-3); of the simplest\ninput that does, the code found, *for* the simulator's.",
+        "From float32. *rounding* applies to all numbers in range; *above max* to finite values "
+        "well above it; NaN and -NaN are the emitted codes,\nwhich comparisons treat as equal. "
+        "*differ* counts differences from the simulator's default, nearest even and saturating. "
+        "The last column shows the\nsimplest: the library's code *for* the simulator's.",
         _markdown(CASTS, table("casts", count)),
         "## Scales",
-        "*policy*: the one of spec S-9, S-14, S-17 or S-20 whose scales they are on all amaxes "
-        "compared, a previous scale being 1; else\nthe nearest, with the kinds of amaxes on "
-        "which it is another, and the simplest of them. Last, the simulator's default, "
-        "`torchao`;\ne8m0 codes are compared with it as the scale_inv that they are.",
+        "*policy*: the [policy](concepts/scaling.md) that gives the same scales for all amaxes "
+        "compared, with a previous scale of 1. If there is none, the\nnearest policy, with the "
+        "kinds of amaxes that differ, and the simplest. The last columns compare with "
+        "`torchao`, the simulator's default;\ne8m0 codes are compared as the scale_inv that they "
+        "stand for.",
         _markdown(SCALES, table("scales", count)),
         "ml_dtypes, torch and jax have no scales of their own. XLA on a CPU flushes subnormal "
-        "float32 numbers to zero (S-12): flax there takes a subnormal\namax for zero, and its "
-        "`scale_inv` is zero where it would be subnormal. gfloat takes log2 in the amax's "
-        "dtype: that of a float32 just below a power\nof two rounds up to its exponent.",
+        "float32 numbers to zero. So flax there treats a\nsubnormal amax as zero, and flushes a "
+        "subnormal `scale_inv` to zero. gfloat computes log2 in the amax's dtype: for a float32 "
+        "just\nbelow a power of two, it rounds up to that power's exponent.",
         "SageAttention (INT8 attention for inference) is out of scope: its q and k are not in "
-        "FP8, and it has no backward pass of its own.",
+        "FP8, and it has no backward pass.",
     ]
     return "\n\n".join(parts) + "\n"
 
