@@ -47,10 +47,14 @@ def _study(arguments: argparse.Namespace) -> int:
         if not out.is_dir():
             raise ValueError(f"--out names a .html file, or a directory that exists; got {out}.")
         out /= "study.html"
+    if out is not None and out.exists() and b'content="fp8ref study"' not in out.read_bytes()[:999]:
+        raise ValueError(
+            f"{out} exists and is no page of fp8ref study; it is left alone. Name another."
+        )
     check_json(arguments.json, arguments.file, out)
     from fp8ref import study
 
-    names = arguments.recipes.split(",") if arguments.recipes is not None else None
+    names = [name.strip() for name in arguments.recipes.split(",")] if arguments.recipes else None
     with console.waiting("study"):
         recording = study.read_file(arguments.file, arguments.tensors, roles=arguments.role)
         judged = study.judge(recording, names)

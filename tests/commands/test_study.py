@@ -27,6 +27,7 @@ def test_it_prints_a_table_and_writes_json_and_a_page(file, tmp_path, capsys):
     assert "not judged: up.bias (shape (128,) is no matrix" in out
     kept = json.loads((tmp_path / "a.json").read_text())
     assert {row[0] for row in kept["rows"]} == {"tensorwise", "rowwise"}
+    assert cli.main([*words, "--out", str(tmp_path / "study.html")]) == 0  # over its own page
     page = (tmp_path / "study.html").read_text()
     assert "<h1>What FP8 does to 1 tensor</h1>" in page
     assert "tensorwise zeroes 15 % of up.input because token 7" in page
@@ -53,6 +54,10 @@ def test_a_users_error_is_one_line_and_writes_nothing(file, tmp_path, capsys):
         error = capsys.readouterr().err
         assert text in error
         assert not page.exists()
+    page.write_text("mine")
+    assert cli.main(["study", str(file), "--out", str(page)]) == 2
+    assert "is no page of fp8ref study; it is left alone" in capsys.readouterr().err
+    assert page.read_text() == "mine"
 
 
 def test_its_help_has_three_examples_and_fits_a_screen(capsys):
