@@ -75,7 +75,7 @@ class Accuracy(card.Card):
         }
 
     def _picture(self) -> str:
-        return card.histogram(self.exponents.scaled, self.fmt, "scaled, before the cast")
+        return card.histogram(self.exponents.scaled, self.fmt, "elements by magnitude, scaled")
 
 
 NUMBERS = ("sqnr", "zeroed", "clipped", "median", "worst")
@@ -151,7 +151,9 @@ class Quantized(card.Card):
     def _picture(self) -> str:
         q = self._in_numpy()
         back, first = scaling.dequantize(q), card.lowest(q.fmt)
-        return card.histogram(stats.exponents(back, q, lowest=first).codes, q.fmt, "codes")
+        return card.histogram(
+            stats.exponents(back, q, lowest=first).codes, q.fmt, "codes by magnitude"
+        )
 
 
 def quantize(

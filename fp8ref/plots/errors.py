@@ -167,10 +167,10 @@ def row_lines(ax: Axes, rows: Mapping[str, np.ndarray], *, title: str = "") -> A
             linestyle=style.DASHES[i % len(style.DASHES)],
         )
     ax.set(xlabel="rows, from the worst to the best", ylabel="SQNR, dB", xlim=(0, 100))
-    ax.set_ylim(bottom=0)
+    ax.set_ylim(0, 1.3 * ax.get_ylim()[1])  # room for the legend
     ax.xaxis.set_major_formatter("{x:g} %")
     ax.set_title(title, parse_math=False)
-    style.legend(ax)
+    style.legend(ax, loc="upper left", ncols=3)
     for text in ax.get_legend().get_texts():  # type: ignore[union-attr]
         text.set_parse_math(False)
     return style.plain(ax)
