@@ -13,6 +13,9 @@ from fp8ref.plots import legends, readout, runs, style
 
 __all__ = ["depth_lines", "layer_map"]
 
+NAMED = 40
+"""The most layers of a map whose names are written; of more, every n-th."""
+
 
 def layer_map(
     ax: Axes,
@@ -24,7 +27,6 @@ def layer_map(
     large_is_worse: bool = False,
     low: float | None = None,
     high: float | None = None,
-    most: int = 40,
 ) -> Axes:
     """A map of a measure of casts: a row for each layer, a column for each recipe. NaN is an empty
     cell; the title names the worst.
@@ -33,7 +35,6 @@ def layer_map(
     what      the measure and its unit, such as "zeroed, %" or "error of the output, %".
     low, high the ends of the color scale, for several maps on one scale. None: the smallest and the
               largest finite number.
-    most      the most layers whose names are written; of more, every n-th.
     Raises:   ValueError: values of another shape.
     """
     values = np.asarray(values, np.float64)
@@ -51,7 +52,7 @@ def layer_map(
         vmax=high,
     )
     readout.cells(image, layers, columns, what=what)
-    every = -(-len(layers) // most)
+    every = -(-len(layers) // NAMED)
     ax.set_yticks(range(0, len(layers), every), layers[::every], parse_math=False)
     ax.set_xticks(range(len(columns)), columns, rotation=30, ha="right", rotation_mode="anchor")
     ax.spines[:].set_visible(False)

@@ -181,8 +181,14 @@ def below(ax: Axes) -> None:
     room = 12 * figure.get_figwidth() / max(1, len(figure.axes))  # in letters
     columns = max(1, min(len(labels), int(room // (max(map(len, labels)) + 6))))
     under = offset_copy(ax.transAxes, figure, x=0, y=-40, units="points")  # ticks and a label
-    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "ncols": columns}
-    legend(ax, **place, bbox_transform=under, borderaxespad=0)
+    legend(
+        ax,
+        ncols=columns,
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0),
+        bbox_transform=under,
+        borderaxespad=0,
+    )
 
 
 def above(ax: Axes, columns: int) -> None:

@@ -156,8 +156,8 @@ def exponent_histogram(
     # exponent e is from 2^e to 2^(e + 1)
     before, after = (100 * n / max(np.asarray(x).size, 1) for n in (counts.scaled, counts.codes))
     ax.bar(places + 0.5, before, width=0.85, color=color, zorder=2, label="before the cast")
-    edges, look = [*places, places[-1] + 1], {"color": style.BLACK, "linewidth": 1.1, "zorder": 3}
-    ax.step(edges, [*after, after[-1]], where="post", label="after", **look)
+    edges = [*places, places[-1] + 1]
+    ax.step(edges, [*after, after[-1]], where="post", label="after", color=style.BLACK, lw=1.1)
     left, right = lowest - 1.2, highest + 2.2
     for begin, end, shade, alpha, label in (
         (bottom, fmt.emin, style.ORANGE, 0.25, "subnormal"),
@@ -196,7 +196,8 @@ def code_difference(ax: Axes, a: Quantized, b: Quantized, *, most: int = 4) -> A
     nans = np.isnan(cast.decode(a.codes, a.fmt)) | np.isnan(cast.decode(b.codes, b.fmt))
     codes = [cast.canonical_nans(q.codes, q.fmt) for q in (a, b)]
     unlike = np.count_nonzero(codes[0] != codes[1])
-    said = f"all but {unlike:,} of {nans.size:,}" if unlike else f"all {nans.size:,}"
+    some = f"all but {unlike:,}" if 2 * unlike < nans.size else f"{nans.size - unlike:,}"
+    said = f"{some} of {nans.size:,}" if unlike else f"all {nans.size:,}"
     ax.set_title(f"{said} codes equal")
     image = ax.imshow(
         np.ma.masked_where(nans, magnitudes[1] - magnitudes[0]),

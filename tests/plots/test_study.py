@@ -35,7 +35,7 @@ def test_the_title_names_the_worst(ax):
 
 def test_of_many_layers_some_are_named(ax):
     names = [f"layer{i}" for i in range(100)]
-    plots.layer_map(ax, np.ones((100, 1)), names, ["rowwise"], most=40)
+    plots.layer_map(ax, np.ones((100, 1)), names, ["rowwise"])
     assert [label.get_text() for label in ax.get_yticklabels()] == names[::3]
 
 

@@ -148,7 +148,11 @@ def test_a_code_difference_is_positive_away_from_zero_whatever_the_sign(ax):
     a, b = unscaled(x), unscaled(x * np.array([[1.125, 1.125, 0.9375]], np.float32))
     plots.code_difference(ax, a, b)
     np.testing.assert_array_equal(ax.images[0].get_array(), [[1, 1, -1]])
-    assert ax.get_title() == "all but 3 of 3 codes equal"
+    assert ax.get_title() == "0 of 3 codes equal"
+    other = unscaled(x)
+    other.codes[0, 1] += 1
+    plots.code_difference(ax, a, other)
+    assert ax.get_title() == "all but 1 of 3 codes equal"
     x[0, 1] = np.nan
     other = unscaled(x)
     other.codes[0, 1] ^= 0x80
