@@ -285,11 +285,12 @@ def _say_rounded(name: str, use: str) -> None:
 def as_numpy(x: Any) -> np.ndarray:
     """An array of any framework in NumPy: FP8 as uint8 codes, PyTorch's bfloat16 as float32."""
     if _framework(x) == "torch":
-        x = x.detach().cpu()
-        x = x.view(sys.modules["torch"].uint8) if x.itemsize == 1 else x.float()
-        return x.numpy()
+        torch, x = sys.modules["torch"], x.detach().cpu()
+        if "float8" in str(x.dtype):
+            return x.view(torch.uint8).numpy()
+        return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
     x = np.asarray(x)
-    return x.view(np.uint8) if x.itemsize == 1 else x
+    return x.view(np.uint8) if x.dtype.name.startswith("float8") else x
 
 
 def _backend(x: Any) -> Any:

@@ -86,6 +86,13 @@ def test_bfloat16_of_torch_is_quantized_and_measured_as_it_is(x):
     assert q.error(narrow).sqnr > 30
 
 
+def test_arrays_of_bytes_that_are_no_codes_keep_their_dtype():
+    torch = pytest.importorskip("torch")
+    assert quantized.as_numpy(np.int8([-1])).tolist() == [-1]
+    assert quantized.as_numpy(torch.tensor([-1], dtype=torch.int8)).tolist() == [-1]
+    assert quantized.as_numpy(torch.tensor([2.0**-60 + 1], dtype=torch.float64)).dtype == float
+
+
 def test_a_tensor_that_is_traced_is_shown_without_its_codes(x):
     import jax
 

@@ -1,6 +1,6 @@
 """Sharding whose collectives compile with the model into one graph (spec P-18).
 
-    convert.convert(model, "tensorwise")
+    ft.convert(model, "tensorwise")
     model = compiled_fsdp.shard(model, mesh.get_group())
     step = torch.compile(model, fullgraph=True)  # then build the optimizer, of model.parameters()
 

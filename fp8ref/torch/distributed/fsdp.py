@@ -1,6 +1,6 @@
 """FSDP2 with FP8: all-gather weights as codes, reduce gradients in rank order (P-6, P-11, P-13).
 
-    convert.convert(model, "tensorwise")
+    ft.convert(model, "tensorwise")
     for block in model.layers:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

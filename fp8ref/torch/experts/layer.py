@@ -3,7 +3,7 @@
 
     up = GroupedLinear(8, 128, 384)        # 8 experts, weight [8, 384, 128]
     y = up(rows, ends)                     # [M, 128] -> [M, 384], rows in groups that end at ends
-    convert.convert(model, "rowwise")      # in FP8, as the model's linears
+    ft.convert(model, "rowwise")           # in FP8, as the model's linears
 
 ``convert`` puts it in FP8 by the grouped recipe that goes with the linears' (X-8). The module stays
 the same, and so does its Parameter.

@@ -1,7 +1,7 @@
 """Layers of experts in FP8: the products of a module's 3-dimensional weights become grouped linears
 (spec X-11).
 
-``convert.convert(model, recipe, experts=True)`` changes the class of each module of experts that is
+``ft.convert(model, recipe, experts=True)`` changes the class of each module of experts that is
 known here, and nothing else of it: its Parameters, hooks and keys stay. Known are
 
     transformers   classes of ``use_experts_implementation``: Mixtral's, Qwen3-MoE's and others';

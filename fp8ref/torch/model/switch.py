@@ -1,6 +1,6 @@
 """Several recipes of one model, of which one runs (spec T-9).
 
-    twin = convert.convert(copy_on_meta, "bf16")                  # neither sharded nor compiled
+    twin = ft.convert(copy_on_meta, "bf16")                       # neither sharded nor compiled
     switch = Switch(model, "tensorwise", {"bf16": twin})          # model: converted, perhaps
     sharded
     ...

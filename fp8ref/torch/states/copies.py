@@ -1,6 +1,6 @@
 """Weights that a model keeps in FP8, made by the optimizer that has their masters (spec O-16).
 
-    convert.convert(model, "tensorwise")
+    ft.convert(model, "tensorwise")
     optimizer = states.AdamW(model.parameters(), layout="msamp_o2")
     copies.keep(model, optimizer)
 
