@@ -14,6 +14,7 @@ from fp8ref import configs as shipped
 from fp8ref.recipe import Role
 from fp8ref.shared import extras, files
 from fp8ref.shared.console import one_line
+from fp8ref.shared.errors import require
 from fp8ref.study import recording as recordings
 from fp8ref.study.recording import Operand, Recording
 
@@ -54,11 +55,11 @@ def tensors(
     Returns:  the Recording; ``refused`` says why a tensor was left out, such as a bias.
     Raises:   ValueError: no tensor that can be judged; an unknown role; rows as in ``record``.
     """
-    if not isinstance(arrays, Mapping):
-        raise ValueError(
-            f"tensors takes {{name: array}}; got {type(arrays).__name__}. Write "
-            "study.tensors({'x': x})."
-        )
+    got = type(arrays).__name__
+    require(
+        isinstance(arrays, Mapping),
+        f"tensors takes {{name: array}}; got {got}. Write study.tensors({{'x': x}}).",
+    )
     return _record(arrays.items(), roles, rows)
 
 
@@ -68,8 +69,8 @@ def _record(
     recordings.check_rows(rows)
     patterns = {"*": roles} if isinstance(roles, str) else dict(roles or {})
     for role in patterns.values():
-        if role not in get_args(Role):
-            raise ValueError(f"a role is {', '.join(get_args(Role))}; got {role!r}.")
+        choices = get_args(Role)
+        require(role in choices, f"a role is {', '.join(choices)}; got {role!r}.")
     recording = Recording(framework="tensors")
     for name, array in arrays:
         name = one_line(str(name))
@@ -97,10 +98,9 @@ def _record(
 def _operand(array: Any, role: Role, transposed: bool, rows: int) -> Operand:
     """What is kept of an array; ValueError if it cannot be judged."""
     x = recordings.floats(array)
-    if x.ndim < 2 or not x.size:
-        raise ValueError(f"shape {x.shape} is no matrix; reshape it to [tokens, K]")
-    if role == "weight" and x.ndim > 2:
-        raise ValueError(f"a weight of shape {x.shape} is no matrix; give each [N, K] by itself")
+    shape = f"shape {x.shape} is no matrix"
+    require(x.ndim > 1 and x.size > 0, f"{shape}; reshape it to [tokens, K]")
+    require(role != "weight" or x.ndim == 2, f"a weight of {shape}; give each [N, K] by itself")
     x = x.T if transposed and role == "weight" else x.reshape(-1, x.shape[-1])
     with np.errstate(invalid="ignore"):
         columns = np.abs(x).max(axis=0)
@@ -136,12 +136,11 @@ def read_file(
     except ValueError as error:
         kinds = "" if path.suffix in KINDS else f" A study reads {', '.join(KINDS)}, and no pickle."
         raise ValueError(f"{path}: {error}.{kinds}".replace("..", ".")) from error
-    if roles is not None:
-        raise ValueError(f"{path} is a recording, which has its roles. Leave --role out.")
+    require(roles is None, f"{path} is a recording, which has its roles. Leave --role out.")
     recording = recordings.read(path)
     named = fnmatch.filter(recording.operands, pattern)
-    if not named and not (pattern == "*" and recording.attention):
-        raise ValueError(f"{path} has no operand that matches {pattern!r}. See its layers.")
+    kept = named or (pattern == "*" and recording.attention)
+    require(bool(kept), f"{path} has no operand that matches {pattern!r}. See its layers.")
     recording.operands = {name: recording.operands[name] for name in named}
     return recording
 
