@@ -66,15 +66,15 @@ if not TYPE_CHECKING:  # so that type checkers see the names above, and refuse o
 
     def __getattr__(name: str):
         """The public names, imported when one is first used (PEP 562)."""
-        if name not in __all__:
-            raise AttributeError(f"module 'fp8ref' has no attribute {name!r}")
         if name == "formats":
             import fp8ref.formats
 
             return fp8ref.formats
-        import fp8ref.front
+        if name in __all__:
+            import fp8ref.front
 
-        return globals().setdefault(name, getattr(fp8ref.front, name))
+            return globals().setdefault(name, getattr(fp8ref.front, name))
+        raise AttributeError(f"module 'fp8ref' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -39,6 +39,12 @@ def missing(room: str, extra: str) -> Use:
     )
 
 
+FRONT = """
+import fp8ref as f8
+x = [[0.5, -3.0] * 64, [1.0, 7.0] * 64]
+print(f8.formats, f8.recipes, f8.policies, f8.quantize(x, "e4m3fn", "rowwise").error(x))
+print(f8.compare(x))
+"""
 SIMULATOR = """
 import numpy as np
 from fp8ref.spec import delayed, epilogue, granularity
@@ -113,6 +119,7 @@ TRAINS = [
 ]
 USES: dict[str, list[Use]] = {
     "bare": [
+        Use("the front", code=FRONT, says="The worst row keeps"),
         Use("the simulator", code=SIMULATOR),
         Use("identify_cast", code=IDENTIFY),
         Use("fp8ref --help", ("--help",), says="COMMAND"),

@@ -80,10 +80,9 @@ def convert(
               of patterns to placements, of which the first one that names a linear is its own; or a
               function of its path. A linear that gets None has none.
     rules     change casts of single operands (R-8), of NNX models.
-    Logs:     one line by ``logging``, of logger fp8ref.jax.flax: what is in FP8 and what is not; a
-              warning where matrices are outside linears, such as experts'. ``report`` has all.
-    Prints:   a short line at a terminal and in a notebook, where logging does not show that line;
-              none once you give this logger a level.
+    Logs:     one line, of logger fp8ref.jax.flax: what is in FP8 and what is not; a warning where
+              matrices are outside linears. ``report`` has all. A terminal or a notebook, where
+              logging shows none, gets a short line, until you give this logger a level.
     Patterns: as everywhere: runs of whole components of a layer's dotted path, or shell patterns
               (R-3).
     Raises:   ValueError: a pattern that names nothing, or a placement's that names no linear in
