@@ -163,8 +163,7 @@ def check(fmt: object) -> None:
     """ValueError unless fmt is a Format: a name is not."""
     if not isinstance(fmt, Format):
         raise ValueError(
-            f"fmt is a Format, such as fp8ref.formats.E4M3FN; got {fmt!r}. Formats by name are "
-            "in fp8ref.formats.FORMATS."
+            f"fmt is a Format, such as fp8ref.formats.E4M3FN; got {fmt!r}. Names: formats.FORMATS."
         )
 
 

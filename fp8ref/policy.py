@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fp8ref.formats import BFLOAT16, E4M3FN, FLOAT32, Format
-from fp8ref.shared import registry
+from fp8ref.shared import errors, registry
 
 __all__ = ["POLICIES"]
 
@@ -87,14 +87,10 @@ class TwoLevel:
     block_fmt: Format = E4M3FN
 
     def __post_init__(self) -> None:
-        if self.tensor not in ("encode", "decode", "none"):
-            raise ValueError(
-                f"the tensor's scale is one of encode, decode, none; got {self.tensor!r}."
-            )
+        errors.one_of("the tensor's scale", self.tensor, ("encode", "decode", "none"))
         if not 0 <= self.smallest < 1 or self.block_fmt != E4M3FN:
             raise ValueError(
-                f"smallest is in [0, 1) and block_fmt e4m3fn; got {self.smallest}, "
-                f"{self.block_fmt}."
+                f"smallest is in [0, 1), block_fmt e4m3fn; got {self.smallest}, {self.block_fmt}."
             )
 
 
@@ -161,28 +157,21 @@ class ScalePolicy:
             self._one_of(key, Special)
         if self.power_of_two not in (None, *get_args(PowerOfTwo)):
             raise ValueError(
-                "power_of_two is None, 'mask' or 'exp2_log2', or 'cut' of a scale_inv; got "
-                f"{self.power_of_two!r}."
+                f"power_of_two is None, 'mask', 'exp2_log2' or 'cut'; got {self.power_of_two!r}."
             )
         if not 0 <= self.eps < 1:
             raise ValueError(f"eps must be in [0, 1); got {self.eps}.")
-        if (
-            isinstance(self.margin, bool)
-            or not isinstance(self.margin, int)
-            or not 0 <= self.margin <= 64
-        ):
-            raise ValueError(f"margin is an integer in [0, 64]; got {self.margin!r}.")
+        errors.integer("margin", self.margin, 0, 64)
         if self.compute not in (FLOAT32, BFLOAT16) or (
             self.compute != FLOAT32 and self.stored == "scale"
         ):
             raise ValueError(
-                "compute is float32, or bfloat16 where tensors are divided "
-                f"(stored='scale_inv'); got {self.compute}, stored={self.stored!r}."
+                f"compute is float32, or bfloat16 with stored='scale_inv'; got {self.compute}, "
+                f"stored={self.stored!r}."
             )
         if self.e8m0 is not None and not self.makes_scale_inv:
             raise ValueError(
-                "e8m0 goes with ratio 'amax/max', 'amax*(1/max)' or one of exponents and with "
-                f"no other; got {self.ratio!r}."
+                f"e8m0 needs ratio 'amax/max', 'amax*(1/max)' or exponents; got {self.ratio!r}."
             )
         if self.makes_scale_inv:
             self._check_scale_inv()
@@ -192,8 +181,8 @@ class ScalePolicy:
             FLOAT32,
         ):
             raise ValueError(
-                "power_of_two 'cut', one_below, factor and scale_dtype go with a ratio that "
-                f"makes scale_inv; got ratio={self.ratio!r}, one_below={self.one_below}, "
+                "power_of_two 'cut', one_below, factor and scale_dtype need a ratio that makes "
+                f"scale_inv; got ratio={self.ratio!r}, one_below={self.one_below}, "
                 f"factor={self.factor}, scale_dtype={self.scale_dtype}."
             )
         if self.unscaled or self.two_level is not None:
@@ -210,10 +199,7 @@ class ScalePolicy:
                 )
 
     def _one_of(self, key: str, allowed) -> None:
-        if getattr(self, key) not in get_args(allowed):
-            raise ValueError(
-                f"{key} is one of {', '.join(get_args(allowed))}; got {getattr(self, key)!r}."
-            )
+        errors.one_of(key, getattr(self, key), get_args(allowed))
 
     def _check_scale_inv(self) -> None:
         """Refuse decisions that a ratio which makes scale_inv would ignore."""
@@ -223,15 +209,14 @@ class ScalePolicy:
             or not 0 <= self.one_below < 1
         ):
             raise ValueError(
-                "scale_dtype is float32 or bfloat16, factor in (0, 2), one_below in [0, 1); "
-                f"got {self.scale_dtype}, {self.factor}, {self.one_below}."
+                "scale_dtype is float32 or bfloat16, factor in (0, 2), one_below in [0, 1); got "
+                f"{self.scale_dtype}, {self.factor}, {self.one_below}."
             )
         if self.e8m0 is None:
             if self.of_exponents or self.power_of_two == "mask":
                 raise ValueError(
-                    "a scale_inv that is a power of two by its exponent or by 'mask' has a rule "
-                    f"e8m0; got ratio={self.ratio!r}, power_of_two={self.power_of_two!r}, "
-                    "e8m0=None. Give E8M0Rule, or leave power_of_two out."
+                    f"a power-of-two scale_inv needs an E8M0Rule; got ratio={self.ratio!r}, "
+                    f"power_of_two={self.power_of_two!r}, e8m0=None."
                 )
         elif self.power_of_two not in (
             allowed := ("mask", "exp2_log2")
@@ -240,8 +225,8 @@ class ScalePolicy:
         ):
             need = " or ".join(map(repr, allowed))
             raise ValueError(
-                f"an e8m0 scale is a power of two: ratio {self.ratio!r} takes power_of_two "
-                f"{need}; got {self.power_of_two!r}."
+                f"e8m0 with ratio {self.ratio!r} needs power_of_two {need}; got "
+                f"{self.power_of_two!r}."
             )
         left_out = ["margin", "overflow", "zero", "infinite", "nan"]
         left_out += ["eps"] if self.of_exponents else []
@@ -251,8 +236,8 @@ class ScalePolicy:
         for key in left_out:
             if getattr(self, key) != getattr(_PLAIN, key):
                 raise ValueError(
-                    f"a policy whose ratio makes scale_inv ({self.ratio!r}) leaves {key} at "
-                    f"{getattr(_PLAIN, key)!r}; got {getattr(self, key)!r}."
+                    f"ratio {self.ratio!r} makes scale_inv, so {key} is {getattr(_PLAIN, key)!r}; "
+                    f"got {getattr(self, key)!r}."
                 )
 
     @property

@@ -308,8 +308,7 @@ def delayed_casts(recipe: str | Recipe) -> dict[Role, tuple[Format, DelayedScali
                 and casts.setdefault(role, (spec.fmt, spec.delayed)) != (spec.fmt, spec.delayed)
             ):
                 raise ValueError(
-                    f"recipe {recipe.name!r} scales {role} with one state, so {role} has one "
-                    "cast; got two."
+                    f"recipe {recipe.name!r} has one {role} state, so it needs one cast; got two."
                 )
     return casts
 
@@ -335,8 +334,8 @@ def weight_copy(recipe: str | Recipe) -> CastSpec:
     spec = recipe.output.b
     if spec is None or not casts_weight_once(recipe):
         raise ValueError(
-            "weights are prepared for a recipe that casts each once for both its GEMMs, by one "
-            f"scale of its own amax (O-16); recipe {recipe.name!r} does not. Use 'tensorwise'."
+            "prepared weights need a recipe that casts each once for both its GEMMs, by its own "
+            f"amax; recipe {recipe.name!r} does not. Use 'tensorwise' (O-16)."
         )
     return spec
 

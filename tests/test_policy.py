@@ -198,53 +198,53 @@ E8M0 = policy.E8M0Rule(scale_of_code_0=1.0, scale_of_nan="nan")
         ({"infinite": "inf"}, "infinite is one of"),
         ({"nan": "nan"}, "nan is one of"),
         ({"stored": "both"}, "stored is one of scale, scale_inv"),
-        ({"compute": BFLOAT16}, "where tensors are divided"),
+        ({"compute": BFLOAT16}, "with stored='scale_inv'"),
         ({"compute": FLOAT16, "stored": "scale_inv"}, "compute is float32, or bfloat16"),
-        ({"e8m0": E8M0, "power_of_two": "mask"}, "e8m0 goes with ratio"),
-        ({"ratio": "exponents", "power_of_two": "mask"}, "has a rule e8m0"),
-        ({"ratio": "amax/max", "power_of_two": "mask"}, "has a rule e8m0"),
+        ({"e8m0": E8M0, "power_of_two": "mask"}, "e8m0 needs ratio"),
+        ({"ratio": "exponents", "power_of_two": "mask"}, "needs an E8M0Rule"),
+        ({"ratio": "amax/max", "power_of_two": "mask"}, "needs an E8M0Rule"),
         (
             {"ratio": "amax*(1/max)", "eps": 1e-4, "zero": "one"},
-            r"makes scale_inv \('amax\*\(1/max\)'\) leaves zero at 'compute'",
+            r"'amax\*\(1/max\)' makes scale_inv, so zero is 'compute'",
         ),
         (
             {"ratio": "amax/max", "stored": "scale_inv", "power_of_two": "mask", "e8m0": E8M0},
-            "leaves stored at 'scale'",
+            "so stored is 'scale'",
         ),
         (
             {"power_of_two": "cut"},
-            "'cut', one_below, factor and scale_dtype go with a ratio that makes scale_inv",
+            "'cut', one_below, factor and scale_dtype need a ratio that makes scale_inv",
         ),
-        ({"one_below": 0.5}, "go with a ratio that makes scale_inv"),
-        ({"factor": 1.5}, "go with a ratio that makes scale_inv"),
-        ({"scale_dtype": BFLOAT16}, "go with a ratio that makes scale_inv"),
+        ({"one_below": 0.5}, "need a ratio that makes scale_inv"),
+        ({"factor": 1.5}, "need a ratio that makes scale_inv"),
+        ({"scale_dtype": BFLOAT16}, "need a ratio that makes scale_inv"),
         ({"ratio": "amax/max", "scale_dtype": FLOAT16}, "scale_dtype is float32 or bfloat16"),
         ({"ratio": "amax/max", "factor": 2.0}, r"factor in \(0, 2\)"),
         ({"ratio": "amax/max", "one_below": 1.0}, r"one_below in \[0, 1\)"),
         (
             {"ratio": "amax/max", "factor": 1.5, "power_of_two": "mask", "e8m0": E8M0},
-            "leaves factor at 1.0",
+            "so factor is 1.0",
         ),
         (
             {"ratio": "amax/max", "power_of_two": "cut", "e8m0": E8M0},
-            "takes power_of_two 'mask' or 'exp2_log2'",
+            "needs power_of_two 'mask' or 'exp2_log2'",
         ),
         (
             {"ratio": "exponents_up", "power_of_two": "exp2_log2", "e8m0": E8M0},
-            "takes power_of_two 'mask'",
+            "needs power_of_two 'mask'",
         ),
-        ({"ratio": "amax/max", "e8m0": E8M0}, "a power of two"),
+        ({"ratio": "amax/max", "e8m0": E8M0}, "'exp2_log2'; got None"),
         (
             {"ratio": "amax/max", "power_of_two": "mask", "e8m0": E8M0, "margin": 1},
-            "leaves margin at 0",
+            "so margin is 0",
         ),
         (
             {"ratio": "exponents", "power_of_two": "mask", "e8m0": E8M0, "eps": 1e-9},
-            "leaves eps at 0.0",
+            "so eps is 0.0",
         ),
         (
             {"ratio": "amax/max", "power_of_two": "mask", "e8m0": E8M0, "zero": "one"},
-            "leaves zero at 'compute'",
+            "so zero is 'compute'",
         ),
     ],
 )
@@ -255,7 +255,7 @@ def test_decisions_that_do_not_exist_or_go_together_are_refused(decisions, messa
 
 @pytest.mark.parametrize("power_of_two", ["nearest", "", True, 2])
 def test_an_unknown_power_of_two_is_refused(power_of_two):
-    with pytest.raises(ValueError, match="power_of_two is None, 'mask' or 'exp2_log2'"):
+    with pytest.raises(ValueError, match="power_of_two is None, 'mask', 'exp2_log2'"):
         ScalePolicy(name="mine", eps=1e-12, power_of_two=power_of_two)
 
 

@@ -113,8 +113,7 @@ def kind(config: DelayedScaling) -> type[DelayedState | FlaxState]:
 
 
 def unseen(recipe: str | Recipe | Casts, shape: tuple[int, ...] = ()) -> dict[Role, jax.Array]:
-    """Empty observations, with which a step starts: float32 zeros [*shape, 3] for each role. Raises
-    as init."""
+    """Empty observations for a step: float32 zeros [*shape, 3] by role. Raises as init."""
     return {role: jnp.zeros((*shape, 3), jnp.float32) for role in _casts(recipe)}
 
 
@@ -130,8 +129,7 @@ def observe(x: jax.Array, *, over: tuple[str, ...] = ()) -> jax.Array:
 
 
 def larger(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The elementwise maximum of float32 magnitudes, taken of their bits: XLA on a CPU takes
-    subnormals for zero."""
+    """The elementwise maximum of magnitudes, from bits: XLA on a CPU flushes subnormals."""
     return cast.from_magnitude_bits(
         jnp.maximum(cast.magnitude_bits(a), cast.magnitude_bits(b)), jnp.float32
     )
@@ -145,15 +143,14 @@ def merge(*observations: Seen) -> dict[Role, jax.Array]:
     """
     if not observations:
         raise ValueError(
-            "merge takes at least one observation; got none. For an unused layer, take "
-            "unseen(recipe)."
+            "merge takes at least one observation; got none. For unused layers use unseen(recipe)."
         )
     first, *others = observations
     merged = dict(first)
     for other in others:
         if set(other) != set(merged):
             raise ValueError(
-                f"observations of one recipe merge; got roles {', '.join(merged)} and "
+                f"merge takes one recipe's observations; got {', '.join(merged)} and "
                 f"{', '.join(other)}."
             )
         merged = {role: larger(merged[role], other[role]) for role in merged}
@@ -218,10 +215,9 @@ def update(
             (np.asarray(observed)[..., 1:] > 1).any()
         ):
             raise ValueError(
-                f"update takes observations that were not summed; those of {role} lost their "
-                f"largest amax in a sum: their flags are {np.asarray(observed)[..., 1:]}, not "
-                "0 or 1. Pass the seen of each use of a layer to the next use, and carry it "
-                "through scans."
+                f"update cannot use summed observations; {role} has flags "
+                f"{np.asarray(observed)[..., 1:]}, not 0 or 1, so its amax is lost. Pass seen from "
+                "each use of a layer to the next, and carry it through scans."
             )
     return {role: _advance(state[role], seen[role], *casts[role]) for role in state}
 
@@ -260,8 +256,7 @@ def check(state: State | None, seen: Seen | None, recipe: str | Recipe, name: st
     if not casts:
         if state or seen:
             raise ValueError(
-                f"{name}: recipe {recipe.name!r} keeps no state and observes nothing; got "
-                f"state={state!r}, seen={seen!r}."
+                f"{name}: recipe {recipe.name!r} has no state; got state={state!r}, seen={seen!r}."
             )
         return
     if state is None or seen is None:
@@ -269,36 +264,31 @@ def check(state: State | None, seen: Seen | None, recipe: str | Recipe, name: st
             key for key, value in (("state", state), ("seen", seen)) if value is None
         )
         raise ValueError(
-            f"{name}: recipe {recipe.name!r} scales by past amaxes and takes a state and seen; "
-            f"{missing} is None. Start with delayed.init({recipe.name!r}) and "
-            f"delayed.unseen({recipe.name!r})."
+            f"{name}: recipe {recipe.name!r} needs a state and seen; {missing} is None. Use "
+            f"delayed.init({recipe.name!r}) and delayed.unseen({recipe.name!r})."
         )
     for key, roles in (("state", state), ("seen", seen)):
         if not isinstance(roles, Mapping) or set(roles) != set(casts):
             got = ", ".join(roles) if isinstance(roles, Mapping) else type(roles).__name__
             raise ValueError(
-                f"{name}: {key} of recipe {recipe.name!r} has the roles {', '.join(casts)}; got "
-                f"{got}. Make it by its recipe."
+                f"{name}: {key} of recipe {recipe.name!r} has roles {', '.join(casts)}; got {got}."
             )
     for role, (_, config) in casts.items():
         if not isinstance(state[role], kind(config)):
             raise ValueError(
-                f"{name}: the {role} state of recipe {recipe.name!r} is a "
-                f"{kind(config).__name__}; got {type(state[role]).__name__}. Use a state that "
-                "was made for this recipe."
+                f"{name}: the {role} state of recipe {recipe.name!r} is a {kind(config).__name__}; "
+                f"got {type(state[role]).__name__}. Use this recipe's state."
             )
         shape, observed = jnp.shape(state[role].stored), jnp.shape(seen[role])
         history = jnp.shape(state[role].amax_history)
         if history != (*shape, config.history_length):
             raise ValueError(
-                f"{name}: the {role} state of recipe {recipe.name!r} has an amax_history of "
-                f"shape {(*shape, config.history_length)}; got {history}. Use a state that was "
-                "made for this recipe."
+                f"{name}: amax_history of {role}, recipe {recipe.name!r}, has shape "
+                f"{(*shape, config.history_length)}; got {history}. Use this recipe's state."
             )
         if observed != (*shape, 3):
             raise ValueError(
-                f"{name}: seen of {role} has shape {(*shape, 3)}, to match its state; got "
-                f"{observed}."
+                f"{name}: seen of {role} has shape {(*shape, 3)}, as its state; got {observed}."
             )
 
 
@@ -316,13 +306,12 @@ def implemented(config: DelayedScaling) -> DelayedScaling:
 
 
 def _largest(magnitudes: jax.Array, *, axis: int) -> jax.Array:
-    """The maximum along an axis, of bits as ``scaling.amax`` takes it."""
+    """The maximum of the bits of magnitudes along an axis (``scaling.amax``)."""
     return jnp.squeeze(scaling.amax(magnitudes, "rowwise", axis=axis), axis)
 
 
 def _used(state: DelayedState | FlaxState, fmt: Format, config: DelayedScaling) -> jax.Array:
-    """The number that a state scales by in the coming step (H-1): the scale, under policy ``flax``
-    scale_inv."""
+    """What a state scales by in the next step: its scale; scale_inv under policy ``flax`` (H-1)."""
     if config.timing == "update":
         return state.stored
     return scale_rules.flax_scale_inv(jnp.max(state.amax_history, axis=-1), state.stored, fmt)
@@ -334,8 +323,7 @@ def _used(state: DelayedState | FlaxState, fmt: Format, config: DelayedScaling) 
 def _advance(
     state: DelayedState | FlaxState, seen: jax.Array, fmt: Format, config: DelayedScaling
 ) -> DelayedState | FlaxState:
-    """The state after one update: the amax pushed on the history and the scale computed, or the
-    state kept."""
+    """The state after one update: push the amax and compute the scale, or keep the state."""
     amax, non_finite, was_seen = seen[..., 0], seen[..., 1], seen[..., 2]
     if config.timing == "use":
         # Recorded as infinity: the scale is kept until it leaves the history, as with a NaN.
@@ -364,8 +352,7 @@ def _scale_of(
     fmt: Format,
     config: DelayedScaling,
 ) -> jax.Array:
-    """The scale of the newest amax and the history before it; the previous scale between intervals,
-    and if all amaxes are 0."""
+    """The scale of the newest amax and its history; the old one between intervals or if 0."""
     if config.amax_compute == "max" and past.shape[-1]:
         amax = larger(amax, _largest(past, axis=-1))
     bits = cast.magnitude_bits(amax)
@@ -382,7 +369,7 @@ def _scale_of(
 def _where(
     condition: jax.Array, a: DelayedState | FlaxState, b: DelayedState | FlaxState
 ) -> DelayedState | FlaxState:
-    """``jnp.where`` over the fields of states; condition has the state's shape."""
+    """``jnp.where`` over a state's fields; condition has the state's shape."""
 
     def select(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.where(
@@ -393,9 +380,7 @@ def _where(
 
 
 def _casts(recipe: str | Recipe | Casts) -> dict:
-    """``recipe.delayed_casts``, or the casts themselves, of configs that this backend
-    implements.
-    """
+    """``recipe.delayed_casts``, or the casts themselves, if this backend implements them."""
     if isinstance(recipe, Mapping):
         return {role: (fmt, implemented(config)) for role, (fmt, config) in recipe.items()}
     return {

@@ -35,8 +35,8 @@ class Casts:
             raise ValueError(f"an operand of attention is {', '.join(ROLES)}; got {unknown[0]!r}.")
         if not one_by_one(variant):
             raise ValueError(
-                "operands of attention are cast one by one under a variant with one FP8 scale "
-                f"for a tensor, and gradients; got {variant.name!r}. Use 'cudnn'."
+                "attention operands need a variant with one FP8 scale per tensor, and gradients; "
+                f"got {variant.name!r}. Use 'cudnn'."
             )
 
 

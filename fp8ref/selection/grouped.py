@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fp8ref.recipe import RECIPES, GemmSpec, Recipe, check_trained, trained_recipes
-from fp8ref.shared import registry
+from fp8ref.shared import errors, registry
 
 Amax = Literal["group", "all"]
 """Which elements a scale covers (spec X-3).
@@ -36,17 +36,16 @@ class GroupedRecipe:
     amax: Amax = "group"
 
     def __post_init__(self) -> None:
-        if self.amax not in get_args(Amax):
-            raise ValueError(f"amax is one of {', '.join(get_args(Amax))}; got {self.amax!r}.")
+        errors.one_of("amax", self.amax, get_args(Amax))
         if self.amax == "all" and self.recipe.in_blocks:
             raise ValueError(
-                "blocks begin with their group, so amaxes are of a 'group'; got 'all' for "
-                f"recipe {self.recipe.name!r}."
+                f"blocks begin with their group; got amax 'all', recipe {self.recipe.name!r}. Use "
+                "'group'."
             )
         if self.amax == "group" and self.recipe.delayed:
             raise ValueError(
-                "delayed scaling keeps one state of each role for all groups (X-9); got amax "
-                f"'group' for recipe {self.recipe.name!r}. Use 'all'."
+                "delayed scaling keeps one state of each role for all groups; got amax 'group' for "
+                f"recipe {self.recipe.name!r}. Use 'all' (X-9)."
             )
 
     @property
@@ -56,9 +55,7 @@ class GroupedRecipe:
 
 
 def _by_kernel_scales(recipe: Recipe) -> Recipe:
-    """A recipe of rows whose GEMMs are all fast and scaled before they round, as torch's grouped
-    kernel does.
-    """
+    """Whether torch's grouped kernel can run it: rows, fast GEMMs scaled before they round."""
 
     def by_kernel(spec: GemmSpec) -> GemmSpec:
         return dataclasses.replace(spec, accumulate="fast", epilogue="scale_then_round")
@@ -84,9 +81,7 @@ GROUPED_RECIPES = {
 
 
 def grouped_recipe(recipe: Recipe) -> GroupedRecipe:
-    """The grouped recipe that goes with a recipe of linears: torchao's for experts with its
-    ``rowwise``.
-    """
+    """The grouped recipe for a recipe of linears: torchao's for ``rowwise``."""
     return (
         GROUPED_RECIPES[recipe.name]
         if RECIPES.get(recipe.name) == recipe and recipe.name in GROUPED_RECIPES

@@ -47,9 +47,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def listed(names: Collection[str], most: int = 16) -> str:
-    """Names of linears for an error: all of a small model; of a large one the first and the
-    last.
-    """
+    """Names of linears for an error; of many the first and the last."""
     names = list(names)
     if len(names) > most:
         names = [*names[: most - 2], f"{len(names) - most + 1} more", names[-1]]
@@ -58,9 +56,7 @@ def listed(names: Collection[str], most: int = 16) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What becomes of one linear, and why: reason is for a person, and names the pattern or the
-    rule.
-    """
+    """The choice for one linear; reason, for a person, names the pattern or rule."""
 
     path: str
     shape: tuple[int, int]  # [N, K]
@@ -105,16 +101,15 @@ def select(
             isinstance(pattern, str) for pattern in patterns
         ):
             raise ValueError(
-                f"{key} is a list of patterns, each a string; got {patterns!r}. Leave it out, "
-                "or name linears."
+                f"{key} is a list of patterns, each a string; got {patterns!r}. Leave it out, or "
+                "name linears."
             )
         for pattern in patterns:
             if key == "filter_fqns" and pattern == AUTO_FILTER:
                 continue
             if not any(matches(pattern, name) for name in linears):
                 raise ValueError(
-                    f"every pattern of {key} names at least one linear (R-3); {pattern!r} names "
-                    f"none of: {listed(linears) or 'no linears'}."
+                    f"{key} pattern {pattern!r} matches none of: {listed(linears) or 'no linears'}."
                 )
     small = _small(recipe) if AUTO_FILTER in filter_fqns else ()
     decisions = [
@@ -139,20 +134,19 @@ def check_shape(name: str, shape: tuple[int, int], recipe: Recipe) -> None:
     multiples = [_multiple(recipe, which) for which in ("grad_input", "output")]
     if any(length % multiple for length, multiple in zip(shape, multiples, strict=True)):
         raise ValueError(
-            f"recipe {recipe.name!r} needs multiples of {multiples} for [N, K] (L-5, S-6); "
-            f"{name} is {list(shape)}. Leave it out."
+            f"recipe {recipe.name!r} needs multiples of {multiples} for [N, K]; {name} is "
+            f"{list(shape)}. Leave it out (L-5, S-6)."
         )
 
 
 def _small(recipe: Recipe) -> Sequence[tuple[float, float]]:
-    """The thresholds of AUTO_FILTER; ValueError for an FP8 recipe that has none."""
+    """The thresholds of AUTO_FILTER; ValueError for an FP8 recipe without any."""
     if not recipe.fp8:
         return ()
     if recipe.name not in SMALL or recipe != RECIPES[recipe.name]:
         raise ValueError(
-            f"{AUTO_FILTER!r} in filter_fqns needs one of fp8ref's recipes with thresholds "
-            f"(R-4): {', '.join(SMALL)}; got {recipe.name!r}, for which there is no data. Name "
-            "the small linears in filter_fqns instead."
+            f"{AUTO_FILTER!r} in filter_fqns needs recipe {', '.join(SMALL)}; got {recipe.name!r}, "
+            "for which there is no data. Name the small linears in filter_fqns instead (R-4)."
         )
     return SMALL[recipe.name]
 
@@ -206,8 +200,6 @@ def _decide(
 
 
 def _multiple(recipe: Recipe, which: Gemm) -> int:
-    """What the length that a GEMM reduces is a multiple of: of 16 (L-5), and of the blocks of its
-    operands (S-6).
-    """
+    """The multiple of a GEMM's reduced length: 16 (L-5) and its operands' blocks (S-6)."""
     casts = [cast for cast in (recipe.gemms[which].a, recipe.gemms[which].b) if cast is not None]
     return math.lcm(16, *(granularity.by_name(cast.granularity).reduced or 1 for cast in casts))

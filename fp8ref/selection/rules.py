@@ -66,8 +66,7 @@ class Rule:
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError(
-                "a rule of numerics.rules names linears in layers; got none. Name some, such as "
-                "'layers.0'."
+                "a rule of numerics.rules needs layers; got none. Name some, such as 'layers.0'."
             )
         for key, values, choices in (
             ("gemms", self.gemms, GEMMS),
@@ -85,7 +84,7 @@ class Rule:
             for word in values:
                 if word is not None and word not in choices:
                     raise ValueError(
-                        f"{key} of a rule is of {', '.join(choices)}; got "
+                        f"{key} of a rule is {', '.join(choices)}; got "
                         f"{word!r}.{registry.nearest(word, choices)}"
                     )
         parts = [
@@ -94,20 +93,19 @@ class Rule:
         others = [key for key in ("recipe", "epilogue") if getattr(self, key) is not None]
         if bool(parts) + len(others) != 1:
             raise ValueError(
-                "a rule gives a recipe, or a format, granularity or policy, or an epilogue; got "
+                "a rule has a recipe, or a format, granularity or policy, or an epilogue; got "
                 f"{', '.join([*parts, *others]) or 'none'}. Split it, or name one."
             )
         if self.epilogue is not None and self.roles != ROLES:
             raise ValueError(
-                "an epilogue is of a GEMM, not of single operands; got roles "
-                f"{', '.join(self.roles)}. Leave them out."
+                f"an epilogue takes no roles; got {', '.join(self.roles)}. Leave them out."
             )
         if not any(
             set(roles) & set(self.roles) for gemm, roles in OPERANDS.items() if gemm in self.gemms
         ):
             raise ValueError(
-                f"{', '.join(self.gemms)} of a rule has no operand {', '.join(self.roles)} "
-                "(L-2). Name another GEMM or role."
+                f"{', '.join(self.gemms)} of a rule has no operand {', '.join(self.roles)}. Use "
+                "another GEMM or role."
             )
 
     def covers(self, gemm: Gemm, role: Role) -> bool:
@@ -149,8 +147,8 @@ def apply(rules: Sequence[Rule], decisions: Sequence[Decision]) -> list[Decision
                     for j in range(i + 1, len(part) + 1)
                 )
                 raise ValueError(
-                    f"every pattern of a rule names a linear (R-3); rule {number} has "
-                    f"{pattern!r}.{registry.nearest(pattern, parts)}"
+                    f"rule {number}'s pattern {pattern!r} names no "
+                    f"linear.{registry.nearest(pattern, parts)}"
                 )
         after = [
             _under(rule, number, d) if any(matches(p, d.path) for p in rule.layers) else d
@@ -158,9 +156,8 @@ def apply(rules: Sequence[Rule], decisions: Sequence[Decision]) -> list[Decision
         ]
         if after == current:
             raise ValueError(
-                f"rule {number} of numerics.rules changes nothing: its linears have these casts "
-                "or epilogues already, or none that a format, granularity, policy or epilogue "
-                "could change. Leave it out, or name a recipe."
+                f"rule {number} of numerics.rules changes nothing: its linears already have these "
+                "casts and epilogues, or no FP8. Leave it out, or name a recipe."
             )
         current = after
     return current

@@ -103,9 +103,7 @@ def _recorded(parts: np.ndarray) -> dict:
 
 
 def _counted(parts: np.ndarray) -> dict:
-    """The record of P or dS (Q-13): casts that clipped are overflows, and those that made 0
-    underflows.
-    """
+    """The record of P or dS: clipped casts are overflows, casts to 0 underflows (Q-13)."""
     total: Mapping[str, float] = dict(zip(FIELDS, parts.sum(axis=0).tolist(), strict=True))
     count = total["count"]
     return {
@@ -131,5 +129,5 @@ def _sqnr(signal: float, noise: float, *, nothing: bool) -> float | None:
 
 
 def _json(value: float) -> float | None:
-    """value, or None if it is NaN or infinite, which JSON cannot write."""
+    """value; None for NaN and infinity, which JSON lacks."""
     return value if math.isfinite(value) else None

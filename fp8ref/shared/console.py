@@ -79,10 +79,7 @@ def show(*lines: str) -> None:
 
 
 def console() -> "Console":
-    """Standard output, wide enough for tables also where it is a file.
-
-    ImportError without rich, naming the extra.
-    """
+    """Standard output, wide enough for tables in a file. ImportError without rich."""
     rich_console = _rich()
     return rich_console if rich_console.is_terminal else _rich(width=120)
 
@@ -100,9 +97,7 @@ def table(*columns: str, title: str | None = None) -> "Table":
 
 
 def say(text: str) -> None:
-    """A line to standard error, also in a notebook, for what a person should know and no program
-    reads.
-    """
+    """Write a line for people to standard error, also in a notebook."""
     _rich(stderr=True, force_jupyter=False).print(
         one_line(text), markup=False, highlight=False, soft_wrap=True
     )
@@ -211,7 +206,7 @@ def _shown(title: str) -> Iterator[None]:
 
 
 def _lines(title: str, total: int | None, done: int) -> Callable[..., None]:
-    """A function that advances a count, and says it at most once in ``SECONDS``."""
+    """A function that advances a count and prints it at most once in ``SECONDS``."""
     last_time = time.monotonic()
 
     def advance(note: str = "", by: int = 1) -> None:
@@ -228,9 +223,7 @@ def _lines(title: str, total: int | None, done: int) -> Callable[..., None]:
 
 
 def _rich(**options) -> "Console":
-    """A console that shows text as ``printable`` has it, whatever it is part of: text, markup, the
-    cell of a table.
-    """
+    """A console that shows text, markup and table cells as ``printable`` does."""
     extras.require("conformance", "the console output of fp8ref", "rich")
     from rich.console import Console
 
@@ -252,7 +245,7 @@ class _Escaping:
 
 
 def _keep_rows(table: "Table") -> None:
-    """Have each text of a table take one line: a name of several could pass for further rows."""
+    """Keep each text of a table on one line; several could pass for more rows."""
     for column in table.columns:
         column.header = one_line(column.header) if isinstance(column.header, str) else column.header
         column._cells = [

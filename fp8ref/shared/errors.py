@@ -3,11 +3,12 @@
 The command line turns each into its own exit code.
 """
 
+from collections.abc import Iterable
+from typing import Any
+
 
 class ConfigError(ValueError):
-    """A configuration, a file or an option cannot be used; the message says why and what to write
-    instead.
-    """
+    """An unusable configuration, file or option; the message says why and the remedy."""
 
 
 class NonFiniteError(RuntimeError):
@@ -19,13 +20,33 @@ class LostProcessError(RuntimeError):
 
 
 class LostRunError(OSError):
-    """The directory of a run was removed, moved or replaced while the run trained; nothing is
-    written there any more.
-    """
+    """A run's directory was removed, moved or replaced; nothing is written any more."""
 
 
 class StoppedError(RuntimeError):
     """A run stopped because it was asked to; its state is saved."""
+
+
+def one_of(name: str, value: object, choices: Iterable[object]) -> None:
+    """ValueError unless a value is among the choices: "name is one of a, b; got 'c'."."""
+    choices = tuple(choices)
+    if value not in choices:
+        raise ValueError(f"{name} is one of {', '.join(map(str, choices))}; got {value!r}.")
+
+
+def integer(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """ValueError unless a value is an integer, no bool, from least to most."""
+    integral = isinstance(value, int) and not isinstance(value, bool)
+    if not integral or value < least or (most is not None and value > most):
+        bounds = f"of at least {least}" if most is None else f"in [{least}, {most}]"
+        raise ValueError(f"{name} is an integer {bounds}; got {value!r}.")
+
+
+def seed(value: Any) -> None:
+    """ValueError unless a value is an integer, no bool, in [0, 2^64)."""
+    integral = isinstance(value, int) and not isinstance(value, bool)
+    if not integral or not 0 <= value < 1 << 64:
+        raise ValueError(f"a seed is an integer in [0, 2^64); got {value!r}.")
 
 
 def require(condition: bool, message: str) -> None:

@@ -25,9 +25,7 @@ def require(extra: str, room: str, *packages: str) -> None:
 
 
 def remedy(error: ImportError) -> str | None:
-    """What to install for a package that an import did not find; None where no extra of fp8ref
-    brings it.
-    """
+    """How to install a package that an import did not find; None without an extra."""
     package = (error.name or "").split(".")[0]
     if not isinstance(error, ModuleNotFoundError) or not package or package == "fp8ref":
         return None
@@ -40,9 +38,7 @@ def remedy(error: ImportError) -> str | None:
 
 
 def extra_of(package: str) -> str | None:
-    """The extra whose requirements name a package, by the metadata that fp8ref was installed with;
-    None where none does.
-    """
+    """The extra that requires a package, by fp8ref's metadata, or None."""
     try:
         lines = importlib.metadata.requires("fp8ref") or []
     except importlib.metadata.PackageNotFoundError:

@@ -83,7 +83,7 @@ class Record(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         raise MissingKeyError(
-            f"{self.source} has no {key!r}: it is damaged, or was not written by fp8ref."
+            f"{self.source} has no {key!r}: it is damaged, or not a file of fp8ref."
         )
 
 
@@ -226,9 +226,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         ) from error
     checksum = arrays.pop(CHECKSUM, None)
     if checksum is not None and str(checksum) != _checksum(arrays):
-        raise ValueError(
-            "it was changed: the checksum of its arrays is not the one that was written"
-        )
+        raise ValueError("it was changed: the checksum of its arrays differs from the saved one")
     return arrays
 
 
@@ -238,7 +236,7 @@ def read_array(path: Path) -> np.ndarray:
 
 
 def _check_members(file: io.BufferedReader, archive: zipfile.ZipFile) -> None:
-    """ValueError unless the directory of an archive is whole, and its sizes are possible."""
+    """ValueError unless an archive's directory is whole and its sizes are possible."""
     size = file.seek(0, io.SEEK_END)
     file.seek(max(0, size - _END_RECORD))
     end, names = file.read(), [info.filename for info in archive.infolist()]

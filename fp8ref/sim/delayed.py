@@ -79,8 +79,8 @@ def observe(amax, *, non_finite=False, seen=True) -> Observation:
     amax = magnitudes(amax, "amax")
     if any(np.shape(flag) not in ((), amax.shape) for flag in (non_finite, seen)):
         raise ValueError(
-            f"flags have the shape of amax, {amax.shape}, or (); got {np.shape(non_finite)} and "
-            f"{np.shape(seen)}."
+            f"flags have amax's shape, {amax.shape}, or (); got "
+            f"{[np.shape(x) for x in (non_finite, seen)]}."
         )
     flags = (np.broadcast_to(np.asarray(flag, bool), amax.shape) for flag in (non_finite, seen))
     return Observation(amax, *flags)
@@ -99,8 +99,7 @@ def merge(*observations: Observation) -> Observation:
         return observe(np.float32(0), seen=False)
     if len({o.amax.shape for o in observations}) > 1:
         raise ValueError(
-            "observations merge if they have one shape; got "
-            f"{[o.amax.shape for o in observations]}."
+            f"merge needs observations of one shape; got {[o.amax.shape for o in observations]}."
         )
     amax = [np.where(o.seen, o.amax, np.float32(0)) for o in observations]
     flags = [o.non_finite & o.seen for o in observations]
@@ -186,22 +185,19 @@ def clipped(amax, scale, fmt: Format) -> np.ndarray:
 
 
 def flax_order(history: np.ndarray) -> np.ndarray:
-    """[newest, oldest, ..., second newest], as flax stores a history; and back: the permutation is
-    its own inverse (H-8)."""
+    """[newest, oldest, ..., second newest], flax's order of a history, and back (H-8)."""
     return np.concatenate([history[..., :1], history[..., :0:-1]], axis=-1)
 
 
 def te_order(history: np.ndarray) -> np.ndarray:
-    """[0, oldest, ..., newest], as TE stores a history between steps: slot 0 awaits the next amax,
-    and the oldest is gone (H-7)."""
+    """[0, oldest, ..., newest], TE's order: slot 0 awaits the next amax (H-7)."""
     return np.concatenate([np.zeros_like(history[..., :1]), history[..., -2::-1]], axis=-1)
 
 
 def _advance(
     state: DelayedState, use: Observation, config: DelayedScaling, fmt: Format
 ) -> DelayedState:
-    """The state after one observation; for each element the amax is pushed, skipped, or not there
-    (unused)."""
+    """The state after one observation; each element is pushed, skipped or left as unused."""
     pushed = np.concatenate([use.amax[..., None], state.amax_history[..., :-1]], axis=-1)
     computed = _compute(
         state.amax_history if config.timing == "use" else pushed, state.stored, config, fmt
@@ -227,7 +223,7 @@ def _advance(
 
 
 def _select(condition: np.ndarray, a: DelayedState, b: DelayedState) -> DelayedState:
-    """a where condition, else b, for each element of a state."""
+    """``a where condition else b``, for each element."""
     stored, step = np.where(condition, a.stored, b.stored), np.where(condition, a.step, b.step)
     return DelayedState(
         stored, np.where(condition[..., None], a.amax_history, b.amax_history), step
@@ -242,28 +238,25 @@ def _check(
     shape = state.stored.shape
     if state.amax_history.shape != (*shape, config.history_length):
         raise ValueError(
-            f"an amax_history of {config.name!r} has shape {(*shape, config.history_length)}, "
-            f"newest first; got {state.amax_history.shape}. Make the state by init, of the same "
-            "config."
+            f"amax_history of {config.name!r} has shape {(*shape, config.history_length)}; got "
+            f"{state.amax_history.shape}. Use init with the same config."
         )
     for use in observations:
         if not isinstance(use, Observation):
             raise ValueError(
-                f"an update takes observations; got {type(use).__name__}. Make them by "
-                "observe(amax)."
+                f"update takes observations; got {type(use).__name__}. Use observe(amax)."
             )
         if any(np.shape(part) != shape for part in use):
             raise ValueError(
-                f"an observation has the state's shape {shape}; got "
-                f"{[np.shape(part) for part in use]}. Observe each tensor once."
+                f"observations have shape {shape}, as the state; got "
+                f"{[np.shape(part) for part in use]}."
             )
 
 
 def _compute(
     history: np.ndarray, stored: np.ndarray, config: DelayedScaling, fmt: Format
 ) -> Scales:
-    """The scales of a history, by the config's policy; ``stored`` is the scale that the policy may
-    keep."""
+    """The scales of a history; ``stored`` is the scale that the policy may keep."""
     if config.amax_compute == "most_recent":
         amax = history[..., 0]
     else:

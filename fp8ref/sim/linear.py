@@ -187,7 +187,7 @@ def quantize_operands(
 
 
 def _check_seed(recipe: Recipe, gemms: tuple[Gemm, ...], seed: int | None) -> None:
-    """ValueError unless a seed is given just where one of these GEMMs rounds stochastically."""
+    """ValueError unless a seed is passed exactly when one of these GEMMs rounds stochastically."""
     needed = any(
         cast_spec is not None and cast_spec.rounding == "stochastic"
         for g in gemms
@@ -245,13 +245,12 @@ def multiply(
 
 
 def _rule(which: Gemm, spec: GemmSpec, accumulate: Accumulate) -> str | Accumulation:
-    """The accumulation of one GEMM; ``hopper`` is resolved to the plan that the recipe asks for."""
+    """The accumulation of one GEMM; 'hopper' becomes the plan of the recipe."""
     if isinstance(accumulate, Mapping):
         if which not in accumulate or not set(accumulate) <= set(OPERANDS):
             raise ValueError(
-                f"accumulate is one rule for all GEMMs, or one for each by its name; {which} "
-                f"needs one of {', '.join(OPERANDS)}; got {', '.join(accumulate) or 'none'}. "
-                "Add what is missing."
+                f"accumulate is one rule, or one for each GEMM by name; {which} needs one of "
+                f"{', '.join(OPERANDS)}; got {', '.join(accumulate) or 'none'}."
             )
         accumulate = accumulate[which]
     if accumulate == "hopper":
@@ -268,7 +267,6 @@ def _quantize(
     seed: int | None,
     ragged: bool,
 ) -> Quantized:
-    """An operand by its cast: dynamically, or by the scales of its role."""
     if spec.rotation is not None:
         x = hadamard.rotate_blocks(x, spec.rotation)
     seed = seed if spec.rounding == "stochastic" else None
@@ -285,8 +283,8 @@ def _quantize(
     if scales is None or role not in scales:
         raise ValueError(
             f"delayed scaling takes the scales of {role} from its state; got "
-            f"{'none' if scales is None else ', '.join(scales)}. Pass scales={{role: "
-            "delayed.scales(state, config, fmt)}."
+            f"{'none' if scales is None else ', '.join(scales)}. Pass "
+            f"scales={{role: delayed.scales(state, config, fmt)}}."
         )
     return scaling.quantize_with(
         x,
@@ -306,12 +304,12 @@ def check_operands(
     x, w = cast.array(x), cast.array(w)
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(
-            f"a linear takes x [..., K] and w [N, K] with the same K; got {x.shape} and {w.shape}."
+            f"a linear takes x [..., K] and w [N, K] with one K; got {x.shape} and {w.shape}."
         )
     if recipe.fp8 and (w.shape[0] % 16 or w.shape[1] % 16):
         raise ValueError(
-            f"FP8 needs N and K to be multiples of 16 (L-5); got w.shape={w.shape}. Pad the "
-            "layer or use recipe 'bf16'."
+            f"FP8 needs N and K in multiples of 16; got w.shape={w.shape}. Pad the layer or use "
+            "recipe 'bf16' (L-5)."
         )
     for tensor in (x, w):
         cast.check_dtype(tensor)
@@ -324,7 +322,7 @@ def check_operands(
     if not set(scales or ()) <= delayed:
         got = ", ".join(sorted(set(scales or ()) - delayed))
         raise ValueError(
-            f"dynamic scaling takes no scales; got some for {got}. Leave them out, or use "
-            "recipe 'delayed'."
+            f"dynamic scaling takes no scales; got some for {got}. Leave them out, or use recipe "
+            "'delayed'."
         )
     return x, w

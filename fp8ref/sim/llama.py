@@ -54,8 +54,7 @@ Watch = Callable[[Site], None]
 
 
 class Rounding:
-    """Rounds at the sites of M-3 and in FP8 casts: nearest even, or stochastically when a seed is
-    given."""
+    """Rounds at M-3's sites and in FP8 casts: to nearest, or stochastically with a seed."""
 
     def __init__(self, seed: int | None = None) -> None:
         self._seed = seed
@@ -63,12 +62,11 @@ class Rounding:
         self.rounding: cast.Rounding = "nearest_even" if seed is None else "stochastic"
 
     def _next_seed(self) -> int | None:
-        """The seed of a site: every one draws afresh."""
         self._site += 1
         return None if self._seed is None else (self._seed << 32) + self._site
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
-        """x rounded to bfloat16, the compute dtype."""
+        """x rounded to bfloat16."""
         rounded = cast.round_to(x, BFLOAT16, rounding=self.rounding, seed=self._next_seed())
         return rounded.astype(np.float64)
 
@@ -94,8 +92,7 @@ def values(codes: np.ndarray, spec: CastSpec, scales: Scales) -> np.ndarray:
 
 
 def scales_of(x: np.ndarray, spec: CastSpec, state: delayed.DelayedState | None = None) -> Scales:
-    """The scales of a cast of x along its last axis; under delayed scaling those of the state, by
-    default a first step's."""
+    """The scales of a cast along x's last axis; if delayed, those of its state."""
     if spec.delayed is not None:
         return delayed.scales(
             delayed.init(spec.delayed) if state is None else state, spec.delayed, spec.fmt
@@ -146,13 +143,13 @@ def forward(
     """
     if tokens.min() < 0 or tokens.max() >= config.vocab_size:
         raise ValueError(
-            f"tokens must be in [0, {config.vocab_size}); got {tokens.min()} to {tokens.max()}."
+            f"tokens are in [0, {config.vocab_size}); got {tokens.min()} to {tokens.max()}."
         )
     return _Pass(weights, config, numerics, Rounding(seed), watch).logits(tokens)
 
 
 class _Pass:
-    """One forward pass: its layers, each of which reports its values and rounds at its sites."""
+    """One forward pass; each layer reports its values and rounds at its sites."""
 
     def __init__(
         self,
@@ -260,8 +257,7 @@ class _Pass:
         )
 
     def _attention(self, name: str, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """Causal attention, key and value heads shared by groups of query heads: [B, H, T, D], as
-        q."""
+        """Causal attention with shared key and value heads: [B, H, T, D], as q."""
         groups = q.shape[1] // k.shape[1]
         k, v = (np.repeat(t, groups, axis=1) for t in (k, v))
         scores = in_range(q @ k.swapaxes(-1, -2)) / np.sqrt(q.shape[-1])  # [B, H, T, T]
@@ -280,7 +276,6 @@ class _Pass:
     def _attention_in_fp8(
         self, name: str, q: np.ndarray, k: np.ndarray, v: np.ndarray
     ) -> np.ndarray:
-        """``_attention`` by a variant, with the model's softcap and sinks (A-28)."""
         variant = hardware.attending(by_name(self.numerics.attention), self.numerics.multiply)  # type: ignore[arg-type]
         states = self.numerics.states
         role_scales = {
@@ -374,8 +369,7 @@ def in_range(x: np.ndarray) -> np.ndarray:
 
 
 def _rotary(config: llama.LlamaConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin [length, head_dim], float32 values (spec M-4), written apart from the
-    backends' table."""
+    """cos and sin [length, head_dim] in float32, independent of the backends' table (M-4)."""
     i = np.arange(config.head_dim) % (config.head_dim // 2)
     angle = np.arange(length)[:, None] / config.rope_theta ** (2 * i / config.head_dim)
     return np.cos(angle).astype(np.float32).astype(np.float64), np.sin(angle).astype(

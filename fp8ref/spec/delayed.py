@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fp8ref.policy import POLICIES, ScalePolicy
-from fp8ref.shared import registry
+from fp8ref.shared import errors, registry
 
 __all__ = ["DELAYED"]
 
@@ -54,33 +54,26 @@ class DelayedScaling:
 
     def __post_init__(self) -> None:
         for key in ("history_length", "interval"):
-            value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{key} is an integer of at least 1; got {value!r}.")
+            errors.integer(key, getattr(self, key), 1)
         if not isinstance(self.policy, ScalePolicy):
             raise ValueError(
                 f"policy is a ScalePolicy, such as POLICIES['te_delayed']; got {self.policy!r}."
             )
         for key, allowed in _CHOICES.items():
-            if getattr(self, key) not in allowed:
-                raise ValueError(
-                    f"{key} is one of {', '.join(allowed)}; got {getattr(self, key)!r}."
-                )
+            errors.one_of(key, getattr(self, key), allowed)
         if self.policy.e8m0 is not None:
             raise ValueError(
-                "delayed scaling keeps one float32 scale of a tensor; policy "
-                f"{self.policy.name!r} computes e8m0 scales of blocks."
+                f"delayed scaling keeps one float32 scale; policy {self.policy.name!r} has e8m0 "
+                "scales."
             )
         if self.timing == "use" and self.interval != 1:
             raise ValueError(
-                "under timing 'use' a scale is computed at every use; got "
-                f"interval={self.interval}. Use timing 'update'."
+                f"timing 'use' has interval=1; got interval={self.interval}. Use timing 'update'."
             )
 
     @property
     def keeps_histories_as_fp8ref(self) -> bool:
-        """True if only history_length, amax_compute, interval and margin may differ from fp8ref's
-        own rules (H-1 to H-6)."""
+        """Whether history_length, amax_compute, interval and margin alone differ (H-1 to H-6)."""
         policy = dataclasses.replace(
             POLICIES["te_delayed"], name=self.policy.name, margin=self.policy.margin
         )
@@ -140,9 +133,7 @@ DELAYED = {
 
 
 def unset_scales(name: str, calibrate: str) -> str:
-    """The warning of a layer of this name that casts by scales of no update; calibrate: a call that
-    sets them.
-    """
+    """The warning of a layer with unset scales; calibrate: a call that sets them."""
     return (
         f"{name} scales by earlier steps under delayed scaling, and no update has set its "
         f"scales: they are 1, and its casts may clip or underflow. Call {calibrate} once before "

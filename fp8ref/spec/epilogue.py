@@ -8,7 +8,7 @@ EPILOGUES holds those that recipes choose among, by name. ``sim.gemm.finish`` im
 from dataclasses import dataclass
 from typing import Literal
 
-from fp8ref.shared import registry
+from fp8ref.shared import errors, registry
 from fp8ref.spec import support
 from fp8ref.spec.granularity import block_of
 
@@ -54,14 +54,11 @@ class Epilogue:
     rounding: Rounding = "nearest_even"
 
     def __post_init__(self) -> None:
-        if self.scale not in SCALES:
-            raise ValueError(f"scale is one of {', '.join(SCALES)}; got {self.scale!r}.")
-        if self.bias not in (None, *BIASES):
-            raise ValueError(f"bias is None or one of {', '.join(BIASES)}; got {self.bias!r}.")
+        errors.one_of("scale", self.scale, SCALES)
+        errors.one_of("bias", self.bias, (None, *BIASES))
         if not isinstance(self.round_first, bool):
             raise ValueError(f"round_first is True or False; got {self.round_first!r}.")
-        if self.rounding not in ROUNDINGS:
-            raise ValueError(f"rounding is one of {', '.join(ROUNDINGS)}; got {self.rounding!r}.")
+        errors.one_of("rounding", self.rounding, ROUNDINGS)
 
 
 EPILOGUES = {
@@ -92,7 +89,7 @@ def check_pair(epilogue: str, backend: support.Backend, a: str, b: str) -> int |
     block = block_of(a, b)
     if block is not None and epilogue == "unit_round_scale_round":
         raise ValueError(
-            f"epilogue {epilogue!r} scales a rounded sum over all of K, but block scales have "
-            "no such sum. Use 'scale_then_round'."
+            f"epilogue {epilogue!r} scales a rounded sum over all of K; block scales have none. "
+            "Use 'scale_then_round'."
         )
     return block

@@ -7,6 +7,7 @@ from typing import Literal
 
 from fp8ref.formats import QUANTIZED_FORMATS, Format
 from fp8ref.policy import POLICIES, ScalePolicy
+from fp8ref.shared import errors
 from fp8ref.spec import epilogue, granularity
 from fp8ref.spec.delayed import DelayedScaling
 from fp8ref.spec.rotation import Rotation
@@ -35,22 +36,16 @@ class CastSpec:
     rounding: Literal["nearest_even", "stochastic"] = "nearest_even"
 
     def __post_init__(self) -> None:
-        if self.fmt.name not in QUANTIZED_FORMATS:
-            raise ValueError(
-                f"an operand's fmt is one of {', '.join(QUANTIZED_FORMATS)}; got {self.fmt}."
-            )
+        errors.one_of("an operand's fmt", self.fmt.name, QUANTIZED_FORMATS)
         granularity.by_name(self.granularity)
-        if self.rounding not in ("nearest_even", "stochastic"):
-            raise ValueError(
-                f"an operand's rounding is nearest_even or stochastic; got {self.rounding!r}."
-            )
+        errors.one_of("an operand's rounding", self.rounding, ("nearest_even", "stochastic"))
         if self.delayed is not None and (
             self.granularity != "tensorwise" or self.policy != self.delayed.policy or self.rotation
         ):
             raise ValueError(
                 "delayed scaling is tensorwise and uses its own policy "
-                f"({self.delayed.policy.name!r}), without a rotation; got {self.granularity!r} "
-                f"and policy {self.policy.name!r}, rotation {self.rotation}."
+                f"({self.delayed.policy.name!r}), without a rotation; got {self.granularity!r} and "
+                f"policy {self.policy.name!r}, rotation {self.rotation}."
             )
 
     @property
@@ -105,18 +100,15 @@ class GemmSpec:
         rotations = [None if cast is None else cast.rotation for cast in (self.a, self.b)]
         if rotations[0] != rotations[1]:
             raise ValueError(
-                "both operands of a GEMM have one rotation, or none, so that their product "
-                f"stays (S-23); got {rotations}."
+                f"both operands of a GEMM have one rotation, or none; got {rotations} (S-23)."
             )
         if epilogue.by_name(self.epilogue).bias is not None:
             raise ValueError(
-                f"a linear's GEMMs have no bias, and epilogue {self.epilogue!r} takes one. Use "
-                "'scale_then_round'."
+                f"linears have no bias; epilogue {self.epilogue!r} has. Use 'scale_then_round'."
             )
         if not self.fp8 and self.epilogue != "scale_then_round":
             raise ValueError(
-                f"a high-precision GEMM has no scales, so no epilogue {self.epilogue!r}. Leave "
-                "it out."
+                f"high precision has no scales, so no epilogue {self.epilogue!r}. Leave it out."
             )
 
     @property
@@ -138,7 +130,5 @@ class GemmSpec:
 
     @property
     def rowwise(self) -> bool:
-        """Whether an operand is rowwise: the output is then rounded to bfloat16 first (spec
-        G-8).
-        """
+        """Whether an operand is rowwise: the output is then rounded to bfloat16 first (G-8)."""
         return any(cast is not None and cast.granularity == "rowwise" for cast in (self.a, self.b))

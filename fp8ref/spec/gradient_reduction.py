@@ -15,6 +15,7 @@ import numpy as np
 from fp8ref import policy as policies
 from fp8ref.formats import FP8_FORMATS, Format
 from fp8ref.policy import ScalePolicy
+from fp8ref.shared import errors
 
 PreScale = Literal["one", "inverse_root", "inverse"]
 """The factor of a shared scale, for W ranks: 1, 1 / sqrt(W) as in MS-AMP, or 1 / W (P-21)."""
@@ -34,8 +35,7 @@ def factor(prescale: PreScale, ranks: int) -> np.float32:
 
     Raises:   ValueError: an unknown pre-scale.
     """
-    if prescale not in get_args(PreScale):
-        raise ValueError(f"prescale is one of {', '.join(get_args(PreScale))}; got {prescale!r}.")
+    errors.one_of("prescale", prescale, get_args(PreScale))
     return np.float32(
         {"one": 1.0, "inverse_root": 1 / math.sqrt(ranks), "inverse": 1 / ranks}[prescale]
     )
@@ -59,8 +59,7 @@ def saturates_above(fmt: Format) -> float:
 
 
 def check_policy(policy: str | ScalePolicy) -> ScalePolicy:
-    """The policy of a shared scale; ValueError for one that divides, or that makes scale_inv, which
-    no factor can follow."""
+    """A shared scale's policy; ValueError for one that divides or makes scale_inv."""
     policy = policies.by_name(policy)
     if policy.stored != "scale" or policy.makes_scale_inv:
         names = ", ".join(
@@ -68,10 +67,7 @@ def check_policy(policy: str | ScalePolicy) -> ScalePolicy:
             for name, p in policies.POLICIES.items()
             if p.stored == "scale" and not p.makes_scale_inv
         )
-        raise ValueError(
-            "a shared scale of gradients is multiplied by factors, so its policy is one of "
-            f"{names}; got {policy.name!r}."
-        )
+        raise ValueError(f"a shared gradient scale has a policy of {names}; got {policy.name!r}.")
     return policy
 
 
@@ -83,8 +79,7 @@ def check_format(fmt: Format) -> None:
 
 def check_result(result: str) -> None:
     """ValueError for an unknown ``Result``."""
-    if result not in get_args(Result):
-        raise ValueError(f"result is one of {', '.join(get_args(Result))}; got {result!r}.")
+    errors.one_of("result", result, get_args(Result))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +98,7 @@ class AutoScale:
     def __post_init__(self) -> None:
         if not 0 <= self.threshold < 1:
             raise ValueError(f"threshold is in [0, 1); got {self.threshold}.")
-        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
-            raise ValueError(f"window is a positive integer; got {self.window!r}.")
+        errors.integer("window", self.window, 1)
 
     @property
     def growth(self) -> np.float32:

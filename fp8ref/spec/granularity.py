@@ -60,8 +60,8 @@ def block_of(a: str, b: str) -> int | None:
     length, other = by_name(a).reduced, by_name(b).reduced
     if length != other:
         raise ValueError(
-            "the operands' scales cover the same length of K: all of it, or blocks of one size; "
-            f"got {a} and {b}. Quantize both alike, or dequantize and use matmul_hp."
+            f"the operands' scales need the same length of K; got {a} and {b}. Quantize both "
+            "alike, or dequantize and use matmul_hp."
         )
     return length
 
@@ -70,8 +70,7 @@ def normalize_axis(axis: int, ndim: int) -> int:
     """axis counted from the front; ValueError if a tensor of ndim dims has no such axis."""
     if isinstance(axis, bool) or not isinstance(axis, int) or not -ndim <= axis < ndim:
         raise ValueError(
-            f"the reduced axis must be in [-{ndim}, {ndim}) for a {ndim}-d tensor; got "
-            f"axis={axis!r}."
+            f"the reduced axis is in [-{ndim}, {ndim}) for a {ndim}-d tensor; got axis={axis!r}."
         )
     return axis % ndim
 
@@ -128,8 +127,7 @@ def blocks(
     sizes = lengths(name, len(shape), axis)
     if math.prod(shape) == 0:
         raise ValueError(
-            f"a scale needs at least one element; got x.shape={shape}. Drop empty tensors "
-            "before quantizing."
+            f"a scale needs at least one element; got x.shape={shape}. Drop empty tensors."
         )
     result = block_sizes(shape, sizes)
     if name == "tensorwise":
@@ -137,8 +135,8 @@ def blocks(
     axis = normalize_axis(axis, len(shape))
     if shape[axis] % result[axis] and not ragged:
         raise ValueError(
-            f"{name} needs K, the reduced axis, divisible by {result[axis]}; got "
-            f"x.shape={shape}, axis={axis}. Pad it with zeros or use 'rowwise'."
+            f"{name} needs K, the reduced axis, divisible by {result[axis]}; got x.shape={shape}, "
+            f"axis={axis}. Pad it with zeros or use 'rowwise'."
         )
     return result
 

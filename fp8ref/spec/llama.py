@@ -129,15 +129,15 @@ class LlamaConfig:
             )
         if self.attention_softcap is not None and not 0 < self.attention_softcap < math.inf:
             raise ValueError(
-                f"model.attention_softcap is positive and finite; got {self.attention_softcap}. "
-                "Leave it out for none."
+                "model.attention_softcap is positive and finite, or None; got "
+                f"{self.attention_softcap}."
             )
         self._check_experts()
         matrices = self.num_hidden_layers * max(1, self.num_experts)
         if matrices > MATRICES:
             raise ValueError(
                 f"model.num_hidden_layers times model.num_experts is at most {MATRICES:,}; got "
-                f"{matrices:,}. Set fewer, or repair the file that says so."
+                f"{matrices:,}. Set fewer."
             )
 
     def _check_experts(self) -> None:
@@ -146,15 +146,13 @@ class LlamaConfig:
                 raise ValueError(f"model.{key} is not negative; got {getattr(self, key)}.")
         if not 0 <= self.router_aux_loss_coef < math.inf:
             raise ValueError(
-                "model.router_aux_loss_coef is finite and not negative; got "
-                f"{self.router_aux_loss_coef}."
+                f"model.router_aux_loss_coef is finite and >= 0; got {self.router_aux_loss_coef}."
             )
         if self.num_experts:
             if not 1 <= self.num_experts_per_tok <= self.num_experts:
                 raise ValueError(
-                    "model.num_experts_per_tok is between 1 and num_experts = "
-                    f"{self.num_experts}; got {self.num_experts_per_tok}. Say how many experts "
-                    "take each token."
+                    f"model.num_experts_per_tok is 1 to num_experts = {self.num_experts}; got "
+                    f"{self.num_experts_per_tok}."
                 )
             return
         unused = (
@@ -169,14 +167,13 @@ class LlamaConfig:
             if getattr(self, key) != type(self).__dataclass_fields__[key].default
         ]:
             raise ValueError(
-                f"model.{set_keys[0]} is of a model with experts; got {getattr(self, set_keys[0])} "
-                "with model.num_experts 0. Leave it out, or set num_experts."
+                f"model.{set_keys[0]} needs experts; got {getattr(self, set_keys[0])} with "
+                "model.num_experts 0. Set num_experts."
             )
 
     @property
     def head_dim(self) -> int:
-        """The length of a head's query, key or value; even, because rotary embeddings pair its
-        elements."""
+        """The length of a head's query, key or value; even, as rotary embeddings need."""
         return (
             self.hidden_size // self.num_attention_heads
             if self.head_size is None
@@ -268,14 +265,12 @@ def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def stack_of(name: str) -> str:
-    """The name of the stack that a layer's parameter or linear is part of; other names as they
-    are."""
+    """The stack's name for a parameter or linear in one; other names unchanged."""
     return re.sub(r"^model\.layers\.\d+\.", f"{STACK}.", name)
 
 
 class Weight(Protocol):
-    """A float32 parameter that can be read in pieces: an array, an ``InitialWeight``, a tensor of a
-    file."""
+    """A float32 parameter read in pieces: an array, ``InitialWeight`` or file tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -351,8 +346,7 @@ def initial_weights(config: LlamaConfig, *, seed: int) -> dict[str, np.ndarray]:
 
 
 def rotary_tables(config: LlamaConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin, each float32 [length, head_dim], the frequencies repeated for the rotate-half
-    convention (M-4)."""
+    """cos and sin, float32 [length, head_dim], repeated for the rotate-half form (M-4)."""
     frequency = config.rope_theta ** (
         -np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
     )
@@ -370,8 +364,7 @@ def check_weights(weights: Mapping[str, Weight], config: LlamaConfig) -> None:
             sorted(weights.keys() - expected.keys()),
         )
         raise ValueError(
-            f"weights are named as parameter_shapes(config); missing {missing[:3]}, unknown "
-            f"{extra[:3]}."
+            f"weights are those of parameter_shapes; missing {missing[:3]}, unknown {extra[:3]}."
         )
     for name, shape in expected.items():
         value = weights[name]
@@ -389,20 +382,17 @@ def check_finite(name: str, piece: np.ndarray, offset: Sequence[int] | None = No
         index = np.unravel_index(np.flatnonzero(~np.isfinite(piece))[0], piece.shape)
         at = [int(i + start) for i, start in zip(index, offset or [0] * piece.ndim, strict=True)]
         raise ValueError(
-            f"weights are finite; {name} holds {piece[index]} at {at}. Start from a finite "
-            "checkpoint."
+            f"weights are finite; {name} holds {piece[index]} at {at}. Use a finite checkpoint."
         )
 
 
 def check_tokens(tokens: np.ndarray, config: LlamaConfig) -> None:
-    """ValueError unless tokens are integers [B, T] in the vocabulary: a GPU or XLA would clamp or
-    wrap others silently."""
+    """ValueError unless tokens are integers [B, T] in the vocabulary."""
     tokens = np.asarray(tokens)
     if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(f"tokens are integers [B, T]; got {tokens.dtype} {list(tokens.shape)}.")
     if tokens.size == 0 or tokens.min() < 0 or tokens.max() >= config.vocab_size:
         span = f"{tokens.min()} to {tokens.max()}" if tokens.size else "none"
         raise ValueError(
-            f"a batch has tokens, all in [0, {config.vocab_size}); got {span}. Check "
-            "model.vocab_size and the data."
+            f"tokens are in [0, {config.vocab_size}); got {span}. Check model.vocab_size and data."
         )

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 __all__ = ["NVFP4_ROTATION", "Rotation"]
 
 
@@ -25,6 +27,14 @@ class Rotation:
     def size(self) -> int:
         """The elements that are rotated together."""
         return len(self.signs)
+
+
+def check_size(size: int) -> None:
+    """ValueError unless so many features can be rotated: a power of two."""
+    if not isinstance(size, int | np.integer) or size < 1 or size & (size - 1):
+        raise ValueError(
+            f"the size of a Hadamard rotation is a power of two; got {size!r}. Pad with zeros."
+        )
 
 
 # TransformerEngine, pytorch/custom_recipes/reference_nvfp4.py: get_wgrad_sign_vector (commit

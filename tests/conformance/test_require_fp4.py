@@ -25,7 +25,7 @@ def test_require_scales_of_mx():  # S-14
     require_scales(amax, scales, E2M1FN, policy="mx_floor")
     with pytest.raises(AssertionError, match="1 of 5 scales to e2m1fn differ"):
         require_scales(amax, np.where(amax == 6, scales * 2, scales), E2M1FN, policy="mx_floor")
-    with pytest.raises(ValueError, match="makes scales from a block's amax and the tensor's"):
+    with pytest.raises(ValueError, match="needs amaxes of blocks and of the tensor"):
         require_scales(amax, scales, E2M1FN, policy="te_nvfp4")
 
 

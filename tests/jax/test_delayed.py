@@ -321,7 +321,7 @@ def test_observations_that_were_summed_are_refused_and_never_scale():  # H-4, H-
     )
     seen = delayed.merge(forward, backward)
     with pytest.raises(
-        ValueError, match=r"grad_output lost their largest amax in a sum.*seen of each use"
+        ValueError, match=r"grad_output has flags .* its amax is lost.*seen from each use"
     ):
         delayed.update(state, seen, recipe="delayed")
     jitted = jax.jit(lambda state, seen: delayed.update(state, seen, recipe="delayed"))(state, seen)
@@ -363,7 +363,7 @@ def test_observations_that_were_summed_are_refused_and_never_scale():  # H-4, H-
                 state=delayed.init("delayed"),
                 seen=delayed.unseen("delayed"),
             ),
-            "keeps no state",
+            "has no state",
         ),
         (
             lambda: linear.apply(X, W, recipe="delayed", state=delayed.init("delayed"), seen={}),
@@ -391,7 +391,10 @@ def test_observations_that_were_summed_are_refused_and_never_scale():  # H-4, H-
             ),
             r"shape \(2, 3\)",
         ),
-        (lambda: delayed.merge(delayed.unseen("delayed"), {"input": jnp.zeros(3)}), "got roles"),
+        (
+            lambda: delayed.merge(delayed.unseen("delayed"), {"input": jnp.zeros(3)}),
+            "observations; got",
+        ),
         (lambda: delayed.merge(), "at least one"),
         (
             lambda: linear.apply(
@@ -407,7 +410,7 @@ def test_observations_that_were_summed_are_refused_and_never_scale():  # H-4, H-
             lambda: delayed.init(
                 dataclasses.replace(OTHER, grad_weight=recipe_of(CONFIGS[2]).grad_weight)
             ),
-            "has one cast; got two",
+            "needs one cast; got two",
         ),
     ],
 )

@@ -242,7 +242,7 @@ def test_what_is_refused(backend):
         with pytest.raises(ValueError, match="a softcap is positive"):
             backend.forward(q, k, v, variant="cudnn", softcap=cap, sinks=SINKS)
     with pytest.raises(
-        ValueError, match="sinks are of float32, float16 or bfloat16, one for each of 4 query heads"
+        ValueError, match=r"sinks are float32, float16 or bfloat16 .4., one for each query head"
     ):
         backend.forward(q, k, v, variant="cudnn", sinks=SINKS[:2])
 
@@ -260,8 +260,7 @@ def test_softcaps_without_normal_factors_are_refused(cap, scale):  # A-22
     for name in ("exact", "cudnn", "fa3"):
         for forward in (simulated, Torch.forward, Jax.forward):
             with pytest.raises(
-                ValueError,
-                match=r"normal float32 numbers scale / cap and cap log2\(e\) \(A-22\); got ",
+                ValueError, match=r"normal float32 numbers scale / cap and cap log2\(e\); got "
             ):
                 forward(q, k, v, variant=name, **how)
     for backend in BACKENDS.values():

@@ -20,7 +20,7 @@ def test_an_operand_is_of_every_layer_or_of_those_that_a_pattern_names():
     ("variant", "operands", "message"),
     [
         ("cudnn", ["x"], "q, k, v, p, do, ds; got 'x'"),
-        ("mxfp8", ["q"], "one FP8 scale for a tensor, and gradients; got 'mxfp8'"),
+        ("mxfp8", ["q"], "one FP8 scale per tensor, and gradients; got 'mxfp8'"),
     ],
 )
 def test_what_cannot_be_cast_alone_is_refused(variant, operands, message):

@@ -143,7 +143,9 @@ def test_naming_a_linear_whose_dims_do_not_allow_it_is_an_error():  # R-2
 @pytest.mark.parametrize("key", ["filter_fqns", "fp8_fqns"])
 @pytest.mark.parametrize("name", ["bf16", "rowwise"])
 def test_a_pattern_that_names_no_linear_is_an_error(key, name):
-    with pytest.raises(ValueError, match=rf"{key}.*'layers\.1' names none of: model\.layers\.0\.q"):
+    with pytest.raises(
+        ValueError, match=rf"{key}.*'layers\.1' matches none of: model\.layers\.0\.q"
+    ):
         linear_selection.select(LINEARS, name, **{key: ["lm_head", "layers.1"]})
 
 
@@ -267,7 +269,7 @@ def test_bf16_ignores_the_auto_filter():  # R-4
 
 
 def test_the_auto_filters_word_is_no_pattern():
-    with pytest.raises(ValueError, match=rf"fp8_fqns .*'{AUTO_FILTER}' names none of"):
+    with pytest.raises(ValueError, match=rf"fp8_fqns .*'{AUTO_FILTER}' matches none of"):
         linear_selection.select(LINEARS, "rowwise", fp8_fqns=[AUTO_FILTER])
     with pytest.raises(ValueError, match=rf"converts no linear.*{AUTO_FILTER}.*Change filter_fqns"):
         linear_selection.select(LINEARS, "tensorwise", filter_fqns=[AUTO_FILTER])

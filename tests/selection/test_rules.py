@@ -100,11 +100,11 @@ def test_another_policy_ends_delayed_scaling():
     [
         (
             {"layers": ("layers.2",), "recipe": "bf16"},
-            r"rule 1 has 'layers\.2'\. Did you mean 'layers\.\d",
+            r"rule 1's pattern 'layers\.2' names no linear\. Did you mean 'layers\.\d",
         ),
         (
             {"layers": ("down_prj",), "recipe": "bf16"},
-            r"rule 1 has 'down_prj'\. Did you mean 'down_proj'",
+            r"rule 1's pattern 'down_prj' names no linear\. Did you mean 'down_proj'",
         ),
         (
             {"layers": ("layers.0",), "recipe": "tensorwise"},
@@ -122,14 +122,11 @@ def test_a_rule_that_does_not_fit_the_model_is_refused(rule, message):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (
-            {},
-            r"a rule gives a recipe, or a format, granularity or policy, or an epilogue; got none",
-        ),
+        ({}, r"a rule has a recipe, or a format, granularity or policy, or an epilogue; got none"),
         ({"recipe": "bf16", "format": "e5m2"}, r"got format, recipe\. Split it"),
         (
             {"recipe": "tensorwize"},
-            r"recipe of a rule is of bf16, .*; got 'tensorwize'\. Did you mean 'tensorwise'",
+            r"recipe of a rule is bf16, .*; got 'tensorwize'\. Did you mean 'tensorwise'",
         ),
         (
             {"format": "e4m3", "roles": ("weight",)},
@@ -150,9 +147,9 @@ def test_a_rule_that_does_not_fit_the_model_is_refused(rule, message):
         ),
         (
             {"epilogue": "product_then_round", "roles": ("weight",)},
-            r"an epilogue is of a GEMM, not of single operands; got roles weight",
+            r"an epilogue takes no roles; got weight",
         ),
-        ({"recipe": "bf16", "layers": ()}, r"names linears in layers; got none"),
+        ({"recipe": "bf16", "layers": ()}, r"needs layers; got none"),
     ],
 )
 def test_a_rule_is_checked_where_it_is_built(keys, message):

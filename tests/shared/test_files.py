@@ -487,7 +487,7 @@ def test_arrays_that_were_exchanged_are_refused(tmp_path):
     ):
         np.savez(path, **(held | changed))
         with pytest.raises(
-            ValueError, match="the checksum of its arrays is not the one that was written"
+            ValueError, match="the checksum of its arrays differs from the saved one"
         ):
             files.read_arrays(path)
 

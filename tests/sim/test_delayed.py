@@ -283,7 +283,7 @@ def test_what_is_clipped_is_what_saturating_changes(rng, fmt, edge):  # Q-11, C-
             lambda: delayed.update(
                 delayed.init(OWN, (2,)), delayed.observe(F32(1)), config=OWN, fmt=E4M3FN
             ),
-            r"state's shape \(2,\)",
+            r"shape \(2,\), as the state",
         ),
         (
             lambda: delayed.update(delayed.init(OWN), config=DELAYED["flax"], fmt=E4M3FN),

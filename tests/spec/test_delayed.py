@@ -47,7 +47,7 @@ def test_configs_are_frozen_and_keyword_only():
         ({"zero": "keep"}, "zero is one of record, skip"),
         ({"non_finite": "keep"}, "non_finite is one of skip, record"),
         ({"nan_in_history": "keep"}, "nan_in_history is one of propagate, drop"),
-        ({"policy": POLICIES["mx_floor"]}, "'mx_floor' computes e8m0 scales"),
+        ({"policy": POLICIES["mx_floor"]}, "'mx_floor' has e8m0 scales"),
         ({"timing": "use", "interval": 2}, "interval=2"),
     ],
 )

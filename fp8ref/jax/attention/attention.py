@@ -130,8 +130,7 @@ def apply_with_stats(
     fp8 = call.variant.fmt.bits == 8
     if carried.tap is not None and not fp8:
         raise ValueError(
-            f"statistics are of FP8 operands; variant {call.variant.name!r} has "
-            f"{call.variant.fmt}. Give no tap."
+            f"statistics need FP8 operands; got variant {call.variant.name!r}. Leave the tap out."
         )
     watcher = observer.watcher()
     measures = fp8 and (carried.tap is not None or watcher is not None)
@@ -209,16 +208,13 @@ def backward(
     call = DeviceCall.resolve(variant, mask)
     support.require("gradients of attention", "jax", call.variant)
     if not isinstance(result, Result):
-        raise ValueError(f"result is what forward gave; got {type(result).__name__}.")
+        raise ValueError(f"result is what forward returned; got {type(result).__name__}.")
     result = result._replace(o=data.in_layout(call.layout, result.o))
     qkv = inputs.prepare(q, k, v, call, result.documents, result.sinks)
     do = inputs.checked("do", data.in_layout(call.layout, do))
     for name, x in (("result", result.o), ("do", do)):
         if jnp.shape(x) != qkv.q.shape:
-            raise ValueError(
-                f"{name} has the shape of o, {qkv.q.shape}; got {jnp.shape(x)}. Use what forward "
-                "gave for these q, k and v, and the gradient of its o."
-            )
+            raise ValueError(f"{name} has the shape of o, {qkv.q.shape}; got {jnp.shape(x)}.")
     data.check_result(call.variant, result.tensors)
     do = do if qkv.documents is None else inputs.without_padding(do, qkv.documents[0])
     roles = ("s", *call.variant.roles[len(data.ROLES) :])
@@ -230,12 +226,12 @@ def backward(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _attention(qkv: Inputs, carried: Carried, call: DeviceCall):
-    """(o in q's dtype, seen, tap); differentiable by ``_saved`` and ``_gradients``."""
+    """(o in q's dtype, seen, tap); differentiated by ``_saved`` and ``_gradients``."""
     return _passed(qkv, carried, call)[1]
 
 
 def _passed(qkv: Inputs, carried: Carried, call: DeviceCall):
-    """(result, what the layer gives: o in q's dtype, seen, tap)."""
+    """(result, the layer's outputs: o in q's dtype, seen, tap)."""
     scales = _select_roles(carried, data.ROLES)
     result = _watched(qkv, scales, call, observe=carried.seen is not None)
     tap = carried.tap
@@ -257,14 +253,12 @@ def observed(
 
 
 def _saved(qkv: Inputs, carried: Carried, call: DeviceCall):
-    """What the layer gives, and what the backward pass needs: codes, o and the log-sum-exp. q, k
-    and v themselves where it quantizes them along other axes (A-16), or not at all (A-14)."""
+    """The layer's outputs and residuals: codes, o, LSE; q, k, v if needed (A-14, A-16)."""
     support.require("gradients of attention", "jax", call.variant)
     if jax.typeof(qkv.q).sharding.mesh.manual_axes and not sharding.checks_variance(qkv.q):
         raise ValueError(
-            f"{call.name}: gradients inside shard_map need check_vma=True; without it, those of "
-            "k and v that several devices share would not be summed. Use jax.shard_map(..., "
-            "check_vma=True)."
+            f"{call.name}: gradients inside shard_map need check_vma=True, which sums those of "
+            "shared k and v. Use jax.shard_map(..., check_vma=True)."
         )
     qkv = _ruled(qkv, call, derivatives.not_again)
     result, out = _passed(qkv, carried, call)
@@ -291,8 +285,8 @@ def _saved(qkv: Inputs, carried: Carried, call: DeviceCall):
 
 
 def _gradients(call: DeviceCall, saved, cotangents):
-    """The gradients by ``_attention``'s arguments. The cotangents of seen and of the tap carry
-    observations and measurements, of the uses after this one."""
+    """Gradients in the order of ``_attention``'s arguments. The cotangents of seen and tap carry
+    the observations and measurements of later uses."""
     do, later, tap = cotangents
     whole, documents, sinks, result, carried = saved
     # Where codes are all that is needed, they also tell the shapes.
@@ -319,7 +313,7 @@ derivatives.defvjp(_attention, _saved, _gradients)
 
 
 def _scale_of_p(result: Result, call: DeviceCall) -> jax.Array:
-    """What the backward pass multiplies probabilities by."""
+    """The factor of probabilities in the backward pass."""
     if call.variant.backward == "bf16":
         return jnp.ones((), jnp.float32)
     return (
@@ -330,7 +324,7 @@ def _scale_of_p(result: Result, call: DeviceCall) -> jax.Array:
 
 
 def _ruled(qkv: Inputs, call: DeviceCall, rule: Callable) -> Inputs:
-    """The inputs, those that have a gradient under a rule of ``derivatives``."""
+    """The inputs; those with a gradient get a rule of ``derivatives``."""
     q, k, v = (rule(x, call.name, "attention") for x in qkv[:3])
     sinks = None if qkv.sinks is None else rule(qkv.sinks, call.name, "attention")
     return Inputs(q, k, v, qkv.documents, sinks)
@@ -341,7 +335,7 @@ def _select_roles(carried: Carried, roles: tuple[str, ...]) -> dict[str, jax.Arr
 
 
 def _watched(qkv: Inputs, scales: dict, call: DeviceCall, *, observe: bool) -> Result:
-    """The forward pass, shown to whoever watches; without the matrices that are shown alone."""
+    """The forward pass, reported to observers; drops matrices kept for them alone."""
     observe |= call.measures
     if call.watcher is None:
         return output.run(qkv, scales, call, observe=observe)

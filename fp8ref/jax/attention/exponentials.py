@@ -115,6 +115,5 @@ def ascending_sum(x: jax.Array) -> jax.Array:
 
 
 def _kept(rounded: jax.Array, x: jax.Array) -> jax.Array:
-    """The rounded result of x. XLA would leave out a conversion to float32 that another to float64
-    follows; not past a choice (``division``)."""
+    """The rounded result of x; a choice keeps XLA from dropping it (``division``)."""
     return jnp.where(jnp.isnan(x), x, rounded)

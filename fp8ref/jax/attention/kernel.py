@@ -86,9 +86,8 @@ def apply(
     by_role = data.check_scales(scales, call.variant, (*data.ROLES, *data.GRADIENT_ROLES))
     if missing := [role for role in ("s", "o", *data.GRADIENT_ROLES) if role not in by_role]:
         raise ValueError(
-            f"cuDNN's kernel casts with scales that are given; {', '.join(missing)} have none. "
-            "Use delayed scaling (fp8ref.spec.attention.delayed), or fp8ref.jax.attention, "
-            "which takes scales of the tensors themselves."
+            f"cuDNN's kernel needs scales; {', '.join(missing)} have none. Use delayed scaling "
+            "(fp8ref.spec.attention.delayed), or fp8ref.jax.attention."
         )
     by_role = {role: lax.stop_gradient(jnp.asarray(x, jnp.float32)) for role, x in by_role.items()}
     inputs.check_seen(seen or {}, call.variant)
@@ -115,8 +114,7 @@ def check(call: Call, q: tuple[int, ...], k: tuple[int, ...], platform: str) -> 
     plain = DeviceCall(variant=variant, mask=mask, scale=call.scale, layout=call.layout)
     if isinstance(call, DeviceCall) and call.unnamed() != plain:
         raise ValueError(
-            "cuDNN's FP8 attention has a variant, a mask, a softmax scale and a layout; got "
-            f"{call}. {instead}"
+            f"cuDNN's FP8 attention takes variant, mask, scale and layout; got {call}. {instead}"
         )
     whole = (
         variant.granularity == "tensor"
@@ -126,8 +124,8 @@ def check(call: Call, q: tuple[int, ...], k: tuple[int, ...], platform: str) -> 
     )
     if not whole or {variant.fmt, variant.out, variant.score_gradient_fmt} != {E4M3FN}:
         raise ValueError(
-            "cuDNN's FP8 attention has one scale for a tensor, and everything in e4m3fn: the "
-            f"variant 'cudnn'; got {variant.name!r}. {instead}"
+            "cuDNN's FP8 attention needs one e4m3fn scale per tensor, as variant 'cudnn'; got "
+            f"{variant.name!r}. {instead}"
         )
     if q[3] != FEATURES or q[2] % TOKENS or k[2] % TOKENS:
         raise ValueError(
@@ -136,7 +134,7 @@ def check(call: Call, q: tuple[int, ...], k: tuple[int, ...], platform: str) -> 
         )
     if mask.window is not None or (mask.causal and q[2] != k[2] and mask.alignment != "start"):
         raise ValueError(
-            f"cuDNN's FP8 attention has no mask, or a causal one from the start; got {mask}. "
+            f"cuDNN's FP8 attention takes no mask, or a causal one from the start; got {mask}. "
             f"{instead}"
         )
 
@@ -148,9 +146,8 @@ _SEVERAL = (
 
 
 def _check_alone(q, k, v) -> None:
-    """ValueError inside shard_map, and for tensors that visibly lie on several devices: jax's
-    partitioning of the kernel merges no amaxes. A mesh that comes of a jit's inputs alone is
-    refused where it is lowered (``_forward``)."""
+    """ValueError inside shard_map and for tensors on several devices: jax's partitioning of the
+    kernel merges no amaxes. ``_forward`` refuses a mesh known only when lowered."""
     for role, x in zip("qkv", (q, k, v), strict=True):
         mesh = jax.typeof(x).sharding.mesh
         if axes := tuple(getattr(mesh, "manual_axes", ())):
@@ -228,7 +225,7 @@ def _forward(
     seen: delayed.Seen | None,
     call: DeviceCall,
 ) -> tuple[jax.Array, delayed.Seen | None, Any]:
-    """(o, observations, the pullback of codes of o)."""
+    """(o, observations, pullback of codes of o)."""
     q = one_device.check(q, _SEVERAL.replace("{role}", "the program"))
     tensors = operands.quantize(Inputs(q, k, v, None), call, scales_)
     parameters = _parameters(
@@ -272,9 +269,7 @@ def dot_product_attention(
 
 
 def _parameters(tensor_scales: dict[str, scales.Scales], scales_: dict) -> dict[str, jax.Array]:
-    """cuDNN's scales by its names, float32 [1, 1, 1, 1]: ``scale`` multiplies into FP8, ``descale``
-    out of it.
-    """
+    """cuDNN's scales by its names, float32 [1, 1, 1, 1]: scale in, descale out."""
     pairs = tensor_scales | {
         role: scales.with_inverse(scales_[role]) for role in ("s", "o", *data.GRADIENT_ROLES)
     }
@@ -286,5 +281,4 @@ def _parameters(tensor_scales: dict[str, scales.Scales], scales_: dict) -> dict[
 
 
 def _values(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """Numbers of e4m3fn codes, divided by their scale."""
     return moments.product(cast.decode(codes, E4M3FN), scales.with_inverse(scale).scale_inv)

@@ -88,9 +88,7 @@ def backward_arrays(do: jax.Array, grads, scale_p: jax.Array) -> dict[str, jax.A
 def _counted(
     role: str, amax: jax.Array | None, counts: jax.Array | None, at: tuple[int, ...]
 ) -> dict[str, jax.Array]:
-    """The amax of P or dS, and how many elements it has, were clipped and lost; of a pass that
-    counts.
-    """
+    """Amax, elements, clipped and lost ones of P or dS, if the pass counts."""
     if counts is None:
         return {}
     assert amax is not None

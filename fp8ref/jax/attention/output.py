@@ -128,7 +128,7 @@ def _real(inputs: Inputs, call: DeviceCall) -> Result:
 
 
 def _passed(parts: Parts, p_scale: jax.Array, p_scale_inv: jax.Array, *, observe: bool) -> Passed:
-    """The loop over blocks and tiles; its matrices are whole."""
+    """The loop over blocks and tiles, with whole matrices."""
     call, variant = parts.call, parts.variant
     factor = parts.raw_factor() if variant.scores == "raw" else None
     unscaled = isinstance(variant.p_scale, float) and variant.p_scale == 1
@@ -171,7 +171,7 @@ def _passed(parts: Parts, p_scale: jax.Array, p_scale_inv: jax.Array, *, observe
 
 
 def _end(passed: Passed, parts: Parts, row_sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """(o, log-sum-exp) of the sums, [B, H, T, ...]."""
+    """(o, LSE) from the sums, [B, H, T, ...]."""
     call, variant = parts.call, parts.variant
     factor = parts.raw_factor() if variant.scores == "raw" and not call.fast else None
     order: data.SumOrder = "tile" if call.fast else variant.sum_order

@@ -71,8 +71,7 @@ def backward(do: jax.Array, inputs: Inputs, call: DeviceCall) -> Gradients:
 
 
 class _Pairs(NamedTuple):
-    """Pairs of a block of queries and a tile of keys: do [B, N, G, T, D]; maxima of rows and
-    inverses of their sums [B, N, G, T]."""
+    """Queries and keys: do [B, N, G, T, D]; row maxima and inverse sums [B, N, G, T]."""
 
     parts: Parts
     do: jax.Array
@@ -133,7 +132,7 @@ def _parts(inputs: Inputs, call: DeviceCall) -> Parts:
 
 
 def _sums(parts: Parts, *, with_values: bool) -> tuple[jax.Array, jax.Array, Any]:
-    """(maxima, sums of exponentials, their sums with v) of all rows, in float64."""
+    """(maxima, sums of exponentials, weighted sums of v) of all rows, in float64."""
     b, n, g, t, d = parts.q.shape
 
     def body(carry, block, tile):
@@ -166,7 +165,7 @@ def _cap(parts: Parts) -> np.float64 | None:
 
 
 def _slope(parts: Parts, block: jax.Array, tile: jax.Array) -> jax.Array | np.float64:
-    """What a softcap multiplies dS by (A-22)."""
+    """The softcap's factor of dS (A-22)."""
     cap = _cap(parts)
     if cap is None:
         return np.float64(1)
@@ -177,7 +176,7 @@ def _slope(parts: Parts, block: jax.Array, tile: jax.Array) -> jax.Array | np.fl
 def _with_sinks(
     maximum: jax.Array, total: jax.Array, o, inputs: Inputs
 ) -> tuple[jax.Array, jax.Array, Any]:
-    """Maxima, sums and o of rows after their sinks joined (A-23)."""
+    """Maxima, sums and o of rows with their sinks (A-23)."""
     if inputs.sinks is None:
         return maximum, total, o
     sinks = _wide(inputs.sinks).reshape(1, *maximum.shape[1:3], 1)

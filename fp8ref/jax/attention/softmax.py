@@ -180,7 +180,7 @@ def log_sum(
 
 
 def _added(p: jax.Array, c: jax.Array, sums: jax.Array, order: SumOrder) -> jax.Array:
-    """The sums of rows, multiplied by c, with the probabilities added (A-7)."""
+    """Multiply the sums of rows by c, then add the probabilities (A-7)."""
     before = moments.product(sums, c[..., None])
     if order == "tile":
         return before + ascending_sum(p)[..., None]
@@ -205,5 +205,5 @@ def _added(p: jax.Array, c: jax.Array, sums: jax.Array, order: SumOrder) -> jax.
 
 
 def _finite(maximum: jax.Array) -> jax.Array:
-    """The maximum, and 0 of a row that has seen no key."""
+    """The maximum; 0 for a row that has seen no key."""
     return jnp.where(maximum == _NONE, jnp.float32(0), maximum)

@@ -127,7 +127,5 @@ def measure(
 
 
 def rows(measured: Measured) -> jax.Array:
-    """float32 [len(RECORDED), stats.LENGTH]: the measurements in the order of RECORDED, or
-    zeros.
-    """
+    """float32 [len(RECORDED), stats.LENGTH] in the order of RECORDED, or zeros."""
     return jnp.stack([measured.get(row, jnp.zeros(stats.LENGTH, jnp.float32)) for row in RECORDED])

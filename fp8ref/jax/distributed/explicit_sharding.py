@@ -76,9 +76,8 @@ def parts(placement: Placement | None, name: str) -> tuple[Placement | None, Sha
     say the rest. ValueError, naming the layer, for anything else."""
     if not isinstance(placement, Placement | None):
         raise ValueError(
-            f"{name}: placement is a sharding.Placement or None; got "
-            f"{type(placement).__name__}. Give the sharding of the output as "
-            "Placement(out_sharding=...)."
+            f"{name}: placement is a sharding.Placement or None; got {type(placement).__name__}. "
+            "Use Placement(out_sharding=...)."
         )
     if placement is None or placement.out_sharding is None:
         return placement, None
@@ -102,8 +101,7 @@ def turned(numbers: Numbers, w_ndim: int) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Region:
-    """A linear that runs where the Explicit axes of a mesh are Auto: its function, and the sharding
-    of its result outside."""
+    """A linear on Auto axes inside Explicit ones: its function, and its result's sharding."""
 
     body: Callable
     layout: Layout | None
@@ -134,8 +132,7 @@ class _Region:
 def _on_auto_axes(
     region: _Region, x: jax.Array, w: jax.Array, constants: Any, carried: Any
 ) -> tuple[jax.Array, Any]:
-    """The linear, whose backward pass saves x and w as they are outside: what other linears save
-    too."""
+    """The linear; its backward pass saves x and w with their outer shardings."""
     with region.axes():
         out = region.body(*region.enter(x, w, constants, carried), region.layout)
     return region.leave(*out)
@@ -187,13 +184,9 @@ derivatives.defvjp(_on_auto_axes, _forward, _backward)
 )
 @dataclass(frozen=True, kw_only=True)
 class _Saved:
-    """What a linear saves for its backward pass: the leaves of a vjp function, those that are x or
-    w as they are outside.
-
-    places    for each leaf, ``x``, ``w`` or empty.
-    tree      of the vjp function.
-    of_grads  the shardings of x and w, and so of their gradients.
-    """
+    """Residuals of a linear: the leaves of a vjp function; x and w with their outer shardings.
+    places: for each leaf ``x``, ``w`` or empty. tree: of the vjp function. of_grads: shardings of x
+    and w, and of their gradients."""
 
     given: dict[str, jax.Array]
     others: list[jax.Array]
@@ -222,8 +215,7 @@ def cutting(x: jax.Array) -> Axes:
 
 
 class _Dims:
-    """The dims of a contraction by what they are, batch, M, K or N, and the mesh axes that types
-    say cut them."""
+    """The dims of a contraction (batch, M, K, N) and the mesh axes that shard them by type."""
 
     def __init__(self, x: jax.Array, w: jax.Array, numbers: Numbers) -> None:
         (contract_x, contract_w), (batch_x, batch_w) = numbers
@@ -290,13 +282,11 @@ class _Dims:
 
 
 def _check(cut: _Dims, placement: Placement, mesh, name: str) -> None:
-    """ValueError, naming the layer, unless types cut M, N and K along the Explicit axes that
-    placement says."""
+    """ValueError unless types shard M, N and K as placement says."""
     check_under_jit(placement, name)
     if unknown := [axis for axis in placement.axes if axis not in mesh.axis_names]:
         raise ValueError(
-            f"{name}: placement names axes of the mesh, {', '.join(mesh.axis_names)}; got "
-            f"{', '.join(unknown)}."
+            f"{name}: placement axes are {', '.join(mesh.axis_names)}; got {', '.join(unknown)}."
         )
     rows, columns = placement.at_rest("input")
     n_axes, k_axes = placement.at_rest("weight")
@@ -310,18 +300,16 @@ def _check(cut: _Dims, placement: Placement, mesh, name: str) -> None:
         )
         if planned != got:
             raise ValueError(
-                f"{name}: placement says that {dim} is cut along "
-                f"{', '.join(sorted(planned)) or 'no axis'}; its type says "
-                f"{', '.join(sorted(got)) or 'none'}. Reshard the array, or leave the placement "
-                "out: on Explicit axes types say it."
+                f"{name}: placement shards {dim} along {', '.join(sorted(planned)) or 'no axis'}; "
+                f"its type along {', '.join(sorted(got)) or 'none'}. Reshard the array, or leave "
+                "placement out on Explicit axes."
             )
 
 
 def _dot_general_sharding(
     x: jax.Array, w: jax.Array, numbers: Numbers, out_sharding: Sharding | None, name: str
 ) -> NamedSharding:
-    """The sharding of lax.dot_general's result for these types; what it raises, naming the
-    layer."""
+    """The sharding of lax.dot_general's result; its errors name the layer."""
 
     shardings = []
 
@@ -342,27 +330,26 @@ def _dot_general_sharding(
     (sharding,) = shardings
     if sharding.spec.unreduced or sharding.spec.reduced:
         raise ValueError(
-            f"{name}: a linear rounds its results after the sum over devices (P-7), so none is "
-            f"unreduced; got out_sharding={out_sharding}. Leave out unreduced."
+            f"{name}: a linear rounds after the sum over devices, so its output is never "
+            f"unreduced; got out_sharding={out_sharding} (P-7)."
         )
     return sharding
 
 
 def _mesh(*arrays: jax.Array):
-    """The mesh of the first array that has one, or else of the context."""
+    """The mesh of the first array that has one, else of the context."""
     meshes = [jax.typeof(v).sharding.mesh for v in arrays]
     return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
 
 
 def _entries(spec: PartitionSpec, ndim: int) -> list[Axes]:
-    """For each dim, the mesh axes that cut it."""
+    """The mesh axes of each dim."""
     whole = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
     return whole + [()] * (ndim - len(whole))
 
 
 def _joined(dims: list[Axes]) -> Any:
-    """The axes that cut dims that are flattened to one; left open where they do not cut it in
-    order."""
+    """The axes of dims flattened to one; open if they do not shard it in order."""
     return FREE if any(dims[1:]) else dims[0] if dims else ()
 
 
@@ -375,5 +362,4 @@ def _without(axes: Axes, gone: Axes) -> Axes:
 
 
 def _both(some: list[Axes], others: list[Axes]) -> Axes:
-    """The axes that are among both."""
     return tuple(axis for axis in _union(some) if axis in _union(others))

@@ -65,8 +65,7 @@ def reduce_scatter(
     """
     if not g.ndim:
         raise ValueError(
-            "a reduce-scatter cuts the first dim of a gradient; got one without dims. Use "
-            "all_reduce."
+            "a reduce-scatter splits the first dim; got a gradient without dims. Use all_reduce."
         )
     n = lax.axis_size(axes)
     rows = -(-g.shape[0] // n)
@@ -135,9 +134,7 @@ def completed(
 
 
 class Factor(NamedTuple):
-    """mu of a weight's gradients for the next step, and the elements that the last one saturated
-    (P-22): float32 ().
-    """
+    """mu of the next step's gradients, and the last saturated elements: float32 ()."""
 
     mu: jax.Array
     saturated: jax.Array
@@ -184,9 +181,7 @@ def accumulate(
 
 
 def _scales(amax: jax.Array, fmt: Format, policy: str | ScalePolicy, factor) -> scales.Scales:
-    """``sim.gradient_reduction.shared_scales`` of an amax; the policy's eps is its floor
-    (``scales``).
-    """
+    """``sim.gradient_reduction.shared_scales`` of an amax; the policy's eps is its floor."""
     gradient_reduction.check_format(fmt)
     gradient_reduction.check_policy(policy)
     amax = jnp.where(amax <= np.float32(gradient_reduction.LARGEST), amax, jnp.float32(jnp.nan))
@@ -198,7 +193,7 @@ def _scales(amax: jax.Array, fmt: Format, policy: str | ScalePolicy, factor) -> 
 def _shared(
     g: jax.Array, axes: Axes, fmt: Format, policy, prescale: PreScale, mu
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """uint8 codes of g, scale_inv, and the saturated elements of all devices."""
+    """uint8 codes of g, scale_inv, and saturated elements on all devices."""
     names = (axes,) if isinstance(axes, str) else axes
     pre = gradient_reduction.factor(prescale, lax.axis_size(axes))
     factor = pre * (mu if isinstance(mu, jax.Array) else gradient_reduction.constant_mu(mu))
@@ -217,7 +212,7 @@ def _cut(codes: jax.Array, n: int) -> jax.Array:
 
 
 def _added(pieces: jax.Array, axes: Axes, fmt: Format) -> jax.Array:
-    """uint8 [devices, ...], a piece for each device -> this device's piece, summed in float32."""
+    """uint8 [devices, ...] -> this device's piece, summed in float32."""
     # A barrier on either side: XLA may move a conversion across a collective, and four bytes
     # travel.
     received = lax.optimization_barrier(
@@ -233,7 +228,7 @@ def _added(pieces: jax.Array, axes: Axes, fmt: Format) -> jax.Array:
 def _rounded(
     total: jax.Array, axes: Axes, fmt: Format, result: Result
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | int]:
-    """The sum, under result ``codes`` rounded; its codes, and the saturated ones of all devices."""
+    """The sum, rounded under result ``codes``; its codes and saturated elements on all devices."""
     gradient_reduction.check_result(result)
     if result == "float32":
         return total, None, 0
@@ -242,7 +237,7 @@ def _rounded(
 
 
 def _counted(scaled: jax.Array, axes: Axes, fmt: Format) -> jax.Array:
-    """The saturated elements of all devices, int32 ()."""
+    """Saturated elements on all devices, int32 ()."""
     own = jnp.sum(jnp.abs(scaled) > gradient_reduction.saturates_above(fmt), dtype=jnp.int32)
     return lax.psum(jnp.minimum(own, MOST_COUNTED // lax.axis_size(axes)), axes)
 
@@ -252,5 +247,5 @@ def _averaged(scale_inv: jax.Array, n: int, mean: bool) -> jax.Array:
 
 
 def _gathered(x: jax.Array, axes: Axes) -> jax.Array:
-    """x of all devices, one after the other along the first dim; the same on all."""
+    """x of all devices, concatenated along the first dim; the same on all."""
     return lax.all_gather(x, axes, axis=0, tiled=True, to="invarying")

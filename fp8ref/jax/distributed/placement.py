@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fp8ref.formats import E4M3FN
 from fp8ref.jax.distributed import gradient_reduction
 from fp8ref.recipe import Gemm, Role
+from fp8ref.shared import errors
 
 Axes = tuple[str, ...]
 """Names of mesh axes."""
@@ -79,28 +80,24 @@ class Placement:
         for name in ("m", "n", "k", "fsdp"):
             if isinstance(value := getattr(self, name), str):
                 raise ValueError(
-                    f"{name} is a tuple of mesh axes; got the string {value!r}. Write ({value!r},)."
+                    f"{name} is a tuple of mesh axes; got the string {value!r}. Use ({value!r},)."
                 )
-        if self.scope not in ("global", "local"):
-            raise ValueError(f"scope is 'global' or 'local'; got {self.scope!r}.")
+        errors.one_of("scope", self.scope, ("global", "local"))
         for name, allowed in (("reduce_grads", _GRAD_PARTS), ("reduce_outputs", get_args(Parts))):
-            if (value := getattr(self, name)) not in allowed:
-                raise ValueError(f"{name} is one of {', '.join(allowed)}; got {value!r}.")
+            errors.one_of(name, getattr(self, name), allowed)
         cutting = (*self.m, *self.n, *self.k)
         if twice := sorted({axis for axis in cutting if cutting.count(axis) > 1}):
             raise ValueError(
-                f"a mesh axis cuts one of m, n and k; got {', '.join(twice)} more than once in "
-                f"{self}."
+                f"a mesh axis shards one of m, n, k; got {', '.join(twice)} twice in {self}."
             )
         if missing := sorted(set(self.fsdp) - set(self.m)):
             raise ValueError(
-                "axes of fsdp cut the tokens too, so they are among m; got "
-                f"{', '.join(missing)} in fsdp and m={self.m}."
+                f"fsdp axes also shard tokens, so m has them; got fsdp {', '.join(missing)}, "
+                f"m={self.m}."
             )
         if self.sequence and bool(self.n) == bool(self.k):
             raise ValueError(
-                "sequence needs a linear that is column-parallel (n) or row-parallel (k), not "
-                f"both; got n={self.n}, k={self.k}."
+                f"sequence needs n or k, column- or row-parallel; got n={self.n}, k={self.k}."
             )
 
     @property

@@ -104,7 +104,7 @@ class Layout:
         return self._cuts("weight", -2), self._cuts("weight", -1)
 
     def _cuts(self, role: Role, axis: int) -> Axes:
-        """The mesh axes that cut rows, -2, or columns, -1, of a tensor as it is used."""
+        """The mesh axes of a tensor's rows, -2, or columns, -1."""
         cut = self.cut(role)
         last = (axis == -1) != (role == "weight" and self.turned)
         return cut.used(cut.columns if last else cut.rows)
@@ -150,32 +150,28 @@ def mode(x: jax.Array, w: jax.Array, placement: Placement | None, name: str) -> 
     if placement is None:
         if manual:
             raise ValueError(
-                f"{name}: inside shard_map a linear takes its placement, or each device would "
-                "scale by an amax of its own. Use linear.apply(..., "
-                "placement=sharding.Placement(m=(...), ...)) with the mesh axes that cut its "
-                "tokens, features and weight."
+                f"{name}: inside shard_map a linear needs its placement, so that devices share "
+                "amaxes. Use linear.apply(..., placement=sharding.Placement(m=(...), ...)) with "
+                "the mesh axes of tokens, features and weight."
             )
         return "one"
     if unknown := [axis for axis in placement.axes if axis not in mesh.axis_names]:
         names = ", ".join(mesh.axis_names) or "none, as its arguments are on one device"
-        raise ValueError(
-            f"{name}: placement names axes of the mesh, {names}; got {', '.join(unknown)}."
-        )
+        raise ValueError(f"{name}: placement axes are {names}; got {', '.join(unknown)}.")
     if not manual:
         check_under_jit(placement, name)
         return "jit"
     if outside := [axis for axis in placement.axes if axis not in manual]:
         raise ValueError(
-            f"{name}: inside shard_map a placement has only axes of that shard_map, "
-            f"{', '.join(manual)}; got {', '.join(outside)}."
+            f"{name}: inside shard_map placement axes are {', '.join(manual)}; got "
+            f"{', '.join(outside)}."
         )
     if checks_variance(x):
         _check_variance(x, w, placement, name)
     if placement.sequence and x.shape[-2] % (parts := math.prod(map(lax.axis_size, placement.k))):
         raise ValueError(
-            f"{name}: shards are equal (P-1), so the tokens of a sequence are divisible by "
-            f"their {parts} pieces along {', '.join(placement.k)}; got {x.shape[-2]}. Pad the "
-            "sequence."
+            f"{name}: the sequence is divisible by {parts} pieces along {', '.join(placement.k)}; "
+            f"got {x.shape[-2]}. Pad it (P-1)."
         )
     return "shard_map"
 
@@ -185,13 +181,12 @@ def check_under_jit(placement: Placement, name: str) -> None:
     gradients in FP8, as XLA inserts the sum."""
     if placement.scope == "local":
         raise ValueError(
-            f"{name}: scope 'local' needs visible devices, and plain jit shows none. Use "
-            "shard_map, or scope='global'."
+            f"{name}: scope 'local' needs visible devices. Use shard_map, or scope='global'."
         )
     if placement.reduce_grads == "float8_e4m3fn":
         raise ValueError(
-            f"{name}: under plain jit XLA inserts the sum of gradients, in no dtype of FP8; got "
-            "reduce_grads 'float8_e4m3fn'. Use shard_map, or reduce_grads='result'."
+            f"{name}: plain jit sums gradients in wide dtypes; got reduce_grads 'float8_e4m3fn'. "
+            "Use shard_map, or reduce_grads='result'."
         )
 
 
@@ -228,9 +223,8 @@ def check_shapes(
         parts = math.prod(mesh_shape[axis] for axis in axes)
         if size % parts:
             raise ValueError(
-                f"{name}: shards are equal (P-1), so {dim} is divisible by its {parts} pieces "
-                f"along {', '.join(axes)}; got {dim}={size}. Change the mesh, or pad the "
-                "layer."
+                f"{name}: {dim} is divisible by its {parts} pieces along {', '.join(axes)}; got "
+                f"{dim}={size}. Change the mesh, or pad the layer (P-1)."
             )
 
 
@@ -256,10 +250,9 @@ def _check_variance(x: jax.Array, w: jax.Array, placement: Placement, name: str)
     for operand, cut_axes, got in zip(("x", "w"), expected, varied, strict=True):
         if got - apart != cut_axes:
             raise ValueError(
-                f"{name}: {operand} varies along the mesh axes that placement says cut it, "
-                f"{_names(cut_axes)}; it varies along {_names(got)}. Make placement and "
-                "shard_map's in_specs agree, or mark a replicated value with lax.pcast(..., "
-                "to='varying')."
+                f"{name}: placement shards {operand} along {_names(cut_axes)}; it varies along "
+                f"{_names(got)}. Fix placement or shard_map's in_specs; mark a replicated value "
+                "with lax.pcast(..., to='varying')."
             )
 
 

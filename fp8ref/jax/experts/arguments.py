@@ -57,8 +57,8 @@ def on_one_device(
     axes = frozenset().union(*map(sharding.varying, (x, w, group_sizes)))
     if unknown := sorted(set(over) - axes):
         raise ValueError(
-            f"{name}: over names axes of shard_map along which devices have rows of their own; "
-            f"got {', '.join(unknown)}, along which no argument varies. Leave them out."
+            f"{name}: over has axes of shard_map that shard the rows; got {', '.join(unknown)}, "
+            "along which no argument varies."
         )
     casts = [
         cast
@@ -68,9 +68,8 @@ def on_one_device(
     ]
     if axes and recipe.amax == "all" and any(cast.delayed is None for cast in casts):
         raise ValueError(
-            f"{name}: inside shard_map amaxes are of one device's groups; recipe "
-            f"{recipe.name!r} has amaxes of all groups, over {', '.join(sorted(axes))}. Use "
-            "amaxes of a 'group', or plain jit."
+            f"{name}: inside shard_map amaxes are per group; recipe {recipe.name!r} needs those of "
+            f"all, over {', '.join(sorted(axes))}. Use amax 'group', or plain jit."
         )
     return *(attention_inputs.as_varying(v, axes) for v in (x, w, group_sizes)), tuple(sorted(axes))  # type: ignore[return-value]
 
@@ -78,9 +77,7 @@ def on_one_device(
 def check_arrays(
     x: jax.Array, w: jax.Array, group_sizes: jax.Array, recipe: GroupedRecipe, name: str
 ) -> None:
-    """ValueError for shapes or dtypes that do not fit, and for types that say that Explicit axes
-    cut an array.
-    """
+    """ValueError for shapes or dtypes that do not fit, or Explicit axes."""
     if unlike := [
         f"{argument}, {type(v).__name__}"
         for argument, v in {"x": x, "w": w, "group_sizes": group_sizes}.items()
@@ -91,38 +88,35 @@ def check_arrays(
         )
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
         raise ValueError(
-            f"{name}: a grouped linear takes x [M, K] and w [E, K, N] with the same K; got "
-            f"{x.shape} and {w.shape}."
+            f"{name}: a grouped linear takes x [M, K], w [E, K, N]; got {x.shape} and {w.shape}."
         )
     if group_sizes.shape != w.shape[:1] or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(
-            f"{name}: group_sizes are integers [E], one for each of {len(w)} weights; got "
-            f"{group_sizes.dtype} {group_sizes.shape}."
+            f"{name}: group_sizes are integers [{len(w)}]; got {group_sizes.dtype} "
+            f"{list(group_sizes.shape)}."
         )
     _check_sizes(group_sizes, len(x), name)
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise ValueError(
-            f"{name}: x and w are of one dtype, bfloat16, float16 or float32; got {x.dtype} and "
-            f"{w.dtype}. Cast the weight first."
+            f"{name}: x and w have one dtype: bfloat16, float16 or float32; got {x.dtype} and "
+            f"{w.dtype}."
         )
     for argument, v in {"x": x, "w": w, "group_sizes": group_sizes}.items():
         if axes := explicit_sharding.cutting(v):
             raise ValueError(
-                f"{name}: a grouped linear reads no cuts from types; got {argument} cut along the "
-                f"Explicit axes {', '.join(axes)}. Use jax.shard_map with over=..., a mesh of "
-                "Auto axes, or arrays that are whole: jax.sharding.reshard(x, jax.P())."
+                f"{name}: a grouped linear needs unsharded arrays; got {argument} cut along the "
+                f"Explicit axes {', '.join(axes)}. Use jax.shard_map with over=..., or a mesh of "
+                "Auto axes."
             )
     if recipe.recipe.fp8 and (w.shape[1] % 16 or w.shape[2] % 16):
         raise ValueError(
-            f"{name}: FP8 needs K and N to be multiples of 16 (L-5); got w.shape={w.shape}. Pad "
-            "the experts or use recipe 'bf16'."
+            f"{name}: FP8 needs K and N in multiples of 16; got w.shape={w.shape}. Pad the experts "
+            "or use recipe 'bf16' (L-5)."
         )
 
 
 def _check_sizes(group_sizes: jax.Array, rows: int, name: str) -> None:
-    """ValueError for sizes that do not fit, where the host knows them: not of tracers, and not on a
-    GPU, for which it would wait.
-    """
+    """ValueError for sizes that do not fit, if the host knows them without a wait."""
     on_host = isinstance(group_sizes, np.ndarray) or (
         isinstance(group_sizes, jax.Array)
         and not isinstance(group_sizes, jax.core.Tracer)
@@ -134,7 +128,6 @@ def _check_sizes(group_sizes: jax.Array, rows: int, name: str) -> None:
     sizes = np.asarray(group_sizes).astype(np.int64)
     if sizes.min() < 0 or sizes.sum() > rows:
         raise ValueError(
-            f"{name}: group_sizes are at least 0, and their sum is at most M={rows}; got "
-            f"{sizes.tolist()}. Of cumulative ends take the differences: jnp.diff(ends, "
-            "prepend=0)."
+            f"{name}: group_sizes are non-negative and sum to at most M={rows}; got "
+            f"{sizes.tolist()}. From ends use jnp.diff(ends, prepend=0)."
         )

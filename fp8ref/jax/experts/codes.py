@@ -105,9 +105,7 @@ def combine(
 
 
 def observed(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """The observation of rows before they move, of all devices: that of one device with all of them
-    (X-9).
-    """
+    """The observation of all devices' rows before they move, as of one device (X-9)."""
     rows = operands.groups_of(group_sizes, len(x)).only(lax.stop_gradient(x))
     return delayed.observe(rows, over=tuple(sorted(sharding.varying(x))))
 
@@ -120,15 +118,12 @@ def _quantized(
     scale: jax.Array | None,
     over: tuple[str, ...],
 ) -> Quantized | Segmented:
-    """x by the scale that the device with the expert would have: scales () or [E, 1], of all
-    experts.
-    """
+    """x with the scale of the expert's device: scales () or [E, 1], of all experts."""
     groups = operands.groups_of(group_sizes, len(x))
     return operands.quantize_rows(groups.only(x), spec, -1, groups, "group", scale, (*over, axis))
 
 
 def _own_scales(q: Quantized | Segmented, axis: str) -> tuple[jax.Array, jax.Array]:
-    """The scales of this device's experts."""
     if q.scale.ndim == 0:
         return q.scale, q.scale_inv
     own = len(q.scale) // lax.axis_size(axis)
@@ -139,7 +134,7 @@ def _own_scales(q: Quantized | Segmented, axis: str) -> tuple[jax.Array, jax.Arr
 
 
 def _nothing(like: jax.Array, rows: int) -> jax.Array:
-    """[rows, C] of NaN, that varies as another array does."""
+    """[rows, C] of NaN that varies as another array does."""
     return attention_inputs.like(jnp.full((rows, like.shape[1]), jnp.nan, like.dtype), like)
 
 
@@ -147,7 +142,7 @@ def _nothing(like: jax.Array, rows: int) -> jax.Array:
 def _sent(
     x: jax.Array, codes: jax.Array, places: jax.Array, order: jax.Array, axis: str
 ) -> tuple[jax.Array, jax.Array]:
-    """(what stands for the rows, their codes) that arrive; the gradient of the first moves back."""
+    """(stand-in for the rows, their codes) on arrival; the stand-in's gradient moves back."""
     return _nothing(x, len(order)), parallel.sent(codes, places, order, axis)
 
 
@@ -172,7 +167,7 @@ def _returned(
     scale: jax.Array | None,
     settings: tuple,
 ) -> jax.Array:
-    """Results back to the devices that sent rows; the gradient moves to the experts in the slot."""
+    """Results back to the sending devices; the gradient moves to the experts in the slot."""
     return parallel.combine(y, moved, settings[0])
 
 

@@ -190,8 +190,7 @@ def _grouped(
     codes: Codes | None,
     layer: Layer,
 ):
-    """(output, (amaxes, statistics), slot) of one use; differentiable by ``_forward`` and
-    ``_backward``."""
+    """(output, (amaxes, statistics), slot); differentiated by ``_forward`` and ``_backward``."""
     return _forward(x, w, group_sizes, scales, seen, codes, layer, differentiated=False)[0]
 
 
@@ -226,7 +225,7 @@ def _forward(
 
 
 def _slot(y: jax.Array, experts: int, layer: Layer) -> Slot:
-    """Zeros of the shapes of grad_output in FP8."""
+    """Zeros with the shapes of grad_output in FP8."""
     spec = layer.recipe.recipe.grad_input.a
     assert spec is not None
     table = jnp.zeros(() if spec.delayed else (experts, 1), jnp.float32)
@@ -237,8 +236,7 @@ def _slot(y: jax.Array, experts: int, layer: Layer) -> Slot:
 
 
 def _backward(layer: Layer, residuals, cotangents):
-    """grad_input and grad_weight, in the order of ``_grouped``'s arguments; the cotangent of seen
-    carries observations and measurements, as in ``linear``."""
+    """grad_input and grad_weight, as ``_grouped``'s arguments; seen as in ``linear``."""
     (x, w), group_sizes, scales, amaxes, codes = residuals
     g, later, slot = cotangents
     groups = operands.groups_of(group_sizes, len(g))
@@ -276,8 +274,8 @@ def _gemm(
     scales: Mapping[Role, jax.Array],
     layer: Layer,
 ) -> tuple[jax.Array, stats.Measured]:
-    """One of the three grouped GEMMs: quantize what is not, multiply, round as G-8 says, cast to
-    the result's dtype; and measurements of its operands."""
+    """One of three grouped GEMMs: quantize, multiply, round (G-8), cast to the result's dtype; with
+    measurements."""
     spec, roles = layer.recipe.recipe.gemms[which], OPERANDS[which]
     dtype = layer.dtypes[list(OPERANDS).index(which)]
     out_dtype, (x_dtype, _, w_dtype) = gemm.output_dtype(spec, dtype), layer.dtypes
@@ -335,8 +333,8 @@ def _observed(
     groups: Groups,
     layer: Layer,
 ) -> dict:
-    """seen, merged with the amaxes of those of its roles that are among tensors, on all devices,
-    unless no group has rows (X-9). What is FP8 already was observed before."""
+    """seen with the amaxes of its roles among tensors, on all devices, unless no group has rows
+    (X-9). FP8 tensors were observed before."""
     if not seen:
         return {}
     used, merged = (

@@ -35,9 +35,7 @@ these gain nothing.
 
 
 class Groups(NamedTuple):
-    """Which rows are in which group: sizes and ends int32 [E]; group int32 [M], E for a row of
-    none.
-    """
+    """The group of each row: sizes, ends int32 [E]; group int32 [M], E if in none."""
 
     sizes: jax.Array
     ends: jax.Array
@@ -274,15 +272,13 @@ def rows_by_rows_hp(
 
 
 def _exact(spec: GemmSpec):
-    """The dtype of dequantized blocks: bfloat16 holds codes times powers of two (S-14)."""
+    """The dtype of dequantized blocks: bfloat16 if scales are powers of two (S-14)."""
     assert spec.a is not None
     return jnp.bfloat16 if spec.a.granularity == "mx_1x32" else jnp.float32
 
 
 def _blocks(groups: Groups, size: int) -> tuple[jax.Array, int]:
-    """The number of each row's block, blocks beginning with their group, and how many there may be
-    (X-7).
-    """
+    """Each row's block number, blocks starting with their group, and the maximum count (X-7)."""
     rows, experts = len(groups.group), len(groups.sizes)
     per_group = -(-groups.sizes // size)
     first, begin = jnp.cumsum(per_group) - per_group, groups.ends - groups.sizes
@@ -293,7 +289,7 @@ def _blocks(groups: Groups, size: int) -> tuple[jax.Array, int]:
 
 
 def _line_scales(table: jax.Array) -> jax.Array:
-    """Scales [E, C], [E, 1] or [1, C] as [E, 1, C], [E, 1, 1] or [1, 1, C]; one scale as [1, 1]."""
+    """Scales [E, C], [E, 1] or [1, C] with a dim of size 1 in the middle; one scale as [1, 1]."""
     return table.reshape(1, 1) if table.ndim == 0 else table[:, None, :]
 
 
@@ -304,9 +300,7 @@ _UNNAMED = {"scope": lambda scope: ""}
 def _rows_by_weights(
     x: jax.Array, w: jax.Array, groups: Groups, turned: bool, precision: lax.Precision, scope: str
 ) -> jax.Array:
-    """float32 [M, D] of x [M, C] and w [E, C, D], or [E, D, C] if turned; zeros in rows of no
-    group.
-    """
+    """float32 [M, D] of x [M, C] and w [E, C, D] ([E, D, C] if turned); zeros without a group."""
     blocks = _row_blocks(groups)
 
     def step(_, of: tuple[jax.Array, jax.Array]):
@@ -326,9 +320,7 @@ def _rows_by_weights(
 def _rows_by_rows(
     g: jax.Array, x: jax.Array, groups: Groups, precision: lax.Precision, scope: str
 ) -> jax.Array:
-    """float32 [E, K, N] of g [M, N] and x [M, K]: the sum over the rows of each group, block after
-    block.
-    """
+    """float32 [E, K, N] of g [M, N] and x [M, K]: sums over each group's rows, by blocks."""
     blocks = _row_blocks(groups)
 
     def step(total: jax.Array, of: tuple[jax.Array, jax.Array, jax.Array]):
@@ -367,8 +359,8 @@ class RowBlocks(NamedTuple):
 
 
 def _row_blocks(groups: Groups) -> RowBlocks:
-    """Blocks of a power of two of rows, as a group has on average or fewer: with what fills the
-    last block of each group, twice the rows at most, or SMALLEST more for each group."""
+    """The block size, a power of two at most the mean group; padding at most doubles the rows, or
+    adds SMALLEST per group."""
     rows, experts = len(groups.group), len(groups.sizes)
     size = _block_size(rows, experts)
     segment, count = _blocks(groups, size)

@@ -61,8 +61,8 @@ def dispatch_quantized(q: Quantized, group_sizes: jax.Array, axis: str) -> tuple
     """
     if q.axis != -1 or by_name(q.granularity).other != 1:
         raise ValueError(
-            f"codes may move where each scale is of one row (X-12); got {q.granularity!r} along "
-            f"axis {q.axis}. Move the tensor, and cast it then."
+            f"codes move only with one scale per row; got {q.granularity!r} along axis {q.axis}. "
+            "Move the tensor, then cast (X-12)."
         )
     places, sizes, order = plan(group_sizes, len(q.codes), axis)
     codes, scale, scale_inv = (
@@ -74,9 +74,7 @@ def dispatch_quantized(q: Quantized, group_sizes: jax.Array, axis: str) -> tuple
 
 
 def combine(y: jax.Array, moved: Moved, axis: str) -> jax.Array:
-    """Send results [D M, N] of moved rows back: [M, N], in the order in which their rows were
-    dispatched.
-    """
+    """Send results [D M, N] of moved rows back, in the order of dispatch: [M, N]."""
     devices = lax.axis_size(axis)
     received = (
         jnp.zeros_like(y)

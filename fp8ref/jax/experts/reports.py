@@ -70,7 +70,7 @@ def measure(x: jax.Array, q: Quantized | Segmented, groups: Groups) -> jax.Array
 
 
 def _weight_scales(scale: jax.Array, q: Quantized) -> jax.Array:
-    """Scales of weights [E, K, N] spread to their elements."""
+    """Scales of weights [E, K, N], broadcast to elements."""
     if scale.ndim == 0:
         return jnp.broadcast_to(scale, q.codes.shape)
     shape = q.codes.shape[1:]
@@ -88,7 +88,7 @@ def _report(
     b: tuple,
     out: np.ndarray,
 ) -> None:
-    """On the host: call the observer for each group."""
+    """Call the observer on the host, for each group."""
     for _, parts, group_out in group_gemms(which, about, ends, a, b, out):
         observer(name, which, *parts, group_out)
 
@@ -123,7 +123,7 @@ def group_gemms(
 def _part(
     arrays: tuple, layout: tuple, which: Gemm, e: int, begin: int, end: int, first: int
 ) -> tuple:
-    """(hp, codes, scale) of one group, in a linear's own layout."""
+    """(hp, codes, scale) of one group, in a linear's layout."""
     (x, codes, scale), (rows, granularity, axis) = arrays, layout
     one = granularity == "tensorwise"
     if not rows:

@@ -80,9 +80,9 @@ def check(seen: object) -> Observed:
     """seen, if it is an ``Observed``; ValueError otherwise."""
     if not isinstance(seen, Observed):
         raise ValueError(
-            "update takes the observations of fj.flax.value_and_grad, from the forward and "
-            f"the backward pass; got {type(seen).__name__}. A plain grad or apply loses those "
-            "of grad_output: use value, grads, seen = fj.flax.value_and_grad(loss_fn)(...)."
+            f"update takes the observations of fj.flax.value_and_grad; got {type(seen).__name__}. "
+            "Use value, grads, seen = fj.flax.value_and_grad(loss_fn)(...): a plain grad loses "
+            "those of grad_output."
         )
     return seen
 
@@ -91,14 +91,13 @@ def same_layers(expected: Mapping, got: Mapping, name: str) -> None:
     """ValueError unless both name the same layers, by the paths of their hooks."""
     if missing := [path for path in expected if path not in got]:
         raise ValueError(
-            f"{name}: every layer with a state is observed; {', '.join(missing)} is not. Pass "
-            f"{SEEN!r} through every use of the layer, and take gradients by "
-            "fj.flax.value_and_grad of the same model."
+            f"{name}: {', '.join(missing)} has no observations. Pass {SEEN!r} through every use, "
+            "and use fj.flax.value_and_grad of this model."
         )
     if unknown := [path for path in got if path not in expected]:
         raise ValueError(
-            f"{name}: got observations of {', '.join(unknown)}, which the model does not have. "
-            "Observe the model that is updated."
+            f"{name}: got observations of {', '.join(unknown)}, which the model lacks. Update the "
+            "observed model."
         )
 
 
@@ -139,12 +138,11 @@ by_gradient.defvjp(lambda y, seen, path: (y, seen), _delivered)
 
 
 def unobserved(recipe: Recipe, name: str, remedy: str) -> dict:
-    """Empty observations for a layer that only computes; ValueError, naming it, within
-    ``observing``."""
+    """Empty observations for a pass; ValueError, naming the layer, in ``observing``."""
     if _observing.get() is not None:
         raise ValueError(
-            f"{name}: recipe {recipe.name!r} scales by past amaxes, and the observations of "
-            f"this layer would be lost. {remedy}"
+            f"{name}: recipe {recipe.name!r} scales by past amaxes; those of this layer would be "
+            f"lost. {remedy}"
         )
     return delayed.unseen(recipe)
 
@@ -179,9 +177,7 @@ def calibrating() -> bool:
 
 
 def observed(seen: delayed.Seen, operands: tuple) -> dict:
-    """seen, merged with the amaxes of an input and a weight, the first arrays among these operands
-    of a product.
-    """
+    """seen, merged with the amaxes of a product's input and weight, its first arrays."""
     x, w = [v for v in operands if hasattr(v, "ndim")][:2]
     if x.size:
         return delayed.merged(seen, {"input": scaling.amax(x), "weight": scaling.amax(w)}, seen)
@@ -192,6 +188,5 @@ def check_precision(name: str, recipe: Recipe, precision) -> None:
     """ValueError for a precision of Flax's, which the recipe decides."""
     if precision is not None:
         raise ValueError(
-            f"{name}: recipe {recipe.name!r} says how each of the three GEMMs accumulates; got "
-            f"precision={precision!r}. Leave the layer's precision at None."
+            f"{name}: a recipe sets the accumulation; got precision={precision!r}. Leave it out."
         )

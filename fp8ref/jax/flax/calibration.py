@@ -32,17 +32,14 @@ def calibrate(model: nnx.Module | Mapping, batches: Iterable, *, apply: Callable
     begun, batches = unseen(model).layers, list(batches)
     if not begun:
         raise ValueError(
-            "calibrate sets the scales of delayed scaling; the model has none. Convert it to a "
-            "recipe such as 'delayed' first."
+            "calibrate needs delayed scaling; the model has none. Convert it to 'delayed' first."
         )
     if not batches:
         raise ValueError("calibrate takes at least one batch of the model's inputs; got none.")
     if isinstance(model, nnx.Module):
         return update(model, Observed(layers=_nnx_seen(model, begun, batches)))
     if apply is None:
-        raise ValueError(
-            "calibrate runs a linen model by its apply; got none. Pass apply=net.apply."
-        )
+        raise ValueError("calibrate needs a linen model's apply; got none. Pass apply=net.apply.")
     seen = collection({tuple(path.split(".")): blank for path, blank in begun.items()}, "seen")
     with amax_observations.observing(), amax_observations.calibration(True):
         for batch in batches:
@@ -55,7 +52,6 @@ def calibrate(model: nnx.Module | Mapping, batches: Iterable, *, apply: Callable
 
 
 def _nnx_seen(model: nnx.Module, begun: Mapping, batches: list) -> dict:
-    """The observations of an NNX model's hooks, by path."""
     stateful = {path: hook for path, hook in hooks(model).items() if path in begun}
     try:
         for path, hook in stateful.items():
@@ -70,7 +66,7 @@ def _nnx_seen(model: nnx.Module, begun: Mapping, batches: list) -> dict:
 
 
 def _called(run: Callable, batch):
-    """run of a batch, as its arguments by position or by name."""
+    """run(batch), whose arguments are by position or by name."""
     if isinstance(batch, Mapping):
         return run(**batch)
     return run(*batch) if isinstance(batch, tuple | list) else run(batch)

@@ -94,29 +94,25 @@ def convert(
     choices = _Choices(recipe, filter_fqns, fp8_fqns, multiply, placement, rules)
     if isinstance(model, nnx.Module):
         if inputs is not None:
-            raise ValueError(
-                "inputs are for linen models, which show their layers when they are called. Leave "
-                "them out for an NNX model."
-            )
+            raise ValueError("inputs are for linen models; got an NNX model. Leave them out.")
         return _convert_nnx(model, choices)
     if rules:
         raise ValueError(
-            f"rules change casts of an NNX model; got a {type(model).__name__}. Leave them out, "
-            "or convert to NNX."
+            f"rules need an NNX model; got a {type(model).__name__}. Leave them out, or use NNX."
         )
     if not isinstance(model, nn.Module):
         raise ValueError(f"convert takes a linen or an NNX module; got {type(model).__name__}.")
     if inputs is None:
         raise ValueError(
-            "a linen model shows its layers when it is called: give arguments of "
-            f"{type(model).__name__} as inputs=(x,)."
+            "a linen model needs inputs=(x,), the arguments of its call; got none for "
+            f"{type(model).__name__}."
         )
     return _convert_linen(model, choices, inputs if isinstance(inputs, Inputs) else Inputs(inputs))
 
 
 @dataclass(frozen=True)
 class _Choices:
-    """What a conversion is asked for, of either kind of model."""
+    """The options of a conversion."""
 
     recipe: Recipe
     filter_fqns: Sequence[str]
@@ -138,14 +134,14 @@ class _Choices:
             for pattern in self.placement:
                 if not any(linear_selection.matches(pattern, name) for name in chosen):
                     raise ValueError(
-                        "every pattern of placement names at least one linear in FP8 (R-3); "
-                        f"{pattern!r} names none of: {linear_selection.listed(chosen)}."
+                        f"placement pattern {pattern!r} matches no FP8 linear of: "
+                        f"{linear_selection.listed(chosen)} (R-3)."
                     )
         placements = {name: by_name(name) if callable(by_name) else by_name for name in chosen}
         for name, placed in placements.items():
             if not isinstance(placed, Placement | None):
                 raise ValueError(
-                    f"{name}: a placement is a sharding.Placement or None; got "
+                    f"{name}: placement is a sharding.Placement or None; got a "
                     f"{type(placed).__name__}."
                 )
         return placements
@@ -166,7 +162,7 @@ _OWN_FUNCTION = {
 
 
 def _convert_nnx(model: nnx.Module, choices: _Choices) -> nnx.Module:
-    """Put hooks into an NNX model's layers, after all of them were checked."""
+    """Put hooks into an NNX model's layers, after checking all of them."""
     nnx_hooks.hooks(model)  # refuses shared ones
     layers = _linears(model)
     selected = choices.select({name: _dims(name, layer) for name, layer in layers.items()})
@@ -203,7 +199,7 @@ def _hook(
     multiply: Multiply | None,
     placement: Placement | None,
 ) -> nnx_hooks.Hook:
-    """What takes the place of a layer's own function, which it remembers."""
+    """What replaces a layer's own function, which it remembers."""
     attribute, shape = _attribute(layer), layer.kernel.get_value().shape
     kinds = {"einsum_op": nnx_hooks.EinsumOp, "ragged_dot": RaggedDot}
     kind = kinds.get(attribute, nnx_hooks.DotGeneral)
@@ -214,8 +210,8 @@ def _hook(
 
 
 def _refined(decision: linear_selection.Decision, layer) -> linear_selection.Decision:
-    """A decision with the number of its kernels and the recipe of grouped linears (X-8), if it is
-    of experts; without FP8, if the layer's call does not use its hook."""
+    """The decision: experts get their number of kernels and grouped recipe (X-8); a layer whose
+    call ignores its hook gets no FP8."""
     if decision.fp8 and _ignores_hook(layer):
         return _without_hook(decision)
     if not isinstance(layer, GroupedLinear):
@@ -229,20 +225,20 @@ def _without_hook(decision: linear_selection.Decision) -> linear_selection.Decis
 
 
 def _check_some(plan: Sequence[linear_selection.Decision]) -> None:
-    """ValueError if no layer is left in FP8, because their calls do not use their hooks."""
+    """ValueError if the calls of all layers ignore their hooks."""
     if not any(decision.fp8 for decision in plan) and (
         own := [d.path for d in plan if d.reason == reports.OWN_CALL]
     ):
         raise ValueError(
-            f"nothing to convert: {linear_selection.listed(own)} multiplies in a __call__ of "
-            "its own without the layer's hook. Call super().__call__, or self.dot_general "
-            "(nnx.Einsum: self.einsum_op), in it."
+            f"nothing to convert: {linear_selection.listed(own)} multiplies in its own __call__, "
+            "without the hook. Call super().__call__, or self.dot_general (nnx.Einsum: "
+            "self.einsum_op)."
         )
 
 
 def _ignores_hook(layer) -> bool:
-    """True if the layer's class has a __call__ of its own that takes one input, as Flax's, and
-    never runs the hook: it is traced. A call that cannot be traced so may run it."""
+    """Whether the layer's own __call__ of one input never runs the hook: traced to find out; False
+    if it cannot be."""
     flax_class = next(kind for kind in type(layer).__mro__ if kind in _OWN_FUNCTION)
     if isinstance(layer, GroupedLinear) or type(layer).__call__ is flax_class.__call__:
         return False
@@ -279,19 +275,18 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def _check_dtype(name: str, layer) -> None:
-    """ValueError if a layer multiplies in a dtype that no recipe casts from."""
+    """ValueError for a layer's dtype that no recipe casts from."""
     dtype = layer.dtype or layer.kernel.get_value().dtype
     if dtype not in _DTYPES:
         which = "dtype" if layer.dtype else "param_dtype"
         raise ValueError(
-            f"{name}: a recipe casts to FP8 from float32, bfloat16 or float16; got "
-            f"{which}={jnp.dtype(dtype).name}. Keep parameters in one of these: the recipe "
-            "makes the FP8 copies."
+            f"{name}: FP8 is cast from float32, bfloat16 or float16; got "
+            f"{which}={jnp.dtype(dtype).name}. Keep parameters in one of these."
         )
 
 
 def _log(report: reports.Report, name: str) -> None:
-    """One line: what a conversion did, a warning where it left out what is no linear."""
+    """Log the conversion in a line; warn of products outside linears."""
     see, rank = "fp8ref.jax.flax.report(model)", jax.process_index()
     fp8_report.announce(report, _logger, name, warns=report.surprising, see=see, rank=rank)
 
@@ -314,8 +309,8 @@ def report(model, inputs=None) -> reports.Report:
         return model._report
     if not isinstance(model, nnx.Module):
         raise ValueError(
-            "report takes an NNX model, or without inputs a linen model that convert returned; "
-            f"got {type(model).__name__}. Convert it first."
+            f"report takes an NNX model, or a converted linen model; got {type(model).__name__}. "
+            "Convert it first."
         )
     args = None if inputs is None else _arguments(inputs)
     return reports.nnx_report(
@@ -340,8 +335,8 @@ def deconvert(model):
         return model._original(**_fields(model))
     if not isinstance(model, nnx.Module):
         raise ValueError(
-            f"deconvert takes what convert returned; got {type(model).__name__}. Write a linen "
-            "model's own hooks out by hand."
+            f"deconvert takes what convert returned; got {type(model).__name__}. Remove a linen "
+            "model's own hooks by hand."
         )
     hooks = nnx_hooks.hooks(model)
     layers = {
@@ -353,8 +348,7 @@ def deconvert(model):
     for path, hook in hooks.items():
         if not hook.replaces:
             raise ValueError(
-                f"{path}: convert did not put this hook in, so what it replaced is not known. "
-                "Remove it by hand."
+                f"{path}: this hook is not convert's; its original is unknown. Remove it by hand."
             )
     for path, hook in hooks.items():
         setattr(layers[id(hook)], path.rpartition(".")[-1], nnx.static(hook.replaces[0]))
@@ -362,7 +356,7 @@ def deconvert(model):
 
 
 def _linears(model: nnx.Module) -> dict[str, Any]:
-    """The layers of an NNX model that take hooks, by their paths."""
+    """The layers of an NNX model that take hooks, by path."""
     return {
         ".".join(map(str, path)) or type(model).__name__: layer
         for path, layer in nnx.iter_graph(model, graph=True)
@@ -371,7 +365,6 @@ def _linears(model: nnx.Module) -> dict[str, Any]:
 
 
 def _attribute(layer) -> str:
-    """The attribute of an NNX layer that holds its hook."""
     return (
         "einsum_op"
         if isinstance(layer, nnx.Einsum)
@@ -382,7 +375,6 @@ def _attribute(layer) -> str:
 
 
 def _dims(name: str, layer) -> tuple[int, int]:
-    """N and K of an NNX layer's weight."""
     if isinstance(layer, nnx.Einsum):
         return _einsum_dims(name, layer.einsum_str, layer.kernel_shape)
     if isinstance(layer, nnx.Linear | GroupedLinear):
@@ -391,14 +383,12 @@ def _dims(name: str, layer) -> tuple[int, int]:
 
 
 def _einsum_dims(name: str, subscripts: str, shape: Sequence[int]) -> tuple[int, int]:
-    """N and K of an einsum's kernel: the product of its output letters and of its contracted
-    ones."""
+    """N and K of an einsum's kernel: products of its output and contracted letters."""
     operands, _, out = subscripts.replace(" ", "").partition("->")
     x_letters, _, w_letters = operands.partition(",")
     if "." in w_letters or len(w_letters) != len(shape):
         raise ValueError(
-            f"{name}: an einsum names every dim of its kernel, of shape {tuple(shape)}; got "
-            f"{subscripts!r}. Write them out."
+            f"{name}: an einsum has a letter for each kernel dim {shape}; got {subscripts!r}."
         )
     sizes = dict(zip(w_letters, shape, strict=True))
     return (
@@ -410,14 +400,11 @@ def _einsum_dims(name: str, subscripts: str, shape: Sequence[int]) -> tuple[int,
 
 
 def _convert_linen(model: nn.Module, choices: _Choices, inputs: Inputs) -> nn.Module:
-    """A linen module with hooks in its linears.
-
-    A linen module names its layers only when it is called. So its init is traced once to record
-    them, and once more with hooks, to raise here what a call would refuse.
-    """
+    """A linen module with hooks in its linears. Its init is traced to record them, as linen names
+    layers only when called, and again with hooks, to raise early."""
     if isinstance(model, _Converted):
         raise ValueError(
-            f"{type(model).__name__} is converted already; convert the original model, once."
+            f"{type(model).__name__} is converted already. Convert the original model once."
         )
     layers, modules = _recorded(model, inputs)
     plan = choices.select({name: dims for name, (_, dims) in layers.items()})
@@ -425,8 +412,8 @@ def _convert_linen(model: nn.Module, choices: _Choices, inputs: Inputs) -> nn.Mo
         layer = layers[decision.path][0]
         if decision.fp8 and isinstance(layer, nn.Einsum):
             raise ValueError(
-                f"{decision.path}: linen's nn.Einsum takes no hook. Write it as "
-                "fj.flax.Einsum(..., recipe=...), or name it in filter_fqns."
+                f"{decision.path}: linen's nn.Einsum has no hook. Use fj.flax.Einsum(..., "
+                "recipe=...), or name it in filter_fqns."
             )
         if decision.fp8:
             hooks = [h for h in (layer.dot_general, layer.dot_general_cls) if h is not None]
@@ -476,7 +463,7 @@ def _init(module: nn.Module, inputs: Inputs):
 def _recorded(
     model: nn.Module, inputs: Inputs
 ) -> tuple[dict[str, tuple[nn.Module, tuple[int, int]]], dict[str, nn.Module]]:
-    """The linears that a model's init calls, with N and K of each, and all its modules."""
+    """The linears that a model's init calls, with N and K, and all modules."""
     layers: dict[str, tuple[nn.Module, tuple[int, int]]] = {}
     modules: dict[str, nn.Module] = {}
 
@@ -495,7 +482,7 @@ def _recorded(
 
 
 def _is_linear_call(context) -> bool:
-    """True if the call is of a layer that takes a hook; fj.flax.Einsum has its recipe already."""
+    """Whether a layer that takes a hook is called; fj.flax.Einsum has its recipe already."""
     layer = context.module
     return (
         context.method_name == "__call__"
@@ -505,7 +492,6 @@ def _is_linear_call(context) -> bool:
 
 
 def _linen_dims(name: str, layer: nn.Module, x, *args, **kwargs) -> tuple[int, int]:
-    """N and K of a linen layer's weight, from its fields and its input."""
     if isinstance(layer, nn.Einsum):
         return _einsum_dims(name, layer.einsum_str or kwargs.get("einsum_str", *args), layer.shape)
     if isinstance(layer, nn.Dense):
@@ -517,28 +503,26 @@ def _linen_dims(name: str, layer: nn.Module, x, *args, **kwargs) -> tuple[int, i
 
 
 def _check_free(name: str, hooks: list, precision) -> None:
-    """ValueError if a layer has a hook or a precision already."""
     if hooks:
         raise ValueError(
-            f"{name} has a hook already, of {type(hooks[0]).__name__}: a layer is converted "
-            "once. Name it in filter_fqns, or remove its hook."
+            f"{name} has a hook already, {type(hooks[0]).__name__}. Remove it, or use filter_fqns."
         )
     if precision is not None:
         raise ValueError(
-            f"{name}: a recipe says how its GEMMs accumulate; got precision={precision!r}. "
-            "Leave it out, or name the layer in filter_fqns."
+            f"{name}: a recipe sets the accumulation; got precision={precision!r}. Leave it out, "
+            "or name it in filter_fqns."
         )
 
 
 class _Converted:
-    """The mark of a converted linen module's class, which knows the original one."""
+    """The base of converted linen classes; knows the original class."""
 
     _original: type
     _report: reports.Report
 
 
 def _converted(model: nn.Module, hook_of: Mapping[str, Callable | None]) -> nn.Module:
-    """A copy of model whose class runs init and apply with hooks in its linears."""
+    """A copy of model; its class runs init and apply with hooks."""
     original = type(model)
     members = _members(original, _interceptor(hook_of))
     members |= {"_original": original, "__module__": original.__module__}
@@ -547,7 +531,7 @@ def _converted(model: nn.Module, hook_of: Mapping[str, Callable | None]) -> nn.M
 
 
 def _interceptor(hook_of: Mapping[str, Callable | None]) -> Callable:
-    """What runs in place of a layer's call: the same call, with the layer's hook."""
+    """An interceptor that makes a layer's call with its hook."""
 
     def intercept(call, args, kwargs, context):
         if not _is_linear_call(context):
@@ -556,8 +540,8 @@ def _interceptor(hook_of: Mapping[str, Callable | None]) -> Callable:
         name = linen_hooks.layer_name(layer)
         if name not in hook_of:
             raise ValueError(
-                f"{name} is not among the layers that convert's inputs called: "
-                f"{', '.join(hook_of)}. Give inputs that call every layer."
+                f"{name} is not among the layers that inputs called: {', '.join(hook_of)}. Pass "
+                "inputs that call every layer."
             )
         if hook_of[name] is None:
             return call(*args, **kwargs)
@@ -573,8 +557,7 @@ def _interceptor(hook_of: Mapping[str, Callable | None]) -> Callable:
 
 
 def _members(original: type, intercept: Callable) -> dict[str, Any]:
-    """The methods of a converted class: its own init and apply intercept calls, and what would run
-    without them is refused."""
+    """Methods of a converted class: init and apply intercept calls; others are refused."""
     inside: ContextVar[bool] = ContextVar("fp8ref_jax_flax_inside", default=False)
 
     def intercepted(name: str):
@@ -590,8 +573,7 @@ def _members(original: type, intercept: Callable) -> dict[str, Any]:
 
     def refused(self, *args, **kwargs):
         raise ValueError(
-            f"a converted {original.__name__} runs by its own init and apply; elsewhere its "
-            "layers would have no hooks. Use these."
+            f"a converted {original.__name__} runs with its own init and apply only; use these."
         )
 
     def post_init(self):
@@ -614,7 +596,7 @@ def _members(original: type, intercept: Callable) -> dict[str, Any]:
 
 
 def _fields(model: nn.Module) -> dict:
-    """The fields of a linen module, other than its parent."""
+    """A linen module's fields except its parent."""
     return {
         name: getattr(model, name)
         for name, field in model.__dataclass_fields__.items()

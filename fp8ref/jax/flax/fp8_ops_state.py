@@ -62,8 +62,7 @@ def from_flax(variables: Mapping) -> dict:
     """
     if not variables.get(COLLECTION):
         raise ValueError(
-            f"from_flax takes variables with Flax's {COLLECTION!r}; got "
-            f"{', '.join(variables) or 'none'}."
+            f"from_flax takes variables with {COLLECTION!r}; got {', '.join(variables) or 'none'}."
         )
     layers: dict[tuple[str, ...], dict[str, jax.Array]] = {}
     for path, value in traverse_util.flatten_dict(variables[COLLECTION]).items():
@@ -92,9 +91,8 @@ def to_flax(variables: Mapping) -> dict:
     for path, layer in layers.items():
         if layer.recipe != flax_recipe(next(iter(layer.roles.values())).amax_history.shape[-1]):
             raise ValueError(
-                f"{'.'.join(path)}: Flax continues a state of flax_recipe only; got recipe "
-                f"{layer.recipe.name!r}, whose scales Flax would change on the way in and out. "
-                "Train with flax_recipe to export."
+                f"{'.'.join(path)}: to_flax needs a state of flax_recipe; got recipe "
+                f"{layer.recipe.name!r}, whose scales Flax would change. Train with flax_recipe."
             )
         for role, state in layer.roles.items():
             own = (*_renamed(path, ops), _ROLES[role])
@@ -105,7 +103,7 @@ def to_flax(variables: Mapping) -> dict:
 
 
 def _layer_from_flax(name: str, entries: Mapping[str, jax.Array]) -> LayerState:
-    """The state of one layer from Flax's entries; ValueError for other names, shapes or dtypes."""
+    """One layer's state from Flax's entries; ValueError for other names, shapes, dtypes."""
     expected = {f"{role}_{kind}" for role in _ROLES.values() for kind in ("scale", "amax_history")}
     if set(entries) != expected:
         raise ValueError(
@@ -117,8 +115,7 @@ def _layer_from_flax(name: str, entries: Mapping[str, jax.Array]) -> LayerState:
     scales = {shape[-1:] for key, shape in shapes.items() if key.endswith("_scale")}
     if len(lengths) != 1 or lengths == {()} or len(leading) != 1 or scales != {(1,)}:
         raise ValueError(
-            f"{name}: Flax keeps scales of shape (1,) next to histories of one length, stacked "
-            f"alike; got {shapes}."
+            f"{name}: Flax keeps scales (1,) and histories of one length; got {shapes}."
         )
     if any(value.dtype != jnp.float32 for value in entries.values()):
         raise ValueError(
@@ -137,20 +134,15 @@ def _layer_from_flax(name: str, entries: Mapping[str, jax.Array]) -> LayerState:
 
 
 def _reordered(history: jax.Array) -> jax.Array:
-    """Newest first <-> [newest, oldest, ..., second newest]; its own inverse.
-
-    Flax rolls its history by -1 and overwrites slot 0.
-    """
+    """Newest first <-> [newest, oldest, ..., second newest], Flax's order; its own inverse."""
     return jnp.concatenate([history[..., :1], history[..., :0:-1]], axis=-1)
 
 
 def _renamed(path: tuple[str, ...], ops: Mapping[str, str]) -> tuple[str, ...]:
-    """The path of a hook, with the op's name replaced and its number kept; ValueError for another
-    op."""
+    """A hook's path with the op's name replaced; ValueError for an unknown op."""
     op, underscore, number = path[-1].rpartition("_")
     if op not in ops:
         raise ValueError(
-            f"{'.'.join(path)}: FP8 state belongs to one of {', '.join(ops)} inside a layer; "
-            f"got {path[-1]!r}."
+            f"{'.'.join(path)}: FP8 state belongs to one of {', '.join(ops)}; got {path[-1]!r}."
         )
     return (*path[:-1], f"{ops[op]}{underscore}{number}")

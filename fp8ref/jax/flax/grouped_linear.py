@@ -57,9 +57,7 @@ class GroupedLinear(nnx.Module):
         self.ragged_dot = lax.ragged_dot
 
     def __call__(self, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        """rows [M, K] in groups of these sizes -> [M, N]; under FP8 rows of no group are zeros
-        (X-5).
-        """
+        """rows [M, K] in groups of these sizes -> [M, N]; FP8: 0 without a group (X-5)."""
         rows, kernel = nnx.nn.dtypes.promote_dtype(
             (rows, self.kernel.get_value()), dtype=self.dtype
         )
@@ -77,17 +75,12 @@ class RaggedDot(Hook):
         multiply: Multiply | None = None,
         placement: Placement | None = None,
     ) -> None:
-        """recipe: of each group (X-8).
-
-        Raises:   ValueError: as ``experts.arguments.check_recipe``; simulated hardware, a
-                  placement.
-        """
+        """Raises:   ValueError: as ``check_recipe``; simulated hardware; a placement."""
         self.of_groups = grouped_arguments.check_recipe(recipe, name)
         if multiply is not None or placement is not None:
             option = "simulated hardware" if multiply is not None else "a placement"
             raise ValueError(
-                f"{name} has experts, whose grouped GEMMs take no hook with {option}. Name it in "
-                "filter_fqns, or leave that out."
+                f"{name}: grouped GEMMs take no hook with {option}. Name it in filter_fqns."
             )
         super().__init__(self.of_groups.recipe, name, stack)
 
@@ -110,9 +103,7 @@ class RaggedDot(Hook):
         seen=None,
         **_,
     ):
-        """``grouped.apply`` of what ``_contract`` gives, of which a hook of experts has the name
-        and the state alone.
-        """
+        """``grouped.apply`` for ``_contract``; experts' hooks use name and state alone."""
         return grouped.apply(
             rows, kernel, group_sizes, recipe=self.of_groups, state=state, seen=seen, name=name
         )

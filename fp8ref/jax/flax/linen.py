@@ -161,16 +161,14 @@ def collection(values_by_path: Mapping[tuple[str, ...], Any], name: str) -> dict
 
 
 def _checked(recipe: str | Recipe, name: str) -> Recipe:
-    """The recipe, if this backend runs it and keeps its histories; ValueError, naming the layer,
-    otherwise."""
+    """The recipe, if this backend runs it and keeps its histories."""
     checked = linear.check_recipe(recipe, name)
     delayed.keeps_state(checked)  # refuses delayed scaling that this backend does not implement
     return checked
 
 
 def _contract(hook: nn.Module, x: jax.Array, use: Callable, precision, out_sharding) -> jax.Array:
-    """Run ``use``, a contraction of x, with the hook's state, and thread its observations through
-    collection SEEN."""
+    """Run ``use``, a contraction of x, with the hook's state; pass observations on in SEEN."""
     recipe: Recipe = hook.recipe
     layer = hook.parent if isinstance(hook.parent, nn.Module) else hook
     name = ".".join(hook.path[:-1]) or type(layer).__name__
@@ -186,24 +184,22 @@ def _contract(hook: nn.Module, x: jax.Array, use: Callable, precision, out_shard
 def _threaded(
     hook: nn.Module, x: jax.Array, use: functools.partial, recipe: Recipe, name: str
 ) -> jax.Array:
-    """The hook's product, with its state, if it keeps one, and its observations."""
+    """The hook's product, with its state if any, and its observations."""
     if not delayed.keeps_state(recipe):
         return use(recipe=RECIPES["bf16"] if amax_observations.calibrating() else recipe)[0]
     if not hook.has_variable(STATE, "state") and not hook.is_mutable_collection(STATE):
         raise ValueError(
-            f"{name}: recipe {recipe.name!r} needs a state in collection {STATE!r}; got none. "
-            f"Pass the variables of init or fj.flax.convert to apply, and name {STATE!r} and "
-            f"{SEEN!r} next to 'params' in nn.scan, nn.vmap and the like. An nn.RNN shares its "
-            f"cell's weights: nn.RNN(cell, variable_broadcast=('params', {STATE!r}), "
-            f"variable_carry={SEEN!r})."
+            f"{name}: recipe {recipe.name!r} needs a state in collection {STATE!r}; got none. Pass "
+            f"the variables of init or fj.flax.convert to apply; name {STATE!r} and {SEEN!r} next "
+            "to 'params' in nn.scan and nn.vmap. Use nn.RNN(cell, variable_broadcast=('params', "
+            f"{STATE!r}), variable_carry={SEEN!r})."
         )
     state: LayerState = hook.variable(
         STATE, "state", lambda: LayerState(roles=delayed.init(recipe), recipe=recipe)
     ).value
     if state.recipe != recipe:
         raise ValueError(
-            f"{name}: a state goes with the recipe it was made for, {state.recipe.name!r}; got "
-            f"recipe {recipe.name!r}."
+            f"{name}: this state is for recipe {state.recipe.name!r}; got recipe {recipe.name!r}."
         )
     # value_and_grad passes SEEN in; apply(mutable=[SEEN]) lets it out, or else the gradient by it.
     observers, path = amax_observations.observers(), state.model + ".".join(hook.path)
@@ -236,22 +232,19 @@ def _threaded(
 
 
 def _first_history(hook: nn.Module) -> Any:
-    """An array that stands for a model: it is of all layers' states, and changes with an update."""
+    """An array that stands for a model: all layers' states have it, and updates change it."""
     return next(
         leaf for leaf in jax.tree.leaves(hook.scope.root.variables()[STATE]) if jax.numpy.ndim(leaf)
     )
 
 
 def _check_once(seen: delayed.Seen, before: list, name: str) -> None:
-    """ValueError, naming the layer, if it has taken these observations before: gradients by them
-    would be summed.
-    """
+    """ValueError if the layer merged into these observations before: gradients would add up."""
     (first, *_) = jax.tree.leaves(seen)
     if any(first is other for other in before):
         raise ValueError(
-            f"{name}: a layer that runs twice in a pass updates {SEEN!r} at each use; got "
-            f"a collection {SEEN!r} that does not change. Call apply(..., "
-            f"mutable=[{SEEN!r}]), and return (loss, updated); name {SEEN!r} in variable_carry "
-            "of an nn.scan that shares weights."
+            f"{name}: a layer that runs twice needs collection {SEEN!r} to be mutable. Use "
+            f"apply(..., mutable=[{SEEN!r}]), and return (loss, updated); name {SEEN!r} in "
+            "variable_carry of an nn.scan that shares weights."
         )
     before.append(first)

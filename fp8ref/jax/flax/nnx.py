@@ -62,7 +62,7 @@ class Hook(nnx.Module):
             return self._threaded(use)
 
     def _threaded(self, use: functools.partial) -> jax.Array:
-        """The product, with the hook's state, if it keeps one, and its observations."""
+        """The product, with the hook's state if any, and its observations."""
         if self.state is None:
             if amax_observations.calibrating():
                 return self._in_high_precision(use)
@@ -77,10 +77,8 @@ class Hook(nnx.Module):
             (),
         ):
             raise ValueError(
-                f"{self.name}: one layer has one state; got those of a stack of {list(stack)} "
-                "layers, as under nnx.StateAxes that name nnx.Param alone. Name "
-                "fj.flax.Fp8State next to it: nnx.StateAxes({(nnx.Param, fj.flax.Fp8State): 0, "
-                "...: None})."
+                f"{self.name}: a layer has one state; got a stack of {list(stack)} layers. Name "
+                f"fj.flax.Fp8State: nnx.StateAxes({{(nnx.Param, fj.flax.Fp8State): 0, ...: None}})."
             )
         if self.seen is None:
             remedy = (
@@ -104,9 +102,8 @@ class Hook(nnx.Module):
             self.seen.set_value(after)
         except errors.TraceContextError as error:
             raise ValueError(
-                f"{self.name}: the observations of this layer cannot leave a transformation "
-                "that closes over it. Use nnx.scan, nnx.remat and the like in place of JAX's, "
-                "with the layer among their arguments."
+                f"{self.name}: observations cannot leave a transformation that closes over the "
+                "layer. Use nnx.scan, nnx.remat and the like, with the layer as an argument."
             ) from error
         if observers := amax_observations.observers():
             observers.names.add(self.name)
@@ -199,8 +196,8 @@ def hooks(model: nnx.Module) -> dict[str, Hook]:
             own = ".".join(map(str, (*path, key)))
             if id(hook) in owners:
                 raise ValueError(
-                    f"every layer has its own hook; {owners[id(hook)]} and {own} share one "
-                    "hook. Call nnx_dot_general or nnx_einsum for each."
+                    f"a layer has its own hook; {owners[id(hook)]} and {own} share one. Call "
+                    "nnx_dot_general or nnx_einsum for each."
                 )
             owners[id(hook)], hooks_by_path[own] = own, hook
     return hooks_by_path

@@ -111,8 +111,7 @@ def nnx_report(
 
 
 def _bridged(layer: nnx.Module) -> list[nnx.Module]:
-    """What holds linen hooks in an NNX layer of somebody's own: ``nnx.bridge.ToNNX``, or another
-    that keeps the module by that name, as MaxText's does."""
+    """The linen module inside an NNX layer, as in ``nnx.bridge.ToNNX`` or MaxText's."""
     hooks = Fp8DotGeneral | Fp8Einsum
     return [
         v for v in vars(layer).values() if isinstance(getattr(v, "to_nnx__module", None), hooks)
@@ -120,9 +119,7 @@ def _bridged(layer: nnx.Module) -> list[nnx.Module]:
 
 
 def _named(hook: Fp8DotGeneral | Fp8Einsum, name: str) -> Fp8DotGeneral | Fp8Einsum:
-    """A linen hook that runs in a scope of this name: that of its class, as it is in no module of
-    linen's.
-    """
+    """A linen hook in a scope of this name: its class's, as it is in no linen module."""
     return type(name, (type(hook),), {})(hook.recipe, hook.multiply, hook.placement)
 
 
@@ -192,8 +189,7 @@ def linen_report(
 
 
 class _Traced:
-    """The products of a jaxpr, by the layer whose scope they are in; those without one by primitive
-    and result."""
+    """The products of a jaxpr by their layer's scope, the others by primitive and result."""
 
     def __init__(self, jaxpr, linears: Iterable[str] = ()) -> None:
         """linears: names of those that linen's scopes show."""
@@ -216,7 +212,7 @@ class _Traced:
 
 
 def _products(jaxpr, scope: str, times: int) -> Iterator[tuple]:
-    """(equation, scope, times) of every product; of a branch, the last, which is not for a GPU."""
+    """(equation, scope, times) of every product; of a branch the last, which is not for a GPU."""
     for eqn in jaxpr.eqns:
         inner = f"{scope}/{eqn.source_info.name_stack}"
         if eqn.primitive.name in PRODUCTS:
@@ -235,7 +231,6 @@ def _products(jaxpr, scope: str, times: int) -> Iterator[tuple]:
 
 
 def _multiplications(eqn) -> int:
-    """M N K of a product."""
     (a, b), name = (v.aval.shape for v in eqn.invars[:2]), eqn.primitive.name
     out = math.prod(eqn.outvars[0].aval.shape)
     if name == "conv_general_dilated":
@@ -268,16 +263,13 @@ def kernel_ndim(layer: nnx.Module | nn.Module) -> int:
 def _stacks(
     linears: Iterable[tuple[str, nnx.Module | nn.Module, tuple[int, ...]]],
 ) -> dict[str, tuple[int, ...]]:
-    """For each linear the leading dims of its kernel, which nnx.vmap or nn.scan gave it, from
-    (path, layer, kernel's shape); none if no linear is in a stack."""
+    """The leading dims of each kernel (path, layer, shape), as nnx.vmap adds them."""
     leading = {name: shape[: max(0, len(shape) - kernel_ndim(v))] for name, v, shape in linears}
     return leading if any(leading.values()) else {}
 
 
 def _stack_at(name: str, stacks: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """The dims of the stack that a module is in: of the linear that shares most of its path, if it
-    shares any.
-    """
+    """The stack dims of a module: those of the linear that shares most of its path."""
 
     def shared(linear: str) -> int:
         pairs = zip(name.split("."), linear.split("."), strict=False)
@@ -297,9 +289,8 @@ def _row(
     decision: Decision | None,
     traced: "_Traced | None",
 ) -> Row:
-    """The row of one layer, from the shapes of its parameters; stack: leading dims that they may
-    have, which are no dims of the layer; dims: [N, K] of a linear; layer: None if it was never
-    called; recipes: of its hooks, of which a layer of somebody's own may have several."""
+    """The row of one layer, from the shapes of its parameters. stack: leading dims to ignore; dims:
+    [N, K] of a linear; layer: None if never called; recipes: of its hooks, perhaps several."""
     kind = "module" if layer is None else type(layer).__name__
     sizes = {key: math.prod(shape) for key, shape in shapes.items()}
     shapes = {
@@ -332,14 +323,14 @@ def _row(
 
 
 def _has_own_call(layer: nnx.Module | nn.Module | None) -> bool:
-    """Whether a linear is of a class with a __call__ of its own, whose products no hook sees."""
+    """Whether a linear's class has its own __call__, whose products no hook sees."""
     return isinstance(layer, LINEARS) and not any(
         type(layer).__call__ is kind.__call__ for kind in LINEARS
     )
 
 
 def _why_not(layer: nnx.Module | nn.Module | None, kind: str, shape: tuple[int, ...]) -> str:
-    """Why a layer that convert does not choose has no FP8."""
+    """Why convert does not choose a layer."""
     if isinstance(layer, LINEARS):
         if any(size % 16 for size in shape[-2:]):
             return "dims that are not multiples of 16 (L-5)"
@@ -365,7 +356,7 @@ _other = functools.partial(Row, path="", shape=(), recipe=None)
 
 
 def _report(rows: list[Row], traced: _Traced | None) -> Report:
-    """The rows, with all vectors in one of them, and a row for products without a layer."""
+    """The rows; one for all vectors, one for products without a layer."""
     vectors = [row for row in rows if row.kind == "vectors"]
     rows = [row for row in rows if row.kind != "vectors"]
     if vectors:

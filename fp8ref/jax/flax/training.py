@@ -64,8 +64,8 @@ def value_and_grad(
             return value, grads
         if wrt is not nnx.Param:
             raise ValueError(
-                f"wrt filters the variables of an NNX model; got wrt={wrt!r} for linen, whose "
-                "gradient is of variables['params']. Leave it out."
+                f"wrt filters an NNX model's variables; got wrt={wrt!r} for linen, whose gradient "
+                "is of variables['params']. Leave it out."
             )
         value, grads, seen = _linen_value_and_grad(
             functools.partial(loss_fn, **kwargs), model, args, has_aux
@@ -78,22 +78,19 @@ def value_and_grad(
 
 
 def _checked_filter(wrt):
-    """The filter of variables in ``wrt``; ValueError for what is none, or filters another
-    argument.
-    """
+    """The filter in ``wrt``; ValueError for anything else, or another argument's filter."""
     if isinstance(wrt, nnx.DiffState):
         if wrt.argnum != 0:
             raise ValueError(
-                f"value_and_grad differentiates its first argument, 0; got wrt={wrt!r}. Give a "
-                "loss of several models a tuple of them as its first argument."
+                f"value_and_grad differentiates its first argument, 0; got wrt={wrt!r}. Pass "
+                "several models as a tuple of them."
             )
         wrt = wrt.filter
     try:
         nnx.filterlib.to_predicate(wrt)
     except (TypeError, ValueError) as error:  # ValueError: Flax's message itself fails
         raise ValueError(
-            "wrt is a filter of variables, such as nnx.Param or nnx.LoRAParam, or "
-            f"nnx.DiffState(0, filter); got {wrt!r}."
+            f"wrt is a filter such as nnx.Param or nnx.DiffState(0, filter); got {wrt!r}."
         ) from error
     return wrt
 
@@ -103,22 +100,18 @@ def _is_model(value) -> bool:
 
 
 def _is_nnx(model: Model) -> bool:
-    """True for NNX, False for linen; ValueError for what is no model, or for models of both
-    kinds.
-    """
+    """True for NNX, False for linen; ValueError for other models or both kinds."""
     models = [_checked_model(one) for one in jax.tree.leaves(model, is_leaf=_is_model)]
     kinds = {isinstance(one, nnx.Module) for one in models}
     if len(kinds) != 1:
         got = "none" if not kinds else "NNX models and linen variables together"
         raise ValueError(
-            f"models of one loss are all of NNX, or all variables of linen; got {got}. Bridge "
-            "one with nnx.bridge."
+            f"models of one loss are all of NNX, or all of linen; got {got}. Use nnx.bridge."
         )
     return kinds.pop()
 
 
 def _checked_model(model) -> nnx.Module | Mapping:
-    """model, if it is one; ValueError otherwise."""
     if not (isinstance(model, nnx.Module) or (isinstance(model, Mapping) and "params" in model)):
         got = (
             f"collections {', '.join(map(str, model))}"
@@ -126,16 +119,14 @@ def _checked_model(model) -> nnx.Module | Mapping:
             else type(model).__name__
         )
         raise ValueError(
-            "the first argument is an NNX model, or a linen model's variables with 'params', or "
-            f"a tuple or list of such models; got {got}."
+            "the first argument is an NNX model, linen variables with 'params', or a tuple or list "
+            f"of these; got {got}."
         )
     return model
 
 
 def _by_prefix(tree, is_leaf: Callable[[Any], bool]) -> dict[str, Any]:
-    """The leaves of what has the structure of models: by '' for one, by '0.' and so on for a tuple
-    or list.
-    """
+    """Leaves by model: key '' for one, '0.' and so on for a tuple or list."""
     leaves = jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
     return {
         f"{jax.tree_util.keystr(path, simple=True, separator='.')}.".removeprefix("."): leaf
@@ -144,12 +135,11 @@ def _by_prefix(tree, is_leaf: Callable[[Any], bool]) -> dict[str, Any]:
 
 
 def _like(model: Model, leaves: Sequence) -> Any:
-    """Leaves, one a model, in the structure of the models."""
     return jax.tree.unflatten(jax.tree.structure(model, is_leaf=_is_model), leaves)
 
 
 def _states(model: Model) -> dict[str, LayerState]:
-    """The state of every hook of linen models, by the key of its observations."""
+    """The state of every hook of linen models, by observation key."""
     models = _by_prefix(model, _is_model)
     return {
         prefix + _key(path): layer
@@ -173,7 +163,7 @@ def update(model: Model, seen: Observed):
 
 
 def _updated_variables(model: Model, seen: Observed):
-    """``update`` of linen models' variables."""
+    """``update`` for the variables of linen models."""
     amax_observations.same_layers(_states(model), seen.layers, "update")
 
     def after(prefix: str, variables: Mapping) -> dict:
@@ -231,7 +221,7 @@ def unset_layers(model: Model) -> list[str]:
 
 
 def _advance(model: Model, seen: Observed) -> None:
-    """``update`` of an NNX model."""
+    """``update`` for an NNX model."""
     stateful_hooks = {path: hook for path, hook in hooks(model).items() if hook.state is not None}
     amax_observations.same_layers(stateful_hooks, seen.layers, "update")
     for path, hook in stateful_hooks.items():
@@ -243,11 +233,8 @@ def _advance(model: Model, seen: Observed) -> None:
 def _nnx_value_and_grad(
     loss_fn: Callable, model: Model, args: tuple, kwargs: dict, has_aux: bool, wrt
 ):
-    """(value, grads, seen) of NNX models.
-
-    Each hook with a state gets a ``Seen`` variable for the call. Its forward value holds
-    observations of input and weight, its gradient those of grad_output.
-    """
+    """(value, grads, seen) of NNX models. Each hook's ``Seen`` variable holds observations of input
+    and weight; its gradient those of grad_output."""
     every = hooks(model)
     names = {path: hook.name for path, hook in every.items()}
     stateful = {path: hook for path, hook in every.items() if hook.state is not None}
@@ -292,10 +279,8 @@ def _is_state(value) -> bool:
 
 
 def _watched(loss_fn: Callable, observers: set[str]) -> Callable:
-    """loss_fn; ValueError, naming the layer, if a transformation dropped its observations.
-
-    nnx.scan drops changes to a layer that it broadcasts.
-    """
+    """loss_fn; ValueError if a transformation dropped a layer's observations, as nnx.scan does for
+    layers that it broadcasts."""
 
     @functools.wraps(
         loss_fn
@@ -315,9 +300,9 @@ def _watched(loss_fn: Callable, observers: set[str]) -> Callable:
                 and all(v is before[path][role] for role, v in hook.seen.get_value().items())
             ):
                 raise ValueError(
-                    f"{hook.name}: the observations of this layer are lost in a transformation "
-                    "that shares it and returns no changes, such as nnx.scan with the layer "
-                    "under in_axes=None. Let nnx.scan carry the layer (nnx.Carry)."
+                    f"{hook.name}: observations are lost in a transformation that shares the "
+                    "layer, such as nnx.scan with it under in_axes=None. Use nnx.Carry for the "
+                    "layer."
                 )
         return out
 
@@ -325,8 +310,7 @@ def _watched(loss_fn: Callable, observers: set[str]) -> Callable:
 
 
 def _linen_value_and_grad(loss_fn: Callable, model: Model, args: tuple, has_aux: bool):
-    """(value, grads, seen) of linen models; collection SEEN is an argument, as
-    ``_nnx_value_and_grad``'s Seen variables are."""
+    """(value, grads, seen) of linen models; SEEN is an argument, as in ``_nnx_value_and_grad``."""
     models, start = _by_prefix(model, _is_model), unseen(model).layers
 
     def variables(prefix: str, params, seen) -> dict:
@@ -366,9 +350,9 @@ def _linen_value_and_grad(loss_fn: Callable, model: Model, args: tuple, has_aux:
         path for path in observers.given if path not in observers.delivered | observers.threaded
     ]:
         raise ValueError(
-            f"{', '.join(lost)}: observations come out with the gradient, and the loss has none "
-            "by the output of this layer, which is unused or behind stop_gradient or argmax. "
-            f"Call apply(..., mutable=[{SEEN!r}]), and return (loss, updated)."
+            f"{', '.join(lost)}: observations come out with the gradient; the loss has none "
+            "through this layer (unused, stop_gradient or argmax). Use apply(..., "
+            f"mutable=[{SEEN!r}]), and return (loss, updated)."
         )
     # backward has all observations of a layer that leaves SEEN as it is
     seen = Observed(
@@ -382,41 +366,39 @@ def _linen_value_and_grad(loss_fn: Callable, model: Model, args: tuple, has_aux:
 
 
 def _check_others(updated: Mapping[str, Mapping]) -> None:
-    """ValueError for collections that apply returned and the loss would drop."""
+    """ValueError for collections of apply that the loss drops."""
     if others := [name for tree in updated.values() for name in tree if name != SEEN]:
         observed = any(SEEN in tree for tree in updated.values())
         raise ValueError(
-            f"collections {', '.join(others)} would be lost. Return them as aux, under "
-            f"has_aux=True: (loss, {'(updated, updated)' if observed else 'updated'})."
+            f"collections {', '.join(others)} would be lost. Return them as aux with has_aux=True: "
+            f"(loss, {'(updated, updated)' if observed else 'updated'})."
         )
 
 
 @contextmanager
 def _scans_named() -> Iterator[None]:
-    """Errors of an nn.scan that does not hand observations on, said in words of ours."""
+    """Reword errors of an nn.scan that passes no observations on."""
     try:
         yield
     except ValueError as error:
         if "broadcasted variable has a data dependency" not in str(error):
             raise
         raise ValueError(
-            f"an nn.scan that shares its layers' weights cannot broadcast {SEEN!r}, which "
-            "every use changes; got it in variable_broadcast. Broadcast 'params' and "
-            f"{STATE!r}, and name {SEEN!r} in variable_carry."
+            f"an nn.scan that shares weights cannot broadcast {SEEN!r}; got it in "
+            f"variable_broadcast. Broadcast 'params' and {STATE!r}; name {SEEN!r} in "
+            "variable_carry."
         ) from error
     except TypeError as error:
         if "scan body function carry" not in str(error) or SEEN not in str(error):
             raise
         raise ValueError(
-            f"an nn.scan that carries {SEEN!r} updates it at each use; got an apply that does "
-            f"not let it change. Call apply(..., mutable=[{SEEN!r}]), and return (loss, updated)."
+            f"an nn.scan that carries {SEEN!r} needs it mutable. Use apply(..., "
+            f"mutable=[{SEEN!r}]), and return (loss, updated)."
         ) from error
 
 
 def _parts(out, has_aux: bool, model: Model) -> tuple:
-    """(loss, updated, aux) of what a linen loss_fn returned; updated is by prefix of the models, {}
-    where it returned none.
-    """
+    """(loss, updated, aux) from a linen loss_fn's result; updated by prefix, {} if it has none."""
     if not has_aux:
         pair = isinstance(out, tuple) and len(out) == 2
         return (out[0], _collections(out[1], model), None) if pair else (out, {}, None)
@@ -432,7 +414,7 @@ def _parts(out, has_aux: bool, model: Model) -> tuple:
 
 
 def _collections(updated, model: Model) -> dict[str, Mapping]:
-    """What apply returned for each linen model, by prefix; ValueError for anything else."""
+    """What apply returned for each linen model, by prefix."""
     models_returned = _by_prefix(updated, _is_model)
     if models_returned.keys() == _by_prefix(model, _is_model).keys() and all(
         isinstance(leaf, Mapping) for leaf in models_returned.values()
@@ -445,16 +427,15 @@ def _collections(updated, model: Model) -> dict[str, Mapping]:
     )
     raise ValueError(
         f"{', '.join(unseen(model).layers) or 'value_and_grad'}: a linen loss_fn returns (loss, "
-        f"updated), where updated is what apply(..., mutable=[{SEEN!r}]) returned, a tuple of "
-        f"them for a tuple of models, or the loss alone of an apply without it; got {got}."
+        f"updated), updated from apply(..., mutable=[{SEEN!r}]), a tuple of them for a tuple of "
+        f"models, or the loss alone; got {got}."
     )
 
 
 def _linen_seen(
     updated: Mapping[str, Mapping], expected: Mapping, threaded: set[str]
 ) -> Mapping[str, delayed.Seen]:
-    """The observations in the collections that a linen loss returned, by key of the hook;
-    ValueError if those of a hook that changed them are missing."""
+    """The observations that a linen loss returned, by hook; ValueError if threaded ones miss."""
     seen: dict[str, dict] = {}
     for prefix, variables in updated.items():
         for path, value in traverse_util.flatten_dict(variables.get(SEEN, {})).items():
@@ -476,7 +457,6 @@ def _unseen_by(hook: Hook) -> delayed.Seen:
 
 
 def _unseen(recipe, roles: Mapping) -> delayed.Seen:
-    """Empty observations of the roles that have a state, of the state's shape."""
     return {
         role: blank
         for role, role_state in roles.items()

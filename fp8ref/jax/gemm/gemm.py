@@ -23,6 +23,7 @@ from fp8ref.jax.gemm import hardware
 from fp8ref.jax.quantize import scaling
 from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.recipe import GemmSpec
+from fp8ref.shared import errors
 from fp8ref.spec import epilogue as epilogues
 from fp8ref.spec import support
 from fp8ref.spec.granularity import by_name
@@ -97,8 +98,7 @@ def matmul(
     Source:   spec G-1, G-4, G-5, G-7, G-13, G-14, G-16, G-22, P-7, P-8.
     """
     axes = _reduced_axes(a, b)
-    if accumulate not in PRECISION:
-        raise ValueError(f"accumulate is one of {', '.join(PRECISION)}; got {accumulate!r}.")
+    errors.one_of("accumulate", accumulate, PRECISION)
     epilogues.check_pair(epilogue, "jax", a.granularity, b.granularity)
     # Raw accumulators are summed over devices before the epilogue; results, after it.
     early, late = None, execution.collective
@@ -153,14 +153,13 @@ def output_dtype(spec: GemmSpec, dtype):
 
 
 def dequantizes(granularity: str) -> bool:
-    """True if operands of this granularity are dequantized first: no FP8 dot takes scales that vary
-    along K (G-16)."""
+    """Whether operands are dequantized: no FP8 dot takes scales that vary along K (G-16)."""
     return by_name(granularity).reduced is not None
 
 
 @dataclass(frozen=True)
 class _Product:
-    """One GEMM of FP8 operands, reduced along these axes, and its epilogue."""
+    """One GEMM of FP8 operands along these axes, and its epilogue."""
 
     axes: tuple[int, int]
     accumulate: str
@@ -293,7 +292,7 @@ def finish(
 
 
 def _arranged(a: Quantized, collective: Reduction | None) -> Quantized:
-    """The operand with its rows in the order in which a reduce-scatter hands out their results."""
+    """The operand with rows in the order of a reduce-scatter."""
     if collective is None:
         return a
     lines = a.granularity != "tensorwise" and a.scale_inv.shape[0] == a.codes.shape[0]
@@ -302,33 +301,31 @@ def _arranged(a: Quantized, collective: Reduction | None) -> Quantized:
 
 
 def _unscaled(q: Quantized) -> Quantized:
-    """The codes under scale 1: the true scales are applied after the sum over devices."""
+    """The codes under scale 1; the scales apply after the sum over devices."""
     one = jnp.ones((), jnp.float32)
     return dataclasses.replace(q, scale=one, scale_inv=one, granularity="tensorwise")
 
 
 def _total(partial: jax.Array, collective: Reduction | None) -> jax.Array:
-    """The sum over devices, where there is one."""
+    """The sum over devices, if any."""
     return partial if collective is None else collective.total(partial)
 
 
 def _rows(scale: jax.Array, axis: int) -> jax.Array:
-    """Scales as a column [..., M, 1], or [1, 1] if all rows share one."""
+    """Scales as a column [..., M, 1], or one as [1, 1]."""
     if scale.ndim == 0:
         return scale.reshape(1, 1)
     return scale if axis == -1 else jnp.swapaxes(scale, -1, -2)
 
 
 def _values(q: Quantized) -> jax.Array:
-    """Dequantized values, in bfloat16 where it is exact: codes times powers of two (S-14); else in
-    float32."""
+    """Dequantized values: bfloat16 if scales are powers of two (S-14), else float32."""
     exact = jnp.bfloat16 if q.granularity == "mx_1x32" else jnp.float32
     return scaling.dequantize(q).astype(exact)
 
 
 def _reduced_axes(a: Quantized, b: Quantized) -> tuple[int, int]:
-    """The axis, -1 or -2, that each operand is reduced along; ValueError for shapes that do not
-    fit."""
+    """The reduced axes, -1 or -2, of both operands; ValueError for shapes that do not fit."""
     shape_a, shape_b = a.codes.shape, b.codes.shape
     axes = (_from_the_end(a), _from_the_end(b))
     if (
@@ -339,18 +336,17 @@ def _reduced_axes(a: Quantized, b: Quantized) -> tuple[int, int]:
         or shape_a[axes[0]] != shape_b[axes[1]]
     ):
         raise ValueError(
-            "a GEMM reduces one of the last two axes of a and of b, of one length, and their "
-            f"leading dims are equal; got {shape_a} along {a.axis} and {shape_b} along {b.axis}."
+            "a GEMM reduces one of the last two axes of a and b, of one length, with equal leading "
+            f"dims; got {shape_a} along {a.axis} and {shape_b} along {b.axis}."
         )
     return axes
 
 
 def _from_the_end(q: Quantized) -> int:
-    """The reduced axis of q, counted from the end; ValueError if there are several."""
+    """The reduced axis counted from the end; ValueError for several."""
     if not isinstance(q.axis, int):
         raise ValueError(
-            f"a GEMM reduces one axis of an operand; got one quantized along {q.axis}. Flatten "
-            "it first."
+            f"a GEMM reduces one axis of an operand; got axis {q.axis}. Flatten it first."
         )
     return q.axis - q.codes.ndim if q.axis >= 0 else q.axis
 
@@ -364,8 +360,7 @@ def _dot(
     collective: Reduction | None,
     out_dtype=jnp.float32,
 ) -> jax.Array:
-    """[..., M, N] = a x b, or [..., N, M] if turned; rows of a in the order in which ``collective``
-    scatters them."""
+    """a x b [..., M, N], or [..., N, M] if turned; rows in the order of ``collective``."""
     a = collective.arranged(a) if collective else a
     if turned:
         # [N, M] = b x a: the same products, and the result needs no transpose.

@@ -78,19 +78,16 @@ def refuse(name: str, why: str, instead: str = "") -> None:
     """
     if active() is not None:
         raise ValueError(
-            f"{name}: simulated hardware {why} inside hardware.simulating. Take this layer out of "
-            f"it{instead}."
+            f"{name}: simulated hardware {why}. Leave hardware.simulating for this layer{instead}."
         )
 
 
 def check(x: jax.Array, w: jax.Array, mode: sharding.Mode, name: str) -> None:
-    """ValueError, naming the layer, where simulated hardware cannot multiply these operands, or not
-    on these devices."""
+    """ValueError for operands or devices that simulated hardware cannot multiply on."""
     if w.ndim > 2:
         raise ValueError(
-            f"{name}: simulated hardware multiplies matrices, x [M, K] by w [N, K]; got a batch "
-            f"of them, {x.shape} and {w.shape}. Take this contraction out of hardware.simulating, "
-            "or write it as linears."
+            f"{name}: simulated hardware needs x [M, K] and w [N, K]; got a batch, {x.shape} and "
+            f"{w.shape}. Take it out of hardware.simulating, or use linears."
         )
     try:
         devices = 1 if mode == "one" else jax.typeof(x).sharding.mesh.size
@@ -100,8 +97,7 @@ def check(x: jax.Array, w: jax.Array, mode: sharding.Mode, name: str) -> None:
 
 
 def check_devices(devices: int, *, mapped: bool, platform: str) -> None:
-    """ValueError if callbacks from this many devices would deadlock, or XLA would gather the
-    operands for them first."""
+    """ValueError if so many devices' callbacks would deadlock, or XLA would gather."""
     support.require("devices of simulated hardware", "jax", platform)
     if devices == 1:
         return
@@ -110,9 +106,8 @@ def check_devices(devices: int, *, mapped: bool, platform: str) -> None:
     nproc, needed = os.environ.get("NPROC", ""), THREADS * devices
     if not nproc.isdigit() or int(nproc) < needed:
         raise ValueError(
-            f"{devices} devices of a CPU that call back to the host need {needed} threads in "
-            f"XLA's pool, or they deadlock; NPROC is {nproc or 'not set'}. Set NPROC={needed} "
-            "in the environment before jax starts."
+            f"{devices} CPU devices that call back to the host need {needed} threads, or they "
+            f"deadlock; NPROC is {nproc or 'not set'}. Set NPROC={needed} before jax starts."
         )
 
 
@@ -185,7 +180,7 @@ def _called(
     codes: tuple[jax.Array, jax.Array],
     scales: tuple[jax.Array, ...],
 ) -> jax.Array:
-    """What multiplied gives, on the host, of codes and scales of one device or inside shard_map."""
+    """The host's result of codes and scales of one device."""
     thread = _thread()
 
     def on_host(codes: tuple, scales: tuple) -> np.ndarray:
@@ -201,7 +196,7 @@ def _called(
 
 
 def _narrowed(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """float32 values of dtype, in dtype: exact. A bfloat16 is the upper half of its float32."""
+    """float32 values of dtype, in dtype; a bfloat16 is the upper half of its float32."""
     if dtype == jnp.bfloat16:
         return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16).view(dtype)
     return values.astype(dtype)
@@ -209,8 +204,7 @@ def _narrowed(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 @functools.cache
 def _thread() -> ThreadPoolExecutor:
-    """One thread, started while a function is traced: a thread inherits its parent's flush-to-zero
-    mode, and XLA's threads flush."""
+    """One thread, started while tracing: XLA's threads flush subnormals."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="fp8ref-simulated")
     thread.submit(int).result()
     return thread

@@ -56,8 +56,8 @@ def resolved(
     stacks = [jnp.shape(role_state.stored) for role_state in (state or {}).values()]
     if any(stacks):
         raise ValueError(
-            f"{name}: one linear has one state; got those of a stack of {list(max(stacks))}. "
-            "Scan or vmap over states, seen and weights."
+            f"{name}: one linear has one state; got a stack of {list(max(stacks))}. Scan or vmap "
+            "over states, seen and weights."
         )
     layout, turned = layer.layout, layer.turned
     mode: sharding.Mode = "jit"
@@ -65,8 +65,7 @@ def resolved(
         mode = sharding.mode(x, w, placement if layer.placed else None, name)
     if delayed.keeps_state(recipe) and placement.scope == "local":
         raise ValueError(
-            f"{name}: delayed scaling keeps one state for all devices, so its amaxes are "
-            "global; got scope 'local'. Use 'global'."
+            f"{name}: delayed scaling has global amaxes; got scope 'local'. Use 'global'."
         )
     if layer.multiply is not None:
         hardware.check(x, w, mode, name)
@@ -107,8 +106,8 @@ def checked_weight(prepared: Quantized | Scales, w: jax.Array, layer: Layer) -> 
     expected = f"a tensorwise Quantized of {spec.fmt} and w's shape, {w.shape}, or its Scales"
     if not isinstance(prepared, (Quantized, Scales)):
         raise ValueError(
-            f"{name}: prepared is {expected}; got {type(prepared).__name__}. Use states.copies, "
-            "or scales.scales_from_amax."
+            f"{name}: prepared is {expected}; got {type(prepared).__name__}. Use states.copies, or "
+            "scales.scales_from_amax."
         )
     if isinstance(prepared, Quantized):
         codes = prepared.codes
@@ -120,57 +119,51 @@ def checked_weight(prepared: Quantized | Scales, w: jax.Array, layer: Layer) -> 
         ):
             has = f"{prepared.fmt} {prepared.granularity} {codes.shape} in {codes.dtype}"
             raise ValueError(
-                f"{name}: prepared is {expected}; got {has}. Use states.copies, or "
-                "scales.scales_from_amax."
+                f"{name}: prepared is {expected}; got {has}. Use states.copies or scales_from_amax."
             )
     pair = prepared.scale, prepared.scale_inv
     kinds = [f"{v.dtype} {v.shape}" if hasattr(v, "dtype") else type(v).__name__ for v in pair]
     if kinds != ["float32 ()"] * 2:
         raise ValueError(
-            f"{name}: scales of a weight are float32 (); got {', '.join(kinds)}. Use "
-            "scales.scales_from_amax."
+            f"{name}: weight scales are float32 (); got {', '.join(kinds)}. Use scales_from_amax."
         )
     if own := {axis for v in pair for axis in sharding.varying(v)} & set(
         layer.over("weight", "tensorwise", -1)
     ):
         raise ValueError(
-            f"{name}: scales are the whole weight's, the same on all devices; got scales that "
-            f"vary along {', '.join(sorted(own))}. Take the amax over these axes too: "
-            "scaling.amax(w, over=...)."
+            f"{name}: scales are the whole weight's; got scales that vary along "
+            f"{', '.join(sorted(own))}. Use scaling.amax(w, over=...)."
         )
     return jax.tree.map(lax.stop_gradient, prepared)
 
 
 def _check_arrays(x: jax.Array, w: jax.Array, out_dtype, name: str):
-    """The output's dtype; ValueError for a name that ``proof`` could not read back, or dtypes that
-    do not fit."""
+    """The output's dtype; ValueError for other dtypes or a name that ``proof`` could not read."""
     if set(name) & set("/()"):
         raise ValueError(
-            "a layer's name has no '/', '(' or ')', because the proof uses them as separators; "
-            f"got {name!r}."
+            f"a layer's name has no '/', '(' or ')', which separate names in proofs; got {name!r}."
         )
     if out_dtype is None and x.dtype != w.dtype:
         raise ValueError(
-            f"{name}: x and w have one dtype, unless preferred_element_type sets that of the "
-            f"output; got {x.dtype} and {w.dtype}. Cast the weight first."
+            f"{name}: x and w have one dtype unless preferred_element_type is set; got {x.dtype} "
+            f"and {w.dtype}. Cast the weight."
         )
     out_dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
     for dtype in (x.dtype, w.dtype, out_dtype):
         if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             raise ValueError(
-                f"{name}: x, w and the output are bfloat16, float16 or float32; got {dtype}. "
-                "Cast it first."
+                f"{name}: x, w and the output are bfloat16, float16 or float32; got {dtype}."
             )
     return out_dtype
 
 
 def _warn_of_padding(name: str, n: int, k: int) -> None:
-    """Warn, once for each layer, that XLA pads the weight to multiples of 16 for every GEMM."""
+    """Warn once for each layer that XLA pads the weight."""
     padded = [-(-size // 16) * 16 for size in (n, k)]
     warnings.warn(
-        f"{name}: FP8 kernels take multiples of 16 (L-5); XLA pads the weight [{n}, {k}] to "
-        f"{padded} for every GEMM: {padded[0] * padded[1] / (n * k):.2f} times the "
-        "multiplications, and extra copies. Pad the layer or use recipe 'bf16'.",
+        f"{name}: FP8 kernels take multiples of 16; XLA pads the weight [{n}, {k}] to {padded}: "
+        f"{padded[0] * padded[1] / (n * k):.2f} times the multiplications, and extra copies. Pad "
+        "the layer or use recipe 'bf16' (L-5).",
         stacklevel=5,
     )
 
@@ -182,9 +175,9 @@ def check_mu(mu: jax.Array, layer: Layer) -> None:
     placement = layer.placement
     if layer.mode != "shard_map" or placement.reduce_grads != "float8_e4m3fn" or not placement.m:
         raise ValueError(
-            f"{layer.name}: mu is of gradients that devices exchange in FP8 (P-22); got "
-            f"reduce_grads {placement.reduce_grads!r} over m={placement.m}. Set reduce_grads "
-            "'float8_e4m3fn' and m, inside shard_map, or leave mu out."
+            f"{layer.name}: mu is of gradients reduced in FP8; got reduce_grads "
+            f"{placement.reduce_grads!r} over m={placement.m}. Set reduce_grads 'float8_e4m3fn' "
+            "and m inside shard_map (P-22)."
         )
     if mu.shape != () or mu.dtype != jnp.float32:
         raise ValueError(f"{layer.name}: mu is float32 (); got {mu.dtype} {mu.shape}.")

@@ -124,8 +124,7 @@ class Layer:
         return ()
 
     def collective(self, which: Gemm) -> sharding.Reduction | None:
-        """The sum over devices that completes a GEMM's partial results; None if there is none, or
-        XLA does it."""
+        """The sum over devices that completes a GEMM; None if there is none, or XLA's."""
         reduction = self.placement.reduction(which, 1 if which == "grad_weight" else self.outer)
         return reduction if self.mode == "shard_map" and reduction.axes else None
 
@@ -158,8 +157,7 @@ class Layer:
         )
 
     def serves_backward(self, role: Role) -> bool:
-        """True if the output GEMM's operand of this role serves the backward GEMM too, quantized
-        once."""
+        """Whether the output GEMM's operand of this role also serves the backward GEMM."""
         return self.recipe.serves_both(role)
 
     def gathers_again(self, role: Role) -> bool:

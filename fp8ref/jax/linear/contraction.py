@@ -61,9 +61,8 @@ def dot_general(
     in_shard_map = layer.placed and bool(jax.typeof(x).sharding.mesh.manual_axes)
     if in_shard_map and dims.batch_x:
         raise ValueError(
-            f"{name}: inside shard_map a contraction has no batch dims, as a placement cuts "
-            f"only M, N and K; got {x.shape} and {w.shape} with {contraction.dims}. Use "
-            "jax.vmap over them, or plain jit."
+            f"{name}: inside shard_map a contraction has no batch dims; got {x.shape} and "
+            f"{w.shape} with {contraction.dims}. Use jax.vmap, or plain jit."
         )
     # A weight that is [batch, K, N] already, as Flax keeps kernels, is not transposed. Inside
     # shard_map it is: devices gather and scatter the first dim.
@@ -128,7 +127,7 @@ def einsum(
 
 @dataclass(frozen=True)
 class _Dims:
-    """The dims of both operands that are contracted, of a batch, and others."""
+    """The contracted, batch and other dims of both operands."""
 
     contract_x: tuple[int, ...]
     contract_w: tuple[int, ...]
@@ -172,21 +171,21 @@ class _Dims:
 
 
 def _dims(x: jax.Array, w: jax.Array, dimension_numbers, name: str) -> _Dims:
-    """The dims of operands by lax.dot_general's numbers; ValueError where these do not fit."""
+    """The dims by lax.dot_general's numbers; ValueError if they do not fit."""
     (contract_x, contract_w), (batch_x, batch_w) = (
         (tuple(map(int, dims)) for dims in pair) for pair in dimension_numbers
     )
     for operand, dims in ((x, (*contract_x, *batch_x)), (w, (*contract_w, *batch_w))):
         if len(set(dims)) != len(dims) or any(not 0 <= d < operand.ndim for d in dims):
             raise ValueError(
-                f"{name}: dimension_numbers name each dim once, counted from 0; got "
-                f"{dimension_numbers} for {x.shape} and {w.shape}."
+                f"{name}: dimension_numbers have each dim once, from 0; got {dimension_numbers} "
+                f"for {x.shape} and {w.shape}."
             )
     sizes_x = [[x.shape[d] for d in dims] for dims in (contract_x, batch_x)]
     if sizes_x != [[w.shape[d] for d in dims] for dims in (contract_w, batch_w)]:
         raise ValueError(
-            f"{name}: contracted and batch dims have equal sizes; got {x.shape} and {w.shape} "
-            f"with {dimension_numbers}."
+            f"{name}: contracted and batch dims have equal sizes; got {x.shape}, {w.shape}, "
+            f"{dimension_numbers}."
         )
     other_x = tuple(d for d in range(x.ndim) if d not in (*contract_x, *batch_x))
     other_w = tuple(d for d in range(w.ndim) if d not in (*contract_w, *batch_w))
@@ -194,8 +193,8 @@ def _dims(x: jax.Array, w: jax.Array, dimension_numbers, name: str) -> _Dims:
 
 
 def _terms(subscripts: str, ndim_x: int, ndim_w: int, name: str) -> tuple[str, str, str]:
-    """The letters of x, w and the output; an ellipsis becomes letters of its own, the same ones for
-    the last dims of both. ValueError unless they are one contraction."""
+    """The letters of x, w and the output, with new ones for an ellipsis; ValueError unless they are
+    one contraction."""
     requirement = (
         f"{name}: subscripts are one contraction of an input and a weight, such as "
         f"'btd,dhk->bthk'; got {subscripts!r}"
@@ -215,7 +214,7 @@ def _terms(subscripts: str, ndim_x: int, ndim_w: int, name: str) -> tuple[str, s
     )
     if spelled and "..." not in out:
         raise ValueError(
-            f"{requirement}. The dims of an ellipsis are in the output too: write '...' there."
+            f"{requirement}. The output has the dims of an ellipsis too: write '...' there."
         )
     out = out.replace("...", spelled)
     if len(x_term) != ndim_x or len(w_term) != ndim_w:
@@ -223,8 +222,7 @@ def _terms(subscripts: str, ndim_x: int, ndim_w: int, name: str) -> tuple[str, s
     for term in (x_term, w_term, out):
         if len(set(term)) != len(term) or not set(term) <= set(x_term) | set(w_term):
             raise ValueError(
-                f"{requirement}. Each letter occurs once in a term, and each letter of the "
-                "output occurs in an operand."
+                f"{requirement}. Letters occur once in a term, output letters in an operand."
             )
     if alone := [
         letter

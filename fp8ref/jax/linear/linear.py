@@ -79,8 +79,7 @@ def apply(
         cast.check_array(value, f"{name}: {key} is an array of float32, float16 or bfloat16")
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(
-            f"{name}: a linear takes x [..., K] and w [N, K] with the same K; got {x.shape} and "
-            f"{w.shape}."
+            f"{name}: a linear takes x [..., K], w [N, K] of one K; got {x.shape} and {w.shape}."
         )
     layer = arguments.layer(recipe, name, placement)
 
@@ -133,8 +132,7 @@ def contract(
 def _linear(
     x: jax.Array, w: jax.Array, scales: dict[Role, Scale], seen: Observations, layer: Layer
 ):
-    """(output, (amaxes, statistics)) of one use; differentiable by ``_forward`` and
-    ``_backward``."""
+    """(output, (amaxes, statistics)); differentiated by ``_forward`` and ``_backward``."""
     return _forward(x, w, scales, seen, layer, differentiated=False)[0]
 
 
@@ -150,9 +148,8 @@ def _forward(
     """The output GEMM: ((output, (amaxes, statistics)), residuals for ``_backward``)."""
     if differentiated and layer.mode == "shard_map" and not sharding.checks_variance(x):
         raise ValueError(
-            f"{layer.name}: gradients of a linear inside shard_map need check_vma=True; without "
-            "it, a gradient taken outside would be summed over the devices twice. Use "
-            "jax.shard_map(..., check_vma=True)."
+            f"{layer.name}: gradients of a linear inside shard_map need check_vma=True; else they "
+            "are summed twice. Use jax.shard_map(..., check_vma=True)."
         )
     # What is saved for the backward pass is x itself, which other linears save too.
     tensors: dict[Role, jax.Array] = {"input": x, "weight": w}
@@ -186,12 +183,8 @@ def _forward(
 
 
 def _backward(layer: Layer, residuals, cotangents):
-    """grad_input and grad_weight, in the order of ``_linear``'s arguments.
-
-    The cotangent of seen carries observations: ``later`` holds those of the uses after this one,
-    and what is returned adds grad_output's. That of statistics carries measurements in the same
-    way.
-    """
+    """grad_input and grad_weight, in the order of ``_linear``'s arguments. The cotangents of seen
+    and statistics hold those of later uses in ``later``; this use adds its own."""
     (saved, seen), (g, (later, statistics)) = residuals, cotangents
     g = derivatives.not_again(g, layer.name)
     # Without a barrier XLA merges this gather with the equal one of the forward pass, and keeps the
@@ -250,8 +243,7 @@ derivatives.defvjp(_linear, _forward, _backward)
 
 
 def _after_amax(q: Quantized, x: jax.Array) -> tuple[Quantized, jax.Array]:
-    """(q, this device's amax of x), with a barrier so that GEMMs of q run after the amax. Without
-    it XLA schedules the amax last and keeps x alive until then."""
+    """(q, this device's amax of x); else XLA schedules the amax last and keeps x alive."""
     scale_inv, amax = lax.optimization_barrier((q.scale_inv, scaling.amax(x)))
     return dataclasses.replace(q, scale_inv=scale_inv), amax
 
@@ -259,8 +251,7 @@ def _after_amax(q: Quantized, x: jax.Array) -> tuple[Quantized, jax.Array]:
 def _observed(
     amaxes: delayed.Seen, tensors: Mapping[Role, jax.Array], seen: Observations, layer: Layer
 ) -> dict[Role, jax.Array]:
-    """Amaxes, merged with those of roles that are among tensors, or of their amaxes; over a
-    vmapped axis that the layer's own ``seen`` lacks, the largest."""
+    """Amaxes merged with those of tensors' roles; the largest over a vmapped axis."""
     own_seen, merged = seen.amaxes or {}, {}
     for role, role_seen in amaxes.items():
         if role in tensors:
@@ -271,7 +262,7 @@ def _observed(
 
 
 def _empty_output(x: jax.Array, w: jax.Array, layer: Layer) -> jax.Array:
-    """The empty output of no tokens (L-9), which depends on nothing."""
+    """The empty output of no tokens, which depends on nothing (L-9)."""
     fsdp = layer.placement.fsdp if layer.mode == "shard_map" else ()
     gathered = math.prod(map(lax.axis_size, fsdp))
     n = w.shape[-1 if layer.turned else -2] * gathered

@@ -103,8 +103,7 @@ def gathered_pair(
 
 
 def gathered(x: jax.Array, role: Role, layer: Layer) -> jax.Array:
-    """Codes, scales or a tensor [M, ...], gathered from all devices that cut what a GEMM needs
-    whole."""
+    """Codes, scales or a tensor [M, ...], gathered as a GEMM needs it."""
     if layer.layout is not None:
         return flat(gather_by_compiler(x, layer.layout.cut(role)), role, layer)
     axes = layer.placement.gathered(role)
@@ -115,8 +114,7 @@ def gathered(x: jax.Array, role: Role, layer: Layer) -> jax.Array:
 
 
 def gather_rows(x: jax.Array, axes: sharding.Axes, outer: int) -> jax.Array:
-    """Inside shard_map: gather [rows, columns] along axes, joining rows within each of ``outer``
-    groups of them."""
+    """Inside shard_map: gather [rows, columns] along axes within ``outer`` row groups."""
     grouped = x.reshape(outer, -1, x.shape[-1])
     return lax.all_gather(grouped, axes, axis=1, tiled=True).reshape(-1, x.shape[-1])
 
@@ -143,16 +141,14 @@ def flat(x: jax.Array, role: Role, layer: Layer) -> jax.Array:
 
 
 def unflattened(result: jax.Array, like: jax.Array, layer: Layer) -> jax.Array:
-    """[M, columns] -> [..., rows, columns], with the leading dims of ``like``; the number of rows
-    may differ from its."""
+    """[M, columns] -> [..., rows, columns] with the leading dims of ``like``."""
     if layer.batched:
         return result
     return result.reshape(*like.shape[:-2], -1, result.shape[-1])
 
 
 def _scales_of_columns(scale: jax.Array, layer: Layer) -> jax.Array:
-    """Scales of columns [..., 1, columns] -> [1, columns]; a single scale and scales of blocks stay
-    as they are."""
+    """Scales [..., 1, columns] -> [1, columns]; others as they are."""
     if scale.ndim > 2 and not layer.batched:
         return scale.reshape(1, scale.shape[-1])
     return scale
@@ -161,7 +157,7 @@ def _scales_of_columns(scale: jax.Array, layer: Layer) -> jax.Array:
 def _check_whole_blocks(
     x: jax.Array, role: Role, granularity: str, axis: int, layer: Layer
 ) -> None:
-    """ValueError where the devices' pieces of x [rows, columns] cut a block (P-5)."""
+    """ValueError where a device's piece of x [rows, columns] splits a block (P-5)."""
     if layer.mode != "shard_map":
         return
     ragged = layer.ragged(role, axis)
@@ -174,7 +170,6 @@ def _check_whole_blocks(
     ):
         if axes and length % size and not (ragged and dim == "rows"):
             raise ValueError(
-                f"no layout cuts a block (P-5), so pieces along {', '.join(axes)} hold a "
-                f"multiple of {size} {dim}; they hold {length}. Use fewer devices along it, or "
-                "recipe 'rowwise'."
+                f"pieces along {', '.join(axes)} need multiples of {size} {dim}; they hold "
+                f"{length}. Use fewer devices, or recipe 'rowwise' (P-5)."
             )

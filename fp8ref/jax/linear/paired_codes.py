@@ -70,9 +70,7 @@ def parted(
 def _finer(
     rows: jax.Array, rows_inv: jax.Array, columns: jax.Array, columns_inv: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Whether the scale of an element's row is the finer one, and the coarser scale in units of the
-    finer one: a power of two at most 1.
-    """
+    """Whether the row's scale is the finer one; the coarser in its units, a power of two."""
     row_scales, column_scales = (
         jnp.where(jnp.isnan(scale), jnp.float32(-1), scale) for scale in (rows, columns)
     )
@@ -86,12 +84,12 @@ def _finer(
 
 
 def _rounded(finer: jax.Array, ratio: jax.Array, like: Quantized) -> jax.Array:
-    """What the coarser scale makes of the finer codes' values, in float32: exactly, or a zero."""
+    """Finer codes' values under the coarser scale, in float32: exact, or 0."""
     return cast.decode(finer, like.fmt) * ratio
 
 
 def _packed(bits: jax.Array) -> jax.Array:
-    """uint8 [..., ceil(N / 8)] of bool [..., N]: sums of eight slices, each along memory."""
+    """uint8 [..., ceil(N / 8)] of bool [..., N]."""
     length = -(-bits.shape[-1] // BITS)
     bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, length * BITS - bits.shape[-1])]).astype(
         jnp.uint8
@@ -103,6 +101,6 @@ def _packed(bits: jax.Array) -> jax.Array:
 
 
 def _unpacked(packed: jax.Array, length: int) -> jax.Array:
-    """``_packed`` turned back: bool [..., length]."""
+    """Undo ``_packed``: bool [..., length]."""
     slices = [(packed >> i) & 1 != 0 for i in range(BITS)]
     return jnp.concatenate(slices, axis=-1)[..., :length]

@@ -70,7 +70,7 @@ def run(
 
 
 def _quantized(which: Gemm, role: Role, roles: Mapping[Role, Operand], layer: Layer) -> Quantized:
-    """A role's codes of this device's piece, for a GEMM that takes it in FP8."""
+    """A role's codes of this device's piece, as a GEMM takes it."""
     spec, operand = layer.recipe.gemms[which], roles[role]
     if operand.own is not None:
         return operand.own
@@ -91,7 +91,7 @@ def _gathered(
 def _measured(
     which: Gemm, own: Mapping[Role, Quantized], roles: Mapping[Role, Operand], layer: Layer
 ) -> stats.Measured:
-    """Measurements of those codes that are this GEMM's own, or come to it first; if asked for."""
+    """Measurements of the codes that are this GEMM's own, if asked for."""
     first = {"output": ("input", "weight"), "grad_input": ("grad_output",), "grad_weight": ()}
     new = {
         role: q
@@ -109,8 +109,7 @@ def _measured(
 def _completed(
     partial: jax.Array, collective: sharding.Reduction | None, mu: jax.Array, layer: Layer
 ) -> tuple[jax.Array, jax.Array]:
-    """The sum in FP8 of a weight's gradient by mu, in the partial's dtype, and the elements that
-    were saturated: float32 (), of all devices that have pieces."""
+    """A weight gradient's FP8 sum with mu; saturated elements on all devices."""
     assert collective is not None
     value, saturated = gradient_reduction.completed(
         partial, collective.sum, collective.scatter, E4M3FN, mu
@@ -123,8 +122,7 @@ def _completed(
 def _in_high_precision(
     which: Gemm, roles: Mapping[Role, Operand], layer: Layer, mu: jax.Array | None
 ) -> tuple[jax.Array, stats.Measured, jax.Array | None]:
-    """``run`` without FP8 (spec G-9). An operand that is cast beside one that is not is
-    dequantized, and rounded to its tensor's dtype (L-4)."""
+    """``run`` without FP8 (G-9). A cast operand is dequantized and rounded to its dtype (L-4)."""
     spec = layer.recipe.gemms[which]
     numbers: list[jax.Array] = []
     own: dict[Role, Quantized] = {}

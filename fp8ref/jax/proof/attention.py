@@ -43,9 +43,7 @@ def missing_products(
 
 
 def manifest_of_products(program: Program, layers: Sequence[str], variant: Variant) -> dict:
-    """The proof of attention as a run's manifest keeps it: each distinct dot once, and products of
-    dequantized operands.
-    """
+    """The proof for a manifest: distinct dots, and products of dequantized operands."""
     here = [dot for dot in gemms(program) if dot.layer in layers and dot.which in products(variant)]
     entries = [
         dot.entry | {"fp8": dot.fp8} | ({"plan": dot.plan} if dot.plan else {}) for dot in here
@@ -64,9 +62,7 @@ def manifest_of_products(program: Program, layers: Sequence[str], variant: Varia
 
 
 def kernel_calls(text: str) -> list[str]:
-    """The passes of attention that a library's kernel runs in optimized HLO's text, as ``<layer>:
-    <call>``, in order (A-20).
-    """
+    """Calls of attention kernels in optimized HLO, as ``<layer>: <call>`` (A-20)."""
     calls = []
     for instruction in hlo.instructions(text):
         call = next(
@@ -90,9 +86,7 @@ def missing_kernels(calls: Sequence[str], layers: Sequence[str]) -> list[str]:
 
 
 def _wanted(product: Product, variant: Variant) -> str | None:
-    """The types and accumulation of a product of FP8 codes; None for one of dequantized
-    operands.
-    """
+    """The types and accumulation of a product of FP8 codes; None if dequantized."""
     if variant.granularity == "mx_1x32":
         return None
     a, b = (hlo_name(cast.DTYPES[fmt.name]) for fmt in formats(product, variant))

@@ -54,9 +54,7 @@ class Operation:
 
     @property
     def place(self) -> tuple[str, str] | tuple[None, None]:
-        """(layer, GEMM) of the operation, of attention (layer, product); (None, None) outside of
-        both.
-        """
+        """(layer, GEMM) of an operation, or (layer, product); (None, None) outside."""
         return place(self.path)
 
     @property
@@ -94,9 +92,7 @@ def within(path: str) -> list[str]:
 
 
 def place(path: str) -> tuple[str, str] | tuple[None, None]:
-    """(layer, GEMM) in a path of named scopes, of attention (layer, product); (None, None) if there
-    is none.
-    """
+    """(layer, GEMM or product) in a path of named scopes; (None, None) without one."""
     match = _GEMM.search(path) or _PRODUCT.search(path)
     return (match["layer"], match["which"]) if match else (None, None)
 
@@ -212,12 +208,8 @@ def children(op) -> Iterator:
 
 
 def _multiplied(node, producer: Callable) -> str:
-    """The dtype of the codes that a dot's operand dequantizes, as codes times a scale; of any other
-    operand, its own.
-
-    producer(node) is (dtype, kind, first operand): of how a node was made. XLA may move reshapes
-    and transposes in between.
-    """
+    """The dtype of codes that a dot's operand dequantizes (codes times a scale), else its own.
+    producer(node): (dtype, kind, first operand) of a node; XLA may move reshapes between."""
     dtype, kinds = producer(node)[0], ["multiply", "convert"]
     while kinds:
         _, kind, source = producer(node)
@@ -231,14 +223,14 @@ def _multiplied(node, producer: Callable) -> str:
 
 
 def _made(value) -> tuple[str, str, Any]:
-    """How a value of StableHLO was made, as ``_multiplied`` asks; a block's argument by nothing."""
+    """How a StableHLO value was made, for ``_multiplied``."""
     op = value.owner
     kind = getattr(op, "name", "").removeprefix("stablehlo.")
     return _typed(value.type)[0], kind, op.operands[0] if kind and len(op.operands) else None
 
 
 def _rounded(name: str, defs: dict[str, Instruction], roots: dict[str, Instruction]) -> bool:
-    """True if a float32 scale is widened from bfloat16, by itself or at the end of a fusion."""
+    """Whether a float32 scale is widened from bfloat16, alone or at the end of a fusion."""
     scale = defs.get(name)
     if scale and scale.kind == "fusion":
         scale = roots.get(_first(r"calls=%?([\w.\-]+)", scale.line))

@@ -105,16 +105,15 @@ def read(lowered: jax.stages.Lowered) -> Program:
         texts = sorted(Path(directory).glob("*after_spmd-partitioning*.txt"))
         if not texts:
             raise RuntimeError(
-                "XLA wrote no HLO after SPMD partitioning; fp8ref.jax.proof reads what jax 0.10 "
-                "dumps. Use shard_map."
+                "fp8ref.jax.proof needs HLO after SPMD partitioning; XLA wrote none. Use shard_map."
             )
         return Program(tuple(hlo.from_text(texts[-1].read_text())), "hlo after spmd partitioning")
 
 
 @contextlib.contextmanager
 def _compiled_anew() -> Iterator[None]:
-    """In this context XLA compiles even what JAX's persistent cache holds, for only then does it
-    dump anything. JAX asks its setting once, hence the resets."""
+    """Compile in spite of JAX's persistent cache, so that XLA dumps. JAX reads its setting once,
+    hence the resets."""
     before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
@@ -194,8 +193,8 @@ def missing(
 def _gathers(
     moved: list[Collective], place: str, recipe: str | Recipe, placement: Placement | None
 ) -> Iterator[str]:
-    """What a GEMM's gathers lack of one in FP8 for each role that the placement gathers, and those
-    of wider numbers. place: ``layer/which``."""
+    """What a GEMM's gathers lack: one in FP8 for each role that the placement gathers, none wider.
+    place: ``layer/which``."""
     layer, _, which = place.rpartition("/")
     roles = OPERANDS[which]  # type: ignore[index]
     gathered = [role for role in roles if placement and placement.gathered(role)]
@@ -309,8 +308,8 @@ def _merged(
     recipe: str | Recipe,
     placement: Placement | None,
 ) -> int:
-    """1 if the other backward GEMM gathers grad_output for both: in a loop JAX merges equal
-    gathers; of two sets of codes one moves, with bits (P-6)."""
+    """1 if the other backward GEMM gathers grad_output for both: JAX merges equal gathers; of two
+    sets of codes one moves, with bits (P-6)."""
     other = {"grad_input": "grad_weight", "grad_weight": "grad_input"}.get(which)
     if other is None or placement is None or not placement.gathered("grad_output"):
         return 0
@@ -323,7 +322,7 @@ def _merged(
 
 
 def _is_bits(dtype: str) -> bool:
-    """Whether a gather of this dtype is of the bits of ``paired_codes``."""
+    """Whether a gather of this dtype moves the bits of ``paired_codes``."""
     return dtype in ("u8", "ui8")
 
 
@@ -333,8 +332,7 @@ def hlo_name(dtype) -> str:
 
 
 def _left_to_partition(lowered: jax.stages.Lowered) -> bool:
-    """True if XLA has dots to split over devices: several partitions, and a dot outside
-    shard_map, also in a function that is called there."""
+    """Whether XLA must split a dot over several devices, outside of shard_map."""
     module = _module(lowered)
     partitions = (
         module.attributes["mhlo.num_partitions"].value

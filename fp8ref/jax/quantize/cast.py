@@ -114,8 +114,7 @@ def clip(x, low, high):
 
 
 def to_f32(x: jax.Array) -> jax.Array:
-    """x widened to float32, after rounding to its own dtype; ValueError unless it is float32,
-    float16 or bfloat16."""
+    """x as float32, rounded to its own dtype; ValueError for float64 and others."""
     x = checked(x)
     if x.dtype == jnp.float32:
         return x
@@ -131,8 +130,7 @@ def bits(x: jax.Array) -> jax.Array:
 
 
 def magnitude_bits(x: jax.Array) -> jax.Array:
-    """The bits of |x|, int16 or int32. They order as the magnitudes do; infinities and then NaNs
-    are the largest."""
+    """The bits of |x|, int16 or int32, ordered as magnitudes, then infinities, NaNs."""
     return without_sign(bits(x))
 
 
@@ -159,8 +157,8 @@ def checked(x: jax.Array) -> jax.Array:
     dtype = getattr(x, "dtype", None)
     if dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
         raise ValueError(
-            "casts take arrays of float32, float16 or bfloat16; got "
-            f"{dtype or type(x).__name__}. Convert with .astype."
+            f"casts take float32, float16 or bfloat16; got {dtype or type(x).__name__}. Convert "
+            "with .astype."
         )
     return jnp.asarray(x)
 

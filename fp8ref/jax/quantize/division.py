@@ -87,6 +87,5 @@ def sqrt_in_float64(x: jax.Array) -> jax.Array:
 
 
 def _kept(rounded: jax.Array, x: jax.Array) -> jax.Array:
-    """The rounded result of x. XLA would leave out a conversion to float32 that another to float64
-    follows, as its option xla_allow_excess_precision lets it; not past a choice."""
+    """The rounded result of x; a choice keeps XLA from dropping the rounding."""
     return jnp.where(jnp.isnan(x), x, rounded)

@@ -18,9 +18,7 @@ BLOCK = 4096
 
 
 def words(counter, stream, key):
-    """Philox4x32 of counters below 2^32: four words of each. key: the low and the high half of a
-    seed.
-    """
+    """Philox4x32 of counters below 2^32: four words each. key: halves of a seed."""
     c0, c1 = counter, jnp.zeros_like(counter)
     c2, c3 = jnp.broadcast_to(jnp.asarray(stream, jnp.uint32), counter.shape), c1
     k0, k1 = key
@@ -33,8 +31,7 @@ def words(counter, stream, key):
 
 
 def key_of(seed: int, step, stream: int, *, master: bool = False):
-    """The seed of one moment of one tensor at one step (O-8), or of its master (O-15): its low and
-    high half."""
+    """The halves of the seed of a moment at one step (O-8), or of its master (O-15)."""
     halves = (jnp.uint32(seed & 0xFFFFFFFF), jnp.uint32(seed >> 32))
     key_words = words(jnp.asarray(step, jnp.uint32), stream, halves)
     return key_words[2:] if master else key_words[:2]
@@ -84,7 +81,7 @@ def codes(x, fmt: Format, key):
 
 
 def _random(shape: tuple[int, ...], key):
-    """h and w of C-2 of every element, uint32."""
+    """h and w (C-2) of every element, uint32."""
     # of each element by itself: a mesh cuts it as it cuts the tensor
     index, stride = jnp.zeros(shape, jnp.uint32), 1
     for axis in reversed(range(len(shape))):
@@ -98,7 +95,7 @@ def _random(shape: tuple[int, ...], key):
 
 
 def _product(x, multiplier: int):
-    """The upper and the lower word of a product of words."""
+    """The high and the low word of a product."""
     low, high = x & jnp.uint32(0xFFFF), x >> 16
     m_low, m_high = jnp.uint32(multiplier & 0xFFFF), jnp.uint32(multiplier >> 16)
     across, other = low * m_high, high * m_low

@@ -100,9 +100,7 @@ def implemented(policy: str | ScalePolicy) -> ScalePolicy:
 
 
 def _quotient_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
-    """The quotient of S-3 and its reciprocal, by one kernel: past the barriers no kernel that reads
-    one computes it again.
-    """
+    """The quotient of S-3 and its reciprocal; barriers keep them from being recomputed."""
     scale = jnp.where(
         amax < _smallest(policy), np.float32(fmt.max / policy.eps), division.divide(fmt.max, amax)
     )
@@ -114,7 +112,7 @@ def _quotient_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scale
 
 
 def _ratio_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
-    """scale_inv, a product or a quotient of the floored amax, and RN32(1 / scale_inv) (S-17)."""
+    """scale_inv from the floored amax, and RN32(1 / scale_inv) (S-17)."""
     floored = jnp.where(amax < _smallest(policy), np.float32(policy.eps), amax)
     # XLA makes a division by a constant a product with its reciprocal, which rounds twice, past a
     # barrier too. To XLA this divisor is no constant; in fact no amax is negative.
@@ -130,9 +128,7 @@ def _ratio_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
 
 
 def _power_of_two_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
-    """The power of two not above the quotient of S-3 (S-4), from the amax's bits, and its exact
-    reciprocal.
-    """
+    """The power of two at most the quotient of S-3, and its exact reciprocal (S-4)."""
     # The scale is the result of a division: XLA would repeat integer operations for every element
     # that is scaled, but it does not repeat a division.
     inverse = lax.bitcast_convert_type(_exponent_field(amax, fmt, policy) << 23, jnp.float32)
@@ -154,8 +150,7 @@ def _smallest(policy: ScalePolicy) -> np.float32:
 
 
 def _e8m0_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
-    """scale_inv = 2^k, k in [-127, 127], or NaN; scale = 2^-k, except as the policy's rule says
-    (S-14)."""
+    """scale_inv = 2^k, -127 <= k <= 127, or NaN; scale = 2^-k unless the rule differs (S-14)."""
     assert policy.e8m0 is not None
     if policy.e8m0.scale_of_nan == "as_infinite":
         amax = jnp.where(jnp.isnan(amax), jnp.inf, amax)
@@ -169,13 +164,12 @@ def _e8m0_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
 
 
 def _two_to_the(field: jax.Array) -> jax.Array:
-    """2^(field - 127), built from its bits, for a field in [0, 254]; 2^-127 is a subnormal."""
+    """2^(field - 127) from its bits, field in [0, 254]; 2^-127 is subnormal."""
     return lax.bitcast_convert_type(jnp.where(field == 0, 1 << 22, field << 23), jnp.float32)
 
 
 def _exponent_field(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Array:
-    """The int32 exponent field, k + 127, of a scale_inv 2^k (S-4, S-14); 255 for infinity; that of
-    a NaN amax means nothing."""
+    """k + 127 of scale_inv = 2^k; 255 for infinity, arbitrary for NaN (S-4, S-14)."""
     bits = lax.bitcast_convert_type(amax, jnp.int32)
     # A table look-up, because XLA's log2 is an approximation.
     steps = (
@@ -188,12 +182,8 @@ def _exponent_field(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Ar
 
 @functools.lru_cache(maxsize=256)
 def _steps(fmt: Format, policy: ScalePolicy) -> np.ndarray:
-    """int32 [256]: what added to the bits of an amax makes its exponent field that of its
-    scale_inv, for each exponent field of an amax.
-
-    Within a binade scale_inv has one value up to a mantissa and perhaps twice that above it, into
-    which the sum then carries.
-    """
+    """int32 [256]: by amax's exponent field, what to add to amax's bits so that the exponent field
+    becomes scale_inv's. In a binade scale_inv at most doubles past a mantissa, as a carry does."""
     binade = np.arange(256) << 23
     first = _rounded_field(binade, fmt, policy)
     # By bisection over the 23 mantissa bits.
@@ -207,8 +197,7 @@ def _steps(fmt: Format, policy: ScalePolicy) -> np.ndarray:
 
 
 def _rounded_field(bits: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.ndarray:
-    """The exponent fields of scale_inv for the bits of amaxes, as S-4 and S-14 define them; in
-    NumPy."""
+    """The exponent fields of scale_inv for amax's bits (S-4, S-14); in NumPy."""
     amax = np.maximum(
         bits.astype(np.int32).view(np.float32).astype(np.float64),
         np.float32(policy.eps) if policy.e8m0 else policy.eps,
@@ -224,7 +213,7 @@ def _rounded_field(bits: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.nda
 
 
 def _quotient(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.ndarray:
-    """The ratio of a policy for float64 amaxes, rounded to float32; in NumPy."""
+    """The ratio of float64 amaxes, rounded to float32; in NumPy."""
     if policy.ratio == "amax*(1/max)":
         return amax.astype(np.float32) * np.float32(1 / fmt.max)
     return (amax / fmt.max if policy.e8m0 else fmt.max / amax).astype(np.float32)

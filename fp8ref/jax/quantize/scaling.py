@@ -101,8 +101,7 @@ def blocks(granularity: str, shape: tuple[int, ...], axis: int | tuple[int, ...]
         sizes = tuple(None if None in along else along[0] for along in zip(*each, strict=True))
     else:
         raise ValueError(
-            f"blocks run along one reduced axis; got {granularity!r} and axis={axis}. Flatten "
-            "the tensor first."
+            f"blocks need one reduced axis; got {granularity!r}, axis={axis}. Flatten x first."
         )
     # the scale of a single row keeps its dims, that of a tensor has none
     return shape if granularity != "tensorwise" and set(sizes) == {None} else sizes
@@ -320,8 +319,8 @@ def _largest(
     keepdims: bool = False,
     with_producer: bool = False,
 ) -> jax.Array:
-    """The maximum of ``cast.magnitude_bits``, of an array's ``cast.bits``: of the integers on an
-    NVIDIA GPU, elsewhere by a float maximum, the only fast one of XLA on a CPU."""
+    """The maximum of ``cast.magnitude_bits``: of integers on NVIDIA GPUs, else of floats, XLA's
+    only fast maximum on a CPU."""
     return lax.platform_dependent(
         bits,
         cuda=functools.partial(_absolute_max, axis=axis, keepdims=keepdims, dtype=dtype)
@@ -332,9 +331,8 @@ def _largest(
 
 
 def _integer_max(bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: bool) -> jax.Array:
-    """XLA would write the magnitudes to memory where two reductions read them, one along memory and
-    one across it. So the one across reads the bits: the largest signed integer is a positive
-    number's, the largest unsigned one a negative number's, if there are such numbers."""
+    """The maximum over integers. The reduction across memory reads the bits (signed: positive
+    numbers; unsigned: negative), else XLA would write magnitudes to memory."""
     largest = functools.partial(jnp.max, axis=axis, keepdims=keepdims)
     reduced = range(bits.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
     if bits.ndim - 1 in (each % bits.ndim for each in reduced):
@@ -347,9 +345,8 @@ def _integer_max(bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: 
 def _absolute_max(
     bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: bool, dtype
 ) -> jax.Array:
-    """One reduction, which XLA takes into the kernel that makes a gradient; of masked bits, or in
-    two reductions, it reads the gradient again. In the PTX for an H200 the absolute is a mask of
-    bits."""
+    """One reduction, which XLA fuses into the kernel of a gradient; with masks or two it reads the
+    gradient again. In PTX the absolute is a mask."""
     magnitudes = jnp.abs(lax.bitcast_convert_type(bits, dtype))
     return jnp.max(lax.bitcast_convert_type(magnitudes, bits.dtype), axis=axis, keepdims=keepdims)
 
@@ -357,10 +354,9 @@ def _absolute_max(
 def _float_max(
     bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: bool, dtype
 ) -> jax.Array:
-    """That maximum drops NaNs and flushes subnormals. So the bits are first mapped, in order, to
-    numbers of dtype that are neither zero, subnormal, infinite nor NaN: t = bits - 2^(n - 2)
-    becomes the number t steps above the least normal number, or below its negative. The result is
-    mapped back."""
+    """The float maximum drops NaNs and flushes subnormals, so the bits are mapped, in order, to
+    normal finite numbers: t = bits - 2^(n - 2) becomes the number t steps above the least normal
+    one, or below its negative; the result is mapped back."""
     size = jnp.iinfo(bits.dtype)
     half, least, sign = 1 << (size.bits - 2), 1 << jnp.finfo(dtype).nmant, size.bits - 1
     t = cast.without_sign(bits) - half

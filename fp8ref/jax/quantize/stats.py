@@ -45,8 +45,8 @@ def measure(x: jax.Array, q: Quantized) -> jax.Array:
     """
     if x.size >= 2**31:
         raise ValueError(
-            f"statistics count below 2^31 elements of an operand on a device; got {x.shape}. "
-            "Cut it over more devices by shard_map, or set statistics.every to 0."
+            f"statistics count below 2^31 elements per device; got {x.shape}. Use more devices "
+            "with shard_map, or set statistics.every to 0."
         )
     x, shape = x.reshape(q.codes.shape), q.codes.shape
     value, decoded = cast.to_f32(x), cast.decode(q.codes, q.fmt)
@@ -119,15 +119,12 @@ def measurement(
 
 
 def rows(measured: Measured) -> jax.Array:
-    """float32 [6, LENGTH]: the measurements of a linear's operands in the order of ROWS, or
-    zeros."""
+    """float32 [6, LENGTH]: measurements of a linear's operands by ROWS, or zeros."""
     return jnp.stack([measured.get(row, jnp.zeros(LENGTH, jnp.float32)) for row in ROWS])
 
 
 def parts(measurements: np.ndarray) -> np.ndarray:
-    """Decode measurements float32 [..., LENGTH] to float64 [...,
-    fp8ref.selection.statistics.FIELDS].
-    """
+    """Measurements float32 [..., LENGTH] as float64 [..., statistics.FIELDS]."""
     limbs, rest = np.split(measurements.astype(np.float64), [2 * len(COUNTS)], axis=-1)
     signal, noise, field, *others = np.moveaxis(rest, -1, 0)
     counts = limbs[..., 0::2] * 2**16 + limbs[..., 1::2]
@@ -137,7 +134,7 @@ def parts(measurements: np.ndarray) -> np.ndarray:
 
 
 def _limbs(counts: dict[str, jax.Array]) -> list[jax.Array]:
-    """Each of ``COUNTS`` as its upper and lower 16 bits, float32."""
+    """Each of ``COUNTS`` as its high and low 16 bits, float32."""
     halves = [half for name in COUNTS for half in (counts[name] >> 16, counts[name] & 0xFFFF)]
     return [half.astype(jnp.float32) for half in halves]
 
@@ -151,19 +148,16 @@ def unit(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _number(mask: jax.Array) -> jax.Array:
-    """int32: how many are true. Rows in float32, which holds it exactly below 2^24 and which XLA on
-    a CPU sums three times as fast."""
+    """int32: how many are true; rows in float32, exact below 2^24, three times as fast."""
     return jnp.sum(jnp.sum(mask.astype(jnp.float32), axis=-1).astype(jnp.int32))
 
 
 def _squares(x: jax.Array) -> jax.Array:
-    """The sum of squares. Behind a barrier, or XLA makes one long sum of the two, whose error would
-    grow with the number of elements."""
+    """The sum of squares; the barrier keeps XLA from one long sum, whose error grows."""
     return jnp.sum(lax.optimization_barrier(jnp.sum(x * x, axis=-1)))
 
 
 def _overflow_bound(fmt: Format) -> tuple[float, bool]:
-    """The tie between max and the number that would follow it, and whether only what lies above it
-    rounds beyond max (C-4)."""
+    """The tie between max and its successor, and whether only values above it overflow (C-4)."""
     below = float(np.ldexp(1.0, int(np.frexp(fmt.max)[1]) - 1 - fmt.mantissa_bits))
     return fmt.max + below / 2, fmt.max_code % 2 == 0

@@ -86,8 +86,7 @@ def measure(
 
 
 def numbers(measured) -> np.ndarray:
-    """float64 [tensors, health.FIELDS]: the measurements of a tree, on the host, as jax.tree
-    flattens it."""
+    """float64 [tensors, health.FIELDS] on the host, in the order of jax.tree."""
     leaves = jax.tree.leaves(measured, is_leaf=lambda x: isinstance(x, Measured))
     counts, sums = (
         np.concatenate([np.atleast_2d(x) for x in of]).astype(np.float64)
@@ -104,8 +103,8 @@ def numbers(measured) -> np.ndarray:
 def _measure(g, before, after, at: Scalars, layout: Layout) -> Measured:
     if g.size >= 2**31:
         raise ValueError(
-            f"health counts below 2^31 elements of a tensor on a device; got {g.shape}. Set "
-            "statistics.every to 0."
+            f"health counts below 2^31 elements per device; got {g.shape}. Set statistics.every to "
+            "0."
         )
     both = (layout.m, layout.v)
     g = moments.in_range(g.astype(jnp.float32))
@@ -160,15 +159,11 @@ def _stalled(x, stored: MomentState, moment: Moment):
 
 
 def _sum(x):
-    """Along the last dim, and then, behind a barrier, over the others: XLA would make one long sum
-    of the two.
-    """
+    """Sum the last dim, then the others; the barrier keeps XLA from one long sum."""
     return jnp.sum(lax.optimization_barrier(jnp.sum(jnp.atleast_1d(x), axis=-1)))
 
 
 def _squares(x):
-    """The sum of squares, in units of the square of a power of two that keeps it in range, and that
-    power's exponent field.
-    """
+    """The sum of squares in units of a power of two, and that power's exponent field."""
     field, unit = stats.unit(moments.largest(x))
     return _sum((x * unit) * (x * unit)), field.astype(jnp.float32)

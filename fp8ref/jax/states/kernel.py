@@ -92,7 +92,7 @@ def step(
 
 @functools.lru_cache(maxsize=64)
 def _partitioned(ndim: int, layout: Layout, interpret: bool):
-    """The kernel of arrays of that rank, each device of its own piece."""
+    """The kernel of arrays of that rank, by piece of each device."""
 
     @custom_partitioning
     def call(*arrays):
@@ -130,15 +130,14 @@ def _block(layout: Layout) -> int:
 
 
 def _cut(axes, length: int, mesh, block: int):
-    """The mesh axes that cut the last dim, or None where they would cut a block."""
+    """The mesh axes of the last dim; None where they would split a block."""
     names = (axes,) if isinstance(axes, str) else axes or ()
     parts = math.prod(mesh.shape[name] for name in names)
     return axes if length % (parts * block) == 0 else None
 
 
 def _call(scalars, g, weight, *stored, layout: Layout, interpret: bool):
-    """The kernel over the blocks of one device: the new weight and stored, and of a master its
-    scale_inv and amax as each block has them."""
+    """The kernel over one device's blocks, and a master's scale_inv and amax by block."""
     block = _block(layout)
     total = weight.size // block
     rows = math.gcd(total, ROWS)
@@ -168,7 +167,7 @@ def _call(scalars, g, weight, *stored, layout: Layout, interpret: bool):
 
 
 def _kernel(scalars, g, weight, *refs, layout: Layout):
-    """One program's blocks: refs of [rows, block], and of [rows] for what each block has one of."""
+    """One program: refs of [rows, block], and of [rows] for what a block has one of."""
     count = 2 * (4 if layout.m.expansion else 2)
     fields, outputs = refs[:count], refs[count:]
     with division.in_kernel():

@@ -114,9 +114,7 @@ def in_range(g):
 
 
 def change(ratio, p, at: Scalars):
-    """What a step takes from a weight (O-6), from a ratio of moments; of magnitudes, its bound
-    (O-15).
-    """
+    """The decrease of a weight from the ratio of moments (O-6); of magnitudes a bound."""
     step = product(at.learning_rate, ratio + product(at.weight_decay, p))
     return jnp.where(jnp.abs(step) < states.STEP_MIN, jnp.float32(0), step)
 
@@ -278,9 +276,7 @@ def _codes(scaled, x, moment: Moment, key):
 
 
 def again(x, stored: MomentState, moment: Moment):
-    """The codes of x, a moment or its root, rounded to nearest under the scales of a stored
-    moment.
-    """
+    """The codes of x, a moment or root, under a stored moment's scales, to nearest."""
     if stored.exponent is not None:
         x = expanded(x, stored.center, stored.exponent, stored.scale_inv, moment)
     elif stored.scale_inv is not None:
@@ -294,8 +290,7 @@ def above(x, limit: float, stored: MomentState, moment: Moment):
 
 
 def _group_max(x, moment: Moment, empty: float = 0.0):
-    """() or [blocks]: the maximum of each group of the flattened tensor; empty fills a last block,
-    and is 0 of magnitudes. Those are compared by bits, as in ``largest``."""
+    """() or [blocks]: the maximum of each group; empty pads, 0 for magnitudes, compared by bits."""
     # [blocks, block], of magnitudes: by bits, NaN is the largest
     if division.inside_kernel() and empty == 0:
         return lax.bitcast_convert_type(
@@ -329,7 +324,7 @@ def _max_of_groups(x, moment: Moment, empty: float):
 
 
 def _spread(group_values, x, moment: Moment):
-    """The values of the groups, for each element of x."""
+    """The values of the groups, broadcast to x."""
     block, shape = moment.block, x.shape
     if block is None:
         return group_values
@@ -344,23 +339,21 @@ def _spread(group_values, x, moment: Moment):
 
 
 def product(a, b):
-    """a * b, clipped to float32's range, which changes nothing but what XLA may do with it:
-    fused."""
+    """a * b, clipped to float32's range, which only keeps XLA from fusing it."""
     if division.inside_kernel():
         return jnp.where(jnp.abs(a * b) <= _LARGEST, a * b, jnp.nan)
     return jnp.clip(a * b, -_LARGEST, _LARGEST)
 
 
 def _not_below(x, least):
-    """``jnp.maximum``, of x that may be NaN."""
+    """``jnp.maximum`` for x that may be NaN."""
     if division.inside_kernel():
         return jnp.where(jnp.isnan(x) | (x > least), x, least)
     return jnp.maximum(x, least)
 
 
 def _over(x, group_values):
-    """x / the values of the groups. A choice by x hides that they are few, as a barrier would, and
-    writes nothing to memory: rewritten."""
+    """x / its group's value; a choice hides from XLA that values repeat."""
     return division.divide(x, jnp.where(jnp.isnan(x), 1.0, group_values))
 
 

@@ -46,8 +46,7 @@ def _flags(name: str, mask: Any, params, *, default: bool) -> Any:
     except ValueError as error:
         raise ValueError(
             f"{name} is a tree of booleans, of the parameters' structure or a prefix of it; got "
-            f"{jax.tree.structure(mask_tree)} for {jax.tree.structure(params)}. Make it of the "
-            "parameters, by jax.tree.map."
+            f"{jax.tree.structure(mask_tree)} for {jax.tree.structure(params)}."
         ) from error
 
 

@@ -61,7 +61,7 @@ def check_decisions(state: AdamWState, layout: Layout) -> None:
     )
     if kind != (expected := ("uint8", (layout_decisions.BYTES,))):
         raise ValueError(
-            f"a state holds the decisions of its layout, {expected} (O-17); got {kind}. Use init."
+            f"a state holds the decisions of its layout, {expected}; got {kind}. Use init (O-17)."
         )
     if isinstance(held, jax.core.Tracer) or not isinstance(held, jax.Array | np.ndarray):
         return
@@ -77,14 +77,13 @@ def trees(state: AdamWState, layout: Layout) -> list[Any]:
     """
     if not isinstance(state, AdamWState):
         raise ValueError(
-            f"a state is an AdamWState of fp8ref.jax.states; got {type(state).__name__}. Of an "
-            "optax.chain take its part, such as state[1]."
+            f"a state is an AdamWState of fp8ref.jax.states; got {type(state).__name__}. From an "
+            "optax.chain use its part, state[1]."
         )
     if (state.master is not None) != layout.keeps_master:
         raise ValueError(
-            f"a state of layout {layout.name!r} has "
-            f"{'' if layout.keeps_master else 'no '}masters; got one "
-            f"with{'out' if layout.keeps_master else ''}. States of another layout are not "
+            f"a state of layout {layout.name!r} has {'' if layout.keeps_master else 'no '}masters; "
+            f"got one with{'out' if layout.keeps_master else ''}. States of another layout are not "
             "converted: use init."
         )
     return [state.m, state.v, state.master][: len(layout.kept)]
@@ -139,9 +138,8 @@ def by_parameter(
     ]:
         raise ValueError(
             f"a state has a tree of the parameters for each of {', '.join(names)}, as "
-            f"state.m.codes; got {type(trees).__name__} of {jax.tree.structure(trees)}. A state "
-            "of another layout, or of an fp8ref that kept a tuple for each parameter, is not "
-            "converted: use init."
+            f"state.m.codes; got {type(trees).__name__} of {jax.tree.structure(trees)}. States of "
+            "another layout or an older fp8ref are not converted: use init."
         )
     columns = {}
     for field in names:
@@ -161,9 +159,7 @@ def by_parameter(
 def check_moment(
     stored, shape: tuple[int, ...], layout: Layout, which: int, *, stacked: bool = False
 ) -> None:
-    """ValueError unless a stored moment is one of this layout and shape; stacked: of each tensor of
-    a stack.
-    """
+    """ValueError unless a stored moment has this layout and shape."""
     expected = jax.eval_shape(
         lambda: moments.zeros(jnp.zeros(shape, jnp.float32), layout, which, stacked=stacked)
     )
@@ -176,8 +172,7 @@ def check_moment(
     if described[0] != described[1]:
         raise ValueError(
             f"the state of a moment under layout {layout.name!r} is {described[1]}; got "
-            f"{described[0]}. States of another layout are not converted: use the layout that "
-            "they were made with, or init."
+            f"{described[0]}. States of another layout are not converted: use init."
         )
 
 
@@ -190,9 +185,8 @@ def check_numbers(learning_rate, numbers: Mapping[str, Any], layout: Layout) -> 
     for name, value in numbers.items():
         if isinstance(value, jax.Array):
             raise ValueError(
-                f"{name} is a Python number; got a jax array. Under optax.inject_hyperparams "
-                "only learning_rate varies: name b1, b2, eps, weight_decay and seed in "
-                "static_args."
+                f"{name} is a Python number; got a jax array. With optax.inject_hyperparams name "
+                "b1, b2, eps, weight_decay and seed in static_args."
             )
     states.check_seed(numbers["seed"], layout)
     b1, b2, eps, weight_decay = (numbers[key] for key in ("b1", "b2", "eps", "weight_decay"))
@@ -201,8 +195,7 @@ def check_numbers(learning_rate, numbers: Mapping[str, Any], layout: Layout) -> 
         return
     if not isinstance(learning_rate, Real) and getattr(learning_rate, "shape", None) != ():
         raise ValueError(
-            "learning_rate is a number, an array of shape (), or a schedule; got "
-            f"{learning_rate!r}."
+            f"learning_rate is a number, an array of shape () or a schedule; got {learning_rate!r}."
         )
     if not isinstance(learning_rate, jax.core.Tracer):
         states.scalars(

@@ -98,9 +98,7 @@ class AdamW:
 
     def _update(self, grads, state: AdamWState, params=None):
         if params is None:
-            raise ValueError(
-                "AdamW's decay needs the parameters: call update(grads, state, params)."
-            )
+            raise ValueError("AdamW needs the parameters: call update(grads, state, params).")
         return _step_leaves(_updated, params, grads, state, self)
 
 
@@ -221,8 +219,7 @@ def weights(
     layout = states.by_name(layout)
     if not layout.keeps_master:
         raise ValueError(
-            f"the masters of layout {layout.name!r} are the parameters themselves; got it for "
-            "weights. Use the parameters."
+            f"the masters of layout {layout.name!r} are the parameters themselves. Use these."
         )
     masters = adamw_state.trees(state, layout)[2]
     adamw_state.check_decisions(state, layout)
@@ -277,7 +274,7 @@ def copies(
 
 
 def _map_stored(f, trees: MomentState, layout: Layout, which: int, stacked) -> Any:
-    """The tree of f(what is stored of a parameter, whether it is a stack)."""
+    """The tree of f(stored moment of a parameter, whether it is a stack)."""
     structure: Any
     codes, structure = jax.tree.flatten(getattr(trees, "codes", None))
     flags = Parameters(stacked=stacked).stacks(structure.unflatten(codes))
@@ -290,13 +287,13 @@ def _map_stored(f, trees: MomentState, layout: Layout, which: int, stacked) -> A
 
 
 def _sized_layout(layout: Layout, shape: tuple[int, ...], is_stack: bool) -> Layout:
-    """The layout that a tensor has, or each of a stack."""
+    """The layout of a tensor of that shape, or of each in a stack."""
     return layout.of(math.prod(shape[1:] if is_stack else shape))
 
 
 class _Leaf(NamedTuple):
-    """A parameter in a step, or a stack of them: what is stored of it, its own layout, and of
-    stochastic rounding the seed, the number of the step and that of the tensor, a stack's first."""
+    """A parameter, or a stack, in a step: stored moments, own layout; for stochastic rounding seed,
+    step, and tensor number (a stack's first)."""
 
     p: jax.Array
     g: jax.Array
@@ -310,7 +307,7 @@ class _Leaf(NamedTuple):
 def _step_leaves(
     step_leaf: Callable[[_Leaf], tuple], params, grads, state: AdamWState, optimizer: AdamW
 ):
-    """step_leaf of each parameter: (the tree of what it gives first, the state after the step)."""
+    """step_leaf of each parameter: (the tree of its first results, the state after the step)."""
     layout = states.by_name(optimizer.layout)
     held = adamw_state.trees(state, layout)
     adamw_state.check_decisions(state, layout)
@@ -345,7 +342,7 @@ def _step_leaves(
 
 
 def _scalars(state: AdamWState, count: jax.Array, layout: Layout, optimizer: AdamW) -> Scalars:
-    """The numbers of the step of this count (O-2, O-3)."""
+    """The step's numbers (O-2, O-3)."""
     b1, b2, learning_rate = optimizer.b1, optimizer.b2, optimizer.learning_rate
     table = np.array(states.corrections(b1, b2), np.float32)
     at_step = jnp.asarray(table)[jnp.minimum(count, len(table)) - 1]
@@ -363,7 +360,7 @@ def _scalars(state: AdamWState, count: jax.Array, layout: Layout, optimizer: Ada
 
 
 def _updated(leaf: _Leaf) -> tuple:
-    """(update, m, v) of one parameter, and its master if one is kept."""
+    """(update, m, v) of one parameter, and its master if kept."""
     if not leaf.is_stack:
         return _tensor(leaf)
     (seed, count, number), p = leaf.draw, leaf.p
@@ -376,7 +373,7 @@ def _updated(leaf: _Leaf) -> tuple:
 
 
 def _stepped(leaf: _Leaf, *, factor: jax.Array, finite: jax.Array) -> tuple:
-    """(the new parameter, m, v) of one parameter, and its master if one is kept."""
+    """(new parameter, m, v), and its master if kept."""
     from fp8ref.jax.states import kernel  # Pallas is slow to import
 
     own = leaf.layout
@@ -407,7 +404,6 @@ def _stepped(leaf: _Leaf, *, factor: jax.Array, finite: jax.Array) -> tuple:
 
 
 def _tensor(leaf: _Leaf) -> tuple:
-    """``_updated`` of one tensor."""
     p, g, stored, at, layout, (seed, count, number), _ = leaf
     new, change = moments.new(p, g, stored, at, layout)
     extremes = [
@@ -436,15 +432,13 @@ def _tensor(leaf: _Leaf) -> tuple:
 
 
 def _layout_of(layout: Layout, p, is_stack: bool) -> Layout:
-    """The layout of a parameter, which is not empty, and float32 unless a master is kept of it; of
-    a stack, that of each of its tensors."""
+    """The layout of a parameter, or of each tensor in a stack."""
     dtypes = (jnp.float32, jnp.bfloat16)[: 1 + layout.keeps_master]
     if getattr(p, "dtype", None) not in dtypes or p.size == 0:
         has = f"{p.dtype} {p.shape}" if hasattr(p, "dtype") else type(p).__name__
         raise ValueError(
-            f"fp8ref.jax.states takes {' or '.join(d.dtype.name for d in dtypes)} parameters "
-            f"with at least one element under layout {layout.name!r}; got {has}. Keep float32 "
-            "masters."
+            f"layout {layout.name!r} takes non-empty {' or '.join(d.dtype.name for d in dtypes)} "
+            f"parameters; got {has}. Keep float32 masters."
         )
     if is_stack and p.ndim == 0:
         raise ValueError(
@@ -453,12 +447,12 @@ def _layout_of(layout: Layout, p, is_stack: bool) -> Layout:
         )
     if is_stack and any(jax.typeof(p).sharding.spec[:1]):
         raise ValueError(
-            "Explicit axes cut other dims of a stack than its first, along which its tensors "
-            f"are mapped; got {jax.typeof(p)}. Reshard it, or use a mesh of Auto axes."
+            f"Explicit axes shard only the first dim of a stack; got {jax.typeof(p)}. Reshard it, "
+            "or use a mesh of Auto axes."
         )
     if layout.stochastic and math.prod(p.shape[is_stack:]) >= 1 << 32:
         raise ValueError(
-            "fp8ref.jax rounds stochastically tensors of fewer than 2^32 elements; got "
-            f"{p.shape} under layout {layout.name!r}. Use a layout that rounds to nearest."
+            f"stochastic rounding takes tensors of fewer than 2^32 elements; got {p.shape} under "
+            f"layout {layout.name!r}. Use another layout."
         )
     return _sized_layout(layout, p.shape, is_stack)

@@ -61,9 +61,8 @@ def not_again(x: jax.Array, name: str, kind: Kind = "linear") -> jax.Array:
 def _second(name: str, kind: Kind, primals: tuple, tangents: tuple) -> NoReturn:
     layer, clause, remedy = _SAID[kind]
     raise ValueError(
-        f"{name}: the gradients of {layer} are not differentiated again ({clause}), because "
-        "codes have no derivative; got a second derivative, such as jax.hessian or a grad of a "
-        f"grad. {remedy} where one is taken."
+        f"{name}: the gradients of {layer} are not differentiated again ({clause}); got a second "
+        f"derivative, such as jax.hessian. {remedy} where one is taken."
     )
 
 
@@ -109,8 +108,8 @@ def saved(residuals: Any) -> Any:
 def _refuse(*_, name: str, kind: Kind, **__) -> NoReturn:
     layer, clause, remedy = _SAID[kind]
     raise ValueError(
-        f"{name}: {layer} has derivatives in reverse mode only ({clause}), jax.grad and "
-        f"jax.vjp; got forward mode: jax.jvp, jacfwd or linearize. {remedy} where it is taken."
+        f"{name}: {layer} has derivatives in reverse mode only ({clause}); got jax.jvp, jacfwd or "
+        f"linearize. {remedy} where it is taken."
     )
 
 

@@ -116,7 +116,6 @@ def forward(
 
 
 def _run(problem: Problem, role_scales: dict) -> Result:
-    """The pass of a variant that is not real."""
     variant = problem.variant
     tensors = operands.quantize(problem, role_scales)
     p_scale, p_scale_inv = operands.probability_scale(variant, role_scales)
@@ -185,9 +184,7 @@ def _rows(
     p_scale_inv: np.float32,
     kept: np.ndarray | None,
 ):
-    """(unrounded o, lse, largest probability, clipped and lost probabilities) of some rows of one
-    head.
-    """
+    """(o, lse, largest probability, clipped, lost) of some rows of one head; o is not rounded."""
     variant, count = parts.variant, rows.stop - rows.start
     state = softmax.start(count)
     o = Product(count, parts.v.shape[3], variant, p_scale_inv)
@@ -226,7 +223,6 @@ def _rows(
 
 
 def _scores(parts: Parts, i: int, j: int, rows: slice) -> np.ndarray:
-    """Scores of some rows of one head, with all factors."""
     scores = np.empty((rows.stop - rows.start, parts.problem.k.shape[2]), np.float32)
     for begin, end in parts.tiles:
         s = parts.scores(i, j, rows, begin, end)[:, : end - begin]
@@ -240,9 +236,7 @@ def _scores(parts: Parts, i: int, j: int, rows: slice) -> np.ndarray:
 def round_probabilities(
     p: np.ndarray, scale: np.float32, fmt: Format
 ) -> tuple[np.ndarray, int, int]:
-    """(p * scale rounded to fmt, saturated; how many left its range; how many of ``count_lost``):
-    values, p not negative (A-8).
-    """
+    """(P * scale as values of fmt, saturated; how many clipped; how many lost) (A-8)."""
     if fmt.bits != 8:
         return cast.round_to(p, fmt), 0, 0
     values = np.empty_like(p)
@@ -262,7 +256,7 @@ def count_lost(x: np.ndarray, values: np.ndarray, fmt: Format) -> int:
 
 
 def _finish(o: np.ndarray, total: np.ndarray, scale_inv, variant: Variant) -> np.ndarray:
-    """The output of the sums (A-10)."""
+    """The output from the sums (A-10)."""
     if variant.finish == "divide":
         return (o if scale_inv == 1 else o * scale_inv) / np.maximum(total, np.float32(1))[:, None]
     with np.errstate(divide="ignore"):
@@ -289,7 +283,7 @@ def log_sum(
 
 
 def _real(problem: Problem) -> Result:
-    """Real arithmetic, in float64, rounded once at the end (A-1)."""
+    """Attention in float64, rounded once at the end (A-1)."""
     b, h, tq, d = problem.q.shape
     o, lse = np.zeros((b, h, tq, d), np.float32), np.empty((b, h, tq), np.float32)
     for i in range(b):
@@ -304,9 +298,7 @@ def _real(problem: Problem) -> Result:
 
 
 def real_probabilities(problem: Problem, i: int, j: int) -> tuple[np.ndarray, np.ndarray]:
-    """(probabilities [Tq, Tk], log-sum-exps [Tq]) of one head in float64; zeros and -infinity
-    without keys.
-    """
+    """(P [Tq, Tk], LSE [Tq]) of one head in float64; 0 and -infinity without keys."""
     s = np.where(inputs.allowed(problem, i), real_scores(problem, i, j), -np.inf)
     m = s.max(axis=1)
     if problem.sinks is not None:

@@ -82,9 +82,7 @@ def _compiled(x, two: bool) -> np.ndarray:
 
 
 def _sure(x, float64_function: Callable, exactly: Callable) -> np.ndarray:
-    """The float64 function rounded, where its error of at most 2^-50 cannot matter; else the exact
-    one.
-    """
+    """The float64 function rounded; the exact one where an error of 2^-50 could change it."""
     x = np.asarray(x, np.float32)
     with np.errstate(divide="ignore"):
         near = np.asarray(float64_function(x.astype(np.float64)))
@@ -100,13 +98,12 @@ def _sure(x, float64_function: Callable, exactly: Callable) -> np.ndarray:
 
 
 def _each(x, exactly: Callable[[float], decimal.Decimal]) -> np.ndarray:
-    """The exact values of exactly(x), each rounded once to float32."""
     x = np.asarray(x, np.float32)
     return np.array([_round(exactly(float(v))) for v in x.reshape(-1)], np.float32).reshape(x.shape)
 
 
 def _round(value: decimal.Decimal) -> np.float32:
-    """A decimal rounded to float32: the nearest of three neighbors, ties to even."""
+    """The float32 nearest to a decimal, of three neighbors; ties to even."""
     if abs(value) <= _TINY:
         return np.float32(0)
     near = np.float32(float(value))

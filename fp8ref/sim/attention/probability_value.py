@@ -18,9 +18,7 @@ from fp8ref.spec.attention.variants import Variant
 
 
 class Product:
-    """O of some rows: ``total`` and, under a promotion, the ``chain`` of the last tiles, float32
-    [rows, D].
-    """
+    """O of some rows: ``total``, and the ``chain`` of tiles since, float32 [rows, D]."""
 
     def __init__(self, rows: int, features: int, variant: Variant, p_scale_inv: np.float32) -> None:
         self.variant, self.p_scale_inv = variant, p_scale_inv
@@ -73,9 +71,7 @@ class Product:
         self.chain = np.zeros_like(self.chain)
 
     def _scaled_sum(self, p: np.ndarray, v: np.ndarray, scale_inv: np.ndarray) -> np.ndarray:
-        """One tile's exact sums, or those of its MX blocks, with scales where they belong into a
-        tile.
-        """
+        """The exact sums of a tile or its MX blocks, with the scales that apply in a tile."""
         if self.variant.granularity != "mx_1x32":
             tile_sums = sums.exact_sum(p, v.T)
             return (
@@ -92,9 +88,7 @@ class Product:
         return tile_sums
 
     def _with_p_scale(self, tile_sums: np.ndarray) -> np.ndarray:
-        """Sums times the scale_inv of probabilities, where the variant has a scale of its own for
-        them.
-        """
+        """Sums times the scale_inv of P, for variants where P has its own scale."""
         return tile_sums if self.p_scale_inv == 1 else tile_sums * self.p_scale_inv
 
 

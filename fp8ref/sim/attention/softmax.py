@@ -130,7 +130,7 @@ def step_plain(
 
 
 def _add(p: np.ndarray, c: np.ndarray, sums: np.ndarray, order: SumOrder) -> None:
-    """Each row's probabilities added to its sums, which are multiplied by c first (A-7)."""
+    """Multiply the sums of rows by c, then add the probabilities (A-7)."""
     if order == "quad":
         sums *= c[:, None]
         for j, column in enumerate(p.T):
@@ -151,7 +151,7 @@ def _add(p: np.ndarray, c: np.ndarray, sums: np.ndarray, order: SumOrder) -> Non
 
 
 def _finite(maximum: np.ndarray) -> np.ndarray:
-    """The maximum, and 0 of a row that has seen no key."""
+    """The maximum; 0 for a row that has seen no key."""
     return np.where(maximum == _NONE, np.float32(0), maximum)
 
 

@@ -101,7 +101,9 @@ def share(
     gradient_reduction.check_format(fmt)
     shapes = {np.shape(g) for g in grads}
     if len(shapes) != 1:
-        raise ValueError(f"ranks have gradients of one shape; got {sorted(shapes) or 'no ranks'}.")
+        raise ValueError(
+            f"the gradients of all ranks have one shape; got {sorted(shapes) or 'no ranks'}."
+        )
     amaxes = [scaling.amax(g) for g in grads]
     # np.max keeps a NaN, and so a NaN of any rank: P-3's flag.
     scales = shared_scales(np.max(amaxes), fmt, policy, prescale=prescale, ranks=len(grads), mu=mu)
@@ -114,8 +116,7 @@ def share(
 
 
 def add(shared: Shared) -> np.ndarray:
-    """The float32 sum of all ranks' codes, in the units of codes: acc = RN32(acc + code), r
-    ascending."""
+    """The float32 sum of all ranks' codes: acc = RN32(acc + code), r ascending."""
     total = cast.decode(shared.codes[0], shared.fmt)
     for codes in shared.codes[1:]:
         total = total + cast.decode(codes, shared.fmt)
@@ -247,8 +248,7 @@ def accumulate(
             )
         if total.fmt != fmt:
             raise ValueError(
-                f"a sum stays in the format that it began in, {total.fmt}; got {fmt}. Give "
-                "every call the same fmt."
+                f"the format of a sum cannot change: it is {total.fmt}; got {fmt}. Use one fmt."
             )
         with np.errstate(over="ignore", invalid="ignore"):
             value = scaling.dequantize(total) + value

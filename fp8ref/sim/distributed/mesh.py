@@ -33,8 +33,7 @@ class Mesh:
         for name, size in self.axes.items():
             if size < 1:
                 raise ValueError(
-                    f"a mesh axis has at least one device; got {name!r} of size {size}. Leave "
-                    "the axis out."
+                    f"a mesh axis has at least one device; got {name!r} of size {size}. Drop it."
                 )
 
     @property
@@ -82,13 +81,11 @@ class Layout:
         for axis, names in self.splits.items():
             if not 0 <= axis < len(self.shape):
                 raise ValueError(
-                    f"splits name axes of the tensor, counted from 0; got axis {axis} of shape "
-                    f"{self.shape}."
+                    f"splits map axes of a tensor of shape {self.shape}, from 0; got axis {axis}."
                 )
             if isinstance(names, str):
                 raise ValueError(
-                    "splits map a tensor axis to a tuple of mesh axes; got the string "
-                    f"{names!r}. Write ({names!r},)."
+                    f"splits map an axis to a tuple of mesh axes; got {names!r}. Use ({names!r},)."
                 )
         used = [name for names in self.splits.values() for name in names]
         for name in used:
@@ -98,19 +95,15 @@ class Layout:
                 )
             if used.count(name) > 1:
                 raise ValueError(
-                    f"a mesh axis cuts one tensor axis, once; got {name!r} more than once in "
-                    f"{dict(self.splits)}."
+                    f"a mesh axis splits one axis; got {name!r} more than once in {self.splits}."
                 )
         for axis, sizes in self.sizes.items():
             if axis not in self.splits:
-                raise ValueError(
-                    f"sizes are for axes that are split; got axis {axis} and "
-                    f"splits={dict(self.splits)}."
-                )
+                raise ValueError(f"sizes are for split axes, {dict(self.splits)}; got axis {axis}.")
             if len(sizes) != self.parts(axis) or sum(sizes) != self.shape[axis] or min(sizes) < 0:
                 raise ValueError(
-                    f"axis {axis} of size {self.shape[axis]} is cut into {self.parts(axis)} "
-                    f"pieces that add up to it; got sizes {tuple(sizes)}."
+                    f"axis {axis} has {self.parts(axis)} sizes >= 0 of sum {self.shape[axis]}; got "
+                    f"{sizes}."
                 )
 
     def parts(self, axis: int) -> int:
@@ -151,22 +144,15 @@ def split(x, layout: Layout) -> dict[Device, np.ndarray]:
     """
     x = np.asarray(x)
     if x.shape != layout.shape:
-        raise ValueError(
-            f"the layout is for a tensor of shape {layout.shape}; got x.shape={x.shape}."
-        )
+        raise ValueError(f"the layout needs x.shape={layout.shape}; got {x.shape}.")
     return {device: x[layout.index(device)] for device in layout.mesh.devices}
 
 
 def check_shapes(shapes: Mapping[Device, tuple[int, ...]], layout: Layout) -> None:
-    """ValueError unless every device of the mesh has a shard of the shape that the layout gives
-    it."""
+    """ValueError unless every device has a shard of the layout's shape."""
     if set(shapes) != set(layout.mesh.devices):
-        raise ValueError(
-            f"every device of the mesh has one shard: {layout.mesh.devices}; got {sorted(shapes)}."
-        )
+        raise ValueError(f"each device has one shard: {layout.mesh.devices}; got {sorted(shapes)}.")
     for device, shape in shapes.items():
         expected = tuple(part.stop - part.start for part in layout.index(device))
         if shape != expected:
-            raise ValueError(
-                f"the layout gives device {device} a shard of shape {expected}; got {shape}."
-            )
+            raise ValueError(f"the shard of device {device} has shape {expected}; got {shape}.")

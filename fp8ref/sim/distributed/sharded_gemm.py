@@ -12,6 +12,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from fp8ref.formats import FLOAT32, Format
+from fp8ref.shared import errors
 from fp8ref.sim.gemm import gemm
 from fp8ref.sim.gemm.accumulate import Accumulation
 from fp8ref.sim.quantize import cast
@@ -90,7 +91,7 @@ def _sum(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _unit(side: Sequence[Quantized], codes: np.ndarray) -> Quantized:
-    """Codes under scale 1: their GEMM is the raw accumulator."""
+    """Codes with scale 1: their GEMM is the raw accumulator."""
     unit_scale = np.ones((), np.float32)
     return Quantized(codes, unit_scale, unit_scale, side[0].fmt, "tensorwise", -1)
 
@@ -104,16 +105,13 @@ def _check(
 ) -> None:
     if len(a) != len(b) or not any(q.codes.size for q in a):
         raise ValueError(
-            f"a sharded GEMM takes one a and one b for each rank, not all empty; got {len(a)} "
-            f"and {len(b)}."
+            f"a sharded GEMM needs one non-empty a and b per rank; got {len(a)} and {len(b)}."
         )
-    if reduce not in get_args(Reduce):
-        raise ValueError(f"reduce is one of {', '.join(get_args(Reduce))}; got {reduce!r}.")
+    errors.one_of("reduce", reduce, get_args(Reduce))
     gemm.check_out_dtype(out_dtype)
     if reduce == "exact" and accumulate != "exact":
         raise ValueError(
-            "reduce 'exact' is one exact sum over all ranks, so accumulate is 'exact'; got "
-            f"{accumulate!r}. Use 'accumulators'."
+            f"reduce 'exact' needs accumulate 'exact'; got {accumulate!r}. Use 'accumulators'."
         )
     for name, side in (("a", a), ("b", b)):
         for q in side:
@@ -122,31 +120,29 @@ def _check(
     for r, (qa, qb) in enumerate(zip(a, b, strict=True)):
         if qa.codes.shape[-1] != qb.codes.shape[-1]:
             raise ValueError(
-                f"a and b of a rank have the same K; got {qa.codes.shape} and {qb.codes.shape} "
-                f"on rank {r}."
+                f"a and b of rank {r} need the same K; got {qa.codes.shape}, {qb.codes.shape}."
             )
     if len({len(qa.codes) for qa in a}) > 1 or len({len(qb.codes) for qb in b}) > 1:
         raise ValueError(
-            f"every rank has the same M and N; got {[q.codes.shape for q in a]} and "
-            f"{[q.codes.shape for q in b]}. Only K is cut over ranks."
+            f"all ranks have the same M and N; got {[q.codes.shape for q in a]}, "
+            f"{[q.codes.shape for q in b]}."
         )
 
 
 def _check_scales(name: str, side: list[Quantized]) -> None:
-    """ValueError unless all ranks' scales are equal, and constant along K: only then are
-    accumulators summed."""
+    """ValueError unless scales are equal on all ranks and constant along K."""
     first = side[0]
     for q in side:
         if q.granularity not in ("tensorwise", "rowwise") or (
             q.granularity == "rowwise" and q.axis not in (-1, 1)
         ):
             raise ValueError(
-                f"a raw accumulator is summed under scales that do not vary along K; got {name} "
+                f"raw accumulators need scales that are constant along K; got {name} "
                 f"{q.granularity}, axis={q.axis}. Use reduce='scaled'."
             )
         if q.fmt != first.fmt or not np.array_equal(q.scale_inv, first.scale_inv, equal_nan=True):
             raise ValueError(
-                "raw accumulators are summed only under equal scales and formats (P-7); those "
-                f"of {name} differ between ranks. Quantize with a scope that includes the axis "
-                "the sum is over, or use reduce='scaled'."
+                f"raw accumulators need equal scales and formats on all ranks; those of {name} "
+                "differ. Quantize with a scope that includes the summed axis, or use "
+                "reduce='scaled' (P-7)."
             )

@@ -30,29 +30,25 @@ Maximum = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 class Amax(NamedTuple):
-    """amax float32, and non_finite uint8 of the same shape: 0 all finite, 1 an infinity, 2 a
-    NaN."""
+    """amax float32; non_finite uint8, alike: 0 finite, 1 infinite, 2 NaN."""
 
     amax: np.ndarray
     non_finite: np.ndarray
 
 
 def scope_axes(layout: Layout, scope: str | Collection[str]) -> tuple[str, ...]:
-    """The mesh axes of a scope: none for ``"local"``, all for ``"global"``, else the named ones;
-    ValueError for any other."""
+    """The mesh axes of a scope ("local": none, "global": all); ValueError if unknown."""
     if scope == "local":
         return ()
     if scope == "global":
         return layout.mesh.names
     if isinstance(scope, str):
         raise ValueError(
-            f"a scope is 'local', 'global' or a tuple of mesh axes; got the string {scope!r}. "
-            f"Write ({scope!r},)."
+            f"a scope is 'local', 'global' or a tuple; got the string {scope!r}. Use ({scope!r},)."
         )
     if unknown := sorted(set(scope) - set(layout.mesh.names)):
         raise ValueError(
-            f"a scope names axes of the mesh, {', '.join(layout.mesh.names)}; got "
-            f"{', '.join(unknown)}."
+            f"a scope has mesh axes, {', '.join(layout.mesh.names)}; got {', '.join(unknown)}."
         )
     return tuple(name for name in layout.mesh.names if name in scope)
 
@@ -197,8 +193,7 @@ def check_replicas(shards: Mapping[Device, Quantized], layout: Layout) -> None:
     kinds = {(q.fmt, q.granularity, q.axis) for q in shards.values()}
     if len(kinds) > 1:
         raise ValueError(
-            "shards of one tensor have one format, granularity and axis; got "
-            f"{sorted(map(str, kinds))}."
+            f"shards have one format, granularity and axis; got {sorted(map(str, kinds))}."
         )
     _, granularity, axis = kinds.pop()
     sizes = _group_sizes(layout, granularity, axis)
@@ -224,28 +219,25 @@ def check_replicas(shards: Mapping[Device, Quantized], layout: Layout) -> None:
                 and np.array_equal(a.scale_inv, b.scale_inv, equal_nan=True)
             ):
                 raise ValueError(
-                    f"devices that hold parts of one group have one scale (P-6); {granularity} "
-                    f"scales differ along mesh axis {along}, between devices {first} and "
-                    f"{device}. Quantize with a scope that includes {along}, or gather in high "
-                    "precision."
+                    f"devices that share a group need one scale; {granularity} scales differ along "
+                    f"mesh axis {along}, between devices {first} and {device}. Quantize with a "
+                    f"scope that includes {along} (P-6)."
                 )
             if name is not None and name not in where and not np.array_equal(a.codes, b.codes):
                 raise ValueError(
-                    f"the tensor is replicated along mesh axis {along}; codes of devices "
-                    f"{first} and {device} differ. Broadcast it first."
+                    f"the tensor is replicated along mesh axis {along}; codes of devices {first} "
+                    f"and {device} differ. Broadcast it first."
                 )
 
 
 def _differing(layout: Layout, a: Device, b: Device) -> str:
-    """The mesh axes along which two devices have other coordinates."""
     return ", ".join(
         repr(name) for name, i, k in zip(layout.mesh.names, a, b, strict=True) if i != k
     )
 
 
 def _group_sizes(layout: Layout, granularity: str, axis: int) -> list[int | None]:
-    """The size of a scale's group along each tensor axis, None for the whole axis; ValueError: no
-    scales, or a block that is cut."""
+    """The group size of a scale along each axis, None: whole. ValueError: a cut block."""
     granularities.scale_shape(granularity, layout.shape, axis)
     sizes = list(granularities.lengths(granularity, len(layout.shape), axis))
     if granularity == "tensorwise":
@@ -254,15 +246,14 @@ def _group_sizes(layout: Layout, granularity: str, axis: int) -> list[int | None
         size, ends = sizes[i], np.cumsum(layout.pieces(i))
         if size is not None and any(end % size for end in ends if end != layout.shape[i]):
             raise ValueError(
-                f"{granularity} needs pieces of axis {i} that are whole blocks of {size} (P-5); "
-                f"got sizes {layout.pieces(i)}. Give the layout sizes that are multiples of "
-                f"{size}, or use 'rowwise'."
+                f"{granularity} needs whole blocks of {size} in each piece of axis {i}; got sizes "
+                f"{layout.pieces(i)}. Use multiples of {size}, or 'rowwise' (P-5)."
             )
     return sizes
 
 
 def _groups(layout: Layout, device: Device, granularity: str, axis: int) -> tuple[slice, ...]:
-    """The slices of the whole tensor's scales that belong to the device's shard."""
+    """The slices of the global scales that belong to a device's shard."""
     if granularity == "tensorwise":
         return ()
     sizes = _group_sizes(layout, granularity, axis)
@@ -276,8 +267,7 @@ def _groups(layout: Layout, device: Device, granularity: str, axis: int) -> tupl
 def _local_amax(
     shard: np.ndarray, granularity: str, axis: int, sizes: list[int | None], flag: bool
 ) -> Amax:
-    """A shard's amaxes, ready to be reduced: 0 and a flag where one is not finite; 0 of an empty
-    shard."""
+    """A shard's amaxes before the reduction: 0 and a flag if not finite; 0 if empty."""
     shard = np.asarray(shard)
     if shard.size:
         value = scaling.amax(shard, granularity, axis=axis)
@@ -293,6 +283,6 @@ def _local_amax(
 
 
 def _restore(reduced: Amax) -> Amax:
-    """A reduced amax, with Inf or NaN put back where the flag says so."""
+    """A reduced amax; Inf or NaN where flagged."""
     special = np.where(reduced.non_finite == 2, np.float32(np.nan), np.float32(np.inf))
     return Amax(np.where(reduced.non_finite, special, reduced.amax)[()], reduced.non_finite[()])

@@ -143,19 +143,16 @@ def observe(role: Role, x, offs) -> Observation:
 
 
 def ends_of(offs, rows: int) -> list[int]:
-    """The end of each group as integers; ValueError unless offs are integers [E], ascending, within
-    [0, rows] (X-1)."""
+    """The end of each group; ValueError unless offs ascend within [0, rows] (X-1)."""
     offsets = np.asarray(offs)
     if offsets.ndim != 1 or not (np.issubdtype(offsets.dtype, np.integer) or offsets.size == 0):
         raise ValueError(
-            f"offs are integers [E], the end of each group; got {offsets.dtype} {offsets.shape}. "
-            "Use numpy.cumsum of the groups' sizes."
+            f"offs are integers [E], group ends; got {offsets.dtype} {offsets.shape}. Use cumsum."
         )
     ends = [int(end) for end in offsets]
     if any(a > b for a, b in zip([0, *ends], [*ends, rows], strict=True)):
         raise ValueError(
-            f"offs ascend from 0 to at most M={rows}; got {ends}. Use numpy.cumsum of the "
-            "groups' sizes."
+            f"offs ascend from 0 to at most M={rows}; got {ends}. Use np.cumsum of group sizes."
         )
     return ends
 
@@ -169,7 +166,7 @@ def _rows(
     out_dtype: Format,
     scales: Mapping[Role, Scales] | None,
 ) -> np.ndarray:
-    """The output or grad_input: a group's GEMM in its rows, zeros in rows of no group."""
+    """The output or grad_input: one GEMM per group, zeros in rows without a group."""
     gemm.check_out_dtype(out_dtype)
     m, (n, k) = len(tensors[OPERANDS[which][0]]), tensors["weight"].shape[1:]
     out = np.zeros((m, n if which == "output" else k), np.float32)
@@ -186,8 +183,7 @@ def _rows(
 def _shared_scales(
     which: Gemm, tensors: Mapping[Role, np.ndarray], ends: list[int], recipe: GroupedRecipe
 ) -> dict[Role, Scales]:
-    """The scales that all groups share, by the amaxes of whole tensors, rows of no group left out;
-    none where each group has its own."""
+    """The scales that all groups share, from amaxes of all grouped rows; {} if each has its own."""
     spec = recipe.recipe.gemms[which]
     casts = zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True)
     if recipe.amax == "group" or not ends or not ends[-1]:
@@ -202,9 +198,7 @@ def _shared_scales(
 
 
 def _scales_of_all(x: np.ndarray, spec: CastSpec, axis: int) -> Scales:
-    """Scales of all rows [M, columns] or all weights [E, N, K]; axis is that of one group's
-    matrix.
-    """
+    """Scales of all rows [M, columns] or weights [E, N, K]; axis as in one group's matrix."""
     q = scaling.quantize(
         x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis - 2
     )
@@ -212,7 +206,7 @@ def _scales_of_all(x: np.ndarray, spec: CastSpec, axis: int) -> Scales:
 
 
 def _group_scales(scales: Scales, role: Role, which: Gemm, begin: int, end: int, e: int) -> Scales:
-    """One group's part of scales that all share, with the reduced axis last."""
+    """One group's part of shared scales, with the reduced axis last."""
 
     def part(scale: np.ndarray) -> np.ndarray:
         if scale.ndim == 0:
@@ -229,12 +223,10 @@ def _group_scales(scales: Scales, role: Role, which: Gemm, begin: int, end: int,
 def _checked(
     x, w, offs, recipe: GroupedRecipe, scales: Mapping[Role, Scales] | None
 ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """x, w and the ends of groups; ValueError for shapes, dtypes or scales that do not fit."""
     x, w = cast.array(x), cast.array(w)
     if w.ndim != 3 or x.ndim != 2:
         raise ValueError(
-            f"a grouped linear takes x [M, K] and w [E, N, K]; got {x.shape} and {w.shape}. "
-            "Flatten the tokens."
+            f"a grouped linear takes x [M, K], w [E, N, K]; got {x.shape} and {w.shape}."
         )
     linear.check_operands(
         x, w[0] if len(w) else np.zeros(w.shape[1:], w.dtype), recipe.recipe, scales
@@ -242,6 +234,6 @@ def _checked(
     ends = ends_of(offs, len(x))
     if len(ends) != len(w):
         raise ValueError(
-            f"offs have the end of each of E groups; got {len(ends)} for w of shape {w.shape}."
+            f"offs have one end for each of E groups; got {len(ends)} for w {w.shape}."
         )
     return x, w, ends

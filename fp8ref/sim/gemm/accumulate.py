@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from fp8ref.formats import Format
-from fp8ref.shared import registry
+from fp8ref.shared import errors, registry
 from fp8ref.sim import threads
 from fp8ref.sim.gemm.tensor_core import K_STEP, UNITS, TensorCore, chain, chain_plain, is_int
 from fp8ref.sim.kernels import gemm as kernels
@@ -66,8 +66,7 @@ class Accumulation:
             raise ValueError(f"unit is a TensorCore, such as UNITS['hopper']; got {self.unit!r}.")
         if self.unit.block_scales:
             raise ValueError(
-                f"a plan's unit takes no block scales (G-12); got {self.unit.name!r}. Use "
-                "block_scaled.matmul (G-23)."
+                f"plans take no block scales; got unit {self.unit.name!r}. Use block_scaled.matmul."
             )
         if self.promotion is not None and (
             not is_int(self.promotion) or self.promotion < K_STEP or self.promotion % K_STEP
@@ -75,12 +74,8 @@ class Accumulation:
             raise ValueError(
                 f"promotion is None or a multiple of {K_STEP}; got {self.promotion!r}."
             )
-        if not is_int(self.split_k) or self.split_k < 1:
-            raise ValueError(f"split_k is an integer of at least 1; got {self.split_k!r}.")
-        if self.split_order not in SPLIT_ORDERS:
-            raise ValueError(
-                f"split_order is 'contiguous' or 'interleaved'; got {self.split_order!r}."
-            )
+        errors.integer("split_k", self.split_k, 1)
+        errors.one_of("split_order", self.split_order, SPLIT_ORDERS)
         if not is_int(self.split_tile) or self.split_tile < K_STEP or self.split_tile % K_STEP:
             raise ValueError(f"split_tile is a multiple of {K_STEP}; got {self.split_tile!r}.")
 
@@ -98,8 +93,7 @@ ACCUMULATIONS = {
 
 
 def by_name(accumulate: "str | Accumulation") -> "str | Accumulation":
-    """The plan of that name; 'exact', 'f32' and an Accumulation are themselves; ValueError for
-    anything else."""
+    """A plan by name; 'exact', 'f32' and an Accumulation are returned as they are."""
     if accumulate in ("exact", "f32"):
         return accumulate
     return registry.lookup(
@@ -118,7 +112,6 @@ def chains_plain(
 def _by_chains(
     chain: Callable, a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation
 ) -> np.ndarray:
-    """A plan, each of whose chains this function computes."""
     zero = np.zeros((len(a), len(b)), np.float32)
     total = zero
     for indices in parts(a.shape[1], plan):
@@ -150,7 +143,7 @@ def parts(k: int, plan: Accumulation) -> list[np.ndarray]:
 
 
 def _chains(length: int, plan: Accumulation) -> list[tuple[int, int]]:
-    """(begin, end) of each chain of a part."""
+    """(begin, end) of each chain in a part."""
     each = plan.promotion or max(length, 1)
     return [(k, min(k + each, length)) for k in range(0, length, each)]
 
@@ -158,8 +151,7 @@ def _chains(length: int, plan: Accumulation) -> list[tuple[int, int]]:
 def chains(
     a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation
 ) -> np.ndarray:
-    """``chains_plain``, by compiled kernels: the faster one where the unit is ``compiled``. The
-    result may be a transposed view."""
+    """``chains_plain`` with compiled kernels; the result may be a transposed view."""
     if not plan.unit.compiled:
         return _by_chains(chain, a, b, fmt_a, fmt_b, plan)
     if not worth(chain_kernels.chains, len(a) * len(b) * a.shape[1], PRODUCTS):
@@ -257,8 +249,7 @@ def exact_pair(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
-    """RN32(x * y + z), rounded once: a fused multiply-add of float32 numbers, whose product float64
-    holds exactly."""
+    """RN32(x * y + z), rounded once; float64 holds float32 products exactly."""
     with np.errstate(invalid="ignore", over="ignore"):
         # An infinity or a NaN needs no single rounding: the ordinary sum has the right result.
         product = x.astype(np.float64) * y.astype(np.float64)
@@ -305,8 +296,7 @@ def _exact_products(a: np.ndarray, b: np.ndarray) -> list[np.ndarray]:
 
 
 def _by_magnitude(x: np.ndarray) -> list[np.ndarray]:
-    """Arrays that sum to x: numbers of magnitude at least 1, and the smaller ones; an array of
-    zeros is left out."""
+    """Arrays that sum to x, split at magnitude 1; all-zero parts are left out."""
     large = np.where(abs(x) >= 1, x, 0)
     return [part for part in (large, x - large) if part.any()]
 

@@ -39,7 +39,7 @@ def matmul(
     unit = tensor_core.by_name(unit)
     if not unit.block_scales:
         raise ValueError(
-            f"unit {unit.name!r} takes no block scales. Use 'blackwell_mx', or gemm.matmul (G-13)."
+            f"unit {unit.name!r} has no block scales. Use 'blackwell_mx' or gemm.matmul."
         )
     if out_dtype not in (FLOAT32, BFLOAT16, FLOAT16):
         raise ValueError(f"out_dtype is float32, bfloat16 or float16; got {out_dtype}.")
@@ -63,7 +63,6 @@ def matmul(
 
 
 def _check_operands(a: Quantized, b: Quantized, unit: TensorCore) -> None:
-    """ValueError as matmul, for operands."""
     for q, name in ((a, "a"), (b, "b")):
         scaling.check_scales(q, name)
         if (
@@ -72,21 +71,20 @@ def _check_operands(a: Quantized, b: Quantized, unit: TensorCore) -> None:
             or q.axis not in (-1, 1)
         ):
             raise ValueError(
-                f"{name} has blocks of {unit.fused_width} along its last axis; got "
-                f"{q.granularity} {q.codes.shape}, axis {q.axis}."
+                f"{name} needs blocks of {unit.fused_width} along axis -1; got {q.granularity}, "
+                f"{q.axis}."
             )
         if not np.array_equal(cast.round_to(q.scale_inv, E8M0FNU), q.scale_inv, equal_nan=True):
             raise ValueError(
-                f"scales of {unit.name!r} are numbers of e8m0fnu; {name} has others. Quantize "
-                "by an e8m0 policy (S-14)."
+                f"{unit.name!r} needs e8m0fnu scales; {name} has others. Use an e8m0 policy (S-14)."
             )
     tensor_core.check_pair(a.fmt, b.fmt)
     if a.codes.shape[1] != b.codes.shape[1]:
         raise ValueError(
-            f"a [M, K] and b [N, K] have one K; got {a.codes.shape} and {b.codes.shape}."
+            f"a [M, K] and b [N, K] need one K; got {a.codes.shape} and {b.codes.shape}."
         )
 
 
 def _row_scales(q: Quantized, block: int) -> np.ndarray:
-    """The scale_inv of each row and block of K, float32 [M, K / block]."""
+    """scale_inv of each row and block of K, float32 [M, K / block]."""
     return scaling.spread(q.scale_inv, q.codes.shape, q.blocks)[:, ::block]

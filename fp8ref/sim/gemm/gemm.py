@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fp8ref.formats import BFLOAT16, E8M0FNU, FLOAT16, FLOAT32, QUANTIZED_FORMATS, Format
+from fp8ref.shared import errors
 from fp8ref.sim import threads
 from fp8ref.sim.gemm import accumulate as sums
 from fp8ref.sim.gemm import tensor_core
@@ -73,11 +74,9 @@ def mma(
 
 
 def _check_instruction(a: np.ndarray, b: np.ndarray, c: np.ndarray, unit: TensorCore) -> None:
-    """ValueError as mma, for shapes and the accumulator."""
     if not a.shape[1:] == b.shape[1:] == (K_STEP,) or c.shape != (len(a), len(b)):
         raise ValueError(
-            f"mma takes a [M, {K_STEP}], b [N, {K_STEP}] and c [M, N]; got {a.shape}, {b.shape} "
-            f"and {c.shape}."
+            f"mma takes [M, {K_STEP}], [N, {K_STEP}], [M, N]; got {a.shape}, {b.shape}, {c.shape}."
         )
     if c.dtype != np.float32:
         raise ValueError(
@@ -86,23 +85,17 @@ def _check_instruction(a: np.ndarray, b: np.ndarray, c: np.ndarray, unit: Tensor
     if unit.accumulator == FLOAT16 and not np.array_equal(
         cast.round_to(c, FLOAT16), c, equal_nan=True
     ):
-        raise ValueError(
-            f"unit {unit.name!r} has a float16 accumulator; got a c that is no float16. Round "
-            "it with cast.round_to(c, FLOAT16)."
-        )
+        raise ValueError(f"unit {unit.name!r} needs a float16 c. Use cast.round_to(c, FLOAT16).")
 
 
 def _exponents_of_scales(
     scale_inv_a, scale_inv_b, unit: TensorCore, shape: tuple[int, ...]
 ) -> tuple[np.ndarray | None, np.ndarray]:
-    """(the sum of both scales' exponents, int [M, N, 1], or None; where one of them is NaN [M, N]);
-    ValueError as mma.
-    """
+    """(sum of both scales' exponents, int [M, N, 1], or None; [M, N] where a scale is NaN)."""
     if not unit.block_scales:
         if scale_inv_a is not None or scale_inv_b is not None:
             raise ValueError(
-                f"unit {unit.name!r} takes no scales; got some. Use a unit with block_scales, "
-                "such as 'blackwell_mx'."
+                f"unit {unit.name!r} takes no scales. Use one with block_scales, as 'blackwell_mx'."
             )
         return None, np.zeros(shape, bool)
     scales = [np.asarray(scale) for scale in (scale_inv_a, scale_inv_b)]
@@ -113,8 +106,8 @@ def _exponents_of_scales(
             or not np.array_equal(cast.round_to(scale, E8M0FNU), scale, equal_nan=True)
         ):
             raise ValueError(
-                f"unit {unit.name!r} takes a scale_inv of each row, float32 [M, 1] and [N, 1], "
-                f"powers of two or NaN; got {scale.dtype} {scale.shape}."
+                f"unit {unit.name!r} takes power-of-two or NaN scale_inv, float32 [M, 1] and [N, "
+                f"1]; got {scale.dtype} {scale.shape}."
             )
     nan = np.isnan(scales[0]) | np.isnan(scales[1]).T
     a_exponents, b_exponents = (
@@ -226,9 +219,7 @@ def finish_plain(
     out_dtype: Format,
     bias: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The definition of ``finish``, which has a compiled kernel for bfloat16, and threads for
-    float32.
-    """
+    """The definition of ``finish``; bfloat16 has a kernel, float32 threads."""
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         acc = (
             cast.round_to(acc, out_dtype, rounding=epilogue.rounding)
@@ -256,7 +247,7 @@ _TURNED: dict[str, epilogues.Scale] = {"product": "product", "each": "b_first", 
 def _finish_float32(
     acc: np.ndarray, row_scales: np.ndarray, column_scales: np.ndarray, epilogue: Epilogue
 ) -> np.ndarray:
-    """``finish_plain``, rows after rows: a float32 needs no rounding."""
+    """``finish_plain`` in pieces of rows; float32 needs no rounding."""
     out = np.empty(acc.shape, np.float32)
 
     def rows(begin: int, end: int) -> None:
@@ -272,7 +263,7 @@ def _finish_float32(
 def _finish_bfloat16(
     kernel: Callable, acc: np.ndarray, row_scales: np.ndarray, column_scales: np.ndarray
 ) -> np.ndarray:
-    """``finish`` by a compiled kernel."""
+    """``finish`` with a compiled kernel."""
     m, n = acc.shape
     scales = (
         np.ascontiguousarray(np.broadcast_to(s, shape).ravel())
@@ -307,7 +298,6 @@ def canonical(values: np.ndarray) -> np.ndarray:
 def _accumulate(
     a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: str | Accumulation
 ) -> np.ndarray:
-    """The sum over K of codes a [M, K] and b [N, K] of the formats: float32 [M, N]."""
     if not isinstance(plan, Accumulation):
         values = cast.decode(a, fmt_a), cast.decode(b, fmt_b)
         if plan == "f32":
@@ -317,7 +307,7 @@ def _accumulate(
     if a.shape[1] % K_STEP:
         raise ValueError(
             f"a tensor core needs K divisible by {K_STEP}; got {a.shape[1]}. Pad both operands "
-            "with zeros: without split-K they change no bit (G-12)."
+            "with zeros: without split-K the bits stay (G-12)."
         )
     finite = _finite_codes(a, fmt_a), _finite_codes(b, fmt_b)
     whole = sums.chains_of_codes(*finite, fmt_a, fmt_b, plan)
@@ -329,8 +319,7 @@ def _accumulate(
 
 
 def _finite_codes(codes: np.ndarray, fmt: Format) -> np.ndarray:
-    """codes with those of infinities and NaNs replaced by 0; the same array if there are none. Of
-    signed formats of 8 bits whose magnitudes end with them."""
+    """Codes with 0 for infinities and NaNs; itself if it has none (signed 8-bit formats)."""
     magnitudes = codes & np.uint8(0x7F)
     if codes.size == 0 or magnitudes.max() <= fmt.max_code:
         return codes
@@ -340,8 +329,7 @@ def _finite_codes(codes: np.ndarray, fmt: Format) -> np.ndarray:
 def _factors(
     acc: np.ndarray, scale_inv_a: np.ndarray, scale_inv_b: np.ndarray, epilogue: Epilogue
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The two factors of the last product of the scaling: what is left to do, so that a bias can be
-    fused with it."""
+    """The two factors of the last product of the scaling; a bias may be fused with it."""
     if epilogue.scale == "product":
         return acc, scale_inv_a * scale_inv_b
     first, last = (
@@ -353,7 +341,6 @@ def _factors(
 def _add_bias(
     scaled: np.ndarray, epilogue: Epilogue, out_dtype: Format, bias: np.ndarray | None
 ) -> np.ndarray:
-    """The output of a scaled sum, with the bias if the epilogue takes one."""
     if epilogue.bias == "before_round":
         scaled = scaled + bias
     # A float32 sum is rounded already: another copy of it costs as much as a fiftieth of the GEMM.
@@ -389,32 +376,28 @@ def _by_blocks(a: Quantized, b: Quantized, block: int, plan, epilogue: Epilogue)
 
 
 def _check(a: Quantized, b: Quantized, epilogue: Epilogue, out_dtype: Format) -> int | None:
-    """Check the operands. Returns the length along K of the blocks that share a scale, None where
-    all of K does."""
+    """Check the operands; return the block length along K, None if a scale covers all of K."""
     for name, q in (("a", a), ("b", b)):
         scaling.check_scales(q, name)
         if q.granularity != "tensorwise" and q.axis not in (-1, 1):
             raise ValueError(
-                f"operands are reduced along their last axis, K; got {name} with axis={q.axis}. "
-                "Quantize the transpose."
+                f"{name} needs K, the reduced axis, last; got axis={q.axis}. Quantize the "
+                "transpose."
             )
         if q.fmt.name not in QUANTIZED_FORMATS:
             raise ValueError(
-                f"an operand's format is one of {', '.join(QUANTIZED_FORMATS)}; got {name} in "
-                f"{q.fmt}."
+                f"an operand has fmt {', '.join(QUANTIZED_FORMATS)}; got {name} in {q.fmt}."
             )
     _check_shapes(a.codes, b.codes, out_dtype)
     block = block_of(a.granularity, b.granularity)
     if block is None and (a.tensor_scale_inv is not None or b.tensor_scale_inv is not None):
         raise ValueError(
-            f"scales of two levels go with blocks along K (S-22); got {a.granularity} and "
-            f"{b.granularity}. Dequantize and use matmul_hp."
+            f"two-level scales need blocks along K; got {a.granularity} and {b.granularity}. "
+            "Dequantize and use matmul_hp (S-22)."
         )
     if block is not None and (epilogue.round_first or epilogue.bias == "fused"):
         raise ValueError(
-            f"epilogue {epilogue.name!r} scales "
-            f"{'a rounded' if epilogue.round_first else 'the'} sum over all of K, but block "
-            "scales have no such sum. Use 'scale_then_round'."
+            f"epilogue {epilogue.name!r} needs one sum over K, not blocks. Use 'scale_then_round'."
         )
     return block
 
@@ -422,22 +405,18 @@ def _check(a: Quantized, b: Quantized, epilogue: Epilogue, out_dtype: Format) ->
 def _check_shapes(a: np.ndarray, b: np.ndarray, out_dtype: Format) -> None:
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(
-            f"a GEMM takes a [M, K] and b [N, K] with the same K; got {a.shape} and {b.shape}."
+            f"a GEMM takes a [M, K] and b [N, K] with one K; got {a.shape} and {b.shape}."
         )
     check_out_dtype(out_dtype)
 
 
 def check_out_dtype(out_dtype: Format) -> None:
     """ValueError unless out_dtype is one of OUT_DTYPES."""
-    if out_dtype not in OUT_DTYPES:
-        raise ValueError(
-            f"out_dtype is one of {', '.join(map(str, OUT_DTYPES))} of fp8ref.formats; got "
-            f"{out_dtype!r}."
-        )
+    errors.one_of("out_dtype", out_dtype, OUT_DTYPES)
 
 
 def _check_bias(bias, epilogue: Epilogue, out_dtype: Format, n: int) -> np.ndarray | None:
-    """bias as float32 values of out_dtype, or None; ValueError if the epilogue does not take it."""
+    """bias as float32 values of out_dtype, or None."""
     if (bias is None) != (epilogue.bias is None):
         have = "no bias was given" if bias is None else "a bias was given"
         taking = ", ".join(
@@ -456,7 +435,6 @@ def _check_bias(bias, epilogue: Epilogue, out_dtype: Format, n: int) -> np.ndarr
         cast.round_to(value, out_dtype), cast.exact(bias), equal_nan=True
     ):
         raise ValueError(
-            f"bias is [N] = [{n}] of {out_dtype} values; got {bias.dtype} {value.shape}. Round "
-            "it with cast.round_to first."
+            f"bias is [N] = [{n}] of {out_dtype}; got {bias.dtype} {value.shape}. Use round_to."
         )
     return value

@@ -56,13 +56,11 @@ class Hardware:
             sums.by_name(plan)
         if self.unit is not None and not self.unit.block_scales:
             raise ValueError(
-                "unit is of a tensor core with block scales, such as MODELED['blackwell_mx']; "
-                f"got {self.unit.name!r}. Name a plan."
+                f"unit needs block scales, as MODELED['blackwell_mx']; got {self.unit.name!r}."
             )
         if self.epilogue is not None and self.epilogue.bias is not None:
             raise ValueError(
-                f"a linear's GEMMs have no bias, and epilogue {self.epilogue.name!r} takes one. "
-                "Leave it out (without_bias)."
+                f"linears have no bias; epilogue {self.epilogue.name!r} has. Use without_bias."
             )
 
     def __call__(
@@ -123,8 +121,7 @@ applies MX scales itself (G-23)."""
 
 
 def by_name(name: "str | Hardware") -> Hardware:
-    """The hardware of that name: a plan for all GEMMs, or ``hopper``; a Hardware is itself;
-    ValueError for anything else."""
+    """The hardware of a name: a plan for all GEMMs, or 'hopper'; or a Hardware."""
     return registry.lookup("hardware is a Hardware or", HARDWARE, name, Hardware)
 
 
@@ -140,17 +137,15 @@ def attending(variant: Variant, hardware: Hardware | None) -> Variant:
         return variant
     if variant.granularity == "mx_1x32" or hardware.epilogue is not None:
         raise ValueError(
-            "attention under simulated hardware has FP8 codes, and scales sums itself; got "
-            f"variant {variant.name!r} and {hardware.name!r}. Use variant 'cudnn', and hardware "
-            "without an epilogue."
+            "attention on simulated hardware needs variant 'cudnn' and no epilogue; got "
+            f"{variant.name!r} and {hardware.name!r}."
         )
     plan = hardware.fast if variant.plan in ("hopper_fast", "ada") else hardware.slow
     return dataclasses.replace(variant, plan=plan, promotion=1)  # type: ignore[arg-type]
 
 
 def probed(accumulate: str | Accumulation, epilogue: Epilogue) -> Hardware:
-    """Hardware that runs every GEMM by the plan and epilogue that a probe identified; its name is a
-    hash of both."""
+    """Hardware with a probed plan and epilogue in every GEMM; its name hashes both."""
     unbiased = without_bias(epilogue)
     bare = Hardware(
         name="probed",
@@ -173,7 +168,7 @@ def without_bias(epilogue: Epilogue) -> Epilogue:
 
 
 def _is_scale_then_round(epilogue: Epilogue) -> bool:
-    """True if the epilogue equals scale_then_round in all but name."""
+    """Whether the epilogue is scale_then_round under another name."""
     return (
         dataclasses.replace(epilogue, name="scale_then_round")
         == epilogues.EPILOGUES["scale_then_round"]
@@ -181,14 +176,13 @@ def _is_scale_then_round(epilogue: Epilogue) -> bool:
 
 
 def _as_data(plan: str | Accumulation) -> Any:
-    """A plan as JSON can hold it: its name if it is exact or f32, else its fields."""
+    """A plan for JSON: its name if 'exact' or 'f32', else its fields."""
     accumulation = sums.by_name(plan)
     return accumulation if isinstance(accumulation, str) else dataclasses.asdict(accumulation)
 
 
 def _quantized(factor: Factor) -> Quantized:
-    """A factor as a Quantized, K padded to a multiple of 32. Block scales need no padding: blocks
-    are multiples of 32 (S-6)."""
+    """A factor as a Quantized, K padded to a multiple of 32 unless it has block scales (S-6)."""
     codes, scale_inv, fmt, granularity = factor
     missing = 0 if granularity_of(granularity).reduced is not None else -codes.shape[1] % K_STEP
     codes = np.pad(codes, ((0, 0), (0, missing))) if missing else np.ascontiguousarray(codes)

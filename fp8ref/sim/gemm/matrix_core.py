@@ -81,7 +81,7 @@ def mfma(
         formats.check(fmt)
         if fmt not in (E4M3FNUZ, E5M2FNUZ):
             raise ValueError(
-                f"matrix cores of CDNA3 multiply e4m3fnuz and e5m2fnuz; got {fmt_a} and {fmt_b}."
+                f"CDNA3 matrix cores multiply e4m3fnuz and e5m2fnuz; got {fmt_a} and {fmt_b}."
             )
     a, b, c = cast.decode(a_codes, fmt_a), cast.decode(b_codes, fmt_b), np.asarray(c)
     if (
@@ -92,8 +92,8 @@ def mfma(
         or c.shape != (len(a), len(b))
     ):
         raise ValueError(
-            f"mfma takes a [M, K], b [N, K] with K a multiple of {unit.group}, and c [M, N]; "
-            f"got {a.shape}, {b.shape} and {c.shape}."
+            f"mfma takes a [M, K], b [N, K] and c [M, N], K a multiple of {unit.group}; got "
+            f"{a.shape}, {b.shape} and {c.shape}."
         )
     if c.dtype != np.float32:
         raise ValueError(
@@ -129,9 +129,7 @@ def chain(
 def chain_plain(
     a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format, unit: MatrixCore
 ) -> np.ndarray:
-    """Steps over all of K, each from the result of the one before: finite a [M, K], b [N, K], c [M,
-    N], float64.
-    """
+    """Successive steps over K: finite a [M, K], b [N, K], c [M, N], float64."""
     for k in range(0, a.shape[1], unit.group):
         part = slice(k, k + unit.group)
         c = step_plain(a[:, part], b[:, part], c, fmt_a, fmt_b, unit)
@@ -171,5 +169,5 @@ def step_plain(
 
 
 def _floored(value: np.ndarray, exponent: np.ndarray, bits: int) -> np.ndarray:
-    """value, cut off toward negative infinity to a multiple of 2^(exponent - bits)."""
+    """value rounded down to a multiple of 2^(exponent - bits)."""
     return np.ldexp(np.floor(np.ldexp(value, bits - exponent)), exponent - bits)

@@ -17,7 +17,7 @@ import numpy as np
 
 from fp8ref import formats
 from fp8ref.formats import E4M3FN, E5M2, FLOAT16, FLOAT32, Format
-from fp8ref.shared import registry
+from fp8ref.shared import errors, registry
 from fp8ref.sim import threads
 from fp8ref.sim.kernels import modeled
 from fp8ref.sim.kernels.compiled import PRODUCTS, worth
@@ -94,18 +94,12 @@ class TensorCore:
     def __post_init__(self) -> None:
         if not is_int(self.fused_width) or self.fused_width not in (4, 8, 16, 32):
             raise ValueError(
-                "fused_width divides the instruction's K = 32 and is at least 4; got "
-                f"{self.fused_width!r}."
+                f"fused_width is at least 4 and divides 32, a step's K; got {self.fused_width!r}."
             )
         for key, most in (("fraction_bits", 25), ("output_bits", 23)):
-            value = getattr(self, key)
-            if not is_int(value) or not 1 <= value <= most:
-                raise ValueError(f"{key} is an integer in [1, {most}]; got {value!r}.")
+            errors.integer(key, getattr(self, key), 1, most)
         for key, choices in _CHOICES.items():
-            if getattr(self, key) not in choices:
-                raise ValueError(
-                    f"{key} is one of {', '.join(choices)}; got {getattr(self, key)!r}."
-                )
+            errors.one_of(key, getattr(self, key), choices)
         if self.zeros != "excluded" and self.exponents != "coded":
             raise ValueError(
                 f"zeros {self.zeros!r} needs exponents 'coded'; got {self.exponents!r}."
@@ -121,8 +115,7 @@ class TensorCore:
 
     @property
     def compiled(self) -> bool:
-        """True if this is the model of G-10 with any width and bits, which is what the compiled
-        kernel supports."""
+        """Whether the compiled kernel supports it: G-10 with any width and bits."""
         return all(
             getattr(self, key) == getattr(TensorCore, key)
             for key in (*_CHOICES, "accumulator", "block_scales")
@@ -199,9 +192,7 @@ Plans of G-12 have none of them.
 
 
 def by_name(unit: str | TensorCore) -> TensorCore:
-    """The unit of that name, in UNITS or MODELED; a TensorCore is itself; ValueError for anything
-    else.
-    """
+    """The unit of a name, in UNITS or MODELED; a TensorCore is returned as it is."""
     return registry.lookup("unit is a TensorCore or", UNITS | MODELED, unit, TensorCore)
 
 
@@ -339,8 +330,7 @@ def chain(
 
 
 def exponents(values: np.ndarray, emin: int, zero: int = _NONE) -> np.ndarray:
-    """max(floor(log2|v|), emin) as int32; ``zero`` for a zero, by default a number below every sum
-    of two exponents."""
+    """max(floor(log2|v|), emin) as int32; ``zero`` for 0, by default below all sums."""
     return np.where(values == 0, zero, np.maximum(np.frexp(values)[1] - 1, emin)).astype(np.int32)
 
 
@@ -352,8 +342,7 @@ def _product_exponents(
     fmt_b: Format,
     unit: TensorCore,
 ) -> np.ndarray:
-    """The exponent of each product, [..., M, N, w]; a number below all others where a product takes
-    no part in the maximum."""
+    """The exponent of each product, [..., M, N, w]; below all others if it does not count."""
     if unit.exponents == "products":
         return exponents(products, _UNBOUNDED)
     return (
@@ -363,7 +352,7 @@ def _product_exponents(
 
 
 def _factor_exponents(values: np.ndarray, fmt: Format, unit: TensorCore) -> np.ndarray:
-    """The exponent of each factor, under the unit's rules for subnormals and zeros."""
+    """The exponent of each factor, by the unit's rules for subnormals and zeros."""
     emin = fmt.emin if unit.exponents == "coded" else _UNBOUNDED
     return exponents(
         values, emin, {"excluded": _NONE, "counted": emin, "least": _LEAST}[unit.zeros]
@@ -371,7 +360,7 @@ def _factor_exponents(values: np.ndarray, fmt: Format, unit: TensorCore) -> np.n
 
 
 def _kernel_exponents(values: np.ndarray, fmt: Format, unit: TensorCore) -> np.ndarray:
-    """The same as the compiled kernel takes them."""
+    """``_factor_exponents`` for the compiled kernel."""
     return np.maximum(_factor_exponents(values, fmt, unit), modeled.NO_EXPONENT).astype(np.int16)
 
 

@@ -193,7 +193,7 @@ def step(
 
 @njit(nogil=True, inline="always", error_model="numpy")
 def _maximum(row, begin, end):
-    """The largest of row[begin:end], -infinity of none: as integers, whose maximum has lanes."""
+    """max(row[begin:end]), -infinity if empty; compared as integers, which numba vectorizes."""
     largest = i32(-0x7F800001)  # the key of -infinity
     for j in range(begin, end):
         bits = i32(as_bits(row[j]))
@@ -203,7 +203,7 @@ def _maximum(row, begin, end):
 
 @njit(nogil=True, inline="always", error_model="numpy")
 def _add(p, c, order, sums, lanes):
-    """Add a row's probabilities to its sums, which are multiplied by c first."""
+    """Multiply the sums of a row by c, then add its probabilities."""
     if order == QUAD:
         a0, a1, a2, a3 = f32(sums[0] * c), f32(sums[1] * c), f32(sums[2] * c), f32(sums[3] * c)
         for j in range(0, p.size, 8):

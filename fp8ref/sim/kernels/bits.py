@@ -58,9 +58,7 @@ def as_float64(typing_context, bits):
 
 @intrinsic
 def prefer_wide_vectors(typing_context):
-    """Let LLVM use vectors of 512 bits in this function where the processor has them; it prefers
-    256 on most.
-    """
+    """Let LLVM use vectors of 512 bits where the CPU has them; its default is 256."""
 
     def generate(context, builder, signature, arguments):
         # llvmlite's own add() knows names alone; attributes with a value are written as they are.

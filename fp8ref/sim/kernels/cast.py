@@ -72,8 +72,7 @@ def layout(fmt: Format, rounding: str, saturate: bool) -> Layout:
 
 @functools.lru_cache(maxsize=64)
 def encoder(fmt: Format, rounding: str, saturate: bool) -> Callable:
-    """encode(bits uint32 [n], out uint8 [n], start, seed): start is the flat index of bits[0]; both
-    matter to stochastic rounding only."""
+    """encode(bits uint32 [n], out uint8 [n], start, seed); start: flat index of bits[0]."""
     to = layout(fmt, rounding, saturate)
     if rounding == "stochastic":
         return Stochastic(to)
@@ -99,8 +98,7 @@ def encoder(fmt: Format, rounding: str, saturate: bool) -> Callable:
 
 @njit(inline="always")
 def nearest_even(bits, to):
-    """The code of a float32's bits: adding a number whose spacing is the format's makes the
-    processor round to it."""
+    """The code of a float32's bits; adding a number of the right spacing rounds it."""
     u = u32(bits & u32(0x7FFFFFFF))
     u = u if u < to.limit else to.limit  # numba compiles min and max as functions, and takes longer
     emin, exponent = u32(to.emin << u32(23)), u32(u & u32(0x7F800000))
@@ -121,8 +119,7 @@ def nearest_even(bits, to):
 
 @njit(inline="always")
 def by_shift(bits, to):
-    """The code of a float32's bits under another rounding: shift the significand, and look at the
-    bits that fall off."""
+    """The code under other roundings: shift the significand, inspect the lost bits."""
     u = min(u32(bits & u32(0x7FFFFFFF)), to.limit)
     sig = u32(u32(u & u32(0x7FFFFF)) | u32(0x800000)) if u > u32(0) else u32(0)
     # below that every shift is past sig's first bit
@@ -233,14 +230,12 @@ BLOCKS = 32
 
 
 def _halves(seed: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Each half of a seed with what a round adds to it."""
     return (seed & 0xFFFFFFFF, philox.WEYL[0]), (seed >> 32, philox.WEYL[1])
 
 
 @njit(inline="always")
 def _fixed_point(u, to):
-    """(|x| in units of its spacing as a 16.16 fixed-point number, E - emin). Far below emin those
-    bits are all zero."""
+    """(|x| in units of its spacing as 16.16 fixed point, E - emin); all zero far below emin."""
     e, least = shift_right(u, u32(23)), u32(to.emin - u32(24))
     e = e if e > least else least
     top = e if e > to.emin else to.emin

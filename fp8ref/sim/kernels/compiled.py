@@ -35,8 +35,7 @@ def sources() -> str:
 
 
 def compiled(function: Callable) -> Callable:
-    """Compile function at its first call for arguments of some types, and keep it on disk if a
-    folder for it can be written."""
+    """Compile at the first call for argument types, and keep it on disk if possible."""
     # Without the wrapper for C a kernel of a few loops compiles in three quarters of the time.
     kernel = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function)
     # numba found no such folder: every process compiles for itself
@@ -70,7 +69,7 @@ def worth(kernel: Any, work: int, budget: int) -> bool:
 
 
 class _Cache(FunctionCache):
-    """numba's cache of a function, with a file for each kernel."""
+    """numba's cache of a function, one file per kernel."""
 
     def __init__(self, function: Callable) -> None:
         super().__init__(function)
@@ -83,8 +82,7 @@ class _Cache(FunctionCache):
 
 
 class _Files(IndexDataCacheFile):
-    """Kernels of a function: a file's name has the sum of the sources, and that of numba's version
-    and of the key, which is the types, the processor, the bytecode and the closure."""
+    """Kernel files; names hash the sources, numba's version and key (types, CPU, bytecode)."""
 
     def save(self, key, data) -> None:
         """Keep a kernel, and remove those of other sources.

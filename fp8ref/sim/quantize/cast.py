@@ -177,8 +177,7 @@ def decode(codes, fmt: Format) -> np.ndarray:
         check_subnormals()  # of 2^-127
     if fmt.bits == 4 and codes.size and codes.max() > 15:
         raise ValueError(
-            f"codes of {fmt} are one a byte, at most 15; got {codes.max()}. Unpack pairs with "
-            "packing.unpack."
+            f"codes of {fmt} are at most 15; got {codes.max()}. Unpack pairs with packing.unpack."
         )
     # no code is out of range, and this is the fastest mode
     return np.take(_table(fmt), codes, mode="wrap")
@@ -190,8 +189,7 @@ def codes_of(numbers: np.ndarray, fmt: Format) -> np.ndarray:
 
 
 def canonical_nans(codes: np.ndarray, fmt: Format) -> np.ndarray:
-    """codes with every NaN replaced by the one that encode emits (spec C-5); compare codes
-    through this. Raises as decode."""
+    """codes with NaNs as encode emits them, for comparisons (C-5). Raises as decode."""
     return np.where(np.isnan(decode(codes, fmt)), np.uint8(fmt.nan_code), codes)
 
 
@@ -257,7 +255,7 @@ def round_to_plain(
 
 
 def _check_wide(fmt: Format) -> None:
-    """ValueError unless float32 holds the values of a format that is not of 8 bits."""
+    """ValueError unless float32 holds the values of a wide format."""
     if (
         not fmt.signed
         or fmt.specials == "fnuz"
@@ -266,14 +264,12 @@ def _check_wide(fmt: Format) -> None:
         or fmt.max > FLOAT32.max
     ):
         raise ValueError(
-            "round_to gives float32 values: of signed formats with -0 within float32's range; "
-            f"got {fmt}. Use float32."
+            f"round_to gives float32: signed formats with -0 in its range; got {fmt}. Use float32."
         )
 
 
 def _nearest_even(x: np.ndarray, fmt: Format) -> np.ndarray:
-    """A faster ``round_to`` from float32 to float32, float16 or bfloat16: NumPy's own float16,
-    bfloat16 by integers."""
+    """Fast ``round_to`` from float32 to float32, float16 (NumPy's) or bfloat16 (with integers)."""
     if fmt.name == "float32":
         return x.copy()
     if fmt.name == "float16":
@@ -289,9 +285,7 @@ def _nearest_even(x: np.ndarray, fmt: Format) -> np.ndarray:
 
 
 def _is_tiny(x: np.ndarray) -> np.ndarray:
-    """Where a number is below 2^-126 and not zero, by its bits, which a thread without subnormals
-    reads too.
-    """
+    """Where 0 < |x| < 2^-126, from bits, which threads that flush subnormals read too."""
     if x.dtype.name not in _LEAST_NORMAL:
         return np.zeros((), bool)
     least = _LEAST_NORMAL[x.dtype.name]
@@ -317,10 +311,8 @@ def check_subnormals(x: np.ndarray | None = None) -> None:
     """
     if _TINY * _HALF * _TWO != _TINY and (x is None or _is_tiny(x).any()):
         raise ValueError(
-            "the simulator computes with subnormal numbers, and this thread takes them for "
-            "zeros, as after torch.set_flush_denormal(True) or a library built with "
-            "-ffast-math. Call torch.set_flush_denormal(False) first, or simulate in a process "
-            "of its own."
+            "the simulator needs subnormal numbers; this thread flushes them to zero. Call "
+            "torch.set_flush_denormal(False), or use a process without -ffast-math libraries."
         )
 
 
@@ -329,16 +321,14 @@ def array(x) -> np.ndarray:
     where some elements of x are masked."""
     if isinstance(x, np.ma.MaskedArray) and np.any(x.mask):
         raise ValueError(
-            f"every element counts; got an array with {int(np.sum(x.mask))} masked ones. Use "
-            "x.filled(...), or x.data for all of them."
+            f"casts take no masked arrays; got {int(np.sum(x.mask))} masked. Use x.filled(...)."
         )
     try:
         return np.asarray(x)
     except (TypeError, RuntimeError) as error:
         raise ValueError(
             f"casts take an array that NumPy can read; got {type(x).__name__} "
-            f"({str(error).rstrip('.')}). From torch use x.detach().float().numpy(), which is "
-            "exact."
+            f"({str(error).rstrip('.')}). From torch use x.detach().float().numpy()."
         ) from error
 
 
@@ -362,8 +352,7 @@ def float32_bits(x: np.ndarray) -> np.ndarray:
 
 
 def _pieces(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """(flat index, flat contiguous part of x), in C order. Parts that need a copy are of limited
-    size, to bound the memory."""
+    """(flat index, contiguous piece of x) in C order; copied pieces are small."""
     if x.flags.c_contiguous:
         whole = x.reshape(-1)
         size = whole.size if x.dtype == np.float32 else _PIECE
@@ -384,18 +373,16 @@ def _check(x: np.ndarray, fmt: Format, rounding: str, seed: int | None, saturate
         raise ValueError(f"saturate is True or False; got {saturate!r}.")
     if fmt.bits not in _CODED:
         raise ValueError(
-            f"encode gives codes of formats of 8 or 4 bits; got {fmt}. Use round_to for wider "
-            "formats."
+            f"encode takes formats of 8 or 4 bits; got {fmt}. Use round_to for wider formats."
         )
     if not saturate and not fmt.has_nan:
         raise ValueError(
-            f"{fmt} has no infinity and no NaN, so that casts to it saturate (C-9); got "
-            "saturate=False. Leave it True."
+            f"{fmt} has no infinity or NaN, so casts saturate; got saturate=False. Use True (C-9)."
         )
     if fmt.signed is False and rounding in ("to_odd", "stochastic"):
         raise ValueError(
-            f"rounding {rounding!r} is not defined for {fmt} (C-7). Use 'nearest_even' or "
-            "'toward_zero'."
+            f"rounding {rounding!r} is not defined for {fmt}. Use 'nearest_even' or 'toward_zero' "
+            "(C-7)."
         )
     _check_rounding(rounding, seed)
     if fmt == E8M0FNU:
@@ -409,13 +396,12 @@ def check_dtype(x: np.ndarray) -> None:
     # by name only.
     if x.dtype.name not in ("float64", "float32", "float16", "bfloat16"):
         raise ValueError(
-            f"casts take float64, float32, float16 or bfloat16; got {x.dtype}. Convert it to "
-            "one of these first."
+            f"casts take float64, float32, float16 or bfloat16; got {x.dtype}. Use .astype first."
         )
     if not x.dtype.isnative:
         raise ValueError(
-            f"casts take arrays in the machine's byte order; got {x.dtype.str!r}. Convert with "
-            ".astype(x.dtype.newbyteorder('='))."
+            f"casts take native byte order; got {x.dtype.str!r}. Use "
+            "x.astype(x.dtype.newbyteorder('='))."
         )
 
 
@@ -424,8 +410,8 @@ def _check_rounding(rounding: str, seed: int | None) -> None:
         raise ValueError(f"rounding is one of {', '.join(ROUNDINGS)}; got {rounding!r}.")
     if (seed is not None) != (rounding == "stochastic"):
         raise ValueError(
-            "stochastic rounding needs a seed, and other roundings take none; got "
-            f"rounding={rounding!r}, seed={seed}."
+            f"stochastic rounding needs a seed, others none; got rounding={rounding!r}, "
+            f"seed={seed}."
         )
     if seed is not None:
         check_seed(seed)
@@ -438,8 +424,7 @@ def check_shape(shape: object) -> None:
     ):
         text = f"an array of shape {shape.shape}" if isinstance(shape, np.ndarray) else repr(shape)
         raise ValueError(
-            "a shape is a tuple of integers that are not negative, such as () or (4, 128); got "
-            f"{text}."
+            f"a shape is a tuple of non-negative integers, such as () or (4, 128); got {text}."
         )
 
 
@@ -503,7 +488,7 @@ def magnitude_codes(n: np.ndarray, exponent: np.ndarray, fmt: Format) -> np.ndar
 
 @functools.lru_cache(maxsize=64)
 def _table(fmt: Format) -> np.ndarray:
-    """float32 [256] or [16]: the value of every code of a format of 8 or 4 bits."""
+    """The value of each code, float32 [256] or [16]."""
     code = np.arange(1 << fmt.bits)
     magnitude = code & ~fmt.sign_bit
     mantissa = magnitude & ((1 << fmt.mantissa_bits) - 1)

@@ -23,8 +23,8 @@ def pack(codes) -> np.ndarray:
     ):
         largest = f", the largest {codes.max()}" if codes.dtype == np.uint8 and codes.size else ""
         raise ValueError(
-            "pack takes uint8 codes up to 15, an even number along the last axis; got "
-            f"{codes.dtype} {codes.shape}{largest}."
+            f"pack takes uint8 codes up to 15, an even number in the last axis; got {codes.dtype} "
+            f"{codes.shape}{largest}."
         )
     return codes[..., ::2] | codes[..., 1::2] << np.uint8(4)
 

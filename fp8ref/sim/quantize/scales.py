@@ -48,8 +48,8 @@ def scales_from_amax(
     formats.check(fmt)
     if policy.two_level is not None:
         raise ValueError(
-            f"policy {policy.name!r} makes scales from a block's amax and the tensor's (S-22); "
-            "got one amax. Use two_level.scales_from_amaxes, or scaling.quantize."
+            f"policy {policy.name!r} needs amaxes of blocks and of the tensor; got one amax. Use "
+            "two_level.scales_from_amaxes or scaling.quantize (S-22)."
         )
     amax = magnitudes(amax, "amax")
     previous = _previous(previous, policy, amax.shape)
@@ -81,17 +81,15 @@ def scales_from_amax(
 
 
 def _previous(previous, policy: ScalePolicy, shape: tuple[int, ...]) -> np.ndarray:
-    """The previous scale of each amax, 1 by default."""
+    """The previous scale of each amax; 1 by default."""
     if previous is not None and not policy.keeps:
         raise ValueError(
-            f"policy {policy.name!r} never keeps a previous scale (S-11); got "
-            f"previous={previous}. Leave it out."
+            f"policy {policy.name!r} keeps no previous scale; got {previous}. Leave it out."
         )
     previous = magnitudes(np.float32(1) if previous is None else previous, "previous")
     if previous.shape not in ((), shape):
         raise ValueError(
-            f"previous has the shape of amax, {shape}, or (); got {previous.shape}. Keep a "
-            "scale for each amax."
+            f"previous has amax's shape, {shape}, or (); got {previous.shape}. Keep one per amax."
         )
     return np.broadcast_to(previous, shape)
 
@@ -137,8 +135,7 @@ def magnitudes(value, name: str) -> np.ndarray:
         )
     if np.any(value < 0):
         raise ValueError(
-            f"{name} is a magnitude, never negative; got {value[value < 0].flat[0]}. Take "
-            "np.abs first."
+            f"{name} is never negative; got {value[value < 0].flat[0]}. Use np.abs first."
         )
     return value
 
@@ -162,7 +159,7 @@ def round_to_power_of_two(scale: np.ndarray, *, by_log2: bool) -> np.ndarray:
 
 
 def _ratio(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.ndarray:
-    """The scale before any power of two. amax is float64, a float32 number or eps."""
+    """The scale before any power of two; amax is float64: a float32 number or eps."""
     limit = fmt.max * 2.0**-policy.margin
     if policy.ratio == "max*(1/amax)":
         return np.float32(limit) * (1 / amax).astype(np.float32)
@@ -181,7 +178,7 @@ def _scale_inv_ratio(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.n
 
 
 def _scale_inv(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.ndarray:
-    """A scale_inv that is not e8m0: float32 of amax's shape (S-17, S-20)."""
+    """scale_inv, unless e8m0: float32 of amax's shape (S-17, S-20)."""
     scale_inv = _scale_inv_ratio(amax, fmt, policy)
     # Rounded before the comparison, as in arrays of that dtype, and again after the factor.
     scale_inv = np.asarray(cast.round_to(scale_inv, policy.compute))
@@ -201,7 +198,7 @@ _LARGEST = {"float32_max": np.float32(FLOAT32.max), "bfloat16_max": np.float32(B
 
 
 def _overflow(scale: np.ndarray, policy: ScalePolicy) -> np.ndarray:
-    """An infinite scale, replaced by the largest number that the policy says."""
+    """The policy's largest scale in place of an infinite one."""
     return (
         scale
         if policy.overflow == "inf"
@@ -210,8 +207,7 @@ def _overflow(scale: np.ndarray, policy: ScalePolicy) -> np.ndarray:
 
 
 def _e8m0_scales(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
-    """scale_inv = 2^k, k in [-127, 127], or NaN; scale = 2^-k except where the policy's rule says
-    otherwise (S-14)."""
+    """scale_inv = 2^k, -127 <= k <= 127, or NaN; scale = 2^-k unless the rule differs (S-14)."""
     assert policy.e8m0 is not None
     if policy.e8m0.scale_of_nan == "as_infinite":
         amax = np.where(np.isnan(amax), np.float32(np.inf), amax)
@@ -239,7 +235,7 @@ def _e8m0_scales(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
 
 
 def _exponent(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.ndarray:
-    """log2 of the amax as an integer, by the policy's rule (S-14, S-20); anything for a NaN."""
+    """log2 of amax as an integer, with the policy's rule (S-14, S-20); arbitrary for NaN."""
     if policy.power_of_two == "exp2_log2":
         return np.floor(np.log2(amax.astype(np.float64)).astype(np.float32))
     # By the exponent field: that of a subnormal is 0, far below the clip all the same.

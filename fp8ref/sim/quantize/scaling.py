@@ -167,8 +167,8 @@ def quantize_with(
     value = _round_float32(tensor(x), policy.compute)
     if not isinstance(scales, Scales):
         raise ValueError(
-            "scales are a pair Scales(scale, scale_inv), as scales_from_amax gives; got "
-            f"{type(scales).__name__}."
+            f"scales are a Scales(scale, scale_inv); got {type(scales).__name__}. Use "
+            "scales_from_amax."
         )
     for name, scale in scales._asdict().items():
         magnitudes(scale, name)
@@ -210,8 +210,7 @@ def block_amax_plain(x: np.ndarray, blocks: Blocks) -> np.ndarray:
 
 
 def spread(scale: np.ndarray, shape: tuple[int, ...], blocks: Blocks) -> np.ndarray:
-    """Scales repeated over their blocks, the last of which may be shorter, so that they broadcast
-    against a tensor of this shape."""
+    """Scales repeated over their blocks, which may end short, to match a shape."""
     for axis, (n, size) in enumerate(zip(shape, blocks, strict=True)):
         if size is not None and size > 1:
             scale = np.repeat(scale, size, axis=axis)
@@ -314,41 +313,37 @@ def check_scales(q: Quantized, name: str = "operand") -> None:
         raise ValueError(f"{name} is a Quantized; got {type(q).__name__}. Use scaling.quantize.")
     if not isinstance(q.codes, np.ndarray) or q.codes.dtype != np.uint8:
         raise ValueError(
-            f"codes are a uint8 array; got {getattr(q.codes, 'dtype', type(q.codes).__name__)} "
-            f"in {name}. Use cast.encode."
+            f"codes are uint8; got {getattr(q.codes, 'dtype', type(q.codes).__name__)} in {name}. "
+            "Use cast.encode."
         )
     formats.check(q.fmt)
     dtype = getattr(q.scale_inv, "dtype", type(q.scale_inv).__name__)
     if dtype != np.float32:
         raise ValueError(
-            f"scales are float32 arrays; got {dtype} in {name}. Convert them with np.float32 or "
-            ".astype(np.float32)."
+            f"scales are float32 arrays; got {dtype} in {name}. Use .astype(np.float32)."
         )
     shape = granularities.scale_shape(q.granularity, q.codes.shape, q.axis, ragged=True)
     if q.scale_inv.shape != shape:
         raise ValueError(
             f"{q.granularity} scales of codes {q.codes.shape} have shape {shape}; got "
-            f"{q.scale_inv.shape} in {name}. Use scaling.quantize."
+            f"{q.scale_inv.shape} in {name}."
         )
     if np.any(q.scale_inv < 0):
         raise ValueError(
-            f"scales are not negative; got {np.min(q.scale_inv)} in {name}. Negate the codes' "
-            "signs instead."
+            f"scales are not negative; got {np.min(q.scale_inv)} in {name}. Negate codes instead."
         )
     if q.tensor_scale_inv is not None:
         scale = magnitudes(q.tensor_scale_inv, "tensor_scale_inv")
         if scale.shape != ():
-            raise ValueError(
-                f"a tensor has one tensor_scale_inv, of shape (); got {scale.shape} in {name}."
-            )
+            raise ValueError(f"tensor_scale_inv has shape (); got {scale.shape} in {name}.")
     nan = np.isnan(q.scale_inv)
     if nan.any() and q.fmt.has_nan:
         values = cast.decode(q.codes, q.fmt)
         under_nan = spread(nan, q.codes.shape, q.blocks)
         if np.any(under_nan & ~np.isnan(values) & (values != 0)):
             raise ValueError(
-                "a NaN scale applies only to codes that are NaN or zero (S-5, S-14); got "
-                f"other codes under a NaN scale in {name}. Find the source of the NaN."
+                f"a NaN scale needs codes that are NaN or zero; got others in {name}. Find the "
+                "source of the NaN (S-5, S-14)."
             )
 
 
@@ -359,8 +354,7 @@ def tensor(x) -> np.ndarray:
     cast.check_dtype(x)
     if x.dtype == np.float64:
         raise ValueError(
-            "quantize takes float32, float16 or bfloat16 (S-2); got float64. "
-            "Use x.astype(np.float32)."
+            "quantize takes float32, float16 or bfloat16; got float64. Use x.astype(np.float32)."
         )
     return x
 
@@ -370,13 +364,13 @@ def check_target(fmt: Format) -> None:
     formats.check(fmt)
     if fmt.bits > 8 or not fmt.signed:
         raise ValueError(
-            f"tensors are quantized to {', '.join(formats.QUANTIZED_FORMATS)}; got {fmt}. Use "
-            "cast.round_to or cast.encode."
+            f"quantize takes fmt {', '.join(formats.QUANTIZED_FORMATS)}; got {fmt}. Use "
+            "cast.encode."
         )
 
 
 def _round_float32(x: np.ndarray, fmt: Format) -> np.ndarray:
-    """x rounded to the dtype in which a policy divides; x itself where that is float32."""
+    """x rounded to the dtype in which a policy divides."""
     return x if fmt == FLOAT32 else cast.round_to(x, fmt)
 
 
@@ -389,7 +383,7 @@ def _encoder(fmt: Format, shape: tuple[int, ...], blocks: Blocks) -> Callable:
 
 
 def _compiled_amax(x: np.ndarray, blocks: Blocks) -> np.ndarray:
-    """``block_amax_plain`` by a kernel, for float32, float16 and bfloat16."""
+    """``block_amax_plain`` as a kernel, for float32, float16 and bfloat16."""
     g = grid_of(x.shape, blocks)
     kernel = _amax_kernel(x.shape, blocks)
     partial: list[np.ndarray] = []
@@ -408,8 +402,7 @@ def _compiled_amax(x: np.ndarray, blocks: Blocks) -> np.ndarray:
 
 
 def _compiled_encode(x: np.ndarray, scale: np.ndarray, fmt: Format, blocks: Blocks) -> np.ndarray:
-    """uint8 codes of RN32(f32(x) * scale), saturated, rounded to nearest even; scale float32 of
-    ``block_counts``, not checked."""
+    """uint8 codes of RN32(f32(x) * scale), saturated, to nearest even; scale is not checked."""
     g = grid_of(x.shape, blocks)
     codes = np.empty(x.shape, np.uint8)
     matrix = codes.reshape(g.rows, g.columns)
@@ -429,8 +422,7 @@ def _compiled_encode(x: np.ndarray, scale: np.ndarray, fmt: Format, blocks: Bloc
 def _in_pieces(
     x: np.ndarray, g: Grid, begin: int, end: int, work: Callable[[int, int, np.ndarray], None]
 ) -> None:
-    """work(first row, row after the last, float32 bits of these rows), over pieces of limited
-    memory."""
+    """work(begin row, end row, float32 bits of these rows), in pieces of limited memory."""
     matrix = x.reshape(g.rows, g.columns)
     step = max(1, _PIECE // g.columns)
     for a in range(begin, end, step):

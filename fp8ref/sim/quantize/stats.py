@@ -134,7 +134,6 @@ def sqnr_by_row(x, decoded) -> np.ndarray:
 
 
 def _measure(x: np.ndarray, q: Quantized) -> Iterator[tuple[str, np.ufunc, np.ndarray]]:
-    """The fields of Statistics, as ``reduce_groups`` takes them."""
     finite, scaled, decoded = np.isfinite(x), _scaled(x, q), cast.decode(q.codes, q.fmt)
     at_code = np.abs(decoded)
     yield "count", np.add, np.ones(x.shape, np.bool_)
@@ -159,18 +158,18 @@ def _measure(x: np.ndarray, q: Quantized) -> Iterator[tuple[str, np.ufunc, np.nd
 
 
 def _scaled(x: np.ndarray, q: Quantized) -> np.ndarray:
-    """The numbers that the cast rounded: RN32(x * scale), before the clip."""
+    """RN32(x * scale), before the clip."""
     return x * scaling.spread(q.scale, x.shape, q.blocks)
 
 
 def _spacing(scaled: np.ndarray, fmt: Format) -> np.ndarray:
-    """The format's spacing at these values, as if its exponent were unbounded above."""
+    """The format's spacing at these values, with an exponent unbounded above."""
     exponent = np.where(scaled == 0, fmt.emin, np.maximum(np.frexp(scaled)[1] - 1, fmt.emin))
     return np.ldexp(1.0, exponent - fmt.mantissa_bits)
 
 
 def _overflows(scaled: np.ndarray, fmt: Format) -> np.ndarray:
-    """Whether the values, rounded to nearest even with an exponent unbounded above, exceed max."""
+    """Whether values exceed max when rounded with an exponent unbounded above."""
     # A tie between max and the next number goes to the even one of their codes.
     magnitude, tie = np.abs(scaled), fmt.max + _spacing(np.asarray(fmt.max), fmt) / 2
     return magnitude >= tie if fmt.max_code % 2 else magnitude > tie
@@ -213,8 +212,7 @@ def exponents(
     highest = int(np.frexp(q.fmt.max)[1]) - 1 if highest is None else highest
     if lowest > highest:
         raise ValueError(
-            f"a histogram has at least one exponent; got lowest={lowest}, highest={highest}. "
-            "Swap them."
+            f"a histogram needs lowest <= highest; got lowest={lowest}, highest={highest}."
         )
     bins = range(highest - lowest + 3)
 
@@ -274,7 +272,7 @@ def error(out, reference) -> Error:
     out, reference = cast.exact(out), cast.exact(reference)
     if out.shape != reference.shape or not out.size:
         raise ValueError(
-            f"out and reference have one shape, not empty; got {out.shape} and {reference.shape}."
+            f"out and reference have one non-empty shape; got {out.shape} and {reference.shape}."
         )
     finite = np.isfinite(reference)
     same = (out == reference) | (np.isnan(out) & np.isnan(reference))
@@ -340,9 +338,7 @@ def reduce_groups(
 
 
 def _reduce(values: np.ndarray, combine: np.ufunc, groups: list[int | None]) -> np.ndarray:
-    """Reduce a slab, the last axis first; groups: the length of a group along each axis, or
-    None.
-    """
+    """Reduce a slab, last axis first; groups: the group length along each axis, or None."""
     for i in reversed(range(values.ndim)):
         dtype = np.int64 if values.dtype == np.bool_ else values.dtype
         size = groups[i]
@@ -365,18 +361,14 @@ def _check(x, q: Quantized) -> None:
     for scale in (q.scale_inv, q.scale):
         scaling.check_scales(q._replace(scale_inv=scale) if isinstance(q, Quantized) else q, "q")
     if q.fmt.name not in QUANTIZED_FORMATS:
-        raise ValueError(
-            f"statistics are of tensors in {', '.join(QUANTIZED_FORMATS)}; got {q.fmt}."
-        )
+        raise ValueError(f"statistics take codes of {', '.join(QUANTIZED_FORMATS)}; got {q.fmt}.")
     if x.dtype == np.float64:
         raise ValueError(
-            "statistics compare q with the tensor it came from, which was not float64. Round x "
-            "to float32 first."
+            "statistics take x as it was quantized, never float64. Use x.astype(np.float32)."
         )
     if x.shape != q.codes.shape:
         raise ValueError(
-            f"statistics take x and its own q; got x.shape={x.shape} and codes of shape "
-            f"{q.codes.shape}."
+            f"x and q have one shape; got x.shape={x.shape} and codes of shape {q.codes.shape}."
         )
     cast.exact(x.ravel()[:0])  # refuses dtypes that are not floating point
     granularities.scale_shape(q.granularity, x.shape, q.axis, ragged=True)  # refuses empty tensors

@@ -57,8 +57,8 @@ def scales_from_amaxes(
     rule = policy.two_level
     if rule is None or fmt != E2M1FN:
         raise ValueError(
-            f"two-level scales are of {E2M1FN}, by one of {', '.join(policies.FP4_POLICIES)}; "
-            f"got {fmt}, policy {policy.name!r}. Use scales.scales_from_amax for other policies."
+            f"two-level scales need {E2M1FN} and one of {', '.join(policies.FP4_POLICIES)}; got "
+            f"{fmt}, policy {policy.name!r}. Use scales.scales_from_amax."
         )
     amax, tensor = magnitudes(amax, "amax"), magnitudes(tensor_amax, "tensor_amax")
     if tensor.shape != ():
@@ -85,6 +85,6 @@ def scales_from_amaxes(
 
 
 def _block_scale(value: np.ndarray, rule: policies.TwoLevel) -> np.ndarray:
-    """value raised to the rule's smallest, and rounded to its format, saturating; float32."""
+    """value, at least the rule's smallest, rounded to its format, saturating; float32."""
     raised = np.maximum(value, np.float32(rule.smallest))  # a NaN stays
     return cast.round_to(raised, rule.block_fmt, saturate=True)

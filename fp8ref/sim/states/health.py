@@ -48,7 +48,7 @@ def numbers(
     named_layout, layout = layout, states.by_name(layout).of(size)
     if after.step != before.step + 1:
         raise ValueError(
-            f"health is of one step; got states after {before.step} and {after.step} steps."
+            f"health compares one step; got states after {before.step} and {after.step} steps."
         )
     at = states.scalars(after.step, learning_rate=0.0, b1=b1, b2=b2, eps=eps, weight_decay=0.0)
     both = (layout.m, layout.v)
@@ -88,7 +88,7 @@ def numbers(
 
 
 def _clipped(x: np.ndarray, stored: MomentState, moment: Moment) -> np.ndarray:
-    """Whether values are above what the scale of the stored codes reaches."""
+    """Whether values exceed the largest stored number."""
     if stored.scale_inv is None or moment.expansion:
         return np.zeros(x.shape, bool)
     limit = np.float32(health.clip_limit(moment)) * stored.scale_inv
@@ -96,8 +96,7 @@ def _clipped(x: np.ndarray, stored: MomentState, moment: Moment) -> np.ndarray:
 
 
 def _stalled(x: np.ndarray, stored: MomentState, moment: Moment) -> np.ndarray:
-    """Whether x, a stored moment one step without gradient later, is stored as it was, under the
-    same scale."""
+    """Whether a moment x, one step later and without a gradient, is stored unchanged."""
     codes = stored.codes.reshape(-1)
     not_zero = (codes & 0x7F != 0) if codes.dtype == np.uint8 else codes != 0
     if moment.rounding == "stochastic":

@@ -171,8 +171,7 @@ def change(ratio: np.ndarray | np.float32, p: np.ndarray, at: Scalars) -> np.nda
 def _predicted(
     stored, gradients: np.ndarray, moment: Moment, which: int, at: Scalars, layout: Layout
 ) -> np.ndarray:
-    """A bound of what will be stored, from the amax of what is stored and that of the gradients
-    (O-9): the same operations on magnitudes, which rounding keeps in order."""
+    """A bound of the new amax from the stored one and the gradients' (O-9)."""
     if moment.root:
         stored = stored * stored
     m, v = averages(gradients, stored, stored, at, layout)
@@ -230,7 +229,7 @@ def power(x: np.ndarray, exponent: np.ndarray) -> np.ndarray:
 
 
 def _root_of_power(y: np.ndarray, exponent: np.ndarray) -> np.ndarray:
-    """The inverse of ``power``, by roots and a product."""
+    """The inverse of ``power``, from roots and a product."""
     root = np.sqrt(y)
     return np.select([exponent == 4, exponent == 2, exponent == 1], [np.sqrt(root), root, y], y * y)
 
@@ -245,7 +244,7 @@ def round_codes(scaled: np.ndarray, moment: Moment, start: int, key: int | None)
 
 
 def _kept(codes: np.ndarray, x: np.ndarray, moment: Moment) -> np.ndarray:
-    """codes with the smallest one in place of the zeros of values that are not zero (O-8)."""
+    """codes, with the smallest code for non-zero values that rounded to 0 (O-8)."""
     if not moment.keep:
         return codes
     if codes.dtype == np.uint8:
@@ -262,8 +261,7 @@ def _values(codes: np.ndarray, moment: Moment) -> np.ndarray:
 def _group_max(
     pieces: list[tuple[int, np.ndarray]], size: int, moment: Moment, *, magnitudes: bool = True
 ) -> np.ndarray:
-    """float32 () or [blocks]: the largest magnitude of each group, a NaN over all (O-7); of each
-    piece first, then of the pieces, as ranks do it."""
+    """float32 () or [blocks]: the largest magnitude of each group; NaN wins (O-7)."""
     maxima = np.full(moment.groups(size), np.float32(0 if magnitudes else -np.inf))
     for start, x in pieces:
         value = np.abs(x) if magnitudes else x

@@ -128,7 +128,9 @@ def master(p, layout: str | Layout) -> MomentState:
     layout = _layout_of(layout, p.shape)
     _check_keeps_master(layout)
     if p.dtype != np.float32:
-        raise ValueError(f"weights are float32; got {p.dtype}. Widen them first.")
+        raise ValueError(
+            f"weights are float32; got {p.dtype}. Convert them with .astype(np.float32)."
+        )
     of = dataclasses.replace(layout.master, amax="exact", rounding="nearest_even")
     with np.errstate(all="ignore"):
         flat = np.ascontiguousarray(p).reshape(-1)
@@ -201,8 +203,7 @@ def step(
     edges = [0, *cuts, p.size]
     if sorted(set(edges)) != edges:
         raise ValueError(
-            f"cuts ascend strictly between 0 and {p.size}, the elements of the tensor; got "
-            f"{list(cuts)}."
+            f"cuts ascend strictly between 0 and {p.size}, the tensor's size; got {list(cuts)}."
         )
     number, flat_p, flat_g = state.step + 1, p.reshape(-1), g.reshape(-1)
     at, pieces, after = optimizer.scalars(number), [], []
@@ -227,7 +228,7 @@ def step(
 
 
 def _weight_and_gradient(p, g, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-    """The float32 weight, read from its master if one is kept, and its gradient in float32."""
+    """The float32 weight, read from its master if it has one, and its float32 gradient."""
     is_master = isinstance(p, MomentState)
     if layout.keeps_master != is_master:
         raise ValueError(
@@ -240,8 +241,7 @@ def _weight_and_gradient(p, g, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
         raise ValueError(f"weights are float32; got {p.dtype}. Keep float32 masters.")
     if g.shape != p.shape or g.dtype.name not in ("float32", "float16", "bfloat16"):
         raise ValueError(
-            f"a gradient is float32, float16 or bfloat16 of its weight's shape, {p.shape}; got "
-            f"{g.dtype} {g.shape}."
+            f"a gradient is float32, float16 or bfloat16 {p.shape}; got {g.dtype} {g.shape}."
         )
     return p, cast.exact(np.asarray(g, order="C")).astype(np.float32)
 
@@ -264,7 +264,7 @@ def _weight(p: np.ndarray, m: np.ndarray, v: np.ndarray, at: Scalars, layout: La
 def _read_both(
     state: State, layout: Layout, start: int, stop: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """m and v of the elements from start to stop, flat."""
+    """m and v of elements start to stop, flat."""
     both = ((state.m, layout.m), (state.v, layout.v))
     m, v = (
         moments.read(stored, moment, stored.codes.reshape(-1)[start:stop], start, layout)
@@ -274,7 +274,7 @@ def _read_both(
 
 
 def _key(seed: int, step: int, stream: int, *, for_master: bool = False) -> int:
-    """The seed of one moment of one tensor at one step (O-8), or of its master (O-15)."""
+    """The seed of one moment of a tensor at one step (O-8), or of its master (O-15)."""
     words = [int(word) for word in philox.words(np.array([step], np.uint64), stream, seed)[0]]
     low, high = words[2:] if for_master else words[:2]
     return low | high << 32
@@ -287,20 +287,16 @@ def _check_integer(name: str, value: int, bits: int) -> None:
 
 
 def _layout_of(layout: str | Layout, shape: tuple[int, ...]) -> Layout:
-    """The layout of a tensor of that shape."""
     size = int(np.prod(shape, dtype=np.int64))
     if size == 0:
         raise ValueError(
-            f"states are of tensors with at least one element; got shape {shape}. Leave the "
-            "tensor out."
+            f"states need tensors with at least one element; got shape {shape}. Leave it out."
         )
     return states.by_name(layout).of(size)
 
 
 def _check_state(state: State, layout: str | Layout, shape: tuple[int, ...]) -> Layout:
-    """The layout of a tensor of that shape; ValueError unless a state is one of this layout and
-    shape.
-    """
+    """The layout, if a state is of this layout and shape."""
     if not isinstance(state, State):
         raise ValueError(f"a state is a states.State; got {type(state).__name__}. Use states.init.")
     own = _layout_of(layout, shape)
@@ -322,14 +318,13 @@ def _check_stored(
         if described[0] != described[1]:
             raise ValueError(
                 f"a state of layout {layout.name!r} and shape {shape} has {field} of {name} = "
-                f"{described[1]}; got {described[0]}. States of another layout, or of another "
-                "tensor, are not converted: use states.init."
+                f"{described[1]}; got {described[0]}. States of another layout are not converted: "
+                "use states.init."
             )
 
 
 def _check_keeps_master(layout: Layout) -> None:
     if not layout.keeps_master:
         raise ValueError(
-            f"the masters of layout {layout.name!r} are the float32 weights themselves; got it "
-            "for masters. Use the weights."
+            f"the masters of layout {layout.name!r} are the float32 weights. Use the weights."
         )

@@ -8,6 +8,7 @@ from typing import Any, Self, get_args
 
 import numpy as np
 
+from fp8ref.shared import errors
 from fp8ref.spec.attention import variants
 from fp8ref.spec.attention.variants import ARITHMETIC, FULL, Arithmetic, Layout, Mask, Variant
 
@@ -59,15 +60,11 @@ class Call:
             object.__setattr__(self, "variant", variants.by_name(self.variant))
         if not isinstance(self.mask, Mask):
             raise ValueError(
-                "mask is a Mask of fp8ref.spec.attention.variants; got "
-                f"{self.mask!r}. Use Mask(causal=True), a window, or documents, which separate "
-                "the sequences of a row."
+                f"mask is a Mask of fp8ref.spec.attention.variants; got {self.mask!r}. Use "
+                "Mask(causal=True), a window, or documents."
             )
         for name, choices in (("arithmetic", ARITHMETIC), ("layout", get_args(Layout))):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name} is one of {', '.join(choices)}; got {getattr(self, name)!r}."
-                )
+            errors.one_of(name, getattr(self, name), choices)
         self._check_numbers()
         self._check_kept()
 
@@ -76,8 +73,8 @@ class Call:
             # an array's gradient would be lost
             if value is not None and not isinstance(value, Real):
                 raise ValueError(
-                    f"the {name} is a number; got {type(value).__name__}. Pass a float; "
-                    "multiply q by a scale that is learned."
+                    f"the {name} is a number; got {type(value).__name__}. Pass a float; multiply q "
+                    "by a learned scale."
                 )
         if self.scale is not None and not (
             np.isfinite(_float32(self.scale)) and _float32(self.scale) > 0
@@ -85,12 +82,9 @@ class Call:
             raise ValueError(f"the softmax scale is positive and finite; got {self.scale!r}.")
         if self.seed and not self.variant.rotated:
             raise ValueError(
-                f"a seed makes the signs of a rotation; variant {self.variant.name!r} has none, "
-                f"got seed={self.seed!r}. Leave it out."
+                f"variant {self.variant.name!r} has no rotation; got seed={self.seed!r}. Drop it."
             )
-        is_int = isinstance(self.seed, int) and not isinstance(self.seed, bool)
-        if not is_int or not 0 <= self.seed < 1 << 64:
-            raise ValueError(f"a seed is an integer in [0, 2^64); got {self.seed!r}.")
+        errors.seed(self.seed)
 
     def _check_kept(self) -> None:
         name = self.variant.name
@@ -100,7 +94,7 @@ class Call:
             )
         if self.keep_s and self.variant.real:
             raise ValueError(
-                f"keep_s keeps scores in float32; variant {name!r} has real numbers. Leave it out."
+                f"keep_s keeps float32 scores; variant {name!r} has real numbers. Leave it out."
             )
 
     @classmethod
@@ -115,15 +109,13 @@ class Call:
             return cls(variant=variants.by_name(variant), mask=FULL if mask is None else mask)
         if mask is not None:
             raise ValueError(
-                f"a Call has its mask; got {mask!r} beside it. Put it in the Call: "
-                "dataclasses.replace(call, mask=mask)."
+                f"a Call has its mask; got {mask!r} too. Use dataclasses.replace(call, mask=mask)."
             )
         if isinstance(variant, cls) and type(variant) is cls:
             return variant
         if type(variant) is not Call:
             raise ValueError(
-                f"variant is a {cls.__name__} here; got a {type(variant).__name__}, which another "
-                "backend takes. Pass a Call of fp8ref.spec.attention.call."
+                f"variant is a {cls.__name__} here; got a {type(variant).__name__}. Pass a Call."
             )
         return cls(
             **{field.name: getattr(variant, field.name) for field in dataclasses.fields(Call)}
@@ -133,8 +125,7 @@ class Call:
         """ValueError of a call whose function gives the output alone."""
         if self.keep_p or self.keep_s or self.keep_ds:
             raise ValueError(
-                "apply gives the output alone; got a Call that keeps matrices. Leave keep_p, "
-                "keep_s and keep_ds out, or use forward and backward."
+                "apply returns o alone; got keep_p, keep_s or keep_ds. Use forward and backward."
             )
 
     def check_features(self, features: int) -> None:
@@ -150,9 +141,8 @@ class Call:
             factors = scale / cap, np.float32(float(cap) * math.log2(math.e))
         if not all(np.isfinite(x) and x >= np.finfo(np.float32).tiny for x in factors):
             raise ValueError(
-                "a softcap is positive, with normal float32 numbers scale / cap and cap log2(e) "
-                f"(A-22); got {self.softcap!r} with the softmax scale {float(scale)!r}. Use None "
-                "for no cap."
+                "a softcap is positive, with normal float32 numbers scale / cap and cap log2(e); "
+                f"got {self.softcap!r}, softmax scale {float(scale)!r}. Use None for no cap (A-22)."
             )
 
     def offset(self, queries: int, keys: int) -> int:
@@ -188,6 +178,6 @@ class Call:
 
 
 def _float32(number: float) -> np.float32:
-    """The number rounded to float32; infinity above its range."""
+    """number rounded to float32; infinity above its range."""
     with np.errstate(over="ignore"):
         return np.float32(number)

@@ -48,8 +48,7 @@ def casts(
     formats = roles(variant)
     if not formats:
         raise ValueError(
-            f"delayed scaling keeps one scale of a tensor; variant {variant.name!r} has scales "
-            f"of {variant.granularity or 'no tensor'}. Use 'cudnn', or scales of the tensors "
-            "themselves."
+            f"delayed scaling keeps one scale of a tensor; variant {variant.name!r} has scales of "
+            f"{variant.granularity or 'no tensor'}. Use 'cudnn', or dynamic scaling."
         )
     return {role: (fmt, config) for role, fmt in formats.items()}

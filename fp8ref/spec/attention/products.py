@@ -81,9 +81,7 @@ class AttentionOperand(NamedTuple):
 
     @property
     def counted(self) -> bool:
-        """Whether it exists a tile at a time, so that its amax and counts are all that is
-        recorded.
-        """
+        """Whether it exists one tile at a time, so that only amax and counts are recorded."""
         return (self.product, self.role) in COUNTED
 
 
@@ -103,10 +101,7 @@ def along_tokens(product: Product, role: Role) -> bool:
 
 
 def first_use(product: Product, role: Role, variant: Variant) -> tuple[Product, Role]:
-    """The product that first has these codes and scales of a role.
-
-    Blocks along another axis are other codes.
-    """
+    """The product that first uses a role's codes and scales; other blocks, other codes."""
     blocks = variant.granularity == "mx_1x32"
     if (product, role) in COUNTED:
         return product, role
@@ -118,16 +113,12 @@ def first_use(product: Product, role: Role, variant: Variant) -> tuple[Product, 
 
 
 def products(variant: Variant) -> tuple[Product, ...]:
-    """The products of a step in the variant's format: without a backward pass, or with one in
-    bfloat16 (A-25), two.
-    """
+    """The products of a step in FP8: two without a backward pass, or with one in bf16."""
     return PRODUCTS if variant.backward in ("exact", "cast") else PRODUCTS[:2]
 
 
 def planned(layers: list[str], variant: Variant | None) -> list[AttentionOperand]:
-    """Every operand that a run records of attention by a variant in these layers, in order; []
-    unless it is in FP8.
-    """
+    """Every operand that a run records of these layers, in order; [] without FP8."""
     if variant is None or variant.fmt.bits != 8:
         return []
     rows = [row for row in RECORDED if row[0] in products(variant)]

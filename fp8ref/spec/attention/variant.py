@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from fp8ref import policy as policies
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT32, Format
+from fp8ref.shared import errors
 from fp8ref.spec.granularity import Blocks
 
 Granularity = Literal["tensor", "head", "rows_128", "mx_1x32"]
@@ -93,7 +94,7 @@ def blocks(
         return 1, 1, MX, 1
     if shape[3] % MX:
         raise ValueError(
-            f"mx_1x32 needs features divisible by {MX}; got {shape[3]}. Pad them with zeros."
+            f"mx_1x32 needs features divisible by {MX}; got {shape[3]}. Pad with zeros."
         )
     return 1, 1, 1, MX
 
@@ -124,8 +125,7 @@ class Mask:
     alignment: Literal["end", "start"] = "end"
 
     def __post_init__(self) -> None:
-        if self.alignment not in ("end", "start"):
-            raise ValueError(f"alignment is 'end' or 'start'; got {self.alignment!r}.")
+        errors.one_of("alignment", self.alignment, ("end", "start"))
         if not isinstance(self.causal, bool):
             raise ValueError(f"causal is True or False; got {self.causal!r}.")
         if self.window is not None and not (
@@ -134,8 +134,7 @@ class Mask:
             and all(side is None or _is_int(side, 0) for side in self.window)
         ):
             raise ValueError(
-                "window is a pair (left, right) of integers of at least 0, or None for an open "
-                f"side; got {self.window!r}."
+                f"window is (left, right), non-negative integers or None; got {self.window!r}."
             )
 
     @property
@@ -224,24 +223,18 @@ class Variant:
             ("out", OUT_FORMATS),
             ("backward", ("exact", "cast", "bf16", None)),
         ):
-            if getattr(self, key) not in choices:
-                raise ValueError(
-                    f"{key} is one of {', '.join(map(str, choices))}; got {getattr(self, key)!r}."
-                )
+            errors.one_of(key, getattr(self, key), choices)
         policies.by_name(self.policy)
         self._check_numbers()
         self._check_operands()
         self._check_orders()
 
     def _check_numbers(self) -> None:
-        if not _is_int(self.offset, 0) or self.offset > 16:
-            raise ValueError(f"offset is an integer in [0, 16]; got {self.offset!r}.")
+        errors.integer("offset", self.offset, 0, 16)
         if not 0 <= self.threshold <= 16:
             raise ValueError(f"threshold is in [0, 16]; got {self.threshold!r}.")
-        if self.promotion is not None and not _is_int(self.promotion, 1):
-            raise ValueError(
-                f"promotion is a number of tiles, or None for one chain; got {self.promotion!r}."
-            )
+        if self.promotion is not None:
+            errors.integer("promotion", self.promotion, 1)
         if self.p_scale != "state" and not (
             isinstance(self.p_scale, float) and 0 < self.p_scale < math.inf
         ):
@@ -257,12 +250,10 @@ class Variant:
             raise ValueError(f"a tile has a multiple of 16 keys; got {self.tiles}.")
         if self.plan == "exact" and self.promotion != 1:
             raise ValueError(
-                "an exact sum has no accumulator to go on from: plan 'exact' needs promotion=1; "
-                f"got {self.promotion!r}."
+                f"plan 'exact' needs promotion=1: it keeps no accumulator; got {self.promotion!r}."
             )
 
     def _check_operands(self) -> None:
-        """Formats, granularities and the backward pass."""
         if (self.fmt.bits == 8) != (self.granularity is not None):
             raise ValueError(
                 f"FP8 operands have a granularity, others none; got {self.granularity!r} with "
@@ -275,24 +266,22 @@ class Variant:
             )
         if self.fmt.bits != 8 and self.plan not in ("f32",) and not self.real:
             raise ValueError(
-                f"tensor cores and exact sums take FP8 (G-12); operands in {self.fmt} need "
-                f"plan='f32'; got {self.plan!r}."
+                f"operands in {self.fmt} need plan='f32', as tensor cores and exact sums take FP8; "
+                f"got {self.plan!r} (G-12)."
             )
         if self.gradient_fmt is not None and (
             self.backward != "cast" or self.fmt.bits != 8 or self.gradient_fmt not in (E4M3FN, E5M2)
         ):
             raise ValueError(
-                "gradient_fmt is an FP8 format, of a variant with backward='cast' in FP8; got "
-                f"{self.gradient_fmt}. Leave it out."
+                f"gradient_fmt needs FP8, backward='cast'; got {self.gradient_fmt}. Leave it out."
             )
         if self.backward == "bf16" and self.fmt.bits != 8:
             raise ValueError(
-                f"backward 'bf16' is of a forward pass in FP8; got {self.fmt}. Use 'cast'."
+                f"backward 'bf16' needs a forward pass in FP8; got {self.fmt}. Use 'cast'."
             )
         if self.backward == "cast" and (self.granularity == "rows_128" or self.rotated):
             raise ValueError(
-                "a backward pass has no scales of rows, and no rotation; got "
-                f"{self.granularity!r}. Use backward=None."
+                f"a backward pass has no row scales or rotation; got {self.granularity!r}."
             )
         mx = (self.out.bits == 8, self.plan, self.factors, self.scores, self.base)
         if (
@@ -301,36 +290,32 @@ class Variant:
             and mx != (False, "exact", ("scale",), "scaled", "e")
         ):
             raise ValueError(
-                "the MX backward pass has exact sums, base 'e', the factor 'scale' alone, and o "
-                f"in high precision (A-16); got {self.plan!r}, {self.base!r}, {self.factors} "
-                f"and {self.out}. Use backward=None."
+                "the MX backward pass needs exact sums, base 'e', factor 'scale' alone, o in high "
+                f"precision; got {self.plan!r}, {self.base!r}, {self.factors}, {self.out} (A-16)."
             )
         if self.backward == "cast" and self.scores == "scaled" and self.base == "2":
             raise ValueError(
-                "a backward pass with scaled scores has base 'e' (A-15); got '2'. Use "
-                "backward=None."
+                "scaled scores need base 'e' in a backward pass; got '2'. Use backward=None (A-15)."
             )
 
     def _check_orders(self) -> None:
-        """Scores, tiles and where scales are applied."""
         if self.scores == "raw" and (
             self.base != "2" or self.granularity not in ("tensor", "head", None)
         ):
             raise ValueError(
-                "raw scores have one factor for a row, in a power of two: base '2', granularity "
-                f"'tensor' or 'head'; got {self.base!r}, {self.granularity!r}. Use "
-                "scores='scaled'."
+                f"raw scores need base '2' and granularity 'tensor' or 'head'; got {self.base!r}, "
+                f"{self.granularity!r}. Use scores='scaled'."
             )
         if self.scores == "scaled" and self.bias != "fused":
             raise ValueError("scaled scores have no bias to round. Leave bias out.")
         if self.base == "e" and self.offset:
             raise ValueError(
-                f"an offset is a power of two: it needs base '2'; got offset={self.offset}."
+                f"an offset needs base '2', as it is a power of two; got offset={self.offset}."
             )
         if self.granularity in ("rows_128", "mx_1x32") and self.out_scales != "tile":
             raise ValueError(
-                "scales of v that differ from tile to tile need out_scales='tile'; got "
-                f"{self.granularity!r}, {self.out_scales!r}."
+                f"tile scales of v need out_scales='tile'; got {self.granularity!r}, "
+                f"{self.out_scales!r}."
             )
         if self.granularity in ("rows_128", "mx_1x32") and any(
             {t.full, t.causal, t.local} != {128} for t in self.tiles
@@ -338,8 +323,7 @@ class Variant:
             raise ValueError(f"scales of blocks need tiles of 128 keys; got {self.tiles}.")
         if self.out_scales == "tile" and self.promotion != 1:
             raise ValueError(
-                "a chain over several tiles has no scales inside: out_scales='tile' needs "
-                f"promotion=1; got {self.promotion!r}."
+                f"out_scales='tile' needs promotion=1, one chain a tile; got {self.promotion!r}."
             )
 
     def tile(self, features: int, mask: Mask) -> int:
@@ -351,19 +335,16 @@ class Variant:
             if features <= tiles.features:
                 return int(getattr(tiles, mask.kind))
         raise ValueError(
-            f"variant {self.name!r} takes heads of at most {self.tiles[-1].features} features; "
-            f"got {features}."
+            f"{self.name!r} takes at most {self.tiles[-1].features} features; got {features}."
         )
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The tensors that may have scales: without casts of gradients, those of the forward
-        pass.
-        """
+        """The tensors that may have scales; without FP8 gradients, the forward pass's."""
         return ROLES if self.backward in (None, "bf16") else (*ROLES, *GRADIENT_ROLES)
 
     def scaled(self, roles: tuple[str, ...]) -> list[str]:
-        """Those of these roles that have a scale of their own, which may be given (A-12)."""
+        """The roles with a scale of their own, which a caller may pass (A-12)."""
         if self.granularity in (None, "mx_1x32"):
             return []
         given_only = {"s": self.p_scale == "state", "ds": self.p_scale == "state"}
@@ -377,8 +358,7 @@ class Variant:
 
     @property
     def output_scaling(self) -> tuple[Granularity | None, str]:
-        """(granularity, policy) of an output or a gradient: one scale, or none in high
-        precision."""
+        """(granularity, policy) of an output or a gradient: one scale, or none in hp."""
         policy = "te_current" if self.granularity == "mx_1x32" else self.policy
         return "tensor" if self.out.bits == 8 else None, policy
 

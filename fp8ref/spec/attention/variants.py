@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from fp8ref.formats import BFLOAT16, E4M3FN, FLOAT32
-from fp8ref.shared import registry
+from fp8ref.shared import errors, registry
 from fp8ref.spec.attention.variant import ARITHMETIC as ARITHMETIC
 from fp8ref.spec.attention.variant import FULL as FULL
 from fp8ref.spec.attention.variant import GRADIENT_ROLES as GRADIENT_ROLES
@@ -181,16 +181,15 @@ def heads_first(layout: Layout, q: Any, k: Any, v: Any, *others: Any) -> tuple:
 
     Raises:   ValueError: an unknown layout; shapes of q, k and v that only the other layout has.
     """
-    if layout not in get_args(Layout):
-        raise ValueError(f"layout is one of {', '.join(get_args(Layout))}; got {layout!r}.")
+    errors.one_of("layout", layout, get_args(Layout))
     shapes = [tuple(getattr(x, "shape", ())) for x in (q, k, v)]
     heads = 1 if layout == "bhtd" else 2
     if not _fits(shapes, heads) and _fits(shapes, 3 - heads):
         other = "bthd" if layout == "bhtd" else "bhtd"
         raise ValueError(
-            f"layout {layout!r} has heads on axis {heads} and tokens on axis {3 - heads}, and "
-            f"the heads of k divide those of q; got q {shapes[0]}, k {shapes[1]}, which are of "
-            f"layout {other!r}. Pass layout={other!r}."
+            f"layout {layout!r} has heads on axis {heads}, tokens on axis {3 - heads}, and the "
+            f"heads of k divide those of q; got q {shapes[0]}, k {shapes[1]}, which are of layout "
+            f"{other!r}. Pass layout={other!r}."
         )
     return tuple(in_layout(layout, x) for x in (q, k, v, *others))
 
@@ -201,7 +200,7 @@ def in_layout(layout: Layout, x: Any) -> Any:
 
 
 def _fits(shapes: Sequence[tuple[int, ...]], heads: int) -> bool:
-    """Whether q, k and v may have heads on this axis."""
+    """Whether q, k and v can have heads on this axis."""
     q_shape, k_shape, v_shape = shapes
     if not len(q_shape) == len(k_shape) == len(v_shape) == 4 or 0 in k_shape:
         return False
@@ -217,8 +216,8 @@ def check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> 
     """ValueError, with the remedy, for shapes [B, heads, T, D] that do not belong together."""
     if k[:3] == v[:3] and k[3] == q[3] > v[3]:  # as in multi-head latent attention
         raise ValueError(
-            f"attention takes v with as many features as q and k; got {q[3]} of q and k, {v[3]} "
-            f"of v. Pad v with zeros to {q[3]} features, and cut the output: o[..., :{v[3]}]."
+            f"v has as many features as q and k; got {q[3]} of q and k, {v[3]} of v. Pad v with "
+            f"zeros to {q[3]} features, and cut the output: o[..., :{v[3]}]."
         )
     if not _fits((q, k, v), 1):
         raise ValueError(
@@ -235,8 +234,8 @@ def check_scales(
     for role in by_role:
         if role not in scaled:
             raise ValueError(
-                f"variant {variant.name!r} takes scales for {', '.join(scaled) or 'no role'}; "
-                f"got {role!r}. Leave it out."
+                f"variant {variant.name!r} takes scales for {', '.join(scaled) or 'no role'}; got "
+                f"{role!r}. Leave it out."
             )
     return by_role
 
@@ -255,6 +254,6 @@ def check_result(variant: Variant, tensors: Mapping[str, Any]) -> None:
     ):
         roles = ", ".join(sorted(tensors, key="qkvo".find)) or "no role"
         raise ValueError(
-            f"result is what forward gave by the same variant, {variant.name!r}; got another's, "
-            f"with tensors of {roles}. Call forward by the variant of the backward pass."
+            f"result is of forward by variant {variant.name!r}; got another's, with tensors of "
+            f"{roles}."
         )

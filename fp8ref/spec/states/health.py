@@ -65,8 +65,7 @@ class Health:
 
 
 def clip_limit(moment: Moment) -> float:
-    """The magnitude, in units of scale_inv, above which a value is clipped: max and half a spacing
-    (O-12)."""
+    """The magnitude in units of scale_inv above which a value is clipped (O-12)."""
     return moment.fmt.max + 2.0 ** (math.frexp(moment.fmt.max)[1] - 2 - moment.fmt.mantissa_bits)
 
 
@@ -113,8 +112,7 @@ def recorded(names: Sequence[str], numbers: np.ndarray, layout: Layout) -> dict[
 
 
 def columns(states: Mapping[str, dict]) -> dict[str, float]:
-    """What metrics.jsonl has of a record: counts as fractions of all elements, and the figures that
-    are finite (Q-12)."""
+    """The columns of metrics.jsonl: counts as fractions, and finite figures (Q-12)."""
     if not states:
         return {}
     whole = states[""]

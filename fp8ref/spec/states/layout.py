@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32, Format
+from fp8ref.shared import errors
 
 Scaling = Literal["multiply", "reciprocal", "divide", "power_of_two"]
 """How an amax makes the scale of a moment, and how the scale is applied (O-7).
@@ -62,11 +63,7 @@ class Moment:
     expansion: bool = False
 
     def __post_init__(self) -> None:
-        if self.fmt not in MOMENT_FORMATS:
-            raise ValueError(
-                f"a moment's fmt is one of {', '.join(f.name for f in MOMENT_FORMATS)}; got "
-                f"{self.fmt!r}."
-            )
+        errors.one_of("a moment's fmt", self.fmt, MOMENT_FORMATS)
         self._one_of("scaling", (*get_args(Scaling), None))
         self._one_of("block", (*BLOCKS, None))
         self._one_of("amax", get_args(Amax))
@@ -75,8 +72,7 @@ class Moment:
             self._one_of(key, (True, False))
         if not 2.0**-100 <= self.floor < 1:
             raise ValueError(
-                "floor is in [2^-100, 1), so that scales are normal float32 numbers; got "
-                f"{self.floor!r}."
+                f"floor is in [2^-100, 1), so that scales are normal float32; got {self.floor!r}."
             )
         if self.fmt.bits == 8 and self.scaling is None:
             raise ValueError(
@@ -84,13 +80,11 @@ class Moment:
             )
         if self.fmt == FLOAT16 and self.scaling not in (None, "power_of_two"):
             raise ValueError(
-                f"float16 takes no scale or a power of two; got scaling={self.scaling!r}. Use "
-                "scaling='power_of_two'."
+                f"float16 takes no scale or scaling='power_of_two'; got scaling={self.scaling!r}."
             )
         if self.fmt in (BFLOAT16, FLOAT32) and self.scaling is not None:
             raise ValueError(
-                f"{self.fmt} has float32's range and takes no scale; got "
-                f"scaling={self.scaling!r}. Leave scaling out."
+                f"{self.fmt} needs no scale; got scaling={self.scaling!r}. Leave scaling out."
             )
         if self.scaling is None:
             self._unused(("block", "amax", "floor"), "a moment without a scale")
@@ -102,8 +96,8 @@ class Moment:
             self.block is None or self.scaling != "divide" or self.fmt != E4M3FN
         ):
             raise ValueError(
-                "an expansion needs fmt e4m3fn, a block and scaling='divide' (O-10); got "
-                f"{self.fmt}, block={self.block}, scaling={self.scaling!r}."
+                f"an expansion needs e4m3fn, a block and scaling='divide'; got {self.fmt}, "
+                f"block={self.block}, scaling={self.scaling!r} (O-10)."
             )
         if self.expansion:
             self._unused(("amax", "root"), "a moment with an expansion")
@@ -128,8 +122,7 @@ class Moment:
         return 0 if self.scaling is None else 1 if self.block is None else -(-size // self.block)
 
     def stored_bytes(self, size: int) -> int:
-        """The bytes of a moment of that many elements, scales and what travels with them
-        included."""
+        """The bytes of a moment of so many elements, including scales."""
         per_group = 4 * (1 + (self.amax != "exact") + 2 * self.expansion)
         return size * self.fmt.bits // 8 + self.groups(size) * per_group
 
@@ -163,28 +156,19 @@ class Layout:
         for key in ("m", "v", "master"):
             if not isinstance(getattr(self, key), Moment):
                 raise ValueError(
-                    f"{key} of layout {self.name!r} is a Moment, such as Moment(fmt=BFLOAT16); "
-                    f"got {getattr(self, key)!r}."
+                    f"{key} of layout {self.name!r} is a Moment, such as Moment(fmt=BFLOAT16); got "
+                    f"{getattr(self, key)!r}."
                 )
-        if self.average not in get_args(Average):
-            raise ValueError(
-                f"average is one of {', '.join(get_args(Average))}; got {self.average!r}."
-            )
-        if (
-            isinstance(self.smallest, bool)
-            or not isinstance(self.smallest, int)
-            or self.smallest < 0
-        ):
-            raise ValueError(f"smallest is an integer of at least 0; got {self.smallest!r}.")
+        errors.one_of("average", self.average, get_args(Average))
+        errors.integer("smallest", self.smallest, 0)
         if self.m.root:
             raise ValueError(
-                f"m has signs, so layout {self.name!r} cannot store its root. Use root=True of "
-                "v alone."
+                f"m has signs, so layout {self.name!r} cannot store its root. Use root=True of v."
             )
         if self.average == "lerp" and "predicted" in (self.m.amax, self.v.amax):
             raise ValueError(
-                f"a bound is predicted of average 'products' alone (O-9); layout {self.name!r} "
-                "has 'lerp'. Use amax='exact'."
+                f"a bound is predicted for average 'products'; layout {self.name!r} has 'lerp'. "
+                "Use amax='exact' (O-9)."
             )
         if not self.ragged and self.m.block is None and self.v.block is None:
             raise ValueError(
@@ -193,7 +177,7 @@ class Layout:
         self._check_master()
 
     def _check_master(self) -> None:
-        """ValueError for a master that is no weight (O-14), or whose bound does not hold (O-15)."""
+        """ValueError for a master that is no weight (O-14), or has no valid bound (O-15)."""
         master = self.master
         if (
             master.fmt not in MASTER_FORMATS
@@ -203,20 +187,18 @@ class Layout:
             or master.amax == "previous"
         ):
             raise ValueError(
-                f"a master is {', '.join(fmt.name for fmt in MASTER_FORMATS)}, with at most one "
-                "scale for the tensor, of an exact or a predicted amax, without root or keep "
-                f"(O-14); got {master} of layout {self.name!r}. Use Moment(fmt=FLOAT16, "
-                "scaling='power_of_two')."
+                f"a master is {', '.join(fmt.name for fmt in MASTER_FORMATS)}, at most one scale "
+                f"per tensor, exact or predicted amax, without root or keep; got {master} of "
+                f"layout {self.name!r}. Use Moment(fmt=FLOAT16, scaling='power_of_two') (O-14)."
             )
         if master.amax == "predicted" and not self.bounded:
             raise ValueError(
-                f"the amax of a master is predicted from the bound of O-6; layout {self.name!r} "
-                "is not bounded. Use bounded=True, or amax='exact'."
+                f"a predicted master amax needs bounded=True; layout {self.name!r} is not. Use it, "
+                "or amax='exact' (O-6)."
             )
 
     def of(self, size: int) -> "Layout":
-        """The layout that a tensor of that many elements has: this one, or float32's under the
-        same average (O-1)."""
+        """The layout of a tensor of so many elements: this, or float32's (O-1)."""
         blocks = [moment.block for moment in (self.m, self.v) if moment.block is not None]
         if size >= self.smallest and (self.ragged or all(size % block == 0 for block in blocks)):
             return self

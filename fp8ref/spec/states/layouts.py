@@ -15,7 +15,7 @@ from numbers import Real
 from typing import NamedTuple
 
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16
-from fp8ref.shared import registry
+from fp8ref.shared import errors, registry
 from fp8ref.spec.states.layout import BLOCKS as BLOCKS
 from fp8ref.spec.states.layout import MASTER_FORMATS as MASTER_FORMATS
 from fp8ref.spec.states.layout import MOMENT_FORMATS as MOMENT_FORMATS
@@ -145,41 +145,35 @@ def check(
         raise ValueError(f"b1 is 0 or in [0.5, 1 - 2^-14]; got {b1!r}.")
     if not 0.5 <= b2 <= 1 - 2.0**-14:
         raise ValueError(
-            "b2 is in [0.5, 1 - 2^-14], so that squares of gradients stay normal numbers; got "
-            f"{b2!r}."
+            f"b2 is in [0.5, 1 - 2^-14], which keeps squared gradients normal; got {b2!r}."
         )
     if not 2.0**-50 <= eps <= 1:
         raise ValueError(
-            f"eps is in [2^-50, 1], where 2^-50 is about 8.9e-16; got {eps!r}. Use 1e-8, or "
-            "1e-15 for tiny gradients."
+            f"eps is in [2^-50, 1], from about 8.9e-16; got {eps!r}. Use 1e-8, or 1e-15."
         )
     if not 0 <= weight_decay <= 1024:
         raise ValueError(f"weight_decay is in [0, 1024]; got {weight_decay!r}.")
     if layout is not None and layout.bounded and b1 * b1 / b2 > CONVERGING:
         raise ValueError(
-            f"layout {layout.name!r} is bounded, which needs b1^2 / b2 below 1 - 2^-14 (O-6); "
-            f"got b1={b1!r}, b2={b2!r}. Use a larger b2."
+            f"layout {layout.name!r} is bounded, which needs b1^2 / b2 below 1 - 2^-14; got "
+            f"b1={b1!r}, b2={b2!r}. Use a larger b2 (O-6)."
         )
     if layout is not None and layout.average == "lerp" and (b1 <= 0.5 or b2 <= 0.5):
         raise ValueError(f"average 'lerp' needs betas above 0.5 (O-5); got b1={b1!r}, b2={b2!r}.")
 
 
 def _check_number(name: str, value: float) -> None:
-    """ValueError for what is no number, such as None or a schedule."""
+    """ValueError for None, a schedule or other values that are no number."""
     if not isinstance(value, Real):
         raise ValueError(f"{name} is a number; got {value!r}.")
 
 
 def check_seed(seed: int, layout: Layout) -> None:
-    """ValueError unless a seed is one of stochastic rounding (C-2), and 0 where nothing is rounded
-    so.
-    """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
-        raise ValueError(f"seed is an integer in [0, 2^64); got {seed!r}.")
+    """ValueError unless a seed is valid (C-2), and 0 without stochastic rounding."""
+    errors.seed(seed)
     if seed and not layout.stochastic:
         raise ValueError(
-            f"layout {layout.name!r} rounds to nearest and has no use for a seed; got "
-            f"seed={seed}. Leave it out."
+            f"layout {layout.name!r} rounds to nearest and has no use for a seed; got seed={seed}."
         )
 
 

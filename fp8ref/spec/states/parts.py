@@ -31,8 +31,8 @@ def by_name(layout: str) -> Layout:
     parts = () if suffix == NONE else tuple(suffix.split("+"))
     if any(part not in narrow(whole) for part in parts) or len(set(parts)) < len(parts):
         raise ValueError(
-            f"of layout {name!r} the narrow parts are {', '.join(narrow(whole)) or NONE}; got "
-            f"{layout!r}. Name some, joined by +, or {name}/{NONE}."
+            f"layout {name!r} has the narrow parts {', '.join(narrow(whole)) or NONE}; got "
+            f"{layout!r}. Join parts with +, or use {name}/{NONE}."
         )
     m, v, master = (getattr(whole, part) if part in parts else Moment() for part in PARTS)
     ragged = whole.ragged or (m.block is None and v.block is None)

@@ -20,9 +20,7 @@ two can be compared.
 
 @functools.lru_cache(maxsize=64)
 def written(layout: Layout) -> str:
-    """Every decision of a layout that changes bits, as JSON: all fields but the name and the
-    source.
-    """
+    """A layout's decisions as JSON: all fields but the name and the source."""
     fields = dataclasses.asdict(layout)
     for moment in ("m", "v", "master"):
         fields[moment]["fmt"] = fields[moment]["fmt"]["name"]
@@ -44,14 +42,13 @@ def check(layout: Layout, saved: str) -> None:
         unlike = differences(layout, saved)
     except ValueError as error:
         raise ValueError(
-            f"a state holds the decisions of its layout as text (O-17); got {saved[:40]!r}. Use "
-            "init."
+            f"a state holds the decisions of its layout as text; got {saved[:40]!r}. Use init "
+            "(O-17)."
         ) from error
     if unlike:
         raise ValueError(
             f"layout {layout.name!r} has {'; '.join(unlike)}. States of another layout are not "
-            "converted: use the layout that they were made with, and give a changed layout a "
-            "name of its own."
+            "converted: use the old layout, or a new name for a changed one."
         )
 
 

@@ -216,7 +216,7 @@ def backward(
         result = result._replace(o=data.in_layout(call.layout, result.o))
     if not isinstance(result, Result) or result.o.shape != q.shape:
         raise ValueError(
-            f"result is what forward gave for q {tuple(q.shape)}; got {type(result).__name__}."
+            f"result is what forward returned for q {tuple(q.shape)}; got {type(result).__name__}."
         )
     data.check_result(call.variant, result.tensors)
     inputs.check_tensor("do", do)
@@ -224,10 +224,7 @@ def backward(
         raise ValueError(f"do has the shape of o, {tuple(q.shape)}; got {tuple(do.shape)}.")
     keep = inputs.kept_of(call.variant) if call.keep_ds else []
     if call.keep_ds and not keep:
-        raise ValueError(
-            f"a backward pass of variant {call.variant.name!r} keeps nothing; got keep_ds. Leave "
-            "it out."
-        )
+        raise ValueError(f"variant {call.variant.name!r} keeps nothing; got keep_ds. Leave it out.")
     problem = dataclasses.replace(problem, documents=result.documents, sinks=result.sinks)
     q, k, v = problem.without_padding(q, k, v)
     (do,) = problem.without_padding(do)
@@ -239,7 +236,6 @@ def backward(
 
 
 def _saved(result: Result, qkv: tuple[Tensor, Tensor, Tensor], problem: Problem) -> Saved:
-    """What the backward pass takes of a result."""
     variant, tensors = problem.variant, result.tensors
     if variant.backward == "bf16":
         return Saved.of_inputs(qkv, result.o, result.lse)
@@ -253,11 +249,10 @@ def _saved(result: Result, qkv: tuple[Tensor, Tensor, Tensor], problem: Problem)
 
 
 def _whole(call: RankCall) -> RankCall:
-    """The call, if it has all tokens."""
+    """The call; ValueError if it has a part of the tokens."""
     if call.context is not None:
         raise ValueError(
-            f"forward and backward take all tokens of a sequence; got context={call.context!r}. "
-            "Use apply."
+            f"forward and backward take whole sequences; got context={call.context!r}. Use apply."
         )
     return call
 

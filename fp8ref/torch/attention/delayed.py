@@ -65,7 +65,7 @@ def apply(
     if set(states or {}) != set(roles):
         raise ValueError(
             f"variant {resolved.name!r} has states of {', '.join(roles) or 'no role'}; got "
-            f"{', '.join(states or ()) or 'none'}. Make them by attention_delayed.states."
+            f"{', '.join(states or ()) or 'none'}. Use attention_delayed.states."
         )
     kept = {role: state for role, state in states.items() if isinstance(state, RoleState)}
     return attention.apply(
@@ -83,7 +83,7 @@ def apply(
 def _role_scales(
     states: nn.ModuleDict, kept: dict[str, RoleState], differentiable: bool
 ) -> RoleScales:
-    """The scales that a call takes, and the observations that it merges into."""
+    """A call's scales, and the observations that it merges into."""
     if delayed.calibrating():
         # by amaxes of its own, so that those of scores and outputs are not of casts by unset scales
         for role in data.ROLES:

@@ -72,15 +72,15 @@ def function(
     """
     if values(variant) != variant_values:
         raise ValueError(
-            f"a {type(variant).__name__} is made outside of what is compiled; got "
-            f"{variant_values}, made inside. Make it once, before."
+            f"a {type(variant).__name__} is made outside of compiled code; got {variant_values}. "
+            "Make it once, before."
         )
     mask = None
     if mask_values is not None:
         if not mask_values:
             raise ValueError(
-                "mask is a Mask of fp8ref.spec.attention.variants, and no tensor. Use "
-                "Mask(causal=True), a window, or documents, which separate the sequences of a row."
+                "mask is a Mask of fp8ref.spec.attention.variants, not a tensor. Use "
+                "Mask(causal=True), a window, or documents."
             )
         causal, window, alignment = mask_values
         mask = Mask(causal=causal, window=window, alignment=alignment)
@@ -88,19 +88,15 @@ def function(
     for name in ("keep_p", "keep_s", "keep_ds"):
         if getattr(call, name):
             raise ValueError(
-                f"apply returns o alone; got {name}=True. Leave it out, or call forward and "
-                "backward."
+                f"apply returns o alone; got {name}=True. Leave it out, or use forward."
             )
     return _bind(call, roles)
 
 
 @functools.lru_cache(maxsize=256)  # a softmax scale, softcap or seed may be another in every call
 def _bind(call: RankCall, roles: Roles) -> type[torch.autograd.Function]:
-    """q, k, v, documents of both, sinks or None, scales and observations of these roles -> o, as an
-    autograd.Function.
-
-    A class for each call: a compiled graph calls it with tensors only.
-    """
+    """q, k, v, documents of both, sinks or None, scales and observations -> o, as an
+    autograd.Function. One class per call: a compiled graph passes tensors only."""
 
     @torch._dynamo.allow_in_graph  # AOTAutograd traces into it
     class AttentionFunction(torch.autograd.Function):
@@ -140,8 +136,7 @@ def _bind(call: RankCall, roles: Roles) -> type[torch.autograd.Function]:
         def backward(ctx, do: Tensor):
             if torch.is_grad_enabled():  # autograd would follow neither codes nor scales
                 raise ValueError(
-                    "gradients of attention in FP8 are not differentiated again; got "
-                    "create_graph=True. Leave it out."
+                    "FP8 attention gradients are not differentiated again; got create_graph=True."
                 )
             with observer.inside(ctx.layer):
                 *grads, dsinks = _backward(ctx, call, roles[0], do)
@@ -185,7 +180,7 @@ def _report_operands(
     tensors: dict[str, Heads],
     problem: Problem,
 ) -> None:
-    """Tell the observer of q, k and v."""
+    """Report q, k and v to the observer."""
     if layer is None or not problem.low or observer.again():
         return
     uses: tuple[tuple[Product, Role], ...] = (("scores", "q"), ("scores", "k"), ("values", "v"))
@@ -196,7 +191,7 @@ def _report_operands(
 def _show(
     layer: str | None, problem: Problem, result: Result, shown: dict[str, Tensor], *, counts: bool
 ) -> None:
-    """Tell the observer of counts, and whoever watches of all that the forward pass made."""
+    """Report counts to the observer, and the forward pass's tensors to whoever watches."""
     p_counts = None
     if counts and result.lost is not None:
         p_counts = statistics.counts_of(problem, result.saturated, result.lost)
@@ -227,7 +222,7 @@ def _save(
     qkv: tuple[Tensor, Tensor, Tensor],
     o: Tensor,
 ) -> None:
-    """Save what ``_load`` makes the problem of again, and what the backward pass takes."""
+    """Save the residuals and what ``_load`` rebuilds the problem from."""
     variant, out = problem.variant, problem.variant.out
     given = problem.sinks, *problem.documents, *problem.scales.values()
     if variant.real:
@@ -281,7 +276,7 @@ def _load(ctx, call: RankCall, roles: tuple[str, ...]) -> tuple[Problem, Saved]:
 
 
 def _backward(ctx, call: RankCall, roles: tuple[str, ...], do: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v and of sinks, None without any, in their dtypes."""
+    """The gradients of q, k, v and sinks (None without any), in their dtypes."""
     problem, saved = _load(ctx, call, roles)
     cast = problem.low and call.variant.backward == "cast"
     keep = inputs.kept_of(call.variant) if observer.watched(ctx.layer) else []
@@ -307,7 +302,7 @@ def _show_gradients(
     *,
     counts: bool,
 ) -> None:
-    """Tell the observer of counts, and whoever watches of all that the backward pass made."""
+    """Report counts to the observer, and the backward pass's tensors to whoever watches."""
     ds_counts = None
     if counts and grads.saturated_ds is not None and grads.lost is not None:
         ds_counts = statistics.counts_of(problem, grads.saturated_ds, grads.lost)
@@ -328,7 +323,7 @@ def _show_gradients(
 
 
 def _report_do(layer: str, do: Tensor, saved: Saved, grads: Gradients, problem: Problem) -> None:
-    """Tell the observer of do, and under MX of what has other codes along the tokens."""
+    """Report do to the observer; under MX also what has other codes along tokens."""
     if problem.variant.granularity != "mx_1x32":
         observer.report(layer, "grad_v", "do", do, grads.tensors["do"])
         return
@@ -345,7 +340,7 @@ def _report_do(layer: str, do: Tensor, saved: Saved, grads: Gradients, problem: 
 
 
 def _observe(seen: Mapping[str, Tensor], amaxes: Mapping[str, Tensor]) -> None:
-    """Merge the amaxes of a pass into the observations of its roles."""
+    """Merge a pass's amaxes into the observations of its roles."""
     for role, observation in seen.items():
         if role in amaxes:
             delayed.merge_(observation, amaxes[role])

@@ -60,8 +60,8 @@ def apply(
     ):
         raise ValueError(
             f"FlashAttention-3 has no backward pass in FP8; got variant {fa3_variant.name!r} with "
-            f"backward {fa3_variant.backward!r}. Give attention.differentiated(variant, 'bf16') of "
-            "fp8ref, or call forward."
+            f"backward {fa3_variant.backward!r}. Give attention.differentiated(variant, 'bf16'), "
+            "or call forward."
         )
     q, k, v = data.heads_first(call.layout, q, k, v)
     function = _function(dataclasses.replace(call, layout="bhtd"))
@@ -85,8 +85,7 @@ def _function(call: RankCall) -> type[torch.autograd.Function]:
         def backward(ctx, do: Tensor) -> tuple[Tensor, ...]:
             if torch.is_grad_enabled():
                 raise ValueError(
-                    "gradients of attention in FP8 are not differentiated again; got "
-                    "create_graph=True. Leave it out."
+                    "FP8 attention gradients are not differentiated again; got create_graph=True."
                 )
             o, q, k, v, lse = ctx.saved_tensors
             with observer.inside(ctx.layer):
@@ -126,20 +125,18 @@ def forward(
     q, k, v = data.heads_first(call.layout, q, k, v)
     if variant.name not in VARIANTS or variant.fmt != E4M3FN or variant.granularity != "head":
         raise ValueError(
-            f"FlashAttention-3 computes {' or '.join(VARIANTS)}; got variant {variant.name!r}. "
-            f"{_INSTEAD}"
+            f"FlashAttention-3 runs {' or '.join(VARIANTS)}; got {variant.name!r}. {_INSTEAD}"
         )
     for option in ("softcap", "keep_p", "keep_s", "keep_ds", "context"):
         if getattr(call, option):
             raise ValueError(
-                f"FlashAttention-3 is called without {option}; got {getattr(call, option)!r}. "
-                f"{_INSTEAD}"
+                f"FlashAttention-3 takes no {option}; got {getattr(call, option)!r}. {_INSTEAD}"
             )
     shape = inputs.check(q, k, v, call)
     if shape.features % 16 or mask.alignment != "end":
         raise ValueError(
-            "FlashAttention-3 takes features in multiples of 16, and masks that are aligned to "
-            f"the end; got {shape.features} and {mask}. {_INSTEAD}"
+            "FlashAttention-3 takes features in multiples of 16 and masks aligned to the end; got "
+            f"{shape.features} and {mask}. {_INSTEAD}"
         )
     role_scales = inputs.check_scales(scales, variant, ("q", "k", "v"), shape)
     run = library(q.device)
@@ -174,14 +171,13 @@ def library(device: torch.device) -> Callable:
             else f"the {device.type.upper()}"
         )
         raise ValueError(
-            f"FlashAttention-3's FP8 kernel needs a Hopper GPU; the tensors are on {where}. "
-            f"{_INSTEAD}"
+            f"FlashAttention-3's FP8 kernel needs a Hopper GPU; got tensors on {where}. {_INSTEAD}"
         )
     try:
         flash_attn_interface = importlib.import_module("flash_attn_interface")
     except ImportError as error:
         raise ImportError(
-            "FlashAttention-3's kernel is in flash_attn_interface, which is not installed. "
-            "Build hopper/ of Dao-AILab/flash-attention, or use fp8ref.torch.attention."
+            "flash_attn_interface is not installed. Build hopper/ of Dao-AILab/flash-attention, or "
+            "use fp8ref.torch.attention."
         ) from error
     return flash_attn_interface.flash_attn_func

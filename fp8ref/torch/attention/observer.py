@@ -124,9 +124,7 @@ def product() -> Product | None:
 
 
 def again() -> bool:
-    """Whether a backward pass runs: a forward pass in it is a checkpointed layer's, which was
-    reported before.
-    """
+    """Whether a backward pass runs, and a forward pass in it is a recomputed one."""
     return torch._C._current_graph_task_id() != -1
 
 

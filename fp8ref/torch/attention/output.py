@@ -109,7 +109,7 @@ def run(
 def _values(
     p8: Tensor, v: Tensor, tile: Tile, scale_inv: Tensor, scale_p: Scales, variant: Variant
 ) -> Tensor:
-    """What a tile adds to the output (A-9); scale_inv is that of v."""
+    """What a tile adds to the output (A-9); scale_inv is v's."""
     blocks = variant.granularity == "mx_1x32"
     low = p8.float() * scale_p.scale_inv if blocks else p8  # P is dequantized, as v is
     values = products.rows("values", low, v[:, :, :, tile.keys].contiguous(), variant)
@@ -122,9 +122,7 @@ def _values(
 def _divided(
     o: Tensor, state: softmax.Rows, tensors: dict[str, Heads], problem: Problem
 ) -> tuple[Tensor, Tensor]:
-    """The output [B, H, Tq, D] of the sums over all tiles, and the log-sum-exp of rows (A-10,
-    A-11).
-    """
+    """The output [B, H, Tq, D] and LSE from the sums over tiles (A-10, A-11)."""
     variant, shape = problem.variant, problem.shape
     total, maximum = softmax.total(state.sums, variant.sum_order), state.maximum
     factor = operands.raw_factor(tensors, problem) if variant.scores == "raw" else 1.0
@@ -145,15 +143,13 @@ def check_hardware(variant: Variant) -> None:
     """ValueError for MX blocks under simulated hardware."""
     if variant.granularity == "mx_1x32" and hardware.active():
         raise ValueError(
-            "attention multiplies MX blocks dequantized, not by simulated hardware. Use another "
-            "variant, or leave the context."
+            "attention dequantizes MX blocks, so simulated hardware cannot multiply them. Use "
+            "another variant, or leave the context."
         )
 
 
 def scores(q: Tensor, k: Tensor, tile: Tile, variant: Variant) -> Tensor:
-    """Sums of products of q [B, Hkv, Tq, G, D] and k [B, Hkv, Tk, D]: [B, Hkv, rows, G, keys]
-    (A-4).
-    """
+    """q [B, Hkv, Tq, G, D] x k [B, Hkv, Tk, D] -> [B, Hkv, rows, G, keys] (A-4)."""
     return products.rows("scores", q[:, :, tile.rows], k[:, :, tile.keys], variant)
 
 
@@ -178,9 +174,7 @@ def log_sum(maximum: Tensor, total: Tensor, factor: Tensor | float, variant: Var
 
 
 def _layouts(tensors: dict[str, Heads], problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, Hkv, Tq, G, D], k [B, Hkv, Tk, D] and v [B, Hkv, D, Tk], as GEMMs take them: codes; MX
-    dequantized.
-    """
+    """q [B, Hkv, Tq, G, D], k [B, Hkv, Tk, D], v [B, Hkv, D, Tk]: codes; MX dequantized."""
     if problem.variant.granularity == "mx_1x32":
         q, k = heads.dequantize(tensors["q"]), heads.dequantize(tensors["k"])
         v = heads.dequantize(tensors["v"])
@@ -191,7 +185,7 @@ def _layouts(tensors: dict[str, Heads], problem: Problem) -> tuple[Tensor, Tenso
 
 
 def _finish(o: Tensor, total: Tensor, scale_inv: Tensor | None, variant: Variant) -> Tensor:
-    """The output of the sums (A-10)."""
+    """The output from the sums (A-10)."""
     if variant.finish == "divide":
         o = o if scale_inv is None else times(o, scale_inv)
         return divide(o, total.clamp(min=1.0)[..., None])

@@ -32,9 +32,7 @@ def matmul(a: Tensor, b: Tensor, variant: Variant) -> Tensor:
 
 
 def rows(product: Product, x: Tensor, other: Tensor, variant: Variant) -> Tensor:
-    """Sums over features or keys of x [B, Hkv, rows, G, K] and other [B, Hkv, N, K]: [B, Hkv, rows,
-    G, N].
-    """
+    """x [B, Hkv, rows, G, K] x other [B, Hkv, N, K] -> [B, Hkv, rows, G, N]."""
     with multiplying(product):
         return matmul(x.flatten(2, 3), other, variant).view(*x.shape[:-1], other.shape[-2])
 

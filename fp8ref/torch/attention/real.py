@@ -15,9 +15,7 @@ from fp8ref.torch.attention.output import Result
 
 
 class Real(NamedTuple):
-    """Before rounding, float64: o [B, Hkv, Tq, G, D], and lse [B, Hkv, Tq, G]; -infinity without
-    keys.
-    """
+    """Unrounded float64 o [B, Hkv, Tq, G, D], lse [B, Hkv, Tq, G]; -infinity without keys."""
 
     o: Tensor
     lse: Tensor
@@ -69,9 +67,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Real:
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk and dv, the largest |dS|, and the gradient of sinks or None: float32, each rounded
-    once.
-    """
+    """dq, dk, dv, the largest |dS|, gradient of sinks or None: float32, rounded once."""
     shape, sinks = problem.shape, problem.sinks
     real = forward(q, k, v, problem)
     do, q = (operands.grouped(x.double(), shape) for x in (do, q))
@@ -109,7 +105,7 @@ def backward(
 
 
 def _scores(q: Tensor, k: Tensor, tile: operands.Tile, problem: Problem) -> Tensor:
-    """Scores [B, Hkv, rows, G, keys]; -infinity of keys that are not seen."""
+    """Scores [B, Hkv, rows, G, keys]; -infinity for masked keys."""
     s = _products(q[:, :, tile.rows], k[:, :, tile.keys]) * problem.softmax_scale
     if problem.call.softcap is not None:
         cap = float(np.float32(problem.call.softcap))
@@ -119,6 +115,6 @@ def _scores(q: Tensor, k: Tensor, tile: operands.Tile, problem: Problem) -> Tens
 
 
 def _products(x: Tensor, other: Tensor) -> Tensor:
-    """x [B, Hkv, rows, G, K] and other [B, Hkv, N, K]: [B, Hkv, rows, G, N], in float64."""
+    """x [B, Hkv, rows, G, K] and other [B, Hkv, N, K] -> [B, Hkv, rows, G, N], float64."""
     sums = torch.matmul(x.flatten(2, 3), other.transpose(2, 3))
     return sums.view(*x.shape[:-1], other.shape[2])

@@ -77,9 +77,7 @@ def measuring(
 
 @torch.no_grad()
 def counted(amax: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """float64 [FIELDS] of P or dS, of which the amax and counts are recorded: the other fields are
-    0.
-    """
+    """float64 [FIELDS] of P or dS: amax and counts; the other fields are 0."""
     fields = torch.zeros(len(FIELDS), dtype=torch.float64, device=amax.device)
     for name, value in (
         ("count", counts[0]),
@@ -92,9 +90,7 @@ def counted(amax: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def counts_of(problem: Problem, saturated: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
-    """int64 [3]: how many scores are of keys that are seen (A-3), and how many elements a pass
-    clipped and lost.
-    """
+    """int64 [3]: visible scores (A-3), clipped and lost elements of a pass."""
     device, batch = saturated.device, problem.shape.batch
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tile in operands.tiles(problem):

@@ -202,10 +202,7 @@ class RoleState(nn.Module):
     def _load_from_state_dict(
         self, state_dict, prefix, metadata, strict, missing, unexpected, errors
     ) -> None:
-        """Load a state, and clear the observation, which belongs to a step of the state before.
-
-        A checkpoint of a model without FP8 has no states: then this one stays as it is.
-        """
+        """Load a state and clear its observation; checkpoints without FP8 change nothing."""
         names = {key: f"{prefix}{key}" for key in DelayedState._fields}
         loaded = {key: state_dict[name] for key, name in names.items() if name in state_dict}
         assigns = metadata.get("assign_to_params_buffers")
@@ -293,8 +290,7 @@ def calibrating() -> bool:
 
 
 def observes(module: nn.Module) -> bool:
-    """Whether a forward pass of a linear observes: in training, where gradients are enabled, and
-    for ``calibrate``."""
+    """Whether a linear's pass observes: training with gradients, or ``calibrate``."""
     return _calibrating or (torch.is_grad_enabled() and module.training)
 
 
@@ -318,8 +314,7 @@ def calibrate(model: nn.Module, batches: Iterable) -> None:
     named = [state for _, state in states(model)]
     if not named:
         raise ValueError(
-            "calibrate sets the scales of delayed scaling; the model has none. Convert it to a "
-            "recipe such as 'delayed' first."
+            "calibrate needs delayed scaling; the model has none. Convert it to 'delayed' first."
         )
     forget(model)
     modes = [(module, module.training) for module in model.modules()]
@@ -392,7 +387,7 @@ def update(model: nn.Module) -> None:
 
 
 def _merge_ranks(role_states: Iterable[RoleState]) -> None:
-    """Merge observations over ranks, by one all-reduce for each process group (H-4, P-2)."""
+    """Merge observations over ranks, one all-reduce per process group (H-4, P-2)."""
     by_group: dict[tuple[str, torch.device], list[RoleState]] = {}
     for state in role_states:
         if state.group is not None:
@@ -424,7 +419,6 @@ def forget_unless(model: nn.Module, flag: torch.Tensor) -> None:
 
 
 def _by_device(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """Tensors in lists of one device."""
     device_tensors: dict[torch.device, list[torch.Tensor]] = {}
     for x in tensors:
         device_tensors.setdefault(x.device, []).append(x)

@@ -72,10 +72,9 @@ def check_ranks(model: nn.Module, named: Sequence[tuple[str, State]]) -> None:
             (names[id(value)] for value in stage.buffers() if id(value) in names), None
         ):
             raise ValueError(
-                "torch.distributed.pipelining learned the shapes of a stage by a pass on memory "
-                f"without values, before the first microbatch, and {buffer_name} observed it. Give "
-                "PipelineStage input_args and output_args, whose requires_grad is that of "
-                "training, and convert the model anew."
+                "torch.distributed.pipelining learned a stage's shapes by a pass without values, "
+                f"and {buffer_name} observed it. Give PipelineStage input_args and output_args "
+                "with the requires_grad of training, and convert the model anew."
             )
     alone = next((name for name, state in named if state.group is None), None)
     linears = [
@@ -88,10 +87,10 @@ def check_ranks(model: nn.Module, named: Sequence[tuple[str, State]]) -> None:
             for buffer in wrapper.modules_buffers:
                 if id(buffer) in names:
                     raise ValueError(
-                        "each rank observes amaxes by itself until delayed.update; "
-                        f"DistributedDataParallel broadcasts {names[id(buffer)]} before forward "
-                        "passes. Give it broadcast_buffers=False (forward_sync_buffers=False in "
-                        "torch 2.13), and convert.convert its process group as amax_group."
+                        "each rank observes its own amaxes until delayed.update; "
+                        f"DistributedDataParallel broadcasts {names[id(buffer)]} before. Use "
+                        "broadcast_buffers=False (torch 2.13: forward_sync_buffers=False), and "
+                        "convert with amax_group."
                     )
         held = [*wrapper.parameters(), *wrapper.buffers()]
         copied = not isinstance(wrapper, DistributedDataParallel) or any(
@@ -147,7 +146,7 @@ def check_copies(model: nn.Module, named: Sequence[tuple[str, State]]) -> bool:
 
 
 def _linear(name: str) -> str | None:
-    """The path of the linear whose state has this name; None for a state outside of a linear."""
+    """The path of the linear that has this state, or None."""
     head, separator, _ = f".{name}".rpartition(".states.")
     return head[1:] if separator else None
 
@@ -169,8 +168,7 @@ def _separate(name: str) -> ValueError:
 
 
 def _wrappers(model: nn.Module) -> Iterable[nn.Module]:
-    """What shards or copies a model over several ranks: its own units, and every live
-    DistributedDataParallel, which a model does not know."""
+    """What shards or copies a model: its own units, and every live DistributedDataParallel."""
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel) or (
             isinstance(module, FSDPModule) and _mesh_size(module) > 1
@@ -183,7 +181,7 @@ def _wrappers(model: nn.Module) -> Iterable[nn.Module]:
 
 
 def _stages_that_ran() -> Iterable[nn.Module]:
-    """The modules of a pipeline's stages that ran, with gradients, to learn shapes (torch 2.13)."""
+    """The modules of pipeline stages that ran, with gradients, to learn shapes (torch 2.13)."""
     pipelining = sys.modules.get("torch.distributed.pipelining.stage")
     if pipelining is None:
         return

@@ -79,12 +79,9 @@ def _count_steps() -> None:
 
 
 def _hook() -> Callable[[torch.optim.Optimizer, tuple, dict], None]:
-    """What runs after a step of any optimizer.
-
-    In a compiled step of torch's own optimizers dynamo comes to it with an empty graph, since torch
-    breaks graphs around their arithmetic, and leaves it to Python. A step that dynamo traces whole
-    stays whole: ``check`` then compares the versions of weights.
-    """
+    """A hook after any optimizer's step. In compiled steps torch breaks graphs around its own
+    optimizers' arithmetic, so Python runs it. A step that dynamo traces whole stays whole:
+    ``check`` then compares weight versions."""
     # Wrapped here, since that imports dynamo.
     count, traced_alone = (
         torch.compiler.disable(_count_step),
@@ -99,7 +96,7 @@ def _hook() -> Callable[[torch.optim.Optimizer, tuple, dict], None]:
 
 
 def _traced_alone() -> bool:
-    """Called by dynamo while it traces the hook: whether a break here splits no arithmetic."""
+    """Dynamo calls this while it traces the hook: whether a break splits no arithmetic."""
     global _untraced
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -141,16 +138,15 @@ def _count_step(optimizer: torch.optim.Optimizer) -> None:
                 state.version = None
     if evaluated is not None:
         warnings.warn(
-            "delayed scaling observes amaxes in training mode; an optimizer step took gradients "
-            f"of {linear_input.named(evaluated.fqn)} that eval mode computed, and its scales do "
-            "not change. Call model.train() before the forward passes of training.",
+            "delayed scaling observes amaxes in training mode; an optimizer step took gradients of "
+            f"{linear_input.named(evaluated.fqn)} that eval mode computed, and its scales do not "
+            "change. Call model.train() first.",
             stacklevel=2,
         )
 
 
 def _weights(linear: Linear) -> list[torch.Tensor]:
-    """What an optimizer trains of a linear's weight: the weight, or what pruning or a
-    parametrization computes it of."""
+    """What an optimizer trains of a linear's weight, also if pruned or parametrized."""
     own, bias = linear._parameters.get("weight"), linear._parameters.get("bias")
     if own is None:
         return [p for p in linear.parameters() if p is not bias] or [linear.weight]
@@ -160,8 +156,7 @@ def _weights(linear: Linear) -> list[torch.Tensor]:
 def check_pass(
     linear: Linear, states: nn.ModuleDict | None, x: torch.Tensor, observes: bool
 ) -> None:
-    """``check`` in a forward pass of x with gradients, and ``unset_scales.check`` in one that
-    observes nothing."""
+    """``check`` in a pass of x with gradients, else ``unset_scales.check``."""
     if not states:
         return
     if torch.compiler.is_compiling():
@@ -201,30 +196,26 @@ def check(linear: Linear) -> None:
 
 
 def _judge(linear: Linear) -> None:
-    """Warn or raise by what a linear's states have missed."""
+    """Warn or raise for the updates that a linear's states missed."""
     frozen, missed = not any(p.requires_grad for p in _weights(linear)), 0
     for state in _states(linear):
         missed = max(missed, state.missed, state.idle if frozen and not state.updated else 0)
     if missed >= MOST:
         raise ValueError(
-            "delayed scaling computes scales in delayed.update; "
-            f"{linear_input.named(linear.fqn)} had {missed} optimizer steps without one, and "
-            f"its scales have not changed. {_CALL}, or delayed.forget after a step that is not "
-            "taken."
+            f"delayed scaling computes scales in delayed.update; {linear_input.named(linear.fqn)} "
+            f"had {missed} optimizer steps without one. {_CALL}, or delayed.forget after a skipped "
+            "step."
         )
     if missed:
         warnings.warn(
-            "delayed scaling computes scales in delayed.update, and an optimizer step was taken "
-            f"without one. {_CALL}; after {MOST} steps without it a forward pass raises an "
-            "error.",
+            "delayed scaling computes scales in delayed.update; an optimizer step was taken "
+            f"without one. {_CALL}; after {MOST} steps a forward pass raises an error.",
             stacklevel=2,
         )
 
 
 def wrong_values(state: Mapping[str, torch.Tensor]) -> str:
-    """What is wrong with values of a state that is loaded: "KEY is ..., got ..."; "" if nothing
-    is.
-    """
+    """The errors of a loaded state's values: "KEY is ..., got ..."; or ""."""
     for key, required in (
         ("scale", "positive"),
         ("amax_history", "at least 0"),
@@ -240,7 +231,7 @@ def wrong_values(state: Mapping[str, torch.Tensor]) -> str:
 
 
 def _states(linear: Linear) -> Iterable[State]:
-    """Its states by role; of experts those of all weights."""
+    """The states by role; for experts those of all weights."""
     own, grouped = linear._modules.get("states"), linear._modules.get("grouped_states")
     each = [own] if own is not None else [] if grouped is None else grouped.children()
     return [state for states in each for state in states.children()]  # type: ignore[misc]

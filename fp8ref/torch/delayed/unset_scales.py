@@ -105,7 +105,7 @@ def check_traced(states: nn.ModuleDict) -> None:
 
 @torch._dynamo.assume_constant_result
 def _check_model(model: str) -> None:
-    """Run by Python while dynamo traces. Only notices change, which no guard reads."""
+    """Run in Python while dynamo traces; changes notices only, which no guard reads."""
     forward = [state for states in list(_states.values()) for state in _forward(states)]
     forward = [
         state
@@ -132,13 +132,12 @@ def _check_model(model: str) -> None:
 
 
 def _forward(states: nn.ModuleDict) -> Sequence[State]:
-    """The states that a pass without gradients casts by."""
+    """The states that a pass without gradients casts with."""
     return [state for role, state in states.items() if role in FORWARD]  # type: ignore[misc]
 
 
 def _within_function() -> bool:
-    """Whether a checkpoint, reentrant ones among them, runs the pass in the forward pass of an
-    autograd.Function, without gradients."""
+    """Whether a checkpoint reruns the pass inside an autograd.Function, without gradients."""
     frame = None if torch.is_grad_enabled() else sys._getframe(2)
     while frame is not None:
         if isinstance(frame.f_locals.get("ctx"), torch.autograd.function.FunctionCtx):
@@ -148,7 +147,7 @@ def _within_function() -> bool:
 
 
 def _busy(states: Sequence[State]) -> bool:
-    """Whether a step cannot be read now: it has no values, or operators are recorded."""
+    """Whether a step cannot be read now: no values, or operators are recorded."""
     steps = [state.step for state in states]
     capturing = any(x.is_cuda for x in steps) and torch.cuda.is_current_stream_capturing()
     return (

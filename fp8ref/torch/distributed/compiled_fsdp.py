@@ -63,15 +63,14 @@ def shard(
     for name, module in model.named_modules():
         if is_compiled(module) or isinstance(module, FSDPModule):
             raise ValueError(
-                f"{name or 'the model'} is compiled or sharded already. Shard a model by "
-                "compiled_fsdp.shard first, then compile it."
+                f"{name or 'the model'} is compiled or sharded already. Call compiled_fsdp.shard "
+                "first."
             )
     for name, p in model.named_parameters():
         if p.dtype != torch.float32 or p.ndim == 0 or p.shape[0] % group.size():
             raise ValueError(
-                f"masters are float32 and cut evenly along their first dim over {group.size()} "
-                f"ranks; {name} is {p.dtype} of shape {tuple(p.shape)}. Pad it, or use "
-                "fully_shard."
+                f"masters are float32, split evenly over {group.size()} ranks; got {name}, "
+                f"{p.dtype} {tuple(p.shape)}. Pad it, or use fully_shard."
             )
     for name, state in delayed.states(model):
         if state.group is None:
@@ -83,8 +82,8 @@ def shard(
     weights = _in_fp8(model, group, param_dtype) if gather_fp8 else {}
     if gather_fp8 and not weights:
         raise ValueError(
-            "an FP8 gather needs linears whose weight has one scale for both GEMMs, and the "
-            "model has none. Use gather_fp8=False."
+            "an FP8 gather needs one scale for both GEMMs of a weight; the model has no such "
+            "linear. Use gather_fp8=False."
         )
     return Sharded(model, group, param_dtype, weights)
 
@@ -161,7 +160,7 @@ class Sharded(nn.Module):
 
 
 class _Weight(NamedTuple):
-    """The FP8 gather of one weight: gather.apply(shard, scale) returns the whole weight."""
+    """The FP8 gather of one weight: gather.apply(shard, scale) -> the whole weight."""
 
     linear: Float8Linear | Linear
     spec: CastSpec
@@ -173,7 +172,7 @@ class _Weight(NamedTuple):
 
 
 def _in_fp8(model: nn.Module, group: ProcessGroup, dtype: torch.dtype) -> dict[str, _Weight]:
-    """The weights to gather in FP8, by parameter name; ValueError for one that cannot be."""
+    """The weights to gather in FP8, by name; ValueError for one that cannot be."""
     names: dict[torch.Tensor, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)
@@ -185,8 +184,8 @@ def _in_fp8(model: nn.Module, group: ProcessGroup, dtype: torch.dtype) -> dict[s
         assert spec is not None
         if len(shared := names[linear.weight]) > 1:
             raise ValueError(
-                f"{shared[0]} and {shared[1]} are one parameter, and both would become FP8. "
-                f"Untie them, or keep {name} in high precision."
+                f"{shared[0]} and {shared[1]} are one parameter, and both would become FP8. Untie "
+                f"them, or keep {name} in high precision."
             )
         weights[shared[0]] = _Weight(
             linear, spec, _gather_fp8(group.group_name, group.size(), dtype, spec.fmt, config)
@@ -196,14 +195,9 @@ def _in_fp8(model: nn.Module, group: ProcessGroup, dtype: torch.dtype) -> dict[s
 
 @functools.lru_cache(maxsize=256)
 def _gather(group: str, ranks: int, dtype: torch.dtype) -> type[torch.autograd.Function]:
-    """Gather: shard float32 [n, ...] -> whole [n * ranks, ...] in dtype.
-
-    Backward: the shard of the mean gradient.
-
-    A class for each set of constants, because a compiled graph calls it with tensors only. The
-    class is returned, not its apply: dynamo of torch 2.11 knows apply only as an attribute of the
-    class.
-    """
+    """shard float32 [n, ...] -> [n * ranks, ...] in dtype; backward: the shard of the mean
+    gradient. One class per set of constants, as a compiled graph passes tensors only; dynamo of
+    torch 2.11 needs the class, not its apply."""
 
     @torch._dynamo.allow_in_graph
     class Gather(torch.autograd.Function):
@@ -222,11 +216,8 @@ def _gather(group: str, ranks: int, dtype: torch.dtype) -> type[torch.autograd.F
 def _gather_fp8(
     group: str, ranks: int, dtype: torch.dtype, fmt: Format, config: LinearMMConfig | None
 ) -> type[torch.autograd.Function]:
-    """As ``_gather``, but FP8 codes are gathered, as uint8: gloo has no FP8 type.
-
-    config    the LinearMMConfig that torchao's multiplication reads from the tensor; None for
-              ``linear.Linear``.
-    """
+    """``_gather`` of FP8 codes, moved as uint8, since gloo has no FP8. config: torchao's
+    LinearMMConfig; None for ``linear.Linear``."""
 
     @torch._dynamo.allow_in_graph
     class GatherFP8(torch.autograd.Function):
@@ -249,7 +240,7 @@ def _all_gather(x: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
 
 
 def _mean_of_ranks(grad: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
-    """This rank's rows of the mean gradient, float32: the backend's sum, divided by the ranks."""
+    """This rank's rows of the mean gradient, float32: the backend's sum / ranks."""
     return (
         _c10d.wait_tensor(
             _c10d.reduce_scatter_tensor(grad.float().contiguous(), "sum", ranks, group)

@@ -120,7 +120,7 @@ def _saturated(scaled: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def _exchanged(pieces: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """uint8 [ranks, n], a piece for each rank -> this rank's piece of every rank."""
+    """uint8 [ranks, n], a piece per rank -> this rank's piece of every rank."""
     received = torch.empty_like(pieces)
     distributed.all_to_all_single(received, pieces.contiguous(), group=group)
     return received
@@ -155,7 +155,7 @@ def group_of(group: ProcessGroup | None) -> ProcessGroup:
     group = group or distributed.group.WORLD
     if group is None:
         raise ValueError(
-            "gradients are summed over a process group; there is none. Call "
+            "gradients need a process group; there is none. Call "
             "torch.distributed.init_process_group first."
         )
     return group

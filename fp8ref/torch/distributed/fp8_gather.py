@@ -121,14 +121,13 @@ class FP8Gather:
         master, compute = self.shard.dtype, mp_policy.param_dtype or self.shard.dtype
         if self.dtype not in (master, compute):
             raise ValueError(
-                f"shards are cast to FP8 from the compute dtype, {compute}, or from the "
-                f"masters', {master}; got {self.dtype} for {self.name}. Give gather_in_fp8 the "
-                "param_dtype of the mixed precision."
+                f"{self.name}: shards are cast from {compute}, the compute dtype, or {master}, the "
+                f"masters'; got {self.dtype}. Use the mixed precision's param_dtype in "
+                "gather_in_fp8."
             )
         if self.shard.shape[1:] != outer_size[1:]:
             raise ValueError(
-                "fully_shard cuts a weight that is gathered in FP8 along its first dim; "
-                f"{self.name}.weight is cut along another dim."
+                f"{self.name}.weight is not sharded along dim 0, as the FP8 gather needs."
             )
         in_pass = self.in_pass or torch._C._current_graph_task_id() != -1
         if not (self.fresh and (self.keeps_codes or (self.precomputed and in_pass))):

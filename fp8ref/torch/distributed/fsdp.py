@@ -92,8 +92,8 @@ def check_weights(model: nn.Module) -> dict[str, tuple[Float8Linear | Linear, Ca
     }
     if not linears:
         raise ValueError(
-            "an FP8 gather needs linears whose weight has one scale for both GEMMs, and the "
-            "model has none. Convert it with such a recipe."
+            "an FP8 gather needs one scale for both GEMMs of a weight; the model has no such "
+            "linear. Use another recipe."
         )
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -102,19 +102,16 @@ def check_weights(model: nn.Module) -> dict[str, tuple[Float8Linear | Linear, Ca
         if sharers := [other for other in names[id(linear.weight)] if other != f"{name}.weight"]:
             raise ValueError(
                 f"{name}.weight and {sharers[0]} are one parameter, and both would become FP8. "
-                f"Untie them, or keep {name} in high precision by filter_fqns."
+                f"Untie them, or name {name} in filter_fqns."
             )
     return linears
 
 
 class _Forward:
-    """Hooks where a forward pass begins: recover, reshard, compute scales, observe weights.
-
-    outermost   the unit whose forward pass runs. No hook reports the end of a pass that a
-                KeyboardInterrupt ended, so calls of units ask the stack whether it still runs.
-    observed    the gathers whose shards this pass has observed. A pass without gradients observes
-                none, so that checkpointing can run it again and observe then.
-    """
+    """Hooks at the start of a forward pass: recover, reshard, compute scales, observe weights.
+    outermost: the unit that runs; as no hook reports a pass ended by KeyboardInterrupt, units check
+    the stack. observed: gathers observed in this pass, but not without gradients: checkpointing
+    runs such a pass again."""
 
     def __init__(self, gathers: list[FP8Gather]) -> None:
         self.gathers = gathers
@@ -173,7 +170,7 @@ class _Forward:
                 g.in_pass = False
 
     def _observe(self, unit: nn.Module) -> None:
-        """Observe a unit's weights for delayed scaling, once in a pass that takes gradients."""
+        """Observe a unit's weights for delayed scaling, once per pass with gradients."""
         if not self.stateful or not torch.is_grad_enabled():
             return
         within = set(unit.modules())
@@ -186,7 +183,7 @@ class _Forward:
 
 
 def _runs(module: nn.Module | None) -> bool:
-    """Whether this thread is within a call of the module."""
+    """Whether this thread is inside a call of the module."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module:
@@ -212,12 +209,12 @@ def recover(unit: nn.Module, args: tuple) -> None:
 
 
 def _start_afresh(unit: FSDPModule) -> None:
-    """Reset FSDP2's state of an unfinished iteration. RuntimeError: torch before 2.13."""
+    """Reset FSDP2 after an unfinished iteration. RuntimeError: torch before 2.13."""
     assert isinstance(unit, nn.Module)
     if not hasattr(unit, "reset_iter_state"):
         raise RuntimeError(
-            "an iteration stopped before its end, and only torch 2.13 can reset it. Build the "
-            "model again, or use torch 2.13."
+            "an iteration stopped early, and torch before 2.13 cannot reset it. Build the model "
+            "again, or use torch 2.13."
         )
     unit.reset_iter_state()
     for module in unit.modules():
@@ -230,7 +227,7 @@ def _start_afresh(unit: FSDPModule) -> None:
 
 
 def _one_cast(recipe: Recipe) -> CastSpec | None:
-    """The cast of a weight if it serves both its GEMMs, else None."""
+    """The cast of a weight, if one serves both its GEMMs."""
     return recipe.output.b if recipe.serves_both("weight") else None
 
 
@@ -243,21 +240,19 @@ def _check(g: FP8Gather) -> None:
         )
     if g.state is not None and g.state.group is None:
         raise ValueError(
-            f"ranks share the states of {g.name}, which uses delayed scaling. Pass their "
-            "process group to convert.convert as amax_group."
+            f"ranks share the delayed states of {g.name}. Pass amax_group to convert.convert."
         )
 
 
 def _check_unit(name: str, unit: FSDPModule) -> None:
-    """ValueError for a unit that FSDP2 would refuse in the middle of a step."""
+    """ValueError for a unit that FSDP2 would refuse during a step."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     for group in groups:
         if group and group.post_forward_mesh_info not in (None, group.mesh_info):
             raise ValueError(
-                "weights gathered in FP8 are not resharded to a smaller mesh after the forward "
-                f"pass (FSDP2 cannot); {name or 'the model'} has an integer "
-                "reshard_after_forward. Use True or False."
+                f"FSDP2 cannot reshard FP8 weights to a smaller mesh; {name or 'the model'} has an "
+                "integer reshard_after_forward. Use True or False."
             )
         # FSDP2 copies a shard in the host's memory to the device, and asks the copy for the hooks
         # that only the shard has.
@@ -267,10 +262,9 @@ def _check_unit(name: str, unit: FSDPModule) -> None:
             and group.device.type != "cpu"
         ):
             raise ValueError(
-                "weights gathered in FP8 are cast on the device that holds their shards; "
-                f"{name or 'the model'} has a CPUOffloadPolicy and trains on "
-                f"{group.device.type}. Shard it without, or gather in high precision: leave "
-                "gather_in_fp8 out."
+                f"FP8 weights are cast on their shards' device; {name or 'the model'} has a "
+                f"CPUOffloadPolicy and trains on {group.device.type}. Drop the policy or "
+                "gather_in_fp8."
             )
 
 

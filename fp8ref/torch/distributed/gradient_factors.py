@@ -37,15 +37,13 @@ class Factors:
         ]
         if not reduced_weights:
             raise ValueError(
-                "factors are of gradients that fully_shard units reduce in FP8; the model has "
-                "none. Call reduce_in_fp8 first."
+                "factors need gradients reduced in FP8; got none. Call reduce_in_fp8 first."
             )
         names = {module: f"{name}.weight" for name, module in model.named_modules()}
         device = reduced_weights[0][1].sharded_param.device
         if device.type == "meta":
             raise ValueError(
-                "factors lie on the device of the weights; got the meta device. Call "
-                "model.to_empty(device=...) before."
+                "factors need weights with values; got the meta device. Call model.to_empty first."
             )
         self.auto, self.names = (
             auto,
@@ -97,14 +95,12 @@ class Factors:
         self._counts.zero_()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """mu by the name of its weight, () each: views, for a checkpoint to save and to load
-        into."""
+        """mu by weight name, () each: views, for a checkpoint to save and load."""
         return dict(zip(self.names, self.mu.unbind(), strict=True))
 
 
 def _groups(weight: torch.Tensor) -> tuple[distributed.ProcessGroup, ...]:
-    """The groups of ranks that have the pieces of a weight, each of which counts its own gradient
-    or piece of it."""
+    """The groups of ranks with pieces of a weight; each counts its own gradient or piece."""
     assert isinstance(weight, DTensor)
     return tuple(
         weight.device_mesh.get_group(i)

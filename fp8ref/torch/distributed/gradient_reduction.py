@@ -83,8 +83,7 @@ def reduce_scatter(
     """
     if not g.ndim:
         raise ValueError(
-            "a reduce-scatter cuts the first dim of a gradient; got one without dims. Use "
-            "all_reduce."
+            "a reduce-scatter splits the first dim; got a gradient without dims. Use all_reduce."
         )
     group = fp8_exchange.group_of(group)
     rows = -(-len(g) // group.size())
@@ -142,8 +141,7 @@ def next_mu(
     """
     if saturated is None:
         raise ValueError(
-            "mu follows the number of saturated elements; got None. Ask the reduction for it by "
-            "count=True."
+            "mu needs the number of saturated elements; got None. Pass count=True to the reduction."
         )
     mu = torch.where(saturated > auto.allowed(elements), mu * 0.5, mu * float(auto.growth))
     return mu.clamp(gradient_reduction.MU_MIN, gradient_reduction.MU_MAX)
@@ -234,17 +232,16 @@ class FP8ReduceScatter(UnitReduceScatter):
         ]
 
     def _parameters(self, elements: int) -> tuple[list[int], list[bool]]:
-        """Of each parameter that takes gradients, the elements of a shard, and whether it is a
-        linear's weight. ValueError unless they add up to what FSDP2 reduces."""
+        """The shard's elements of each parameter with gradients, and whether it is a linear's
+        weight. ValueError unless they add up to what FSDP2 reduces."""
         params = [p for p in _params(self.unit) if p.sharded_param.requires_grad]
         sizes = [math.prod(p.padded_sharded_param_size) for p in params]
         if sum(sizes) != elements:
             names = ", ".join(p._param_fqn or p._module_info.param_name for p in params)
             raise ValueError(
-                "gradients in FP8 have a scale for each tensor, so every parameter of an FSDP2 "
-                f"unit that takes gradients has one; a shard of {names} has {sum(sizes)} "
-                f"elements, its gradients {elements}. Use every parameter in the loss, or freeze "
-                "it."
+                "FP8 gradients need every parameter of an FSDP2 unit in the loss; a shard of "
+                f"{names} has {sum(sizes)} elements, its gradients {elements}. Use all of them, or "
+                "freeze the rest."
             )
         return sizes, [_is_linear_weight(p) for p in params]
 
@@ -265,21 +262,20 @@ def reduce_in_fp8(model: nn.Module, cast: GradientCast = E4M3) -> list[nn.Module
     ]
     if not units:
         raise ValueError(
-            "gradients are reduced in FP8 by fully_shard units that hold linears; the model has "
-            "none. Call fully_shard first."
+            "FP8 gradients need units with linears; the model has none. Call fully_shard first."
         )
     for unit in units:
         if any(
             group._is_hsdp and group._all_reduce_process_group.size() > 1 for group in _groups(unit)
         ):
             raise ValueError(
-                "FSDP2 sums gradients over copies of a unit by an all-reduce of its own, which "
-                "has no hook, so FP8 gradients take a mesh of one dim. Shard over all ranks."
+                "FP8 gradients need a mesh of one dim: FSDP2's all-reduce over copies has no hook. "
+                "Shard over all ranks."
             )
         if others := {p.mp_policy.reduce_dtype for p in _params(unit)} - {torch.float32}:
             raise ValueError(
-                "FP8 gradients are cast from float32; got a unit of reduce_dtype "
-                f"{others.pop()}. Use MixedPrecisionPolicy(reduce_dtype=torch.float32)."
+                f"FP8 gradients are cast from float32; got reduce_dtype {others.pop()}. Use "
+                "MixedPrecisionPolicy(reduce_dtype=torch.float32)."
             )
     for unit in units:
         unit.set_custom_reduce_scatter(FP8ReduceScatter(unit, cast))  # type: ignore[arg-type]
@@ -343,12 +339,12 @@ def divisor_of(unit: FSDPModule, group: ProcessGroup, op: ReduceOp) -> float:
 
 
 def _params(unit: FSDPModule) -> list:
-    """FSDP2's records of a unit's parameters, in the order in which it reduces them."""
+    """FSDP2's records of a unit's parameters, in reduction order."""
     return [p for group in _groups(unit) for p in group.fsdp_params]
 
 
 def _groups(unit: FSDPModule) -> list:
-    """FSDP2's groups of a unit's parameters; torch before 2.13 has at most one."""
+    """FSDP2's parameter groups of a unit; at most one before torch 2.13."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return [
@@ -359,7 +355,7 @@ def _groups(unit: FSDPModule) -> list:
 
 
 def _is_linear_weight(param) -> bool:
-    """Whether a parameter is the weight of one linear, which no other module shares."""
+    """Whether a parameter is one linear's weight, shared with no other module."""
     info = param._module_info
     return (
         isinstance(info.module, nn.Linear)

@@ -128,22 +128,20 @@ def parallelize(
 def _check_plan(
     model: nn.Module, own: TensorPlan | None, plan: Mapping[str, Style] | None, sequence: bool
 ) -> None:
-    """ValueError for a model and options without a plan, or with one that cuts nothing."""
+    """ValueError for a missing plan, one that cuts nothing, or options that need another."""
     if plan is None and own is None:
         raise ValueError(
-            "only a model with a tensor_plan, such as the trainer's Llama, has a plan of its "
-            f"own; got a {type(model).__name__}. Give plan={{pattern: 'colwise' or 'rowwise'}}."
+            f"plan is required for a model without tensor_plan; got a {type(model).__name__}. Give "
+            f"plan={{pattern: 'colwise' or 'rowwise'}}."
         )
     if sequence and (plan is not None or own is None):
         source = f"a {type(model).__name__}" + " with a plan" * (plan is not None)
         raise ValueError(
-            "sequence cuts the tokens of a model with a tensor_plan, such as the trainer's "
-            f"Llama; got {source}. Leave sequence or the plan out."
+            f"sequence needs a model's own tensor_plan; got {source}. Leave sequence or plan out."
         )
     if plan is not None and not plan:
         raise ValueError(
-            "a plan cuts at least one linear; got none. Name linears in it, or leave tensor "
-            "parallelism out."
+            "a plan cuts at least one linear; got none. Name linears, or drop tensor parallelism."
         )
 
 
@@ -157,12 +155,9 @@ def _replace_parameters(
     planned: bool,
     every: str | None,
 ) -> None:
-    """Cut the linears of styles, and replicate every other parameter.
-
-    between   placement of the tokens between linears.
-    own       the model's tensor_plan, whose blocks share one cast of their input unless the user
-              gave a plan (planned).
-    """
+    """Cut the linears of styles; replicate all other parameters. between: placement of tokens
+    between linears. own: the model's tensor_plan, whose blocks cast an input once unless planned by
+    the user."""
     replicated: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in list(model.named_modules()):
         if name in styles:
@@ -187,7 +182,6 @@ def _replace_parameters(
 
 
 def _styles(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
-    """The style of each linear that the plan names, by name."""
     linears = [
         name for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)
     ]
@@ -195,14 +189,13 @@ def _styles(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
     for pattern, style in plan.items():
         if style not in get_args(Style):
             raise ValueError(
-                f"a plan's styles are {' and '.join(get_args(Style))}; got {style!r} for "
-                f"{pattern!r}."
+                f"plan styles are {' and '.join(get_args(Style))}; got {style!r} for {pattern!r}."
             )
         named = [name for name in linears if linear_selection.matches(pattern, name)]
         if not named:
             raise ValueError(
-                f"plan pattern {pattern!r} names none of the linears: "
-                f"{linear_selection.listed(linears) or 'there are none'}. Use one of them."
+                f"plan pattern {pattern!r} matches none of: "
+                f"{linear_selection.listed(linears) or 'none'}."
             )
         for name in named:
             if styles.setdefault(name, style) != style:
@@ -246,7 +239,7 @@ def gathers_fp8(module: nn.Module) -> bool:
 def _cut(
     linear: nn.Module, mesh: DeviceMesh, style: Style, between: Placement, every: str | None
 ) -> None:
-    """Cut one linear: colwise cuts N of its weight [N, K], rowwise cuts K."""
+    """Cut one linear [N, K]: colwise cuts N, rowwise cuts K."""
     if isinstance(linear, Linear):
         cut = Cut(style=style, mesh=mesh, between=between)
         cut.replace_parameters(linear)
@@ -269,12 +262,9 @@ def _cut(
 
 
 def _stand_in_for_no_tokens(linear: nn.Module, parts: int = 1) -> None:
-    """Have a linear that DTensor runs take an input without tokens (L-9): zeros run instead.
-
-    torch's DTensor reshapes no empty tensor (2.13), and torchao's styles compute an amax of it.
-    Call this after the style has set its hooks: these two run first and last.
-    parts     into how many parts the output's second dim is cut.
-    """
+    """Let a linear under DTensor take an input without tokens (L-9): zeros run instead. DTensor
+    reshapes no empty tensor (2.13), and torchao's styles take its amax. Call it after the style has
+    set its hooks; parts: pieces of the output's second dim."""
     shape: list[int] = []  # of the output of the pass that runs, without N, if it has no tokens
 
     def entering(_, args):
@@ -299,7 +289,7 @@ def _stand_in_for_no_tokens(linear: nn.Module, parts: int = 1) -> None:
 
 
 class _PrepareFloat8Input(PrepareFloat8ModuleInput):
-    """torchao's, which leaves an input without tokens in high precision: it has no amax."""
+    """torchao's; an input without tokens, which has no amax, stays in high precision."""
 
     def _prepare_input_arg(self, input, mesh, input_layout, desired_layout):
         empty = input_layout is not None and input.numel() == 0
@@ -310,10 +300,8 @@ class _PrepareFloat8Input(PrepareFloat8ModuleInput):
 def _share_input(
     block: nn.Module, mesh: DeviceMesh, between: Placement, columns: Sequence[str], same: int
 ) -> None:
-    """Make a block cast and gather its input x once for all its colwise linears.
-
-    same      number of the block's further arguments, which are whole on every rank.
-    """
+    """Cast and gather a block's input x once for its colwise linears. same: further arguments that
+    are whole on every rank."""
     others = (None,) * same  # plain tensors, such as rotary tables: left as they are
     before, after = (between, *others), (_WHOLE, *others)
     # gemm_observer then takes x at the block, before it is cast.
@@ -331,10 +319,7 @@ def _share_input(
 def _replicate(
     module: nn.Module, mesh: DeviceMesh, replicated: dict[nn.Parameter, nn.Parameter]
 ) -> None:
-    """Turn a module's direct parameters into replicated DTensors.
-
-    A parameter that modules share stays shared.
-    """
+    """Replicate a module's direct parameters as DTensors; shared ones stay shared."""
     for key, p in list(module.named_parameters(recurse=False)):
         if p not in replicated:
             replicated[p] = nn.Parameter(
@@ -346,7 +331,7 @@ def _replicate(
 def _lay_out_own(
     plan: TensorPlan, name: str, module: nn.Module, mesh: DeviceMesh, between: Placement
 ) -> None:
-    """Lay out a module by a plan: the embedding cuts the tokens, the last norm gathers them."""
+    """Lay out a module by plan: the embedding splits the tokens, the last norm gathers them."""
     if isinstance(module, plan.embedding):
         _lay_out(module, mesh, _WHOLE, between)
     elif isinstance(module, plan.norm):
@@ -363,7 +348,7 @@ def _lay_out_own(
 def _lay_out(
     module: nn.Module, mesh: DeviceMesh, before: Placement, after: Placement, *, local: bool = True
 ) -> None:
-    """Run a replicated module on DTensors: inputs are placed ``before``, outputs ``after``."""
+    """Run a replicated module on DTensors: inputs ``before``, outputs ``after``."""
 
     def entering(_, args, kwargs):
         def lay(x: torch.Tensor) -> DTensor:

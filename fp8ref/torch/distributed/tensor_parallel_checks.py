@@ -24,8 +24,7 @@ def mesh_size(mesh: DeviceMesh) -> int:
             else f"a {type(mesh).__name__}"
         )
         raise ValueError(
-            f"parallelize takes a DeviceMesh of one dim; got {got}. Give that of one dim, "
-            "mesh['tensor']."
+            f"parallelize takes a DeviceMesh of one dim; got {got}. Use mesh['tensor']."
         )
     return mesh.size()
 
@@ -44,9 +43,8 @@ def check_model(model: nn.Module, amax_group: ProcessGroup | None) -> None:
             )
         if isinstance(module, Linear) and module.group is not None and amax_group is None:
             raise ValueError(
-                f"{label} shares amaxes with the ranks of its batch (convert's amax_group), "
-                "which tensor-parallel ranks then share too. Give amax_group, the process group "
-                "of both together."
+                f"{label} shares amaxes with its batch's ranks; tensor-parallel ranks must too. "
+                "Give amax_group, the process group of both together."
             )
         # the children of fp8ref's own linear are states of delayed scaling, without parameters
         if (
@@ -55,8 +53,8 @@ def check_model(model: nn.Module, amax_group: ProcessGroup | None) -> None:
             and any(True for _ in module.parameters(recurse=False))
         ):
             raise ValueError(
-                f"{label} holds parameters next to modules, and would mix plain and distributed "
-                "tensors. Move the parameters to a module."
+                f"{label} has parameters next to modules, mixing plain and distributed tensors. "
+                "Move them to a module."
             )
 
 
@@ -72,9 +70,8 @@ def check_asynchronous(model: nn.Module, mesh: DeviceMesh) -> None:
             else f"{own or 'the model'}, fp8ref's own Linear, which casts between them"
         )
         raise ValueError(
-            "asynchronous tensor parallelism (torch._inductor.config._micro_pipeline_tp) fuses "
-            f"gathers with GEMMs of GPUs; got {culprit}. Set it to False, or use a recipe and "
-            "scope of torchao's Float8Linear on GPUs."
+            "asynchronous tensor parallelism (_micro_pipeline_tp) needs torchao's Float8Linear on "
+            f"GPUs; got {culprit}. Set torch._inductor.config._micro_pipeline_tp to False."
         )
 
 
@@ -84,13 +81,12 @@ def check_linear(name: str, model: nn.Module, style: Style, ranks: int) -> None:
     assert isinstance(module, nn.Linear)
     if type(module) not in (nn.Linear, Float8Linear, torchao_linear.Float8Linear, Linear):
         raise ValueError(
-            f"{name} is a {type(module).__name__}; nn.Linear and what convert makes of it are "
-            "cut. Leave it out of the plan."
+            f"{name} is a {type(module).__name__}, not a linear. Drop it from the plan."
         )
     if type(module.weight.data) is not torch.Tensor:
         raise ValueError(
-            f"{name} has a weight that is a {type(module.weight.data).__name__}; plain ones are "
-            "cut. Parallelize first, then wrap it."
+            f"{name} has a weight that is a {type(module.weight.data).__name__}, not plain. "
+            "Parallelize first, then wrap it."
         )
     for key, p in module.named_parameters():
         places = [
@@ -101,27 +97,26 @@ def check_linear(name: str, model: nn.Module, style: Style, ranks: int) -> None:
         ]
         if len(places) > 1:
             raise ValueError(
-                f"{name} shares its {key}, and is cut: {', '.join(places)}. Untie them, or "
-                "leave it out of the plan."
+                f"{name} shares its {key}, and is cut: {', '.join(places)}. Untie them, or leave "
+                "it out of the plan."
             )
     n, k = module.weight.shape
     which, dim = ("out_features", n) if style == "colwise" else ("in_features", k)
     if dim % ranks:
         raise ValueError(
             f"{name} is {style}, its {which} divisible by {ranks} ranks; got {dim}. Use fewer "
-            "ranks, or leave it out of the plan."
+            "ranks, or drop it from the plan."
         )
     if isinstance(module, Linear) and dim // ranks % (multiple := module.recipe.multiple(style)):
         raise ValueError(
-            f"{name} is {style} under recipe {module.recipe.name!r}, whose blocks no rank "
-            f"boundary cuts (P-5): its {which} is a multiple of {multiple} on each of {ranks} "
-            f"ranks; got {dim}, {dim // ranks} on each. Use fewer ranks, or name it in "
-            "filter_fqns."
+            f"{name} is {style} under recipe {module.recipe.name!r}: its {which} is a multiple of "
+            f"{multiple} on each of {ranks} ranks; got {dim}, {dim // ranks} on each. Use fewer "
+            "ranks, or filter_fqns (P-5)."
         )
     if isinstance(module, Float8Linear | Linear) and dim // ranks % 16:
         raise ValueError(
             f"{name} is FP8 and {style}, its {which} a multiple of 16 on each of {ranks} ranks; "
-            f"got {dim}, {dim // ranks} on each. Use fewer ranks, or name it in filter_fqns."
+            f"got {dim}, {dim // ranks} on each. Use fewer ranks, or filter_fqns."
         )
     head_dim = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
     if isinstance(head_dim, int) and dim // ranks % head_dim:
@@ -135,6 +130,6 @@ def check_length(tokens: torch.Tensor, ranks: int) -> None:
     """ValueError unless the ranks divide T of tokens [B, T]."""
     if tokens.shape[1] % ranks:
         raise ValueError(
-            f"under sequence parallelism tokens [B, T] have T divisible by {ranks} ranks; got T "
-            f"= {tokens.shape[1]}. Pad them."
+            f"sequence parallelism needs tokens [B, T] with T divisible by {ranks} ranks; got T = "
+            f"{tokens.shape[1]}. Pad them."
         )

@@ -53,13 +53,12 @@ def states_of(
     recipe: GroupedRecipe,
     name: str,
 ) -> dict[Role, delayed.RoleState]:
-    """The states by role; ValueError unless they are of the roles that the recipe scales by their
-    past."""
+    """The states by role; ValueError unless they are those of the recipe."""
     role_states = dict((states or {}).items())
     if set(role_states) != set(roles := delayed.casts(recipe.recipe)):
         raise ValueError(
-            f"{name}: recipe {recipe.name!r} takes states of {', '.join(roles) or 'no role'}; "
-            f"got {', '.join(role_states) or 'none'}. Give a delayed.RoleState for each."
+            f"{name}: recipe {recipe.name!r} takes states of {', '.join(roles) or 'no role'}; got "
+            f"{', '.join(role_states) or 'none'}. Use delayed.RoleState."
         )
     return role_states  # type: ignore[return-value]
 
@@ -69,8 +68,7 @@ def check_kinds(x: object, w: object, offs: object, name: str) -> None:
     for key, value in (("x", x), ("w", w)):
         if not isinstance(value, torch.Tensor):
             raise ValueError(
-                f"{name} takes {key} as a tensor; got {type(value).__name__}. Convert with "
-                "torch.as_tensor."
+                f"{name} takes {key} as a tensor; got {type(value).__name__}. Use torch.as_tensor."
             )
     if not isinstance(offs, torch.Tensor):
         raise ValueError(
@@ -85,28 +83,25 @@ def check_tensors(
     """ValueError for shapes, dtypes, devices or groups that do not fit."""
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2]:
         raise ValueError(
-            f"{name} takes x [M, K] and w [E, N, K] with the same K; got {tuple(x.shape)} and "
-            f"{tuple(w.shape)}. Flatten the tokens."
+            f"{name} takes x [M, K], w [E, N, K]; got {tuple(x.shape)} and {tuple(w.shape)}."
         )
     if offs.shape != w.shape[:1] or offs.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"{name} takes offs int32 [E], the end of each of {len(w)} groups; got {offs.dtype} "
-            f"{tuple(offs.shape)}."
+            f"{name} takes offs int32 [{len(w)}], group ends; got {offs.dtype} {tuple(offs.shape)}."
         )
     if x.dtype != w.dtype or x.dtype not in cast.HIGH_PRECISION:
         raise ValueError(
-            f"{name} takes x and w of one dtype, float32, float16 or bfloat16; got {x.dtype} "
-            f"and {w.dtype}. Cast one."
+            f"{name} takes x and w of one dtype, float32, float16 or bfloat16; got {x.dtype} and "
+            f"{w.dtype}."
         )
     if not x.device == w.device == offs.device:
         raise ValueError(
-            f"{name} takes x, w and offs on one device; got {x.device}, {w.device} and "
-            f"{offs.device}. Move them."
+            f"{name} takes x, w and offs on one device; got {x.device}, {w.device}, {offs.device}."
         )
     if recipe.recipe.fp8 and (w.shape[1] % 16 or w.shape[2] % 16):
         raise ValueError(
-            f"{name}: FP8 needs N and K to be multiples of 16 (L-5); got w of shape "
-            f"{tuple(w.shape)}. Keep it in high precision."
+            f"{name}: FP8 needs N and K in multiples of 16; got w of shape {tuple(w.shape)}. Keep "
+            "it in high precision (L-5)."
         )
     if (
         type(offs) is torch.Tensor
@@ -116,6 +111,5 @@ def check_tensors(
         ends = offs.tolist()
         if any(a > b for a, b in zip([0, *ends], [*ends, len(x)], strict=True)):
             raise ValueError(
-                f"{name}: offs ascend from 0 to at most M={len(x)}; got {ends}. Use the "
-                "cumulative sum of the groups' sizes."
+                f"{name}: offs ascend from 0 to at most M={len(x)}; got {ends}. Use torch.cumsum."
             )

@@ -86,8 +86,7 @@ def dispatch(
 
 
 def _check_alike(linears: Sequence[GroupedLinear]) -> None:
-    """ValueError where delayed states of input have other scales, and reading them takes no
-    wait."""
+    """ValueError for different delayed input scales, if they can be read without a wait."""
     scales = [
         linear.states["input"].scale
         for linear in linears
@@ -100,9 +99,8 @@ def _check_alike(linears: Sequence[GroupedLinear]) -> None:
         and not all(torch.equal(first, other) for other in scales)
     ):
         raise ValueError(
-            "linears that take the same rows have observed the same, so that their delayed "
-            f"scales of input are equal (X-14); got {[float(scale) for scale in scales]}. Send "
-            "rows in their own dtype, by expert_parallel.dispatch."
+            "linears of the same rows need equal delayed scales of input; got "
+            f"{[float(scale) for scale in scales]}. Use expert_parallel.dispatch (X-14)."
         )
 
 
@@ -133,8 +131,7 @@ def _quantized(
     linear: GroupedLinear,
     state: torch.Tensor | None = None,
 ) -> Quantized:
-    """rows [M, C] by the scale that the rank with the expert would have: scales () or [E], of all
-    experts."""
+    """rows [M, C] with the scale of the expert's rank: scales () or [E], of all experts."""
     if cast.delayed is not None and state is None:
         state = linear.states[role].scale  # type: ignore[assignment]
     over = (group.group_name, linear.shared) if linear.shared is not None else (group.group_name,)
@@ -151,14 +148,13 @@ def _own(q: Quantized, codes: torch.Tensor, group: ProcessGroup) -> Quantized:
 
 
 def _nothing(like: torch.Tensor, rows: int) -> torch.Tensor:
-    """[rows, C] of NaN in no memory."""
     return torch.full((), torch.nan, dtype=like.dtype, device=like.device).expand(
         rows, like.shape[1]
     )
 
 
 class _Sent(torch.autograd.Function):
-    """(what stands for the rows, codes) that arrive; the gradient of the first moves back."""
+    """(stand-in for the rows, codes) on arrival; the stand-in's gradient moves back."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, codes: torch.Tensor, order: torch.Tensor, exchange: tuple):
@@ -179,7 +175,7 @@ class _Sent(torch.autograd.Function):
 
 
 class _Returned(torch.autograd.Function):
-    """Results back to the ranks that sent rows; the gradient moves to the experts as codes."""
+    """Results back to the sending ranks; the gradient moves to the experts as codes."""
 
     @staticmethod
     def forward(

@@ -22,8 +22,7 @@ NO_GROUP = -1
 
 
 def takes(spec: GemmSpec, device: torch.device) -> bool:
-    """Whether DeepGEMM's kernel multiplies such operands on a device: a Hopper that has it, and
-    blocks of both."""
+    """Whether DeepGEMM multiplies such operands: on Hopper, both in blocks."""
     if spec.a is None or spec.b is None or device.type != "cuda":
         return False
     lines = (spec.a.granularity, spec.b.granularity)

@@ -13,8 +13,7 @@ from fp8ref.torch.experts.models import OWN
 
 
 class Form(NamedTuple):
-    """How a module multiplies its experts: its class, and what a conversion added to it; nothing in
-    high precision."""
+    """How a module multiplies its experts: its class and what a conversion added."""
 
     kind: type[nn.Module]
     added: Mapping[str, Any]
@@ -48,8 +47,7 @@ def take(module: nn.Module, form: Form) -> None:
 
 @functools.cache
 def _unit(kind: type[nn.Module], of: type[nn.Module]) -> type[nn.Module]:
-    """The class of an FSDP2 unit, of class ``of``, that multiplies as kind: ``fully_shard`` changes
-    a module's class so."""
+    """The class of an FSDP2 unit of class ``of`` that multiplies as kind."""
     return type(
         f"FSDP{kind.__name__}", (FSDPModule, kind), {"__deepcopy__": vars(of)["__deepcopy__"]}
     )

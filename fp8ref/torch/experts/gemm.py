@@ -200,7 +200,7 @@ def _empty(
 
 
 def _host_groups(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    """(e, begin, end) of each group that has rows."""
+    """(e, begin, end) of each non-empty group."""
     host_ends = ends.tolist()
     return (
         (e, begin, end)
@@ -211,7 +211,6 @@ def _host_groups(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
 
 @functools.cache
 def _has_kernel(device: torch.device) -> bool:
-    """Whether torch._scaled_grouped_mm runs on a device."""
     return (
         device.type == "cuda"
         and hasattr(torch, "_scaled_grouped_mm")
@@ -220,8 +219,7 @@ def _has_kernel(device: torch.device) -> bool:
 
 
 def _rows_by_weights(a: Quantized, b: Quantized, groups: Groups, spec: GemmSpec) -> torch.Tensor:
-    """bfloat16 [M, D] of a [M, C] and weights [E, D, C], or [E, C, D] if axis -2 is reduced, by
-    torch's grouped kernel."""
+    """bfloat16 [M, D] of a [M, C] and weights [E, D, C], or [E, C, D] if axis -2 is reduced."""
     experts = len(groups.sizes)
     codes = b.codes if b.axis == -1 else b.codes.transpose(-2, -1).contiguous()  # [E, D, C]
     columns = codes.shape[1]
@@ -239,8 +237,7 @@ def _rows_by_weights(a: Quantized, b: Quantized, groups: Groups, spec: GemmSpec)
 
 
 def _rows_by_rows(a: Quantized, b: Quantized, groups: Groups, spec: GemmSpec) -> torch.Tensor:
-    """bfloat16 [E, N, K] of a [M, N] and b [M, K], each group's rows reduced, by torch's grouped
-    kernel."""
+    """bfloat16 [E, N, K] of a [M, N] and b [M, K], each group's rows reduced."""
     experts, rows = len(groups.sizes), len(a.codes)
     to, ends, total = padded_rows(groups, rows, ALIGNMENT)
     codes_a, codes_b = (_laid(q.codes.view(torch.uint8), to, total) for q in (a, b))
@@ -258,7 +255,7 @@ def _rows_by_rows(a: Quantized, b: Quantized, groups: Groups, spec: GemmSpec) ->
 
 
 def _bfloat16_gemm(which: Gemm, a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """One grouped GEMM of bfloat16 operands by torch's grouped kernel, in bfloat16."""
+    """One grouped GEMM in bfloat16, by torch's grouped kernel."""
     if which != "grad_weight":
         return groups.only(torch._grouped_mm(a, b.mT if which == "output" else b, offs=groups.ends))
     to, ends, total = padded_rows(groups, len(a), ALIGNMENT)
@@ -270,17 +267,15 @@ def _bfloat16_gemm(which: Gemm, a: torch.Tensor, b: torch.Tensor, groups: Groups
 
 
 def _zero_empty_groups(out: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """grad_weight [E, N, K] with zeros of groups without rows (X-4)."""
+    """grad_weight [E, N, K], zeros for groups without rows (X-4)."""
     return torch.where(
         (groups.sizes > 0)[:, None, None], out, torch.zeros((), dtype=out.dtype, device=out.device)
     )
 
 
 def _laid(x: torch.Tensor, to: torch.Tensor, total: int) -> torch.Tensor:
-    """The rows of x where ``padded_rows`` puts them, with zeros between: [total, C].
-
-    Those of no group share a row past the end.
-    """
+    """The rows of x as ``padded_rows`` places them, zeros between: [total, C]; ungrouped rows share
+    one past the end."""
     return torch.zeros(total + 1, x.shape[1], dtype=x.dtype, device=x.device).index_copy(0, to, x)[
         :total
     ]

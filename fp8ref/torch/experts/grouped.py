@@ -148,12 +148,11 @@ def _observe(
     exchange: Exchange,
     name: str,
 ) -> None:
-    """Merge the amaxes of weights and rows into the states of their roles; rows in FP8 were
-    observed before."""
+    """Merge amaxes of weights and rows into the states; FP8 rows were observed before."""
     if delayed.calibrating() and exchange.input_codes is not None:
         raise ValueError(
-            f"calibrate reads rows in high precision; {name} gets them in FP8. Calibrate the "
-            "model before experts move in FP8."
+            f"calibrate needs rows in high precision; {name} gets FP8. Calibrate before experts "
+            "move in FP8."
         )
     if not states:
         return
@@ -209,8 +208,7 @@ def merge_(seen: torch.Tensor, x: torch.Tensor, groups: Groups, apart: bool = Fa
 
 @functools.lru_cache(maxsize=256)
 def _function(recipe: GroupedRecipe) -> type[torch.autograd.Function]:
-    """The grouped linear of a recipe as an autograd.Function: a class for each, as in
-    ``linear``."""
+    """A recipe's grouped linear as an autograd.Function; one class each, as in ``linear``."""
 
     @torch._dynamo.allow_in_graph
     class GroupedFunction(torch.autograd.Function):
@@ -249,8 +247,8 @@ def _backward(
     """grad_input [M, K] and grad_weight [E, N, K]; None where not needed."""
     if torch.is_grad_enabled():  # autograd would follow neither codes nor scales
         raise ValueError(
-            "gradients of a grouped linear in FP8 are not differentiated again (L-8); got "
-            "create_graph=True. Leave it out, or keep the experts in high precision."
+            "gradients of a grouped linear in FP8 are not differentiated again; got "
+            "create_graph=True. Leave it out, or keep the experts in high precision (L-8)."
         )
     x, w, offs, codes, scale, scale_inv, *scales = ctx.saved_tensors
     groups = operands.groups_of(offs, len(x))
@@ -287,8 +285,7 @@ def _gemm(
     shared: str | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """One of the three grouped GEMMs: quantize what is not, multiply, round as G-8 says, cast to
-    the dtype of the operands."""
+    """One of three grouped GEMMs: quantize, multiply, round (G-8), cast to the operands' dtype."""
     spec, roles = recipe.recipe.gemms[which], OPERANDS[which]
 
     def operand(role: Role) -> Quantized | torch.Tensor:
@@ -319,7 +316,7 @@ def _codes(
     scale_inv: torch.Tensor | None,
     recipe: GroupedRecipe,
 ) -> Quantized | None:
-    """input_codes of the tensors that autograd saved; None if there are none."""
+    """input_codes from autograd's saved tensors, if any."""
     if codes is None:
         return None
     cast_spec = recipe.recipe.output.a
@@ -330,7 +327,7 @@ def _codes(
 
 
 def _filled(q: Quantized, rows: int) -> Quantized:
-    """Codes with zeros in further rows, which are of no group."""
+    """Codes padded with zero rows, which are of no group."""
     missing = rows - len(q.codes)
     if not missing:
         return q

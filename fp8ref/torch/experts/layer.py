@@ -137,6 +137,5 @@ def grouped_linears(model: nn.Module) -> dict[str, GroupedLinear]:
 
 
 def recipe_of(recipe: Recipe) -> Recipe:
-    """The recipe of each group that goes with a recipe of linears (X-8); one in high precision is
-    bf16."""
+    """The grouped recipe for a recipe of linears (X-8); bf16 in high precision."""
     return recipes.grouped_recipe(recipe).recipe if recipe.fp8 else RECIPES["bf16"]

@@ -121,8 +121,7 @@ class Experts(nn.Module):
 
 
 class OfTransformers(Experts):
-    """The forward pass of transformers' experts, in the order of its ``grouped_mm``
-    implementation."""
+    """The forward pass of transformers' experts, as its ``grouped_mm``."""
 
     num_experts: int
     has_gate: bool
@@ -166,7 +165,7 @@ class OfTransformers(Experts):
     def _project(
         self, key: str, rows: torch.Tensor, ends: torch.Tensor, present: torch.Tensor
     ) -> torch.Tensor:
-        """rows [M, K] times a projection, and its bias if there is one."""
+        """rows [M, K] times a projection, plus its bias if any."""
         w = getattr(self, key)
         out = self.product(key, rows, w.mT if self.is_transposed else w, ends)
         if self.has_bias:
@@ -175,8 +174,7 @@ class OfTransformers(Experts):
 
 
 class OfSortedRows(Experts):
-    """Llama-4's experts of transformers: every expert multiplies as many rows, which are sorted by
-    expert."""
+    """transformers' Llama-4 experts: equal numbers of rows, sorted by expert."""
 
     is_transposed = True
     num_experts: int
@@ -226,8 +224,7 @@ class ByForward(ByWeights):
     """Those whose forward pass takes rows that are sorted already."""
 
     def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        """Outputs [M, D] of rows [M, D], by the number of each expert's; rows beyond them are
-        zeros."""
+        """Outputs [M, D] of rows [M, D], by rows per expert; zeros beyond them."""
         return self._run(x, num_tokens_per_expert)
 
 
@@ -361,8 +358,7 @@ def deconvert(modules: Iterable[nn.Module]) -> None:
 
 
 def by_name(recipe: str | Recipe) -> GroupedRecipe:
-    """The grouped recipe that goes with a recipe of linears: torchao's for experts with its
-    ``rowwise``."""
+    """The grouped recipe for a recipe of linears: torchao's for ``rowwise``."""
     if isinstance(recipe, str):
         return recipes.by_name(recipe)
     return recipes.grouped_recipe(recipe)
@@ -371,7 +367,7 @@ def by_name(recipe: str | Recipe) -> GroupedRecipe:
 def _bound(
     recipe: GroupedRecipe, weight_recipes: Mapping[str, GroupedRecipe]
 ) -> dict[str, grouped.Bound]:
-    """What ``grouped.apply`` takes, of weights that rules changed, and under "" of all others."""
+    """Arguments of ``grouped.apply`` for weights that rules changed; under "" for all others."""
     return {"": grouped.bind(recipe)} | {
         key: grouped.bind(own) for key, own in weight_recipes.items()
     }
@@ -379,11 +375,11 @@ def _bound(
 
 @functools.cache
 def _made(kind: type[Experts], of: type[nn.Module]) -> type[nn.Module]:
-    """The class of a module in FP8: that of the module, whose products are those of kind."""
+    """A module's class in FP8: its own, with the products of kind."""
     return type(of.__name__, (kind, of), {"__module__": of.__module__, _METHODS_OF: of})
 
 
 def _empty(kind: type[Experts], of: type[nn.Module]) -> nn.Module:
-    """A module of a class that ``_made`` makes, for copies and pickles to fill."""
+    """An empty module of ``_made``'s class, for copy and pickle."""
     experts_class = _made(kind, of)  # type: ignore[arg-type]
     return experts_class.__new__(experts_class)

@@ -26,8 +26,7 @@ from fp8ref.torch.quantize.scaling import Quantized
 
 
 class Groups(NamedTuple):
-    """Which rows are in which group: ends int32 [E]; sizes int64 [E]; group int64 [M], E for a row
-    of none."""
+    """The group of each row: ends int32 [E]; sizes int64 [E]; group int64 [M], E if none."""
 
     ends: torch.Tensor
     sizes: torch.Tensor

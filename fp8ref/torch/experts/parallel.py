@@ -77,8 +77,8 @@ def dispatch_quantized(
     """
     if q.axis not in (-1, 1) or by_name(q.granularity).other != 1:
         raise ValueError(
-            f"codes may move where each scale is of one row (X-12); got {q.granularity!r} along "
-            f"axis {q.axis}. Move the tensor, and cast it then."
+            f"codes move only with one scale per row; got {q.granularity!r} along axis {q.axis}. "
+            "Move the tensor, then cast (X-12)."
         )
     in_splits, out_splits, order, own = plan(ends, group)
     count = sum(in_splits)
@@ -108,8 +108,8 @@ def check(model: nn.Module, mesh: DeviceMesh) -> None:
     linears = layer.grouped_linears(model)
     if not linears:
         raise ValueError(
-            "expert parallelism cuts grouped linears, of which the model has none. Leave out "
-            "the mesh's dim expert."
+            "expert parallelism needs grouped linears; the model has none. Drop the mesh dim "
+            "expert."
         )
     for name, linear in linears.items():
         if len(linear.weight) % mesh.size():

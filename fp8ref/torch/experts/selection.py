@@ -47,8 +47,7 @@ def choose(
             or "the model has none that is known"
         )
         raise ValueError(
-            f"experts=True converts no experts ({listing}). Leave it out, or call grouped.apply "
-            "with their weights."
+            f"experts=True converts no experts ({listing}). Leave it out, or call grouped.apply."
         )
     others = [
         p
@@ -93,13 +92,11 @@ def check(name: str, module: nn.Module) -> None:
     for key, p in module.named_parameters(recurse=False):
         if isinstance(p, DTensor):
             raise ValueError(
-                f"{name} is sharded already (its {key} is a DTensor). Convert a model first, "
-                "then parallelize it."
+                f"{name} is sharded already (its {key} is a DTensor). Convert a model first."
             )
         if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
-                f"{name} has a {key} of {p.dtype}; FP8 is cast from float32, bfloat16 or "
-                "float16. Cast the model first."
+                f"{name} has a {key} of {p.dtype}; FP8 is cast from float32, bfloat16 or float16."
             )
 
 
@@ -147,9 +144,9 @@ def check_shared(
             if role != "weight"
         ):
             raise ValueError(
-                "experts scale by their own rank's amaxes, except under delayed scaling; got "
-                f"amax_group with recipe {d.recipe.name!r} of {d.path}. Leave amax_group out, "
-                "or use recipe 'delayed' for its input and grad_output."
+                "experts scale by their own rank's amaxes, unless delayed; got amax_group with "
+                f"recipe {d.recipe.name!r} of {d.path}. Leave amax_group out, or use recipe "
+                "'delayed'."
             )
 
 

@@ -115,8 +115,7 @@ def check_part(linear: nn.Linear, name: str, param: nn.Parameter) -> None:
     )
     if cuts and held is not None and not isinstance(held, DTensor):
         raise ValueError(
-            "ranks that share a linear in FP8 share its amaxes, which "
-            f"{linear_input.named(getattr(linear, 'fqn', ''))} does where parallel.parallelize "
-            f"cuts it; got its {name} as a DTensor. Give parallel.parallelize a mesh with a dim "
-            "'tensor', or keep the linear in high precision by filter_fqns."
+            f"ranks that share {linear_input.named(getattr(linear, 'fqn', ''))} need shared "
+            f"amaxes; got its {name} as a DTensor. Use parallel.parallelize with a mesh dim "
+            "'tensor', or filter_fqns."
         )

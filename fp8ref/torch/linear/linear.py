@@ -143,10 +143,7 @@ class Linear(nn.Linear):
         w: torch.Tensor,
         scales: Sequence[torch.Tensor | None],
     ) -> torch.Tensor:
-        """The output of an x without rows (L-9).
-
-        Rows of zeros stand for them where other ranks wait for this one's amaxes.
-        """
+        """The output of an x without rows (L-9). Zero rows run if other ranks wait for amaxes."""
         if self.groups.every is None:
             return linear_input.in_high_precision(x, w)
         rows = torch.cat([x.reshape(0, x.shape[-1]), x.new_zeros(1, x.shape[-1])])
@@ -206,12 +203,8 @@ class Linear(nn.Linear):
 
 @dataclass(frozen=True)
 class _Use:
-    """How one GEMM takes the tensor of one role.
-
-    cast      None: in high precision.
-    axis      the one that the GEMM reduces.
-    group     name of the process group whose ranks share its amaxes; None: this rank's own.
-    ragged    the last block along axis may be shorter (L-5).
+    """How one GEMM takes a role's tensor. cast: None in high precision. axis: the reduced one.
+    group: the process group that shares amaxes, or None. ragged: the last block may be short (L-5).
     """
 
     cast: CastSpec | None
@@ -222,11 +215,8 @@ class _Use:
 
 @dataclass(frozen=True)
 class _Spec:
-    """The constants of a linear: its recipe, and the process groups that share amaxes.
-
-    autocast  the weight was cast to torch.autocast's dtype for this pass, and nothing else keeps
-              it.
-    """
+    """A linear's constants: recipe and process groups that share amaxes. autocast: the weight was
+    cast to torch.autocast's dtype for this pass; nothing else keeps it."""
 
     recipe: Recipe
     groups: Groups
@@ -255,11 +245,7 @@ class _Spec:
 
 
 class _Operand(NamedTuple):
-    """A role's tensor in a pass.
-
-    tensor  in high precision, or quantized.
-    scale   that its state holds; None of a role that scales by its own amax.
-    """
+    """A role's tensor, hp or quantized, and the scale of its state (None if by its own amax)."""
 
     role: Role
     tensor: Operand
@@ -293,12 +279,9 @@ class _Operand(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _bind(spec: _Spec) -> type[torch.autograd.Function]:
-    """x [..., K], w [N, K] -> [..., N] by a spec, as an autograd.Function.
-
-    A class for each spec: a compiled graph calls it with tensors only. Were the spec an argument,
-    dynamo would rebuild it from proxies of its fields, which the checks in Recipe and CastSpec
-    cannot read (torch 2.13).
-    """
+    """x [..., K], w [N, K] -> [..., N], as an autograd.Function. One class per spec: a compiled
+    graph passes tensors only, and dynamo would rebuild a spec from proxies, which Recipe's and
+    CastSpec's checks cannot read (torch 2.13)."""
 
     # AOTAutograd traces into it. Dynamo would refuse that its backward pass writes into seen.
     @torch._dynamo.allow_in_graph
@@ -330,13 +313,9 @@ def _forward(
     seen: torch.Tensor | None,
     delayed_scales: Sequence[torch.Tensor | None],
 ) -> torch.Tensor:
-    """output [..., N] of x [..., K] and w [N, K].
-
-    seen            float32 [3], into which the backward pass merges the amax observation of
-                    grad_output; or None.
-    delayed_scales  of each of ROLES, the scale that its state holds; None of a role that scales by
-                    its own amax.
-    """
+    """output [..., N] of x [..., K] and w [N, K]. seen: float32 [3] or None; the backward pass
+    merges grad_output's observation into it. delayed_scales: of each of ROLES, its state's scale,
+    or None."""
     rows = x.reshape(-1, x.shape[-1])  # [M, K]
     whole = _gathered(w, spec) if isinstance(w, Float8TrainingTensor) else w
     input = _Operand("input", rows, delayed_scales[0])
@@ -367,9 +346,8 @@ def _backward(ctx, spec: _Spec, grad_output: torch.Tensor) -> tuple[torch.Tensor
     """grad_input [..., K] and grad_weight [N, K] of grad_output [..., N]; None where not needed."""
     if torch.is_grad_enabled():  # autograd would follow neither codes nor scales
         raise ValueError(
-            "gradients of a linear in FP8 are not differentiated again (L-8); got "
-            "create_graph=True. Leave it out, or keep the linears of the model in high "
-            "precision by filter_fqns."
+            "gradients of a linear in FP8 are not differentiated again; got create_graph=True. "
+            "Leave it out, or keep the linears in high precision with filter_fqns (L-8)."
         )
     saved = iter(ctx.saved_tensors)
     x, w = (
@@ -402,13 +380,13 @@ def _backward(ctx, spec: _Spec, grad_output: torch.Tensor) -> tuple[torch.Tensor
 def _gemm(
     spec: _Spec, which: Gemm, first: _Operand, second: _Operand, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Cast both operands of a GEMM as it takes them, and multiply."""
+    """Cast both operands and multiply."""
     a, b = (operand.cast(spec.uses[which, operand.role]) for operand in (first, second))
     return _multiply(spec, which, a, b, dtype)
 
 
 def _multiply(spec: _Spec, which: Gemm, a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
-    """Multiply a and b along the axes that a GEMM reduces; the result is in dtype."""
+    """Multiply a and b along the GEMM's reduced axes; the result is in dtype."""
     gemm_spec = spec.recipe.gemms[which]
     if isinstance(a, Quantized) and isinstance(b, Quantized):
         assert gemm_spec.accumulate is not None
@@ -426,14 +404,14 @@ def _multiply(spec: _Spec, which: Gemm, a: Operand, b: Operand, dtype: torch.dty
 
 
 def _gathered(w: Float8TrainingTensor, spec: _Spec) -> Quantized:
-    """A weight [N, K] that FSDP2 gathered as codes and one scale."""
+    """A weight [N, K] that FSDP2 gathered as codes with one scale."""
     cast = spec.cast_once["weight"]
     assert cast is not None
     return Quantized(w._data, w._scale, w._scale.reciprocal(), cast.fmt, cast.granularity, -1)
 
 
 def _tensors(q: Operand) -> tuple[torch.Tensor, ...]:
-    """The tensors of a Quantized, in the order in which ``_backward`` reads them."""
+    """A Quantized's tensors, as ``_backward`` reads them."""
     assert isinstance(q, Quantized)
     return q.codes, q.scale, q.scale_inv
 

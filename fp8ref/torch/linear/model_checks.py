@@ -50,7 +50,6 @@ def check_no_optimizer(model: nn.Module) -> None:
             ]
             if held:
                 raise ValueError(
-                    "an optimizer is built after a model is cut, because the cut replaces "
-                    f"parameters; a {type(candidate).__name__} already holds {held[0]}. Build it "
-                    "afterwards."
+                    f"optimizers are built after a model is cut; a {type(candidate).__name__} "
+                    f"already holds {held[0]}. Build it afterwards."
                 )

@@ -58,9 +58,9 @@ class Float8Linear(float8_linear.Float8Linear):
         """output [..., N] of input [..., K]."""
         if torch.compiler.is_exporting():
             raise ValueError(
-                "torch.export does not trace torchao's FP8 tensors, in which "
-                f"{linear_input.named(self.fqn)} multiplies by recipe {self.recipe.name!r}. "
-                "Export the deconverted model, or compile this one by torch.compile."
+                "torch.export does not trace torchao's FP8 tensors in "
+                f"{linear_input.named(self.fqn)}, recipe {self.recipe.name!r}. Export the "
+                "deconverted model, or use torch.compile."
             )
         config = self.config
         rowwise = config.cast_config_input.scaling_granularity is ScalingGranularity.AXISWISE
@@ -88,7 +88,7 @@ class Float8Linear(float8_linear.Float8Linear):
         return self._multiplied(x)
 
     def _multiplied(self, x: torch.Tensor) -> torch.Tensor:
-        """As torchao's forward, of an x in the autocast dtype."""
+        """torchao's forward, of an x in the autocast dtype."""
         config = self.linear_mm_config
         # codes that tensor parallelism made bring that config, and both operands have one
         if pads(x) and not isinstance(x, Float8TrainingTensor):
@@ -132,8 +132,8 @@ _backward = _with_cast(float8_linear.matmul_with_hp_or_float8_args.backward)
 
 @torch._dynamo.allow_in_graph
 class _Product(float8_linear.matmul_with_hp_or_float8_args):
-    """torchao's three GEMMs, by the same operators. Its reshaped output is a view, and autograd
-    refuses to change a Function's view in place: here no view is recorded."""
+    """torchao's three GEMMs and operators. Autograd refuses in-place changes of a Function's view,
+    which torchao's reshaped output is; none is recorded here."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, w: torch.Tensor, *configs) -> torch.Tensor:
@@ -173,14 +173,13 @@ def _check(recipe: Recipe, casts: _Casts) -> None:
     powers = {c.policy.power_of_two for c in present}
     if len(powers) > 1 or "mask" in powers:
         raise refuse(
-            "power_of_two is None or 'exp2_log2', the same for every cast; got "
-            f"{sorted(map(str, powers))}"
+            f"power_of_two is None or 'exp2_log2' in every cast; got {sorted(map(str, powers))}"
         )
     for c in present:
         if c.delayed is not None:
-            raise refuse("it scales dynamically, and this recipe is delayed")
+            raise refuse("it scales dynamically; this recipe is delayed")
         if c.policy.unscaled:
-            raise refuse(f"it scales every cast, and policy {c.policy.name!r} none")
+            raise refuse(f"it scales every cast; policy {c.policy.name!r} does not")
         if c.granularity not in GRANULARITIES:
             raise refuse(f"granularity is tensorwise or rowwise; got {c.granularity!r}")
         try:

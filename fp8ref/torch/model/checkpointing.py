@@ -54,7 +54,7 @@ EVERY: tuple[Operation, ...] = get_args(Operation)
 
 
 def _found(*names: str) -> frozenset:
-    """torch's operators of these names: its versions have not the same ones."""
+    """torch's operators of these names, as far as its version has them."""
     return frozenset(
         getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)
     )
@@ -168,12 +168,10 @@ def check(
     unknown = [name for name in names if not callable(name) and name not in OPERATORS]
     if unknown:
         raise ValueError(
-            f"what checkpointing keeps is of {', '.join(EVERY)}, or an operator of torch; got "
-            f"{unknown[0]!r}. Use one of them."
+            f"checkpointing keeps {', '.join(EVERY)} or a torch operator; got {unknown[0]!r}."
         )
     if mode != "selective" and names != EVERY:
         raise ValueError(
-            f"selective checkpointing keeps what is named; got {mode!r} and {names}. Use "
-            "'selective', or name nothing."
+            f"keep needs mode 'selective'; got {mode!r} and {names}. Use 'selective', or drop keep."
         )
     return names  # type: ignore[return-value]

@@ -167,7 +167,7 @@ def plan_conversion(
 def _shapes(
     model: nn.Module, grouped: Mapping[str, grouped_linear.GroupedLinear]
 ) -> dict[str, tuple[int, int]]:
-    """{name: [N, K]} of linears and grouped linears, in the order of the model's modules."""
+    """{name: [N, K]} of linears and grouped linears, in module order."""
     shapes = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear):
@@ -181,7 +181,7 @@ def _shapes(
 def _with_groups(
     decisions: Sequence[Decision], grouped: Mapping[str, grouped_linear.GroupedLinear]
 ) -> list[Decision]:
-    """The decisions, those of grouped linears with the recipe of each group (X-8)."""
+    """The decisions; grouped linears with each group's recipe (X-8)."""
     return [
         dataclasses.replace(
             d, recipe=grouped_linear.recipe_of(d.recipe), experts=len(grouped[d.path].weight)
@@ -195,8 +195,7 @@ def _with_groups(
 def _select(
     model: nn.Module, shapes: Mapping[str, tuple[int, int]], recipe: Recipe, selection: Selection
 ) -> list[Decision]:
-    """``selection.linears.select``, whose error that nothing is converted also names what
-    multiplies outside linears."""
+    """``selection.linears.select``; its error also names what multiplies outside linears."""
     try:
         return linear_selection.select(
             shapes, recipe, filter_fqns=selection.filter_fqns, fp8_fqns=selection.fp8_fqns

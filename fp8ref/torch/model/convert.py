@@ -109,7 +109,7 @@ def convert(
 
 
 def _set_up_compilers(plan: ConversionPlan) -> None:
-    """What the process needs to run and compile the plan's recipes on their devices."""
+    """Set up what the process needs to run and compile the plan's recipes."""
     devices = plan.devices
     if "cpu" in devices:
         gemm.use_native_scaled_mm()
@@ -135,7 +135,7 @@ def _set_up_compilers(plan: ConversionPlan) -> None:
 
 
 def _converted(model: nn.Module, plan: ConversionPlan, group: str | None) -> nn.Module:
-    """The model with the plan's modules in FP8. group: name of the ranks that share amaxes."""
+    """The model with the plan's modules in FP8. group: the ranks that share amaxes."""
     linear_recipes = plan.linear_recipes
     names = {linear: name for name, linear in plan.linears.items()}
 
@@ -167,7 +167,7 @@ def _converted(model: nn.Module, plan: ConversionPlan, group: str | None) -> nn.
 
 
 def _keep_reasons(model: nn.Module, plan: ConversionPlan) -> None:
-    """Keep with the model why its layers are in FP8 or not, for the report."""
+    """Keep with the model why its layers are in FP8 or not."""
     # of a linear that was converted before, the reason of then
     before = {
         name: reason
@@ -249,17 +249,14 @@ def _check_module(model: object) -> None:
 
 
 def _carry(old: nn.Linear, new: nn.Linear) -> None:
-    """Copy training mode and added attributes from a linear to its replacement."""
+    """Copy training mode and added attributes to the replacement."""
     vars(new).update(added_attributes(old))
     new.train(old.training)
 
 
 @functools.cache
 def _with_methods(fp8: type[nn.Linear], kind: type[nn.Linear]) -> type[nn.Linear]:
-    """The class of FP8 linears, with the methods that a subclass of nn.Linear adds (R-5).
-
-    torchtitan's Linear, for one, initialises itself.
-    """
+    """The class of FP8 linears with a subclass's added methods (R-5)."""
     if kind is nn.Linear:
         return fp8
     names = {"__module__": fp8.__module__, METHODS_OF: kind, "__reduce__": _reduce}
@@ -267,13 +264,12 @@ def _with_methods(fp8: type[nn.Linear], kind: type[nn.Linear]) -> type[nn.Linear
 
 
 def _reduce(linear: nn.Linear) -> tuple:
-    """What copies and pickles make a linear with methods of: pickle does not find its class by a
-    name."""
+    """Reduce for copy and pickle, as the class has no importable name."""
     fp8 = next(kind for kind in type(linear).__mro__ if kind in FP8_LINEARS)
     return _empty, (fp8, getattr(type(linear), METHODS_OF)), linear.__getstate__()
 
 
 def _empty(fp8: type[nn.Linear], kind: type[nn.Linear]) -> nn.Linear:
-    """A linear of a class that ``_with_methods`` makes, for copies and pickles to fill."""
+    """An empty linear of ``_with_methods``'s class, for copy and pickle."""
     linear_class = _with_methods(fp8, kind)  # type: ignore[arg-type]
     return linear_class.__new__(linear_class)

@@ -60,8 +60,7 @@ def added_attributes(linear: nn.Linear) -> dict[str, Any]:
 
 
 def _changes(kind: type[nn.Linear]) -> list[str]:
-    """What a subclass of nn.Linear replaces of what an FP8 linear is: weight or bias, as
-    parametrizations do, its forward, or another method that one of FP8_LINEARS defines."""
+    """What a subclass of nn.Linear replaces: weight, bias, or a method of FP8_LINEARS."""
     ours = {
         key
         for fp8 in FP8_LINEARS
@@ -128,19 +127,17 @@ def check_linear(name: str, linears: Mapping[str, nn.Linear], parent: nn.Module 
     label = name or "the model"
     if isinstance(linear, FP8_LINEARS):
         raise ValueError(
-            f"{label} is already FP8; convert a model once. To change its recipe, deconvert it "
-            "first."
+            f"{label} is already FP8; convert a model once. To change its recipe, deconvert it."
         )
     _check_called(name, parent)
     if isinstance(linear.weight, DTensor):
         raise ValueError(
-            f"{label} is sharded already (its weight is a DTensor). Convert a model first, then "
-            "parallelize it."
+            f"{label} is sharded already (its weight is a DTensor). Convert a model first."
         )
     if type(linear) is nn.Linear and (problem := unusual_parameter(linear)):
         raise ValueError(
-            f"{label} {problem}, but convert takes an nn.Parameter. Convert before you shard, "
-            "quantize or prune, or name it in filter_fqns."
+            f"{label} {problem}; convert takes an nn.Parameter. Convert before you shard, quantize "
+            "or prune, or use filter_fqns."
         )
     if problem := what_is_lost(linear, (nn.Linear,)):
         raise ValueError(
@@ -149,14 +146,13 @@ def check_linear(name: str, linears: Mapping[str, nn.Linear], parent: nn.Module 
     others = [other for other, m in linears.items() if m is linear and other != name]
     if others:
         raise ValueError(
-            f"{label} is the same module as {others[0]}, and only one of them would be "
-            "converted. Name both in filter_fqns."
+            f"{label} is the same module as {others[0]}, and only one would be converted. Name "
+            "both in filter_fqns."
         )
     weight = linear.weight
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
-            f"{label} has a weight of {weight.dtype}; FP8 is cast from float32, bfloat16 or "
-            "float16. Cast the model first."
+            f"{label} is {weight.dtype}; FP8 is cast from float32, bfloat16 or float16. Cast it."
         )
     device = device_of(weight)
     if (
@@ -183,26 +179,21 @@ def _check_called(name: str, parent: nn.Module | None) -> None:
     key = name.rpartition(".")[2]
     if _runs_forward_of(nn.MultiheadAttention, parent, key):
         raise ValueError(
-            f"{name} is never called: nn.MultiheadAttention reads its weight, without FP8. Name "
-            "it in filter_fqns."
+            f"{name} is never called: nn.MultiheadAttention reads its weight. Use filter_fqns."
         )
     fast = key in ("linear1", "linear2") and torch.backends.mha.get_fastpath_enabled()
     if fast and _runs_forward_of(nn.TransformerEncoderLayer, parent, key):
         raise ValueError(
-            f"{name} is not called in torch's fast path of nn.TransformerEncoderLayer (eval "
-            "mode, no gradients), which reads its weight, without FP8. Call "
-            "torch.backends.mha.set_fastpath_enabled(False) first, or name it in filter_fqns."
+            f"{name} is not called in torch's fast path of nn.TransformerEncoderLayer, which reads "
+            "its weight. Call torch.backends.mha.set_fastpath_enabled(False) first, or use "
+            "filter_fqns."
         )
 
 
 def _runs_forward_of(base: type[nn.Module], module: nn.Module | None, key: str) -> bool:
     """Whether a module runs the forward of torch's class base, and nothing else may call its linear
-    of the name key.
-
-    A subclass with a forward of its own does so if that calls ``super().forward``, or base.forward.
-    Its linear may be called by a method that base lacks, or by that forward, if the code has the
-    linear's name.
-    """
+    key. A subclass's forward does so if it calls ``super().forward`` or base.forward. A method that
+    base lacks, or that forward, may call the linear if its code has the linear's name."""
     if not isinstance(module, base):
         return False
     kinds = type(module).__mro__[: type(module).__mro__.index(base)]
@@ -221,7 +212,7 @@ def _runs_forward_of(base: type[nn.Module], module: nn.Module | None, key: str) 
 
 
 def _names(code: types.CodeType | None) -> set[str]:
-    """The names that code uses, those of functions within it too; none of what is no function."""
+    """The names in code and in functions inside it; none for other objects."""
     if code is None:
         return set()
     return set(code.co_names).union(

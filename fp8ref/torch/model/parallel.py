@@ -96,10 +96,7 @@ def parallelize(
 
 
 def _check_weights(model: nn.Module) -> None:
-    """As ``fsdp.check_weights``, of a model that was just converted.
-
-    If it is refused, the conversion is undone.
-    """
+    """``fsdp.check_weights`` of a model just converted; undoes the conversion if refused."""
     try:
         fsdp.check_weights(model)
     except ValueError:
@@ -114,11 +111,8 @@ def _cut(
     group: ProcessGroup | None,
     parallelism: Parallelism,
 ) -> list[nn.Module]:
-    """Expert and tensor parallelism of a converted model; returns the modules of experts.
-
-    If it is refused, the conversion is undone.
-    group     the ranks that share amaxes of a batch.
-    """
+    """Expert and tensor parallelism; returns the modules of experts. Undoes the conversion if
+    refused. group: the ranks that share a batch's amaxes."""
     experts: list[nn.Module] = []
     if ranks.experts is not None:
         assert ranks.whole is not None
@@ -146,7 +140,7 @@ def _cut(
 def _compile_forwards(
     model: nn.Module, blocks: Sequence[nn.Module], parallelism: Parallelism
 ) -> None:
-    """Compile forward methods, not modules: FSDP2's hooks, which dynamo skips, stay around them."""
+    """Compile forward methods, not modules: FSDP2's hooks, unknown to dynamo, stay outside."""
     compiled = {"none": (), "block": blocks, "model": (model,)}[parallelism.compile]
     for module in compiled:
         module.forward = torch.compile(
@@ -186,8 +180,8 @@ def _shard(
 def _shard_experts(
     experts: Sequence[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy
 ) -> None:
-    """fully_shard experts over the ranks that have the same ones. Their gradients hold rows of all
-    ranks, so the mean over a batch is their sum over all ranks' number."""
+    """fully_shard experts over ranks with the same ones. Their gradients have all ranks' rows, so
+    the mean over a batch divides by all ranks."""
     same, ranks = same_experts(mesh), mesh.size()
     if "tensor" in (mesh.mesh_dim_names or ()):
         ranks //= mesh["tensor"].size()
@@ -200,7 +194,7 @@ def _shard_experts(
 
 
 def _gather(model: nn.Module, fp8: bool, parallelism: Parallelism) -> None:
-    """Gather the weights of a sharded model's linears in FP8, if they are to be."""
+    """Gather the weights of linears in FP8, if asked for."""
     if fp8:
         dtype = parallelism.param_dtype if parallelism.fp8_from == "compute" else None
         fsdp.gather_in_fp8(model, dtype=dtype, precompute=parallelism.precompute_scales)

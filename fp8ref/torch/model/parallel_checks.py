@@ -53,15 +53,14 @@ def check(
     if ranks.tensor is not None and compile != "none" and parallelism.checkpointing == "full":
         # AOTAutograd of torch 2.13 keeps the DeviceMesh among saved tensors: an AssertionError
         raise ValueError(
-            "torch cannot compile blocks that tensor parallelism cuts and that are recomputed "
-            f"whole; got checkpointing 'full' and compile {compile!r}. Use checkpointing "
-            "'selective' or 'none'."
+            "torch cannot compile tensor-parallel blocks that are recomputed whole; got "
+            f"checkpointing 'full' and compile {compile!r}. Use checkpointing 'selective' or "
+            "'none'."
         )
     if mesh is not None:
         if rules:
             raise ValueError(
-                f"rules are for one device; got a mesh of {mesh.size()}. Leave them out, or "
-                "give mesh None."
+                f"rules need one device; got a mesh of {mesh.size()}. Leave rules or mesh out."
             )
         check_no_optimizer(model)
     if ranks.batch is not None:
@@ -78,38 +77,32 @@ def check(
 
 
 def _check_modules(model: nn.Module, blocks: list[nn.Module], keep_dtype: list[nn.Module]) -> None:
-    """ValueError unless blocks and keep_dtype are modules within the model, each named once."""
     named = [*blocks, *keep_dtype]
     if not set(model.modules()).difference([model]).issuperset(named):
         raise ValueError(
-            "blocks and keep_dtype are modules within the model. Name them by model.get_submodule."
+            "blocks and keep_dtype are modules of the model. Get them from model.get_submodule."
         )
     names = {module: name for name, module in model.named_modules()}
     twice = [names[module] for i, module in enumerate(named) if module in named[:i]]
     if twice:
         raise ValueError(
-            f"a module is named once in blocks and keep_dtype; {twice[0]} is named twice. Leave "
-            "one out."
+            f"a module occurs once in blocks and keep_dtype; {twice[0]} occurs twice. Drop one."
         )
 
 
 def _check_units(model: nn.Module, units: Sequence[nn.Module]) -> None:
-    """ValueError for units that fully_shard would refuse once the model is converted, or cut apart
-    from a parameter that they share.
-
-    units     modules within the model that are sharded by themselves, in this order.
-    """
+    """ValueError for units that fully_shard would refuse later, or that separate a shared
+    parameter. units: in this order, the modules that are sharded by themselves."""
     names = {module: name for name, module in model.named_modules()}
     for i, unit in enumerate(units):
         if isinstance(unit, nn.ModuleList | nn.ModuleDict):
             raise ValueError(
-                f"{names[unit]} is a {type(unit).__name__}, which is not called: fully_shard "
-                "has no forward pass to gather in. Name its modules."
+                f"{names[unit]} is a {type(unit).__name__}, which is never called, so fully_shard "
+                "cannot gather it. Name its modules."
             )
         if inner := next((later for later in units[i + 1 :] if later in set(unit.modules())), None):
             raise ValueError(
-                f"{names[inner]} is within {names[unit]}, which is named before it. Name inner "
-                "modules first."
+                f"{names[inner]} is within {names[unit]}, named earlier. Name inner modules first."
             )
     homes: dict[nn.Parameter, tuple[str, nn.Module]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -136,10 +129,9 @@ def _check_units(model: nn.Module, units: Sequence[nn.Module]) -> None:
                     for n, u in ((other, home), (name, unit))
                 )
                 raise ValueError(
-                    f"modules that share a parameter are sharded in one unit; {other} and "
-                    f"{name} are one, and would be apart: {apart}. Name one unit around both in "
-                    "blocks, or neither in blocks and keep_dtype: both are then of the model's "
-                    "own unit. Or untie them."
+                    f"modules that share a parameter need one FSDP unit; {other} and {name} are "
+                    f"apart: {apart}. Name one unit around both, or neither in blocks and "
+                    "keep_dtype, or untie them."
                 )
 
 
@@ -154,8 +146,7 @@ def _check_blocks(blocks: Sequence[nn.Module], parallelism: Parallelism) -> None
 
 
 def _check_no_cache(model: nn.Module) -> None:
-    """ValueError for a model of transformers that caches keys and values: a block that runs again
-    would append to them again."""
+    """ValueError for a transformers model with a cache: a rerun block would append to it again."""
     caching = [
         name
         for name, module in model.named_modules()
@@ -164,8 +155,8 @@ def _check_no_cache(model: nn.Module) -> None:
     if caching:
         path = f"{caching[0]}.config.use_cache" if caching[0] else "config.use_cache"
         raise ValueError(
-            "a block under checkpointing runs twice, and would append keys and values to its "
-            f"cache twice; got {path} = True. Set it to False for training."
+            f"a checkpointed block runs twice, and would append to its cache twice; got {path} = "
+            "True. Set it to False for training."
         )
 
 
@@ -173,39 +164,34 @@ def _check_tensor_dim(mesh: DeviceMesh | None) -> None:
     """ValueError for options of tensor parallelism without a mesh that has it."""
     if mesh is None or "tensor" not in (mesh.mesh_dim_names or ()):
         raise ValueError(
-            "sequence and tensor_plan cut linears over a mesh with a dim named tensor; there is "
-            "none. Add it, or leave them out."
+            "sequence and tensor_plan need a mesh dim tensor; there is none. Add it or drop them."
         )
 
 
 def _check_batch(recipe: Recipe, batch: DeviceMesh, parallelism: Parallelism) -> None:
-    """ValueError for a recipe or a reduction that the ranks of a batch cannot have."""
+    """ValueError for a recipe or reduction that a batch's ranks cannot have."""
     if parallelism.ordered_reduction and batch.ndim == 2 and batch.size(0) > 2:
-        raise ValueError(
-            "ordered_reduction adds over fsdp in rank order, and over at most 2 ranks along "
-            f"data; got {batch.size(0)}. Make data 1 or 2."
-        )
+        raise ValueError(f"ordered_reduction needs 1 or 2 ranks along data; got {batch.size(0)}.")
     if parallelism.amax_scope == "local" and recipes.delayed_casts(recipe):
         raise ValueError(
-            f"recipe {recipe.name!r} keeps one state for all ranks, from the amaxes of all "
-            "ranks; got amax_scope='local'. Use 'global'."
+            f"recipe {recipe.name!r} needs global amaxes; got amax_scope='local'. Use 'global'."
         )
 
 
 def _check_fp8_gradients(batch: DeviceMesh | None) -> None:
-    """ValueError for gradients in FP8 where no reduce-scatter over all ranks sums them (P-25)."""
+    """ValueError for FP8 gradients that no reduce-scatter over all ranks sums (P-25)."""
     if batch is None or (batch.ndim == 2 and batch.size(0) > 1):
         got = "no ranks that share a batch"
         if batch is not None:
             got = f"{batch.size(0)} ranks along data"
         raise ValueError(
-            "reduce_dtype torch.float8_e4m3fn is of gradients that FSDP2 reduce-scatters over "
-            f"fsdp, as its sum over data has no hook; got {got}. Shard over fsdp alone."
+            "reduce_dtype torch.float8_e4m3fn needs gradients summed over fsdp alone: FSDP2's sum "
+            f"over data has no hook; got {got}."
         )
 
 
 def _check_one_graph(model: nn.Module, keep_dtype: Sequence[nn.Module]) -> None:
-    """ValueError if a graph of the whole forward would contain FSDP units, without their hooks."""
+    """ValueError if a graph of the whole forward would have FSDP units, without their hooks."""
     nested = [
         name or "the model"
         for name, module in model.named_modules()
@@ -216,9 +202,8 @@ def _check_one_graph(model: nn.Module, keep_dtype: Sequence[nn.Module]) -> None:
     ]
     if nested:
         raise ValueError(
-            f"compile='model' takes a model that fully_shard shards as one unit; {nested[0]} "
-            "is a unit of its own, or would be with keep_dtype. Use compile='block', or "
-            "compiled_fsdp.shard, whose gathers are in the graph."
+            f"compile='model' takes a model that is one fully_shard unit; {nested[0]} is its own. "
+            "Use compile='block', or compiled_fsdp.shard."
         )
 
 
@@ -226,7 +211,7 @@ def refuse_tracing(unit: nn.Module, args: tuple) -> None:
     """Forward pre-hook: ValueError if dynamo traces a unit's call, without FSDP2's hooks."""
     if torch.compiler.is_dynamo_compiling():
         raise ValueError(
-            "a fully_shard unit cannot be called inside a compiled graph. Use "
+            "a fully_shard unit cannot be called in a compiled graph. Use "
             "Parallelism(compile='block') or 'model', or compiled_fsdp.shard."
         )
 
@@ -253,8 +238,8 @@ def check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
         apart = [name for names in every for name in names]
     if apart:
         raise ValueError(
-            f"copies of a model start from the same weights; {apart[0]} differs along data. "
-            "Give every rank the same seed, or load one checkpoint."
+            f"copies of a model start from the same weights; {apart[0]} differs along data. Use "
+            "one seed or checkpoint."
         )
 
 
@@ -265,7 +250,6 @@ def _digest(x: torch.Tensor) -> str:
 
 
 def _chunk(p: torch.Tensor, parts: int, which: int) -> torch.Tensor:
-    """The rows of a whole parameter that this rank compares: each of those that hold one copy has
-    others."""
+    """The rows of a whole parameter that this rank compares; its copies' ranks share the work."""
     chunks = p.detach().reshape(-1).chunk(parts)
     return chunks[which] if which < len(chunks) else p.detach().reshape(-1)[:0]

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp8ref.recipe import Style
+from fp8ref.shared import errors
 from fp8ref.torch.model import checkpointing as checkpoints
 from fp8ref.torch.model.checkpointing import Checkpointing, Operation
 
@@ -73,11 +74,7 @@ class Parallelism:
     keep_dtype: Iterable[nn.Module] = ()
 
     def __post_init__(self) -> None:
-        if self.reduce_dtype not in _REDUCE_DTYPES:
-            raise ValueError(
-                "reduce_dtype is torch.float32, torch.bfloat16 or torch.float8_e4m3fn; got "
-                f"{self.reduce_dtype}."
-            )
+        errors.one_of("reduce_dtype", self.reduce_dtype, _REDUCE_DTYPES)
         literals = {
             "amax_scope": Scope,
             "checkpointing": Checkpointing,
@@ -85,11 +82,7 @@ class Parallelism:
             "fp8_from": Source,
         }
         for name, literal in literals.items():
-            value, allowed = getattr(self, name), get_args(literal)
-            if value not in allowed:
-                raise ValueError(
-                    f"{name} is one of {', '.join(allowed)}; got {value!r}. Use one of them."
-                )
+            errors.one_of(name, getattr(self, name), get_args(literal))
         kept = checkpoints.check(self.checkpointing, self.keep)
         object.__setattr__(self, "keep", kept)
         object.__setattr__(self, "keep_dtype", tuple(self.keep_dtype))
@@ -143,16 +136,16 @@ class Ranks(NamedTuple):
         names = mesh.mesh_dim_names or ()
         if context := [name for name in names if name in _CONTEXT]:
             raise ValueError(
-                "ranks that share sequences share the batch, and are of fsdp; got a dim named "
-                f"{context[0]}. Flatten it and those of the batch into one: mesh._flatten('fsdp'), "
-                "and run steps inside torch's context_parallel (P-26)."
+                f"context-parallel ranks are part of fsdp; got a dim named {context[0]}. Flatten "
+                "it and the batch dims with mesh._flatten('fsdp'), and run steps in torch's "
+                "context_parallel (P-26)."
             )
         ordered = tuple(axis for axis in AXES if axis in names)
         needs_fsdp = {"data", "expert"} & set(names) and "fsdp" not in names
         if not names or names != ordered or needs_fsdp:
             raise ValueError(
-                f"mesh has dims named {', '.join(AXES)}, in this order, data and expert only with "
-                f"fsdp; got {names}. Name them in init_device_mesh."
+                f"mesh dims are named {', '.join(AXES)}, in this order; data and expert need fsdp; "
+                f"got {names}. Name them in init_device_mesh."
             )
         shared = _sharded_dims(mesh)
         batch = mesh[shared] if shared else None
@@ -165,8 +158,7 @@ class Ranks(NamedTuple):
 
 
 def _sharded_dims(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The dims of a mesh over which FSDP2 shards and copies: fsdp, and data where there are
-    copies."""
+    """The mesh dims over which FSDP2 shards (fsdp) and copies (data)."""
     names = mesh.mesh_dim_names or ()
     copies = ("data",) if "data" in names and mesh["data"].size() > 1 else ()
     return (*copies, "fsdp") if "fsdp" in names else copies

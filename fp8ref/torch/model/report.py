@@ -132,8 +132,7 @@ def check_shapes(model: nn.Module) -> None:
     lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
     if lazy is not None:
         raise ValueError(
-            f"every parameter has a shape; {lazy} is of a lazy module, which has none yet. Run "
-            "a forward pass first."
+            f"{lazy} is of a lazy module, without a shape yet. Run a forward pass first."
         )
 
 
@@ -151,12 +150,9 @@ def log(model: nn.Module, name: str, recipe: Recipe) -> None:
 
 
 class _Products(TorchDispatchMode):
-    """Counts multiplications by layer, else by operator, result and why.
-
-    owners    the module of each storage that holds parameters: a product of one belongs to it,
-              unless it is a linear in FP8 that is not running.
-    names     {module: its path}
-    """
+    """Counts multiplications by layer, else by operator, result and why. owners: the module of each
+    parameter storage, which its products belong to, unless an FP8 linear that is not running.
+    names: {module: path}."""
 
     def __init__(self, owners: Mapping[int, nn.Module], names: Mapping[nn.Module, str]) -> None:
         super().__init__()
@@ -201,7 +197,7 @@ class _Products(TorchDispatchMode):
 
 
 def _multiplications(func, args: tuple, kwargs: Mapping, out) -> int:
-    """M N K of a product; 0 of any other operator."""
+    """M N K of a product; 0 for any other operator."""
     # of a forward pass: (which, a [M, K], ...), or a kernel's, (a [M, K], ...)
     if func in grouped_gemm.OPERATORS:
         a = args[1] if isinstance(args[0], str) else args[0]
@@ -286,7 +282,7 @@ def _rows(model: nn.Module, counted: _Products | None) -> list[Row]:
 
 
 def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """A module's own parameters, and those that a linear's weight is computed of."""
+    """A module's own parameters, and those that a linear's weight is computed from."""
     yield from module.named_parameters(recurse=False)
     if isinstance(module, nn.Linear) and parametrize.is_parametrized(module):
         assert isinstance(module.parametrizations, nn.Module)
@@ -301,8 +297,7 @@ def _row(
     reason: str | None,
     counted: _Products | None,
 ) -> Row:
-    """The row of one layer, from the shapes of its parameters and the sizes of those that count
-    here."""
+    """The row of one layer, from its parameters' shapes and the sizes of those that count here."""
     recipe, kernel = _in_fp8(module)
     largest = max(shapes.values(), key=math.prod)
     if isinstance(module, nn.Linear):
@@ -325,13 +320,12 @@ def _row(
 
 
 def _dims(linear: nn.Linear, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """[N, K], also of a linear that is pruned or parametrized, which has no parameter of the name
-    weight."""
+    """[N, K], also of a pruned or parametrized linear."""
     return shapes.get("weight", (linear.out_features, linear.in_features))
 
 
 def _in_fp8(module: nn.Module) -> tuple[str | None, str | None]:
-    """The recipe's name and the kernel of an FP8 linear or of experts; None of any other module."""
+    """(recipe, kernel) of an FP8 linear or experts, else None."""
     if isinstance(module, Experts | GroupedLinear):
         name = module.recipes_in_fp8 if isinstance(module, Experts) else module.recipe.name
         return (name, module.kernels()) if module.in_fp8 else (None, None)
@@ -345,7 +339,7 @@ def _in_fp8(module: nn.Module) -> tuple[str | None, str | None]:
 
 
 def _why_not(module: nn.Module, shape: tuple[int, ...]) -> str:
-    """Why a module that convert did not choose has no FP8."""
+    """Why convert did not choose a module."""
     kind = type(module).__name__
     if isinstance(module, nn.Linear):
         return "not converted"
@@ -379,7 +373,7 @@ def _outside(shape: tuple[int, ...]) -> str:
 
 
 def _reasons(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """(path, why) of every linear that a conversion of the model, or of a part of it, looked at."""
+    """(path, why) of every linear that a conversion looked at."""
     for name, module in model.named_modules():
         for path, reason in vars(module).get(REASONS, {}).items():
             yield ".".join(part for part in (name, path) if part), reason

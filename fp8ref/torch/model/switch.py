@@ -35,14 +35,9 @@ class Switch:
     """
 
     def __init__(self, model: nn.Module, recipe: str, twins: Mapping[str, nn.Module]) -> None:
-        """model: in recipe, with its memory (``to_empty``); FSDP2 gathers its weights in their
-        dtype.
-
-        twins     by further recipe, the same model on the meta device, converted and nothing else.
-                  Their linears are taken, and the forms of their experts.
-        Raises:   ValueError: a weight that FSDP2 gathers in FP8, as its buffers are of the first
-                  recipe.
-        """
+        """model: in recipe, with memory (``to_empty``); FSDP2 gathers its weights in their dtype.
+        twins: the same model by further recipe, only converted, on the meta device; gives its
+        linears and forms of experts. Raises:   ValueError: a weight that FSDP2 gathers in FP8."""
         self.model, self.recipe = model, recipe
         mine = {
             name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | GroupedLinear)
@@ -53,8 +48,8 @@ class Switch:
             gathered := [name for name, linear in mine.items() if hasattr(linear, "fp8_gather")]
         ):
             raise ValueError(
-                f"FSDP2 gathers weights in one way for all recipes of a model; {gathered[0]} is "
-                "gathered in FP8. Parallelize with gather_fp8=False, which gives the same bits."
+                f"a switchable model gathers weights in high precision; {gathered[0]} is gathered "
+                "in FP8. Use gather_fp8=False: the bits are the same."
             )
         every = {recipe: model, **twins}
         mixtures = {
@@ -86,8 +81,8 @@ class Switch:
         """
         if recipe not in self._linears:
             raise ValueError(
-                "a model switches to a recipe that it was made with, "
-                f"{', '.join(self._linears)}; got {recipe!r}."
+                f"a model switches to a recipe that it was made with, {', '.join(self._linears)}; "
+                f"got {recipe!r}."
             )
         delayed.forget(self.model)
         for name, linear in self._linears[recipe].items():
@@ -109,8 +104,7 @@ class Switch:
     def _sharing(
         self, name: str, linear: nn.Module, mine: nn.Linear | GroupedLinear
     ) -> nn.Linear | GroupedLinear:
-        """A linear of a twin, with the Parameters of the model's own and one state for each
-        role."""
+        """A twin's linear with the model's own Parameters and one state per role."""
         assert isinstance(linear, nn.Linear | GroupedLinear)
         delayed_checks.unwatch(linear)
         # The dict itself: FSDP2 puts whole weights and shards into that of the module it first saw.
@@ -120,7 +114,7 @@ class Switch:
         return linear
 
     def _share(self, name: str, states: nn.ModuleDict, device: torch.device) -> None:
-        """Put the one state of each role in the place of those of a twin, whose path is name."""
+        """Put each role's one state in the place of a twin's, whose path is name."""
         for role, state in states.items():
             assert isinstance(state, RoleState)
             key = f"{name}.{role}"

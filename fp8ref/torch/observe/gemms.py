@@ -88,7 +88,7 @@ def observe_gemms(
 
 
 class _Reporter(TorchDispatchMode):
-    """Sees products of FP8 tensors before torchao unwraps them; hooks give layer and hp tensors."""
+    """Sees products of FP8 tensors before torchao unwraps them; hooks add layer and hp tensors."""
 
     def __init__(self, observer: Callable, grouped_observer: Callable | None) -> None:
         super().__init__()
@@ -108,9 +108,8 @@ class _Reporter(TorchDispatchMode):
                 return
             if name in self._called:
                 raise ValueError(
-                    "operands are observed of linears that a pass of the model calls once; it "
-                    f"calls {name} again. Leave out what observes, such as statistics, or give "
-                    "each use a linear of its own."
+                    f"observation needs linears that run once in a pass; it calls {name} again. "
+                    "Drop statistics, or use a linear per call."
                 )
             self._called.add(name)
 
@@ -196,7 +195,7 @@ class _Reporter(TorchDispatchMode):
         return out
 
     def _report(self, which, roles, quantized, out) -> None:
-        """Call the observer; quantized holds codes, scale and scale_inv of each role."""
+        """Call the observer; quantized has codes, scale and scale_inv of each role."""
         # An output GEMM within a backward pass is a checkpointed block's, which has been reported
         # already.
         if which == "output" and torch._C._current_graph_task_id() != -1:
@@ -213,10 +212,7 @@ class _Reporter(TorchDispatchMode):
         self._observer(name, which, a, b, out)
 
     def _like_codes(self, name: str, role: str, codes: torch.Tensor) -> torch.Tensor:
-        """A role's hp tensor in rows.
-
-        If sequence parallelism had cut its tokens, it is gathered, as its codes were.
-        """
+        """A role's hp tensor in rows; gathered, as its codes were, under sequence parallelism."""
         hp = self._hp[name][role]
         if role != "weight" and hp.numel() != codes.numel():
             with _disable_current_modes():

@@ -94,7 +94,7 @@ def _measure_any(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Ten
 
 
 def _measure_finite(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Tensor, ...]:
-    """As ``_measure_any``, of a finite x and finite scales: no code is NaN, and zero's is zero."""
+    """``_measure_any`` for finite x and scales: no code is NaN, and zero's is zero."""
     codes, value = q.codes.view(torch.uint8), cast.to_f32(x)
     magnitudes = codes & ~q.fmt.sign_bit
     underflows = whole.nonzero - magnitudes.count_nonzero()
@@ -146,7 +146,7 @@ def measure_groups(x: torch.Tensor, q: Quantized, ends: Sequence[int]) -> torch.
 
 
 class _Measured:
-    """The statistics of operands, measured once where two GEMMs take the same one."""
+    """Statistics of operands, measured once if two GEMMs take the same one."""
 
     def __init__(self, model: nn.Module) -> None:
         self._gathers = {
@@ -164,7 +164,7 @@ class _Measured:
                 del kept[key]
 
     def __call__(self, operand: Operand, captured: GemmOperand) -> torch.Tensor:
-        """``measure`` of what a GEMM took: of a weight gathered in FP8, of this rank's shard."""
+        """``measure`` of a GEMM's operand; for a weight gathered in FP8, of this rank's shard."""
         gather = self._gathers.get(operand.layer) if operand.role == "weight" else None
         spec, axis, whole = operand.cast, captured.axis, (operand.layer, operand.role)
         key = (*whole, spec, None if spec.granularity == "tensorwise" else axis)

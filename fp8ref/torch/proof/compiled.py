@@ -65,10 +65,7 @@ def trace_compiled(
 
 
 class _Pass(CustomGraphPass):
-    """A pass that reads a graph after the passes set before.
-
-    It has no uuid, so inductor bypasses its caches.
-    """
+    """Reads a graph after earlier passes; without a uuid, so inductor skips its caches."""
 
     def __init__(self, read: Callable[[Graph], None], earlier) -> None:
         self._read = read
@@ -86,7 +83,7 @@ class _Pass(CustomGraphPass):
 
 
 class _Reader:
-    """Labels the GEMMs of a model's joint graphs, and records them from its post-grad graphs."""
+    """Labels the GEMMs of joint graphs, and records them from post-grad graphs."""
 
     def __init__(
         self, model: nn.Module, trace: GemmTrace, attention: Mapping[str, nn.Module]
@@ -106,8 +103,7 @@ class _Reader:
         self._called: set[str] = set()
 
     def _plan(self, region: str) -> tuple:
-        """What decides the graph of a region: its class, and the kinds and recipes of its linears
-        and attention by their names in it."""
+        """What decides a region's graph: class, kinds and recipes of layers by name."""
         module, begin = self._regions[region], len(region)
         inside = {str(id(m)) for m in module.modules()}
         recipes = {
@@ -165,7 +161,7 @@ class _Reader:
         )
 
     def _region(self, name: str) -> str | None:
-        """The compiled module that a layer, or a product of it, is in."""
+        """The compiled module that a layer, or its product, is in."""
         return next((region for region in self._regions if name.startswith(f"{region}.")), None)
 
     def label(self, graph: Graph) -> None:
@@ -214,15 +210,14 @@ class _Reader:
                     )
 
     def _layer(self, node: Node, names: Mapping[str, str] | None = None) -> str | None:
-        """The innermost linear, or module of these names, that a node belongs to, or whose forward
-        pass it differentiates."""
+        """The innermost linear, or named module, of a node or its forward node."""
         names = self._names if names is None else names
         stack = node.meta.get("fwd_nn_module_stack") or node.meta.get("nn_module_stack") or {}
         keys = (key.partition("@")[0] for key in reversed(stack))  # of a module's second call: id@1
         return next((names[key] for key in keys if key in names), None)
 
     def _roots(self, operand: Node, layer: str) -> set[Node]:
-        """What an operand in its layer comes from: nodes of other layers, graph inputs, GEMMs."""
+        """What an operand comes from: nodes of other layers, graph inputs, GEMMs."""
         roots, visited, nodes = set(), set(), [operand]
         while nodes:
             node = nodes.pop()
@@ -234,7 +229,7 @@ class _Reader:
         return roots
 
     def _shared(self, layer: str) -> list[str]:
-        """The layer, and its counterparts in modules that share its graph."""
+        """The layer and its counterparts in modules that share its graph."""
         region = self._region(layer)
         if region is None:
             return [layer]

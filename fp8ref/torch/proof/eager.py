@@ -46,8 +46,7 @@ def trace_eager(
     for name, module in model.named_modules():
         if is_compiled(module):
             raise ValueError(
-                f"{name or 'the model'} is compiled, and trace_eager would run it eagerly. Use "
-                "proof.trace_compiled."
+                f"{name or 'the model'} is compiled, not eager. Use proof.trace_compiled."
             )
     trace = GemmTrace("eager dispatch")
     tracer = _Tracer(trace)
@@ -68,11 +67,8 @@ def trace_eager(
 
 
 class _Tracer(TorchDispatchMode):
-    """Names a GEMM by where it runs: in a linear's forward pass, or in an autograd node of it.
-
-    A forward pass that is recomputed runs in a node too; the linear that runs then names its GEMMs,
-    and those outside of linears have no name.
-    """
+    """Names a GEMM by the linear whose forward pass or autograd node runs it. A recomputed forward
+    pass runs in a node too: then the linear names its GEMMs, others get no name."""
 
     def __init__(self, trace: GemmTrace) -> None:
         super().__init__()
@@ -172,7 +168,7 @@ class _Tracer(TorchDispatchMode):
         )
 
     def _where(self) -> tuple[str | None, Gemm]:
-        """The layer that runs and its next GEMM; None outside all layers."""
+        """The layer that runs and its next GEMM, or None."""
         if self._inside:
             return self._inside[-1], "output"
         node = torch._C._current_autograd_node()
@@ -191,12 +187,12 @@ class _Tracer(TorchDispatchMode):
 
 
 def _memory(node: Node) -> dict:
-    """A node's metadata: a dict, though torch annotates it otherwise."""
+    """A node's metadata, a dict in spite of torch's annotation."""
     return node.metadata  # type: ignore[return-value]
 
 
 def _between(inputs: Iterable[torch.Tensor | None], output: torch.Tensor) -> Iterator[Node]:
-    """The autograd nodes from an output back to its inputs, without those of the inputs."""
+    """The autograd nodes from an output back to its inputs, excluding the inputs'."""
     visited = {x.grad_fn for x in inputs if x is not None}
     nodes = [output.grad_fn]
     while nodes:

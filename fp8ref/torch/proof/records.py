@@ -75,7 +75,7 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 class _Record:
-    """What records of GEMMs and of products have: a and b, and how they ran."""
+    """Records of GEMMs and products: a and b, and how they ran."""
 
     a: str
     b: str

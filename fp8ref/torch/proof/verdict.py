@@ -115,7 +115,7 @@ def _simulated_entry(g: GemmRecord) -> dict:
 
 
 def _fp8(planned: Mapping[str, str | Recipe], plan: str | None) -> Iterator[tuple[GemmRecord, str]]:
-    """The FP8 GEMMs of a plan, each as its expected record and the granularity of its operand a."""
+    """The FP8 GEMMs of a plan: expected record and granularity of operand a."""
     for layer, recipe in planned.items():
         for which, spec in recipes.by_name(recipe).gemms.items():
             if spec.a is not None and spec.b is not None:

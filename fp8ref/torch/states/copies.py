@@ -63,7 +63,7 @@ class Copies:
 
     @torch.no_grad()
     def _refresh_whole(self) -> None:
-        """Make the codes of weights that are not sharded anew, from masters."""
+        """Recast weights that are not sharded, from masters."""
         for p, spec in self.weights.values():
             copied = quantized_copy(self._optimizer, p, spec)
             p._data.copy_(copied.codes)  # type: ignore[attr-defined]
@@ -106,9 +106,8 @@ def keep(model: nn.Module, optimizer: states.AdamW) -> Copies:
     specs = {name: spec for name, linear in linears.items() if (spec := _cast(linear)) is not None}
     if not specs:
         raise ValueError(
-            "weights are kept in FP8 for linears that cast them once for both GEMMs, by their "
-            "own amax (O-16), and the model has none. Convert it with such a recipe, as "
-            "'tensorwise'."
+            "FP8 weight copies need linears that cast a weight once for both GEMMs, by its own "
+            "amax, and the model has none. Convert it with recipe 'tensorwise' (O-16)."
         )
     _check_new({name: linears[name] for name in specs})
     gathers = [linears[name].fp8_gather for name in specs if hasattr(linears[name], "fp8_gather")]
@@ -156,7 +155,7 @@ def quantized_copy(optimizer: states.AdamW, p: nn.Parameter, spec: CastSpec) -> 
 
 
 def _replaced(optimizer: states.AdamW, p: nn.Parameter, by: nn.Parameter) -> nn.Parameter:
-    """The parameter that the optimizer now trains in p's place, by p's states."""
+    """The parameter that replaces p in the optimizer, with p's states."""
     for group in optimizer.param_groups:
         group["params"] = [by if param is p else param for param in group["params"]]
     optimizer.state[by] = optimizer.state.pop(p)
@@ -164,8 +163,7 @@ def _replaced(optimizer: states.AdamW, p: nn.Parameter, by: nn.Parameter) -> nn.
 
 
 def _take_scale(linear: nn.Module, saved: dict[str, Any], prefix: str, *_: object) -> None:
-    """Load codes of another scale: torchao copies those of an equal one only. A weight in high
-    precision is cast."""
+    """Load codes of another scale, which torchao refuses; cast high-precision weights."""
     saved_weight, mine = saved.get(f"{prefix}weight"), linear.weight
     if not isinstance(mine, Float8TrainingTensor) or saved_weight is None:
         return
@@ -188,7 +186,7 @@ def _cast(linear: Float8Linear | Linear) -> CastSpec | None:
 
 
 def _check_new(linears: dict[str, Any]) -> None:
-    """ValueError for a weight that an earlier ``keep`` keeps: a step would make its codes twice."""
+    """ValueError for a weight that an earlier ``keep`` keeps: a step would cast it twice."""
     for name, linear in linears.items():
         gather: FP8Gather | None = getattr(linear, "fp8_gather", None)
         if isinstance(linear.weight, Float8TrainingTensor) or (
@@ -196,16 +194,16 @@ def _check_new(linears: dict[str, Any]) -> None:
         ):
             raise ValueError(
                 f"a model's weights are kept in FP8 once; {name}.weight is already. Use what "
-                "copies.keep returned, and its refresh() after a checkpoint is loaded."
+                "copies.keep returned; call refresh() after a load."
             )
 
 
 def _check(model: nn.Module, plain: dict[str, nn.Parameter], optimizer: states.AdamW) -> None:
     if not isinstance(optimizer, states.AdamW):
         raise ValueError(
-            "copies are made from masters that fp8ref.torch.states.AdamW keeps in its state; "
-            f"got {type(optimizer).__name__}. Use it, for float16 masters with layout "
-            "'msamp_o2' or 'sqrt_e4m3_f16'."
+            "copies need masters that fp8ref.torch.states.AdamW keeps in its state; got "
+            f"{type(optimizer).__name__}. Use it; for float16 masters layout 'msamp_o2' or "
+            "'sqrt_e4m3_f16'."
         )
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     names: dict[int, list[str]] = {}
@@ -214,16 +212,14 @@ def _check(model: nn.Module, plain: dict[str, nn.Parameter], optimizer: states.A
     for name, p in plain.items():
         if isinstance(p, DTensor):
             raise ValueError(
-                f"{name}.weight is sharded, and not gathered in FP8. Call fsdp.gather_in_fp8 "
-                "before, or keep no copies: the bits are the same."
+                f"{name}.weight is sharded, without an FP8 gather. Call fsdp.gather_in_fp8 before."
             )
         if id(p) not in trained:
             raise ValueError(
-                f"{name}.weight is not a parameter of the optimizer. Build it with "
-                "model.parameters()."
+                f"{name}.weight is not in the optimizer. Build it with model.parameters()."
             )
         if len(names[id(p)]) > 1:
             raise ValueError(
-                f"{' and '.join(names[id(p)])} are one parameter, and both would become FP8. "
-                f"Untie them, or keep {name} in high precision by filter_fqns."
+                f"{' and '.join(names[id(p)])} are one parameter, and both would become FP8. Untie "
+                f"them, or name {name} in filter_fqns."
             )

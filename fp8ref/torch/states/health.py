@@ -41,10 +41,7 @@ def measuring(optimizer: states.AdamW) -> Iterator[Found]:
               were made.
     """
     if not isinstance(optimizer, states.AdamW):
-        raise ValueError(
-            f"health is of fp8ref.torch.states.AdamW; got {type(optimizer).__name__}. Use its "
-            "states, or measure nothing."
-        )
+        raise ValueError(f"health needs fp8ref.torch.states.AdamW; got {type(optimizer).__name__}.")
     measurements: Found = {}
     before = {}
     for group in optimizer.param_groups:
@@ -56,10 +53,7 @@ def measuring(optimizer: states.AdamW) -> Iterator[Found]:
     for p, old in before.items():
         new = states.stored(optimizer, p)
         if new.step != old.step + 1:
-            raise ValueError(
-                f"health is of one step; the optimizer made {new.step - old.step}. Call step "
-                "once inside measuring."
-            )
+            raise ValueError(f"health compares one step; the optimizer made {new.step - old.step}.")
         measurements[p] = _measure(optimizer, p, old, new)
 
 
@@ -74,8 +68,7 @@ def merge_ranks(measurements: Found) -> Tensor:
     """
     if not measurements:
         raise ValueError(
-            "health is of parameters with a gradient; the step had none. Call backward before "
-            "measuring."
+            "health needs parameters with a gradient; the step had none. Call backward before."
         )
     parts = torch.stack(list(measurements.values()))
     if distributed.is_initialized():

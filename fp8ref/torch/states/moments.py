@@ -236,7 +236,7 @@ def _store_expanded(
 def _expanded(
     x: Tensor, center: Tensor, exponent: Tensor, scale_inv: Tensor, moment: Moment, part: Part
 ) -> Tensor:
-    """The numbers that are rounded to codes under an expansion (O-10)."""
+    """x before rounding to codes under an expansion (O-10)."""
     magnitude = _by_group(
         _power, _by_group(torch.div, x.abs(), center, moment, part), exponent, moment, part
     )
@@ -269,7 +269,7 @@ def _scales(amax: Tensor, moment: Moment) -> tuple[Tensor | None, Tensor]:
 
 
 def _codes(scaled: Tensor, x: Tensor, moment: Moment, part: Part, key: philox.Key | None) -> Tensor:
-    """The codes of x, which was scaled (O-8)."""
+    """The codes of the scaled x (O-8)."""
     return storage.codes(scaled, moment.fmt, x if moment.keep else None, key, part.start)
 
 
@@ -292,8 +292,7 @@ def above(x: Tensor, limit: float, stored: MomentState, moment: Moment, part: Pa
 
 
 def _group_max(x: Tensor, moment: Moment, part: Part, empty: float = 0.0) -> Tensor:
-    """() or [groups]: the maximum of each group over the elements that are here; empty where none
-    is."""
+    """() or [groups]: each group's maximum over the elements here; empty if there are none."""
     block = moment.block
     if block is None and part.cells:
         return torch.stack([cells.amax() for cells in x.view(-1, CELL).amax(1).split(part.cells)])
@@ -316,7 +315,7 @@ def _by_group(
     moment: Moment,
     part: Part,
 ) -> Tensor:
-    """operation(x, the value of its group) of each element."""
+    """operation(x, its group's value) of each element."""
     block = moment.block
     if block is None and not part.cells:
         return operation(x, group_values)

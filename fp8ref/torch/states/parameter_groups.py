@@ -20,24 +20,22 @@ def check(group: dict[str, Any], layout: Layout) -> None:
     this optimizer lacks, or has a layout of its own."""
     if missing := [key for key in KEYS if key not in group]:
         raise ValueError(
-            "groups are saved with their numbers and with the decisions of their layout; got a "
-            f"group without {', '.join(missing)}. Save optimizer.state_dict()."
+            "saved groups have numbers and their layout's decisions; got a group without "
+            f"{', '.join(missing)}. Save optimizer.state_dict()."
         )
     if group["layout"] != layout.name:
         raise ValueError(
-            f"all parameters of an optimizer have one layout, {layout.name!r}; a group has "
-            f"{group['layout']!r}. Build an optimizer for each layout."
+            f"parameters of an optimizer have one layout, {layout.name!r}; a group has "
+            f"{group['layout']!r}. Use an optimizer per layout."
         )
     if unlike := layout_decisions.differences(layout, group["decisions"]):
         raise ValueError(
             f"layout {layout.name!r} has {'; '.join(unlike)}. States of another layout are not "
-            "converted: build the optimizer with the layout that they were made with, and give "
-            "a changed layout a name of its own."
+            "converted: use the old layout, or a new name for a changed one."
         )
     if options := [key for key in LACKING if group.get(key)]:
         raise ValueError(
-            f"fp8ref.torch.states has no {', '.join(options)}; a group of parameters sets it. "
-            "Leave it out."
+            f"fp8ref.torch.states has no {', '.join(options)}; a group sets it. Leave it out."
         )
     states.check_seed(group["seed"], layout)
     scalars(group, layout, 1)
@@ -64,7 +62,7 @@ def scalars(group: dict[str, Any], layout: Layout, step: int) -> Scalars:
 
 
 def _number(name: str, value: Any) -> float:
-    """value as Python's number; also that of a tensor with one element."""
+    """A number, or a tensor of one element, as Python's number."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:

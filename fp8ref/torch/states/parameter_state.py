@@ -120,21 +120,19 @@ def check(p: Tensor, layout: Layout) -> None:
     # torch marks FSDP1's flat parameter and all that it replaces
     if getattr(p, "_fsdp_flattened", False):
         raise ValueError(
-            "a scale is that of a whole tensor (O-11), which FullyShardedDataParallel cuts into "
-            f"flat pieces of several; got {tuple(p.shape)} of one. Shard the model with "
-            "fully_shard, before the optimizer is built."
+            "a scale needs whole tensors, which FullyShardedDataParallel flattens; got "
+            f"{tuple(p.shape)} of one. Use fully_shard before the optimizer is built (O-11)."
         )
     if isinstance(p, DTensor) and any(x.is_partial() for x in p.placements):
         raise ValueError(
-            f"a parameter is whole or cut on each rank; got {p.placements} of {tuple(p.shape)}, "
-            "terms of a sum. Redistribute it to Replicate() or Shard()."
+            f"a parameter is whole or cut on each rank; got {p.placements} of {tuple(p.shape)}. "
+            "Redistribute it to Replicate() or Shard()."
         )
     if p.dtype not in (accepted := dtypes(layout)) or p.numel() == 0:
         raise ValueError(
-            "fp8ref.torch.states takes "
-            f"{' or '.join(str(d).removeprefix('torch.') for d in accepted)} parameters with at "
-            f"least one element under layout {layout.name!r}; got {p.dtype} {tuple(p.shape)}. "
-            "Cast the parameter, or use another layout."
+            f"layout {layout.name!r} takes non-empty "
+            f"{' or '.join(str(d).removeprefix('torch.') for d in accepted)} parameters; got "
+            f"{p.dtype} {tuple(p.shape)}. Cast the parameter, or use another layout."
         )
 
 
@@ -151,18 +149,14 @@ def check_cut(p: Tensor, layout: Layout) -> None:
             "has blocks of consecutive elements" if blocks else "rounds by the index of an element"
         )
         raise ValueError(
-            f"layout {layout.name!r} {reason}, so a parameter is cut by rows (O-11); got "
-            f"{p.placements} of {tuple(p.shape)}. Use a layout with one scale a tensor that "
-            "rounds to nearest, such as 'sqrt_e5m2'."
+            f"layout {layout.name!r} {reason}, so a parameter is cut by rows; got {p.placements} "
+            f"of {tuple(p.shape)}. Use a layout such as 'sqrt_e5m2' (O-11)."
         )
 
 
 def _by_rows(p: DTensor, i: int) -> bool:
-    """Whether dim i of the mesh cuts a parameter by rows, so that each rank has rows that follow
-    each other.
-
-    FSDP2 uses _StridedShard when another mesh dim (e.g. experts) already shards the rows.
-    """
+    """Whether mesh dim i gives each rank consecutive rows. FSDP2 writes _StridedShard if another
+    mesh dim (experts) already shards the rows."""
     placement = p.placements[i]
     if not (isinstance(placement, Shard | _StridedShard) and placement.dim == 0):
         return False
@@ -183,20 +177,19 @@ def check_step(p: Tensor, state: dict[str, Any], layout: Layout) -> None:
     check_cut(p, layout)
     if state and state["m_codes"].shape != p.shape:
         raise ValueError(
-            f"a parameter keeps the shape of its state, {tuple(state['m_codes'].shape)}; got "
-            f"{tuple(p.shape)}. Build a new optimizer for it."
+            f"a parameter has its state's shape, {tuple(state['m_codes'].shape)}; got "
+            f"{tuple(p.shape)}. Build a new optimizer."
         )
     if p.grad is None:
         return
     if p.grad.layout != torch.strided:
         raise ValueError(
-            f"a gradient is dense; got one of layout {p.grad.layout} of a parameter "
-            f"{tuple(p.shape)}. Build the embedding with sparse=False."
+            f"a gradient is dense; got layout {p.grad.layout} for {tuple(p.shape)}. Build the "
+            "embedding with sparse=False."
         )
     if p.grad.dtype not in cast.HIGH_PRECISION:
         raise ValueError(
-            f"a gradient is float32, float16 or bfloat16; got {p.grad.dtype} of a parameter "
-            f"{tuple(p.shape)}. Cast it before the step."
+            f"a gradient is float32, float16 or bfloat16; got {p.grad.dtype}. Cast it first."
         )
     check_alike(p.grad, p)
 
@@ -251,13 +244,12 @@ def check_saved(layout: Layout, p: Tensor, saved: dict[str, Any]) -> None:
             raise ValueError(
                 f"a state of layout {layout.name!r} and shape {tuple(p.shape)} has {key} = "
                 f"{_described(expected.get(key))}; got {_described(actual.get(key))}. States of "
-                "another layout, or of another tensor, are not converted: build the optimizer "
-                "and the model that they were made with."
+                "another layout are not converted: use that optimizer and model."
             )
 
 
 def _described(field: tuple | None) -> str:
-    """What a field of a state is, for people."""
+    """A state's field, for people."""
     if field is None:
         return "nothing"
     shape, dtype, is_cut = field

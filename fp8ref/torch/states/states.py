@@ -93,7 +93,7 @@ class AdamW(torch.optim.Optimizer):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copy and pickle take; torch's own leaves out what a subclass has."""
+        """The state for copy and pickle; torch's leaves out a subclass's attributes."""
         return super().__getstate__() | {"layout": self.layout, "_updates": self._updates}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -143,10 +143,9 @@ class AdamW(torch.optim.Optimizer):
                 hook.remove()
 
     def _check_loaded(self, state_dict: dict[str, Any]) -> None:
-        """ValueError for what ``load_state_dict`` does not take."""
         if missing := {"state", "param_groups"} - set(state_dict):
             raise ValueError(
-                "states are loaded as optimizer.state_dict() saves them; got no "
+                "load what optimizer.state_dict() returned; got no "
                 f"{' and no '.join(sorted(missing))}."
             )
         groups = state_dict["param_groups"]
@@ -154,8 +153,8 @@ class AdamW(torch.optim.Optimizer):
         if layouts != {self.layout.name}:
             raise ValueError(
                 f"states of layout {self.layout.name!r} are loaded; got "
-                f"{sorted(map(str, layouts))}. States of another layout are not converted: build "
-                "the optimizer with the layout that they were made with."
+                f"{sorted(map(str, layouts))}. States of another layout are not converted: use "
+                "that layout."
             )
         for group in groups:
             parameter_groups.check(group, self.layout)
@@ -245,8 +244,7 @@ class AdamW(torch.optim.Optimizer):
                 self._state(p)
 
     def _state(self, p: Tensor, w: Tensor | None = None) -> dict[str, Tensor]:
-        """The state of a parameter, made where it has none; its master of w, by default of the
-        parameter."""
+        """A parameter's state, made if it has none; its master from w, else from the parameter."""
         state = self.state[p]
         if not state:
             layout = self._layout(p)
@@ -268,12 +266,12 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _parameters(optimizer: AdamW) -> list[Tensor]:
-    """All parameters, as they are numbered."""
+    """All parameters in the order of their numbers."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _indices(groups: list[dict[str, Any]]) -> list[int]:
-    """The numbers of the parameters of saved groups."""
+    """The parameter numbers of saved groups."""
     return [index for group in groups for index in group["params"]]
 
 
@@ -285,8 +283,7 @@ def decode(optimizer: AdamW, p: Tensor) -> tuple[Tensor, Tensor]:
     """
     if not optimizer.state.get(p):
         raise ValueError(
-            "a parameter has moments after its first step; got one without. Call "
-            "optimizer.step() first."
+            "a parameter has moments after its first step; got none. Call optimizer.step() first."
         )
     layout, part = optimizer.layout.of(p.numel()), Part(p.numel(), place(p)[0])
     both = (("m", layout.m), ("v", layout.v))
@@ -346,18 +343,16 @@ def set_weight(optimizer: AdamW, p: Tensor, w: Tensor) -> None:
     """
     if not keeps_apart(optimizer.layout):
         raise ValueError(
-            f"layout {optimizer.layout.name!r} keeps no masters in its state, so a parameter is "
-            "its own master. Copy w into it."
+            f"layout {optimizer.layout.name!r} keeps no masters. Copy w into the parameter."
         )
     if optimizer.state.get(p):
         raise ValueError(
-            "a weight is set before the first step; the parameter has a state. Set it on a new "
-            "optimizer."
+            "a weight is set before the first step; the parameter has a state. Use a new optimizer."
         )
     if w.dtype != torch.float32 or w.shape != local_part(p).shape:
         raise ValueError(
-            f"w is float32 of the parameter's shape here, {tuple(local_part(p).shape)}; got "
-            f"{w.dtype} {tuple(w.shape)}. Cast or cut it."
+            f"w is float32 {tuple(local_part(p).shape)}, the parameter's shape here; got {w.dtype} "
+            f"{tuple(w.shape)}."
         )
     optimizer._state(p, w)
     write(optimizer, p)
@@ -387,10 +382,9 @@ def weight(optimizer: AdamW, p: Tensor, dtype: torch.dtype | None = None) -> Ten
     """
     if "master_codes" not in optimizer.state.get(p, {}):
         raise ValueError(
-            "a parameter has a master in the state under a layout with float16 masters, as "
-            "'msamp_o2', after its first step; got none under layout "
-            f"{optimizer.layout.name!r}. Read the parameter itself, or call optimizer.begin() "
-            "first."
+            "a parameter has a float16 master after its first step, with a layout as 'msamp_o2'; "
+            f"got none under layout {optimizer.layout.name!r}. Read the parameter, or call "
+            "optimizer.begin()."
         )
     stored = moment_state(p, optimizer.state[p], "master")
     moment = optimizer.layout.master

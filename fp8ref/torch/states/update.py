@@ -165,8 +165,7 @@ class Update:
         )
 
     def _pieces(self, work: Work) -> Iterator[Work]:
-        """An update as updates of consecutive elements: of one, unless each operation runs by
-        itself on a CPU."""
+        """Pieces of consecutive elements; one unless operations run singly on a CPU."""
         here, size = work.p.numel(), PIECE * torch.get_num_threads()
         if self._compiles(work) or not work.p.is_cpu or here <= size or work.part.cells:
             yield work
@@ -241,7 +240,7 @@ def finish_part(
 
 
 def _change(p: Tensor, m: Tensor, root: Tensor, at: Scalars, layout: Layout) -> Tensor:
-    """What a step takes from a weight (O-6); root is that of v."""
+    """What a step subtracts from a weight (O-6); root is v's."""
     ratio = (m * at.inverse1).div_((root * at.inverse2).add_(at.eps))
     if layout.bounded:
         ratio = torch.clamp(ratio, -at.bound, at.bound)
@@ -270,7 +269,7 @@ def in_range(g: Tensor) -> Tensor:
 
 
 def _alone(piece: Work) -> Work:
-    """A piece of whole blocks as a tensor by itself."""
+    """A piece of whole blocks as its own tensor."""
     size, start = piece.p.numel(), piece.part.start
 
     def own_groups(stored: MomentState, moment: Moment) -> MomentState:
@@ -284,8 +283,7 @@ def _alone(piece: Work) -> Work:
 
 
 def _on_device(piece: Work) -> Work:
-    """A piece whose numbers are tensors: a compiled update takes new ones without compiling
-    again."""
+    """A piece with its numbers as tensors, so that new ones need no recompilation."""
     keys = [
         None if key is None else tuple(torch.tensor(key, device=piece.p.device).unbind())
         for key in piece.keys

@@ -49,26 +49,23 @@ def checked_input(x: torch.Tensor, linear: Named) -> torch.Tensor:
     """
     if not isinstance(x, torch.Tensor):
         raise ValueError(
-            f"{_name(linear)} takes a torch.Tensor; got {type(x).__name__}. Convert with "
-            "torch.as_tensor."
+            f"{_name(linear)} takes a torch.Tensor; got {type(x).__name__}. Use torch.as_tensor."
         )
     if not torch.compiler.is_compiling():
         check_transforms(_name(linear), x, linear.weight)
     w = _rank_weight(linear, x)
     if x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(
-            f"{_name(linear)} takes x [..., K] and w [N, K] with the same K; got "
-            f"{tuple(x.shape)} and {tuple(w.shape)}. Reshape x."
+            f"{_name(linear)} takes x [..., K] and w [N, K] with one K; got {tuple(x.shape)} and "
+            f"{tuple(w.shape)}."
         )
     if x.dtype not in cast.HIGH_PRECISION:
         raise ValueError(
-            f"{_name(linear)} takes float32, float16 or bfloat16; got {x.dtype}. Convert with "
-            ".float()."
+            f"{_name(linear)} takes float32, float16 or bfloat16; got {x.dtype}. Use .float()."
         )
     if x.device != w.device:
         raise ValueError(
-            f"{_name(linear)} takes x on the device of its weight; got {x.device} and "
-            f"{w.device}. Move one of them."
+            f"{_name(linear)} takes x on its weight's device; got {x.device} and {w.device}."
         )
     dtype = autocast_dtype(x)
     return x if dtype is None else x.to(dtype)
@@ -93,9 +90,8 @@ def check_transforms(
     else:
         return
     raise ValueError(
-        f"{name} has a backward pass of its own, which torch.autograd alone takes (L-8); got "
-        f"{transform}. Use loss.backward() or torch.autograd.grad, also of "
-        f"torch.func.functional_call, or {otherwise}."
+        f"{name} has a backward pass of its own, for torch.autograd only; got {transform}. Use "
+        f"loss.backward() or torch.autograd.grad, or {otherwise} (L-8)."
     )
 
 
@@ -111,8 +107,8 @@ def weight(linear: Named, x: torch.Tensor) -> torch.Tensor:
         return w
     if autocast_dtype(x) is None:
         raise ValueError(
-            f"x and w of {_name(linear)} have one dtype; got {x.dtype} and {w.dtype}. Cast one, "
-            "or use torch.autocast."
+            f"x and w of {_name(linear)} have one dtype; got {x.dtype} and {w.dtype}. Cast one, or "
+            "use torch.autocast."
         )
     return w if isinstance(w, Float8TrainingTensor) else w.to(x.dtype)
 
@@ -131,15 +127,14 @@ def calibrated(x: torch.Tensor, w: torch.Tensor, fqn: str) -> torch.Tensor:
     """
     if isinstance(w, Float8TrainingTensor):
         raise ValueError(
-            f"calibrate reads weights in high precision; {named(fqn)} gathers its weight in "
-            "FP8. Calibrate the model before you shard it, or gather in bfloat16 "
-            "(gather_fp8=False)."
+            f"calibrate needs high-precision weights; {named(fqn)} gathers FP8. Calibrate before "
+            "you shard, or use gather_fp8=False."
         )
     return in_high_precision(x, w)
 
 
 def _rank_weight(linear: Named, x: torch.Tensor) -> torch.Tensor:
-    """The weight as it is multiplied: of a plain x by this rank's part of it."""
+    """The weight as it is multiplied; for a plain x this rank's part of it."""
     w = linear.weight
     return w if isinstance(x, DTensor) else local_part(w)
 

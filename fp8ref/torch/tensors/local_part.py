@@ -25,9 +25,8 @@ def local_part(x: Tensor) -> Tensor:
         return x
     if any(placement.is_partial() for placement in x.placements):
         raise ValueError(
-            f"elements of a tensor are needed; got {tuple(x.shape)} placed as {x.placements}, "
-            "of which each rank has a term of a sum. Redistribute it to Replicate() or Shard() "
-            "first."
+            f"elements are needed, not terms of a sum; got {tuple(x.shape)} placed as "
+            f"{x.placements}. Redistribute it to Replicate() or Shard()."
         )
     part = x.to_local()
     counts = x.is_leaf and part.requires_grad and not torch.compiler.is_compiling()
@@ -48,20 +47,16 @@ def local_like(x: Tensor, parameter: Tensor, *, redistribute: bool = False) -> T
             x = x.redistribute(placements=parameter.placements)
         if x.placements != parameter.placements:
             raise ValueError(
-                f"what belongs to a parameter is placed as it is, {parameter.placements}; got "
-                f"{tuple(x.shape)} placed as {x.placements}. Redistribute it, or load it into the "
-                "sharding that saved it."
+                f"a parameter's state is placed as it is, {parameter.placements}; got "
+                f"{tuple(x.shape)} placed as {x.placements}. Redistribute it, or load it into its "
+                "old sharding."
             )
     return local_part(x)
 
 
 class _Unchanged(torch.autograd.Function):
-    """A part, whose backward pass fails if its whole was changed in place, even where only the
-    part's own gradient is asked for.
-
-    What changes a DTensor in place raises its version, and not that of its local tensor, which
-    another function saves.
-    """
+    """A part whose backward pass fails if the whole was changed in place. Such a change raises a
+    DTensor's version, not that of the local tensor that another function saves."""
 
     @staticmethod
     def forward(ctx, part: Tensor, whole: tuple[Tensor]) -> Tensor:
@@ -83,5 +78,5 @@ def check_alike(x: Tensor, like: Tensor) -> None:
         )
         raise ValueError(
             f"a gradient or a state is {needed}, as its parameter {tuple(like.shape)}; got {got}. "
-            "Distribute it as the parameter, or take its full_tensor()."
+            "Distribute it alike, or use full_tensor()."
         )

@@ -199,7 +199,7 @@ def test_a_malformed_stream_of_casts(lines, says):
             "gemm",
             {},
             "1,1,1 38 7FC00000 38 3F800000 7FC00000",
-            "a NaN scale applies only to codes that are NaN or zero",
+            "a NaN scale needs codes that are NaN or zero",
         ),
         (
             "gemm",

@@ -241,7 +241,7 @@ def test_what_is_refused_on_a_mesh(mesh):
     ):
         mapped(functools.partial(attention.apply, variant="cudnn"))
     with pytest.raises(
-        ValueError, match="over has mesh axes of the shard_map around it, data, heads; got rows"
+        ValueError, match="over has axes of the shard_map around it, data, heads; got rows"
     ):
         mapped(
             functools.partial(attention.apply, variant=DeviceCall(variant="cudnn", over=("rows",)))
@@ -253,7 +253,7 @@ def test_what_is_refused_on_a_mesh(mesh):
             jax.grad(lambda q, k, v: attention.apply(q, k, v, variant="bf16").sum()),
             check_vma=False,
         )
-    with pytest.raises(ValueError, match="q, k and v are cut along the same mesh axes"):
+    with pytest.raises(ValueError, match="q, k and v are sharded along the same mesh axes"):
         jax.shard_map(
             functools.partial(attention.apply, variant="bf16"),
             mesh=mesh,
@@ -273,8 +273,8 @@ def test_what_is_refused_on_a_mesh(mesh):
 
 HOPPER = sim_hardware.by_name("hopper")
 UNSIMULATED = (
-    r"'mxfp8': simulated hardware does not multiply MX blocks, .* inside hardware.simulating. Take "
-    "this layer out of it, or use variant 'cudnn'"
+    r"'mxfp8': simulated hardware does not multiply MX blocks, .* got some. Leave "
+    "hardware.simulating for this layer, or use variant 'cudnn'"
 )
 
 
@@ -309,7 +309,7 @@ def test_simulated_hardware_on_a_mesh_is_refused(mesh, monkeypatch):  # G-21
     mapped = jax.shard_map(tiles, mesh=mesh, in_specs=cut, out_specs=cut)
     with (
         hardware.simulating(HOPPER),
-        pytest.raises(ValueError, match=r"'cudnn': 8 devices of a CPU .* Set NPROC=32"),
+        pytest.raises(ValueError, match=r"'cudnn': 8 CPU devices .* Set NPROC=32"),
     ):
         mapped(*tensors)
     placed = [jax.device_put(x, NamedSharding(mesh, cut)) for x in tensors]
@@ -342,7 +342,7 @@ def test_simulated_hardware_is_that_of_the_context():  # G-19
         np.testing.assert_array_equal(mine, other)
     assert (o != run(q, k, v)).any()
     call = DeviceCall(variant="cudnn", simulated=HOPPER)
-    with pytest.raises(ValueError, match=r"got 'hopper' in it\. Use hardware.simulating"):
+    with pytest.raises(ValueError, match=r"got 'hopper' in the Call\. Use hardware.simulating"):
         attention.apply(q, k, v, variant=call)
 
 
@@ -358,13 +358,13 @@ REFUSED = {
     ),
     "mask": ({"mask": "causal"}, "mask is a Mask"),
     "arithmetic": ({"arithmetic": "exact"}, "arithmetic is one of fast, stated; got 'exact'"),
-    "seed": ({"seed": 1}, "variant 'cudnn' has none, got seed=1"),
+    "seed": ({"seed": 1}, "variant 'cudnn' has no rotation; got seed=1"),
     "scale": ({"scale": 0.0}, "positive and finite"),
     "array": (
         {"scale": jnp.float32(1)},
         "softmax scale is a number; got ArrayImpl. Pass a float; multiply q",
     ),
-    "over": ({"over": "data"}, "Write \\('data',\\)"),
+    "over": ({"over": "data"}, r"Use \('data',\)"),
     "documents": ({"documents": jnp.zeros((1, 3), jnp.int32)}, r"\[1, 40\] for queries"),
     "role": (
         {"scales": {"p": jnp.float32(1)}},
@@ -374,7 +374,7 @@ REFUSED = {
         {"scales": {"q": jnp.float32(1)}, "variant": "mxfp8"},
         "takes scales for no role; got 'q'",
     ),
-    "shape": ({"scales": {"q": jnp.ones(2)}}, "of the shape of its groups"),
+    "shape": ({"scales": {"q": jnp.ones(2)}}, "a passed scale is float32 of shape"),
 }
 
 
@@ -395,7 +395,7 @@ def test_inputs_that_are_refused():
         run(q, k.astype(jnp.bfloat16), v)
     with pytest.raises(ValueError, match=r"q is .* got float64"):
         run(np.asarray(q, np.float64), k, v)
-    with pytest.raises(ValueError, match="none of them empty"):
+    with pytest.raises(ValueError, match=r"k is float32, float16 or bfloat16 .B, heads, T, D."):
         run(q, k[:, :, :0], v[:, :, :0])
     with pytest.raises(ValueError, match="at most 256 features; got 512"):
         run(*(jnp.tile(x, 8) for x in (q, k, v)))
@@ -406,10 +406,10 @@ def test_inputs_that_are_refused():
     result = run(q, k, v)
     with pytest.raises(ValueError, match="do has the shape of o"):
         attention.backward(do[:, :, :3], q, k, v, result, variant="cudnn")
-    with pytest.raises(ValueError, match="result is what forward gave"):
+    with pytest.raises(ValueError, match="result is what forward returned"):
         attention.backward(do, q, k, v, None, variant="cudnn")
     with pytest.raises(
-        ValueError, match="by the same variant, 'bf16'; got another's, with tensors of q, k, v, o"
+        ValueError, match="by variant 'bf16'; got another's, with tensors of q, k, v, o"
     ):
         attention.backward(do, q, k, v, result, variant="bf16")
 

@@ -159,12 +159,12 @@ REFUSED = [
         {"platform": "cpu"},
         r"needs an NVIDIA GPU; this program is for cpu. Use fp8ref.jax.attention",
     ),
-    ({"variant": "mxfp8"}, r"the variant 'cudnn'; got 'mxfp8'"),
+    ({"variant": "mxfp8"}, "as variant 'cudnn'; got 'mxfp8'"),
     (
         {"variant": dataclasses.replace(VARIANTS["cudnn"], gradient_fmt=E5M2)},
-        r"everything in e4m3fn",
+        r"one e4m3fn scale per tensor",
     ),
-    ({"softcap": 30.0}, r"has a variant, a mask, a softmax scale and a layout; got"),
+    ({"softcap": 30.0}, r"takes variant, mask, scale and layout; got"),
     ({"mask": Mask(window=(3, 0))}, r"no mask, or a causal one from the start"),
     ({"layer": "a/b"}, r"no '/', '\(' or '\)'"),
 ]

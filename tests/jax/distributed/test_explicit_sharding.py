@@ -368,17 +368,17 @@ def test_arrays_that_are_not_on_the_mesh_of_the_context(wrap):
         (
             P(),
             {"placement": Placement(m=BATCH, n=("tensor",))},
-            "placement says that w's N is cut along tensor; its type says none",
+            "placement shards w's N along tensor; its type along none",
         ),
         (
             P("fsdp"),
             {"placement": Placement(m=BATCH, fsdp=("fsdp",))},
-            "w's N is cut along fsdp; its type says none.* leave the placement out",
+            "placement shards w's N along fsdp; its type along none.* leave placement out",
         ),
         (
             P(),
             {"placement": Placement(m=("date",))},
-            "placement names axes of the mesh, data, fsdp, tensor; got date",
+            "placement axes are data, fsdp, tensor; got date",
         ),
         (
             P(),
@@ -396,9 +396,7 @@ def test_refusals(of_w, how, message, operands):
 
 def test_sums_over_devices_are_never_left_to_be_done(operands):  # P-7
     out = NamedSharding(MESH, P(unreduced={"tensor"}))
-    with pytest.raises(
-        ValueError, match=r"^fc: a linear rounds its results after the sum over devices"
-    ):
+    with pytest.raises(ValueError, match=r"^fc: a linear rounds after the sum over devices"):
         jax.jit(dot(out_sharding=out))(
             put(operands[0], None, None, "tensor"), put(operands[1], "tensor")
         )

@@ -182,8 +182,7 @@ def test_the_gradient_of_a_linear_by_mu_counts_what_its_cast_saturates(recipe): 
         (
             {"m": ("fsdp",)},
             np.float32(1),
-            "layer: mu is of gradients that devices exchange in FP8.*got reduce_grads 'float32' "
-            "over m=.'fsdp',.",
+            "layer: mu is of gradients reduced in FP8.*got reduce_grads 'float32' over m=.'fsdp',.",
         ),
         (
             {"m": ("fsdp",), "reduce_grads": "float8_e4m3fn"},
@@ -248,7 +247,7 @@ def test_microbatches_accumulate_in_fp8():  # P-24
     ("options", "message"),
     [
         ({"policy": "te_current"}, "fp8ref.jax scales by .*; got policy 'te_current'"),
-        ({"policy": "deepgemm"}, "its policy is one of .*; got 'deepgemm'"),
+        ({"policy": "deepgemm"}, "has a policy of .*; got 'deepgemm'"),
         ({"prescale": "half"}, "prescale is one of one, inverse_root, inverse; got 'half'"),
         ({"result": "fp8"}, "result is one of float32, codes; got 'fp8'"),
         ({"mu": 2.0**30}, r"mu is in \[2\^-24, 2\^24\]"),
@@ -264,7 +263,7 @@ def test_what_cannot_be_summed_is_refused(options, message):
 
 def test_shapes_that_do_not_fit_are_refused():
     f = on_devices(2, lambda g, axes: gradient_reduction.reduce_scatter(g[0], axes).value, P())
-    with pytest.raises(ValueError, match="cuts the first dim of a gradient; got one without dims"):
+    with pytest.raises(ValueError, match="splits the first dim; got a gradient without dims"):
         f(np.ones((2, 4), np.float32))
     with pytest.raises(ValueError, match=r"gradients of one shape, \(4,\); got \(5,\)"):
         gradient_reduction.accumulate(gradient_reduction.accumulate(None, jnp.ones(4)), jnp.ones(5))

@@ -17,10 +17,10 @@ from fp8ref.jax.distributed.placement import Placement, Reduction
     ("fields", "message"),
     [
         ({"m": "data"}, r"m is a tuple.*\('data',\)"),
-        ({"m": ("data",), "n": ("data",)}, "one of m, n and k; got data"),
-        ({"fsdp": ("fsdp",)}, "among m; got fsdp"),
-        ({"sequence": True}, "column-parallel"),
-        ({"scope": "shard"}, "'global' or 'local'; got 'shard'"),
+        ({"m": ("data",), "n": ("data",)}, "one of m, n, k; got data twice"),
+        ({"fsdp": ("fsdp",)}, "so m has them; got fsdp"),
+        ({"sequence": True}, "column- or row-parallel"),
+        ({"scope": "shard"}, "one of global, local; got 'shard'"),
     ],
 )
 def test_placements_check_themselves(fields, message):

@@ -202,8 +202,7 @@ def test_amaxes_of_all_groups_are_of_one_device(recipe, small):
         return
     with pytest.raises(
         ValueError,
-        match=r"inside shard_map amaxes are of one device's groups; recipe 'tensorwise' has "
-        r"amaxes of all",
+        match="inside shard_map amaxes are per group; recipe 'tensorwise' needs those of all",
     ):
         cut(x, w, sizes)
 
@@ -260,8 +259,8 @@ SQUARES = Recipe(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"recipe": "delayed"}, "experts: recipe 'delayed' scales by past amaxes"),
-        ({"state": delayed.init("delayed")}, "experts: recipe 'rowwise' keeps no state"),
+        ({"recipe": "delayed"}, "experts: recipe 'delayed' needs a state and seen"),
+        ({"state": delayed.init("delayed")}, "experts: recipe 'rowwise' has no state"),
         ({"recipe": SQUARES}, "experts: no block of a grouped input has several rows"),
         ({"recipe": "nothing"}, "experts: a grouped recipe is"),
     ],

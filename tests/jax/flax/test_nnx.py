@@ -294,11 +294,11 @@ LINEAR = {"rngs": nnx.Rngs(0), "dot_general": fj.flax.nnx_dot_general("rowwise",
     [
         (
             lambda: step(sharing()),
-            "every layer has its own hook; layers.0.dot_general and layers.1.dot_general share one",
+            "a layer has its own hook; layers.0.dot_general and layers.1.dot_general share one",
         ),
         (
             lambda: fj.flax.update(sharing(), fj.flax.Observed(layers={})),
-            "every layer has its own hook",
+            "a layer has its own hook",
         ),
         (
             # a gradient of nnx.grad's has this type
@@ -307,15 +307,15 @@ LINEAR = {"rngs": nnx.Rngs(0), "dot_general": fj.flax.nnx_dot_general("rowwise",
         ),
         (
             lambda: fj.flax.update(Unrolled(), fj.flax.unseen(layer(KERNEL[0]))),
-            "every layer with a state is observed; layers.0.dot_general",
+            "update: layers.0.dot_general",
         ),
         (
             lambda: fj.flax.update(layer(KERNEL[0]), fj.flax.unseen(Unrolled())),
-            "observed; dot_general is not",
+            "update: dot_general has no observations",
         ),
         (
             lambda: fj.flax.update(layer(KERNEL[0], "bf16"), fj.flax.unseen(layer(KERNEL[0]))),
-            "of dot_general, which the model does not have",
+            "of dot_general, which the model lacks",
         ),
         (
             lambda: step(Unrolled(), loss=teaching),
@@ -327,7 +327,7 @@ LINEAR = {"rngs": nnx.Rngs(0), "dot_general": fj.flax.nnx_dot_general("rowwise",
         ),
         (
             lambda: step(layer(KERNEL[0]), loss=closed_over),
-            "^Linear: .*cannot leave a transformation that closes over it. Use nnx.scan",
+            "^Linear: .*cannot leave a transformation that closes over the layer. Use nnx.scan",
         ),
         (
             lambda: nnx.Linear(32, 32, precision="highest", **LINEAR)(X),
@@ -335,10 +335,7 @@ LINEAR = {"rngs": nnx.Rngs(0), "dot_general": fj.flax.nnx_dot_general("rowwise",
         ),
         (lambda: nnx.Linear(32, 32, **LINEAR)(X, out_sharding=jax.P()), "^wi: .*mesh context"),
         (lambda: fj.flax.nnx_dot_general("fp9"), "recipe is a Recipe or one of"),
-        (
-            lambda: fj.flax.value_and_grad(squares)(X, X),
-            "an NNX model, or a linen model's variables",
-        ),
+        (lambda: fj.flax.value_and_grad(squares)(X, X), "an NNX model, linen variables"),
     ],
 )
 def test_errors_name_requirement_layer_and_remedy(call, message):

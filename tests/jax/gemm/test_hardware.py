@@ -241,7 +241,7 @@ def test_a_mesh_that_no_placement_names_is_refused(rng, how):  # G-21
 def test_a_trainer_on_a_mesh_without_threads_is_refused(small, monkeypatch):
     monkeypatch.delenv("NPROC", raising=False)
     with pytest.raises(
-        ConfigError, match=r"numerics\.accumulate 'hopper': 2 devices .* Set NPROC=8"
+        ConfigError, match=r"numerics\.accumulate 'hopper': 2 CPU devices .* Set NPROC=8"
     ):
         loop.trainer("jax", small.replace(numerics={"accumulate": "hopper"}, parallel={"data": 2}))
 

@@ -16,9 +16,9 @@ from fp8ref.recipe import CastSpec, GemmSpec, Recipe
 @pytest.mark.parametrize(
     ("x", "w", "options", "message"),
     [
-        ((4, 64), (32, 48), {}, "q_proj.*same K"),
-        ((4, 64), (32, 64), {"state": 1}, "q_proj.*keeps no state"),
-        ((4, 64), (32, 64), {"seen": 1}, "q_proj.*keeps no state"),
+        ((4, 64), (32, 48), {}, "q_proj.*of one K"),
+        ((4, 64), (32, 64), {"state": 1}, "q_proj.*has no state"),
+        ((4, 64), (32, 64), {"seen": 1}, "q_proj.*has no state"),
     ],
 )
 def test_errors_name_the_layer(x, w, options, message):
@@ -35,8 +35,7 @@ def test_errors_name_the_layer(x, w, options, message):
 def test_states_of_a_stack_are_refused_by_name():  # H-2
     x, states = jnp.ones((16, 32), jnp.bfloat16), delayed.init("delayed", (3,))
     with pytest.raises(
-        ValueError,
-        match=r"fc: one linear has one state; got those of a stack of \[3\]\. Scan or vmap over",
+        ValueError, match=r"fc: one linear has one state; got a stack of \[3\]\. Scan or vmap over"
     ):
         linear.apply(
             x, x, recipe="delayed", state=states, seen=delayed.unseen("delayed", (3,)), name="fc"
@@ -85,8 +84,7 @@ def test_what_is_prepared_and_does_not_fit_is_refused_by_name():  # O-16, P-9
     for given, message in (
         (
             {"recipe": "rowwise"},
-            "fc: weights are prepared for a recipe that casts each once .* recipe 'rowwise' "
-            "does not",
+            "fc: prepared weights need a recipe that casts each once .* recipe 'rowwise' does not",
         ),
         ({"recipe": "bf16"}, "recipe 'bf16' does not. Use 'tensorwise'"),
         (
@@ -104,20 +102,20 @@ def test_what_is_prepared_and_does_not_fit_is_refused_by_name():  # O-16, P-9
         ),
         (
             {"prepared": dataclasses.replace(copy, scale=copy.scale[None])},
-            r"fc: scales of a weight are float32 \(\); got float32 \(1,\), float32 \(\)",
+            r"fc: weight scales are float32 \(\); got float32 \(1,\), float32 \(\)",
         ),
         (
             {"prepared": scales.Scales(1.0, None)},
-            r"fc: scales of a weight are float32 \(\); got float, NoneType",
+            r"fc: weight scales are float32 \(\); got float, NoneType",
         ),
         ({"prepared": scaling.quantize(w, E5M2)}, "got e5m2"),
         (
             {"prepared": scales.Scales(*[jnp.ones(3)] * 2)},
-            r"fc: scales of a weight are float32 \(\); got float32 \(3,\), float32 \(3,\)",
+            r"fc: weight scales are float32 \(\); got float32 \(3,\), float32 \(3,\)",
         ),
         (
             {"prepared": scales.Scales(*[jnp.bfloat16(1)] * 2)},
-            r"got bfloat16 \(\), bfloat16 \(\). Use scales.scales_from_amax",
+            r"got bfloat16 \(\), bfloat16 \(\). Use scales_from_amax",
         ),
     ):
         with pytest.raises(ValueError, match=message):

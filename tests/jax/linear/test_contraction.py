@@ -111,7 +111,7 @@ def test_a_preferred_type_is_the_outputs(rng):
         ("btd,...->btf", "write '...' there"),
         ("...td,df->tf", "write '...' there"),
         ("btd,df->bf", "'t' is summed"),
-        ("btd,df->btg", "each letter of the output occurs in an operand"),
+        ("btd,df->btg", "output letters in an operand"),
     ],
 )
 def test_subscripts_that_are_not_one_contraction(subscripts, message):
@@ -141,9 +141,7 @@ def test_no_tokens_in_any_form():  # L-9
 
 @pytest.mark.parametrize("dims", [(-1,), (2,), (0, 0)])
 def test_dims_that_are_none_of_an_operand(dims):
-    with pytest.raises(
-        ValueError, match=r"wi: dimension_numbers name each dim once, counted from 0; got "
-    ):
+    with pytest.raises(ValueError, match="wi: dimension_numbers have each dim once, from 0; got "):
         contraction.dot_general(
             jnp.ones((16, 16)),
             jnp.ones((16, 16)),
@@ -156,8 +154,7 @@ def test_dims_that_are_none_of_an_operand(dims):
 def test_unequal_dims():
     with pytest.raises(
         ValueError,
-        match=r"dot_general: contracted and batch dims have equal sizes; got \(16, 64\) and "
-        r"\(32, 16\)",
+        match=r"dot_general: contracted and batch dims have equal sizes; got \(16, 64\), \(32, 16\)",
     ):
         contraction.dot_general(
             jnp.ones((16, 64)),
@@ -200,8 +197,7 @@ def test_simulated_hardware_multiplies_no_batches(rng):  # G-19
         jax_hardware.simulating(HOPPER),
         pytest.raises(
             ValueError,
-            match=r"^experts: simulated hardware multiplies matrices.*got a batch of them, \(3, "
-            r"16, 64\) and \(3, 64, 32\)",
+            match=r"^experts: simulated hardware needs .*got a batch, \(3, 16, 64\) and \(3, 64, 32\)",
         ),
     ):
         contraction.einsum("ecd,edf->ecf", x, w, recipe="tensorwise", name="experts")

@@ -271,9 +271,7 @@ def test_explicit_axes_change_nothing(name, of, shape):  # O-11
         assert types[0] == types[1]
         assert [x.shape for x in jax.tree.leaves(stepped)] == [x.shape for x in types[0]]
         tx = states.adamw(1e-3, parameters=states.Parameters(stacked=True))
-        with pytest.raises(
-            ValueError, match="Explicit axes cut other dims of a stack than its first"
-        ):
+        with pytest.raises(ValueError, match="Explicit axes shard only the first dim of a stack"):
             tx.init(jax.device_put(p, NamedSharding(mesh, P("x"))))
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
     assert all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
@@ -439,8 +437,7 @@ def test_states_of_a_chain_and_of_others_are_refused():  # O-4, O-14
     for found in (theirs, optax.chain(states.adamw(1e-3)).init(p)):
         with pytest.raises(
             ValueError,
-            match=r"a state is an AdamWState of fp8ref\.jax\.states; got tuple\. Of an "
-            r"optax\.chain take its part",
+            match=r"a state is an AdamWState of fp8ref\.jax\.states; got tuple\. From an optax\.chain use its part",
         ):
             states.adamw(1e-3).update(p, found, p)
         with pytest.raises(ValueError, match="a state is an AdamWState"):
@@ -575,7 +572,7 @@ def test_bad_input_is_refused_by_name():  # O-1, O-2, O-4
     for wrong in (None, "1e-3", jnp.ones(2), np.ones(1)):
         with pytest.raises(
             ValueError,
-            match=r"learning_rate is a number, an array of shape \(\), or a schedule; got",
+            match=r"learning_rate is a number, an array of shape \(\) or a schedule; got",
         ):
             states.adamw(wrong)
     with pytest.raises(ValueError, match="weight_decay is a number; got <function"):
@@ -589,12 +586,14 @@ def test_bad_input_is_refused_by_name():  # O-1, O-2, O-4
         rates.update(p, rates.init(p), p)
     with pytest.raises(ValueError, match="needs the parameters"):
         optimizer.update(p, optimizer.init(p))
-    with pytest.raises(ValueError, match=r"takes float32 parameters .* got bfloat16"):
+    with pytest.raises(ValueError, match="takes non-empty float32 parameters; got bfloat16"):
         optimizer.init({"w": jnp.ones(4, jnp.bfloat16)})
-    with pytest.raises(ValueError, match="at least one element"):
+    with pytest.raises(ValueError, match="non-empty"):
         optimizer.init({"w": jnp.ones((0, 4))})
     halves = states.adamw(1e-3, layout="msamp_o2")
-    with pytest.raises(ValueError, match=r"takes float32 or bfloat16 parameters .* got float16"):
+    with pytest.raises(
+        ValueError, match="takes non-empty float32 or bfloat16 parameters; got float16"
+    ):
         halves.init({"w": jnp.ones(4, jnp.float16)})
     with pytest.raises(
         ValueError, match="a state of layout 'msamp_o2' has masters; got one without"

@@ -88,8 +88,8 @@ def test_a_mesh_without_axes_is_one_device():
     [
         (lambda: Mesh(axes={"data": 0}), "at least one device"),
         (lambda: Layout(mesh=MESH, shape=(4,), splits={1: ("data",)}), "axis 1"),
-        (lambda: Layout(mesh=MESH, shape=(4,), splits={-1: ("data",)}), "counted from 0"),
-        (lambda: Layout(mesh=MESH, shape=(4,), splits={0: "data"}), r"Write \('data',\)"),
+        (lambda: Layout(mesh=MESH, shape=(4,), splits={-1: ("data",)}), "from 0; got axis"),
+        (lambda: Layout(mesh=MESH, shape=(4,), splits={0: "data"}), r"Use \('data',\)"),
         (
             lambda: Layout(mesh=MESH, shape=(4,), splits={0: ("model",)}),
             "data, tensor; got 'model'",
@@ -99,15 +99,18 @@ def test_a_mesh_without_axes_is_one_device():
             "more than once",
         ),
         (lambda: Layout(mesh=MESH, shape=(4,), splits={0: ("data",)}, rule="even"), "balanced"),
-        (lambda: Layout(mesh=MESH, shape=(4,), splits={0: ("data",)}, sizes={0: (3, 2)}), "add up"),
-        (lambda: Layout(mesh=MESH, shape=(4,), splits={0: ("data",)}, sizes={0: (4,)}), "2 pieces"),
+        (
+            lambda: Layout(mesh=MESH, shape=(4,), splits={0: ("data",)}, sizes={0: (3, 2)}),
+            "of sum 4",
+        ),
+        (lambda: Layout(mesh=MESH, shape=(4,), splits={0: ("data",)}, sizes={0: (4,)}), "2 sizes"),
         (
             lambda: Layout(mesh=MESH, shape=(4,), splits={0: ("data",)}, sizes={0: (5, -1)}),
-            "add up",
+            "of sum 4",
         ),
         (lambda: Layout(mesh=MESH, shape=(4,), sizes={0: (4,)}), "split"),
-        (lambda: split(np.zeros((4, 4)), Layout(mesh=MESH, shape=(4,))), r"x.shape=\(4, 4\)"),
-        (lambda: check_shapes({(0, 0): (4,)}, Layout(mesh=MESH, shape=(4,))), "every device"),
+        (lambda: split(np.zeros((4, 4)), Layout(mesh=MESH, shape=(4,))), r"got \(4, 4\)"),
+        (lambda: check_shapes({(0, 0): (4,)}, Layout(mesh=MESH, shape=(4,))), "each device"),
         (
             lambda: check_shapes(dict.fromkeys(MESH.devices, (3,)), Layout(mesh=MESH, shape=(4,))),
             r"shape \(4,\); got \(3,\)",

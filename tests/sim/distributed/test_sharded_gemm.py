@@ -206,10 +206,10 @@ LINES = ranks(np.ones((128, 256), np.float32), 2, granularity="rowwise")
 @pytest.mark.parametrize(
     ("a", "b", "options", "message"),
     [
-        (ONES, ONES[:1], {}, "one a and one b for each rank"),
-        ([], [], {}, "one a and one b for each rank"),
-        (NOTHING, NOTHING, {}, "not all empty"),
-        (ONES, BLOCKS, {}, "do not vary along K; got b blockwise_1x128.*'scaled'"),
+        (ONES, ONES[:1], {}, "one non-empty a and b per rank"),
+        ([], [], {}, "one non-empty a and b per rank"),
+        (NOTHING, NOTHING, {}, "one non-empty a and b per rank"),
+        (ONES, BLOCKS, {}, "are constant along K; got b blockwise_1x128.*'scaled'"),
         (
             ONES,
             [q._replace(axis=0, scale_inv=np.ones((1, 128), np.float32)) for q in LINES],
@@ -218,7 +218,7 @@ LINES = ranks(np.ones((128, 256), np.float32), 2, granularity="rowwise")
         ),
         (ONES, [ONES[0], ONES[1]._replace(fmt=E5M2)], {}, "those of b differ"),
         (ONES, ONES, {"reduce": "mean"}, "rounded; got 'mean'"),
-        (ONES, ONES, {"reduce": "exact", "accumulate": "f32"}, "accumulate is 'exact'; got 'f32'"),
+        (ONES, ONES, {"reduce": "exact", "accumulate": "f32"}, "accumulate 'exact'; got 'f32'"),
         (ONES, ONES, {"out_dtype": E5M2}, "out_dtype is one of.*got e5m2"),
         (ONES, [q._replace(scale_inv=np.float32(-1)) for q in ONES], {}, "not negative"),
         (ONES, [ONES[0], ONES[1]._replace(codes=ONES[1].codes[:5])], {}, "same M and N"),

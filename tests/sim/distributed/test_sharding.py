@@ -360,11 +360,11 @@ def quantized(layout, **options):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: quantized(ROWS, scope="data"), r"Write \('data',\)"),
+        (lambda: quantized(ROWS, scope="data"), r"Use \('data',\)"),
         (lambda: quantized(ROWS, scope=("model",)), "data, tensor; got model"),
         (
             lambda: quantized(ROWS, scope="global", granularity="blockwise_128x128"),
-            "whole blocks of 128.*P-5.*rowwise",
+            "whole blocks of 128.*rowwise.*P-5",
         ),
         (  # a last block may be short, but not one before it
             lambda: quantized(
@@ -384,7 +384,7 @@ def quantized(layout, **options):
             lambda: sharding.amax(
                 {(0, 0): np.ones(4, np.float32)}, Layout(mesh=GRID, shape=(4,)), scope="local"
             ),
-            "every device",
+            "each device",
         ),
         (
             lambda: sharding.amax(

@@ -209,7 +209,7 @@ def test_truncation_costs_what_was_measured(rng):
         ({"split_k": 0}, "split_k is an integer of at least 1; got 0"),
         ({"split_k": 1.5}, "got 1.5"),
         ({"split_k": True}, "got True"),
-        ({"split_order": "random"}, "split_order is 'contiguous' or 'interleaved'; got 'random'"),
+        ({"split_order": "random"}, "split_order is one of contiguous, interleaved; got 'random'"),
         ({"split_tile": 48}, "split_tile is a multiple of 32; got 48"),
         ({"split_tile": 0}, "got 0"),
         ({"unit": "hopper"}, r"UNITS\['hopper'\]; got 'hopper'"),

@@ -65,7 +65,7 @@ one = np.ones((1, 1), np.float32)
     [
         (
             lambda c: matrix_core.mfma(c, c, one, fmt_a=E4M3FN, fmt_b=E4M3FNUZ),
-            "CDNA3 multiply e4m3fnuz and e5m2fnuz",
+            "CDNA3 matrix cores multiply e4m3fnuz and e5m2fnuz",
         ),
         (
             lambda c: matrix_core.mfma(c[:, :8], c[:, :8], one, fmt_a=E4M3FNUZ, fmt_b=E4M3FNUZ),

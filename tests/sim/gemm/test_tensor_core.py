@@ -128,8 +128,8 @@ def operand(codes, fmt):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"fused_width": 12}, "fused_width divides .* 32 and is at least 4; got 12"),
-        ({"fused_width": 2}, "at least 4; got 2"),
+        ({"fused_width": 12}, "fused_width is at least 4 and divides 32.* got 12"),
+        ({"fused_width": 2}, "at least 4 .*; got 2"),
         ({"fused_width": 64}, "got 64"),
         ({"fused_width": 16.0}, "got 16.0"),
         ({"fraction_bits": 0}, r"fraction_bits is an integer in \[1, 25\]; got 0"),

@@ -393,11 +393,11 @@ def test_no_dimension_and_no_element():
         (lambda: cast.encode(np.ones(3), E4M3FN, rounding="nearest"), "nearest_even"),
         (
             lambda: cast.encode(np.ones(3), E4M3FN, rounding="stochastic"),
-            "needs a seed, and other roundings take none",
+            "stochastic rounding needs a seed, others none",
         ),
         (
             lambda: cast.encode(np.ones(3), E4M3FN, seed=1),
-            "needs a seed, and other roundings take none",
+            "stochastic rounding needs a seed, others none",
         ),
         (lambda: cast.encode(np.ones(3), E4M3FN, rounding="stochastic", seed=1.5), "integer.*1.5"),
         (lambda: cast.encode(np.ones(3), E4M3FN, rounding="stochastic", seed=-1), r"\[0, 2\^64\)"),
@@ -412,7 +412,7 @@ def test_no_dimension_and_no_element():
         (lambda: cast.encode(np.ones(3), "e4m3fn"), "a Format, such as .*got 'e4m3fn'.*FORMATS"),
         (lambda: cast.decode(np.zeros(3, np.uint8), "e4m3fn"), "a Format"),
         (lambda: cast.round_to(np.ones(3), "bfloat16"), "a Format"),
-        (lambda: cast.round_to(np.ones(3), FLOAT64), "within float32's range; got float64"),
+        (lambda: cast.round_to(np.ones(3), FLOAT64), "in its range; got float64"),
         (
             lambda: cast.round_to(
                 np.ones(3),
@@ -492,11 +492,9 @@ def test_masked_elements_are_refused():
         lambda x: cast.round_to(x, BFLOAT16),
         cast.exact,
     ):
-        with pytest.raises(
-            ValueError, match="every element counts; got an array with 1 masked ones"
-        ):
+        with pytest.raises(ValueError, match="no masked arrays; got 1 masked"):
             function(masked)
-    with pytest.raises(ValueError, match="every element counts"):
+    with pytest.raises(ValueError, match="no masked arrays"):
         cast.decode(np.ma.masked_array(np.uint8([1, 2]), [True, False]), E4M3FN)
     assert cast.encode(np.ma.masked_array(np.float32([1])), E4M3FN).tolist() == [0x38]
 

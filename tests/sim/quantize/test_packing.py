@@ -14,7 +14,7 @@ def test_pairs():  # F-5
 
 def test_errors():
     for call, message in (
-        (lambda: packing.pack(np.uint8([1])), "an even number along the last axis"),
+        (lambda: packing.pack(np.uint8([1])), "an even number in the last axis"),
         (lambda: packing.pack(np.uint8([16, 0])), "codes up to 15"),
         (lambda: packing.unpack(np.ones(2)), "takes uint8 pairs"),
     ):

@@ -169,21 +169,18 @@ def test_shapes_and_dtypes(name):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: scales.scale_from_amax(np.float32(-1), E4M3FN),
-            "amax is a magnitude, never negative",
-        ),
+        (lambda: scales.scale_from_amax(np.float32(-1), E4M3FN), "amax is never negative"),
         (lambda: scales.scale_from_amax(np.float64(1), E4M3FN), "amax is float32"),
         (lambda: scales.scale_from_amax(np.float32(1), E4M3FN, "te"), "torchao"),
         (
             lambda: scales.scale_from_amax(np.float32(1), E4M3FN, previous=np.float32(2)),
-            "'torchao' never keeps a previous scale",
+            "'torchao' keeps no previous scale",
         ),
         (
             lambda: scales.scale_from_amax(
                 np.float32(1), E4M3FN, "mx_floor", previous=np.float32(2)
             ),
-            "never keeps",
+            "keeps no previous scale",
         ),
         (
             lambda: scales.scale_from_amax(np.float32(1), E4M3FN, "flax", previous=2.0),
@@ -191,7 +188,7 @@ def test_shapes_and_dtypes(name):
         ),
         (
             lambda: scales.scale_from_amax(np.float32(1), E4M3FN, "flax", previous=np.float32(-2)),
-            "previous is a magnitude",
+            "previous is never negative",
         ),
     ],
 )
@@ -204,7 +201,7 @@ def test_errors(call, message):
     "scale", [1j, "1", True, np.ma.masked_array(np.float32([1, 2]), [True, False])]
 )
 def test_what_is_no_scale_has_no_inverse(scale):
-    with pytest.raises(ValueError, match=r"scales are float32|every element counts"):
+    with pytest.raises(ValueError, match=r"scales are float32|no masked arrays"):
         scales.scale_inv_from_scale(scale)
 
 

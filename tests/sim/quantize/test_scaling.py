@@ -172,7 +172,7 @@ def with_scales(scale):
         (lambda: scaling.quantize(np.ones((2, 2), ">f8"), E4M3FN), "byte order"),
         (
             lambda: scaling.quantize(np.ones((2, 2), np.float32), BFLOAT16),
-            "quantized to e4m3fn, .*got bfloat16",
+            "takes e4m3fn, .*got bfloat16",
         ),
         (lambda: scaling.quantize(np.ones((2, 2), np.float32), E8M0FNU), "got e8m0fnu"),
         (lambda: scaling.quantize(np.ones((2, 2), np.float32), "e4m3fn"), "a Format"),
@@ -209,7 +209,7 @@ def with_scales(scale):
         ),
         (
             lambda: scaling.scales_from_amax(ONE[0], E4M3FN, "te_delayed", previous=ONE),
-            r"shape of amax, \(2,\)",
+            r"amax's shape, \(2,\)",
         ),
         (
             lambda: scaling.quantize(
@@ -266,7 +266,7 @@ def test_a_thread_without_subnormals_is_refused():
         assert not cast.encode(x, E4M3FN).any()  # by integers, where no subnormal of float32 counts
         for call in calls:
             with pytest.raises(
-                ValueError, match=r"takes them for zeros.*torch\.set_flush_denormal\(False\)"
+                ValueError, match=r"flushes them to zero.*torch\.set_flush_denormal\(False\)"
             ):
                 call()
     finally:

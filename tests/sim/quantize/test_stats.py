@@ -398,9 +398,12 @@ ONE = scaling.quantize(np.ones((2, 4), np.float32), E4M3FN)
             lambda: stats.statistics(np.ones((2, 4), np.float32), ONE._replace(fmt=E8M0FNU)),
             "e8m0fnu",
         ),
-        (lambda: stats.exponents(np.ones((2, 4), np.float32), ONE, lowest=3, highest=2), "Swap"),
-        (lambda: stats.error(np.ones(2), np.ones(3)), "one shape"),
-        (lambda: stats.error(np.ones(0), np.ones(0)), "not empty"),
+        (
+            lambda: stats.exponents(np.ones((2, 4), np.float32), ONE, lowest=3, highest=2),
+            "lowest <= highest",
+        ),
+        (lambda: stats.error(np.ones(2), np.ones(3)), "one non-empty shape"),
+        (lambda: stats.error(np.ones(0), np.ones(0)), "non-empty"),
     ],
 )
 def test_errors(call, message):

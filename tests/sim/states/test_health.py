@@ -139,5 +139,5 @@ def test_bounded_and_stalled_have_one_reading(case):  # O-6, O-12
 
 def test_it_is_of_one_step():  # O-12
     state = states.init((4,))
-    with pytest.raises(ValueError, match="health is of one step"):
+    with pytest.raises(ValueError, match="health compares one step"):
         health.measure(np.zeros(4, F32), state, state)

@@ -540,7 +540,7 @@ def test_gradients_out_of_range():  # O-2
 
 WRONG = [
     ({"p": np.zeros(4)}, "weights are float32; got float64"),
-    ({"g": np.zeros(4)}, "a gradient is float32, float16 or bfloat16 of its weight's shape"),
+    ({"g": np.zeros(4)}, "a gradient is float32, float16 or bfloat16 .*; got"),
     ({"g": np.zeros(5, F32)}, r"a gradient .* \(4,\); got float32 \(5,\)"),
     ({"layout": "bfloat16"}, "a state of layout 'bfloat16' and shape .* States of another layout"),
     ({"state": None}, "a state is a states.State"),
@@ -598,7 +598,7 @@ def test_states_of_a_changed_layout_of_the_same_name_are_refused():  # O-17
         states.AdamW(learning_rate=1e-3, layout=dataclasses.replace(changed, name="mine")),
     )
     with pytest.raises(
-        ValueError, match=r"holds the decisions of its layout as text .* got 'sqrt_e4m3'\. Use init"
+        ValueError, match=r"holds the decisions of its layout as text; got 'sqrt_e4m3'\. Use init"
     ):
         states.decode(state._replace(decisions="sqrt_e4m3"))
 
@@ -616,7 +616,5 @@ def test_bfloat16_gradients_are_widened():
 @pytest.mark.parametrize("shape", [4, "4", (-1,), (2.0,), np.ones((2, 3)), None])
 def test_what_is_no_shape(shape):
     for init in (states.init, lambda shape: delayed.init("delayed", shape)):
-        with pytest.raises(
-            ValueError, match="a shape is a tuple of integers that are not negative"
-        ):
+        with pytest.raises(ValueError, match="a shape is a tuple of non-negative integers"):
             init(shape)

@@ -17,11 +17,11 @@ REFUSED = [
     ({"scale": 1e39}, "the softmax scale is positive and finite"),
     ({"scale": np.ones(())}, "the softmax scale is a number; got ndarray. Pass a float"),
     ({"softcap": np.ones(())}, "the softcap is a number; got ndarray. Pass a float"),
-    ({"seed": 1}, "variant 'cudnn' has none, got seed=1"),
+    ({"seed": 1}, "variant 'cudnn' has no rotation; got seed=1"),
     ({"variant": "fa3_paper", "seed": 1 << 64}, r"a seed is an integer in \[0, 2\^64\)"),
     ({"variant": "fa3_paper", "seed": True}, "a seed is an integer"),
     ({"variant": "bf16", "keep_p": True}, "keep_p keeps codes of FP8 probabilities"),
-    ({"variant": "exact", "keep_s": True}, "keep_s keeps scores in float32"),
+    ({"variant": "exact", "keep_s": True}, "keep_s keeps float32 scores"),
 ]
 
 
@@ -37,7 +37,7 @@ def test_a_call_of_arguments():
     assert call == Call(variant=VARIANTS["fa3"], mask=causal) == Call.resolve(call)
     assert hash(call) == hash(Call(variant="fa3", mask=causal))
     assert Call.resolve(VARIANTS["fa3"]).mask == Mask()
-    with pytest.raises(ValueError, match=r"a Call has its mask; got .* beside it"):
+    with pytest.raises(ValueError, match=r"a Call has its mask; got .* too\. Use"):
         Call.resolve(call, causal)
 
 

@@ -72,12 +72,12 @@ def test_small_and_ragged_tensors_of_torchao_stay_float32():  # O-1
         ({"fmt": E4M3FN, "scaling": "multiply", "rounding": "to_odd"}, "rounding is one of"),
         ({"fmt": E4M3FN, "scaling": "multiply", "keep": 1}, "keep is one of"),
         ({"fmt": E4M3FN, "scaling": "multiply", "floor": 0.0}, r"floor is in \[2\^-100, 1\)"),
-        ({"fmt": FLOAT16, "scaling": "multiply"}, "float16 takes no scale or a power of two"),
         (
-            {"fmt": BFLOAT16, "scaling": "power_of_two"},
-            "bfloat16 has float32's range and takes no scale",
+            {"fmt": FLOAT16, "scaling": "multiply"},
+            "float16 takes no scale or scaling='power_of_two'",
         ),
-        ({"scaling": "power_of_two"}, "float32 has float32's range"),
+        ({"fmt": BFLOAT16, "scaling": "power_of_two"}, "bfloat16 needs no scale"),
+        ({"scaling": "power_of_two"}, "float32 needs no scale"),
         ({"fmt": FLOAT16, "block": 128}, "without a scale has no use for block"),
         ({"fmt": FLOAT16, "amax": "previous"}, "without a scale has no use for amax"),
         ({"rounding": "stochastic"}, "float32, which is not rounded, has no use for rounding"),
@@ -87,7 +87,7 @@ def test_small_and_ragged_tensors_of_torchao_stay_float32():  # O-1
         ),
         (
             {"fmt": E4M3FN, "scaling": "multiply", "block": 128, "expansion": True},
-            "an expansion needs fmt e4m3fn, a block and scaling='divide'",
+            "an expansion needs e4m3fn, a block and scaling='divide'",
         ),
         ({"fmt": E5M2, "scaling": "divide", "block": 128, "expansion": True}, "got e5m2"),
         (
@@ -127,17 +127,17 @@ HALF = Moment(fmt=FLOAT16, scaling="power_of_two")
         ),
         (
             {"average": "lerp", "v": dataclasses.replace(E4M3, amax="predicted")},
-            "predicted of average 'products' alone .* Use amax='exact'",
+            "predicted for average 'products'.* Use amax='exact'",
         ),
         ({"ragged": False}, "has no blocks, so ragged has no use"),
-        ({"master": E4M3}, "a master is float16, bfloat16, float32, with at most one scale"),
-        ({"master": dataclasses.replace(HALF, block=128)}, "at most one scale for the tensor"),
-        ({"master": dataclasses.replace(HALF, amax="previous")}, "of an exact or a predicted amax"),
+        ({"master": E4M3}, "a master is float16, bfloat16, float32, at most one scale"),
+        ({"master": dataclasses.replace(HALF, block=128)}, "at most one scale per tensor"),
+        ({"master": dataclasses.replace(HALF, amax="previous")}, "exact or predicted amax"),
         ({"master": dataclasses.replace(HALF, root=True)}, "without root"),
         ({"master": "float16"}, "master of layout 'mine' is a Moment"),
         (
             {"master": dataclasses.replace(HALF, amax="predicted")},
-            "predicted from the bound of O-6; layout 'mine' is not bounded",
+            "predicted master amax needs bounded=True; layout 'mine' is not",
         ),
     ],
 )

@@ -45,7 +45,7 @@ def test_a_layout_is_looked_up_by_its_name():
     [
         ("b1", 0.4, "b1 is 0 or in"),
         ("b1", 1.0, "b1 is 0 or in"),
-        ("b2", 0.99999, "b2 is in .*, so that squares of gradients stay normal"),
+        ("b2", 0.99999, "b2 is in .*, which keeps squared gradients normal"),
         ("b2", 0.0, "b2 is in"),
         ("eps", 0.0, "eps is in .* Use 1e-8"),
         ("eps", math.nan, "eps is in"),

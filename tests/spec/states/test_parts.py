@@ -27,5 +27,5 @@ def test_each_part_alone_is_as_the_layout_has_it_and_the_others_are_float32(name
 
 @pytest.mark.parametrize("name", ["te/x", "te/m+m", "te/master", "te/"])
 def test_parts_that_a_layout_has_not_are_refused(name):
-    with pytest.raises(ValueError, match="of layout 'te' the narrow parts are m, v"):
+    with pytest.raises(ValueError, match="layout 'te' has the narrow parts m, v"):
         layout_parts.by_name(name)

@@ -55,6 +55,6 @@ def test_fields_that_one_side_lacks():
 @pytest.mark.parametrize("saved", ["[]", "1", "[" * 100_000, '{"m": 1, "m": 2}'])
 def test_text_of_a_state_that_was_not_written_here_is_refused(saved):
     with pytest.raises(
-        ValueError, match=r"a state holds the decisions of its layout as text .*Use init"
+        ValueError, match=r"a state holds the decisions of its layout as text.*Use init"
     ):
         layout_decisions.check(LAYOUTS["sqrt_e4m3"], saved)

@@ -138,10 +138,10 @@ def test_what_is_refused():
         "mask is a Mask": {"mask": "causal"},
         "arithmetic is one of fast, stated; got 'exact'": {"arithmetic": "exact"},
         "softmax scale is positive and finite; got 0": {"scale": 0.0},
-        "a seed makes the signs of a rotation": {"seed": 3},
+        "has no rotation": {"seed": 3},
         "takes scales for no role; got 'q'": {"scales": {"q": torch.ones(())}, "variant": "bf16"},
         "takes scales for q, k, v; got 'do'": {"scales": {"do": torch.ones(())}, "variant": "fa3"},
-        r"float32 [1, 2, 1, 1], as its groups; got torch.float32 []": {
+        r"float32 [1, 2, 1, 1]; got torch.float32 []": {
             "scales": {"q": torch.ones(())},
             "variant": "fa3",
         },
@@ -151,16 +151,15 @@ def test_what_is_refused():
         "softcap is a number; got Parameter. Pass a float": {
             "softcap": torch.nn.Parameter(torch.ones(()))
         },
-        "as its groups; got float": {"scales": {"q": 2.0}},
-        "documents are integers [B, T], a tensor or a tuple of two, for queries and for keys; "
-        "got Tensor and NoneType. Give both": {
+        "a passed scale of q is float32": {"scales": {"q": 2.0}},
+        "documents are a tensor [B, T] of integers, or a tuple of two; got Tensor and NoneType": {
             "documents": (torch.zeros(1, 70, dtype=torch.long), None)
         },
-        "for keys; got list and list. Give both": {"documents": [[0] * 70]},
+        "tuple of two; got list": {"documents": [[0] * 70]},
         "got 4. Use promotion=1, or fp8ref.sim for 4": {
             "variant": dataclasses.replace(VARIANTS["fa3"], promotion=4)
         },
-        "documents are integers, [1, 70] for queries": {
+        "documents are integers: [1, 70] for queries": {
             "documents": torch.zeros(1, 70, dtype=torch.long)
         },
     }.items():
@@ -168,9 +167,9 @@ def test_what_is_refused():
         for function in (attention.forward, attention.apply):
             assert message in said(called, function, q, k, v, **options), message
     for message, tensors in {
-        "q is [batch, heads, tokens, features]": (q[0], k, v),
-        "none of them empty; got torch.float64": (q.double(), k, v),
-        "k is [batch, heads, tokens, features]": (q, k[:, :, :0], v),
+        "q is float32, float16 or bfloat16 [B, heads, T, D]; got torch.float32": (q[0], k, v),
+        "[B, heads, T, D]; got torch.float64": (q.double(), k, v),
+        "k is float32, float16 or bfloat16 [B, heads, T, D]": (q, k[:, :, :0], v),
         "with Hkv dividing H": (q[:, :3], k, v),
         "on one device; got cpu, meta and cpu": (q, k.to("meta"), v),
         "at most 256 features; got 272": inputs(d=272),
@@ -180,9 +179,7 @@ def test_what_is_refused():
     assert "sinks is a tensor; got list" in said(
         attention.apply, q, k, v, variant="cudnn", sinks=[1.0] * 4
     )
-    assert "power of two as its size; got 96" in said(
-        attention.apply, *inputs(d=96), variant="fa3_paper"
-    )
+    assert "is a power of two; got 96" in said(attention.apply, *inputs(d=96), variant="fa3_paper")
     assert "seed is an integer in [0, 2^64); got -1" in said(
         called, attention.apply, q, k, v, variant="fa3_paper", seed=-1
     )
@@ -199,7 +196,7 @@ def test_what_is_refused():
     assert "apply returns o alone; got keep_p=True" in said(
         called, attention.apply, q, k, v, variant="cudnn", keep_p=True
     )
-    assert "take all tokens of a sequence; got context='0'" in said(
+    assert "take whole sequences; got context='0'" in said(
         attention.forward, q, k, v, variant=RankCall(variant="cudnn", context="0")
     )
     unknown = dataclasses.replace(VARIANTS["fa3"], policy="flax")
@@ -222,14 +219,11 @@ def test_a_variant_without_a_backward_pass_refuses_gradients(name):  # A-1
 def test_backward_refuses_what_is_not_forwards():
     q, k, v = inputs()
     result = attention.forward(q, k, v, variant="cudnn")
-    assert "result is what forward gave" in said(
+    assert "result is what forward returned" in said(
         attention.backward, q, q, k, v, None, variant="cudnn"
     )
     for name, roles in (("bf16", "q, k, v"), ("exact", "no role")):
-        message = (
-            "result is what forward gave by the same variant, 'cudnn'; got another's, with "
-            f"tensors of {roles}"
-        )
+        message = f"result is of forward by variant 'cudnn'; got another's, with tensors of {roles}"
         assert message in said(
             attention.backward,
             q,
@@ -239,7 +233,7 @@ def test_backward_refuses_what_is_not_forwards():
             attention.forward(q, k, v, variant=name),
             variant="cudnn",
         )
-    assert "the same variant, 'bf16'; got another's" in said(
+    assert "by variant 'bf16'; got another's" in said(
         attention.backward, q, q, k, v, result, variant="bf16"
     )
     assert "do has the shape of o" in said(
@@ -260,7 +254,9 @@ def test_gradients_are_not_differentiated_again(name):
 
 def test_simulated_hardware_has_no_mx_blocks():  # G-19
     with hardware.simulating(sim_hardware.by_name("exact")):
-        assert "not by simulated hardware" in said(attention.apply, *inputs(), variant="mxfp8")
+        assert "so simulated hardware cannot multiply them" in said(
+            attention.apply, *inputs(), variant="mxfp8"
+        )
         assert attention.apply(*inputs(), variant="cudnn").any()
 
 
@@ -331,7 +327,7 @@ def test_a_mask_may_be_made_inside_and_a_variant_may_not():
     try:
         torch.compile(of_variant, fullgraph=True, backend="aot_eager")(q, k, v)
     except Exception as error:
-        assert "a Variant is made outside of what is compiled" in str(error)  # noqa: PT017
+        assert "a Variant is made outside of compiled code" in str(error)  # noqa: PT017
     else:
         raise AssertionError("a variant of other values was taken")
 
@@ -501,8 +497,7 @@ def refused_dtensor():
 
 def test_dtensors_are_refused():
     assert run(1, refused_dtensor) == [
-        "attention takes local tensors; got q, a DTensor. Pass q.to_local(), and amax_group for "
-        "shared amaxes."
+        "attention takes local tensors; got q, a DTensor. Use .to_local() and amax_group."
     ]
 
 
@@ -588,6 +583,6 @@ def test_observations_of_other_roles_are_refused():
     assert "observes q, k, v, s, o, do, ds, dq, dk, dv; got 'x'" in said(
         attention.apply, q, k, v, variant="cudnn", scales=RoleScales({}, {"x": seen})
     )
-    assert "float32 [3], a RoleState's seen; got torch.float32 [2]" in said(
+    assert "a RoleState's seen, float32 [3]; got torch.float32 [2]" in said(
         attention.apply, q, k, v, variant="cudnn", scales=RoleScales({}, {"q": seen[:2]})
     )

@@ -253,7 +253,7 @@ def refused():
     for names in (("data", "context"), ("fsdp", "cp")):
         with pytest.raises(
             ValueError,
-            match=rf"share sequences .*got a dim named {names[1]}\. Flatten it "
+            match=rf"context-parallel ranks .*got a dim named {names[1]}\. Flatten it "
             r".*context_parallel \(P-26\)",
         ):
             built("delayed", mesh(mesh_dim_names=names))

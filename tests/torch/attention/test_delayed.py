@@ -95,8 +95,7 @@ def test_other_states_are_refused():
         attention_delayed.apply(q, k, v, states=model().states, variant="mxfp8")
     with pytest.raises(
         ValueError,
-        match=r"variant 'cudnn' has states of q, .*; got none. Make them by "
-        r"attention_delayed.states",
+        match=r"variant 'cudnn' has states of q, .*; got none. Use attention_delayed.states",
     ):
         attention_delayed.apply(q, k, v, states=None, variant="cudnn")
 

@@ -56,9 +56,9 @@ def test_values_are_all_of_a_variants_and_a_masks():
 def test_a_variant_without_its_values_is_refused():
     """As dynamo hands one on that was made where it traces."""
     empty = object.__new__(type(VARIANTS["fa3"]))
-    with pytest.raises(ValueError, match="made outside of what is compiled"):
+    with pytest.raises(ValueError, match="made outside of compiled code"):
         function(empty, values(VARIANTS["fa3"]), None, ((), ()))
     empty = object.__new__(Call)
-    with pytest.raises(ValueError, match="a Call is made outside of what is compiled"):
+    with pytest.raises(ValueError, match="a Call is made outside of compiled code"):
         function(empty, values(Call(variant="fa3")), None, ((), ()))
     assert attention_function.values("fa3") == ()

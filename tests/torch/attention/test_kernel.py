@@ -81,11 +81,11 @@ def test_given_scales_replace_those_of_the_tensors(monkeypatch):  # A-12
 
 
 REFUSED = [
-    ({}, r"needs a Hopper GPU; the tensors are on the CPU. Use fp8ref.torch.attention"),
-    ({"variant": "cudnn"}, r"FlashAttention-3 computes fa3 or fa3_promoted; got variant 'cudnn'"),
-    ({"mask": Mask(causal=True, alignment="start")}, r"masks that are aligned to the end"),
+    ({}, r"needs a Hopper GPU; got tensors on the CPU. Use fp8ref.torch.attention"),
+    ({"variant": "cudnn"}, r"FlashAttention-3 runs fa3 or fa3_promoted; got 'cudnn'"),
+    ({"mask": Mask(causal=True, alignment="start")}, r"masks aligned to the end"),
     ({"scales": {"o": torch.ones(())}}, r"takes scales for q, k, v; got 'o'"),
-    ({"variant": Call(variant="fa3", softcap=9.0)}, r"is called without softcap; got 9.0"),
+    ({"variant": Call(variant="fa3", softcap=9.0)}, r"takes no softcap; got 9.0"),
 ]
 
 

@@ -343,7 +343,7 @@ def test_calibration_of_nothing_is_refused():
         delayed.calibrate(model, [])
     with pytest.raises(ValueError, match=r"the model has none\. Convert it"):
         delayed.calibrate(small(), [torch.ones(1, 32)])
-    with pytest.raises(ValueError, match="same K"):
+    with pytest.raises(ValueError, match="one K"):
         delayed.calibrate(model, [torch.ones(4, 32), torch.ones(4, 16)])
     assert not any(state.seen.any() or state.step for _, state in delayed.states(model))
     assert not delayed.calibrating()
@@ -463,7 +463,7 @@ def test_histories_that_this_backend_does_not_keep_are_refused():
         output=GemmSpec(a=a, b=a, accumulate="slow"),
         grad_weight=GemmSpec(a=b, b=b, accumulate="slow"),
     )
-    with pytest.raises(ValueError, match="'two' scales input with one state"):
+    with pytest.raises(ValueError, match="'two' has one input state"):
         delayed.casts(two)
 
 

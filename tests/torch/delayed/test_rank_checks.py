@@ -107,7 +107,9 @@ def test_separate_states_are_refused():  # H-12
         for case in ("fully_shard", "DDP, its module", "replicate", "compiled_fsdp"):
             assert "is of this rank alone. Pass their process group to" in found[case], case
         for case in ("DDP", "DDP, broadcast"):
-            assert "Give it broadcast_buffers=False (forward_sync_buffers=False" in found[case]
+            assert (
+                "Use broadcast_buffers=False (torch 2.13: forward_sync_buffers=False" in found[case]
+            )
         assert [found[case] for case in ("shared", "another model on each rank")] == ["", ""]
     # no rank waits for another: the last of them finds out
     assert any("is of this rank alone" in found["by hand"] for found in (first, second))

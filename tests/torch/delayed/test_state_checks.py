@@ -51,8 +51,7 @@ def test_a_forgotten_update_is_warned_of_then_refused(compiled):  # H-12
         steps = (step(model, optimizer, x, forward=forward) for _ in range(delayed_checks.MOST))
         with pytest.raises(
             ValueError,
-            match=r"^delayed scaling computes .*; linear \w had 10 optimizer steps without one, "
-            r".*\. Call fp8ref",
+            match=r"^delayed scaling computes .*; linear \w had 10 optimizer steps without one\. Call fp8ref",
         ):
             list(steps)
     delayed.update(model)

@@ -242,14 +242,14 @@ def test_a_pass_without_gradients_that_runs_again_observes_its_weights(ranks):  
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("nothing", "the model has none"),
+        ("nothing", "the model has no such linear"),
         ("not sharded", r"0\.0\.weight is not sharded"),
-        ("no group", r"ranks share the states of 0\.0.*amax_group"),
-        ("dtype", r"got torch.float16 for"),
+        ("no group", r"ranks share the delayed states of 0\.0.*amax_group"),
+        ("dtype", r"the masters'; got torch.float16"),
         ("integer", "has an integer reshard_after_forward. Use True or False"),
-        ("offloaded", r"the model has a CPUOffloadPolicy and trains on cuda. Shard it without"),
+        ("offloaded", r"the model has a CPUOffloadPolicy and trains on cuda. Drop the policy"),
         ("hooks of offloaded shards", "False"),
-        ("other dim", r"along its first dim; 0\.weight is cut along another dim"),
+        ("other dim", r"0\.weight is not sharded along dim 0"),
         ("tied", r"2\.weight and 4\.weight are one parameter"),
     ],
 )

@@ -307,19 +307,19 @@ def refusals():
 
 def test_what_cannot_be_reduced_is_refused_by_name():  # P-25
     expected = [
-        "fully_shard units that hold linears; the model has none",
-        "fully_shard units that hold linears; the model has none",
-        "an all-reduce of its own, which has no hook",
-        "FP8 gradients are cast from float32; got a unit of reduce_dtype None",
-        "Use every parameter in the loss, or freeze it",
+        "need units with linears; the model has none",
+        "need units with linears; the model has none",
+        "all-reduce over copies has no hook",
+        "FP8 gradients are cast from float32; got reduce_dtype None",
+        "Use all of them, or freeze the rest",
         "fp8ref.torch scales by",
-        "its policy is one of",
+        "has a policy of",
         "prescale is one of",
         "result is one of",
         "mu is in",
-        "as its sum over data has no hook; got 2 ranks along data. Shard over fsdp alone",
+        "FSDP2's sum over data has no hook; got 2 ranks along data",
         "got no ranks that share a batch",
-        "cuts the first dim",
+        "splits the first dim",
         "gradients of one shape, (4,); got (2,)",
     ]
     for of_rank in run(2, refusals):
@@ -332,11 +332,9 @@ def test_what_a_hook_cannot_do_is_refused_before_it_runs():  # P-21, P-22
         ValueError, match="prescale is one of one, inverse_root, inverse; got 'half'"
     ):
         gradient_reduction.DDPState(cast=GradientCast(prescale="half"))
-    with pytest.raises(ValueError, match="a shared scale of gradients is multiplied by factors"):
+    with pytest.raises(ValueError, match="a shared gradient scale has a policy of"):
         gradient_reduction.DDPState(cast=GradientCast(policy="deepgemm"))
-    with pytest.raises(
-        ValueError, match="gradients are summed over a process group; there is none"
-    ):
+    with pytest.raises(ValueError, match="gradients need a process group; there is none"):
         gradient_reduction.all_reduce(torch.ones(3))
-    with pytest.raises(ValueError, match=r"got None\. Ask the reduction for it by count=True"):
+    with pytest.raises(ValueError, match=r"got None\. Pass count=True to the reduction"):
         gradient_reduction.next_mu(torch.tensor(1.0), None, 3)

@@ -25,17 +25,17 @@ SQUARES = Recipe(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": torch.zeros(2, 75, 256)}, r"experts takes x \[M, K\] and w \[E, N, K\]"),
+        ({"x": torch.zeros(2, 75, 256)}, r"experts takes x \[M, K\], w \[E, N, K\]"),
         ({"x": torch.zeros(150, 256)}, "of one dtype"),
-        ({"offs": ENDS[:3]}, r"experts takes offs int32 \[E\]"),
+        ({"offs": ENDS[:3]}, r"experts takes offs int32 \[4\]"),
         ({"offs": OFFS}, "experts takes offs as a tensor; got .*. Use torch.tensor"),
-        ({"offs": ENDS.float()}, r"experts takes offs int32 \[E\]"),
+        ({"offs": ENDS.float()}, r"experts takes offs int32 \[4\]"),
         ({"offs": ENDS.flip(0)}, "experts: offs ascend from 0 to at most M=150; got"),
         ({"offs": ENDS + 14}, "experts: offs ascend from 0 to at most M=150; got"),
         ({"offs": ENDS.to("meta")}, "on one device"),
         (
             {"w": torch.zeros(4, 24, 256).bfloat16()},
-            "experts: FP8 needs N and K to be multiples of 16",
+            "experts: FP8 needs N and K in multiples of 16",
         ),
         (
             {"recipe": "delayed"},

@@ -176,8 +176,7 @@ def test_linears_that_observed_other_rows_are_refused():  # X-14
         expert_codes.dispatch(x, ends, distributed.group.WORLD, linears)
         linears[1].states["input"].scale.fill_(2)
         with pytest.raises(
-            ValueError,
-            match=r"their delayed scales of input are equal \(X-14\); got \[1\.0, 2\.0\]",
+            ValueError, match=r"need equal delayed scales of input; got \[1\.0, 2\.0\]"
         ):
             expert_codes.dispatch(x, ends, distributed.group.WORLD, linears)
     finally:

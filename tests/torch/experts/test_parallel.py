@@ -126,5 +126,5 @@ def test_two_ranks_have_the_bits_of_one_process():  # X-12, X-13
             assert torch.equal(shared[i][1], q.scale)
     for _, same, said, _ in results:
         assert all(same)
-        assert "each scale is of one row (X-12); got 'tensorwise'" in said[0]
+        assert "one scale per row; got 'tensorwise'" in said[0]
         assert "divisible by the 2 ranks that share them; got 3" in said[1]

@@ -270,9 +270,7 @@ def test_torchs_own_styles_are_refused_by_name(style):  # P-4
             init_device_mesh("cpu", (1,)),
         )
         with pytest.raises(
-            ValueError,
-            match=r"which linear 0 does where parallel\.parallelize cuts it; got its weight as a "
-            r"DTensor",
+            ValueError, match=r"share linear 0 need shared amaxes; got its weight as a DTensor"
         ):
             parallelize_module(model, mesh, {"0": style()})
     finally:

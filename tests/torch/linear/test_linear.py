@@ -261,7 +261,7 @@ def test_the_input_has_the_name_that_nn_linears_has():
 
 def test_errors():
     made = layer.Linear(32, 16, "delayed")
-    with pytest.raises(ValueError, match="same K"):
+    with pytest.raises(ValueError, match="one K"):
         made(torch.ones(4, 16))
     with pytest.raises(ValueError, match=r"one dtype.*bfloat16.*float32"):
         made(torch.ones(4, 32, dtype=torch.bfloat16))

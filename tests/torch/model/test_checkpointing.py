@@ -334,11 +334,11 @@ def test_sums_of_tensor_parallelism_are_kept():  # T-8, P-14
     [
         (
             {"checkpointing": "selective", "keep": ["linear"]},
-            "linears, attention, or an operator of torch; got 'linear'",
+            "linears, attention or a torch operator; got 'linear'",
         ),
         (
             {"checkpointing": "full", "keep": ["linears"]},
-            r"got 'full' and \('linears',\)\. Use 'selective', or name nothing",
+            r"got 'full' and \('linears',\)\. Use 'selective', or drop keep",
         ),
     ],
     ids=str,

@@ -187,7 +187,7 @@ def changed(change):
     [
         (lambda: nn.Sequential(nn.ReLU()), {}, "converts no linear"),
         (model, {"filter_fqns": ["0", "2"]}, "converts no linear.*filter_fqns"),
-        (model, {"filter_fqns": ["lm_head"]}, "names none of: 0, 2"),
+        (model, {"filter_fqns": ["lm_head"]}, "matches none of: 0, 2"),
         (model, {"filter_fqns": "0"}, r"list of patterns.*\['0'\]"),
         (
             model,
@@ -227,7 +227,7 @@ def changed(change):
             {},
             "0 has a parametrized weight, which would be lost",
         ),
-        (changed(lambda m: m.double()), {}, "0 has a weight of torch.float64"),
+        (changed(lambda m: m.double()), {}, "0 is torch.float64"),
         (lambda: torch.compile(model(), backend="eager"), {}, "the model is compiled"),
         (changed(lambda m: m.compile(backend="eager")), {}, "0 is compiled"),
     ],

@@ -128,7 +128,7 @@ class Own(nn.TransformerEncoderLayer):
         (lambda: with_(of=1), "^0 has an attribute of, which"),
         (
             lambda: with_(weight=torch.ones(16, 16)),
-            r"^0 has a weight that is a Tensor, but convert takes an nn\.Parameter.*filter_fqns",
+            r"^0 has a weight that is a Tensor; convert takes an nn\.Parameter.*filter_fqns",
         ),
         (lambda: with_(bias=torch.ones(16)), "^0 has a bias that is a Tensor"),
         (lambda: with_(weight=None), "^0 has a weight that is a NoneType"),

@@ -189,48 +189,42 @@ def refused():
             "optimizer",
             r"built after a model is cut.*a SGD already holds 0\.0\.weight. Build it afterwards",
         ),
-        ("dims", r"dims named data, fsdp, expert, tensor.*got \('dp',\)"),
-        ("data alone", r"data and expert only with fsdp; got \('data',\)"),
-        ("blocks", "modules within the model"),
-        ("local", "'delayed' keeps one state for all ranks.*Use 'global'"),
-        ("order", "at most 2 ranks along data; got 3"),
-        (
-            "copies",
-            r"start from the same weights; 0\.0\.weight differs along data. Give every rank the "
-            r"same seed",
-        ),
-        ("twice", "0 is named twice"),
-        ("kept", "0 is named twice"),
-        ("plan without a dim", "a mesh with a dim named tensor; there is none"),
-        ("sequence without a mesh", "a mesh with a dim named tensor; there is none"),
+        ("dims", r"dims are named data, fsdp, expert, tensor.*got \('dp',\)"),
+        ("data alone", r"data and expert need fsdp; got \('data',\)"),
+        ("blocks", "modules of the model"),
+        ("local", "'delayed' needs global amaxes.*Use 'global'"),
+        ("order", "1 or 2 ranks along data; got 3"),
+        ("copies", r"start from the same weights; 0\.0\.weight differs along data. Use one seed"),
+        ("twice", "0 occurs twice"),
+        ("kept", "0 occurs twice"),
+        ("plan without a dim", "need a mesh dim tensor; there is none"),
+        ("sequence without a mesh", "need a mesh dim tensor; there is none"),
         (
             "checkpointing",
-            "cannot compile blocks that tensor parallelism cuts.*got checkpointing 'full' and "
+            "cannot compile tensor-parallel blocks.*got checkpointing 'full' and "
             "compile 'block'. Use checkpointing 'selective'",
         ),
-        ("plan", "'7' names none of the linears: 0.0, 1"),
+        ("plan", "'7' matches none of: 0.0, 1"),
         ("no plan", "a plan cuts at least one linear; got none"),
-        ("plan of FP8 by hand", "'7' names none of the linears"),
+        ("plan of FP8 by hand", "'7' matches none of"),
         ("kept FP8", r"^\['Sequential', 'Sequential', 'Float8Linear', 'Float8Linear'\]$"),
         ("unchanged", r"^\['Sequential', 'Sequential', 'Linear', 'Linear'\]$"),
         (
             "tied, one kept",
-            r"0\.weight and 2\.weight are one, and would be apart: 0\.weight in 0 and 2\.weight "
-            r"in the model itself.*Or untie",
+            r"0\.weight and 2\.weight are apart: 0\.weight in 0 and 2\.weight "
+            r"in the model itself.*or untie",
         ),
         (
             "tied, one a block",
-            r"0\.weight in the model itself and 2\.weight in 2\. Name one unit around both in "
-            r"blocks",
+            r"0\.weight in the model itself and 2\.weight in 2\. Name one unit around both",
         ),
         (
             "tied, FP8",
-            r"2\.weight and 0\.weight are one parameter, and both would become FP8. Untie them, "
-            r"or keep 2 in high",
+            r"2\.weight and 0\.weight are one parameter, and both would become FP8. Untie them, or name 2 in filter_fqns",
         ),
-        ("inner last", r"1\.0 is within 1, which is named before it. Name inner modules first"),
-        ("experts", "expert parallelism cuts grouped linears, of which the model has none"),
-        ("container", "3 is a ModuleList, which is not called.*Name its modules"),
+        ("inner last", r"1\.0 is within 1, named earlier. Name inner modules first"),
+        ("experts", "expert parallelism needs grouped linears; the model has none"),
+        ("container", "3 is a ModuleList, which is never called.*Name its modules"),
         ("scalar", r"3\.0\.scale has no dim to shard; give it the shape \(1,\)"),
         (
             "unchanged by shards",

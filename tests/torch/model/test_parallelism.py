@@ -15,7 +15,7 @@ def test_an_unknown_word_is_refused(key):
 
 
 def test_gradients_are_summed_in_three_dtypes():  # P-25
-    with pytest.raises(ValueError, match=r"reduce_dtype is .*; got torch.float16"):
+    with pytest.raises(ValueError, match=r"reduce_dtype is one of .*; got torch.float16"):
         Parallelism(reduce_dtype=torch.float16)
     fp8 = Parallelism(reduce_dtype=torch.float8_e4m3fn)
     assert (fp8.reduces_fp8, fp8.sum_dtype) == (True, torch.float32)

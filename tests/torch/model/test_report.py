@@ -267,7 +267,7 @@ def test_a_lazy_module_is_refused_before_anything_changes():  # R-5, R-7
     for filtered in ([], ["0"]):
         with pytest.raises(
             ValueError,
-            match=r"0\.weight is of a lazy module, which has none yet\. Run a forward pass first",
+            match=r"0\.weight is of a lazy module, without a shape yet\. Run a forward pass first",
         ):
             ft.convert(model, "rowwise", filter_fqns=filtered)
     with pytest.raises(ValueError, match="lazy"):

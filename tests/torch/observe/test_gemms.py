@@ -65,6 +65,6 @@ def test_a_linear_that_a_pass_calls_twice_is_refused():
         one(x), one(x)  # without a backward pass
     with (
         gemm_observer.observe_gemms(twice, lambda *told: None),
-        pytest.raises(ValueError, match="calls once; it calls 0 again"),
+        pytest.raises(ValueError, match="run once in a pass; it calls 0 again"),
     ):
         twice(x)

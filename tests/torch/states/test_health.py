@@ -119,7 +119,7 @@ def test_wrong_use_is_refused():
     p = nn.Parameter(torch.ones(3))
     p.grad = torch.ones(3)
     with (
-        pytest.raises(ValueError, match=r"health is of fp8ref.torch.states.AdamW; got SGD"),
+        pytest.raises(ValueError, match=r"health needs fp8ref.torch.states.AdamW; got SGD"),
         health.measuring(torch.optim.SGD([p])),
     ):
         pass
@@ -132,6 +132,6 @@ def test_wrong_use_is_refused():
     with health.measuring(states.AdamW([p])) as found:
         pass
     with pytest.raises(
-        ValueError, match="health is of parameters with a gradient; the step had none"
+        ValueError, match="health needs parameters with a gradient; the step had none"
     ):
         health.merge_ranks(found)

@@ -35,9 +35,7 @@ def test_numbers_may_be_tensors_and_have_their_own_value():
 @pytest.mark.parametrize("key", parameter_groups.LACKING)
 def test_options_that_are_not_there_may_not_be_set(key):
     parameter_groups.check(GROUP | {key: False, "name": "decayed"}, LAYOUT)
-    with pytest.raises(
-        ValueError, match=f"fp8ref.torch.states has no {key}; a group of parameters sets it"
-    ):
+    with pytest.raises(ValueError, match=f"fp8ref.torch.states has no {key}; a group sets it"):
         parameter_groups.check(GROUP | {key: True}, LAYOUT)
 
 

@@ -126,8 +126,7 @@ def test_a_weight_gathered_in_fp8_is_taken_as_it_is():  # L-7
     [
         (
             torch.ones(4, 64),
-            r"^linear 0 takes x \[\.\.\., K\] and w \[N, K\] with the same K; got \(4, 64\) and "
-            r"\(128, 128\)",
+            r"^linear 0 takes x \[\.\.\., K\] and w \[N, K\] with one K; got \(4, 64\) and \(128, 128\)",
         ),
         (torch.ones(()), r"^linear 0 takes x .*got \(\)"),
         (
@@ -137,7 +136,7 @@ def test_a_weight_gathered_in_fp8_is_taken_as_it_is():  # L-7
         (torch.ones(4, 128, dtype=torch.float64), r"^linear 0 takes float32, .*got torch\.float64"),
         (
             torch.ones(4, 128, device="meta"),
-            "^linear 0 takes x on the device of its weight; got meta and cpu",
+            "^linear 0 takes x on its weight's device; got meta and cpu",
         ),
     ],
 )
@@ -262,8 +261,7 @@ def test_transforms_of_torch_func_and_forward_mode_are_refused_by_name(recipe): 
     ):
         with pytest.raises(
             ValueError,
-            match=r"^linear 0 has a backward pass of its own, .* \(L-8\); got (forward mode|a "
-            r"transform of torch\.func)",
+            match=r"^linear 0 has a backward pass of its own, .*; got (forward mode|a transform of torch\.func)",
         ):
             transformed()
     with forward_ad.dual_level():  # without a tangent

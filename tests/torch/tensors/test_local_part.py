@@ -62,9 +62,7 @@ def test_a_parameter_that_was_changed_in_place_fails_the_backward_pass(mesh, lin
 
 @pytest.mark.parametrize("placement", [Partial(), Partial("avg")])
 def test_a_term_of_a_sum_is_refused_or_summed(mesh, placement):
-    with pytest.raises(
-        ValueError, match=r"got \(2, 4\) placed as .* each rank has a term of a sum. Redistribute"
-    ):
+    with pytest.raises(ValueError, match=r"got \(2, 4\) placed as .* Redistribute"):
         local_part(placed(mesh, placement))
     assert local_like(
         placed(mesh, placement), placed(mesh, Replicate()), redistribute=True

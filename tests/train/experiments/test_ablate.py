@@ -394,7 +394,7 @@ def test_a_loss_that_is_not_finite_ranks_first(run, monkeypatch):
     ("keys", "message"),
     [
         ({"recipe": "bf16"}, r"--recipe is one with FP8"),
-        ({"attention": "mxfp8"}, r"one FP8 scale for a tensor, and gradients; got 'mxfp8'"),
+        ({"attention": "mxfp8"}, r"one FP8 scale per tensor, and gradients; got 'mxfp8'"),
         (
             {"states": "te"},
             r"states are written by steps of training; got --states 'te' without --steps",

@@ -107,7 +107,7 @@ class ScoreGradients:
     def _probabilities(
         self, block: jax.Array, tile: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
-        """P, and what a softcap multiplies dS by."""
+        """P, and the softcap's factor of dS."""
         parts, call = self.parts, self.parts.call
         seen = parts.seen(block, tile)
         (s, slope), lse = parts.scores_and_slope(block, tile), parts.block(self.lse, block)
@@ -198,8 +198,7 @@ def backward(
 
 
 def _scale_of_ds(score_gradients: ScoreGradients, given_scales: dict) -> Scales:
-    """The scales of dS: given, or of the amax that a loop over all pairs finds; 1 in high
-    precision."""
+    """The scales of dS: passed, or from the amax over all pairs; 1 in high precision."""
     parts, variant = score_gradients.parts, score_gradients.parts.variant
     if "ds" in given_scales:
         return scales.with_inverse(heads.given_scale(given_scales["ds"], ()))
@@ -260,8 +259,7 @@ def added(
 def rounded(
     totals: Totals, do: Heads, scale_ds: Scales, parts: Parts, given_scales: dict
 ) -> Gradients:
-    """The gradients in the output's format, summed over the query heads of a head of keys, with
-    their amaxes (A-15, steps 9 and 10)."""
+    """Gradients in the output's format, by key head, with amaxes (A-15, steps 9, 10)."""
     call, variant, tk = parts.call, parts.variant, parts.shape_k[2]
     raw = {"dq": parts.ungrouped(totals.dq)} | {
         role: context.own_keys(_over_heads(x)[:, :, :tk], call)
@@ -294,7 +292,7 @@ def rounded(
 
 
 def _over_heads(x: jax.Array) -> jax.Array:
-    """The sum over query heads of a head of keys, ascending: [B, N, G, Tk, D] -> [B, N, Tk, D]."""
+    """Sum over the query heads of a key head, ascending: [B, N, G, Tk, D] -> [B, N, Tk, D]."""
     total = x[:, :, 0]
     for head in range(1, x.shape[2]):
         total = total + x[:, :, head]
@@ -302,7 +300,7 @@ def _over_heads(x: jax.Array) -> jax.Array:
 
 
 def _row_sums(do: Heads, result, call: DeviceCall) -> jax.Array:
-    """D of A-15: of the values of do and o, a feature at a time, times both scales, [B, H, Tq]."""
+    """D of A-15 from the values of do and o, by feature, times both scales; [B, H, Tq]."""
     variant = call.variant
     fmt = variant.score_gradient_fmt
     values = heads.values(do, fmt)

@@ -78,7 +78,7 @@ def backward(do: jax.Array, inputs: Inputs, result, call: DeviceCall) -> Gradien
 
 
 def _row_sums(do: jax.Array, result, call: DeviceCall) -> jax.Array:
-    """D of A-16: of do rounded to the output's format, and o; [B, H, Tq]."""
+    """D of A-16 from o and do in the output's format; [B, H, Tq]."""
     do_values = head_scaling.to_hp(do, call.variant.out).astype(jnp.float32)
     products = times(do_values, result.o.astype(jnp.float32), call.arithmetic)
     return jnp.sum(products, axis=-1) if call.fast else ascending_sum(products)
@@ -94,9 +94,7 @@ def along_tokens(x: jax.Array, role: Role, inputs: Inputs, call: DeviceCall) -> 
 
 
 def blocks(ds: jax.Array, fmt, policy: str, axis: int) -> jax.Array:
-    """dS quantized in blocks of 32 along an axis, and dequantized: bfloat16 of its shape,
-    exactly.
-    """
+    """dS, quantized in blocks of 32 along an axis and dequantized: exact bfloat16."""
     split = ds.reshape(*ds.shape[:axis], ds.shape[axis] // MX, MX, *ds.shape[axis + 1 :])
     scale_policy = head_scaling.implemented(policy)
     block_scales = head_scaling.scales_from_amax(

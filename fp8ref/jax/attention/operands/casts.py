@@ -35,7 +35,7 @@ def apply(q: jax.Array, k: jax.Array, v: jax.Array, casts: Casts) -> jax.Array:
 
 
 def _forward(q: jax.Array, k: jax.Array, v: jax.Array, casts: Casts):
-    """Tensors within are [B, Hkv, G, T, ...]: the query heads of a head of keys are a dim."""
+    """Attention of [B, Hkv, G, T, ...]; G: the query heads of a key head."""
     hardware.refuse(_NAME, "multiplies FP8 codes; got products of their values in float32")
     heads, like = k.shape[1], (q, k, v)
     a, b, c = (_cast(x, role, casts) for x, role in ((q, "q"), (k, "k"), (v, "v")))
@@ -79,13 +79,12 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _cast(x: jax.Array, role: str, casts: Casts) -> jax.Array:
-    """A tensor after its cast by its own amax, if it has one, in float32."""
     x = x.astype(jnp.float32)
     return _by(scaling.amax(x), x, data.fmt(role, casts), casts) if role in casts.roles else x
 
 
 def _probabilities(p: jax.Array, casts: Casts) -> jax.Array:
-    """Probabilities after the cast by the scale of the amax 1 (A-8), if they have one."""
+    """P, cast with the scale of amax 1 if P is cast (A-8)."""
     return _by(jnp.ones(()), p, casts.variant.fmt, casts) if "p" in casts.roles else p
 
 

@@ -24,20 +24,18 @@ def check(call: DeviceCall, inputs: Inputs) -> None:
         raise ValueError(f"{call.name}: {fault}")
     if call.tokens not in call.over:
         raise ValueError(
-            f"{call.name}: over names all mesh axes that cut the tensors, and tokens one of "
-            f"them; got tokens={call.tokens!r}, over={call.over}. Add it."
+            f"{call.name}: over includes the mesh axis of tokens; got tokens={call.tokens!r}, "
+            f"over={call.over}. Add it."
         )
     if inputs.documents is not None or inputs.q.shape[2] != inputs.k.shape[2]:
         raise ValueError(
-            f"{call.name}: context parallelism cuts queries and keys alike, without documents; "
-            f"got q {inputs.q.shape}, k {inputs.k.shape}."
+            f"{call.name}: context parallelism needs as many keys as queries and no documents; got "
+            f"q {inputs.q.shape}, k {inputs.k.shape}."
         )
 
 
 def gathered(tensors: dict[str, Heads], call: DeviceCall) -> dict[str, Heads]:
-    """Quantized q, k and v with the codes of k and v of all devices; as they are without an axis of
-    tokens.
-    """
+    """q, k, v with codes of k and v from all devices along an axis of tokens, if any."""
     if not call.tokens:
         return tensors
 
@@ -69,9 +67,7 @@ def visible(
 
 
 def own_keys(gradient: jax.Array, call: DeviceCall) -> jax.Array:
-    """The gradient of k or v [B, Hkv, T, D] from this device's queries, summed over the devices, of
-    its own keys.
-    """
+    """The gradient [B, Hkv, T, D] of this device's keys, summed over devices."""
     return (
         lax.psum_scatter(gradient, call.tokens, scatter_dimension=2, tiled=True)
         if call.tokens

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8ref.jax.quantize import cast, philox
+from fp8ref.shared import errors
+from fp8ref.spec import rotation
 
 
 def signs(size: int, seed: int) -> jax.Array:
@@ -14,13 +16,8 @@ def signs(size: int, seed: int) -> jax.Array:
 
     Raises:   ValueError: a size that is no power of two; a seed outside [0, 2^64).
     """
-    if size < 1 or size & (size - 1):
-        raise ValueError(
-            f"a Hadamard rotation has a power of two as its size; got {size!r}. Pad the "
-            "features with zeros."
-        )
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
-        raise ValueError(f"a seed is an integer in [0, 2^64); got {seed!r}.")
+    rotation.check_size(size)
+    errors.seed(seed)
     key = jnp.uint32(seed & 0xFFFFFFFF), jnp.uint32(seed >> 32)
     word = philox.words(jnp.arange(size, dtype=jnp.uint32), 0, key)[0]
     return jnp.where((word & jnp.uint32(1)) == 1, jnp.float32(-1), jnp.float32(1))
@@ -37,8 +34,7 @@ def rotate(x: jax.Array, signs: jax.Array) -> jax.Array:
     n = x.shape[-1]
     if signs.shape != (n,):
         raise ValueError(
-            f"a rotation has a sign for each feature; got signs {signs.shape} for {n} "
-            f"features. Use signs({n}, seed)."
+            f"{n} features need as many signs; got {signs.shape}. Use signs({n}, seed)."
         )
     value = cast.to_f32(x) * signs
     h = 1

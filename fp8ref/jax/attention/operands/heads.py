@@ -108,8 +108,7 @@ def quantize(
 
 
 def implemented(policy: str) -> ScalePolicy:
-    """The policy, if attention takes it here: a ``finite_quotient``, or one of
-    ``scales.implemented``. ValueError for any other."""
+    """The policy, if attention implements it here; ValueError otherwise."""
     rule = policies.by_name(policy)
     return rule if rule.finite_quotient else scales.implemented(rule)
 
@@ -136,10 +135,7 @@ def given_scale(scale, shape: tuple[int, ...]) -> jax.Array:
     """A scale of earlier steps. ValueError: another shape or dtype than float32."""
     kind = jnp.shape(scale), getattr(scale, "dtype", type(scale).__name__)
     if kind[0] != shape or kind[1] != jnp.float32:
-        raise ValueError(
-            f"a given scale is float32 of the shape of its groups, {shape}; got {kind[1]} "
-            f"{kind[0]}."
-        )
+        raise ValueError(f"a passed scale is float32 of shape {shape}; got {kind[1]} {kind[0]}.")
     return lax.stop_gradient(jnp.asarray(scale))
 
 

@@ -16,7 +16,7 @@ from jax import lax
 from fp8ref.jax.attention.operands import heads as head_scaling
 from fp8ref.jax.distributed import sharding
 from fp8ref.jax.gemm import hardware
-from fp8ref.spec import support
+from fp8ref.spec import rotation, support
 from fp8ref.spec.attention import delayed as attention_delayed
 from fp8ref.spec.attention import variants as attention
 from fp8ref.spec.attention.call import Call
@@ -53,14 +53,12 @@ class DeviceCall(Call):
         super().__post_init__()
         if isinstance(self.over, str):
             raise ValueError(
-                f"over is a tuple of mesh axes; got the string {self.over!r}. Write "
-                f"({self.over!r},)."
+                f"over is a tuple of mesh axes; got the string {self.over!r}. Use ({self.over!r},)."
             )
         object.__setattr__(self, "over", tuple(self.over))  # a list is not hashed
         if any(sign in self.layer for sign in "/()"):
             raise ValueError(
-                "attention's name has no '/', '(' or ')', which part the names of scopes; got "
-                f"{self.layer!r}. Write dots."
+                f"the name of attention has no '/', '(' or ')'; got {self.layer!r}. Use dots."
             )
 
     @classmethod
@@ -73,8 +71,8 @@ class DeviceCall(Call):
         call = super().resolve(variant, mask)
         if call.simulated is not None:
             raise ValueError(
-                f"{call.name}: simulated hardware is that of the context around the call; got "
-                f"{call.simulated.name!r} in it. Use hardware.simulating."
+                f"{call.name}: simulated hardware comes from the context; got "
+                f"{call.simulated.name!r} in the Call. Use hardware.simulating."
             )
         # products of higher precision stay XLA's
         multiply = hardware.active() if call.variant.fmt.bits <= 8 else None
@@ -134,9 +132,8 @@ def prepare(q, k, v, call: DeviceCall, documents, sinks) -> Inputs:
 
 
 def _check_simulated(call: DeviceCall, q: jax.Array) -> None:
-    """ValueError where simulated hardware cannot multiply: MX blocks, devices other than CPUs, a
-    mesh outside shard_map.
-    """
+    """ValueError for what simulated hardware cannot run: MX blocks, other devices than CPUs, a mesh
+    outside shard_map."""
     if call.variant.granularity == "mx_1x32":
         hardware.refuse(
             call.name,
@@ -155,9 +152,7 @@ def _check_simulated(call: DeviceCall, q: jax.Array) -> None:
 
 
 def without_padding(x: jax.Array, documents: jax.Array) -> jax.Array:
-    """x [B, heads, T, D] with zeros for tokens of negative documents, whatever their memory holds
-    (A-3).
-    """
+    """x [B, heads, T, D] with zeros for tokens of negative documents (A-3)."""
     return jnp.where((documents < 0)[:, None, :, None], jnp.zeros((), x.dtype), x)
 
 
@@ -167,26 +162,22 @@ def _sinks(sinks, heads: int) -> jax.Array | None:
     dtype, shape = getattr(sinks, "dtype", type(sinks).__name__), jnp.shape(sinks)
     if dtype not in (jnp.float32, jnp.float16, jnp.bfloat16) or shape != (heads,):
         raise ValueError(
-            f"sinks are of float32, float16 or bfloat16, one for each of {heads} query heads; "
-            f"got {dtype} {shape}."
+            f"sinks are float32, float16 or bfloat16 [{heads}], one for each query head; got "
+            f"{dtype} {shape}."
         )
     return jnp.asarray(sinks)
 
 
 def _check_variant(variant: Variant, features: int) -> None:
-    """ValueError for a variant that this backend does not run, or not for so many features."""
     support.require("promotion of attention's sums", "jax", variant)
     if variant.granularity is not None:
         head_scaling.implemented(variant.policy)
     if variant.granularity == "mx_1x32" and features % MX:
         raise ValueError(
-            f"mx_1x32 needs features divisible by {MX}; got {features}. Pad them with zeros."
+            f"mx_1x32 needs features divisible by {MX}; got {features}. Pad with zeros."
         )
-    if variant.rotated and features & (features - 1):
-        raise ValueError(
-            f"a Hadamard rotation has a power of two as its size; got {features!r}. Pad the "
-            "features with zeros."
-        )
+    if variant.rotated:
+        rotation.check_size(features)
 
 
 def visible(tq: int, tk: int, mask: Mask) -> tuple[np.ndarray, np.ndarray]:
@@ -206,9 +197,7 @@ def visible_from(position, keys: int, mask: Mask) -> tuple:
 
 
 def check_seen(seen: Mapping, variant: Variant) -> None:
-    """ValueError for observations of other roles than those that have a state, or of another
-    shape.
-    """
+    """ValueError for observations of roles without a state, or of another shape."""
     observed_roles = attention_delayed.roles(variant)
     for role, x in seen.items():
         if role not in observed_roles:
@@ -218,8 +207,7 @@ def check_seen(seen: Mapping, variant: Variant) -> None:
             )
         if jnp.shape(x) != (3,):
             raise ValueError(
-                f"an observation is float32 [3], as delayed.unseen makes it; got {jnp.shape(x)} "
-                f"of {role}."
+                f"an observation is float32 [3], from delayed.unseen; got {jnp.shape(x)} of {role}."
             )
 
 
@@ -231,16 +219,13 @@ def checked(name: str, x) -> jax.Array:
     dtype, shape = getattr(x, "dtype", type(x).__name__), jnp.shape(x)
     if dtype not in (jnp.float32, jnp.float16, jnp.bfloat16) or len(shape) != 4 or 0 in shape:
         raise ValueError(
-            f"{name} is [batch, heads, tokens, features] of float32, float16 or bfloat16, none "
-            f"of them empty; got {dtype} {shape}."
+            f"{name} is float32, float16 or bfloat16 [B, heads, T, D]; got {dtype} {list(shape)}."
         )
     return jnp.asarray(x)
 
 
 def _documents(documents, b: int, tq: int, tk: int) -> tuple[jax.Array, jax.Array] | None:
-    """(documents of queries, of keys), integers [B, T]; of padding -2 and -1, which are not
-    equal.
-    """
+    """(documents of queries, of keys), integers [B, T]; padding gets -2 and -1, which differ."""
     if documents is None:
         return None
     pair = documents if isinstance(documents, tuple) else (documents, documents)
@@ -250,7 +235,7 @@ def _documents(documents, b: int, tq: int, tk: int) -> tuple[jax.Array, jax.Arra
     ):
         dtypes = [str(getattr(ids, "dtype", type(ids).__name__)) for ids in pair]
         raise ValueError(
-            f"documents are integers, [{b}, {tq}] for queries and [{b}, {tk}] for keys; got "
+            f"documents are integers: [{b}, {tq}] for queries, [{b}, {tk}] for keys; got "
             f"{list(zip(dtypes, shapes, strict=True))}."
         )
     q_ids, k_ids = map(_numbers_of_documents, pair)
@@ -258,10 +243,7 @@ def _documents(documents, b: int, tq: int, tk: int) -> tuple[jax.Array, jax.Arra
 
 
 def _numbers_of_documents(ids) -> jax.Array:
-    """Documents as an array.
-
-    ValueError for numbers that JAX would cut to 32 bits: documents would become one.
-    """
+    """Documents as an array; ValueError for numbers that JAX would truncate to 32 bits."""
     bits = jax.dtypes.canonicalize_dtype(np.int64).itemsize * 8
     if (
         isinstance(ids, np.ndarray)
@@ -269,8 +251,8 @@ def _numbers_of_documents(ids) -> jax.Array:
         and int(ids.max()) >= 1 << (bits - 1)
     ):
         raise ValueError(
-            f"documents have numbers below 2^{bits - 1}, since JAX has {bits} bits here; got "
-            f"{int(ids.max())}. Number them from 0 in each batch."
+            f"documents have numbers below 2^{bits - 1} in {bits}-bit JAX; got {int(ids.max())}. "
+            "Number them from 0 in each batch."
         )
     if isinstance(ids, np.ndarray) and ids.dtype.kind == "i":
         ids = np.maximum(ids, -1)  # cut to 32 bits, -2^32 would be document 0
@@ -279,23 +261,19 @@ def _numbers_of_documents(ids) -> jax.Array:
 
 
 def _on_devices(inputs: Inputs, call: DeviceCall) -> Inputs:
-    """The inputs, inside shard_map marked as varying along all axes that one of them varies along.
-
-    Raises:   ValueError: as ``attention.forward``, of meshes.
-    """
+    """The inputs, inside shard_map marked as varying along the axes of any of them."""
     mesh = jax.typeof(inputs.q).sharding.mesh
     manual = set(getattr(mesh, "manual_axes", ()))
     if unknown := [axis for axis in call.over if axis not in manual]:
         raise ValueError(
-            f"{call.name}: over has mesh axes of the shard_map around it, "
-            f"{', '.join(sorted(manual)) or 'none'}; got {', '.join(unknown)}. Under plain jit "
-            "XLA takes amaxes over all devices: leave it out."
+            f"{call.name}: over has axes of the shard_map around it, "
+            f"{', '.join(sorted(manual)) or 'none'}; got {', '.join(unknown)}. Leave over out "
+            "under plain jit."
         )
     if explicit := [axis for axis in getattr(mesh, "explicit_axes", ()) if axis not in manual]:
         raise ValueError(
             f"{call.name}: arrays are on a mesh of Explicit axes, {', '.join(explicit)}. Use "
-            "jax.shard_map with over=..., or a mesh of Auto axes: jax.make_mesh(..., "
-            "axis_types=(jax.sharding.AxisType.Auto,) * n)."
+            "jax.shard_map with over=..., or a mesh of AxisType.Auto."
         )
     if not manual:
         return inputs
@@ -303,18 +281,16 @@ def _on_devices(inputs: Inputs, call: DeviceCall) -> Inputs:
     if sharding.checks_variance(inputs.q):
         if axes[1] != axes[2] or (axes[0] != axes[1] and inputs.k.shape[1] != 1):
             raise ValueError(
-                f"{call.name}: q, k and v are cut along the same mesh axes, unless k and v have "
-                f"one head; they vary along {', '.join(str(sorted(v)) for v in axes)}. Make "
-                "shard_map's in_specs agree."
+                f"{call.name}: q, k and v are sharded along the same mesh axes (k and v of one "
+                f"head aside); got {', '.join(str(sorted(v)) for v in axes)}. Fix in_specs."
             )
         varying_axes = axes[0] | axes[1]
     else:
         varying_axes = frozenset(manual)
     if whole_scales(call.variant) and (apart := sorted(varying_axes - set(call.over))):
         raise ValueError(
-            f"{call.name}: a scale of a whole tensor has the amax of all devices; q, k and v "
-            f"vary along {', '.join(apart)}. Name the mesh axes that cut batch and heads: "
-            f"over={tuple(sorted(varying_axes))}."
+            f"{call.name}: a scale of a whole tensor has the amax of all devices; q, k and v vary "
+            f"along {', '.join(apart)}. Use over={tuple(sorted(varying_axes))}."
         )
     if not sharding.checks_variance(inputs.q):
         return inputs

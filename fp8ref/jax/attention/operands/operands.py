@@ -267,9 +267,7 @@ class Parts:
         return lax.dynamic_update_slice_in_dim(x, part, tile * self.grid.length, axis)
 
     def seen(self, block: jax.Array, tile: jax.Array) -> jax.Array:
-        """Which keys of a tile the queries of a block see, bool, to be broadcast to [B, N, G, rows,
-        keys].
-        """
+        """Which keys of a tile a block's queries see, broadcastable to [B, N, G, rows, keys]."""
         keys = tile * self.grid.length + lax.iota(jnp.int32, self.grid.length)
         low, high = (self.block(x, block, 0)[:, None] for x in (self.low, self.high))
         inside = ((keys[None] >= low) & (keys[None] < high))[None, None, None]
@@ -377,7 +375,7 @@ class Parts:
     def _simulated(
         self, a: jax.Array, b: jax.Array, axes: tuple, batch: int, accumulate: str
     ) -> jax.Array:
-        """``dot`` by simulated hardware: matrices with the summed axis last (G-19)."""
+        """``dot`` on simulated hardware: matrices with the summed axis last (G-19)."""
         assert self.call.simulated is not None
         a, b = (jnp.moveaxis(x, axis, -1) for x, (axis,) in zip((a, b), axes, strict=True))
         shape = *a.shape[:-1], *b.shape[batch:-1]

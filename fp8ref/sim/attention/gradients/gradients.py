@@ -100,12 +100,12 @@ def backward(
     support.require("gradients of attention", "jax", call.variant)
     _check_kept(call)
     if not isinstance(result, Result):
-        raise ValueError(f"result is what forward gave; got {type(result).__name__}.")
+        raise ValueError(f"result is what forward returned; got {type(result).__name__}.")
     result = result._replace(o=data.in_layout(call.layout, result.o))
     problem = inputs.prepare(q, k, v, call, result.documents, result.sinks)
     if np.shape(result.o) != problem.q.shape:
         raise ValueError(
-            f"result is what forward gave for q {problem.q.shape}; got o {np.shape(result.o)}."
+            f"result is that of forward for q {problem.q.shape}; got o {np.shape(result.o)}."
         )
     data.check_result(call.variant, result.tensors)
     do = inputs.gradient(data.in_layout(call.layout, cast.array(do)), problem)
@@ -126,15 +126,13 @@ def _check_kept(call: Call) -> None:
         and (variant.backward == "bf16" or not coded)
     ):
         raise ValueError(
-            f"keep_ds keeps codes of P and dS; variant {variant.name!r} has no such codes. Leave "
-            "it out."
+            f"keep_ds needs a variant with FP8 P and dS; got {variant.name!r}. Leave it out."
         )
 
 
 def _variant_gradients(
     problem: Problem, do: np.ndarray, result: Result, role_scales: dict
 ) -> Gradients:
-    """The gradients by the variant's backward pass."""
     variant = problem.variant
     if variant.backward == "exact":
         return _real(problem, do)
@@ -146,8 +144,7 @@ def _variant_gradients(
 
 
 def _saved_in_bf16(problem: Problem, result: Result) -> tuple[Problem, Result]:
-    """The problem for the variant ``bf16``, and what its pass takes of an FP8 forward pass: q, k, v
-    and o rounded to bfloat16, and the log-sum-exp (A-25)."""
+    """The problem for the variant ``bf16``, and q, k, v, o in bfloat16 with the LSE (A-25)."""
     wide, one = problem._replace(call=problem.call.in_bf16()), np.float32(1)
     return wide, result._replace(
         tensors=operands.quantize(wide, {}),
@@ -158,7 +155,7 @@ def _saved_in_bf16(problem: Problem, result: Result) -> tuple[Problem, Result]:
 
 
 def _real(problem: Problem, do: np.ndarray) -> Gradients:
-    """Real arithmetic in float64, rounded once (A-14)."""
+    """Gradients in float64, rounded once (A-14)."""
     dq = np.zeros(problem.q.shape, np.float64)
     b, h = problem.q.shape[:2]
     largest, sink_terms = np.zeros((b, h)), np.zeros((b, h))
@@ -250,7 +247,7 @@ def _cast(problem: Problem, result: Result, do: np.ndarray, role_scales: dict) -
 
 
 def _score_gradients(parts: Parts, result: Result, do: Heads) -> ScoreGradients:
-    """P, dS and dv, a head at a time."""
+    """P, dS and dv, one head at a time."""
     problem, variant, plan = parts.problem, parts.variant, parts.plan
     fmt, gradient_fmt = variant.fmt, variant.score_gradient_fmt
     unit = np.ones((), np.float32)
@@ -285,7 +282,7 @@ def _score_gradients(parts: Parts, result: Result, do: Heads) -> ScoreGradients:
 def _query_key_gradients(
     parts: Parts, ds: np.ndarray, scale_ds: Scales
 ) -> tuple[np.ndarray, np.ndarray]:
-    """dq and dk of dS as cast (steps 7 and 8)."""
+    """dq and dk from dS as cast (steps 7 and 8)."""
     problem, q, k = parts.problem, parts.tensors["q"].values, parts.tensors["k"].values
     formats = parts.variant.score_gradient_fmt, parts.variant.fmt
     dq = np.zeros(problem.q.shape, np.float32)
@@ -324,7 +321,7 @@ def _rounded(
     problem: Problem,
     role_scales: dict,
 ) -> Gradients:
-    """The gradients in the output's format, with their amaxes."""
+    """Gradients in the output format, with their amaxes."""
     out = problem.variant.out
     options = functools.partial(heads.quantize, heads=problem.k.shape[1])
     rounded = {
@@ -338,7 +335,6 @@ def _rounded(
 
 
 def _inverse(x: Heads, i: int, g: int) -> np.float32:
-    """scale_inv of a head."""
     return np.float32(x.scale_inv if x.scale_inv.ndim == 0 else x.scale_inv[i, g, 0, 0])
 
 

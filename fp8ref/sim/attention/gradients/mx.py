@@ -123,9 +123,7 @@ def by_head(x: np.ndarray, heads: int, dtype: type = np.float32) -> np.ndarray:
 
 
 def over_heads(x: np.ndarray, problem: Problem) -> np.ndarray:
-    """The sum over the query heads of a head of keys, ascending from 0: [B, H, Tk, D] -> [B, Hkv,
-    Tk, D].
-    """
+    """The ascending sum over a key head's query heads: [B, H, Tk, D] -> [B, Hkv, Tk, D]."""
     parts = x.reshape(len(x), -1, problem.group, *x.shape[2:])
     total = np.zeros_like(parts[:, :, 0])
     for n in range(problem.group):
@@ -142,7 +140,7 @@ def sums_of_rows(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _both(ds: np.ndarray, fmt: Format, policy: str) -> tuple[Heads, Heads]:
-    """dS of a head [Tq, Tk], its blocks along the keys and along the queries."""
+    """dS of a head [Tq, Tk] with blocks along keys and with blocks along queries."""
     tk = ds.shape[1]
     wide = np.pad(ds, ((0, 0), (0, -tk % MX)))[None, None]
     keys = head_scaling.quantize(wide, fmt, "mx_1x32", policy, heads=1)
@@ -152,9 +150,7 @@ def _both(ds: np.ndarray, fmt: Format, policy: str) -> tuple[Heads, Heads]:
 
 
 def probabilities(parts: Parts, i: int, j: int, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """P of one head again, from the log-sum-exp, float32 [Tq, Tk]; and the slope of its softcap,
-    what it multiplies dS by (A-22): 1 without one.
-    """
+    """P of one head from the LSE, float32 [Tq, Tk]; the softcap's factor of dS, or 1."""
     problem, unit = parts.problem, np.float32(1)
     tq, tk = problem.q.shape[2], problem.k.shape[2]
     s = parts.scores(i, j, slice(0, tq), 0, tk)[:, :tk]  # hyperbolic tangents under a softcap

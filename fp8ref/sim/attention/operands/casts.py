@@ -58,7 +58,6 @@ def backward(do, q, k, v, casts: Casts) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def _cast(x: np.ndarray, role: str, casts: Casts) -> np.ndarray:
-    """A tensor after its cast, if it has one, as float32."""
     if role not in casts.roles:
         return np.asarray(x, np.float32)
     return scaling.dequantize(
@@ -69,9 +68,7 @@ def _cast(x: np.ndarray, role: str, casts: Casts) -> np.ndarray:
 
 
 def _probabilities(p: np.ndarray, casts: Casts) -> np.ndarray:
-    """Probabilities after the cast by the scale of the amax 1 (A-8), if they have one, as
-    float64.
-    """
+    """P in float64, cast with the scale of amax 1 if P is cast (A-8)."""
     if "p" not in casts.roles:
         return p
     variant = casts.variant

@@ -10,9 +10,10 @@ import math
 import numpy as np
 
 from fp8ref.formats import BFLOAT16, FLOAT32, Format
+from fp8ref.shared import errors
 from fp8ref.sim import philox
 from fp8ref.sim.quantize import cast
-from fp8ref.spec.rotation import Rotation
+from fp8ref.spec.rotation import Rotation, check_size
 
 
 def signs(size: int, seed: int) -> np.ndarray:
@@ -21,13 +22,8 @@ def signs(size: int, seed: int) -> np.ndarray:
 
     Raises:   ValueError: a size that is no power of two; a seed outside [0, 2^64).
     """
-    if not isinstance(size, int) or size < 1 or size & (size - 1):
-        raise ValueError(
-            f"a Hadamard rotation has a power of two as its size; got {size!r}. Pad the "
-            "features with zeros."
-        )
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
-        raise ValueError(f"a seed is an integer in [0, 2^64); got {seed!r}.")
+    check_size(size)
+    errors.seed(seed)
     words = philox.words(np.arange(size, dtype=np.uint64), 0, seed)[:, 0]
     return np.where(words & np.uint32(1), np.float32(-1), np.float32(1))
 
@@ -43,8 +39,7 @@ def rotate_blocks(x, rotation: Rotation) -> np.ndarray:
     x = cast.array(x)
     if x.ndim == 0 or x.shape[-1] % rotation.size:
         raise ValueError(
-            f"a rotation of {rotation.size} needs K divisible by it; got x.shape={x.shape}. Pad "
-            "K with zeros."
+            f"a rotation of {rotation.size} needs K divisible by it; got x.shape={x.shape}. Pad K."
         )
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // rotation.size, rotation.size)
     return rotate(blocks, np.array(rotation.signs, np.float32), BFLOAT16).reshape(x.shape)
@@ -63,8 +58,7 @@ def rotate(x, feature_signs: np.ndarray, fmt: Format = FLOAT32) -> np.ndarray:
     n = value.shape[-1]
     if feature_signs.shape != (n,):
         raise ValueError(
-            f"a rotation has a sign for each feature; got signs {feature_signs.shape} for {n} "
-            f"features. Use signs({n}, seed)."
+            f"{n} features need as many signs; got {feature_signs.shape}. Use signs({n}, seed)."
         )
     value = value * feature_signs
     h = 1

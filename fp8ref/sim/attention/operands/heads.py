@@ -94,13 +94,10 @@ def quantize(
 
 
 def given_scales(scale, shape: tuple[int, ...]) -> Scales:
-    """A scale of earlier steps, with its scale_inv.
-
-    ValueError: another shape, dtype, or a scale that is not positive and finite.
-    """
+    """A passed scale with its scale_inv; ValueError for an unusable one."""
     scale = magnitudes(np.asarray(scale), "scale")
     if scale.shape != shape:
-        raise ValueError(f"a given scale has the shape of its groups, {shape}; got {scale.shape}.")
+        raise ValueError(f"the shape of a passed scale is {shape}; got {scale.shape}.")
     if not (np.isfinite(scale).all() and (scale > 0).all()):
-        raise ValueError(f"a given scale is positive and finite; got {scale!r}.")
+        raise ValueError(f"a passed scale is positive and finite; got {scale!r}.")
     return Scales(scale, scale_inv_from_scale(scale))

@@ -74,8 +74,8 @@ def _sinks(sinks, heads: int) -> np.ndarray | None:
         or not np.isfinite(sinks.astype(np.float32)).all()
     ):
         raise ValueError(
-            f"sinks are finite numbers of float32, float16 or bfloat16, one for each of {heads} "
-            f"query heads; got {sinks.dtype} {sinks.shape}."
+            f"sinks are finite float32, float16 or bfloat16 [{heads}], one for each query head; "
+            f"got {sinks.dtype} {sinks.shape}."
         )
     return sinks.astype(np.float32)
 
@@ -101,10 +101,7 @@ def allowed(problem: Problem, i: int) -> np.ndarray:
 
 
 def gradient(do, problem: Problem) -> np.ndarray:
-    """The gradient of o as float32, zeros for padding (A-3).
-
-    ValueError for another shape, and as ``prepare``.
-    """
+    """do as float32, zeros for padding (A-3); ValueError for another shape."""
     do = _shaped("do", do)
     if do.shape != problem.q.shape:
         raise ValueError(f"do has the shape of o, {problem.q.shape}; got {do.shape}.")
@@ -126,23 +123,19 @@ def _shaped(name: str, x) -> np.ndarray:
     cast.check_dtype(x)
     if x.dtype == np.float64 or x.ndim != 4 or 0 in x.shape:
         raise ValueError(
-            f"{name} is [batch, heads, tokens, features] of float32, float16 or bfloat16, none "
-            f"of them empty; got {x.dtype} {x.shape}."
+            f"{name} is float32, float16 or bfloat16 [B, heads, T, D]; got {x.dtype} {x.shape}."
         )
     return x.astype(np.float32)
 
 
 def _finite(name: str, x: np.ndarray) -> np.ndarray:
     if not np.isfinite(x).all():
-        raise ValueError(
-            f"attention takes finite tensors; got NaN or an infinity in {name}. Find its source "
-            "first."
-        )
+        raise ValueError(f"attention needs finite tensors; got NaN or infinity in {name}.")
     return x
 
 
 def _documents(documents, b: int, tq: int, tk: int) -> tuple[np.ndarray, np.ndarray]:
-    """(documents of queries, of keys), int64 [B, T]; of padding -2 and -1, which are not equal."""
+    """(documents of queries, of keys), int64 [B, T]; padding gets -2 and -1, which differ."""
     if documents is None:
         return np.zeros((b, tq), np.int64), np.zeros((b, tk), np.int64)
     pair = documents if isinstance(documents, tuple) else (documents, documents)
@@ -153,7 +146,7 @@ def _documents(documents, b: int, tq: int, tk: int) -> tuple[np.ndarray, np.ndar
         or [x.shape for x in arrays] != [(b, tq), (b, tk)]
     ):
         raise ValueError(
-            f"documents are integers, [{b}, {tq}] for queries and [{b}, {tk}] for keys; got "
+            f"documents are integers: [{b}, {tq}] for queries, [{b}, {tk}] for keys; got "
             f"{[(x.dtype.name, x.shape) for x in arrays]}."
         )
     q_documents, k_documents = (ids.astype(np.int64) for ids in arrays)

@@ -53,9 +53,7 @@ def probability_scale(variant: Variant, role_scales: dict) -> tuple[np.float32, 
 
 
 class Parts:
-    """Operands of single heads: padded, scaled by what belongs to a tile, in the order of the
-    tiles.
-    """
+    """Operands of single heads, padded, with a tile's scales, in tile order."""
 
     def __init__(self, problem: Problem, tensors: dict[str, Heads]) -> None:
         self.problem, self.tensors, self.variant = problem, tensors, problem.variant
@@ -148,9 +146,7 @@ class Parts:
         return self.rows[key]
 
     def factors(self, i: int, j: int, row: int, key: int) -> tuple[np.ndarray, np.float32]:
-        """(factors of scaled scores, the factor of raw ones) for a block of rows and a tile (A-4,
-        A-5, A-22).
-        """
+        """(factors of scaled scores, factor of raw ones) for rows and a tile (A-4, A-22)."""
         if self.cap is None:
             return self._factors(i, j, row, key)
         return (
@@ -205,7 +201,7 @@ class Parts:
 
 
 def _is_one_chain(plan: Accumulation, k: int) -> bool:
-    """Whether the plan's sum over k is one chain of steps."""
+    """Whether the plan sums all of k in one chain."""
     return plan.split_k == 1 and (plan.promotion is None or plan.promotion >= k)
 
 
@@ -217,9 +213,7 @@ def width(begin: int, end: int) -> int:
 def product(
     a: np.ndarray, b: np.ndarray, formats: tuple[Format, Format], plan: str | Accumulation
 ) -> np.ndarray:
-    """Sums of products over K of values a [M, K] and b [N, K] of these formats, by a plan of
-    section G: float32 [M, N].
-    """
+    """a [M, K] times b [N, K] of these formats, by a plan of section G: float32 [M, N]."""
     if not isinstance(plan, Accumulation):
         return sums.exact_sum(a, b) if plan == "exact" else sums.f32(a, b)
     if behind := -a.shape[1] % K_STEP:

@@ -85,7 +85,7 @@ def pack(a: np.ndarray, fmt: Format, width: int, fraction_bits: int, output_bits
 
 
 def _by_rows(bits: np.ndarray, width: int) -> np.ndarray:
-    """uint32 numbers of ``width`` bits each, 4 to 32, from a sequence of bits."""
+    """uint32 numbers of ``width`` bits, 4 to 32, from a sequence of bits."""
     if width < 8:
         bytes_ = bits.view(u8)
         return np.stack([bytes_ & u8(15), bytes_ >> u8(4)], axis=-1).astype(u32)

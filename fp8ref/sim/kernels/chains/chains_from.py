@@ -92,9 +92,7 @@ def apart(acc, smallest, largest):
 
 @compiled
 def lay_out_rows(values, emin, zero, numbers, exponents, signs):
-    """Fill ``Rows`` from values [M, K]: exponents are max(floor(log2|v|), emin), and ``zero`` of a
-    zero.
-    """
+    """Fill ``Rows`` from values [M, K]; exponents: max(floor(log2|v|), emin), or ``zero``."""
     steps, m, width = numbers.shape
     for s in range(steps):
         for i in range(m):

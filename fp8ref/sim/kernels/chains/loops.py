@@ -108,7 +108,7 @@ class _Chains(Vectors):
                     self._rounding(TO_NEAREST)
 
     def _end(self, results: Results, step_end, row, rows) -> None:
-        """What follows a step."""
+        """What runs after a step."""
         b, nothing = self.b, ir.Constant(I8, 0)
         with b.if_then(b.icmp_unsigned("!=", step_end, nothing), likely=False):
             self._rounding(TO_NEAREST)

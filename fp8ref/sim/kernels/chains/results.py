@@ -54,9 +54,7 @@ class Results(Vectors):
             b.store(zero, acc_pointer, align=4)
 
     def _vectors(self, first_row, rows):
-        """For each 16 columns of a row: where they are in out, in the accumulators, in the sums,
-        and which of them out has.
-        """
+        """For each 16 columns of a row: offsets in out, accumulators, sums; which exist."""
         b, pointer = self.b, self.vector.as_pointer()
         sums_offset = b.mul(self.m, ir.Constant(I64, LANES))
         with cgutils.for_range(b, rows) as loop:
@@ -71,13 +69,13 @@ class Results(Vectors):
                 yield b.bitcast(out_pointer, pointer), acc_pointer, sum_pointer, mask
 
     def _loaded(self, pointer, mask):
-        """16 numbers, 0 where there are none."""
+        """16 numbers, 0 where masked."""
         return self._masked(
             "load", self.vector, pointer, ir.Constant(I32, 4), mask, self.constant(self.vector, 0.0)
         )
 
     def _stored(self, value, pointer, mask) -> None:
-        """16 numbers where out has them."""
+        """Store 16 numbers where the mask is set."""
         self._masked("store", ir.VoidType(), value, pointer, ir.Constant(I32, 4), mask)
 
     def _masked(self, name: str, result, *values):

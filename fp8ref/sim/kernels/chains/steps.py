@@ -107,9 +107,7 @@ def step(
 
 
 class Step(Vectors):
-    """Writes the loop of ``step`` over rows, and those within: for the largest exponent, and for
-    the sums.
-    """
+    """Writes the loop of ``step`` over rows, for largest exponents and for sums."""
 
     def __init__(self, builder: ir.IRBuilder, double: bool) -> None:
         super().__init__(builder, double)
@@ -171,9 +169,7 @@ class Step(Vectors):
     def _columns(
         self, a, a_exponents, signs, parts, b_exponents, acc, width, places, mask, first, rows
     ) -> None:
-        """Some columns: of each row the largest exponent is found beside the sums of the rows
-        before it.
-        """
+        """Sum some columns, beside the search of the next rows' largest exponents."""
         b, last = self.b, self.b.sub(rows, ir.Constant(I64, 1))
         beside = cgutils.alloca_once_value(b, ir.Constant(ir.ArrayType(F32, LANES), [0.0] * LANES))
         beside = b.bitcast(beside, acc.type)  # accumulators of a row behind the last
@@ -221,7 +217,7 @@ class Step(Vectors):
                     )
 
     def _largest(self, registers: list, a_exponents: list, b_exponents, k) -> None:
-        """Include the product k of each lane in the largest exponents, a byte each, of each row."""
+        """Update the largest exponents, one byte each, of each row with product k of each lane."""
         b, bytes_ = self.b, ir.VectorType(I8, self.lanes)
         columns = self.load(b.gep(b_exponents, [b.mul(k, ir.Constant(I64, LANES))]), 0, bytes_)
         for register, row in zip(registers, a_exponents, strict=True):
@@ -229,9 +225,7 @@ class Step(Vectors):
             b.store(self.call("umax", b.load(register), b.add(columns, row_exponents)), register)
 
     def _fields(self, register) -> list:
-        """The exponent field of the largest product of each lane: vectors of 16 int32, as the bits
-        of a float32. Clears the register.
-        """
+        """The exponent field of each lane's largest product, int32 [16]; clears it."""
         b, lanes = self.b, ir.VectorType(I32, 16)
         largest = b.load(register)
         b.store(self.constant(largest.type, 0), register)
@@ -247,9 +241,7 @@ class Step(Vectors):
         return fields
 
     def _start(self, line, fields: list, places) -> tuple[list, list]:
-        """Registers: 2^(E + p - F) and an accumulator's magnitude; the negative of that power and a
-        negative accumulator.
-        """
+        """Registers: 2^(E + p - F) plus a positive accumulator; minus it, a negative one."""
         b, lanes = self.b, ir.VectorType(I32, 16)
         magnitudes, negatives = [], []
         for v, product_fields in enumerate(fields):
@@ -262,9 +254,7 @@ class Step(Vectors):
         return self.registers(magnitudes), self.registers(negatives)
 
     def _in_kind(self, value, field) -> list:
-        """(numbers, exponent fields) of 16 lanes in the type of the sums: one vector of float32, or
-        two of float64.
-        """
+        """(numbers, exponent fields) of 16 lanes: one float32 vector, or two of float64."""
         if not self.double:
             return [(value, field)]
         b, wide, halves = self.b, ir.VectorType(I64, 8), []
@@ -314,9 +304,7 @@ class Step(Vectors):
             self._largest(*following, loop.index)
 
     def _store(self, x, y, mask, line) -> None:
-        """The result of both sums, x = 2^n + A and y = -2^n - N, cut off, as accumulators: A - 2 N
-        = (x + 2 y) + 2^n, each exact.
-        """
+        """Store x = 2^n + A and y = -2^n - N, cut off: A - 2 N = (x + 2 y) + 2^n, each exact."""
         b = self.b
         power = b.bitcast(
             b.and_(b.bitcast(x, mask.type), self.constant(mask.type, -1 << self.fraction)), x.type

@@ -101,9 +101,7 @@ class Tile(Codes):
                         )
 
     def _parts(self, code) -> tuple[list, ...]:
-        """The numbers of the lowest byte of 16 codes in the type of the sums: magnitudes, negative
-        numbers, positive ones times -1.
-        """
+        """The lowest bytes of 16 codes as numbers: magnitudes, negatives, positives times -1."""
         b, lanes, zero = self.b, code.type, self.constant(ir.VectorType(F32, 16), 0.0)
         value, negative = (
             self.magnitudes(code),

@@ -79,9 +79,7 @@ class Vectors:
         return ir.Constant(kind, [value] * kind.count)
 
     def load(self, pointer, offset: int, kind: ir.VectorType):
-        """A vector of this type from memory, ``offset`` elements of the pointer's type after it;
-        aligned to an element.
-        """
+        """A vector from memory, ``offset`` elements after the pointer; element-aligned."""
         at = self.b.gep(pointer, [ir.Constant(I64, offset)])
         return self.b.load(
             self.b.bitcast(at, kind.as_pointer()), align=1 if kind.element is I8 else 4

@@ -32,9 +32,7 @@ cache holds.
 
 
 def takes_codes(codes: Tensor, variant: Variant) -> bool:
-    """Whether GEMMs take these operands as they are: FP8 on a GPU or by simulated hardware,
-    bfloat16 on a GPU.
-    """
+    """Whether GEMMs take these operands: FP8 on GPUs or simulated, bfloat16 on GPUs."""
     if variant.granularity == "mx_1x32":
         return False
     if variant.fmt.bits == 8:
@@ -110,9 +108,7 @@ class Layout:
         return (slice(begin, min(begin + count, n)) for begin in range(0, n, count))
 
     def scratch(self, which: int, part: slice, tile: Tile) -> Tensor | None:
-        """Memory for scores of a part, used again from tile to tile; None where a product makes its
-        own.
-        """
+        """Memory for a part's scores, reused by tiles; None if a product allocates."""
         if self.codes or torch.compiler.is_compiling() or self.q.device.type != "cpu":
             return None
         size = part.stop - part.start, (tile.last - tile.first) * self.shape.group, tile.width
@@ -126,9 +122,7 @@ class Layout:
         return scale.flatten() if scale.ndim else scale
 
     def scores(self, part: slice, tile: Tile, seen: list[tuple[slice, Tensor]]) -> Tensor:
-        """Scores of a part under the variant's base [n, rows, keys], -infinity of keys that are not
-        seen.
-        """
+        """A part's scores in the variant's base [n, rows, keys]; -infinity if masked."""
         s = self._products(part, tile)
         s = s if self.cap is None else s.tanh_().mul_(self.cap)
         return self._hide(s, part, seen)
@@ -164,7 +158,7 @@ class Layout:
         return s
 
     def _factor(self, part: slice) -> Tensor | None:
-        """scale_inv of the GEMM of scores, of codes by tensors or heads."""
+        """scale_inv of the GEMM of scores, by tensor or head."""
         if not self.codes or self.variant.granularity not in ("tensor", "head"):
             return None
         factor = self.head_scale(
@@ -207,7 +201,7 @@ class Layout:
 
 
 def _partial(tile: Tile, problem: Problem) -> list[tuple[int, int]]:
-    """The ranges of a tile's rows that do not see all of its keys."""
+    """The ranges of a tile's rows that do not see all its keys."""
     offset, (left, right) = problem.offset, problem.window
     if tile.width != tile.end - tile.begin:
         return [(tile.first, tile.last)]

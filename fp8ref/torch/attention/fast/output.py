@@ -46,7 +46,7 @@ def run(
 
 
 class _Pass:
-    """The sums of a pass over tiles, o [B x Hkv, rows, D], and the maxima and sums of rows."""
+    """The sums of a pass over tiles, o [B x Hkv, rows, D]; maxima and sums of rows."""
 
     def __init__(
         self, tensors: dict[str, Heads], problem: Problem, report: Report, keep: Collection[Matrix]
@@ -85,7 +85,7 @@ class _Pass:
                 self._add_values(p8, c, part, tile)
 
     def _probabilities(self, s: Tensor, part: slice, tile: Tile) -> tuple[Tensor, Tensor]:
-        """(P in the memory of s, the factor of what came before); maxima and sums are moved on."""
+        """(P in the memory of s, the factor of earlier sums); updates maxima and sums."""
         variant, at = self.variant, self.layout.at(tile)
         old = self.maximum[part, at]
         new = _maximum(old, s.amax(-1), variant)
@@ -129,7 +129,7 @@ class _Pass:
         return o, layout.by_head(lse[..., None])[..., 0]
 
     def _factor(self) -> Tensor | float:
-        """What outputs are multiplied by: the scales of v and P that no operand has."""
+        """The factor of outputs: scales of v and P that no operand has."""
         variant, layout = self.variant, self.layout
         tile_scales = self.problem.low and variant.out_scales == "tile"
         p_factor = self.scale_p.scale_inv if tile_scales else 1.0
@@ -139,9 +139,7 @@ class _Pass:
 
 
 def _inside(problem: Problem) -> bool:
-    """Whether no probability leaves the format's range, by A-8's bound with a unit of 2^-10 for
-    roundings: the scale is the variant's own.
-    """
+    """Whether no probability leaves the format's range, by A-8's bound with 2^-10 for roundings."""
     variant = problem.variant
     if not problem.low or "s" in problem.scales:
         return False
@@ -157,21 +155,19 @@ def exponential_(x: Tensor, variant: Variant) -> Tensor:
 
 
 def _maximum(old: Tensor, largest: Tensor, variant: Variant) -> Tensor:
-    """The rescale rule (A-7), of scores under the variant's base."""
+    """The rescale rule (A-7), in the variant's base."""
     new = torch.maximum(old, largest)
     return torch.where(new - old <= variant.threshold, old, new) if variant.threshold else new
 
 
 def _inverse(sums: Tensor, factor: Tensor | float, variant: Variant) -> Tensor:
-    """factor / the sums of rows (A-10); of a row without keys a number that its output 0 is
-    multiplied by.
-    """
+    """factor / the sums of rows (A-10); finite for a row without keys, whose output is 0."""
     whole = sums.clamp(min=1.0) if variant.finish == "divide" else torch.where(sums == 0, 1.0, sums)
     return factor / whole
 
 
 def _log_sum(maximum: Tensor, sums: Tensor, variant: Variant) -> Tensor:
-    """The log-sum-exp of rows (A-11), in torch's float32."""
+    """The LSE of rows (A-11), in torch's float32."""
     empty = sums == 0
     maximum, sums = torch.where(empty, 0.0, maximum), torch.where(empty, 1.0, sums)
     lse = (

@@ -54,9 +54,7 @@ def run(
 
 
 class Pass:
-    """The sums dq, dk and dv over tiles, each in its layout of GEMMs, before scales of tensors and
-    heads.
-    """
+    """The sums dq, dk and dv over tiles, in GEMM layouts, before tensor and head scales."""
 
     def __init__(
         self, do8: Heads, saved: Saved, problem: Problem, report: Report, keep: Collection[Matrix]
@@ -85,7 +83,7 @@ class Pass:
         self.kept = Kept(keep, (*layout.q.shape[:-1], layout.k.shape[1]), device)
 
     def _row_sums(self) -> Tensor:
-        """D of each row (A-15), of dequantized numbers."""
+        """D of each row (A-15), dequantized."""
         layout, saved = self.layout, self.saved
         o = layout.rows(operands.grouped(saved.o, self.problem.shape, STEP)).float()
         d = (self.do.float() * o).sum(-1)
@@ -94,7 +92,7 @@ class Pass:
         return d if saved.o_scale_inv is None else d * saved.o_scale_inv
 
     def _row_scale(self, scale: Tensor) -> Tensor:
-        """A scale of a tensor or of heads, to be multiplied into [B x Hkv, rows]."""
+        """A scale of a tensor or of heads, broadcastable to [B x Hkv, rows]."""
         scale = self.layout.head_scale(scale)
         return scale[:, None] if scale.ndim else scale
 
@@ -122,7 +120,6 @@ class Pass:
         self._has_dv = True
 
     def _grad_probabilities(self, part: slice, tile: Tile) -> Tensor:
-        """The gradient of probabilities [n, rows, keys]."""
         layout, factor = self.layout, None
         if layout.codes and self.variant.granularity is not None:
             factor = layout.head_scale(self.do8.scale_inv * self.saved.tensors["v"].scale_inv)
@@ -165,9 +162,7 @@ class Pass:
     def _over_rows(
         self, product: Product, x: Tensor, other: Tensor, part: slice, tile: Tile
     ) -> Tensor:
-        """Sums over a tile's rows of x [n, rows, keys] and other [B x Hkv, D, rows]: [n, keys,
-        D].
-        """
+        """Sums over a tile's rows: x [n, rows, keys], other [B x Hkv, D, rows] -> [n, keys, D]."""
         with multiplying(product):
             return batched_gemm.products(
                 x.transpose(1, 2), other[part, :, self.layout.at(tile)], fast=self.layout.fast

@@ -79,7 +79,7 @@ def in_bf16(x: Tensor) -> Tensor:
 
 
 def _in_bf16(saved: Saved, problem: Problem) -> tuple[Saved, Problem]:
-    """What the pass of the variant ``bf16`` takes (A-25)."""
+    """The residuals for variant ``bf16`` (A-25)."""
     assert saved.inputs is not None
     problem = dataclasses.replace(problem, call=problem.call.in_bf16(), scales={})
     tensors = operands.quantize(*saved.inputs, problem, report="nothing")
@@ -93,7 +93,7 @@ def _in_bf16(saved: Saved, problem: Problem) -> tuple[Saved, Problem]:
 
 
 def _finished(sums: Sums, do8: Heads, lse: Tensor, problem: Problem, report: Report) -> Gradients:
-    """The gradients in the output's format, with their amaxes."""
+    """The gradients in the output's format, with amaxes."""
     variant, call, ds = problem.variant, problem.call, sums.ds
     low = variant.out.bits == 8
     # unless the scale of dS was made of it
@@ -130,8 +130,7 @@ def _finished(sums: Sums, do8: Heads, lse: Tensor, problem: Problem, report: Rep
 
 
 def _own_keys(raw: Raw, call: RankCall, shape: Shape) -> Raw:
-    """Of ranks that have parts of the queries: the gradients of this rank's own keys and values,
-    the ranks' sums added in their order. Without such ranks, as they are."""
+    """The gradients of this rank's keys and values: summed in rank order if ranks share queries."""
     if call.context is None:
         return raw
     group = call.ranks
@@ -150,7 +149,7 @@ def _own_keys(raw: Raw, call: RankCall, shape: Shape) -> Raw:
 
 
 def _real(do: Tensor, saved: Saved, problem: Problem, report: Report) -> Gradients:
-    """Of the variant ``exact``."""
+    """The gradients of variant ``exact``."""
     assert saved.inputs is not None
     dq, dk, dv, largest, dsinks = attention_real.backward(do, *saved.inputs, problem)
     amaxes: dict[str, Tensor] = {}

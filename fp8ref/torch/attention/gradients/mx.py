@@ -55,9 +55,7 @@ def run(
 
 
 class _Pass:
-    """The sums dq [B, Hkv, Tq, G, D], dk and dv [B, Hkv, Tk, D], padded, and their dequantized
-    operands in the layouts of GEMMs.
-    """
+    """The padded sums dq [B, Hkv, Tq, G, D], dk and dv [B, Hkv, Tk, D], and operands."""
 
     def __init__(
         self,

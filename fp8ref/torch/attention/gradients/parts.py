@@ -137,9 +137,7 @@ def by_rows(d: Tensor, shape: Shape) -> Tensor:
 
 
 def sums_of_rows(a: Tensor, b: Tensor, features: int, arithmetic: Arithmetic = "stated") -> Tensor:
-    """The sum of products over the last axis: stated, ascending, each addition rounded; fast, in
-    torch's order.
-    """
+    """Sums of products over the last axis: stated, ascending; fast, torch's order."""
     if arithmetic == "fast":
         return (a.float() * b.float()).sum(-1)
     each = (a.float() * b.float()).unbind(-1)  # products of two short numbers are exact

@@ -65,9 +65,7 @@ def run(
 
 
 class _Pass:
-    """The sums dq [B, Hkv, Tq, G, D], dk and dv [B, Hkv, Tk, D], padded, and their operands in the
-    layouts of GEMMs.
-    """
+    """The padded sums dq [B, Hkv, Tq, G, D], dk and dv [B, Hkv, Tk, D], and operands for GEMMs."""
 
     def __init__(
         self, do8: Heads, saved: Saved, problem: Problem, report: Report, keep: Collection[Matrix]
@@ -98,9 +96,7 @@ class _Pass:
         return d if self.saved.o_scale_inv is None else times(d, self.saved.o_scale_inv)
 
     def _scaled(self, x: Tensor, *scales: Tensor) -> Tensor:
-        """x [B, Hkv, ...] of five dims times each scale_inv of a tensor or of heads, in order; in
-        high precision there are none.
-        """
+        """x [B, Hkv, ...] of five dims times each scale_inv, in order; unchanged if hp."""
         if self.variant.granularity is None:
             return x
         for scale in scales:

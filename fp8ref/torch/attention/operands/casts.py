@@ -32,7 +32,7 @@ def apply(q: Tensor, k: Tensor, v: Tensor, casts: Casts) -> Tensor:
 
 @contextlib.contextmanager
 def _precise() -> Iterator[None]:
-    """In this context torch multiplies float32 matrices as such, without TF32 and bfloat16."""
+    """In this context torch multiplies float32 without TF32 or bfloat16."""
     settings = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # made at run time
     before = [setting.fp32_precision for setting in settings]
     try:
@@ -45,7 +45,7 @@ def _precise() -> Iterator[None]:
 
 
 def _in_float32(pass_: Callable) -> Callable:
-    """Wrap a forward or backward pass (ctx, tensor, ...): what it computes in float32 stays so."""
+    """Wrap a forward or backward pass (ctx, tensor, ...) that computes in float32."""
 
     @functools.wraps(pass_)
     def run(*arguments):
@@ -56,7 +56,7 @@ def _in_float32(pass_: Callable) -> Callable:
 
 
 class _Attention(torch.autograd.Function):
-    """Tensors are [B, Hkv, G, T, ...]: the query heads of a head of keys are a dim."""
+    """Attention of [B, Hkv, G, T, ...]; G: the query heads of a key head."""
 
     @staticmethod
     @_in_float32
@@ -78,8 +78,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         if torch.is_grad_enabled():  # autograd would not follow casts
             raise ValueError(
-                "gradients of attention with single casts are not differentiated again; got "
-                "create_graph=True. Leave it out."
+                "gradients of single casts are not differentiated again; got create_graph=True."
             )
         q, k, v, p, o = ctx.saved_tensors
         do = _cast(grad, "do", ctx.casts).unflatten(1, q.shape[1:3])
@@ -91,13 +90,12 @@ class _Attention(torch.autograd.Function):
 
 
 def _cast(x: Tensor, role: str, casts: Casts) -> Tensor:
-    """A tensor after its cast by its own amax, if it has one, in float32."""
     x = x.float()
     return _by(scaling.amax(x), x, data.fmt(role, casts), casts) if role in casts.roles else x
 
 
 def _probabilities(p: Tensor, casts: Casts) -> Tensor:
-    """Probabilities after the cast by the scale of the amax 1 (A-8), if they have one."""
+    """P, cast with the scale of amax 1 if P is cast (A-8)."""
     return (
         _by(torch.ones((), device=p.device, dtype=torch.float32), p, casts.variant.fmt, casts)
         if "p" in casts.roles

@@ -40,9 +40,7 @@ def among_ranks(problem: Problem) -> Problem:
 
 
 def gathered(tensors: dict[str, Heads], call: RankCall) -> dict[str, Heads]:
-    """Quantized q, k and v with the codes of k and v of all ranks, along the tokens; as they are
-    without ``call.context``.
-    """
+    """q, k and v with the codes of k and v of all ranks, under ``call.context``."""
     if call.context is None:
         return tensors
     return {
@@ -52,7 +50,7 @@ def gathered(tensors: dict[str, Heads], call: RankCall) -> dict[str, Heads]:
 
 
 def _all(codes: Tensor, group: distributed.ProcessGroup) -> Tensor:
-    """[B, Hkv, T / n, D] of each rank as [B, Hkv, T, D], as bytes."""
+    """[B, Hkv, T / n, D] of each rank -> [B, Hkv, T, D], as bytes."""
     own = codes.contiguous().view(torch.uint8)
     parts = [torch.empty_like(own) for _ in range(group.size())]
     distributed.all_gather(parts, own, group=group)

@@ -6,18 +6,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fp8ref.shared import errors
+from fp8ref.spec import rotation
 from fp8ref.torch.quantize import philox
 
 
 def check(size: int, seed: int) -> None:
     """ValueError: a size that is no power of two; a seed outside [0, 2^64)."""
-    if size < 1 or size & (size - 1):
-        raise ValueError(
-            f"a Hadamard rotation has a power of two as its size; got {size!r}. Pad the "
-            "features with zeros."
-        )
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
-        raise ValueError(f"a seed is an integer in [0, 2^64); got {seed!r}.")
+    rotation.check_size(size)
+    errors.seed(seed)
 
 
 def signs(size: int, seed: int, device: torch.device) -> Tensor:

@@ -64,7 +64,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: RankCall) -> Shape:
     support.require("promotion of attention's sums", "torch", call.variant)
     if call.variant.granularity == "mx_1x32" and d % head_scaling.MX:
         raise ValueError(
-            f"mx_1x32 needs features divisible by {head_scaling.MX}; got {d}. Pad them with zeros."
+            f"mx_1x32 needs features divisible by {head_scaling.MX}; got {d}. Pad with zeros."
         )
     if call.variant.rotated:
         hadamard.check(d, call.seed)
@@ -82,13 +82,11 @@ def check_tensor(name: str, x: Tensor) -> None:
     """ValueError for anything but a local tensor [B, heads, T, D] in high precision, not empty."""
     if isinstance(x, DTensor):
         raise ValueError(
-            f"attention takes local tensors; got {name}, a DTensor. Pass {name}.to_local(), and "
-            "amax_group for shared amaxes."
+            f"attention takes local tensors; got {name}, a DTensor. Use .to_local() and amax_group."
         )
     if x.dtype not in cast.HIGH_PRECISION or x.ndim != 4 or 0 in x.shape:
         raise ValueError(
-            f"{name} is [batch, heads, tokens, features] of float32, float16 or bfloat16, none "
-            f"of them empty; got {x.dtype} {tuple(x.shape)}."
+            f"{name} is float32, float16 or bfloat16 [B, heads, T, D]; got {x.dtype} {x.shape}."
         )
 
 
@@ -102,9 +100,8 @@ def _check_sinks(sinks: Tensor | None, shape: Shape, device: torch.device) -> No
         or sinks.device != device
     ):
         raise ValueError(
-            f"sinks are of float32, float16 or bfloat16, one for each of {shape.heads} query "
-            f"heads, on q's device {device}; got {sinks.dtype} {tuple(sinks.shape)} on "
-            f"{sinks.device}."
+            f"sinks are float32, float16 or bfloat16 [{shape.heads}], one for each query head, on "
+            f"{device}; got {sinks.dtype} {tuple(sinks.shape)} on {sinks.device}."
         )
 
 
@@ -118,8 +115,8 @@ def pair_of(documents: Pair) -> tuple[Tensor | None, Tensor | None]:
     pair = documents if isinstance(documents, tuple) else (documents, documents)
     if len(pair) != 2 or not all(isinstance(x, Tensor) for x in pair):
         raise ValueError(
-            "documents are integers [B, T], a tensor or a tuple of two, for queries and for "
-            f"keys; got {' and '.join(type(x).__name__ for x in pair)}. Give both."
+            "documents are a tensor [B, T] of integers, or a tuple of two; got "
+            f"{' and '.join(type(x).__name__ for x in pair)}."
         )
     return pair
 
@@ -139,8 +136,8 @@ def check_documents(documents: Pair, shape: Shape) -> tuple[Tensor | None, Tenso
         or [tuple(x.shape) for x in pair] != expected
     ):
         raise ValueError(
-            f"documents are integers, {list(expected[0])} for queries and {list(expected[1])} "
-            f"for keys; got {[(str(x.dtype), tuple(x.shape)) for x in pair]}."
+            f"documents are integers: {list(expected[0])} for queries, {list(expected[1])} for "
+            f"keys; got {[(str(x.dtype), tuple(x.shape)) for x in pair]}."
         )
     return pair[0], pair[1]
 
@@ -170,9 +167,7 @@ def check_scales(
                 if isinstance(scale, Tensor)
                 else type(scale).__name__
             )
-            raise ValueError(
-                f"a given scale of {role} is float32 {list(expected)}, as its groups; got {kind}."
-            )
+            raise ValueError(f"a passed scale of {role} is float32 {list(expected)}; got {kind}.")
     return role_scales
 
 
@@ -189,12 +184,12 @@ def check_seen(
         if role not in role_names:
             raise ValueError(
                 f"variant {variant.name!r} observes {', '.join(role_names) or 'no role'}; got "
-                f"{role!r}. Leave it out."
+                f"{role!r}."
             )
         if x.dtype != torch.float32 or tuple(x.shape) != (3,):
             raise ValueError(
-                f"an observation is float32 [3], a RoleState's seen; got {x.dtype} "
-                f"{list(x.shape)} of {role}."
+                f"an observation is a RoleState's seen, float32 [3]; got {x.dtype} {list(x.shape)} "
+                f"of {role}."
             )
 
 

@@ -48,9 +48,7 @@ class Tile(NamedTuple):
 
 
 def tiles(problem: Problem, step: int = 1) -> list[Tile]:
-    """The tiles in their order (A-6), those that no row sees left out; rows from and to multiples
-    of ``step``.
-    """
+    """The tiles in order (A-6) without unseen ones; rows in multiples of ``step``."""
     call, shape, offset = problem.call, problem.shape, problem.offset
     length, tq, tk = call.variant.tile(shape.features, call.mask), shape.queries, shape.keys
     left, right = problem.window
@@ -97,18 +95,14 @@ def seen(tile: Tile, problem: Problem, device: torch.device) -> Tensor | None:
 
 
 def share(amaxes: list[Tensor], call: RankCall) -> list[Tensor]:
-    """Amaxes of whole tensors, the largest of all ranks, in one collective; as they are without a
-    group.
-    """
+    """Amaxes, the largest of all ranks in one collective; unchanged without a group."""
     if call.sharing is None:
         return amaxes
     return list(scaling.merge_amax(torch.stack(amaxes), call.sharing).unbind())
 
 
 def rotated(q: Tensor, k: Tensor, v: Tensor, call: RankCall) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as they are quantized: q and k after the variant's rotation, if it has one
-    (A-13).
-    """
+    """q, k and v for quantization: q and k rotated if the variant rotates (A-13)."""
     if not call.variant.rotated:
         return q, k, v
     signs = hadamard.signs(q.shape[-1], call.seed, q.device)
@@ -211,7 +205,7 @@ def raw_factor(tensors: dict[str, Heads], problem: Problem) -> Tensor | float:
 
 
 def _own_factor(tensors: dict[str, Heads], problem: Problem) -> Tensor | float:
-    """The factor of raw scores: in the exponent, or under a softcap before it."""
+    """The factor of raw scores: in the exponent, or before a softcap."""
     granularity = problem.variant.granularity
     if granularity is None:
         return problem.score_scale
@@ -220,9 +214,7 @@ def _own_factor(tensors: dict[str, Heads], problem: Problem) -> Tensor | float:
 
 
 def query_scale(scale: Tensor, tile: Tile, problem: Problem) -> Tensor:
-    """A scale of q or do, but of MX blocks, to broadcast against a tile's rows [B, Hkv, rows, G,
-    1].
-    """
+    """A scale of q or do, not MX, broadcastable to [B, Hkv, rows, G, 1]."""
     granularity, shape = problem.variant.granularity, problem.shape
     if granularity == "rows_128":
         blocks = scale.view(shape.batch, shape.key_heads, shape.group, -1)
@@ -232,9 +224,7 @@ def query_scale(scale: Tensor, tile: Tile, problem: Problem) -> Tensor:
 
 
 def key_scale(scale: Tensor, tile: Tile, variant: Variant) -> Tensor:
-    """A scale of k or v, but of MX blocks, to broadcast against a tile's rows [B, Hkv, rows, G,
-    1].
-    """
+    """A scale of k or v, not MX, broadcastable to [B, Hkv, rows, G, 1]."""
     if variant.granularity == "rows_128":
         block = tile.begin // ROWS
         return scale[:, :, block : block + 1, :, None]

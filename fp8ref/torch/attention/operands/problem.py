@@ -170,9 +170,7 @@ class Problem:
 
 
 def _without_padding(x: Tensor, documents: Tensor | None) -> Tensor:
-    """x [B, heads, T, D] with zeros for tokens of negative documents, whatever their memory holds;
-    padding behind T is left out.
-    """
+    """x [B, heads, T, D] with zeros for tokens of negative documents; drops padding behind T."""
     if documents is None:
         return x
     return x.masked_fill((documents[:, : x.shape[2]] < 0)[:, None, :, None], 0.0)

@@ -71,7 +71,7 @@ REFUSED = [
     ),
     (
         {"variant": "bf16", "over": ()},
-        r"tokens one of them; got tokens='context', over=\(\). Add it",
+        r"mesh axis of tokens; got tokens='context', over=\(\). Add it",
     ),
 ]
 

@@ -50,8 +50,7 @@ def test_documents():  # A-3
     assert [ids.dtype for ids in given.documents] == [jnp.int32] * 2
     far = np.full((2, 4), 1 << 32)  # cut to 32 bits, it would be document 0
     with pytest.raises(
-        ValueError,
-        match=r"documents have numbers below 2\^31, since JAX has 32 bits here; got 4294967296",
+        ValueError, match=r"documents have numbers below 2\^31 in 32-bit JAX; got 4294967296"
     ):
         inputs.prepare(x, x, x, FA3, (np.zeros((2, 4), int), far), None)
     given = inputs.prepare(x, x, x, FA3, -far, None)
@@ -60,7 +59,7 @@ def test_documents():  # A-3
         given = inputs.prepare(x, x, x, FA3, far, None)
     assert np.asarray(given.documents[1]).min() == 1 << 32
     with pytest.raises(
-        ValueError, match=r"documents are integers, .* got \[\('float32', \(2, 4\)\)"
+        ValueError, match=r"documents are integers: .* got \[\('float32', \(2, 4\)\)"
     ):
         inputs.prepare(x, x, x, FA3, np.zeros((2, 4), np.float32), None)
 

@@ -93,7 +93,7 @@ def test_of_the_variants_own_statistics_they_are_those_of_bf16():  # A-25, A-15:
 
 def test_what_it_does_not_take_is_refused():
     with pytest.raises(
-        ValueError, match=r"backward 'bf16' is of a forward pass in FP8; got bfloat16. Use 'cast'"
+        ValueError, match=r"backward 'bf16' needs a forward pass in FP8; got bfloat16. Use 'cast'"
     ):
         differentiated("bf16", "bf16")
     do, *inputs = given(16)[::-1][:1] + given(16)[:3]
@@ -103,7 +103,7 @@ def test_what_it_does_not_take_is_refused():
         attention_gradients.backward(
             do, *inputs, result, variant=variant, scales={"ds": np.float32(1)}
         )
-    with pytest.raises(ValueError, match=r"keep_ds keeps codes of P and dS"):
+    with pytest.raises(ValueError, match=r"keep_ds needs a variant with FP8 P and dS"):
         attention_gradients.backward(
             do, *inputs, result, variant=Call(variant=variant, keep_ds=True)
         )

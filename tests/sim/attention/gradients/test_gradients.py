@@ -237,17 +237,17 @@ def test_what_is_refused():
         backward(do, q, k, v, result, variant="fa3")
     with pytest.raises(ValueError, match="the shape of o"):
         backward(do[:, :, :3], q, k, v, result, variant="cudnn")
-    with pytest.raises(ValueError, match="what forward gave"):
+    with pytest.raises(ValueError, match=r"what forward returned|that of forward"):
         backward(do, q, k, v, None, variant="cudnn")
     with pytest.raises(
-        ValueError, match="by the same variant, 'bf16'; got another's, with tensors of q, k, v, o"
+        ValueError, match="by variant 'bf16'; got another's, with tensors of q, k, v, o"
     ):
         backward(do, q, k, v, result, variant="bf16")
     with pytest.raises(ValueError, match="got 'o'"):
         backward(do, q, k, v, result, variant="cudnn", scales={"o": F(1)})
     with pytest.raises(ValueError, match="gradient_fmt"):
         dataclasses.replace(VARIANTS["fa3"], gradient_fmt=E5M2)
-    with pytest.raises(ValueError, match="no scales of rows"):
+    with pytest.raises(ValueError, match="no row scales"):
         dataclasses.replace(VARIANTS["fa3_paper"], backward="cast")
     with pytest.raises(ValueError, match="exact sums"):
         dataclasses.replace(VARIANTS["mxfp8"], plan="hopper_fast")

@@ -64,5 +64,5 @@ def test_what_is_refused(size, seed, said):
 
 
 def test_signs_of_another_size_are_refused():
-    with pytest.raises(ValueError, match="a sign for each feature"):
+    with pytest.raises(ValueError, match="features need as many signs"):
         hadamard.rotate(np.ones((2, 64), F), hadamard.signs(32, 0))

@@ -41,16 +41,16 @@ def test_what_is_refused():
         ({"variant": "fa5"}, "variant is a Variant or"),
         ({"mask": "causal"}, "mask is a Mask"),
         ({"scale": -1.0}, "softmax scale"),
-        ({"seed": 3}, "the signs of a rotation"),
+        ({"seed": 3}, "has no rotation"),
         ({"variant": "bf16", "keep_p": True}, "codes of FP8 probabilities"),
         ({"scales": {"o": F(1)}}, "takes scales for q, k, v; got 'o'"),
-        ({"scales": {"q": F(1)}}, "shape of its groups"),
+        ({"scales": {"q": F(1)}}, "the shape of a passed scale"),
         ({"documents": np.zeros((1, 3), int)}, "documents are integers"),
         ({"documents": (np.zeros((1, 70)), np.zeros((1, 150)))}, "documents are integers"),
     ]:
         with pytest.raises(ValueError, match=said):
             attention.forward(q, k, v, **call_options(**{"variant": "fa3"} | given))
-    with pytest.raises(ValueError, match="finite tensors; got NaN or an infinity in k"):
+    with pytest.raises(ValueError, match="finite tensors; got NaN or infinity in k"):
         attention.forward(q, np.where(k > 2, np.inf, k).astype(F), v, variant="fa3")
     with pytest.raises(ValueError, match="with Hkv dividing H"):
         attention.forward(q[:, :3], k, v, variant="fa3")
