@@ -152,8 +152,8 @@ def _check_alone(q, k, v) -> None:
         mesh = jax.typeof(x).sharding.mesh
         if axes := tuple(getattr(mesh, "manual_axes", ())):
             raise ValueError(
-                f"cuDNN FP8 attention supports one device only, not shard_map; got {role} "
-                f"along {', '.join(axes)}. Use fp8ref.jax.attention with over={axes}."
+                "cuDNN FP8 attention supports one device only, not inside shard_map; got "
+                f"{role} along {', '.join(axes)}. Use fp8ref.jax.attention with over={axes}."
             )
         traced = isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array)
         devices = (

@@ -172,7 +172,7 @@ def with_scales(scale):
         (lambda: scaling.quantize(np.ones((2, 2), ">f8"), E4M3FN), "byte order"),
         (
             lambda: scaling.quantize(np.ones((2, 2), np.float32), BFLOAT16),
-            "takes e4m3fn, .*got bfloat16",
+            "takes fmt e4m3fn, .*got bfloat16",
         ),
         (lambda: scaling.quantize(np.ones((2, 2), np.float32), E8M0FNU), "got e8m0fnu"),
         (lambda: scaling.quantize(np.ones((2, 2), np.float32), "e4m3fn"), "a Format"),
