@@ -172,7 +172,7 @@ class TestInputs:
             (("e4m3fn", "rowise"), r"recipe is .*got 'rowise'\. Did you mean 'rowwise'"),
             (("e4m3fn", "bf16"), r"recipe is .*got 'bf16'"),
             (("e4m3fn", RECIPES["bf16"]), r"recipe is .*got None"),
-            (("e4m3fn", "nvfp4"), r"two-level scales are of e2m1fn"),
+            (("e4m3fn", "nvfp4"), r"two-level scales need e2m1fn"),
             ((None, RECIPES["nvfp4"].grad_weight.b), r"neither rotates nor rounds stoch"),
         ],
         ids=str,
