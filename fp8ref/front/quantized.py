@@ -46,7 +46,7 @@ class Accuracy(card.Card):
     median, worst, worst_row
                of the rows that are not zeros, inf if all are: the median, the lowest, and the index
                of that row without the reduced axis.
-    exponents  histograms of the magnitudes, scaled, before and after (Q-5).
+    exponents  histograms of the magnitudes, scaled, before and after (Q-5); None in a comparison.
     """
 
     sqnr: float
@@ -56,7 +56,7 @@ class Accuracy(card.Card):
     worst: float
     worst_row: tuple[int, ...]
     rows: np.ndarray
-    exponents: stats.Exponents
+    exponents: stats.Exponents | None
     fmt: Format
 
     def to_dict(self) -> dict[str, Any]:
@@ -75,6 +75,8 @@ class Accuracy(card.Card):
         }
 
     def _picture(self) -> str:
+        if self.exponents is None:
+            return ""
         return card.histogram(self.exponents.scaled, self.fmt, "elements by magnitude, scaled")
 
 
@@ -123,7 +125,9 @@ class Quantized(card.Card):
 
         Raises:   ValueError: x of another shape, or of no numbers.
         """
-        return measure(as_numpy(to_supported(x)), self._in_numpy(), self.axis)
+        x, q = as_numpy(to_supported(x)), self._in_numpy()
+        exponents = stats.exponents(x, q, lowest=card.lowest(q.fmt))
+        return measure(x, q, self.axis, exponents)
 
     def _in_numpy(self) -> scaling.Quantized:
         """The simulator's Quantized of the same bits."""
@@ -230,8 +234,10 @@ def cast_spec(
     )
 
 
-def measure(x: np.ndarray, q: scaling.Quantized, axis: int) -> Accuracy:
-    """The accuracy of q, quantized from x.
+def measure(
+    x: np.ndarray, q: scaling.Quantized, axis: int, exponents: stats.Exponents | None = None
+) -> Accuracy:
+    """The accuracy of q, quantized from x; exponents: histograms of both.
 
     Raises:   ValueError: x of another shape.
     """
@@ -250,7 +256,7 @@ def measure(x: np.ndarray, q: scaling.Quantized, axis: int) -> Accuracy:
         worst=float(ordered[worst_row]),
         worst_row=tuple(map(int, worst_row)),
         rows=rows,
-        exponents=stats.exponents(x, q, lowest=card.lowest(q.fmt)),
+        exponents=exponents,
         fmt=q.fmt,
     )
 

@@ -124,6 +124,9 @@ def sqnr_by_row(x, decoded) -> np.ndarray:
     Specials: NaN for a row of zeros, Inf without an error, -Inf where an error is not a number.
     """
     x, decoded = np.asarray(x), np.asarray(decoded)
+    if x.ndim > 1 and len(x) > 1 and x.size > SLAB // 4:  # temporaries stay in the cache
+        halves = slice(len(x) // 2), slice(len(x) // 2, None)
+        return np.concatenate([sqnr_by_row(x[half], decoded[half]) for half in halves])
     finite = np.isfinite(x)
     value = np.where(finite, x, 0).astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):

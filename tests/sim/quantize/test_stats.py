@@ -171,6 +171,14 @@ def test_each_row_has_the_sqnr_of_a_tensor_of_its_own(rng):  # Q-1
     )
 
 
+def test_rows_of_a_large_tensor_are_measured_in_parts(rng, monkeypatch):  # Q-1
+    x = rng.standard_normal((7, 3, 8)).astype(np.float32)
+    decoded = scaling.dequantize(scaling.quantize(x, E4M3FN))
+    whole = stats.sqnr_by_row(x, decoded)
+    monkeypatch.setattr(stats, "SLAB", 4 * 24)  # a part is one of the seven
+    np.testing.assert_array_equal(stats.sqnr_by_row(x, decoded), whole)
+
+
 def test_an_input_that_is_not_finite_enters_no_sum():
     """Under a scale from elsewhere an infinity saturates and a NaN stays: counted, and the rest
     measured without them (Q-1, Q-3).
