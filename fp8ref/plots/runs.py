@@ -47,15 +47,8 @@ def loss_curves(
         ax.plot(steps, mean, color=COLORS.get(recipe), linestyle=dash, label=label)
     if entropy is not None:
         ax.axhline(entropy, color="#888888", linewidth=1, linestyle=":")
-        ax.annotate(
-            "unigram entropy",
-            (1, entropy),
-            xycoords=("axes fraction", "data"),
-            ha="right",
-            va="bottom",
-            color="#666666",
-            fontsize=8,
-        )
+        text = ax.text(1, entropy, "unigram entropy", transform=ax.get_yaxis_transform())
+        text.set(ha="right", va="bottom", color=style.MUTED, fontsize=8)
     title = f"running mean of {smooth} steps"
     ax.set(xlabel="optimizer step", ylabel="training loss, nats", title=title)
     style.legend(ax)

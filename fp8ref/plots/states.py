@@ -30,14 +30,8 @@ def moment_range(ax: Axes, values: Mapping[str, np.ndarray], fmt: Format) -> Axe
         label, color, dash = f"{name}: {below:.2g} % below", look["color"], look["linestyle"]
         ax.stairs(share, edges, linewidth=1.5, label=label, color=color, linestyle=dash)
     ax.axvline(lost, color=style.MUTED, linewidth=0.9)
-    ax.annotate(
-        f"0 in {fmt.name}",
-        (lost - 0.3, 0.4),
-        xycoords=("data", "axes fraction"),
-        ha="right",
-        fontsize=8,
-        color=style.MUTED,
-    )
+    text = ax.text(lost - 0.3, 0.4, f"0 in {fmt.name}", transform=ax.get_xaxis_transform())
+    text.set(ha="right", fontsize=8, color=style.MUTED)
     style.label_powers(ax.xaxis, int(edges[0]), 0)
     ax.set(xlabel="magnitude, by the amax", ylabel="% of elements")
     style.legend(ax, loc="upper left")
@@ -67,15 +61,8 @@ def update_ratios(
         style.line(ax, x, above, looks[name], f"{name}: largest {x[-1]:.3g}")
     if bound is not None:
         ax.axvline(bound, color=style.MUTED, linewidth=0.9)
-        ax.annotate(
-            "bound",
-            (bound, 1),
-            xycoords=("data", "axes fraction"),
-            ha="left",
-            va="bottom",
-            fontsize=8,
-            color=style.MUTED,
-        )
+        text = ax.text(bound, 1, "bound", transform=ax.get_xaxis_transform())
+        text.set(ha="left", va="bottom", fontsize=8, color=style.MUTED)
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_xlim(left=1e-2)

@@ -43,14 +43,7 @@ def layer_map(
             f"values are [{len(layers)}, {len(columns)}], as many as there are names; got "
             f"{values.shape}."
         )
-    image = ax.imshow(
-        np.ma.masked_invalid(values),
-        cmap="viridis_r" if large_is_worse else "viridis",
-        aspect="auto",
-        interpolation="nearest",
-        vmin=low,
-        vmax=high,
-    )
+    image = style.cells(ax, values, "viridis_r" if large_is_worse else "viridis", low, high)
     readout.cells(image, layers, columns, what=what)
     every = -(-len(layers) // NAMED)
     ax.set_yticks(range(0, len(layers), every), layers[::every], parse_math=False)

@@ -6,7 +6,9 @@ from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 from matplotlib.transforms import offset_copy
 from PIL import Image  # matplotlib's own means of writing PNGs
@@ -97,6 +99,20 @@ def plain_map(ax: Axes) -> Axes:
     ax.title.set_fontsize(10)
     ax.tick_params(labelsize=8)
     return ax
+
+
+def cells(
+    ax: Axes, values, cmap, low=None, high=None, *, norm: Normalize | None = None, extent=None
+) -> AxesImage:
+    """The image of a map: a cell for each element; NaNs and masked ones stay white."""
+    return ax.imshow(
+        np.ma.masked_invalid(values),
+        cmap=cmap,
+        norm=norm or Normalize(low, high),
+        interpolation="nearest",
+        aspect="auto",
+        extent=extent,
+    )
 
 
 def looks(count: int) -> Sequence[dict]:

@@ -35,13 +35,7 @@ def magnitude_map(ax: Axes, x, *, powers: int = 12) -> Axes:
     exponent = np.where(shown, np.frexp(x)[1] - 1.0, np.nan)
     top = int(exponent[shown].max()) + 1 if shown.any() else 1
     norm = BoundaryNorm(np.arange(top - powers, top + 1), 256)
-    image = ax.imshow(
-        np.ma.masked_invalid(np.clip(exponent, top - powers, None)),
-        cmap="viridis",
-        norm=norm,
-        interpolation="nearest",
-        aspect="auto",
-    )
+    image = style.cells(ax, np.clip(exponent, top - powers, None), "viridis", norm=norm)
     bar = ax.figure.colorbar(image, ax=ax, fraction=0.046)
     style.label_powers(bar, top - powers, top, ticks=7)
     bar.set_label(f"magnitude; below ${{2^{{{top - powers + 1}}}}}$ one color", fontsize=8)
@@ -71,14 +65,8 @@ def error_map(
     )
     empty = np.full(total.shape, np.nan)
     share = 100 * np.sqrt(np.divide(total, count, out=empty, where=count > 0))
-    image = ax.imshow(
-        np.ma.masked_invalid(share),
-        cmap="magma_r",
-        norm=LogNorm(low, high, clip=True),
-        interpolation="nearest",
-        aspect="auto",
-        extent=(0, x.shape[1], x.shape[0], 0),
-    )
+    norm, extent = LogNorm(low, high, clip=True), (0, x.shape[1], x.shape[0], 0)
+    image = style.cells(ax, share, "magma_r", norm=norm, extent=extent)
     bar = ax.figure.colorbar(image, ax=ax, fraction=0.046)
     bar.set_label(f"error, % (cells of {size} x {size})", fontsize=8)
     ticks = [tick for tick in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if low <= tick <= high]
@@ -94,14 +82,7 @@ def fate_map(ax: Axes, x, q: Quantized, *, legend: bool = True) -> Axes:
     Raises:   ValueError: x that is not a matrix, or that NumPy cannot read.
     """
     fate = fates(_matrix(x), q)
-    ax.imshow(
-        fate,
-        cmap=ListedColormap(list(FATES.values())),
-        vmin=-0.5,
-        vmax=len(FATES) - 0.5,
-        interpolation="nearest",
-        aspect="auto",
-    )
+    style.cells(ax, fate, ListedColormap(list(FATES.values())), -0.5, len(FATES) - 0.5)
     if legend:
         present = [
             Patch(facecolor=c, edgecolor=style.MUTED, label=name)
@@ -199,14 +180,8 @@ def code_difference(ax: Axes, a: Quantized, b: Quantized, *, most: int = 4) -> A
     some = f"all but {unlike:,}" if 2 * unlike < nans.size else f"{nans.size - unlike:,}"
     said = f"{some} of {nans.size:,}" if unlike else f"all {nans.size:,}"
     ax.set_title(f"{said} codes equal")
-    image = ax.imshow(
-        np.ma.masked_where(nans, magnitudes[1] - magnitudes[0]),
-        cmap="RdBu_r",
-        vmin=-most - 0.5,
-        vmax=most + 0.5,
-        interpolation="nearest",
-        aspect="auto",
-    )
+    further = np.where(nans, np.nan, magnitudes[1] - magnitudes[0])
+    image = style.cells(ax, further, "RdBu_r", -most - 0.5, most + 0.5)
     ax.figure.colorbar(
         image, ax=ax, label="codes further from zero", fraction=0.046, ticks=range(-most, most + 1)
     )
