@@ -165,21 +165,19 @@ def _parser() -> Parser:
         action=listing.Completion,
         choices=listing.SHELLS,
         default=argparse.SUPPRESS,
-        help="print a script that completes commands, options and names",
+        help="print a script that completes words",
     )
     parser.set_defaults(timeout=None)  # of a command that runs in a child
     parser.set_defaults(leave=None)  # how a process of several ends, given the exit code
     commands = parser.add_subparsers(required=True, metavar="COMMAND", prog="fp8ref")
     parser.rare = [commands]
-    lines = [
-        "Train in FP8 with JAX or PyTorch from one config, and compare both with the specification."
-    ]
+    lines = ["Train in FP8 with JAX or PyTorch, and check every bit against a simulator."]
     for group, modules in GROUPS.items():
         first = len(commands.choices)
         for module in modules:
             module.add(commands)
         names = list(commands.choices)[first:]
-        lines += ["", *(f"  {name:12}{commands.choices[name].summary}" for name in names)]
+        lines += ["", "", *(f"  {name:12}{commands.choices[name].summary}" for name in names)]
         lines[-len(names) - 1] = f"{group}:"
     parser.describe("COMMAND", "\n".join(lines))
     parser.epilog = "Begin with fp8ref demo. Help on a command: fp8ref COMMAND --help"

@@ -976,3 +976,21 @@ def test_a_value_that_is_echoed_does_not_fill_the_terminal(capsys, tmp_path):
     assert len(said) < 2100
     assert said.startswith(f"fp8ref compare: {tmp_path / 'a.csv'} has step = '999")
     assert said.endswith("Repair the row, or name another column.\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "text", "key"),
+    [
+        (["compare", "bf16-0", "off"], 1, "worse: the loss of off", "ok"),
+        (["recipes"], 0, "rowwise", "rowwise"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_json_dash_prints_json_alone_and_the_text_on_standard_error(
+    runs, capfd, command, code, text, key
+):
+    assert cli.main([*command, "--json", "-"]) == code
+    out, err = capfd.readouterr()
+    assert key in json.loads(out)
+    assert text in err
+    assert "-" not in os.listdir()

@@ -128,9 +128,10 @@ def _command(parser: argparse.ArgumentParser) -> list[str]:
     text, _, examples = (parser.description or "").partition("\n\nexamples:\n")
     first, *rest = text.split("\n", 1)
     out = [first, ""]
-    for form in rest:
-        filled = parser._get_formatter()._fill_text(form.strip("\n"), 100, "")
-        out += ["```text", filled, "```", ""]
+    for more in rest:
+        filled = parser._get_formatter()._fill_text(more.strip("\n"), 100, "")
+        fence = ["```"] * ("\n  " in filled)  # the form of vectors
+        out += [*[f"{mark}text" for mark in fence], filled, *fence, ""]
     usage = re.sub(r"^usage: ", "", parser.format_usage()).rstrip()
     shown = [re.sub(r"^  ", "$ ", line) for line in examples.splitlines()]
     out += ["```text", usage, "```", "", *_options(parser)]

@@ -5,103 +5,50 @@ from pathlib import Path
 
 from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json, conclude
-from fp8ref.shared.arguments import Parser
 
-GROUPINGS = ("layer", "linear", "kind", "model")
-BASES = ("bf16", "fp8")
+GEMMS = ("output", "grad_input", "grad_weight", "attention", "states")
 
 
 def add(commands) -> None:
     """Add ``fp8ref ablate``."""
-    command = shared.plain(
-        commands,
-        "ablate",
-        _ablate,
-        "Find which layer, GEMM and role costs loss in FP8.",
-        "From a run's last checkpoint, cast one operand to FP8 at a time, or leave one out, on "
-        "the same data, and rank operands by their cost.",
-        usage="RUN",
-        examples=(
-            "ablate runs/tiny-torch-tensorwise",
-            "ablate runs/tiny-torch-tensorwise --by kind --roles weight --steps 20",
-            "ablate Qwen3-0.6B --recipe rowwise --data text --batches 4",
-        ),
-    )
-    command.option(
-        "run_directory", "RUN", "a run directory with a checkpoint, or one of Hugging Face's format"
-    )
-    command.option("--recipe", "NAME", "recipe of the casts (default: the run's; tensorwise)")
-    command.option(
-        "--by",
-        "NAME",
-        "how linears are grouped: layer, linear, kind or model",
-        "layer",
-        choices=GROUPINGS,
-    )
-    command.option(
-        "--base", "NAME", "what all other operands are in: bf16 or fp8", "bf16", choices=BASES
-    )
-    command.option("--layers", "PATTERN", "linears to study (default: all in FP8)", [], nargs="+")
-    command.option(
-        "--gemms", "NAMES", "of output, grad_input, grad_weight, attention, states (default: all)"
-    )
-    command.option("--roles", "NAMES", "roles, such as weight,p,v (default: all)")
-    command.option("--steps", "N", "train N steps; 0: forward passes, GEMM output alone", 0)
-    command.option("--seeds", "N", "orders of data to train with, under --steps", 3)
-    command.option("--batches", "N", "validation batches", 8)
-    command.option(
-        "--learning-rate",
-        "X",
-        "under --steps (default: the run's peak; 0.001 for Hugging Face's format)",
-        rare=True,
-    )
-    command.option(
-        "--attention",
-        "VARIANT",
-        "study casts of attention's operands by this variant (default: the run's own)",
-        rare=True,
-    )
-    command.option(
-        "--states",
-        "LAYOUT",
-        "under --steps, study moments and masters of this layout (default: the run's own)",
-        rare=True,
-    )
-    command.option("--confidence", "X", "confidence of the intervals", 0.95, rare=True)
-    command.option(
-        "--out",
-        "DIR",
-        "directory of results, which resumes (default RUN/ablation, or <name>-ablation)",
-    )
-    _add_directory(command)
-    shared.add_trust(command)
+    command = shared.plain(commands, "ablate RUN", _ablate)
+    option, rare = command.option, command.rare_option
+    option("run_directory", "RUN", "a run directory, or one of Hugging Face's format")
+    option("--recipe", "NAME", "recipe of the casts (default: the run's; tensorwise)")
+    text = "grouping of linears: layer, linear, kind or model"
+    option("--by", "NAME", text, "layer", choices=("layer", "linear", "kind", "model"))
+    text = "all other operands are in bf16 or fp8"
+    option("--base", "NAME", text, "bf16", choices=("bf16", "fp8"))
+    option("--layers", "PATTERN", "linears (default: all in FP8)", [], nargs="+")
+    option("--gemms", "NAMES", f"of {','.join(GEMMS)} (default: all)")
+    option("--roles", "NAMES", "roles, such as weight,p,v (default: all)")
+    option("--steps", "N", "train N steps; 0: forward passes, GEMM output alone", 0)
+    option("--seeds", "N", "orders of data to train with, under --steps", 3)
+    option("--batches", "N", "validation batches", 8)
+    option("--out", "DIR", "results, which resume (default RUN/ablation)")
     shared.add_json(command, "write the result to FILE too")
-
-
-def _add_directory(command: Parser) -> None:
-    """Options of a directory of Hugging Face's format."""
-    command.option(
-        "--backend",
-        "NAME",
-        "for Hugging Face's format (default torch)",
-        choices=shared.BACKENDS,
-        rare=True,
-    )
-    for name, metavar, default in (
-        ("data.source", "SOURCE", "stdlib"),
-        ("data.sequence_length", "N", 128),
-        ("data.batch_size", "N", 16),
-    ):
-        option = name.removeprefix("data.").replace("source", "data").replace("_", "-")
-        command.option(
-            f"--{option}",
-            metavar,
-            f"{name} of Hugging Face's format (default {default})",
-            rare=True,
-        )
+    rare("--learning-rate", "X", "under --steps (default: the run's peak, or 0.001)")
+    rare("--attention", "VARIANT", "study casts of attention's operands by this variant")
+    rare("--states", "LAYOUT", "under --steps, study moments and masters of this layout")
+    rare("--confidence", "X", "confidence of the intervals", 0.95)
+    for_weights = "of Hugging Face's format"
+    rare("--backend", "NAME", f"{for_weights}: jax or torch", choices=shared.BACKENDS)
+    rare("--data", "SOURCE", f"{for_weights}: as data.source (default stdlib)")
+    rare("--sequence-length", "N", f"{for_weights}: as data.sequence_length (128)")
+    rare("--batch-size", "N", f"{for_weights}: as data.batch_size (16)")
+    shared.add_trust(command)
 
 
 def _ablate(arguments: argparse.Namespace) -> int:
+    """Find which layer, GEMM and role costs loss in FP8.
+
+    From a run's last checkpoint, cast one operand to FP8 at a time, or leave one out, on the same
+    data, and rank operands by their cost.
+
+    $ fp8ref ablate runs/tiny-torch-tensorwise
+    $ fp8ref ablate runs/tiny-torch-tensorwise --by kind --roles weight --steps 20
+    $ fp8ref ablate Qwen3-0.6B --recipe rowwise --data text --batches 4
+    """
     check_json(arguments.json)
     from fp8ref.train.config import config as configs
     from fp8ref.train.experiments import ablation_start
@@ -115,8 +62,8 @@ def _ablate(arguments: argparse.Namespace) -> int:
     settings, run = _data_settings(arguments), arguments.run_directory
     start: Path | ablation_start.Start = run
     if settings is not None:
-        backend, data = arguments.backend or "torch", configs.Config().replace(data=settings).data
-        start = ablation_start.weights_start(run, backend, arguments.recipe, data)
+        data = configs.Config().replace(data=settings).data
+        start = ablation_start.weights_start(run, shared.backend(arguments), arguments.recipe, data)
     elif arguments.trust:
         shared.trust_source(arguments, run / "config.toml", configs.load(run / "config.toml"))
     studied = Studied(

@@ -12,144 +12,116 @@ from fp8ref.commands import probe, shared, supervision
 from fp8ref.commands.shared import check_json, conclude
 from fp8ref.shared import console
 
+KINDS = {
+    "cast": "a cast",
+    "quantizer": "a quantizer",
+    "gemm": "a GEMM",
+    "optimizer": "an optimizer",
+    "attention": "attention",
+}
+"""{what a subject may be: the same in words}."""
+
+MEANT = {
+    "format": "cast quantizer gemm attention",
+    "expect": "cast quantizer optimizer attention",
+    "granularity": "quantizer gemm",
+    "axis": "quantizer",
+    "exhaustive": "cast",
+    "framework": "cast quantizer attention",
+    "device": "cast quantizer attention",
+    "numbers": "optimizer",
+    "steps": "optimizer",
+    "layout": "attention",
+    "alignment": "attention",
+}
+"""{option: the kinds that it is of}."""
+
 
 def add(commands) -> None:
     """Add ``fp8ref conform``."""
-    conform = shared.plain(
-        commands,
-        "conform",
-        _conform,
-        "Identify a cast, quantizer, optimizer or attention by its outputs.",
-        "Identify a cast, quantizer, optimizer or attention from its outputs for chosen inputs, "
-        "and compare it with the specification. Exits with 1 if it matches no known name or, with "
-        "--expect, differs from the expected name.",
-        usage="MODULE:FUNCTION",
-        examples=(
-            "conform mine:cast --format e5m2",
-            "conform mine:quantize --expect torchao --granularity rowwise",
-            "conform mine:attention --kind attention --expect fa3 --device cuda",
-        ),
-    )
-    conform.option(
-        "subject",
-        "MODULE:FUNCTION",
-        "a function of one NumPy, PyTorch or JAX array, an optimizer, or attention, a function of "
-        "q, k and v (a GEMM is passed to fp8ref probe)",
-    )
-    conform.option("--format", "NAME", "the format it casts to, e2m1fn among them", "e4m3fn")
-    conform.option(
-        "--kind", "KIND", "cast, quantizer, gemm, optimizer or attention (default: detected)"
-    )
-    conform.option(
-        "--expect",
-        "NAME",
-        "the expected cast, such as saturating, policy, such as torchao, layout of states, such as "
-        "msamp, or variant of attention, such as fa3",
-    )
-    conform.option(
-        "--granularity",
-        "NAME",
-        "expected, such as rowwise, with --expect POLICY; or of the scales of a GEMM",
-    )
-    conform.option(
-        "--axis", "N", "the expected reduced axis, -1 or 0, with --expect POLICY", rare=True
-    )
-    conform.option(
-        "--framework", "NAME", "arrays it takes: numpy, torch or jax (default: what works)"
-    )
-    conform.option("--device", "NAME", "device of PyTorch tensors, such as cuda", "cpu")
-    conform.option("--exhaustive", None, "a cast: also all 2^32 float32 inputs (minutes)")
-    conform.option(
-        "--numbers",
-        "KEY=VALUE",
-        "an optimizer's learning_rate, b1, b2, eps or weight_decay, such as b2=0.999; passed to it "
-        "if it takes them by name",
-        [],
-        nargs="+",
-        rare=True,
-    )
-    conform.option("--steps", "N", "an optimizer's steps to compare (default 6)", rare=True)
-    conform.option(
-        "--layout",
-        "NAME",
-        "attention's order of batch, heads, tokens, features: BHTD (the default) or BTHD",
-        rare=True,
-    )
-    conform.option(
-        "--alignment",
-        "NAME",
-        "where attention's masks align queries: end (the default) or start",
-        rare=True,
-    )
+    conform = shared.plain(commands, "conform MODULE:FUNCTION", _conform)
+    option, rare = conform.option, conform.rare_option
+    text = "a function of an array, an optimizer, or attention, a function of q, k, v"
+    option("subject", "MODULE:FUNCTION", text)
+    option("--format", "NAME", "what it casts to, e2m1fn among others", "e4m3fn")
+    option("--kind", "KIND", f"one of {', '.join(KINDS)} (default: detected)")
+    text = "a cast, such as saturating, a policy, such as torchao, a layout, such as te,"
+    option("--expect", "NAME", f"{text} or attention, such as fa3")
+    option("--granularity", "NAME", "of --expect POLICY, such as rowwise, or of a GEMM")
+    option("--framework", "NAME", "numpy, torch or jax (default: the first that works)")
+    option("--device", "NAME", "of PyTorch tensors, such as cuda", "cpu")
+    option("--exhaustive", None, "a cast: also all 2^32 float32 inputs (minutes)")
     supervision.add_timeout(conform)
     shared.add_json(conform)
+    rare("--axis", "N", "reduced axis of --expect POLICY: -1 or 0")
+    text = "an optimizer's learning_rate, b1, b2, eps or weight_decay, such as b2=0.999"
+    rare("--numbers", "KEY=VALUE", text, [], nargs="+")
+    rare("--steps", "N", "steps of an optimizer to compare (default 6)")
+    rare("--layout", "NAME", "of attention: BHTD (batch, heads, tokens, features) or BTHD")
+    rare("--alignment", "NAME", "of attention's masks: end (the default) or start")
 
 
 def _conform(arguments: argparse.Namespace) -> int:
+    """Identify a cast, quantizer, optimizer or attention by its outputs.
+
+    Exits with 1 if it matches no known name or, with --expect, differs from the expected name.
+
+    $ fp8ref conform mine:cast --format e5m2
+    $ fp8ref conform mine:quantize --expect torchao --granularity rowwise
+    $ fp8ref conform torch.optim:AdamW --expect float32
+    """
     check_json(arguments.json)
     from fp8ref import formats
     from fp8ref.conformance.gemm import library_gemms
-    from fp8ref.conformance.kit import subject as subjects
 
     if arguments.format not in formats.QUANTIZED_FORMATS:
         raise ValueError(
             f"--format is one of {', '.join(formats.QUANTIZED_FORMATS)}; got {arguments.format}."
         )
-    kinds = (*subjects.KINDS, "optimizer", "attention")
-    if arguments.kind not in (None, *kinds):
-        raise ValueError(f"--kind is one of {', '.join(kinds)}; got {arguments.kind}.")
+    if arguments.kind not in (None, *KINDS):
+        raise ValueError(f"--kind is one of {', '.join(KINDS)}; got {arguments.kind}.")
     if arguments.axis not in (None, -1, 0):
         raise ValueError(
             f"--axis is -1, the last axis of x [M, K], or 0, the first; got {arguments.axis}."
         )
-    with contextlib.redirect_stdout(sys.stderr), console.waiting("conform"):
-        outcome = _attention(arguments) or _optimizer(arguments)
-    if outcome is not None:
-        return conclude(outcome, arguments.json)
-    for option in shared.used(arguments, "numbers", "steps"):
-        raise ValueError(
-            f"{option} is of an optimizer; {arguments.subject} is none. Leave it out, or name "
-            "--kind optimizer."
-        )
-    for option in shared.used(arguments, "layout", "alignment"):
-        raise ValueError(
-            f"{option} is of attention; {arguments.subject} is none. Leave it out, or name "
-            "--kind attention."
-        )
-    expects_cast = _expects_cast(arguments.expect)
     # what somebody's function prints is no part of the answer
     with contextlib.redirect_stdout(sys.stderr), console.waiting("conform"):
-        function = library_gemms.load(arguments.subject)
-        kind = arguments.kind or subjects.kind_of(
-            arguments.subject, function, framework=arguments.framework, device=arguments.device
-        )
-        if kind != "gemm":
-            expect = None if expects_cast != (kind == "cast") else arguments.expect
-            fmt = formats.QUANTIZED_FORMATS[arguments.format]
-            outcome = _identify(arguments, function, kind, fmt, expect)
-    if kind == "gemm":
-        return _probe(arguments)
-    if arguments.expect and outcome.expected is None:
-        outcome = _another_kind(outcome, arguments.expect)
-    return conclude(outcome, arguments.json)
+        subject = library_gemms.load(arguments.subject)
+        kind = arguments.kind or _kind(arguments, subject)
+        for option in shared.used(arguments, *MEANT):
+            kinds = MEANT[option.removeprefix("--")].split()
+            if kind not in kinds:
+                raise ValueError(
+                    f"{option} is for {' or '.join(KINDS[name] for name in kinds)}; "
+                    f"{arguments.subject} is {KINDS[kind]}. Leave it out, or name another --kind."
+                )
+        if kind == "attention":
+            outcome = _attention(arguments, subject)
+        elif kind == "optimizer":
+            outcome = _optimizer(arguments, subject)
+        elif kind != "gemm":
+            outcome = _cast_or_quantizer(arguments, subject, kind)
+    return _probe(arguments) if kind == "gemm" else conclude(outcome, arguments.json)
 
 
-def _attention(arguments: argparse.Namespace):
-    """The outcome of an attention function; None if the subject is none."""
+def _kind(arguments: argparse.Namespace, subject) -> str:
+    from fp8ref.conformance.attention import subjects as attention
+    from fp8ref.conformance.kit import subject as subjects
+    from fp8ref.conformance.optimizer import subjects as optimizers
+
+    if attention.is_attention(subject):
+        return "attention"
+    if optimizers.kind_of(subject) is not None:
+        return "optimizer"
+    return subjects.kind_of(
+        arguments.subject, subject, framework=arguments.framework, device=arguments.device
+    )
+
+
+def _attention(arguments: argparse.Namespace, function):
     from fp8ref import formats
     from fp8ref.conformance.attention import identify_attention, subjects
-    from fp8ref.conformance.gemm import library_gemms
 
-    if arguments.kind not in (None, "attention"):
-        return None
-    function = library_gemms.load(arguments.subject)
-    if arguments.kind is None and not subjects.is_attention(function):
-        return None
-    if unused := shared.used(arguments, "granularity", "axis", "exhaustive", "numbers", "steps"):
-        raise ValueError(
-            f"{', '.join(unused)}: {arguments.subject} is attention, of which the variant says all "
-            "of it. Leave it out."
-        )
     if arguments.format not in formats.FP8_FORMATS:
         raise ValueError(
             f"--format of attention is one of {', '.join(formats.FP8_FORMATS)}; got "
@@ -167,24 +139,10 @@ def _attention(arguments: argparse.Namespace):
     )
 
 
-def _optimizer(arguments: argparse.Namespace):
-    """The outcome of an optimizer; None if the subject is none."""
+def _optimizer(arguments: argparse.Namespace, optimizer):
     from fp8ref.conformance import identify_optimizer
-    from fp8ref.conformance.gemm import library_gemms
     from fp8ref.conformance.optimizer import forms, subjects
 
-    if arguments.kind not in (None, "optimizer"):
-        return None
-    optimizer = library_gemms.load(arguments.subject)
-    if arguments.kind is None and subjects.kind_of(optimizer) is None:
-        return None
-    if unused := shared.used(
-        arguments, "granularity", "axis", "framework", "exhaustive", "format", "device"
-    ):
-        raise ValueError(
-            f"{', '.join(unused)}: {arguments.subject} is an optimizer, of which the layout says "
-            "all of it. Leave it out."
-        )
     return identify_optimizer(
         optimizer,
         name=arguments.subject,
@@ -209,7 +167,41 @@ def _numbers(texts: Sequence[str], keys: Collection[str]) -> dict[str, float]:
     return numbers
 
 
-def _expects_cast(name: str | None) -> bool | None:
+def _cast_or_quantizer(arguments: argparse.Namespace, function, kind: str):
+    from fp8ref import conformance, formats
+
+    fmt, expect = formats.QUANTIZED_FORMATS[arguments.format], arguments.expect
+    expected = _expected_kind(expect)
+    same = expect if expected == kind else None
+    if kind == "cast":
+        outcome = conformance.identify_cast(
+            function,
+            fmt,
+            name=arguments.subject,
+            expect=same,
+            framework=arguments.framework,
+            device=arguments.device,
+            exhaustive=arguments.exhaustive,
+        )
+    elif same is None and shared.used(arguments, "granularity", "axis"):
+        raise ValueError(
+            "--granularity and --axis need an expected policy. Name one, such as --expect torchao."
+        )
+    else:
+        outcome = conformance.identify_quantizer(
+            function,
+            fmt,
+            name=arguments.subject,
+            expect=same,
+            granularity=arguments.granularity,
+            axis=arguments.axis,
+            framework=arguments.framework,
+            device=arguments.device,
+        )
+    return outcome if same == expect else _another_kind(outcome, expect)
+
+
+def _expected_kind(name: str | None) -> str | None:
     """Whether --expect names a cast's behavior, or a quantizer's policy; None without."""
     from fp8ref import policy
     from fp8ref.conformance.cast.behavior import KNOWN_CASTS, NANS_OF_4_BITS
@@ -221,47 +213,7 @@ def _expects_cast(name: str | None) -> bool | None:
             f"--expect is a cast's behavior, one of {', '.join(casts)}, or a quantizer's "
             f"policy, one of {', '.join(policies)}; got {name}."
         )
-    return None if name is None else name in casts
-
-
-def _identify(arguments: argparse.Namespace, function, kind: str, fmt, expect: str | None):
-    from fp8ref import conformance
-
-    of_scales = shared.used(arguments, "granularity", "axis")
-    if kind == "cast":
-        if of_scales:
-            raise ValueError(
-                f"{', '.join(of_scales)}: {arguments.subject} is a cast, which has no scales. "
-                "Leave it out, or name --kind quantizer."
-            )
-        return conformance.identify_cast(
-            function,
-            fmt,
-            name=arguments.subject,
-            expect=expect,
-            framework=arguments.framework,
-            device=arguments.device,
-            exhaustive=arguments.exhaustive,
-        )
-    if arguments.exhaustive:
-        raise ValueError(
-            f"--exhaustive tests all inputs of a cast; {arguments.subject} is a quantizer. Leave "
-            "it out, or name --kind cast."
-        )
-    if expect is None and of_scales:
-        raise ValueError(
-            "--granularity and --axis need an expected policy. Name one, such as --expect torchao."
-        )
-    return conformance.identify_quantizer(
-        function,
-        fmt,
-        name=arguments.subject,
-        expect=expect,
-        granularity=arguments.granularity,
-        axis=arguments.axis,
-        framework=arguments.framework,
-        device=arguments.device,
-    )
+    return None if name is None else "cast" if name in casts else "quantizer"
 
 
 def _another_kind(outcome, expect: str):
@@ -279,11 +231,6 @@ def _another_kind(outcome, expect: str):
 
 
 def _probe(arguments: argparse.Namespace) -> int:
-    if unused := shared.used(arguments, "expect", "axis", "framework", "exhaustive", "device"):
-        raise ValueError(
-            f"{', '.join(unused)}: {arguments.subject} is a GEMM, which 'fp8ref probe "
-            f"{arguments.subject}' identifies. Leave it out, or name --kind cast or quantizer."
-        )
     try:
         return probe.probe_function(
             arguments.subject,

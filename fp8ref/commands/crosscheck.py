@@ -6,55 +6,22 @@ from pathlib import Path
 
 from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json, check_whole, conclude
+from fp8ref.shared.errors import ConfigError
 
 
 def add(commands) -> None:
     """Add ``fp8ref crosscheck`` and ``fp8ref certify``."""
-    check = shared.config_command(
-        commands,
-        "crosscheck",
-        _crosscheck,
-        "Compare both backends with the simulator on a training step.",
-        examples=(
-            "crosscheck tiny",
-            "crosscheck tiny --backend torch --recipe rowwise",
-            "crosscheck tiny --first-divergence jax torch",
-        ),
-    )
-    check.option(
-        "--backend",
-        "NAME",
-        "check one of jax, torch (default: all installed)",
-        choices=shared.BACKENDS,
-    )
-    check.option("--steps", "N", "optimizer steps before the second comparison (default 5)")
-    check.option(
-        "--sharded", "N", "with --backend: every mesh of N devices (jax) or processes (torch)"
-    )
-    check.option(
-        "--replay",
-        "PATH",
-        "instead of CONFIG: repeat a failed step, RUN/failures/step-..., and name the first layer, "
-        "role and element that is not finite. Exits with 1 if one is found or a code or scale "
-        "differs from the simulator's",
-        rare=True,
-    )
-    check.option(
-        "--first-divergence",
-        ("A", "B"),
-        "the first difference of two runs or, with CONFIG, of jax and torch",
-        nargs=2,
-    )
+    check = shared.config_command(commands, "crosscheck", _crosscheck)
+    option = check.option
+    text = "check one of jax, torch (default: all installed)"
+    option("--backend", "NAME", text, choices=shared.BACKENDS)
+    option("--steps", "N", "optimizer steps before the second comparison (default 5)")
+    option("--sharded", "N", "every mesh of N devices or processes")
+    text = "first difference of two runs, or jax torch"
+    option("--first-divergence", ("A", "B"), text, nargs=2)
+    option("--replay", "PATH", "instead of CONFIG: repeat RUN/failures/step-...")
     shared.add_json(check, "write all comparisons to FILE")
-    certificate = shared.plain(
-        commands,
-        "certify",
-        _certify,
-        "Compare the casts of installed libraries with the simulator.",
-        "Compare casts and scales of torch, jax, ml_dtypes, torchao and fp8ref's own backends "
-        "with the simulator.",
-        examples=("certify", "certify --json certificate.json", "certify --exhaustive"),
-    )
+    certificate = shared.plain(commands, "certify", _certify)
     certificate.option(
         "--exhaustive", None, "compare all 2^32 inputs of each cast and all 2^31 amaxes (minutes)"
     )
@@ -62,6 +29,14 @@ def add(commands) -> None:
 
 
 def _certify(arguments: argparse.Namespace) -> int:
+    """Compare the casts of installed libraries with the simulator.
+
+    Casts and scales of torch, jax, ml_dtypes, torchao and fp8ref's own backends.
+
+    $ fp8ref certify
+    $ fp8ref certify --json certificate.json
+    $ fp8ref certify --exhaustive
+    """
     check_json(arguments.json)
     from fp8ref.conformance.certify import certify
 
@@ -69,13 +44,18 @@ def _certify(arguments: argparse.Namespace) -> int:
 
 
 def _crosscheck(arguments: argparse.Namespace) -> int:
+    """Compare both backends with the simulator on a training step.
+
+    $ fp8ref crosscheck tiny
+    $ fp8ref crosscheck tiny --backend torch --recipe rowwise
+    $ fp8ref crosscheck tiny --first-divergence jax torch
+    """
     if arguments.first_divergence is not None:
         return _crosscheck_first(arguments)
     if arguments.replay is not None:
         return _crosscheck_replay(arguments)
     config = shared.config(arguments)
     from fp8ref.crosscheck import one_device
-    from fp8ref.shared.errors import ConfigError
 
     check_whole(config)
     check_json(arguments.json, arguments.config)
@@ -88,22 +68,13 @@ def _crosscheck(arguments: argparse.Namespace) -> int:
         )
     backends = (arguments.backend,) if arguments.backend else shared.installed()
     report = one_device.crosscheck(config, backends=backends, steps=steps)
-    step = (
-        f"train {arguments.config}"
-        if report.ok
-        else f"crosscheck {arguments.config} --first-divergence jax torch"
-    )
-    return conclude(report, arguments.json, f"next: fp8ref {step}")
+    step = "train {}" if report.ok else "crosscheck {} --first-divergence jax torch"
+    return conclude(report, arguments.json, f"next: fp8ref {step.format(arguments.config)}")
 
 
 def _crosscheck_first(arguments: argparse.Namespace) -> int:
-    from fp8ref.shared.errors import ConfigError
-
-    if unused := shared.used(arguments, "backend", "sharded", "replay"):
-        raise ConfigError(
-            f"--first-divergence compares A with B; got {', '.join(unused)} too, which is "
-            "another cross-check. Leave one out."
-        )
+    reason = "--first-divergence compares A with B"
+    shared.refuse(arguments, reason, "backend", "sharded", "replay")
     a, b = arguments.first_divergence
     check_json(arguments.json)
     backends = [name for name in (a, b) if name in shared.BACKENDS]
@@ -124,17 +95,11 @@ def _crosscheck_first(arguments: argparse.Namespace) -> int:
         from fp8ref.crosscheck import one_device
         from fp8ref.crosscheck.divergence import live
 
-        report = live.compare_backends(
-            config, a, b, steps=one_device.STEPS if arguments.steps is None else arguments.steps
-        )
+        steps = one_device.STEPS if arguments.steps is None else arguments.steps
+        report = live.compare_backends(config, a, b, steps=steps)
     else:
-        config_file = ["CONFIG"] * (arguments.config is not None)
-        if unused := shared.keys(arguments) or config_file + shared.used(arguments, "steps"):
-            raise ConfigError(
-                "--first-divergence of two runs takes config and steps from them; got "
-                f"{', '.join(unused)} too. Leave it out, or name two backends: fp8ref "
-                f"crosscheck CONFIG --first-divergence {' '.join(shared.BACKENDS)}."
-            )
+        reason = "--first-divergence of two runs takes config and steps from them"
+        shared.refuse(arguments, reason, "config", "steps", "*")
         from fp8ref.crosscheck.divergence import from_runs
 
         report = from_runs.compare_runs(Path(a), Path(b))
@@ -142,16 +107,8 @@ def _crosscheck_first(arguments: argparse.Namespace) -> int:
 
 
 def _crosscheck_replay(arguments: argparse.Namespace) -> int:
-    from fp8ref.shared.errors import ConfigError
-
-    config_file = ["CONFIG"] * (arguments.config is not None)
-    if unused := shared.keys(arguments) or config_file + shared.used(
-        arguments, "backend", "steps", "sharded"
-    ):
-        raise ConfigError(
-            "--replay takes config and backend from the step that failed; got "
-            f"{', '.join(unused)} too. Leave it out."
-        )
+    reason = "--replay takes config and backend from the step that failed"
+    shared.refuse(arguments, reason, "config", "backend", "steps", "sharded", "*")
     check_json(arguments.json)
     from fp8ref.crosscheck.rerun import rerun
 
@@ -160,8 +117,6 @@ def _crosscheck_replay(arguments: argparse.Namespace) -> int:
 
 
 def _crosscheck_sharded(arguments: argparse.Namespace, config) -> int:
-    from fp8ref.shared.errors import ConfigError
-
     if config.numerics.simulates:
         raise ConfigError(
             "--sharded checks the frameworks' own GEMMs on meshes; got numerics.accumulate "
@@ -181,8 +136,6 @@ def _crosscheck_sharded(arguments: argparse.Namespace, config) -> int:
 
 
 def _sharded_jax(arguments: argparse.Namespace, config):
-    from fp8ref.shared.errors import ConfigError
-
     if arguments.steps is not None:
         raise ConfigError("--sharded with --backend jax takes no --steps: it replays step 0.")
     import jax

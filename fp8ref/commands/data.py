@@ -9,55 +9,31 @@ from fp8ref.shared import console
 
 def add(commands) -> None:
     """Add ``fp8ref data prepare``."""
-    subcommands = shared.group(commands, "data", "Prepare training data.", "prepare")
+    subcommands = shared.group(commands, "data prepare", "Prepare training data.")
     # the defaults are those of the config's keys (DataConfig), which are not imported for --help
     # alone: an option that is left out is no attribute
-    left_out = argparse.SUPPRESS
-    prepare = shared.plain(
-        subcommands,
-        "prepare",
-        _prepare,
-        "Tokenize text into token shards.",
-        usage="--source SOURCE --out DIR",
-        examples=(
-            "data prepare --source stdlib --out data/tokens",
-            "data prepare --source text --out data/tokens --tokenizer tokenizer.json",
-            "data prepare --source hf:org/name --out gpt2 --tokenizer tiktoken:gpt2",
-        ),
-    )
-    prepare.option(
-        "--source",
-        "SOURCE",
-        "stdlib, a directory of text, .jsonl or .parquet (file, directory, pattern), or "
-        "hf:org/name[:config]",
-        required=True,
-    )
-    prepare.option("--out", "DIR", "output directory; new or empty", required=True)
-    prepare.option(
-        "--tokenizer", "NAME", "a tokenizer.json, or tiktoken:NAME (default: bytes)", left_out
-    )
-    prepare.option(
-        "--end-of-document",
-        "TOKEN",
-        "the token after each document; '' for none (default: the tokenizer's)",
-        left_out,
-    )
-    prepare.option(
-        "--text-column", "NAME", "the column that holds the text (default text)", left_out
-    )
-    prepare.option("--hf-split", "NAME", "the split of a hub dataset (default train)", left_out)
-    prepare.option(
-        "--validation-fraction",
-        "X",
-        "share for validation (default 0.1); unused if files are named val",
-        left_out,
-    )
-    prepare.option(
-        "--shard-tokens", "N", "largest number of tokens in a file (default 10^8)", left_out
-    )
+    prepare = shared.plain(subcommands, "prepare --source SOURCE --out DIR", _prepare)
+    option, absent = prepare.option, argparse.SUPPRESS
+    text = "stdlib, text, .jsonl, .parquet (file, directory, pattern) or hf:org/name"
+    option("--source", "SOURCE", text, required=True)
+    option("--out", "DIR", "output directory; new or empty", required=True)
+    option("--tokenizer", "NAME", "tokenizer.json or tiktoken:NAME (default: bytes)", absent)
+    text = "the token after each document; '' for none (default: the tokenizer's)"
+    option("--end-of-document", "TOKEN", text, absent)
+    option("--text-column", "NAME", "the column of the text (default text)", absent)
+    option("--hf-split", "NAME", "the split of a hub dataset (default train)", absent)
+    text = "share for validation (default 0.1), unless files are named val"
+    option("--validation-fraction", "X", text, absent)
+    option("--shard-tokens", "N", "most tokens of a file (default 10^8)", absent)
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
+    """Tokenize text into token shards.
+
+    $ fp8ref data prepare --source stdlib --out data/tokens
+    $ fp8ref data prepare --source text --out data/tokens --tokenizer tokenizer.json
+    $ fp8ref data prepare --source hf:org/name --out gpt2 --tokenizer tiktoken:gpt2
+    """
     from fp8ref.train.config.sections import DataConfig
     from fp8ref.train.data.prepare import prepare
     from fp8ref.train.run import signals

@@ -44,17 +44,17 @@ SEEDS = 3
 
 def add(commands) -> None:
     """Add ``fp8ref demo``."""
-    command = shared.config_command(
-        commands,
-        "demo",
-        _demo,
-        "Train in bf16 and FP8 with both backends, cross-check and plot.",
-        examples=("demo", "demo --out here --run.steps 40", "demo tiny-moe --run.steps 20"),
-    )
+    command = shared.config_command(commands, "demo", _demo)
     command.option("--out", "DIR", "directory for the runs and the picture", Path("demo"))
 
 
 def _demo(arguments: argparse.Namespace) -> int:
+    """Train in bf16 and FP8 with both backends, cross-check and plot.
+
+    $ fp8ref demo
+    $ fp8ref demo --out here --run.steps 40
+    $ fp8ref demo tiny-moe --run.steps 20
+    """
     arguments.config = arguments.config or Path("tiny")
     config = shared.config(arguments)
     check_whole(config)

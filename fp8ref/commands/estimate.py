@@ -5,21 +5,12 @@ import argparse
 from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json, conclude
 from fp8ref.shared import console
+from fp8ref.shared.errors import ConfigError
 
 
 def add(commands) -> None:
     """Add ``fp8ref estimate``."""
-    command = shared.config_command(
-        commands,
-        "estimate",
-        _estimate,
-        "Predict the speed-up of FP8 on a GPU, and what to keep in bf16.",
-        examples=(
-            "estimate llama-8b --gpu h100",
-            "estimate llama-8b --gpu h200 --recipe rowwise --backend jax",
-            "estimate tiny --gpu h100 --json estimate.json",
-        ),
-    )
+    command = shared.config_command(commands, "estimate", _estimate)
     command.option("--gpu", "NAME", "h100 or h200 (required)")
     shared.add_backend(command, "whose kernels to assume, jax or torch")
     command.option("--ceilings", "FILE", "JSON of measured GPU rates (default: published ones)")
@@ -27,10 +18,15 @@ def add(commands) -> None:
 
 
 def _estimate(arguments: argparse.Namespace) -> int:
+    """Predict the speed-up of FP8 on a GPU, and what to keep in bf16.
+
+    $ fp8ref estimate llama-8b --gpu h100
+    $ fp8ref estimate llama-8b --gpu h200 --recipe rowwise --backend jax
+    $ fp8ref estimate tiny --gpu h100 --json estimate.json
+    """
     config = shared.config(arguments)
     check_json(arguments.json, arguments.config, arguments.ceilings)
     from fp8ref.estimate import gpu_rates, report
-    from fp8ref.shared.errors import ConfigError
     from fp8ref.train.config import architecture
 
     if arguments.gpu is None:

@@ -46,51 +46,38 @@ class Listing(Result):
 def add(commands) -> None:
     """Add ``fp8ref configs``, ``recipes`` and ``policies``."""
     for name, example in EXAMPLES.items():
-        examples = (name, f"{name} --json -", example)
-        text = f"List the {name} that commands take by name."
-        command = shared.plain(commands, name, _list, text, examples=examples)
+        text = f"List the {name} that commands take by name.\n\n$ fp8ref {name}\n"
+        text += f"$ fp8ref {name} --json -\n$ fp8ref {example}"
+        command = shared.plain(commands, name, _list, text)
         command.set_defaults(names=name)
         shared.add_json(command, "write the list to FILE")
 
 
 def _list(arguments: argparse.Namespace) -> int:
     check_json(arguments.json)
-    rows = {"configs": _configs, "recipes": _recipes, "policies": _policies}[arguments.names]()
+    from fp8ref import configs, policy, recipe
+
+    if arguments.names == "configs":
+        rows = [_config(name) for name in configs.NAMES]
+    else:
+        lines = recipe.SUMMARIES if arguments.names == "recipes" else policy.SUMMARIES
+        rows = [{"name": name, "summary": line} for name, line in lines.items()]
     return conclude(Listing(rows), arguments.json)
 
 
-def _configs() -> list[dict[str, str]]:
+def _config(name: str) -> dict[str, str]:
     from fp8ref import configs
     from fp8ref.spec import llama
 
-    rows = []
-    for name in configs.NAMES:
-        model = llama.LlamaConfig(**_model(name))
-        size = sum(math.prod(shape) for shape in llama.parameter_shapes(model).values())
-        unit, factor = ("B", 1e9) if size >= 1e9 else ("M", 1e6)
-        kind = "Qwen3-MoE" if model.num_experts else "Llama"
-        row = {"name": name, "size": f"{size / factor:.1f}{unit}", "model": kind}
-        rows.append(row | {"summary": configs.summary(name)})
-    return rows
-
-
-def _model(name: str) -> dict:
-    from fp8ref import configs
-
-    text = (configs.FOLDER / f"{name}.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)["model"]
-
-
-def _recipes() -> list[dict[str, str]]:
-    from fp8ref import recipe
-
-    return [{"name": name, "summary": text} for name, text in recipe.SUMMARIES.items()]
-
-
-def _policies() -> list[dict[str, str]]:
-    from fp8ref import policy
-
-    return [{"name": name, "summary": text} for name, text in policy.SUMMARIES.items()]
+    keys = tomllib.loads((configs.FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+    model = llama.LlamaConfig(**keys["model"])
+    size = sum(math.prod(shape) for shape in llama.parameter_shapes(model).values())
+    return {
+        "name": name,
+        "size": f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.1f}M",
+        "model": "Qwen3-MoE" if model.num_experts else "Llama",
+        "summary": configs.summary(name),
+    }
 
 
 SHELLS = ("bash", "zsh")

@@ -12,57 +12,44 @@ from fp8ref.commands.shared import check_json, conclude
 from fp8ref.shared import console
 
 SHAPE, FORMATS = (128, 128, 4096), ("e4m3fn", "e4m3fn")
+GEMM = ("shape", "formats", "out_dtype", "granularity", "fast_accum")
+"""The options of a GEMM."""
+
 INSTRUCTIONS = 1 << 20
 """Results of random instructions to compare, for each pair of formats."""
 
 
 def add(commands) -> None:
     """Add ``fp8ref probe``."""
-    probe = shared.plain(
-        commands,
-        "probe",
-        _probe,
-        "Identify the arithmetic of a scaled GEMM, or of attention.",
-        "Identify the arithmetic of a scaled GEMM, or of attention, from its results for chosen "
-        "inputs, and compare the plan with it bit for bit. Exits with 1 if no plan gives all bits, "
-        "or attention's masks, heads or range of P are at fault.",
-        usage="SUBJECT",
-        examples=(
-            "probe torch-scaled-mm",
-            "probe mine:gemm --shape 64 64 512 --granularity rowwise",
-            "probe torch-rowwise --record recordings",
-        ),
-    )
-    probe.option(
-        "subject",
-        "SUBJECT",
-        "torch-scaled-mm, torch-rowwise, jax-dot; wgmma, Hopper's instruction in all pairings of "
-        "formats; or module:function, (Quantized a, Quantized b[, bias]) -> [M, N], or (q, k, v) "
-        "-> o",
-        nargs="?",
-    )
-    probe.option("--shape", ("M", "N", "K"), "of the GEMM (default 128 128 4096)", nargs=3)
-    probe.option("--formats", ("A", "B"), "of the operands (default e4m3fn e4m3fn)", nargs=2)
-    probe.option("--fast-accum", None, "fast accumulation, for a library's GEMM")
-    probe.option("--out-dtype", "DTYPE", "float32, bfloat16 or float16, for a library's GEMM")
-    probe.option(
-        "--granularity", "NAME", "tensorwise (the default) or rowwise, for module:function"
-    )
-    probe.option(
-        "--layout",
-        "NAME",
-        "attention's order of batch, heads, tokens, features: BHTD (the default) or BTHD",
-        rare=True,
-    )
-    probe.option("--framework", "NAME", "attention's arrays: numpy, torch or jax", rare=True)
-    probe.option("--seed", "N", "seed of the random operands", 0)
+    probe = shared.plain(commands, "probe SUBJECT", _probe)
+    option, rare = probe.option, probe.rare_option
+    text = "torch-scaled-mm, torch-rowwise, jax-dot, wgmma, or module:function of (Quantized a, "
+    text += "Quantized b[, bias]) -> [M, N] or (q, k, v) -> o"
+    option("subject", "SUBJECT", text, nargs="?")
+    option("--shape", ("M", "N", "K"), "of a GEMM (default 128 128 4096)", nargs=3)
+    option("--formats", ("A", "B"), "of operands (default e4m3fn e4m3fn)", nargs=2)
+    option("--fast-accum", None, "fast accumulation, for a library's GEMM")
+    option("--out-dtype", "DTYPE", "of a library's GEMM: float32, bfloat16 or float16")
+    option("--granularity", "NAME", "of module:function: tensorwise (default) or rowwise")
+    option("--seed", "N", "seed of the random operands", 0)
     supervision.add_timeout(probe)
     shared.add_json(probe)
-    probe.option("--record", "DIR", "save operands and results, to verify without the hardware")
-    probe.option("--replay", "FILE", "instead of SUBJECT: verify recordings, NAME.json", nargs="+")
+    option("--record", "DIR", "save operands and results, to verify without the hardware")
+    option("--replay", "FILE", "instead of SUBJECT: verify recordings", nargs="+")
+    rare("--layout", "NAME", "of attention: BHTD (batch, heads, tokens, features) or BTHD")
+    rare("--framework", "NAME", "attention's arrays: numpy, torch or jax")
 
 
 def _probe(arguments: argparse.Namespace) -> int:
+    """Identify the arithmetic of a scaled GEMM, or of attention.
+
+    Exits with 1 if no plan of the simulator gives all its bits, or attention's masks, heads or
+    range of P are at fault.
+
+    $ fp8ref probe torch-scaled-mm
+    $ fp8ref probe mine:gemm --shape 64 64 512 --granularity rowwise
+    $ fp8ref probe torch-rowwise --record recordings
+    """
     check_json(arguments.json)
     if arguments.seed < 0:
         raise ValueError(f"--seed is at least 0; got {arguments.seed}.")
@@ -72,11 +59,8 @@ def _probe(arguments: argparse.Namespace) -> int:
         raise ValueError("needs a SUBJECT, or --replay FILE; got none. See fp8ref probe --help.")
     if (code := _attention(arguments)) is not None:
         return code
-    for option in shared.used(arguments, "layout", "framework"):
-        raise ValueError(
-            f"{option} is of attention, a function of q, k and v; {arguments.subject} is none. "
-            "Leave it out."
-        )
+    reason = f"--layout and --framework are for attention; {arguments.subject} is none"
+    shared.refuse(arguments, reason, "layout", "framework")
     if arguments.record:
         _check_folder(arguments.record)
     try:
@@ -100,13 +84,7 @@ def _attention(arguments: argparse.Namespace) -> int | None:
         function = library_gemms.load(arguments.subject)
         if not subjects.is_attention(function):
             return None
-        if unused := shared.used(
-            arguments, "shape", "formats", "out_dtype", "granularity", "record", "fast_accum"
-        ):
-            raise ValueError(
-                f"{', '.join(unused)}: {arguments.subject} is attention, whose inputs the probe "
-                "chooses. Leave it out."
-            )
+        shared.refuse(arguments, "the probe chooses the inputs of attention", *GEMM, "record")
         with console.waiting("probe"):
             probed = probe(
                 function,
@@ -195,13 +173,8 @@ def _gemm(arguments: argparse.Namespace) -> int:
 def _wgmma(arguments: argparse.Namespace) -> int:
     from fp8ref.conformance.gemm import instruction, recording, wgmma
 
-    if unused := shared.used(
-        arguments, "shape", "formats", "out_dtype", "granularity", "fast_accum"
-    ):
-        raise ValueError(
-            f"{', '.join(unused)}: wgmma is one instruction, m64n8k32, probed in every pairing "
-            "of formats. Leave it out."
-        )
+    reason = "wgmma is one instruction, m64n8k32, probed in every pairing of formats"
+    shared.refuse(arguments, reason, *GEMM)
     multiply, about = wgmma.instruction(), wgmma.device()
     instructions = []
     for fmt_a, fmt_b in wgmma.PAIRS:
@@ -230,12 +203,8 @@ def _wgmma(arguments: argparse.Namespace) -> int:
 def _replay(arguments: argparse.Namespace) -> int:
     from fp8ref.conformance.gemm import recording
 
-    of_gemm = "shape", "formats", "fast_accum", "out_dtype", "granularity", "record"
-    if options := shared.used(arguments, "subject", *of_gemm, "layout", "framework"):
-        unused = ", ".join(option.removeprefix("--") for option in options)
-        raise ValueError(
-            f"--replay takes all settings from the recordings; got {unused} too. Leave it out."
-        )
+    reason = "--replay takes all settings from the recordings"
+    shared.refuse(arguments, reason, "subject", *GEMM, "record", "layout", "framework")
     with console.waiting("verify recordings"):
         recordings = recording.verify_all(arguments.replay)
     code = conclude(recordings, arguments.json)

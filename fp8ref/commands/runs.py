@@ -17,114 +17,50 @@ def add(commands) -> None:
 
 
 def _add_export(commands) -> None:
-    weights = shared.plain(
-        commands,
-        "export",
-        _export,
-        "Export a run's weights in the format of transformers.",
-        usage="RUN --out DIR",
-        examples=(
-            "export runs/tiny-torch-tensorwise --out weights",
-            "export runs/mine --out weights --tokenizer tokenizer.json",
-            "train tiny --run.init_from weights",
-        ),
-    )
+    weights = shared.plain(commands, "export RUN --out DIR", _export)
     weights.option("run_directory", "RUN", "a run directory")
-    weights.option(
-        "--out", "DIR", "output directory, for config.json and safetensors", required=True
-    )
-    weights.option(
-        "--tokenizer", "PATH", "tokenizer.json, or a directory of tokenizer files, to copy there"
-    )
+    text = "output directory, for config.json and safetensors"
+    weights.option("--out", "DIR", text, required=True)
+    weights.option("--tokenizer", "PATH", "tokenizer.json, or its directory, to copy there")
 
 
 def _add_report(commands) -> None:
-    report = shared.plain(
-        commands,
-        "report",
-        _report,
-        "Write a page on runs: is this FP8 loss normal?",
-        "Write one HTML page, and its figures as PNGs. It shows the gap to bf16 with its "
-        "interval and a verdict, losses, the linears that ran in FP8, speed and statistics.",
-        usage="RUN...",
-        examples=(
-            "report runs/tiny-torch-tensorwise",
-            "report runs/bf16 runs/tensorwise --out fp8.html",
-            "report sweep --margin 0.01",
-        ),
-    )
-    report.option(
-        "runs",
-        "RUN",
-        "a run directory, or a directory of runs; runs of equal seeds, in bf16 and FP8, give the "
-        "verdict",
-        nargs="+",
-    )
+    report = shared.plain(commands, "report RUN...", _report)
+    text = "a run directory, or a directory of runs; bf16 and FP8 of equal seeds are judged"
+    report.option("runs", "RUN", text, nargs="+")
     report.option("--out", "FILE", "the page", Path("report.html"))
     shared.add_judging(report)
 
 
 def _add_compare(commands) -> None:
-    compare = shared.plain(
-        commands,
-        "compare",
-        _compare,
-        "Compare two runs' configs and losses.",
-        "Compare two runs' configs and losses. Exits with 0 if the losses are identical, or "
-        "shown to be equivalent; else with 1.",
-        usage="A B",
-        examples=(
-            "compare runs/bf16 runs/tensorwise",
-            "compare bf16-0 fp8-0 --seeds bf16-1 fp8-1 bf16-2 fp8-2",
-            "compare theirs.csv mine.csv --loss train/loss",
-        ),
-    )
-    compare.option(
-        "a", "A", "a run directory, or another trainer's log: CSV, JSON Lines, console, TensorBoard"
-    )
+    compare = shared.plain(commands, "compare A B", _compare)
+    text = "a run directory, or a log: CSV, JSON Lines, console, TensorBoard"
+    compare.option("a", "A", text)
     compare.option("b", "B", "another, whose loss minus A's is judged")
-    compare.option(
-        "--seeds",
-        "RUN",
-        "more runs of A and B with other seeds; for logs give A1 B1 A2 B2",
-        [],
-        nargs="+",
-    )
-    compare.option(
-        "--loss", "NAME", "column or tag of the losses in a log (default: loss, train/loss, ...)"
-    )
+    text = "more runs of A and B with other seeds; for logs give A1 B1 A2 B2"
+    compare.option("--seeds", "RUN", text, [], nargs="+")
+    compare.option("--loss", "NAME", "column or tag of the losses in a log")
     shared.add_json(compare, "write the comparison to FILE")
     shared.add_judging(compare)
 
 
 def _add_replay(commands) -> None:
-    replay = shared.plain(
-        commands,
-        "replay",
-        _replay,
-        "Replay a run's recorded amaxes under another scaling.",
-        "Show how much of a run's recorded amaxes (statistics.every) delayed scaling, or a "
-        "dynamic policy, would have clipped or wasted.",
-        usage="RUN --policy NAME",
-        examples=(
-            "replay runs/tiny-torch-tensorwise --policy delayed",
-            "replay runs/tiny-torch-tensorwise --policy delayed --history 16",
-            "replay runs/tiny-torch-tensorwise --policy te_block --json replay.json",
-        ),
-    )
+    replay = shared.plain(commands, "replay RUN --policy NAME", _replay)
     replay.option("run_directory", "RUN", "the directory of a run")
-    replay.option(
-        "--policy",
-        "NAME",
-        "delayed, te_delayed or flax; or a dynamic policy, which fp8ref policies lists",
-        required=True,
-    )
-    replay.option("--history", "N", "history length of delayed scaling (default: the policy's)")
-    replay.option("--margin", "M", "margin, in powers of two (default: the policy's)")
+    text = "a name that fp8ref policies lists, or delayed"
+    replay.option("--policy", "NAME", text, required=True)
+    replay.option("--history", "N", "length of delayed scaling (default: the policy's)")
+    replay.option("--margin", "M", "in powers of two (default: the policy's)")
     shared.add_json(replay, "write the result of each layer and role to FILE")
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    """Export a run's weights in the format of transformers.
+
+    $ fp8ref export runs/tiny-torch-tensorwise --out weights
+    $ fp8ref export runs/mine --out weights --tokenizer tokenizer.json
+    $ fp8ref train tiny --run.init_from weights
+    """
     from fp8ref.train.models.export import export
 
     with console.waiting("export"):
@@ -139,6 +75,15 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    """Write a page on runs: is this FP8 loss normal?
+
+    One HTML page, and its figures as PNGs: the gap to bf16 with its interval and a verdict, losses,
+    the linears that ran in FP8, speed and statistics.
+
+    $ fp8ref report runs/tiny-torch-tensorwise
+    $ fp8ref report runs/bf16 runs/tensorwise --out fp8.html
+    $ fp8ref report sweep --margin 0.01
+    """
     from fp8ref.train.report import page, runs
 
     with console.waiting("report"):
@@ -153,6 +98,14 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
+    """Compare two runs' configs and losses.
+
+    Exits with 0 if the losses are identical, or shown to be equivalent; else with 1.
+
+    $ fp8ref compare runs/bf16 runs/tensorwise
+    $ fp8ref compare bf16-0 fp8-0 --seeds bf16-1 fp8-1 bf16-2 fp8-2
+    $ fp8ref compare theirs.csv mine.csv --loss train/loss
+    """
     check_json(arguments.json)
     from fp8ref.train.report import compare
 
@@ -166,6 +119,15 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
+    """Replay a run's recorded amaxes under another scaling.
+
+    How much of the amaxes (statistics.every) delayed scaling, or a dynamic policy, would have
+    clipped or wasted.
+
+    $ fp8ref replay runs/tiny-torch-tensorwise --policy delayed
+    $ fp8ref replay runs/tiny-torch-tensorwise --policy delayed --history 16
+    $ fp8ref replay runs/tiny-torch-tensorwise --policy te_block --json replay.json
+    """
     check_json(arguments.json)
     from fp8ref.train.report.what_if import replay
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fp8ref.shared import console
 from fp8ref.shared.arguments import Parser
+from fp8ref.shared.errors import ConfigError
 from fp8ref.shared.result import STDOUT, Result
 
 __all__ = ["DEFECT", "ERROR", "INTERRUPTED", "LOST", "NON_FINITE", "PIPE", "STOPPED", "check_whole"]
@@ -30,35 +31,28 @@ Run = Callable[[argparse.Namespace], int]
 """A command's function: parsed arguments -> exit code."""
 
 
-def plain(
-    commands,
-    name: str,
-    run: Run,
-    help: str,
-    description: str | None = None,
-    *,
-    usage: str = "",
-    examples: Sequence[str] = (),
-) -> Parser:
-    """Add a command. usage, examples: of ``Parser.describe``."""
-    parser: Parser = commands.add_parser(name, help=help)
-    parser.summary = help
-    parser.describe(usage, description or help, examples)
+def plain(commands, usage: str, run: Run, text: str = "") -> Parser:
+    """Add a command. usage: its name, and what it needs; text: as ``Parser.describe``, by default
+    the docstring of run.
+    """
+    name, _, needs = usage.partition(" ")
+    text = text or run.__doc__ or name
+    parser: Parser = commands.add_parser(name, help=text.partition("\n")[0])
+    parser.describe(needs, text)
     parser.set_defaults(run=run, parser=parser)
     return parser
 
 
-def group(commands, name: str, help: str, metavar: str, description: str | None = None):
+def group(commands, usage: str, text: str):
     """Add a command of commands, and return what they are added to."""
-    parser = plain(commands, name, lambda arguments: ERROR, help, description, usage=metavar)
+    parser = plain(commands, usage, lambda arguments: ERROR, text)
+    metavar = usage.partition(" ")[2]
     return parser.add_subparsers(required=True, metavar=metavar, prog=parser.prog)
 
 
-def config_command(
-    commands, name: str, run: Run, help: str, *, examples: Sequence[str] = ()
-) -> Parser:
+def config_command(commands, name: str, run: Run, text: str = "") -> Parser:
     """Add a command that takes a CONFIG and options for its keys, which ``config`` applies."""
-    parser = plain(commands, name, run, help, usage="CONFIG", examples=examples)
+    parser = plain(commands, f"{name} CONFIG", run, text)
     parser.option("config", "CONFIG", "a TOML file, or a name of fp8ref configs", nargs="?")
     parser.before = functools.partial(_add_keys, parser)
     parser.more = functools.partial(_describe_keys, parser)
@@ -91,15 +85,9 @@ def _describe_keys(parser: Parser, words: Sequence[str]) -> str:
     return f"\nkeys of CONFIG, by section:\n\n{every.format_help()}"
 
 
-def keys(arguments: argparse.Namespace) -> list[str]:
-    """The options of a command line that set keys of the config."""
-    return [f"--{name}" for name in vars(arguments) if "." in name]
-
-
 def config(arguments: argparse.Namespace):
     """The CONFIG of a command line with its options applied."""
     from fp8ref import configs as shipped
-    from fp8ref.shared.errors import ConfigError
     from fp8ref.train.config import config as configs
     from fp8ref.train.config import options
 
@@ -141,11 +129,20 @@ def add_json(command: Parser, help: str = "write the findings to FILE") -> None:
 
 
 def used(arguments: argparse.Namespace, *names: str) -> list[str]:
-    """Those of these options that are not at their default, as "--name"."""
+    """Those of these arguments that are not at their default, as "--name"; "*": keys of CONFIG."""
     default = arguments.parser.get_default
+    keys = [name for name in vars(arguments) if "." in name] * ("*" in names)
+    words = [name for name in names if name != "*" and getattr(arguments, name) != default(name)]
+    positional = ("config", "subject")
     return [
-        f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) != default(name)
-    ]
+        name.upper() if name in positional else f"--{name.replace('_', '-')}" for name in words
+    ] + [f"--{key}" for key in keys]
+
+
+def refuse(arguments: argparse.Namespace, reason: str, *names: str) -> None:
+    """ValueError if arguments are used that have no meaning, for a reason."""
+    if unused := used(arguments, *names):
+        raise ValueError(f"{reason}; got {', '.join(unused)} too. Leave it out.")
 
 
 def add_trust(command: Parser) -> None:
@@ -231,7 +228,6 @@ def check_json(path: Path | None, *read: Path | None) -> None:
 
 def check_whole(config) -> None:
     """ConfigError for microbatches, schedules and users' models in a cross-check."""
-    from fp8ref.shared.errors import ConfigError
     from fp8ref.train.config import architecture
 
     architecture.require_llama(config, "a cross-check")

@@ -11,20 +11,7 @@ from fp8ref.shared import console
 
 def add(commands) -> None:
     """Add ``fp8ref study``."""
-    command = shared.plain(
-        commands,
-        "study",
-        _study,
-        "Show what FP8 does to the tensors of a file.",
-        "Cast every tensor of a file as each recipe does, and show what becomes zero, is clipped, "
-        "and loses its digits. Nothing is unpickled.",
-        usage="FILE",
-        examples=(
-            'study model.safetensors --tensors "*.mlp.*" --recipes rowwise',
-            "study activations.npz --out study.html",
-            "study tiny",
-        ),
-    )
+    command = shared.plain(commands, "study FILE", _study)
     command.option(
         "file", "FILE", ".npz, .safetensors, a recording of fp8ref.study.record, or tiny"
     )
@@ -42,6 +29,15 @@ def add(commands) -> None:
 
 
 def _study(arguments: argparse.Namespace) -> int:
+    """Show what FP8 does to the tensors of a file.
+
+    Cast every tensor of a file as each recipe does, and show what becomes zero, is clipped, and
+    loses its digits. Nothing is unpickled.
+
+    $ fp8ref study model.safetensors --tensors "*.mlp.*" --recipes rowwise
+    $ fp8ref study activations.npz --out study.html
+    $ fp8ref study tiny
+    """
     out = arguments.out
     if out is not None and out.suffix != ".html":
         if not out.is_dir():

@@ -9,21 +9,12 @@ from pathlib import Path
 
 from fp8ref.commands import shared
 from fp8ref.shared import console
+from fp8ref.shared.errors import ConfigError
 
 
 def add(commands) -> None:
     """Add ``fp8ref train`` and ``fp8ref sweep``."""
-    train = shared.config_command(
-        commands,
-        "train",
-        _train,
-        "Train a model and write a run directory.",
-        examples=(
-            "train tiny --run.steps 20",
-            "train tiny --backend jax --recipe rowwise --run.out runs/rowwise",
-            "train llama-1b --dry-run",
-        ),
-    )
+    train = shared.config_command(commands, "train", _train)
     shared.add_backend(train)
     train.option("--resume", None, "continue a stopped run")
     train.option("--overwrite", None, "replace an existing run")
@@ -34,17 +25,7 @@ def add(commands) -> None:
 
 
 def _add_sweep(commands) -> None:
-    sweep = shared.config_command(
-        commands,
-        "sweep",
-        _sweep,
-        "Train several recipes with matched seeds, and judge them by bf16.",
-        examples=(
-            "sweep tiny --run.steps 40",
-            "sweep tiny --recipes bf16,rowwise,mxfp8 --seeds 2 --out mx",
-            "sweep tiny --backend jax,torch --jobs 2",
-        ),
-    )
+    sweep = shared.config_command(commands, "sweep", _sweep)
     sweep.option("--recipes", "NAMES", "recipes, with commas", "bf16,tensorwise")
     sweep.option("--seeds", "N", "seeds of each recipe, from those of CONFIG on", 3)
     sweep.option(
@@ -57,6 +38,12 @@ def _add_sweep(commands) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    """Train a model and write a run directory.
+
+    $ fp8ref train tiny --run.steps 20
+    $ fp8ref train tiny --backend jax --recipe rowwise --run.out runs/rowwise
+    $ fp8ref train llama-1b --dry-run
+    """
     from fp8ref.train.run import signals
 
     with signals.deferring_sigterm():  # before a framework takes its seconds to load
@@ -65,15 +52,11 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _trained(arguments: argparse.Namespace) -> int:
     config = shared.config(arguments)
-    from fp8ref.shared.errors import ConfigError
-
     arguments.backend = shared.backend(arguments, config)
     shared.trust_source(arguments, arguments.config, config)
     if arguments.dry_run:
-        for flag in shared.used(arguments, "resume", "overwrite", "distributed"):
-            raise ConfigError(
-                f"--dry-run reads a config alone, in one process; got {flag} too. Leave it out."
-            )
+        reason = "--dry-run reads a config alone, in one process"
+        shared.refuse(arguments, reason, "resume", "overwrite", "distributed")
         from fp8ref.estimate import dry_run
 
         dry_run.show(config, arguments.backend, console.console())
@@ -106,9 +89,14 @@ def _trained(arguments: argparse.Namespace) -> int:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
+    """Train several recipes with matched seeds, and judge them by bf16.
+
+    $ fp8ref sweep tiny --run.steps 40
+    $ fp8ref sweep tiny --recipes bf16,rowwise,mxfp8 --seeds 2 --out mx
+    $ fp8ref sweep tiny --backend jax,torch --jobs 2
+    """
     confidence, margin = shared.confidence(arguments), shared.margin(arguments)
     config = shared.config(arguments)
-    from fp8ref.shared.errors import ConfigError
     from fp8ref.train.experiments import sweep
 
     backends = _names(shared.backend(arguments, config))

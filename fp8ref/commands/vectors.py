@@ -89,58 +89,32 @@ WHAT = {
 }
 """{operation: what it tests, in words}."""
 
+EXAMPLE = {"--format": "e4m3fn", "--variant": "fa3"}
+
 
 def add(commands) -> None:
     """Add ``fp8ref vectors gen`` and ``fp8ref vectors verify``."""
-    about, operations = "Test vectors for programs in any language.", "|".join(ASKED)
-    verbs = shared.group(commands, "vectors", about, "gen|verify", f"{about}\n{FORM}")
-    about = "Write test vectors to standard output."
-    makers = shared.group(verbs, "gen", about, operations, f"{about}\n{FORM}")
-    about = "Judge answers from standard input."
-    judges = shared.group(verbs, "verify", about, operations, f"{about}\n{FORM}")
-    for operation in ASKED:
-        _add_gen(makers, operation)
-        _add_verify(judges, operation)
+    text, operations = "Test vectors for programs in any language.", "|".join(ASKED)
+    verbs = shared.group(commands, "vectors gen|verify", f"{text}\n\n{FORM}")
+    text = f"Write test vectors to standard output.\n\n{FORM}"
+    makers = shared.group(verbs, f"gen {operations}", text)
+    text = f"Judge answers from standard input.\n\n{FORM}"
+    judges = shared.group(verbs, f"verify {operations}", text)
+    for operation, what in WHAT.items():
+        needs = "--variant" if operation == "attention" else "--format"
+        gen = f"$ fp8ref vectors gen {operation} {needs} {EXAMPLE[needs]}"
+        judge = f"$ fp8ref vectors verify {operation}"
+        examples = f"{gen} | ./yours > answers.txt\n{judge} < answers.txt\n"
+        text = f"Write test vectors of {what} to standard output.\n\n{examples}{gen} --count 8"
+        maker = shared.plain(makers, f"{operation} {needs} NAME", _gen, text)
+        _add_settings(maker, operation, needs)
+        text = f"Judge {what} by vectors with answers, from standard input.\n\nExits with 1 if an "
+        text += f"answer differs, or a vector is missing, unasked or repeated.\n\n{examples}"
+        _add_verify(judges, operation, f"{text}{judge} --some --json - < answers.txt")
 
 
-def _examples(operation: str) -> tuple[str, ...]:
-    needed = "--variant fa3" if operation == "attention" else "--format e4m3fn"
-    gen = f"vectors gen {operation} {needed}"
-    return (
-        f"{gen} | ./yours > answers.txt",
-        f"{gen} --seed 1 --count 8",
-        f"vectors verify {operation} < answers.txt",
-    )
-
-
-def _add_gen(commands, operation: str) -> None:
-    needed = "variant" if operation == "attention" else "format"
-    gen = shared.plain(
-        commands,
-        operation,
-        _gen,
-        f"vectors of {WHAT[operation]}",
-        f"Write test vectors of {WHAT[operation]} to standard output.",
-        usage=f"--{needed} NAME",
-        examples=_examples(operation),
-    )
-    _add_settings(gen, operation, needed)
-
-
-def _add_verify(commands, operation: str) -> None:
-    judge = shared.plain(
-        commands,
-        operation,
-        _verify,
-        f"judge {WHAT[operation]}",
-        f"Judge {WHAT[operation]} by vectors with answers, from standard input. Exits with 1 if an "
-        "answer differs, or a vector is missing, unasked or repeated.",
-        examples=(
-            _examples(operation)[0],
-            f"vectors verify {operation} < answers.txt",
-            f"vectors verify {operation} --some --json - < answers.txt",
-        ),
-    )
+def _add_verify(commands, operation: str, text: str) -> None:
+    judge = shared.plain(commands, operation, _verify, text)
     _add_settings(judge, operation)
     for option, about in RULES[operation].items():
         judge.option(f"--{option}", "NAME", about)
@@ -158,7 +132,7 @@ def _add_settings(command: Parser, operation: str, needed: str = "") -> None:
     command.set_defaults(operation=operation)
     for option in ASKED[operation].split():
         metavar, about = SETTINGS[option]
-        command.option(f"--{option}", metavar, about, required=option == needed)
+        command.option(f"--{option}", metavar, about, required=f"--{option}" == needed)
 
 
 def _gen(arguments: argparse.Namespace) -> int:

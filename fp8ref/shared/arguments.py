@@ -3,6 +3,7 @@ rest, and errors in one line.
 """
 
 import argparse
+import inspect
 import re
 import sys
 import textwrap
@@ -50,14 +51,26 @@ class Parser(argparse.ArgumentParser):
         self.words: list[str] = []
         self.summary = ""
 
-    def describe(self, usage: str, sentence: str, examples: Sequence[str] = ()) -> None:
-        """Set the texts of the help. usage: what the command needs; examples: without fp8ref."""
+    def describe(self, usage: str, text: str) -> None:
+        """Set the texts of the help.
+
+        usage  what the command needs.
+        text   a sentence, which lists of commands show; further paragraphs; examples, each a line
+               that begins with "$ ".
+        """
+        lines = inspect.cleandoc(text).splitlines()
+        examples = [f"  {line[2:]}" for line in lines if line.startswith("$ ")]
+        prose = "\n".join(line for line in lines if not line.startswith("$ ")).strip()
+        self.summary, *_ = lines
         self.usage = " ".join([self.prog, *usage.split(), "[options]"])
-        lines = [sentence, "", "examples:", *(f"  fp8ref {example}" for example in examples)]
-        self.description = "\n".join(lines if examples else lines[:1])
-        text = "show every option and exit"
+        self.description = re.sub(r"(?m)^(\S.*)\n(?=\S)", r"\1 ", prose)
+        self.description += "\n\nexamples:\n" * bool(examples) + "\n".join(examples)
         self.add_argument(
-            "--help-all", action=HelpAll, nargs=0, default=argparse.SUPPRESS, help=text
+            "--help-all",
+            action=HelpAll,
+            nargs=0,
+            default=argparse.SUPPRESS,
+            help="show every option and exit",
         )
 
     def option(
@@ -91,6 +104,10 @@ class Parser(argparse.ArgumentParser):
             )
         action.required = action.required or required
         self.rare += [action] * rare
+
+    def rare_option(self, name: str, metavar: str, help: str, default=None, **keys) -> None:
+        """Add an option that --help-all shows, and --help does not."""
+        self.option(name, metavar, help, default, rare=True, **keys)
 
     def parse_known_args(self, args=None, namespace=None):
         """As argparse, of what ``before`` returns."""

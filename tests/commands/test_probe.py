@@ -214,7 +214,7 @@ def test_a_wrong_tile_is_graded(kernels, capsys):  # B-14
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "a probe needs a SUBJECT, or --replay FILE"),
+        ([], "needs a SUBJECT, or --replay FILE; got none."),
         (["turing"], "got 'turing'"),
         (["kernels_under_test:missing"], "cannot be imported"),
         (["kernels_under_test:slow", "--fast-accum"], "kernels_under_test:slow has its own"),
@@ -238,7 +238,7 @@ def test_a_wrong_tile_is_graded(kernels, capsys):  # B-14
         ),
         (
             ["kernels_under_test:attend", "--shape", "16", "16", "64"],
-            "--shape: kernels_under_test:attend is attention, whose inputs",
+            "the probe chooses the inputs of attention; got --shape too. Leave it out.",
         ),
         (
             ["kernels_under_test:attend", "--layout", "TBHD"],
@@ -246,12 +246,15 @@ def test_a_wrong_tile_is_graded(kernels, capsys):  # B-14
         ),
         (
             ["kernels_under_test:slow", "--layout", "BTHD"],
-            "--layout is of attention, a function of q, k and v; kernels_under_test:slow is none",
+            "--layout and --framework are for attention; kernels_under_test:slow is none; got --layout",
         ),
-        (["wgmma", "--shape", "64", "8", "32"], "--shape: wgmma is one instruction"),
+        (
+            ["wgmma", "--shape", "64", "8", "32"],
+            "wgmma is one instruction, m64n8k32, probed in every pairing of formats; got --shape",
+        ),
         (
             ["wgmma", "--replay", "x.json"],
-            "--replay takes all settings from the recordings; got subject too. Leave it out.",
+            "--replay takes all settings from the recordings; got SUBJECT too. Leave it out.",
         ),
         (["--replay", "x.json"], "x.json cannot be read as a recording of a probe"),
     ],

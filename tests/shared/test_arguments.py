@@ -9,7 +9,7 @@ from fp8ref.shared.arguments import Parser
 @pytest.fixture
 def parser():
     parser = Parser(prog="it")
-    parser.describe("FILE", "Do it.", ["it mine.txt", "it mine.txt --count 2"])
+    parser.describe("FILE", "Do it.\n\nAt length,\nand well.\n\n$ it a.txt\n$ it a.txt --count 2")
     parser.option("file", "FILE", "what to read")
     parser.option("--count", "N", "how often", 1)
     parser.option("--rate", "X", "how fast", rare=True)
@@ -36,7 +36,7 @@ def test_the_metavar_states_the_type(parser):
 def test_help_leaves_out_what_is_rare_and_help_all_does_not(parser, capsys):
     short, long = parser.format_help(), parser.format_all()
     assert short.startswith(
-        "usage: it FILE [options]\n\nDo it.\n\nexamples:\n  fp8ref it mine.txt\n"
+        "usage: it FILE [options]\n\nDo it.\n\nAt length, and well.\n\nexamples:\n  it a.txt\n"
     )
     assert "how often (default 1)" in short
     assert ("--rate" in short, "--rate" in long) == (False, True)

@@ -1,6 +1,9 @@
 import functools
 import io
+import os
 import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -237,3 +240,47 @@ def test_text_is_no_markup(capsys):
     with consoles.bar("[/a]", 1, shown=True) as advance:
         advance("[/b]")
     assert capsys.readouterr().out == "[red]a[/red] [/b] :smile:\n"
+
+
+COLORS = """
+from fp8ref.shared import console
+
+table = console.table("name", title="names")
+table.add_row("[bold]tiny[/bold] 12")
+console.console().print(table)
+console.console().print("12 of 13", highlight=True, style="red")
+console.say("note 3")
+"""
+
+
+def shown(environment, *, terminal: bool) -> bytes:
+    """What COLORS writes to a terminal, or to a pipe."""
+    reader, writer = os.openpty() if terminal else os.pipe()
+    variables = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+    subprocess.run(
+        [sys.executable, "-c", COLORS],
+        stdout=writer,
+        stderr=writer,
+        env=variables | {"TERM": "xterm-256color"} | environment,
+        check=True,
+    )
+    os.close(writer)
+    text = b""
+    while True:
+        try:
+            piece = os.read(reader, 1 << 16)
+        except OSError:  # a terminal whose other end is closed
+            piece = b""
+        if not piece:
+            os.close(reader)
+            return text
+        text += piece
+
+
+def test_no_color_and_no_terminal_leave_out_what_they_should():
+    colors = re.compile(rb"\x1b\[[0-9;]*3[0-9]")
+    assert colors.search(shown({}, terminal=True))
+    plain = shown({"NO_COLOR": "1"}, terminal=True)
+    assert b"tiny" in plain
+    assert not colors.search(plain)
+    assert b"\x1b" not in shown({}, terminal=False)

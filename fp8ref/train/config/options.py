@@ -178,11 +178,6 @@ def spelled(words: Sequence[str]) -> list[str]:
     ]
 
 
-def named(arguments: argparse.Namespace) -> list[str]:
-    """The keys that a command line sets."""
-    return [key for key in vars(arguments) if key in config_keys()]
-
-
 def override(config: Config, words: Sequence[str], *, prog: str) -> Config:
     """config with the options of a command line, which are keys alone.
 
@@ -199,13 +194,14 @@ def apply(config: Config, arguments: argparse.Namespace) -> Config:
 
     Raises:   ConfigError: a value of another type; ValueError as ``Config``.
     """
-    return config.replace(**_sections(arguments)) if named(arguments) else config
-
-
-def _sections(arguments: argparse.Namespace) -> dict[str, dict]:
-    sections: dict[str, dict] = {}
-    for dotted in named(arguments):
-        section, _, name = dotted.partition(".")
-        value = config_keys()[dotted].value(getattr(arguments, dotted))
-        sections.setdefault(section, {})[name] = value
-    return sections
+    values = {
+        tuple(dotted.split(".")): key.value(getattr(arguments, dotted))
+        for dotted, key in config_keys().items()
+        if hasattr(arguments, dotted)
+    }
+    return config.replace(
+        **{
+            section: {name: value for (other, name), value in values.items() if other == section}
+            for section, _ in values
+        }
+    )

@@ -153,7 +153,7 @@ def test_every_key_is_an_option_in_every_spelling(dotted):
 
 def test_no_options_change_nothing():
     changed = Config().replace(run={"steps": 3}, numerics={"fp8_fqns": ("lm_head",)})
-    assert override(changed) is changed
+    assert override(changed) == changed
 
 
 def test_a_table_is_no_option():
@@ -207,6 +207,7 @@ def test_collectives_in_the_graph_are_the_librarys_and_the_error_names_them(word
         ),
         (["--parallel.tensor_reduce_dtype", "x"], "takes one of float32, bfloat16, None; got 'x'."),
         (["--data.mixture", "a", "b"], "--data.mixture takes pairs of values; got 'a b'."),
+        (["--data.evaluation", "a", "b", "c"], "takes pairs of values; got 'a b c'."),
         (["--data.evaluation", "a"], "--data.evaluation takes pairs of values; got 'a'."),
         (["--run.steps", "0"], "run.steps is at least 1; got 0"),
         (["--recipe", "fp9"], "rowwise_with_gw_hp"),
