@@ -323,8 +323,8 @@ def sentence(compared: Compared, kind: Kind, margin: float, confidence: float = 
         text += f", by {n} matched seeds"
     elif gap.by == "unmatched":
         text += (
-            f", by {n} and {len(compared.to)} runs of different seeds, whose noise is in it: "
-            "matched seeds tell more"
+            f", by {n} and {len(compared.to)} runs of different seeds; the interval includes "
+            "seed noise, which matched seeds avoid"
         )
     text += f" (one seed; margin {margin:.4f})" if gap.by == "steps" else f"; margin {margin:.4f}"
     if gap.too_short:

@@ -415,7 +415,7 @@ def test_the_worst_ten_layers_are_a_table(seeds, fp8, write):
     shown, _ = write([*seeds, fp8(statistics=worse)])
     assert "The ten worst layers" in shown.text
     assert re.search(r"layer00\s+output/input\s+20\.0\s+0\s+20\.0", shown.text)
-    table = shown.text[: shown.text.index("Maps are by layer")]
+    table = shown.text[: shown.text.index("Maps show layers")]
     assert "layer09" in table
     assert "layer10" not in table
 
