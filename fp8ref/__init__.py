@@ -17,22 +17,18 @@ tensorwise makes 54.5% of the elements zero, rowwise under 0.1%.
 ``f8.formats``, ``f8.recipes`` and ``f8.policies`` list what there is. All of this needs NumPy;
 arrays of PyTorch and JAX are quantized where they are. The rooms, which are imported by name:
 
-    torch   convert(model, recipe); linear.Linear, parallel.parallelize, delayed.update,
-            proof.trace_eager.
+    torch   convert(model, recipe); linear.Linear, parallel.parallelize, delayed.update.
     jax     flax.convert; linear.apply, contraction.einsum, sharding.Placement, proof.read.
     train   one training loop for both: config.load, loop.train, data, checkpoints, report.
-    study   what would FP8 do to your model? recording.Recording of its operands, cast_error.judge,
-            depth_error.compare, page.write.
+    study   what would FP8 do to your model? recording.Recording, cast_error.judge, page.write.
     conformance
-            is this code right? identify_cast, gemm.identify_gemm, strategies and require for tests,
-            vectors for any language.
+            is this code right? identify_cast, gemm.identify_gemm, strategies and require for tests.
     crosscheck
-            do both backends agree with the specification? one_device.crosscheck, sharded.jax_mesh,
-            sharded.torch_ranks, rerun.
+            do the backends agree with the specification? one_device.crosscheck, sharded.jax_mesh.
     estimate
-            what a run would take on a GPU, from published rates: report.of, dry_run.show.
-    sim     the specification in NumPy: quantize.scaling, gemm.gemm, linear.forward,
-            attention.attention, delayed.step. The same names in jax and torch mean the same.
+            what a run would take on a GPU: report.of, dry_run.show.
+    sim     the specification in NumPy, under the names of jax and torch: quantize.scaling,
+            gemm.gemm, linear.forward, attention.attention, delayed.step.
     plots   figures as functions: arrays in, matplotlib's Axes out.
     formats, policy, recipe
             what users name: E4M3FN and E5M2; POLICIES and RECIPES.
