@@ -233,7 +233,7 @@ def test_heads_that_a_variant_does_not_take_are_refused(small):
         ValueError, match=r"'mxfp8' takes heads of a multiple of 32 up to 256; got 16"
     ):
         small.replace(numerics={"attention": "mxfp8"})
-    with pytest.raises(ValueError, match=r"'cudnn' takes at most 256 features; got 512"):
+    with pytest.raises(ValueError, match=r"'cudnn' takes heads of at most 256 features; got 512"):
         small.replace(model={"hidden_size": 1024}, numerics={"attention": "cudnn"})
 
 

@@ -259,7 +259,7 @@ def test_what_experts_do_not_take_is_refused_by_name(sections, said, mixture):  
         ({"num_experts": 4}, r"model\.num_experts_per_tok is 1 to num_experts = 4; got 0"),
         ({"num_experts": 4, "num_experts_per_tok": 5}, "1 to num_experts = 4; got 5"),
         ({"num_experts_per_tok": 2}, r"model\.num_experts_per_tok needs experts; got 2"),
-        ({"router_aux_loss_coef": 0.1}, r"model\.router_aux_loss_coef is of a model with experts"),
+        ({"router_aux_loss_coef": 0.1}, r"model\.router_aux_loss_coef needs experts"),
         ({"num_experts": -1}, r"model\.num_experts is not negative; got -1"),
         ({"head_size": 15}, r"model\.head_size is even, and at least 2"),
     ],

@@ -199,7 +199,7 @@ def test_scales_of_e2m1fn():  # S-14, S-22
         "scale", {"format": "e2m1fn", "policy": "mx_floor", "count": 50}, answer, made="e8m0"
     ).ok
     with pytest.raises(
-        ValueError, match=r"needs amaxes of blocks and of the tensor .* Ask for quantize"
+        ValueError, match=r"makes scales from a block's amax and the tensor's .* Ask for quantize"
     ):
         judged("scale", {"format": "e2m1fn", "policy": "te_nvfp4"}, answer)
 
