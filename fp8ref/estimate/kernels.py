@@ -145,12 +145,8 @@ def linear_kernels(
                 kernels += _dequantized(sizes[role], fusion)
     for role, served in role_casts.items():
         whole = gathered.get(role)
-        if (
-            fusion == "xla"
-            and role == "grad_output"
-            and whole is not None
-            and recipe.pairs_gradients
-        ):
+        paired = fusion == "xla" and role == "grad_output" and recipe.pairs_gradients
+        if paired and whole is not None:
             kernels += _paired(sizes[role], whole)
         elif fusion == "xla":
             kernels += _xla(role, served, sizes[role], whole, place)
@@ -228,15 +224,11 @@ def _role_kernels(
         if granularity.by_name(cast.granularity).reduced is not None:
             kernels.append(Kernel("cast", 3 * n))
         elif fusion == "eager":
-            kernels += [
-                *_eager_amax(n),
-                *_eager_cast(n),
-                *([Kernel("layout", 2 * n)] if transposed and gathered is None else []),
-            ]
+            kernels += [*_eager_amax(n), *_eager_cast(n)]
+            kernels += [Kernel("layout", 2 * n)] * (transposed and gathered is None)
         elif cast.granularity == "rowwise":
-            kernels += _rowwise(
-                role, n, transposed=transposed and gathered is None, after=which != served[0][0]
-            )
+            turned, after = transposed and gathered is None, which != served[0][0]
+            kernels += _rowwise(role, n, transposed=turned, after=after)
     if fusion == "eager" or not whole:
         return kernels
     # Tensorwise, not eager: one amax (none under delayed scaling, which scales by its history), one
@@ -376,13 +368,8 @@ def _copies(granularities: Collection[str], linear: str, *, gathered: bool) -> b
 def _dequantized(n: float, fusion: Fusion) -> list[Kernel]:
     """Quantize, and dequantize to bfloat16: no FP8 GEMM exists."""
     if fusion == "eager":
-        return [
-            *_eager_amax(n),
-            *_eager_cast(n),
-            Kernel("cast", 5 * n),
-            Kernel("cast", 8 * n),
-            Kernel("cast", 6 * n),
-        ]
+        dequantized = [Kernel("cast", size * n) for size in (5, 8, 6)]
+        return [*_eager_amax(n), *_eager_cast(n), *dequantized]
     if fusion == "xla":
         return [Kernel("amax", 2 * n), Kernel("cast", 4 * n)]
     return [Kernel("cast", 4 * n)]
@@ -398,9 +385,4 @@ def _eager_amax(n: float) -> list[Kernel]:
 
 def _eager_cast(n: float) -> list[Kernel]:
     """To float32, times the scale, clamped, to FP8."""
-    return [
-        Kernel("cast", 6 * n),
-        Kernel("cast", 8 * n),
-        Kernel("cast", 8 * n),
-        Kernel("cast", 5 * n),
-    ]
+    return [Kernel("cast", size * n) for size in (6, 8, 8, 5)]

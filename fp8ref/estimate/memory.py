@@ -10,7 +10,7 @@ libraries (about a GiB), fragmentation, buffers of collectives, workspaces of GE
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from fp8ref.estimate import activations, attention
 from fp8ref.spec import llama
@@ -23,8 +23,7 @@ Moment = Literal["loss", "last layer", "first layer", "embedding", "update"]
 """A moment of a step: the backward pass of the loss, of the last layer, which comes first, of the
 first layer, of the embedding table; the optimizer's update."""
 
-MOMENTS: tuple[Moment, ...] = ("loss", "last layer", "first layer", "embedding", "update")
-"""Every ``Moment``, in the order of a step."""
+MOMENTS: tuple[Moment, ...] = get_args(Moment)  # in the order of a step
 
 BACKWARD, LAYERS, AFTER = MOMENTS[:4], MOMENTS[1:3], MOMENTS[2:]
 
@@ -54,10 +53,11 @@ def largest(config: Config, backend: str) -> str:
 
 def at_moments(memory_lines: Mapping[str, Line]) -> dict[Moment, int]:
     """Bytes that are in use at each moment."""
-    return {
-        moment: sum(line.size for line in memory_lines.values() if moment in line.at)
-        for moment in MOMENTS
-    }
+    sizes = dict.fromkeys(MOMENTS, 0)
+    for line in memory_lines.values():
+        for moment in line.at:
+            sizes[moment] += line.size
+    return sizes
 
 
 def most(memory_lines: Mapping[str, Line]) -> tuple[Moment, int]:
@@ -85,10 +85,9 @@ def lines(config: Config, backend: str, recipe: str | None = None) -> dict[str, 
     scores = _scores(config, backend)
     if config.parallel.context > 1:
         scores["keys and values of all parts"] = Line(*attention.gathered_bytes(config), LAYERS)
-    kept, layer_activations = (
-        activations.kept(config, backend),
-        activations.layer_activations(config, backend),
-    )
+    kept = activations.kept(config, backend)
+    layer_kept = activations.layer_activations(config, backend)
+    at = LAYERS if config.parallel.checkpointing != "none" else LAYERS[1:]
     memory_lines = {
         masters: state.pop(masters),
         **_gradients(config, backend, sizes),
@@ -96,9 +95,7 @@ def lines(config: Config, backend: str, recipe: str | None = None) -> dict[str, 
         "FP8 states": fp8_states,
         **_weights(config, backend, kept_in_fp8),
         "activations, kept": Line(*kept, MOMENTS[:2]),
-        "activations of a layer": Line(
-            *layer_activations, LAYERS if config.parallel.checkpointing != "none" else LAYERS[1:]
-        ),
+        "activations of a layer": Line(*layer_kept, at),
         **scores,
         "logits": Line(*activations.logits(config, backend), MOMENTS[:1]),
     }
@@ -131,26 +128,19 @@ def _state(config: Config, sizes: Mapping[str, tuple[int, int]]) -> tuple[dict[s
         kept[one.label] = kept.get(one.label, 0) + sum(
             one.device_bytes(piece, config.optimizer, whole) for piece, whole in sizes.values()
         )
-    masters = next(
-        one.label for one in train_state.PER_PARAMETER if one.name == train_state.MASTERS
-    )
-    layout, masters_formula = (
-        config.optimizer.moment_layout,
-        "4 bytes a parameter of the device's piece",
-    )
+    (masters,) = (t.label for t in train_state.PER_PARAMETER if t.name == train_state.MASTERS)
+    layout = config.optimizer.moment_layout
+    masters_formula = "4 bytes a parameter of the device's piece"
     if layout is not None and layout.keeps_master:
-        own, masters_formula = (
-            kept.pop(masters),
-            f"layout {layout.name}: {layout.master.fmt.bits // 8} bytes a parameter of the "
-            "device's piece (O-14)",
+        own, size = kept.pop(masters), layout.master.fmt.bits // 8
+        masters_formula = (
+            f"layout {layout.name}: {size} bytes a parameter of the device's piece (O-14)"
         )
         masters = f"weights, {layout.master.fmt.name} masters"
         kept[masters] = own
     formulas = {masters: masters_formula, "AdamW's moments": _moments_formula(config)}
-    return {
-        label: Line(size, formulas.get(label, "4 bytes a parameter"))
-        for label, size in kept.items()
-    }, masters
+    usual = "4 bytes a parameter"
+    return {k: Line(size, formulas.get(k, usual)) for k, size in kept.items()}, masters
 
 
 def _gradients(
@@ -162,20 +152,14 @@ def _gradients(
     others = sum(piece for piece, _ in sizes.values()) - layer_elements
     parts = config.data.microbatches > 1
     if backend == "jax":
+        at, narrow = MOMENTS[1:] if config.parallel.scan else AFTER, "2 bytes a parameter, bf16"
         memory_lines = {
-            "gradients of layers": Line(
-                2 * layer_elements,
-                "2 bytes a parameter, bf16",
-                MOMENTS[1:] if config.parallel.scan else AFTER,
-            ),
-            "gradients of other weights": Line(
-                2 * others, "2 bytes a parameter, bf16", MOMENTS[4:]
-            ),
+            "gradients of layers": Line(2 * layer_elements, narrow, at),
+            "gradients of other weights": Line(2 * others, narrow, MOMENTS[4:]),
         }
         if parts:
-            memory_lines["gradients, sum over parts"] = Line(
-                sum_bytes(config, sizes), _sum_formula(config)
-            )
+            total = Line(sum_bytes(config, sizes), _sum_formula(config))
+            memory_lines["gradients, sum over parts"] = total
         return memory_lines
     # Without FSDP2 autograd widens the gradients of bf16 copies last, all of them.
     widened = not sharded(config, backend) and not config.optimizer.keeps_masters
@@ -222,9 +206,8 @@ def states(piece: int, whole: int, config: Config) -> int:
     """Bytes of all that is kept of a piece of this many elements of a parameter: its master, and
     AdamW's two moments.
     """
-    return sum(
-        one.device_bytes(piece, config.optimizer, whole) for one in train_state.PER_PARAMETER
-    )
+    tensors = train_state.PER_PARAMETER
+    return sum(one.device_bytes(piece, config.optimizer, whole) for one in tensors)
 
 
 def _moments_formula(config: Config) -> str:
@@ -340,31 +323,19 @@ def _own(config: Config, backend: str, kept: Collection[str]) -> tuple[int, str]
         name: math.prod(at_rest(name, shape, config, backend)) for name, shape in shapes.items()
     }
     if not config.optimizer.keeps_masters:
-        pieces_text = (
-            "of the pieces" if sharded(config, backend) else "of all but the embedding table"
-        )
+        cut = sharded(config, backend)
         size = 2 * sum(size for name, size in pieces.items() if name != llama.EMBEDDING)
-        if backend == "jax" and not sharded(config, backend) and not config.parallel.scan:
+        if backend == "jax" and not cut and not config.parallel.scan:
             # XLA quantizes from the masters
-            size -= sum(
-                math.prod(d.shape)
-                for d in config.decisions()
-                if d.fp8 and d.experts is None and not d.recipe.in_blocks
-            )
-            return (
-                size,
-                "codes of weights in FP8, and bf16 copies of others but the embedding table",
-            )
-        return size, f"bf16 copies {pieces_text}"
+            in_codes = (d for d in config.decisions() if d.fp8 and d.experts is None)
+            size -= sum(math.prod(d.shape) for d in in_codes if not d.recipe.in_blocks)
+            beside_codes = "bf16 copies of others but the embedding table"
+            return size, f"codes of weights in FP8, and {beside_codes}"
+        return size, f"bf16 copies of {'the pieces' if cut else 'all but the embedding table'}"
     # FSDP2 gathers from shards that stay bf16
     beside = 2 if backend == "torch" and sharded(config, backend) else 0
-    size = sum(
-        piece * (1 + beside if name.removesuffix(".weight") in kept else 2)
-        for name, piece in pieces.items()
-    )
-    return (
-        size,
-        "bf16 weights"
-        if not kept
-        else f"{1 + beside} bytes of each weight in FP8 (O-16), 2 of others in bf16",
-    )
+    linears = {f"{name}.weight" for name in kept}
+    size = sum(n * (1 + beside if name in linears else 2) for name, n in pieces.items())
+    if not kept:
+        return size, "bf16 weights"
+    return size, f"{1 + beside} bytes of each weight in FP8 (O-16), 2 of others in bf16"

@@ -8,6 +8,7 @@ docs/libraries.md tells the two apart.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -168,137 +169,90 @@ def _bfloat16(x: np.ndarray) -> np.ndarray:
 
 
 _TE = "NVIDIA/TransformerEngine transformer_engine/common/"
+_V3 = "deepseek-ai/DeepSeek-V3 inference/kernel.py "
+_DEEPGEMM = "deepseek-ai/DeepGEMM deep_gemm/utils/math.py 54e22612"
 _QUANTIZE = "google/qwix qwix/_src/core/qarray.py"
 _FLOAT32, _BFLOAT16 = float(np.finfo(_F32).max), (2 - 2.0**-7) * 2.0**127
 
+
+def _from(source: str, library: str, made: str, *rows: tuple) -> list[Transcription]:
+    """The transcriptions of one source, of rows (variant, call, function of a format)."""
+    return [
+        Transcription(
+            library=library, variant=row[0], call=row[1], source=source, made=made, of=row[2]
+        )
+        for row in rows
+    ]
+
+
 TRANSCRIPTIONS = (
-    Transcription(
-        library="Transformer Engine",
-        variant="current",
-        call="`compute_scale_from_amax`, FLT_MAX",
-        made="scale",
-        source=_TE + "recipe/recipe_common.cuh d0067d0d",
-        of=lambda fmt: _te_scale(fmt, value_for_inf=_FLOAT32, masked=False),
+    *_from(
+        _TE + "recipe/recipe_common.cuh d0067d0d",
+        "Transformer Engine",
+        "scale",
+        (
+            "current",
+            "`compute_scale_from_amax`, FLT_MAX",
+            partial(_te_scale, value_for_inf=_FLOAT32, masked=False),
+        ),
+        (
+            "block",
+            "`compute_scale_from_types`, powers of two",
+            partial(_te_scale, value_for_inf=_BFLOAT16, masked=True),
+        ),
+        (
+            "block_float_bf16",
+            "`compute_scale_from_types`, bfloat16 tensors",
+            partial(_te_scale, value_for_inf=_BFLOAT16, masked=False),
+        ),
     ),
-    Transcription(
-        library="Transformer Engine",
-        variant="block",
-        call="`compute_scale_from_types`, powers of two",
-        made="scale",
-        source=_TE + "recipe/recipe_common.cuh d0067d0d",
-        of=lambda fmt: _te_scale(fmt, value_for_inf=_BFLOAT16, masked=True),
+    *_from(
+        _TE + "util/ptx.cuh 28777046",
+        "Transformer Engine",
+        "e8m0",
+        ("mxfp8", "`float_to_e8m0`", _te_e8m0),
     ),
-    Transcription(
-        library="Transformer Engine",
-        variant="block_float_bf16",
-        call="`compute_scale_from_types`, bfloat16 tensors",
-        made="scale",
-        source=_TE + "recipe/recipe_common.cuh d0067d0d",
-        of=lambda fmt: _te_scale(fmt, value_for_inf=_BFLOAT16, masked=False),
+    *_from(_V3 + "06231633", "DeepSeek-V3", "scale_inv", ("2024", "`act_quant_kernel`", _deepseek)),
+    *_from(
+        _V3 + "9b4e9788",
+        "DeepSeek-V3",
+        "scale_inv",
+        ("2025", "`act_quant_kernel`", partial(_deepseek, eps=1e-4)),
+        ("ue8m0", "`act_quant_kernel`, ue8m0", partial(_deepseek, eps=1e-4, ue8m0=True)),
     ),
-    Transcription(
-        library="Transformer Engine",
-        variant="mxfp8",
-        call="`float_to_e8m0`",
-        made="e8m0",
-        source=_TE + "util/ptx.cuh 28777046",
-        of=_te_e8m0,
+    *_from(
+        _DEEPGEMM,
+        "DeepGEMM",
+        "scale_inv",
+        ("gpu", "`per_token_cast_to_fp8`", partial(_deepgemm, gpu=True)),
+        ("cpu", "`per_token_cast_to_fp8`", partial(_deepgemm, gpu=False)),
     ),
-    Transcription(
-        library="DeepSeek-V3",
-        variant="2024",
-        call="`act_quant_kernel`",
-        made="scale_inv",
-        source="deepseek-ai/DeepSeek-V3 inference/kernel.py 06231633",
-        of=_deepseek,
+    *_from(_DEEPGEMM, "DeepGEMM", "e8m0", ("ue8m0", "`ceil_to_ue8m0`", _deepgemm_ue8m0)),
+    *_from(
+        "microsoft/microxcaling mx/mx_ops.py 3b429a84",
+        "microxcaling",
+        "e8m0",
+        ("", "`_shared_exponents`, less emax", _microxcaling),
     ),
-    Transcription(
-        library="DeepSeek-V3",
-        variant="2025",
-        call="`act_quant_kernel`",
-        made="scale_inv",
-        source="deepseek-ai/DeepSeek-V3 inference/kernel.py 9b4e9788",
-        of=lambda fmt: _deepseek(fmt, eps=1e-4),
+    *_from(
+        f"{_QUANTIZE} aa623acb",
+        "qwix",
+        "scale_inv",
+        ("absmax", "`compute_scale_zero_point`, float32", _qwix),
+        ("absmax_bf16", "`compute_scale_zero_point`, bfloat16", partial(_qwix, dtype="bfloat16")),
+        ("mxfp8", "`compute_scale_zero_point`, mxfp8", _qwix_mx),
     ),
-    Transcription(
-        library="DeepSeek-V3",
-        variant="ue8m0",
-        call="`act_quant_kernel`, ue8m0",
-        made="scale_inv",
-        source="deepseek-ai/DeepSeek-V3 inference/kernel.py 9b4e9788",
-        of=lambda fmt: _deepseek(fmt, eps=1e-4, ue8m0=True),
+    *_from(
+        "qwix 0.1.8 (PyPI) qwix/_src/core/qarray.py",
+        "qwix",
+        "scale_inv",
+        ("mxfp8_0.1.8", "`compute_scale_zero_point`, mxfp8", _qwix_mx_before),
     ),
-    Transcription(
-        library="DeepGEMM",
-        variant="gpu",
-        call="`per_token_cast_to_fp8`",
-        made="scale_inv",
-        source="deepseek-ai/DeepGEMM deep_gemm/utils/math.py 54e22612",
-        of=lambda fmt: _deepgemm(fmt, gpu=True),
-    ),
-    Transcription(
-        library="DeepGEMM",
-        variant="cpu",
-        call="`per_token_cast_to_fp8`",
-        made="scale_inv",
-        source="deepseek-ai/DeepGEMM deep_gemm/utils/math.py 54e22612",
-        of=lambda fmt: _deepgemm(fmt, gpu=False),
-    ),
-    Transcription(
-        library="DeepGEMM",
-        variant="ue8m0",
-        call="`ceil_to_ue8m0`",
-        made="e8m0",
-        source="deepseek-ai/DeepGEMM deep_gemm/utils/math.py 54e22612",
-        of=_deepgemm_ue8m0,
-    ),
-    Transcription(
-        library="microxcaling",
-        variant="",
-        call="`_shared_exponents`, less emax",
-        made="e8m0",
-        source="microsoft/microxcaling mx/mx_ops.py 3b429a84",
-        of=_microxcaling,
-    ),
-    Transcription(
-        library="qwix",
-        variant="absmax",
-        call="`compute_scale_zero_point`, float32",
-        made="scale_inv",
-        source=f"{_QUANTIZE} aa623acb",
-        of=_qwix,
-    ),
-    Transcription(
-        library="qwix",
-        variant="absmax_bf16",
-        call="`compute_scale_zero_point`, bfloat16",
-        made="scale_inv",
-        source=f"{_QUANTIZE} aa623acb",
-        of=lambda fmt: _qwix(fmt, dtype="bfloat16"),
-    ),
-    Transcription(
-        library="qwix",
-        variant="mxfp8",
-        call="`compute_scale_zero_point`, mxfp8",
-        made="scale_inv",
-        source=f"{_QUANTIZE} aa623acb",
-        of=_qwix_mx,
-    ),
-    Transcription(
-        library="qwix",
-        variant="mxfp8_0.1.8",
-        call="`compute_scale_zero_point`, mxfp8",
-        made="scale_inv",
-        source="qwix 0.1.8 (PyPI) qwix/_src/core/qarray.py",
-        of=_qwix_mx_before,
-    ),
-    Transcription(
-        library="MS-AMP",
-        variant="",
-        call="`compute_scaling_factor`",
-        made="scale",
-        source="Azure/MS-AMP msamp/common/tensor/meta.py 0367bdc5",
-        of=_msamp,
+    *_from(
+        "Azure/MS-AMP msamp/common/tensor/meta.py 0367bdc5",
+        "MS-AMP",
+        "scale",
+        ("", "`compute_scaling_factor`", _msamp),
     ),
 )
 """The transcriptions, in the order of docs/libraries.md."""

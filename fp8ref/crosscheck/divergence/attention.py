@@ -8,7 +8,7 @@ import numpy as np
 
 from fp8ref.crosscheck.attention import attention
 from fp8ref.crosscheck.attention.attention import MASK, SYMBOLS, AttentionPass
-from fp8ref.crosscheck.divergence.report import Reason
+from fp8ref.crosscheck.divergence.report import Reason, fault
 from fp8ref.crosscheck.divergence.step_values import Value
 from fp8ref.crosscheck.operands import States
 from fp8ref.formats import BFLOAT16
@@ -60,11 +60,7 @@ def explain(
     if what in attention.QUANTIZED:
         return _cast_reason(a, b, what, names, variant, states)
     if a.part == "scale" and (what == "p" or f"{a.layer}/{what}" in states):
-        return Reason(
-            (),
-            f"no clause explains it: the scale of {a.role} is a state's or a constant (A-8, "
-            "H-1): a fault",
-        )
+        return fault(f"the scale of {a.role} is a state's or a constant (A-8, H-1): a fault")
     # multiplied by the hardware
     uses_codes = variant.fmt.bits == 8 and (a.phase == "forward" or variant.backward == "cast")
     alike = None not in multiply and multiply[0] == multiply[1]
@@ -91,11 +87,7 @@ def _probability_reason(a: Value, b: Value, form: str) -> Reason:
             f"{equal}; exponentials of the {form} form may differ by two units in the last "
             "place, and codes by one",
         )
-    return Reason(
-        (),
-        f"no clause explains it: {equal}, but codes of P are more than neighbors (A-5, "
-        "A-18): a fault",
-    )
+    return fault(f"{equal}, but codes of P are more than neighbors (A-5, A-18): a fault")
 
 
 def _sum_reason(a: Value, b: Value, what: str, names: tuple[str, str], variant: Variant) -> Reason:
@@ -113,10 +105,9 @@ def _sum_reason(a: Value, b: Value, what: str, names: tuple[str, str], variant: 
     shown = " and ".join(f"{name} at {u:.2g}" for name, u in zip(names, distances, strict=True))
     operands = f"the operands of {a.role} are equal"
     if not max(distances) <= 1:
-        return Reason(
-            (),
-            f"no clause explains it: {operands}, but the bound of A-18 is exceeded ({shown} of "
-            "the bound): a fault of attention",
+        return fault(
+            f"{operands}, but the bound of A-18 is exceeded ({shown} of "
+            "the bound): a fault of attention"
         )
     return Reason(
         ("G-7", "A-18"),
@@ -127,15 +118,12 @@ def _sum_reason(a: Value, b: Value, what: str, names: tuple[str, str], variant: 
 
 def _input_reason(what: str) -> Reason:
     if what == "do":
-        return Reason(
-            (),
-            "no clause explains it: M-3 states where the forward pass rounds; none states where "
-            "the backward pass rounds between GEMMs",
+        return fault(
+            "M-3 states where the forward pass rounds; none states where "
+            "the backward pass rounds between GEMMs"
         )
     if what == "v":
-        return Reason(
-            (), "no clause explains it: the output of v_proj is v itself, if it was observed"
-        )
+        return fault("the output of v_proj is v itself, if it was observed")
     return Reason(
         ("M-3",),
         f"the projection is equal, if it was observed. The rotary embedding of {what} is a "
@@ -157,10 +145,9 @@ def _cast_reason(
     clauses, of = "A-2, C-1, C-2, S-5", "values and scale are"
     if a.part == "scale":
         clauses, of = "A-2, S-2, S-9", "values are"
-    return Reason(
-        (),
-        f"no clause explains it: its {of} equal, and {clauses} define every bit of its "
-        f"{a.part}; different from the simulator's: {' and '.join(wrong)}: a fault",
+    return fault(
+        f"its {of} equal, and {clauses} define every bit of its "
+        f"{a.part}; different from the simulator's: {' and '.join(wrong)}: a fault"
     )
 
 
@@ -180,11 +167,10 @@ def _bits_reason(
         for name, v in zip(names, (a, b), strict=True)
         if not np.array_equal(np.asarray(v.value), right)
     ]
-    return Reason(
-        (),
-        "no clause explains it: all before it is equal, and the stated form under "
+    return fault(
+        "all before it is equal, and the stated form under "
         f"{multiply.name} defines every bit (A-4 to A-15, G-19); different from the "
-        f"simulator's: {' and '.join(off) or 'none'}: a fault",
+        f"simulator's: {' and '.join(off) or 'none'}: a fault"
     )
 
 

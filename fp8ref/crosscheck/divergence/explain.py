@@ -16,7 +16,7 @@ from fp8ref.conformance.kit.compare import Check, compare_codes, compare_scales
 from fp8ref.crosscheck import bounds, device_gemm
 from fp8ref.crosscheck.divergence import attention
 from fp8ref.crosscheck.divergence.difference import Difference
-from fp8ref.crosscheck.divergence.report import Reason
+from fp8ref.crosscheck.divergence.report import Reason, fault
 from fp8ref.crosscheck.divergence.step_values import Value, site_before
 from fp8ref.crosscheck.operands import Operand, OperandCast, States, as_factor
 from fp8ref.recipe import GemmSpec, Recipe
@@ -66,15 +66,12 @@ REASONS = {
         "rows of the embedding's gradient are float32 sums over tokens, in the library's order. "
         "B-5 bounds them",
     ),
-    "backward": Reason(
-        (),
-        "no clause explains it: M-3 states where the forward pass rounds; no clause states "
-        "where the backward pass rounds between GEMMs. B-5 bounds gradients",
+    "backward": fault(
+        "M-3 states where the forward pass rounds; no clause states "
+        "where the backward pass rounds between GEMMs. B-5 bounds gradients"
     ),
-    "parameter": Reason(
-        (),
-        "no clause explains it: the GEMM that makes it has equal results, where it was "
-        "observed. B-5 bounds gradients",
+    "parameter": fault(
+        "the GEMM that makes it has equal results, where it was observed. B-5 bounds gradients"
     ),
     "norm": Reason(
         ("T-2",),
@@ -200,10 +197,9 @@ def _rounding_reason(d: Difference, context: Context) -> Reason:
             "either way. B-2 bounds the effect on logits",
         )
     by = f"{d.worst} numbers of {d.unit}" if d.worst is not None else "more than numbers"
-    return Reason(
-        (),
-        "no clause explains it: roundings of one float32 result are one bfloat16 apart at most "
-        f"(M-3); these are {by} apart",
+    return fault(
+        "roundings of one float32 result are one bfloat16 apart at most "
+        f"(M-3); these are {by} apart"
     )
 
 
@@ -229,10 +225,9 @@ def attention_reason(a: Value, b: Value, module: str, context: Context) -> Reaso
     distances = [simulated.distance(out) for out in outs]
     shown = " and ".join(f"{name} at {u:.2g}" for name, u in zip(names, distances, strict=True))
     if max(distances) > 1:
-        return Reason(
-            (),
-            "no clause explains it: queries, keys and values are equal, but B-11's bound is "
-            f"exceeded ({shown} of the bound): a fault of attention",
+        return fault(
+            "queries, keys and values are equal, but B-11's bound is "
+            f"exceeded ({shown} of the bound): a fault of attention"
         )
     # Within the bound, the share of elements equal to each variant shows which order a library
     # uses.
@@ -275,10 +270,9 @@ def cast_reason(a: Value, b: Value, context: Context) -> Reason:
         clauses, of = "H-1, S-9", "tensor and state"
     else:
         clauses, of = "S-2, S-9", "tensor's values"
-    return Reason(
-        (),
-        f"no clause explains it: its {of} are equal, and {clauses} define every bit of its "
-        f"{a.part}; different from the simulator's: {' and '.join(wrong)}: a fault",
+    return fault(
+        f"its {of} are equal, and {clauses} define every bit of its "
+        f"{a.part}; different from the simulator's: {' and '.join(wrong)}: a fault"
     )
 
 
@@ -318,10 +312,8 @@ def sum_reason(a: Value, b: Value, context: Context) -> Reason:
             f"{name} sums {_by(m)}" for name, m in zip(context.names, context.multiply, strict=True)
         )
         if wrong:
-            return Reason(
-                (),
-                f"no clause explains it: {equal}, {plans}, and "
-                f"{' and '.join(map(_off, wrong))}: a fault of the sum",
+            return fault(
+                f"{equal}, {plans}, and {' and '.join(map(_off, wrong))}: a fault of the sum"
             )
         return Reason(
             ("G-20",),
@@ -334,11 +326,7 @@ def sum_reason(a: Value, b: Value, context: Context) -> Reason:
             f"{equal}; the sum's order is the library's; the largest distance from the exact "
             f"result, in units of B-1's bound (1 is allowed), is {shown}",
         )
-    return Reason(
-        (),
-        f"no clause explains it: {equal}, but B-1's bound is exceeded ({shown} of the bound): a "
-        "fault of the sum",
-    )
+    return fault(f"{equal}, but B-1's bound is exceeded ({shown} of the bound): a fault of the sum")
 
 
 def _check_sum(

@@ -28,6 +28,11 @@ class Reason:
     text: str
 
 
+def fault(text: str) -> Reason:
+    """The reason of a difference that no clause explains."""
+    return Reason((), f"no clause explains it: {text}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
     """The first value that differs.

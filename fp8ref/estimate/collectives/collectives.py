@@ -80,43 +80,15 @@ def step_collectives(config: Config, backend: str) -> list[tuple[Collective, int
     parts = config.data.microbatches
     collectives = [(one, parts) for one in _part_collectives(config, backend)]
     if backend == "jax":
+        shared = map(_scales, scales.step_amaxes(config))
+        purpose = "amaxes of weights, shared"
+        collectives += [(dataclasses.replace(one, purpose=purpose), 1) for one in shared]
+        sharing, devices = config.parallel.sharing, config.parallel.devices
+        pieces = sharing * _token_parts(config)
         collectives += [
-            (dataclasses.replace(_scales(shared), purpose="amaxes of weights, shared"), 1)
-            for shared in scales.step_amaxes(config)
-        ]
-        loss, norm, devices = (
-            "loss, averaged",
-            "norm of the gradients, summed",
-            config.parallel.devices,
-        )
-        collectives += [
-            (
-                Collective(
-                    loss,
-                    "all-reduce",
-                    "float32",
-                    config.parallel.sharing * _token_parts(config),
-                    1,
-                    beside=True,
-                ),
-                parts,
-            )
-        ]
-        collectives += [
-            (Collective(norm, "all-reduce", "float32", devices, _squares(config), beside=True), 1)
-        ]
-        collectives += [
-            (
-                Collective(
-                    "balance of experts, summed",
-                    "all-reduce",
-                    "float32",
-                    config.parallel.sharing,
-                    _balance(config),
-                    beside=True,
-                ),
-                parts,
-            )
+            (_beside("loss, averaged", pieces, 1), parts),
+            (_beside("norm of the gradients, summed", devices, _squares(config)), 1),
+            (_beside("balance of experts, summed", sharing, _balance(config)), parts),
         ]
     return [(one, times) for one, times in collectives if one.devices > 1 and one.elements]
 
@@ -133,13 +105,8 @@ def _part_collectives(config: Config, backend: str) -> Iterator[Collective]:
         yield from _parameter_collectives("lm_head.weight", shape, None, config, backend)
         # as compiled: the partitioner gathers it twice in the forward pass
         if config.parallel.through == "jit":
-            yield Collective(
-                "weights, gathered over fsdp",
-                "all-gather",
-                "bfloat16",
-                config.parallel.shards,
-                math.prod(shape),
-            )
+            shards, size = config.parallel.shards, math.prod(shape)
+            yield Collective("weights, gathered over fsdp", "all-gather", "bfloat16", shards, size)
     keys = config.parallel
     if keys.context > 1:
         yield from _context(config)
@@ -149,6 +116,10 @@ def _part_collectives(config: Config, backend: str) -> Iterator[Collective]:
         yield from _rows(config, backend)
     if backend == "jax" and keys.devices > 1:
         yield from map(_scales, scales.part_amaxes(config))
+
+
+def _beside(purpose: str, devices: int, elements: float) -> Collective:
+    return Collective(purpose, "all-reduce", "float32", devices, elements, beside=True)
 
 
 def _scales(shared: Shared) -> Collective:
@@ -237,13 +208,8 @@ def _parameter_collectives(
         return  # XLA adds it to the table's gradient, before it sums both over the same devices
     # a device has other tokens along tensor
     if backend == "jax" and keys.sequence and (table or linear == "lm_head"):
-        yield Collective(
-            "gradients, summed over data and tensor",
-            "all-reduce",
-            wide,
-            keys.data * keys.tensor,
-            piece,
-        )
+        purpose = "gradients, summed over data and tensor"
+        yield Collective(purpose, "all-reduce", wide, keys.data * keys.tensor, piece)
     else:
         yield Collective("gradients, summed over data", "all-reduce", wide, keys.data, piece)
 
@@ -254,31 +220,19 @@ def _rows(config: Config, backend: str) -> Iterator[Collective]:
     JAX a buffer of all of a device's rows to every other."""
     keys, model = config.parallel, config.model
     forward = 2 if keys.checkpointing == "full" else 1  # and again in the backward pass
-    rows = (
-        tokens(config)
-        * model.num_experts_per_tok
-        * model.hidden_size
-        * (1 if backend == "torch" else keys.expert)
-    )
+    rows = tokens(config) * model.num_experts_per_tok * model.hidden_size
+    rows *= 1 if backend == "torch" else keys.expert
     for projections in experts.layers(config):
         moving = experts.moving(projections, config)
         for codes, times in ((moving.rows, forward), (moving.gradients, 1)):
             dtype = "uint8" if codes else "bfloat16"
-            yield Collective(
-                "rows, sent to their experts", "all-to-all", dtype, keys.expert, times * rows
-            )
-        yield Collective(
-            "rows, sent back", "all-to-all", "bfloat16", keys.expert, (forward + 1) * rows
-        )
+            sent = "rows, sent to their experts"
+            yield Collective(sent, "all-to-all", dtype, keys.expert, times * rows)
+        back = (forward + 1) * rows
+        yield Collective("rows, sent back", "all-to-all", "bfloat16", keys.expert, back)
         if backend == "jax":
-            yield Collective(
-                "sizes of groups, exchanged",
-                "all-to-all",
-                "int32",
-                keys.expert,
-                forward * model.num_experts,
-                beside=True,
-            )
+            purpose, sizes = "sizes of groups, exchanged", forward * model.num_experts
+            yield Collective(purpose, "all-to-all", "int32", keys.expert, sizes, beside=True)
 
 
 def _exchanged(
@@ -287,12 +241,10 @@ def _exchanged(
     """A weight's gradient in FP8: codes by one all-to-all of all devices that sum it, and float32
     sums gathered along the axes that do not cut the weight (P-25)."""
     keys = config.parallel
-    copies = keys.data * (
-        keys.tensor if backend == "jax" and keys.sequence and linear == "lm_head" else 1
-    )
-    yield Collective(
-        "gradients in FP8, exchanged", "all-to-all", "e4m3fn", copies * keys.shards, whole
-    )
+    cut = backend == "jax" and keys.sequence and linear == "lm_head"
+    copies = keys.data * (keys.tensor if cut else 1)
+    devices = copies * keys.shards
+    yield Collective("gradients in FP8, exchanged", "all-to-all", "e4m3fn", devices, whole)
     yield Collective("sums of gradients, gathered", "all-gather", "float32", copies, piece)
 
 
@@ -304,20 +256,12 @@ def _context(config: Config) -> Iterator[Collective]:
     assert variant is not None
     heads = model.num_key_value_heads // keys.tensor
     both = 2 * tokens(config) * keys.context * heads * model.head_dim * model.num_hidden_layers
-    passes, dtype = (
-        2 if keys.checkpointing == "none" else 3,
-        variant.fmt.name if variant.fmt.bits == 8 else "bfloat16",
-    )
-    yield Collective(
-        "keys and values, gathered over context", "all-gather", dtype, keys.context, passes * both
-    )
-    yield Collective(
-        "gradients of keys and values, summed over context",
-        "reduce-scatter",
-        "float32",
-        keys.context,
-        both,
-    )
+    passes = 2 if keys.checkpointing == "none" else 3
+    dtype = variant.fmt.name if variant.fmt.bits == 8 else "bfloat16"
+    purpose = "keys and values, gathered over context"
+    yield Collective(purpose, "all-gather", dtype, keys.context, passes * both)
+    purpose = "gradients of keys and values, summed over context"
+    yield Collective(purpose, "reduce-scatter", "float32", keys.context, both)
 
 
 def _tensor(config: Config, backend: str) -> Iterator[Collective]:
@@ -339,18 +283,15 @@ def _tensor(config: Config, backend: str) -> Iterator[Collective]:
         again = runs_output_again(decision.path, config, backend)
         if last in ("q_proj", "gate_proj") and keys.sequence:
             for spec in (recipe.output, *[recipe.output] * again, recipe.grad_weight):
-                dtype = _gathered(
-                    spec, spec.b if spec is recipe.grad_weight else spec.a, config, backend
-                )
-                yield Collective(
-                    "inputs, gathered over tensor", "all-gather", dtype, keys.tensor, whole
-                )
+                operand = spec.b if spec is recipe.grad_weight else spec.a
+                dtype = _gathered(spec, operand, config, backend)
+                purpose = "inputs, gathered over tensor"
+                yield Collective(purpose, "all-gather", dtype, keys.tensor, whole)
         if last in (llama.COLUMN if keys.reduce == "accumulators" else ("q_proj", "gate_proj")):
             yield Collective("grad_inputs, summed over tensor", summed, outputs, keys.tensor, whole)
         if last in ("o_proj", "down_proj"):
-            yield Collective(
-                "outputs, summed over tensor", summed, outputs, keys.tensor, (1 + again) * whole
-            )
+            times, purpose = 1 + again, "outputs, summed over tensor"
+            yield Collective(purpose, summed, outputs, keys.tensor, times * whole)
             if keys.sequence:
                 yield from _grad_outputs(decision.recipe, whole, config, backend)
 
@@ -381,11 +322,8 @@ def _gathered(spec: GemmSpec, cast: CastSpec | None, config: Config, backend: st
     """
     if spec.a is None or cast is None:
         return "bfloat16"
-    torchao = (
-        spec.a.granularity == "tensorwise"
-        and spec.a.policy.name == "torchao"
-        and spec.a.delayed is None
-    )
+    kind = (spec.a.granularity, spec.a.policy.name, spec.a.delayed)
+    torchao = kind == ("tensorwise", "torchao", None)
     if backend == "jax" or (torchao and not ranks_share_amaxes(config)):
         return cast.fmt.name
     return "bfloat16"

@@ -181,26 +181,10 @@ class Unwritten:
 
     kept: ClassVar[list[dict]] = []
 
-    def check(self) -> None:
-        """Does nothing: the first process notices that its directory is gone."""
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """The first process writes, and notices that the directory is gone."""
 
-    def sync(self) -> None:
-        """Does nothing."""
-
-    def step(self, metrics: dict) -> None:
-        """Does nothing: the first process writes the metrics."""
-
-    def statistics(self, line: dict) -> None:
-        """Does nothing: the first process writes the statistics."""
-
-    def status(self, status: str, **more) -> None:
-        """Does nothing: the first process writes the manifest."""
-
-    def ran(self, ran: list[list]) -> None:
-        """Does nothing: the first process writes the manifest."""
-
-    def close(self) -> None:
-        """Does nothing: no file is open."""
+    check = sync = step = statistics = status = ran = close = _nothing
 
 
 def manifest(
