@@ -29,8 +29,7 @@ _Description = TypeVar("_Description")
 
 INPUTS = 1 << 32  # how many float32 numbers there are, by their bits
 
-PIECE = 1 << 17
-"""Inputs at a time: few enough for their float64 temporaries to stay in a cache."""
+PIECE = 1 << 17  # inputs at a time, whose float64 temporaries stay in a cache
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,19 +45,16 @@ def require_cast(
     i = explain.simplest(x, differ)
     value = x.reshape(-1)[i : i + 1]
     kind = kinds.CASTS[int(kinds.cast_kinds(value, dtypes.by_name(x.dtype.name), fmt)[0])]
-    raise AssertionError(
-        _message(
-            f"{int(differ.sum())} of {x.size} codes of {fmt} differ; the simplest:",
-            {
-                "input": f"{x.dtype.name} {explain.decimal(value[0])}, bits "
-                f"{_bits(value)}{_at(i, x.shape)} ({kind})",
-                "expected": explain.code(int(expected.reshape(-1)[i]), fmt),
-                "got": explain.code(int(codes.reshape(-1)[i]), fmt),
-                "rule": explain.cast_rule(kind, fmt, rounding=rounding, saturate=saturate),
-            },
-            explain.cast_note(x, codes, fmt, rounding=rounding, saturate=saturate),
-        )
-    )
+    place = f"bits {_bits(value)}{_at(i, x.shape)} ({kind})"
+    lines = {
+        "input": f"{x.dtype.name} {explain.decimal(value[0])}, {place}",
+        "expected": explain.code(int(expected.reshape(-1)[i]), fmt),
+        "got": explain.code(int(codes.reshape(-1)[i]), fmt),
+        "rule": explain.cast_rule(kind, fmt, rounding=rounding, saturate=saturate),
+    }
+    title = f"{int(differ.sum())} of {x.size} codes of {fmt} differ; the simplest:"
+    note = explain.cast_note(x, codes, fmt, rounding=rounding, saturate=saturate)
+    raise AssertionError(_message(title, lines, note))
 
 
 def require_scales(
@@ -82,18 +79,15 @@ def require_scales(
     i = explain.simplest(amax, differ)
     value = amax.reshape(-1)[i : i + 1]
     kind = kinds.AMAXES[int(kinds.amax_kinds(value, fmt, policy)[0])]
-    raise AssertionError(
-        _message(
-            f"{int(differ.sum())} of {amax.size} scales to {fmt} differ; the simplest:",
-            {
-                "input": f"amax {explain.decimal(value[0])}, bits {_bits(value)}"
-                f"{_at(i, amax.shape)} ({kind})",
-                "expected": scale.scale_text(expected[i], made),
-                "got": scale.scale_text(bits[i], made),
-                "rule": explain.scale_rule(kind, policy),
-            },
-        )
-    )
+    place = f"bits {_bits(value)}{_at(i, amax.shape)} ({kind})"
+    lines = {
+        "input": f"amax {explain.decimal(value[0])}, {place}",
+        "expected": scale.scale_text(expected[i], made),
+        "got": scale.scale_text(bits[i], made),
+        "rule": explain.scale_rule(kind, policy),
+    }
+    title = f"{int(differ.sum())} of {amax.size} scales to {fmt} differ; the simplest:"
+    raise AssertionError(_message(title, lines))
 
 
 class Inverses(NamedTuple):
@@ -216,11 +210,8 @@ def _scales(scales, scale_kind: str, shape: tuple[int, ...]) -> np.ndarray:
         )
     if scale_kind == "e8m0":
         _check_dtype(scale_dtype, E8M0FNU.name)
-    return (
-        np.ascontiguousarray(scales)
-        .reshape(-1)
-        .view(np.uint8 if scale_kind == "e8m0" else np.uint32)
-    )
+    bits = np.uint8 if scale_kind == "e8m0" else np.uint32
+    return np.ascontiguousarray(scales).reshape(-1).view(bits)
 
 
 def _bits(value: np.ndarray) -> str:

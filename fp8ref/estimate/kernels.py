@@ -288,15 +288,8 @@ def _xla(
         if not by_others:
             # attention's output is in the order of heads: the kernel of one amax writes magnitudes
             # in that of tokens, for the other's
-            turned = 0
-            if (
-                source == "attention"
-                and role == "input"
-                and along
-                and len(rows) == 2
-                and not pieces
-            ):
-                turned = 2
+            both = role == "input" and along and len(rows) == 2
+            turned = 2 if source == "attention" and both and not pieces else 0
             kernels.append(Kernel("amax", (read + turned) * n))
     orders = 1 if gathered is not None and not rows else len(served)
     apart = (

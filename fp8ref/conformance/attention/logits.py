@@ -18,8 +18,7 @@ from fp8ref.conformance.kit.finding import Counterexample, Finding
 from fp8ref.conformance.kit.subject import RefusedError
 from fp8ref.spec.attention.variants import FULL, Mask
 
-CAP = 16.0
-"""The softcap that is passed: unequal to itself times the softmax scale, or times ln 2."""
+CAP = 16.0  # is passed: not CAP times the softmax scale, nor times ln 2
 
 SINKS = (0.0, 3.0)  # the sinks that are passed, of two heads
 

@@ -17,8 +17,7 @@ from fp8ref.formats import Format
 
 THRESHOLDS = (0.25, 17.0)  # the lags of the maximum that are tried, in powers of two
 
-FAR_ABOVE = 28
-"""A lag in powers of two, which a maximum that follows all keys does not have."""
+FAR_ABOVE = 28  # a lag in powers of two that no following maximum has
 
 CLIPPED = 0.9
 """Below this part of the real output, a probability was clipped: its rounding takes off 2^-4 at

@@ -17,11 +17,9 @@ FEATURES = 64  # D of all questions; the softmax scale is 1 / 8
 SCALE = 1 / math.sqrt(FEATURES)  # the softmax scale
 LOG2E = math.log2(math.e)  # a power of e in powers of two
 
-FAR = 1.75 * 2.0**8
-"""q and k of a key whose probability is 0, against a score of 0: e^-25088."""
+FAR = 1.75 * 2.0**8  # q and k of a key whose probability is 0 beside a score of 0
 
-LARGE = 2.0**12
-"""A value so large that an output of 2^-28 of it is a number of every format."""
+LARGE = 2.0**12  # its 2^-28 is a number of every output format
 
 
 def pair(power: float) -> tuple[float, float]:

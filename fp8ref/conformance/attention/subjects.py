@@ -42,8 +42,7 @@ DESCALES = (("q_descale", "k_descale", "v_descale"), ("descale_q", "descale_k", 
 """The names of scale_inv, float32 [B, Hkv]: a function that takes them is given q, k and v in FP8.
 """
 
-SOFTCAPS = ("softcap", "logit_cap", "attn_logits_soft_cap")
-"""The names of a softcap, a number."""
+SOFTCAPS = ("softcap", "logit_cap", "attn_logits_soft_cap")  # names of a softcap
 
 SINKS = ("sinks", "learnable_sink", "s_aux", "attention_sinks")
 """The names of sinks, float32 [H]."""

@@ -75,16 +75,11 @@ def _mask_finding(attention: Attention, what: str, cases: list[tuple[Mask, int, 
     rows = sum(case[1] for case in cases)
     for alignment in ("end", "start") if cases[0][0] != FULL else ("end",):
         aligned = [dataclasses.replace(mask, alignment=alignment) for mask, _, _ in cases]
-        if all(
-            np.array_equal(visible, expected(mask, tq, tk))
-            for visible, mask, (_, tq, tk) in zip(seen_keys, aligned, cases, strict=True)
-        ):
+        shown = [expected(mask, tq, tk) for mask, (_, tq, tk) in zip(aligned, cases, strict=True)]
+        if all(map(np.array_equal, seen_keys, shown)):
             words = "all keys" if cases[0][0] == FULL else f"aligned to the {alignment}"
-            return Finding(
-                what,
-                words,
-                f"the keys that {rows} queries see, {len(cases)} shape{'s' * (len(cases) > 1)}",
-            )
+            shapes = f"{len(cases)} shape{'s' * (len(cases) > 1)}"
+            return Finding(what, words, f"the keys that {rows} queries see, {shapes}")
     for visible, (mask, tq, tk) in zip(seen_keys, cases, strict=True):
         wanted = expected(mask, tq, tk)
         if mask == FULL or not np.array_equal(
@@ -94,14 +89,9 @@ def _mask_finding(attention: Attention, what: str, cases: list[tuple[Mask, int, 
                 continue
             i, j = (int(x) for x in np.argwhere(visible != wanted)[0])
             missing = _missing(visible, wanted)
-            words = next(
-                (
-                    name
-                    for name, other in _neighbors(mask, tq, tk)
-                    if np.array_equal(visible, other)
-                ),
-                missing,
-            )
+            neighbors = _neighbors(mask, tq, tk)
+            names = (name for name, other in neighbors if np.array_equal(visible, other))
+            words = next(names, missing)
             witness = Counterexample(
                 f"{_named(mask)}, {tq} queries, {tk} keys, all scores 0: query {i}, key {j}",
                 "seen" if visible[i, j] else "not seen",
@@ -154,13 +144,9 @@ def _neighbors(mask: Mask, tq: int, tk: int) -> Iterator[tuple[str, np.ndarray]]
             visible = np.ones((tq, tk), bool)
             visible &= True if high is None else key <= p + high + right
             visible &= True if low is None else key >= p - low - left
-            edges = [
-                f"{side} edge {by:+d}" for side, by in (("left", left), ("right", right)) if by
-            ]
-            yield (
-                f"off by one: {', '.join(edges) or 'no edge'}, aligned to the {alignment}",
-                visible,
-            )
+            sides = (("left", left), ("right", right))
+            edges = ", ".join(f"{side} edge {by:+d}" for side, by in sides if by)
+            yield f"off by one: {edges or 'no edge'}, aligned to the {alignment}", visible
 
 
 def _documents_finding(attention: Attention) -> Finding:

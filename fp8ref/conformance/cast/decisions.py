@@ -22,22 +22,17 @@ def rounding(a: Responses, b: Behavior) -> Finding:
     Intermediate formats hold all of these exactly, so that a double rounding does not show here.
     """
     fmt, magnitude = a.fmt, np.abs(a.x)
-    relevant = (
-        a.among(cast_inputs.coarse(fmt))
-        & (magnitude >= fmt.smallest_normal)
-        & (magnitude <= fmt.max)
-    )
-    matches = [
-        r for r in ROUNDINGS if not a.mismatches(dataclasses.replace(b, rounding=r), relevant).any()
-    ]
+    relevant = a.among(cast_inputs.coarse(fmt)) & (magnitude >= fmt.smallest_normal)
+    relevant &= magnitude <= fmt.max
+    behaviors = {r: dataclasses.replace(b, rounding=r) for r in ROUNDINGS}
+    matches = [r for r, other in behaviors.items() if not a.mismatches(other, relevant).any()]
     # Only one rounding explains all of these inputs. None may, if the function is no cast.
     differs = a.mismatches(b, relevant)
     about = f"{int(relevant.sum())} numbers, quarter points and ties"
     if differs.any():
         shown = a.counterexample(simplest(a.x, differs), b, "C-2")
-        return Finding(
-            "rounding", matches[0] if matches else None, f"{about}: {shown}", witness=shown
-        )
+        value = matches[0] if matches else None
+        return Finding("rounding", value, f"{about}: {shown}", witness=shown)
     return Finding("rounding", "nearest_even", f"{about}")
 
 
@@ -60,21 +55,18 @@ def nearest_rounding(
 
 def subnormals(a: Responses, b: Behavior) -> Finding:
     """Whether subnormals are kept or flushed, from inputs below the smallest normal number."""
-    relevant = (
-        a.among(cast_inputs.coarse(a.fmt)) & (a.x != 0) & (np.abs(a.x) < a.fmt.smallest_normal)
-    )
-    matches = [
-        s
-        for s in ("kept", "flushed", "flushed_before")
-        if not a.mismatches(dataclasses.replace(b, subnormals=s), relevant).any()
-    ]
+    relevant = a.among(cast_inputs.coarse(a.fmt)) & (a.x != 0)
+    relevant &= np.abs(a.x) < a.fmt.smallest_normal
+    behaviors = {
+        s: dataclasses.replace(b, subnormals=s) for s in ("kept", "flushed", "flushed_before")
+    }
+    matches = [s for s, other in behaviors.items() if not a.mismatches(other, relevant).any()]
     differs = a.mismatches(b, relevant)
     if differs.any():
         shown = a.counterexample(simplest(a.x, differs), b, "F-1")
         return Finding("subnormals", matches[0] if matches else None, str(shown), witness=shown)
-    return Finding(
-        "subnormals", "kept", f"{int(relevant.sum())} inputs below {a.fmt.smallest_normal:g}"
-    )
+    evidence = f"{int(relevant.sum())} inputs below {a.fmt.smallest_normal:g}"
+    return Finding("subnormals", "kept", evidence)
 
 
 def negative_zero(a: Responses, b: Behavior) -> Finding:

@@ -15,10 +15,12 @@ from fp8ref.formats import Format
 from fp8ref.sim.quantize.cast import decode
 
 
-def result_dict(cast_behavior: Behavior, findings: list[Finding], a: Responses) -> dict[str, Any]:
+def result_dict(b: Behavior, findings: list[Finding], a: Responses) -> dict[str, Any]:
     """``is`` of --json, without the known casts that it equals."""
     by = {f.what: f.value for f in findings}
     inf = int(a.codes[np.flatnonzero(np.isposinf(a.x))[0]])
+    nan = b.nan[1] if not a.output.values_only and by["nan_code"] is not None else None
+    asked = [s for s in subjects.DTYPES if _was_asked(s, a.source, by, findings)]
     return {
         "format": a.fmt.name,
         "behavior": [],
@@ -29,17 +31,11 @@ def result_dict(cast_behavior: Behavior, findings: list[Finding], a: Responses) 
         "infinities": by["infinities"],
         "inf_code": inf if inf >= 0 else None,
         "nan_code": by["nan_code"],
-        "nan_code_of_negative": None
-        if a.output.values_only or by["nan_code"] is None
-        else cast_behavior.nan[1],
+        "nan_code_of_negative": nan,
         "subnormals": by["subnormals"],
         "negative_zero": by["negative_zero"],
-        "double_rounding": _dtype(cast_behavior.double_rounding.get(a.source)),
-        "double_roundings": {
-            s: _dtype(cast_behavior.double_rounding.get(s))
-            for s in subjects.DTYPES
-            if _was_asked(s, a.source, by, findings)
-        },
+        "double_rounding": _dtype(b.double_rounding.get(a.source)),
+        "double_roundings": {s: _dtype(b.double_rounding.get(s)) for s in asked},
         "policy": None,
         "gives": a.output.dtype,
     }
@@ -64,9 +60,7 @@ def names(a: Responses) -> tuple[list[str], list[str]]:
     )
 
 
-def summary(
-    cast_behavior: Behavior, a: Responses, fmt: Format, *, complete: bool, everywhere: bool
-) -> str:
+def summary(b: Behavior, a: Responses, fmt: Format, *, complete: bool, everywhere: bool) -> str:
     """The cast in one line.
 
     complete    every output is explained by the behavior found; everywhere: in other shapes too.
@@ -79,19 +73,15 @@ def summary(
         return f"{of} that gives other codes in arrays of other shapes"
     if not complete:
         return f"{of} that matches no known library: see the differences"
-    decision_text = (
-        f"rounds {cast_behavior.rounding}, overflow gives {cast_behavior.overflow}, "
-        f"infinities {cast_behavior.infinite}"
-    )
-    if cast_behavior.subnormals != "kept":
-        decision_text += f", subnormals are {cast_behavior.subnormals.replace('_', ' ')}"
-    if cast_behavior.negative_zero != "kept" and found_fmt.specials != "fnuz":
+    decision_text = f"rounds {b.rounding}, overflow gives {b.overflow}, infinities {b.infinite}"
+    if b.subnormals != "kept":
+        decision_text += f", subnormals are {b.subnormals.replace('_', ' ')}"
+    if b.negative_zero != "kept" and found_fmt.specials != "fnuz":
         decision_text += ", -0 becomes 0"
-    if not np.isnan(decoded := decode(np.array(cast_behavior.nan, np.uint8), found_fmt)).all():
+    if not np.isnan(decoded := decode(np.array(b.nan, np.uint8), found_fmt)).all():
         decision_text += f", NaN becomes {decoded[0]:g}"
     decision_text += "".join(
-        f", {source} is rounded to {through} first"
-        for source, through in cast_behavior.double_rounding.items()
+        f", {source} is rounded to {through} first" for source, through in b.double_rounding.items()
     )
     equal, but_for_nan = names(a)
     if equal:
@@ -135,25 +125,20 @@ def differences_from(
         coarse = a.among(cast_inputs.coarse(fmt))
         over = magnitude > (fmt.max + cast_inputs.with_next(fmt)[-1]) / 2
         zero = (a.codes & ~fmt.sign_bit) == 0
-        flushed = (
-            coarse
-            & zero
-            & (magnitude > fmt.smallest_subnormal / 2)
-            & (magnitude < fmt.smallest_normal)
-        )
+        small = (magnitude > fmt.smallest_subnormal / 2) & (magnitude < fmt.smallest_normal)
+        flushed = coarse & zero & small
         beyond = "C-3" if expected_behavior.overflow == "max" else "C-4"
         normal = coarse & ~over & (magnitude >= fmt.smallest_normal)
-        if (differs & normal).any():  # then another rounding is why small numbers become zero
+        rounds_otherwise = (differs & normal).any()
+        if rounds_otherwise:  # which is why small numbers become zero
             flushed = np.zeros_like(flushed)
         expected = behavior.encode(a.x, fmt, expected_behavior, source=a.source).astype(np.int64)
         # where they differ, by the sign alone
         zeros = (a.x == 0) | (zero & (expected & ~fmt.sign_bit == 0))
+        rest = coarse & ~over & ~flushed & ~zeros
         # As disjoint as can be, so that one fault gives one counterexample.
         kinds = {
-            "rounding": (
-                "C-2",
-                normal if (differs & normal).any() else coarse & ~over & ~flushed & ~zeros,
-            ),
+            "rounding": ("C-2", normal if rounds_otherwise else rest),
             "overflow": (beyond, over & np.isfinite(a.x)),
             "infinity": (beyond, np.isinf(a.x)),
             "NaN": ("C-5", np.isnan(a.x)),
@@ -162,14 +147,10 @@ def differences_from(
         }
         # What is left are inputs just next to numbers and ties, where double rounding shows.
         # They tell nothing new if numbers and ties themselves are wrong.
-        explained = over | np.isnan(a.x) | coarse | zeros
-        kinds["twice"] = (
-            "C-1",
-            ~explained if not (differs & coarse).any() else np.zeros_like(explained),
-        )
+        twice = ~(over | np.isnan(a.x) | coarse | zeros)
+        kinds["twice"] = ("C-1", twice & (not (differs & coarse).any()))
         for kind, (clause, among) in kinds.items():
             if kind not in counterexamples and (differs & among).any():
-                counterexamples[kind] = a.counterexample(
-                    simplest(a.x, differs & among), expected_behavior, clause
-                )
+                at = simplest(a.x, differs & among)
+                counterexamples[kind] = a.counterexample(at, expected_behavior, clause)
     return list(counterexamples.values())

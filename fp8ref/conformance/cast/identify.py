@@ -122,13 +122,9 @@ class _Explained:
     @property
     def unlike(self) -> list[Counterexample]:
         """The simplest input that it does not explain, of each dtype."""
-        return [
-            a.counterexample(
-                simplest(a.x, self.wrong[source]), self.behavior, "by the behavior found"
-            )
-            for source, a in self.responses.items()
-            if self.wrong[source].any()
-        ]
+        pairs = [(a, self.wrong[s]) for s, a in self.responses.items() if self.wrong[s].any()]
+        by = "by the behavior found"
+        return [a.counterexample(simplest(a.x, wrong), self.behavior, by) for a, wrong in pairs]
 
     def answers(self, exhaustive: bool) -> Finding:
         """The finding on how many codes it explains."""
@@ -136,14 +132,10 @@ class _Explained:
         right = total - sum(int(differs.sum()) for differs in self.wrong.values())
         first = next(iter(self.responses.values()))
         asked = f"{first.x.size:,} of the {first.source} inputs"
-        return Finding(
-            "answers",
-            right,
-            f"of {total:,} are those of "
-            f"this{'' if exhaustive else '; --exhaustive asks all of float32'}",
-            words=f"{right:,}",
-            unasked=() if exhaustive else (f"all but {asked}",),
-        )
+        evidence = f"of {total:,} are those of this"
+        evidence += "" if exhaustive else "; --exhaustive asks all of float32"
+        unasked = () if exhaustive else (f"all but {asked}",)
+        return Finding("answers", right, evidence, words=f"{right:,}", unasked=unasked)
 
 
 def _explained(subject: Subject, first: Responses) -> _Explained:
@@ -199,16 +191,15 @@ def _identify_repeating(
     if expect:
         expected = behavior.by_name(expect, fmt)
         differences = describe.differences_from(explained.responses, expected, fmt, format_finding)
+    named = {"behavior": names, "behavior_but_for_nan_codes": names_but_for_nan}
+    if unlike:
+        named = {key: [] for key in named}
     return Outcome(
         name=subject.name,
         kind="cast",
         fmt=fmt,
         framework=subject.framework,
-        found=describe.result_dict(b, findings, first)
-        | {
-            "behavior": [] if unlike else names,
-            "behavior_but_for_nan_codes": [] if unlike else names_but_for_nan,
-        },
+        found=describe.result_dict(b, findings, first) | named,
         findings=findings,
         identified=complete and not elsewhere,
         named=bool(names_but_for_nan),
@@ -293,16 +284,9 @@ def _other_dtypes(
         try:
             subject.ask(np.ones(16), other)
         except RefusedError as error:
+            what = f"double_rounding of {other}"
             unasked = (f"{other}, for which it raises",) if other != "float64" else ()
-            findings.append(
-                Finding(
-                    f"double_rounding of {other}",
-                    None,
-                    str(error),
-                    words="not tested",
-                    unasked=unasked,
-                )
-            )
+            findings.append(Finding(what, None, str(error), words="not tested", unasked=unasked))
             continue
         responses[other] = _deterministic(subject, other, found_fmt)
         finding, through = decisions.double_rounding(
@@ -324,11 +308,8 @@ def _other_layouts(
         _check_no_reuse(subject, a)
         for check in (layout_invariance.check_shapes, layout_invariance.check_strides):
             finding, counterexamples = check(subject, a, cast_behavior)
-            findings.append(
-                finding
-                if a.source == source
-                else dataclasses.replace(finding, what=f"{finding.what} of {a.source}")
-            )
+            what = finding.what if a.source == source else f"{finding.what} of {a.source}"
+            findings.append(dataclasses.replace(finding, what=what))
             wrong += counterexamples
     return findings, wrong
 
@@ -354,12 +335,8 @@ def check_all_inputs(
 
     wrong, example = all_inputs.simplest_difference(differing, inputs=inputs)
     total = all_inputs.INPUTS if inputs is None else inputs
-    finding = Finding(
-        "all inputs",
-        total - wrong,
-        f"of {total:,} float32 inputs match the behavior found",
-        words=f"{total - wrong:,}",
-    )
+    evidence = f"of {total:,} float32 inputs match the behavior found"
+    finding = Finding("all inputs", total - wrong, evidence, words=f"{total - wrong:,}")
     return finding, [example] if example else []
 
 

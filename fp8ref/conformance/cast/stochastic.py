@@ -74,19 +74,16 @@ class RoundingRates:
     @cached_property
     def away(self) -> np.ndarray:
         """How often [n] the code is the neighbor away from zero, as a fraction of 1."""
-        return (self.responses.codes.reshape(-1, self.repeats) == self.neighbors[:, None]).mean(
-            axis=1
-        )
+        codes = self.responses.codes.reshape(-1, self.repeats)
+        return (codes == self.neighbors[:, None]).mean(axis=1)
 
     @property
     def neighbors(self) -> np.ndarray:
         """The codes [n] next to x away from zero."""
         fmt = self.responses.fmt
-        return behavior.encode(
-            self.x,
-            fmt,
-            dataclasses.replace(KNOWN_CASTS["saturating"].behavior(fmt), rounding="away_from_zero"),
-        )
+        saturating = KNOWN_CASTS["saturating"].behavior(fmt)
+        away = dataclasses.replace(saturating, rounding="away_from_zero")
+        return behavior.encode(self.x, fmt, away)
 
     @property
     def random(self) -> np.ndarray:
@@ -100,9 +97,8 @@ class RoundingRates:
         Of n independent choices the standard deviation is sqrt(f (1 - f) / n). By the binomial
         distribution, a right cast is five of them off at one of 40 fractions once in 36,000.
         """
-        return np.abs(self.away - self.fractions) > 5 * np.sqrt(
-            self.fractions * (1 - self.fractions) / self.repeats
-        )
+        f = self.fractions
+        return np.abs(self.away - f) > 5 * np.sqrt(f * (1 - f) / self.repeats)
 
     @property
     def digits(self) -> int:
@@ -247,13 +243,9 @@ def _inputs_without_chance(fmt: Format, source: str) -> np.ndarray:
     With them magnitudes so small that each becomes zero at least once in REPEATS_OF_SPECIALS times.
     """
     n = cast_inputs.with_next(fmt)
+    numbers = np.concatenate([n, -n, cast_inputs.special(fmt)])
     with np.errstate(over="ignore"):
-        return np.concatenate(
-            [
-                rounded(np.concatenate([n, -n, cast_inputs.special(fmt)]), source),
-                cast_inputs.nans(source),
-            ]
-        )
+        return np.concatenate([rounded(numbers, source), cast_inputs.nans(source)])
 
 
 def _truncated(a: Responses) -> Responses:
@@ -319,16 +311,11 @@ def _neither_neighbor(
         outside = wrong & (magnitude <= a.fmt.max) & ~sign
         if outside.any():
             at = simplest(a.x, outside)
-            raise _error(
-                subject,
-                a,
-                at,
-                f"gave {outputs.output_text(a.output, at, a.fmt)}, which is not a neighbor",
-            )
+            given = outputs.output_text(a.output, at, a.fmt)
+            raise _error(subject, a, at, f"gave {given}, which is not a neighbor")
         if wrong.any():
-            shown.append(
-                a.counterexample(simplest(a.x, wrong), cast_behavior, "by the behavior found")
-            )
+            at = simplest(a.x, wrong)
+            shown.append(a.counterexample(at, cast_behavior, "by the behavior found"))
     return shown[:1]
 
 
@@ -403,17 +390,12 @@ def _differences(
 ) -> list[Counterexample]:
     """The simplest number that is rounded at random, and the other differences."""
     at = simplest(rates.x, rates.random)
-    code = behavior.encode(
-        rates.x[at : at + 1], truncated.fmt, KNOWN_CASTS[expect].behavior(truncated.fmt)
-    )[0]
+    wanted = KNOWN_CASTS[expect].behavior(truncated.fmt)
+    code = behavior.encode(rates.x[at : at + 1], truncated.fmt, wanted)[0]
     rounds = rates.counterexample(at, f"{code_or_value(code, truncated)} every time")
+    responses, expected = {truncated.source: truncated}, KNOWN_CASTS[expect].behavior(fmt)
     with np.errstate(invalid="ignore"):  # a signalling NaN
-        return [
-            rounds,
-            *describe.differences_from(
-                {truncated.source: truncated}, KNOWN_CASTS[expect].behavior(fmt), fmt, findings[0]
-            ),
-        ]
+        return [rounds, *describe.differences_from(responses, expected, fmt, findings[0])]
 
 
 def _no_chance(
@@ -430,13 +412,8 @@ def _no_chance(
     )
     again = outputs.ask(subject, rates.responses.x, a.source).codes(a.fmt).reshape(codes.shape)
     if np.array_equal(again, codes):
-        return _error(
-            subject,
-            rates.responses,
-            at,
-            f"{where}, in every call",
-            "depends on the place or the number of elements",
-        )
+        fault = "depends on the place or the number of elements"
+        return _error(subject, rates.responses, at, f"{where}, in every call", fault)
     return _error(subject, rates.responses, at, where)
 
 

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,8 +127,9 @@ def identify_subject(subject: Subject, asked: Asked) -> DelayedOutcome:
     """The outcome of a subject whose scale is shown as it is asked for, whatever the rule asked."""
     rules, reasons = _ordinary_rules(subject, asked)
     if not rules:
+        why = tuple(reasons)
         return DelayedOutcome(
-            name=subject.name, rule=None, names=(), fields={}, others={}, evidence=tuple(reasons)
+            name=subject.name, rule=None, names=(), fields={}, others={}, evidence=why
         )
     evidence = []
     for difficulty in _DECIDE:
@@ -172,14 +174,10 @@ def _ordinary_rules(subject: Subject, asked: Asked) -> tuple[list[DelayedScaling
         return [], [early]
     interval, steps = _interval(subject), _remembered(subject)
     if steps is None:
-        return [], [
-            f"a large amax still shows after {REMEMBERED[-1]:,} steps, or no amax ever does"
-        ]
-    rules = [
-        rule
-        for rule in _ordinary(subject, asked, interval, steps)
-        if _explains(subject, dataclasses.replace(asked, rule=rule), "ordinary")
-    ]
+        shown = f"a large amax still shows after {REMEMBERED[-1]:,} steps"
+        return [], [f"{shown}, or no amax ever does"]
+    tried = _ordinary(subject, asked, interval, steps)
+    rules = _kept(subject, asked, tried, "ordinary")
     if rules:
         return rules, []
     reductions = unnamed.reductions(subject, asked.fmt, asked.made)
@@ -204,14 +202,16 @@ def _explaining(
         for policy in _variations(rule.policy, difficulty)
     )
     for some in (tried, others):
-        kept = [
-            rule
-            for rule in some
-            if _explains(subject, dataclasses.replace(asked, rule=rule), difficulty)
-        ]
-        if kept:
+        if kept := _kept(subject, asked, some, difficulty):
             return kept
     return []
+
+
+def _kept(
+    subject: Subject, asked: Asked, rules: Iterable[DelayedScaling], difficulty: str
+) -> list[DelayedScaling]:
+    asked_of = ((rule, dataclasses.replace(asked, rule=rule)) for rule in rules)
+    return [rule for rule, one in asked_of if _explains(subject, one, difficulty)]
 
 
 def _explains(subject: Subject, asked: Asked, difficulty: str) -> bool:
@@ -271,17 +271,12 @@ def _policies(margin: int) -> list[ScalePolicy]:
     ordered = [
         POLICIES[name] for name in (*first, *(name for name in POLICIES if name not in first))
     ]
-    usable = [
-        policy
-        for policy in ordered
-        if policy.e8m0 is None and policy.name != "flax_bf16" and policy.clause != "S-20"
-    ]
-    return [
-        policy
-        if policy.makes_scale_inv
-        else dataclasses.replace(policy, margin=margin if 0 <= margin <= 64 else 0)
-        for policy in usable
-    ]
+    margin, policies = margin if 0 <= margin <= 64 else 0, []
+    for policy in ordered:
+        if policy.e8m0 is None and policy.name != "flax_bf16" and policy.clause != "S-20":
+            own = policy.makes_scale_inv
+            policies.append(policy if own else dataclasses.replace(policy, margin=margin))
+    return policies
 
 
 def _variations(policy: ScalePolicy, difficulty: str) -> list[ScalePolicy]:

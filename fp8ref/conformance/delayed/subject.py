@@ -103,10 +103,8 @@ class Subject:
     def lacks(self) -> tuple[str, ...]:
         """The difficulties that it cannot be given, for want of functions."""
         of = self.functions
-        return (
-            *(["load"] if of.save is None or of.load is None else []),
-            *(["reset"] if of.reset is None else []),
-        )
+        lacks = {"load": of.save is None or of.load is None, "reset": of.reset is None}
+        return tuple(word for word, lacking in lacks.items() if lacking)
 
     def run(self, sequence: Sequence) -> "list[Shown]":
         """What it shows before each operation and after the last, up to the first that raises."""
@@ -118,10 +116,7 @@ class Subject:
                 observed = held.do(operation)
                 shown[-1] = dataclasses.replace(shown[-1], observed=observed)
                 shown.append(Shown(scale=held.scale()))
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # anything that somebody's code raises is its answer
+        except (Exception, SystemExit) as error:  # what somebody's code raises is its answer
             shown.append(Shown(raised=f"{type(error).__name__}: {error}".rstrip(".: ")))
         return shown
 
@@ -166,9 +161,7 @@ class Held:
         elif isinstance(operation, str):
             raise ValueError(f"an operation is a step, save, load or reset; got {operation!r}.")
         elif of.observe is None:
-            self.state = of.update(
-                self.state, *(self.subject.observation(amax) for amax in operation)
-            )
+            self.state = of.update(self.state, *map(self.subject.observation, operation))
         else:
             for amax in operation:
                 self.state = of.observe(self.state, self.subject.observation(amax))

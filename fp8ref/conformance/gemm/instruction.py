@@ -173,7 +173,7 @@ def identify(
         units, zeros_finding = _zero_factor_units(units, zeros, fmt_a, fmt_b)
         findings = [zeros_finding if finding.what == "zeros" else finding for finding in findings]
         for of in groups:
-            expected = _expected(of, units[0], fmt_a, fmt_b)
+            expected = results(of.a, of.b, of.c, units[0], fmt_a, fmt_b)
             same = expected.view(np.uint32) == of.d.view(np.uint32)
             compared, equal = compared + same.size, equal + int(same.sum())
             findings.append(_group_finding(of.group, of.c, of.d, expected, same))
@@ -193,14 +193,12 @@ def identify(
     )
 
 
-def _expected(of: InstructionGroup, unit: TensorCore, fmt_a: Format, fmt_b: Format) -> np.ndarray:
-    """A unit's results of a group, float32 [Q]."""
-    return np.array(
-        [
-            gemm.mma(x[None], y[None], z[None, None], fmt_a=fmt_a, fmt_b=fmt_b, unit=unit)[0, 0]
-            for x, y, z in zip(of.a, of.b, of.c, strict=True)
-        ]
-    )
+def results(
+    a: np.ndarray, b: np.ndarray, c: np.ndarray, unit: TensorCore, fmt_a: Format, fmt_b: Format
+) -> np.ndarray:
+    """A unit's results, float32 [Q], of codes a and b [Q, 32] and accumulators c [Q]."""
+    each = zip(a[:, None], b[:, None], c[:, None, None], strict=True)
+    return np.array([gemm.mma(*x, fmt_a=fmt_a, fmt_b=fmt_b, unit=unit)[0, 0] for x in each])
 
 
 def _zero_factor_units(
@@ -214,17 +212,11 @@ def _zero_factor_units(
         rules = ["excluded", "least"]
     else:
         rules = [units[0].zeros]
-    right = {
-        rule: int(
-            np.sum(
-                _expected(of, dataclasses.replace(units[0], zeros=rule), fmt_a, fmt_b).view(  # type: ignore[arg-type]
-                    np.uint32
-                )
-                == of.d.view(np.uint32)
-            )
-        )
-        for rule in rules
-    }
+    right = {}
+    for rule in rules:
+        unit = dataclasses.replace(units[0], zeros=rule)  # type: ignore[arg-type]
+        d = results(of.a, of.b, of.c, unit, fmt_a, fmt_b)
+        right[rule] = int(np.sum(d.view(np.uint32) == of.d.view(np.uint32)))
     evidence = (
         "tiny accumulators next to zero products: "
         f"{', '.join(f'{n} of {of.d.size} as {rule!r}' for rule, n in right.items())}"

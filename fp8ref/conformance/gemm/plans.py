@@ -40,11 +40,9 @@ PLAN = tuple(f.name for f in dataclasses.fields(Accumulation) if f.name not in (
 PROMOTIONS = (*range(K_STEP, 513, K_STEP), 1024, 2048, 4096)
 """The promotions that are tried together with split-K."""
 
-TILES = (SPLIT_TILE, 64, 256, 32)
-"""The lengths of split-K tiles along K that are tried, in order."""
+TILES = (SPLIT_TILE, 64, 256, 32)  # lengths of split-K tiles that are tried, in order
 
-SAME = "by the same"
-"""The evidence of findings that have the same evidence as ``promotion``."""
+SAME = "by the same"  # of findings with the evidence of ``promotion``
 
 FIELDS = ("promotion", "accumulator", "split_k", "split_order", "split_tile")
 """The names of the findings about a plan."""

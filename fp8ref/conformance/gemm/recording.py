@@ -15,7 +15,7 @@ import numpy as np
 import fp8ref
 from fp8ref.conformance.gemm import epilogues, plans
 from fp8ref.conformance.gemm.identify import Identified
-from fp8ref.conformance.gemm.instruction import SIDE, Instruction, random_operands
+from fp8ref.conformance.gemm.instruction import SIDE, Instruction, random_operands, results
 from fp8ref.conformance.gemm.scaled_gemm import OUT_DTYPES, operand, rows_of
 from fp8ref.conformance.gemm.wgmma import Multiply
 from fp8ref.formats import FP8_FORMATS
@@ -181,13 +181,8 @@ def _instruction(
     a, b, c, recorded = (arrays[key] for key in ("a", "b", "c", "d"))
     if not (len(a) == len(b) == len(c) and recorded.shape == (len(a),)):
         raise ValueError("its arrays differ in length")
-    each = (
-        gemm.mma(x[None], y[None], z[None, None], fmt_a=fmt_a, fmt_b=fmt_b, unit=accumulate.unit)[
-            0, 0
-        ]
-        for x, y, z in zip(a, b, c.view(np.float32), strict=True)
-    )
-    return np.array(list(each), np.float32), recorded
+    computed = results(a, b, c.view(np.float32), accumulate.unit, fmt_a, fmt_b)
+    return computed.astype(np.float32), recorded
 
 
 def _gemm(metadata: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -20,8 +20,7 @@ from fp8ref.sim.gemm import tensor_core
 from fp8ref.sim.gemm.tensor_core import K_STEP, ROUNDINGS, TensorCore
 from fp8ref.sim.quantize import cast
 
-FAR = 28
-"""Binades below the largest number: more than a float32 or any unit of the simulator keeps."""
+FAR = 28  # binades below the largest number: more than any unit keeps
 
 SEQUENTIAL, WIDE = "sequential", "wide"
 SIDE = 64  # the most rows and columns of random steps

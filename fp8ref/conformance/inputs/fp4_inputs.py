@@ -6,8 +6,7 @@ from fp8ref.conformance.inputs import dtypes
 from fp8ref.formats import E2M1FN
 from fp8ref.sim.quantize import cast
 
-SHAPE = (128, 256)
-"""The shape [M, K] of all of them: of whole blocks along both axes, as kernels ask."""
+SHAPE = (128, 256)  # of all of them [M, K]: whole blocks along both axes
 
 _BLOCK = 16
 

@@ -73,15 +73,12 @@ def inputs(steps: int = STEPS) -> Inputs:
         "small": (257,),
         "zeros": (16, 256),
     }
-    weights = {
-        name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()
-    }
+    weights = {k: rng.standard_normal(shape).astype(np.float32) for k, shape in shapes.items()}
     gradients = []
     for step in range(steps):
-        g = {
-            name: rng.standard_t(3, shape) * 2.0 ** rng.uniform(-14, -2, (*shape[:-1], 1))
-            for name, shape in shapes.items()
-        }
+        g = {}
+        for name, shape in shapes.items():
+            g[name] = rng.standard_t(3, shape) * 2.0 ** rng.uniform(-14, -2, (*shape[:-1], 1))
         g["late"] = np.where((np.arange(16)[:, None] % 3 == 0) & (step < 3), 0, g["late"])
         g["late"][:, ::5] *= step < 2
         g["zeros"] = np.zeros(shapes["zeros"])
@@ -94,11 +91,8 @@ def kind_of(optimizer: Any) -> str | None:
     if hasattr(optimizer, "init") and hasattr(optimizer, "update"):
         return "optax"
     torch = sys.modules.get("torch")
-    if (
-        torch is not None
-        and isinstance(optimizer, type)
-        and issubclass(optimizer, torch.optim.Optimizer)
-    ):
+    is_class = torch is not None and isinstance(optimizer, type)
+    if is_class and issubclass(optimizer, torch.optim.Optimizer):  # type: ignore[union-attr]
         return "torch"
     required = [parameter for parameter in _parameters(optimizer) if parameter not in NUMBERS]
     if required and required[0] == "params":
@@ -117,9 +111,8 @@ def run(
     """
     try:
         with np.errstate(all="ignore"):
-            return {"torch": _torch, "optax": _optax, "function": _function}[kind](
-                optimizer, asked, settings
-            )
+            steps = {"torch": _torch, "optax": _optax, "function": _function}[kind]
+            return steps(optimizer, asked, settings)
     except ConformanceError as error:
         raise type(error)(f"{name} {error}") from error
     except (Exception, SystemExit) as error:  # an optimizer under test may raise anything
@@ -150,12 +143,11 @@ def _torch(factory: Any, asked: Inputs, settings: Numbers) -> list[dict[str, Sna
         for name, p in params.items():
             p.grad = torch.tensor(g[name])
         optimizer.step()
-        snapshots.append(
-            {
-                name: Snapshot(_weight(p, asked.weights[name]), *_moments(optimizer.state[p]))
-                for name, p in params.items()
-            }
-        )
+        snapshot = {}
+        for name, p in params.items():
+            moments = _moments(optimizer.state[p])
+            snapshot[name] = Snapshot(_weight(p, asked.weights[name]), *moments)
+        snapshots.append(snapshot)
     return snapshots
 
 
@@ -170,18 +162,14 @@ def _optax(optimizer: Any, asked: Inputs, settings: Numbers) -> list[dict[str, S
     state, snapshots = optimizer.init(params), []
     for g in asked.gradients:
         # operation by operation: under jit XLA fuses products and sums, in an order of its own
-        changes, state = optimizer.update(
-            {name: jnp.asarray(x) for name, x in g.items()}, state, params
-        )
+        own = {name: jnp.asarray(x) for name, x in g.items()}
+        changes, state = optimizer.update(own, state, params)
         params = optax.apply_updates(params, changes)
-        kept = _kept(state)
-        read = {name: tuple(_moment(_parameter_state(of, name)) for of in kept) for name in params}
-        snapshots.append(
-            {
-                name: _trained(Snapshot(_weight(p, asked.weights[name]), *read[name]))
-                for name, p in params.items()
-            }
-        )
+        kept, snapshot = _kept(state), {}
+        for name, p in params.items():
+            moments = [_moment(_parameter_state(tree, name)) for tree in kept]
+            snapshot[name] = _trained(Snapshot(_weight(p, asked.weights[name]), *moments))
+        snapshots.append(snapshot)
     return snapshots
 
 
@@ -235,13 +223,12 @@ def _moments(state: Any) -> tuple[Moment | None, ...]:
     for first, second in NAMES:
         if (m := _field(state, first)) is not None and (v := _field(state, second)) is not None:
             if first == "m_codes":
-                of = {"m": m, "v": v, "master": _field(state, "master_codes")}
-                return tuple(
-                    None
-                    if x is None
-                    else _moment({"codes": x, "scale_inv": _field(state, f"{key}_scale_inv")})
-                    for key, x in of.items()
-                )
+                parts = []
+                for key, x in (("m", m), ("v", v), ("master", _field(state, "master_codes"))):
+                    inverse = _field(state, f"{key}_scale_inv")
+                    pair = {"codes": x, "scale_inv": inverse}
+                    parts.append(None if x is None else _moment(pair))
+                return tuple(parts)
             return _moment(m), _moment(v)
     return ()
 
@@ -292,11 +279,9 @@ def _parameters(function: Any) -> list[str]:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return []
-    return [
-        p.name
-        for p in parameters
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
+    needed = [p for p in parameters if p.default is p.empty]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in needed if p.kind in kinds]
 
 
 def _accepted(function: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:

@@ -213,14 +213,11 @@ def simplest_by_kind(
     """
     amaxes = []
     for i, kind in enumerate(AMAX_RANGES):
-        of = wrong & (kinds == i)
-        if of.any():
-            amaxes.append(
-                (
-                    kind,
-                    float(largest[simplest(largest, of & scales if (of & scales).any() else of)]),
-                )
-            )
+        among = wrong & (kinds == i)
+        if among.any():
+            by_scale = among & scales
+            at = simplest(largest, by_scale if by_scale.any() else among)
+            amaxes.append((kind, float(largest[at])))
     return amaxes
 
 
@@ -237,9 +234,8 @@ def unexpected_policy(
     tried = [plain]
     if answers.flushing:
         tried = [plain, dataclasses.replace(plain, flushes=True)]
-    agreed = max(
-        (candidates.agreement(candidate, *answers.rows) for candidate in tried), key=answers.score
-    )
+    agreements = [candidates.agreement(candidate, *answers.rows) for candidate in tried]
+    agreed = max(agreements, key=answers.score)
     # The same scales are not enough: x * (1 / s) and x / s give other codes.
     right = agreed.both if right_cast else agreed.deciding
     if (right | ~answers.considered).all() and found_fmt is fmt:
@@ -258,10 +254,8 @@ def unexpected_granularity(
 ) -> list[Counterexample]:
     """A counterexample to an expected granularity and axis, if another was found."""
     answers, axis = matched.answers, expected.axis
-    same = expected.granularity in (None, group.granularity) and (
-        axis is None or group.axis is None or axis == group.axis
-    )
-    if same:
+    same_axis = axis is None or group.axis in (None, axis)
+    if same_axis and expected.granularity in (None, group.granularity):
         return []
     assert group.granularity is not None
     assert expected.policy is not None
@@ -271,29 +265,20 @@ def unexpected_granularity(
         axis=-1 if axis is None else axis,
     )
     candidate = Candidate(policy=expected.policy, scale_fmt=fmt, fmt=answers.fmt)
-    counterexample = smallest_for_granularity(
-        Comparison(quantizer=answers.quantizer, candidate=candidate, scale_layout=scale_layout)
-    )
+    comparison = dataclasses.replace(answers.comparison(candidate), scale_layout=scale_layout)
+    counterexample = smallest_for_granularity(comparison)
     return [counterexample] if counterexample else []
 
 
 def transposed_scales(output: QuantizerOutput, scale_layout: ScaleLayout) -> list[Counterexample]:
     """Returned scales that are transposed, and so would broadcast to the wrong blocks."""
     shape = output.tensor.shape
-    transposed = (
-        s
-        for name in scale_layout.kinds
-        if scale_layout.is_transposed(s := output.scales[name].shape, shape)
-    )
+    x, dtype = f"x {list(shape)}", output.dtype
+    expected = f"{list(scale_layout.shape(shape))}, each scale at the place of its block"
+    shapes = [output.scales[name].shape for name in scale_layout.kinds]
+    transposed = [s for s in shapes if scale_layout.is_transposed(s, shape)]
     return [
-        Counterexample(
-            f"x {list(shape)}",
-            f"scales {list(s)}",
-            f"{list(scale_layout.shape(shape))}, each scale at the place of its block",
-            "S-6",
-            dtype=output.dtype,
-        )
-        for s in transposed
+        Counterexample(x, f"scales {list(s)}", expected, "S-6", dtype=dtype) for s in transposed
     ]
 
 
@@ -304,9 +289,8 @@ def for_policy(matched: PolicyMatch, agreed: Agreement) -> list[Counterexample]:
     finite amaxes above zero where no deviation is found.
     """
     answers = matched.answers
-    largest, kind = (
-        np.concatenate([getattr(a, key) for a in answers.responses]) for key in ("largest", "kind")
-    )
+    largest = np.concatenate([a.largest for a in answers.responses])
+    kind = np.concatenate([a.kind for a in answers.responses])
     wrong = matched.mismatches(agreed)
     unnamed = not matched.agreements and not matched.deviation
     counterexamples: list[Counterexample] = []
@@ -314,10 +298,8 @@ def for_policy(matched: PolicyMatch, agreed: Agreement) -> list[Counterexample]:
         # Shown already: the same policy and deviation explain these groups too. Without a
         # deviation, what is wrong at an ordinary amax is not told from what is wrong at other
         # finite ones.
-        if counterexamples and (
-            matched.explained[wrong & (kind == AMAX_RANGES.index(k))].all()
-            or (unnamed and k in NONZERO_RANGES)
-        ):
+        explained = matched.explained[wrong & (kind == AMAX_RANGES.index(k))].all()
+        if counterexamples and (explained or (unnamed and k in NONZERO_RANGES)):
             continue
         shown = smallest_for_policy(answers.comparison(agreed.candidate), a, k)
         counterexamples += [shown] if shown is not None and shown not in counterexamples else []
@@ -340,14 +322,8 @@ def _in_context(matched: PolicyMatch, agreed: Agreement) -> Counterexample:
     inside = a.group == group
     differs = inside & candidates.mismatches(a.output, expected, agreed.candidate)
     at = np.unravel_index(int(np.argmax(differs if differs.any() else inside)), a.x.shape)
-    got, expected_text = output_texts(
-        a.output,
-        at,
-        {n: outputs.per_group(a, n, scale_layout)[group] for n in scale_layout.kinds},
-        expected,
-        group,
-        scale_layout,
-    )
+    scales = {n: outputs.per_group(a, n, scale_layout)[group] for n in scale_layout.kinds}
+    got, expected_text = output_texts(a.output, at, scales, expected, group, scale_layout)
     return Counterexample(
         f"x{index_of(at)} = {show(a.x[at])} of x {list(a.x.shape)}, whose group "
         f"has amax {show(a.amax[group])}, next to groups of every kind",
@@ -368,32 +344,17 @@ def misnamed_arrays(answers: Answers, policy: ScalePolicy) -> list[Counterexampl
     responses, scale_layout = answers.responses, answers.scale_layout
     for name, kind in scale_layout.kinds.items():
         plain = name.strip("_").lower()
-        wrong = (plain == "scale_inv" and kind != "scale_inv") or (
-            plain == "scale"
-            and kind != "scale"
-            and policy.stored == "scale"
-            and not policy.makes_scale_inv
-        )
-        if wrong:
+        stores_scale = policy.stored == "scale" and not policy.makes_scale_inv
+        named = plain == "scale_inv" or (plain == "scale" and stores_scale)
+        if named and kind != plain:
             counterexamples.append(_misnamed(name, f"a {kind}", f"a {plain}", "S-1"))
     for name in responses[0].output.scales:
-        largest, amax = (
-            np.concatenate(v)
-            for v in zip(
-                *((outputs.per_group(a, name, scale_layout), a.amax) for a in responses),
-                strict=True,
-            )
-        )
+        largest = np.concatenate([outputs.per_group(a, name, scale_layout) for a in responses])
+        amax = np.concatenate([a.amax for a in responses])
         if name.strip("_").lower() == "amax" and not np.array_equal(largest, amax, equal_nan=True):
             at = simplest(amax, ~equal(largest, amax))
-            counterexamples.append(
-                _misnamed(
-                    name,
-                    show(largest[at]),
-                    f"{show(amax[at])}, the largest magnitude of its group",
-                    "S-2",
-                )
-            )
+            wanted = f"{show(amax[at])}, the largest magnitude of its group"
+            counterexamples.append(_misnamed(name, show(largest[at]), wanted, "S-2"))
     return counterexamples
 
 

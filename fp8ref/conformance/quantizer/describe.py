@@ -27,26 +27,22 @@ def result_dict(
     chosen, scale_layout = matched.chosen, matched.answers.scale_layout
     quantizer = matched.answers.quantizer
     through = rounding.double_rounding.get(quantizer.dtype) if rounding else None
+    scales = {}
+    for name, kind in scale_layout.kinds.items():
+        shape = output.scales[name].shape
+        transposed = scale_layout.is_transposed(shape, output.tensor.shape)
+        scales[name] = {"is": kind, "shape": list(shape), "transposed": transposed}
+    names = matched.names if matched.agreements else []
+    known = [profile for name in names for profile in profiles.policy_profiles(name)]
     return {
         "format": (chosen if matched.agreements else matched.answers).fmt.name,
         "granularity": group.granularity,
         "axis": group.axis,
         "returns": " and ".join(dict.fromkeys(scale_layout.kinds.values())) or None,
-        "scales": {
-            name: {
-                "is": kind,
-                "shape": list(shape := output.scales[name].shape),
-                "transposed": scale_layout.is_transposed(shape, output.tensor.shape),
-            }
-            for name, kind in scale_layout.kinds.items()
-        },
+        "scales": scales,
         "policy": matched.names[0] if matched.agreements else None,
         "same_policies": matched.names[1:],
-        "profiles": list(
-            dict.fromkeys(p for name in matched.names for p in profiles.policy_profiles(name))
-        )
-        if matched.agreements
-        else [],
+        "profiles": list(dict.fromkeys(known)),
         "nearest_policy": matched.nearest.candidate.policy.name,
         "deviation": matched.deviation or None,
         "scales_to": chosen.scale_fmt.max if matched.agreements else None,
@@ -136,12 +132,8 @@ def axis_finding(matched: PolicyMatch, axis: int | None) -> Finding:
     """The finding on the axis that scales reduce, with a tensor on which axis -1 would differ."""
     scale_layout = matched.answers.scale_layout
     if axis is None:
-        return Finding(
-            "axis",
-            None,
-            f"{scale_layout.granularity} scales are the same along both",
-            words="either",
-        )
+        evidence = f"{scale_layout.granularity} scales are the same along both"
+        return Finding("axis", None, evidence, words="either")
     if axis == -1:
         return Finding("axis", -1, "scales are along the last axis")
     along_last = dataclasses.replace(scale_layout, axis=-1)
@@ -149,12 +141,8 @@ def axis_finding(matched: PolicyMatch, axis: int | None) -> Finding:
         matched.answers.comparison(matched.chosen), scale_layout=along_last
     )
     witness = counterexamples.smallest_for_granularity(comparison)
-    return Finding(
-        "axis",
-        axis,
-        str(witness) if witness else "scales are along the first axis",
-        witness=witness,
-    )
+    evidence = str(witness) if witness else "scales are along the first axis"
+    return Finding("axis", axis, evidence, witness=witness)
 
 
 def returned_finding(scale_layout: ScaleLayout, output: QuantizerOutput) -> Finding:
@@ -180,11 +168,8 @@ def returned_finding(scale_layout: ScaleLayout, output: QuantizerOutput) -> Find
 
 def untaken(findings: list[Finding]) -> str:
     """The end of a summary: the dtypes that it does not accept."""
-    refused = [
-        f.what.removeprefix("from ")
-        for f in findings
-        if f.text == "not taken" and f.what.startswith("from ")
-    ]
+    whats = [f.what for f in findings if f.text == "not taken"]
+    refused = [what.removeprefix("from ") for what in whats if what.startswith("from ")]
     return f"; it does not accept {' or '.join(refused)}" if refused else ""
 
 

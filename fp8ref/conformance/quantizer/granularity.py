@@ -42,9 +42,8 @@ def identify_memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
     # After one call of 1024s, count the calls of ones until the output settles again.
     quantizer.once(large)
     after = [quantizer.once(small) for _ in range(_CALLS)]
-    count = (
-        next((i for i in range(_CALLS - 1, -1, -1) if not equal_outputs(after[i], steady)), -1) + 1
-    )
+    unlike = [i for i, output in enumerate(after) if not equal_outputs(output, steady)]
+    count = unlike[-1] + 1 if unlike else 0
     # A scale of an earlier call is a memory. Codes of an earlier call are a fault.
     if count and after[-1].tensor.tobytes() == quantizer.once(small / 2).tensor.tobytes():
         raise ConformanceError(
@@ -97,8 +96,7 @@ def _steady_output(quantizer: Quantizer, x: np.ndarray, tensor_name: str) -> Qua
     before, now = quantizer.once(x), quantizer.once(x)
     if equal_outputs(before, now):
         return now
-    different = before.tensor != now.tensor
-    at = np.unravel_index(int(np.argmax(different)), SHAPE) if different.any() else (0, 0)
+    at = np.unravel_index(int(np.argmax(before.tensor != now.tensor)), SHAPE)
     raise ConformanceError(
         f"{quantizer.subject.name} does not repeat itself: after {_CALLS} calls with {tensor_name} "
         f"{list(SHAPE)}, two more calls gave {before.tensor[at]} and {now.tensor[at]} for "

@@ -168,11 +168,8 @@ def _compared(comparison: Comparison, shapes: Sequence[tuple[int, int]]) -> _Com
             for tensor in planted_tensors.tensors(shape, layout, quantizer):
                 unexplained = _counterexample(comparison, tensor, quantizer.ask(tensor.x))
                 padded = ragged_blocks.padded(tensor.x, layout)
-                is_lost = (
-                    unexplained
-                    and "NaN" in tensor.planted
-                    and policy_match.loses_nan(quantizer, padded, layout)
-                )
+                nan = unexplained and "NaN" in tensor.planted
+                is_lost = nan and policy_match.loses_nan(quantizer, padded, layout)
                 first = compared.lost if is_lost else compared.wrong
                 first += [] if first else unexplained
         except RefusedError:
@@ -229,10 +226,8 @@ def check_dtype(
         quantizer.once(np.ones(shape, np.float32))
         responses = outputs.ask(quantizer, amaxes, shape, at, along)
     except RefusedError as error:
-        refused = Finding(
-            what, None, str(error), words="not taken", unasked=(f"{dtype}, for which it raises",)
-        )
-        return None, refused, []
+        unasked = (f"{dtype}, for which it raises",)
+        return None, Finding(what, None, str(error), words="not taken", unasked=unasked), []
     answers = Answers(
         quantizer=quantizer,
         responses=responses,
@@ -240,9 +235,8 @@ def check_dtype(
         fmt=candidate.fmt,
         shape=shape,
     )
-    same_decisions = [
-        p for p in policy_data.POLICIES.values() if _decisions(p) == _decisions(candidate.policy)
-    ]
+    own, policies = _decisions(candidate.policy), policy_data.POLICIES.values()
+    same_decisions = [p for p in policies if _decisions(p) == own]
     agreements = [
         candidates.agreement(replace(candidate, policy=p), *answers.rows)
         for p in sorted(same_decisions, key=lambda p: p != candidate.policy)
@@ -261,9 +255,8 @@ def check_dtype(
 
 def _decisions(policy: ScalePolicy) -> dict[str, Any]:
     """All fields of a policy except its name and what it computes in."""
-    return {
-        f.name: getattr(policy, f.name) for f in fields(policy) if f.name not in ("name", "compute")
-    }
+    names = {f.name for f in fields(policy)} - {"name", "compute"}
+    return {name: getattr(policy, name) for name in names}
 
 
 def _counterexample(
@@ -323,15 +316,9 @@ def _other_counts(
     for name in scale_layout.kinds:
         shape = output.scales[name].shape
         if np.prod(shape, dtype=np.int64) != count and shape != tensor.x.shape:
-            return [
-                Counterexample(
-                    str(tensor),
-                    f"{name or 'scales'} {list(shape)}",
-                    f"{count} scales, one of each block, the last one too",
-                    "S-6, S-16",
-                    dtype=output.dtype,
-                )
-            ]
+            got = f"{name or 'scales'} {list(shape)}"
+            wanted = f"{count} scales, one of each block, the last one too"
+            return [Counterexample(str(tensor), got, wanted, "S-6, S-16", dtype=output.dtype)]
     return []
 
 

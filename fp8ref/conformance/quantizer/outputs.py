@@ -118,10 +118,9 @@ class Quantizer:
         try:
             return read(raw_output, x)
         except Exception as error:  # lazy arrays, such as those of a GPU, may raise only here
-            raise (WrongShapeError if isinstance(error, WrongShapeError) else ConformanceError)(
-                f"{self.subject.name} for "
-                f"{subjects.describe(x, self.dtype, self.subject.framework)}: {error}"
-            ) from error
+            kind = type(error) if isinstance(error, WrongShapeError) else ConformanceError
+            asked = subjects.describe(x, self.dtype, self.subject.framework)
+            raise kind(f"{self.subject.name} for {asked}: {error}") from error
 
 
 def arrays_of(raw_output: Any) -> list[np.ndarray]:
@@ -142,9 +141,8 @@ def read(raw_output: Any, x: np.ndarray) -> QuantizerOutput:
     """
     arrays = _named_arrays(raw_output)
     fitting = {name: dtype for name, (a, dtype) in arrays.items() if a.shape == x.shape}
-    codes_first = [n for n, dtype in fitting.items() if _is_codes(n, dtype, len(arrays))] + [
-        n for n, d in fitting.items() if d in FLOATS
-    ]
+    codes_first = [n for n, dtype in fitting.items() if _is_codes(n, dtype, len(arrays))]
+    codes_first += [n for n, d in fitting.items() if d in FLOATS]
     main = codes_first[0] if codes_first else None
     if main is None:
         raise WrongShapeError(
@@ -222,15 +220,11 @@ def parts_of(raw_output: Any) -> dict[str, Any]:
         return dict(raw_output._asdict())
     if isinstance(raw_output, tuple | list):
         return {f"[{i}]": part for i, part in enumerate(raw_output)}
-    codes, scales = (
-        [name for name in names if hasattr(raw_output, name)] for names in (_CODES, _SCALES)
-    )
+    codes = [name for name in _CODES if hasattr(raw_output, name)]
+    scales = [name for name in _SCALES if hasattr(raw_output, name)]
     if codes and scales:
-        return {
-            name: getattr(raw_output, name)
-            for name in (codes[0], *scales)
-            if not callable(getattr(raw_output, name))
-        }
+        parts = {name: getattr(raw_output, name) for name in (codes[0], *scales)}
+        return {name: part for name, part in parts.items() if not callable(part)}
     return {"": raw_output}
 
 
@@ -284,12 +278,8 @@ class ScaleLayout:
 
     def is_transposed(self, shape: tuple[int, ...], of: tuple[int, ...]) -> bool:
         """Whether this is the transposed shape of the scales of a tensor of shape ``of``."""
-        expected_shape = self.shape(of)
-        return (
-            len(expected_shape) == 2
-            and expected_shape[0] != expected_shape[1]
-            and tuple(shape) == expected_shape[::-1]
-        )
+        own = self.shape(of)
+        return len(own) == 2 and own[0] != own[1] and tuple(shape) == own[::-1]
 
     @property
     def scales(self) -> dict[str, str]:
@@ -392,9 +382,8 @@ def per_group(a: Response, name: str, scale_layout: ScaleLayout) -> np.ndarray:
     values, count = a.output.scales[name], int(a.group.max()) + 1
     # The first element of a group stands for it, where scales are expanded to the tensor's shape.
     if values.size == count:
-        return (
-            values.T if scale_layout.is_transposed(values.shape, a.x.shape) else values
-        ).reshape(-1)
+        transposed = scale_layout.is_transposed(values.shape, a.x.shape)
+        return (values.T if transposed else values).reshape(-1)
     if values.shape == a.x.shape:
         return values.reshape(-1)[np.unique(a.group.reshape(-1), return_index=True)[1]]
     raise ConformanceError(

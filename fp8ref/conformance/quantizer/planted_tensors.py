@@ -13,8 +13,7 @@ _LARGE = 1 << 20
 _IN_LARGE = ("the largest last", "NaN inside", "an infinity last")
 """What is planted in tensors of ``_LARGE`` elements and more, which take a second each."""
 
-WHOLE = (20, 264)
-"""The shape in which the largest element is planted at many places, one after another."""
+WHOLE = (20, 264)  # shape in which the largest element is planted at many places
 
 # What is planted in each group: its value at the last element, and at one inside
 _PLANTED = {

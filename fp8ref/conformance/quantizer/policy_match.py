@@ -59,9 +59,8 @@ class Answers:
 
     def comparison(self, candidate: Candidate) -> Comparison:
         """The quantizer with a candidate."""
-        return Comparison(
-            quantizer=self.quantizer, candidate=candidate, scale_layout=self.scale_layout
-        )
+        layout = self.scale_layout
+        return Comparison(quantizer=self.quantizer, candidate=candidate, scale_layout=layout)
 
     def score(self, a: Agreement) -> tuple[int, int]:
         """How many groups agree in what decides the policy, and how many in scales and codes."""
@@ -196,12 +195,12 @@ def _named(answers: Answers) -> tuple[list[Agreement], Agreement]:
                 return tied, tied[0]
             # The nearest policy is that of the first stage: most likely it is meant, and wrong.
             if best is None:
-                agreements = [candidates.agreement(c, rows, row_layout) for c in tried]
                 usual = ordinary(rows)
-                best = max(
-                    agreements,
-                    key=lambda a: (bool(a.codes[usual].all()), -a.ulps, answers.score(a)),
-                )
+
+                def rank(a: Agreement, usual: np.ndarray = usual) -> tuple:
+                    return bool(a.codes[usual].all()), -a.ulps, answers.score(a)
+
+                best = max((candidates.agreement(c, rows, row_layout) for c in tried), key=rank)
     assert best is not None
     return [], best
 
@@ -222,21 +221,14 @@ def match_ratio(
         ratios = every[ordinary(responses)] if every.size else every
         ratios = ratios if np.all((ratios > 0) & (ratios < np.inf)) else np.zeros(0)
         # Within 2^-20 of 1 the factor may be rounding alone.
-        if (
-            ratios.size
-            and ratios.max() / ratios.min() < 1 + 2.0**-21
-            and abs(np.log2(ratios[0])) > 2.0**-20
-        ):
-            ratio = float(np.median(ratios))
-            other = next(
-                (
-                    f", as of a max of {f.max:g}"
-                    for f in CAST_FORMATS.values()
-                    if abs(ratio * candidate.scale_fmt.max / f.max - 1) < 2.0**-20
-                ),
-                "",
-            )
-            text = f"its scale is about {ratio:.6g} times that policy's{other}"
+        alike = ratios.size and ratios.max() / ratios.min() < 1 + 2.0**-21
+        if alike and abs(np.log2(ratios[0])) > 2.0**-20:
+            ratio, largest = float(np.median(ratios)), candidate.scale_fmt.max
+            text = f"its scale is about {ratio:.6g} times that policy's"
+            for fmt in CAST_FORMATS.values():
+                if abs(ratio * largest / fmt.max - 1) < 2.0**-20:
+                    text += f", as of a max of {fmt.max:g}"
+                    break
             with np.errstate(invalid="ignore"):
                 explained = np.abs(every / ratio - 1) < 2.0**-20
             return candidates.agreement(candidate, responses, scale_layout), text, explained
@@ -266,10 +258,8 @@ def loses_nan(quantizer: Quantizer, x: np.ndarray, scale_layout: ScaleLayout) ->
         return False
     import jax.numpy as jnp
 
-    magnitudes, axis = (
-        jnp.abs(quantizer.subject.make_array(x, quantizer.dtype).astype(jnp.float32)),
-        scale_layout.axis,
-    )
+    array, axis = quantizer.subject.make_array(x, quantizer.dtype), scale_layout.axis
+    magnitudes = jnp.abs(array.astype(jnp.float32))
     # Along the axes that a JAX quantizer reduces: whether XLA loses a NaN depends on them.
     block = by_name(scale_layout.granularity)
     if scale_layout.granularity == "tensorwise":

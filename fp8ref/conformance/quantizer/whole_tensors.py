@@ -297,15 +297,12 @@ def _wrong_scales(
         for name, quantity in names.items():
             if quantity is None or not _is_scale(output, name, known[quantity], q):
                 what = quantity or "scale, scale_inv or tensor_scale_inv"
-                return [
-                    Counterexample(
-                        f"a tensor of {kind}",
-                        f"an array {name} that is not its {what}",
-                        f"that of {nearest}",
-                        by_name(nearest.policy).clause,
-                        dtype=answers.source,
-                    )
-                ]
+                got, clause = (
+                    f"an array {name} that is not its {what}",
+                    by_name(nearest.policy).clause,
+                )
+                x_text, wanted = f"a tensor of {kind}", f"that of {nearest}"
+                return [Counterexample(x_text, got, wanted, clause, dtype=answers.source)]
     return []
 
 

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 PRINTED = 8  # the most wrong answers that are printed
 
-OF_A_KIND = 2
-"""The most wrong answers of one kind of input, so that other kinds are shown too."""
+OF_A_KIND = 2  # most wrong answers of one kind of input, beside other kinds
 
 SHORT = 16  # characters: longer inputs are not shown next to the number of their line
 

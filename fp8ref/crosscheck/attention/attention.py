@@ -43,8 +43,7 @@ LARGEST = 16
 A + 16 (A-18).
 """
 
-FAR = 64.0
-"""How far a sink lies above a row's maximum where its keys leave nothing (A-23)."""
+FAR = 64.0  # of a sink above a maximum whose keys leave nothing (A-23)
 
 
 @dataclass(frozen=True)

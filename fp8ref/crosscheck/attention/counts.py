@@ -29,8 +29,7 @@ from fp8ref.spec.attention.variants import GRADIENT_ROLES, ROLES, Variant
 COUNTS = ("count", "saturated", "lost")
 """What is counted, in the order of what a pass shows as ``<what>/counts``."""
 
-TINY = 2.0**-126
-"""float32's smallest normal number, below which nothing counts as lost (A-12)."""
+TINY = 2.0**-126  # smallest normal number: below it nothing counts as lost (A-12)
 
 
 class _Simulated(NamedTuple):

@@ -15,8 +15,7 @@ from fp8ref.train.data import sources
 from fp8ref.train.data.sources import Source
 from fp8ref.train.data.tokenizers import Bytes, Tokenizer, library
 
-IN_MEMORY = 4 * 2**30
-"""The most bytes of text that a run tokenizes when it starts, which takes minutes."""
+IN_MEMORY = 4 * 2**30  # most bytes of text that a run tokenizes at its start
 
 MEBIBYTE = 2**20  # bytes of a mebibyte, the unit of the progress bar
 

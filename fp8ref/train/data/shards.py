@@ -17,8 +17,7 @@ from fp8ref.train.data.windows import Part
 
 OPEN = 64  # the most files mapped at once: each takes a file descriptor
 
-START = 2**16
-"""Bytes at a file's start that show whether its tokens are 16 or 32 bits wide."""
+START = 2**16  # bytes that show whether tokens are 16 or 32 bits wide
 
 SCANNED = 2**24  # tokens checked between two steps of the progress bar
 

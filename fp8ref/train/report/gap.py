@@ -42,8 +42,7 @@ WIDEST = 1.5
 (E-5).
 """
 
-MOST_PHI = 0.9999
-"""The most that neighboring steps are taken to correlate, so that the widening stays finite."""
+MOST_PHI = 0.9999  # most that neighboring steps are taken to correlate
 
 MOST_SEEDS = 1000  # the most seeds that ``seeds_needed`` looks for
 

@@ -30,8 +30,7 @@ NO_BITS = ("statistics", "checkpoint", "log")
 ONE_PAIR = " for this pair, of one seed, so not yet for the recipe: train both with more seeds"
 """What is added to the verdict on one pair (E-4)."""
 
-TINY = 1e-6
-"""Losses closer to 0 than this, in nats, count as this for the margin, which is not 0."""
+TINY = 1e-6  # nats: losses closer to 0 count as this for the margin
 
 
 @dataclass(frozen=True, kw_only=True)

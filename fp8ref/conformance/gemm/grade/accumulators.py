@@ -26,11 +26,9 @@ EVERY = (*(2**i for i in range(13)), 24, 48, 96, 192)
 
 SPLITS = (2, 3, 4, 6, 8, 12, 16)  # the equal parts of K that are tried
 
-PROMOTIONS = (128, 32, 64, 256, 512, 1024)
-"""The lengths of K after which a promotion is tried."""
+PROMOTIONS = (128, 32, 64, 256, 512, 1024)  # K after which a promotion is tried
 
-FEWEST = 4
-"""The fewest products between two roundings that are tried together with promotions and parts."""
+FEWEST = 4  # products between roundings, beside promotions and parts
 
 SAMPLE = 8  # rows and columns of the result that candidates are compared in
 

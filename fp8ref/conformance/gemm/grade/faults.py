@@ -45,8 +45,7 @@ SCALES: dict[str, Scales] = {
 }
 """{fault, in words: the scales it has}; {} stands for the operand."""
 
-DROPPED = (16, 32, 64, 128, 256)
-"""How many products at an end of K a tile of the result may lack."""
+DROPPED = (16, 32, 64, 128, 256)  # products at an end of K that a tile may lack
 
 IN_PAIRS = tuple(SCALES)[1:4]  # faults of scales that both operands may have at once
 

@@ -23,8 +23,7 @@ Grouped = Callable[[Sequence[Quantized], Sequence[Quantized]], Any]
 """(a of each group [M_g, K], b of each group [N, K]) -> results of the groups [M_g, N], a sequence.
 """
 
-SIZES = (32, 0, 48, 32)
-"""The rows of the groups that are asked: equal ones, another one, and none."""
+SIZES = (32, 0, 48, 32)  # rows of the groups: equal ones, another one, and none
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,8 +40,7 @@ LONG = 4096
 """Of a longer K few indices are asked for by chance: its ends are asked for on purpose, and
 ``thinned`` has as many products as this."""
 
-END = 256
-"""The indices at each end of a long K that have a quarter of the products of ``integers``."""
+END = 256  # indices at each end of a long K: a quarter of ``integers`` each
 
 BLOCK = 128  # length of the blocks of ``thinned``: a multiple of those that scales have
 
