@@ -422,19 +422,48 @@ def script(backend, *arguments):
     return subprocess.run(called, capture_output=True, text=True, check=False, env=environment)
 
 
-@pytest.mark.parametrize("backend", SCRIPTS)
-def test_without_a_gpu_a_script_refuses(backend, tmp_path):
-    done = script(backend, "--json", tmp_path / "r.json")
-    assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (2, "", [])
-    assert "this benchmark measures a GPU" in done.stderr
+REFUSED = """
+import runpy, sys
+script, *paths = sys.argv[1:]
+for arguments in (["--json", *paths], ["--dry", "--section", "ceilings"]):
+    sys.argv = [script, *arguments]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as ended:
+        print("exit", ended.code, file=sys.stderr)
+"""
 
 
-@pytest.mark.parametrize("backend", SCRIPTS)
-def test_a_dry_run_does_not_write_where_results_are_kept(backend):
-    before = sorted(results.KEPT.iterdir())
-    done = script(backend, "--dry", "--section", "ceilings")
-    assert (done.returncode, done.stdout, sorted(results.KEPT.iterdir())) == (2, "", before)
-    assert "Name another file by --json" in done.stderr
+@pytest.fixture(scope="module", params=SCRIPTS)
+def refused(request, tmp_path_factory):
+    """(what a process printed that runs a script without a GPU, and then dry; its standard error;
+    the folder of the first file; what is kept before).
+    """
+    folder, before = tmp_path_factory.mktemp("gpu"), sorted(results.KEPT.iterdir())
+    path = BENCHMARKS / "gpu" / f"gpu_{request.param}.py"
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    called = [sys.executable, "-c", REFUSED, path, folder / "r.json"]
+    done = subprocess.run(
+        called,
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment | {"PYTHONPATH": os.pathsep.join([str(path.parent), *sys.path])},
+    )
+    return done.stdout, done.stderr.partition("exit 2\n"), folder, before
+
+
+def test_without_a_gpu_a_script_refuses(refused):
+    printed, (first, ended, _), folder, _ = refused
+    assert (printed, ended, list(folder.iterdir())) == ("", "exit 2\n", [])
+    assert "this benchmark measures a GPU" in first
+
+
+def test_a_dry_run_does_not_write_where_results_are_kept(refused):
+    printed, (_, _, second), _, before = refused
+    assert (printed, sorted(results.KEPT.iterdir())) == ("", before)
+    assert second.endswith("exit 2\n")
+    assert "Name another file by --json" in second
 
 
 def check(section):
