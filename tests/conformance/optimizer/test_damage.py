@@ -4,6 +4,7 @@ told.
 
 import numpy as np
 import pytest
+from helpers.conformance.optimizers import stepped
 
 from fp8ref.conformance import optimizer as conformance
 from fp8ref.conformance.optimizer import damage
@@ -17,23 +18,14 @@ def step_of(layout: str, *, change=lambda g: g, skip: bool = False, lone: bool =
     finite; or with NaN in one weight alone.
     """
 
-    def step(p, g, state, learning_rate, b1, b2, eps, weight_decay):
+    def step(p, g, state, **numbers):
         before = states.init(p.shape, layout) if state is None else state
         if skip and not np.isfinite(g).all():
             return p, before
-        optimizer = states.AdamW(
-            learning_rate=learning_rate,
-            b1=b1,
-            b2=b2,
-            eps=eps,
-            weight_decay=weight_decay,
-            layout=layout,
-        )
         lost = np.isnan(p) | (np.isnan(g) if lone else False)
         given = np.where(lost, 0, p).astype(np.float32) if lone else p
-        p, after = states.step(
-            given, np.where(lost, 0, g).astype(np.float32) if lone else change(g), before, optimizer
-        )
+        g = np.where(lost, 0, g).astype(np.float32) if lone else change(g)
+        p, after = stepped(given, g, before, layout, **numbers)
         return np.where(lost, np.float32(np.nan), p), after
 
     return step
@@ -90,8 +82,8 @@ def later(p, g, state, **numbers):
     )
 
 
-def healed(p, g, state, learning_rate, b1, b2, eps, weight_decay):
-    return step_of("torchao")(np.nan_to_num(p), g, state, learning_rate, b1, b2, eps, weight_decay)
+def healed(p, g, state, **numbers):
+    return step_of("torchao")(np.nan_to_num(p), g, state, **numbers)
 
 
 @pytest.mark.parametrize(

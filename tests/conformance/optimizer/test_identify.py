@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import torch
+from helpers.conformance.optimizers import stepped
 
 from fp8ref.conformance import identify_optimizer
 from fp8ref.conformance.kit.subject import ConformanceError, RefusedError
@@ -25,17 +26,8 @@ F32 = np.float32
 
 
 def simulated(layout, *, shown: bool = True):
-    def step(p, g, state, learning_rate, b1, b2, eps, weight_decay):
-        optimizer = states.AdamW(
-            learning_rate=learning_rate,
-            b1=b1,
-            b2=b2,
-            eps=eps,
-            weight_decay=weight_decay,
-            layout=layout,
-        )
-        before = states.init(p.shape, layout) if state is None else state if shown else state[0]
-        p, after = states.step(p, g, before, optimizer)
+    def step(p, g, state, **numbers):
+        p, after = stepped(p, g, state if shown else state and state[0], layout, **numbers)
         return p, after if shown else (after,)
 
     return step
@@ -134,17 +126,9 @@ def with_masters(layout, *, shift: float = 1.0):
     another's.
     """
 
-    def step(p, g, state, learning_rate, b1, b2, eps, weight_decay):
+    def step(p, g, state, **numbers):
         master, before = state or (states.master(p, layout), states.init(p.shape, layout))
-        optimizer = states.AdamW(
-            learning_rate=learning_rate,
-            b1=b1,
-            b2=b2,
-            eps=eps,
-            weight_decay=weight_decay,
-            layout=layout,
-        )
-        master, after = states.step(master, g, before, optimizer)
+        master, after = stepped(master, g, before, layout, **numbers)
         if after.step >= 3:
             master = master._replace(codes=master.codes * F32(shift))
         return states.weight(master, layout), (master, after)
@@ -274,17 +258,9 @@ def test_v_that_is_not_corrected():
 def test_a_counter_that_is_a_step_ahead(layout):
     """Its biases are corrected by t + 1; it is no other optimizer."""
 
-    def step(p, g, state, learning_rate, b1, b2, eps, weight_decay):
-        optimizer = states.AdamW(
-            learning_rate=learning_rate,
-            b1=b1,
-            b2=b2,
-            eps=eps,
-            weight_decay=weight_decay,
-            layout=layout,
-        )
+    def step(p, g, state, **numbers):
         before = states.init(p.shape, layout)._replace(step=1) if state is None else state
-        return states.step(p, g, before, optimizer)
+        return stepped(p, g, before, layout, **numbers)
 
     found = identify_optimizer(step, expect=layout)
     assert (found.ok, found.known, found.layout, found.exact, found.form.count) == (
@@ -303,12 +279,8 @@ def test_a_counter_that_is_a_step_ahead(layout):
 def test_a_decay_in_the_gradient_is_adams():
     """The states are those of other gradients, and their layout is found all the same."""
 
-    def adam(p, g, state, learning_rate, b1, b2, eps, weight_decay):
-        state = states.init(p.shape, "fishman") if state is None else state
-        optimizer = states.AdamW(
-            learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, layout="fishman"
-        )
-        return states.step(p, g + F32(weight_decay) * p, state, optimizer)
+    def adam(p, g, state, weight_decay, **numbers):
+        return stepped(p, g + F32(weight_decay) * p, state, "fishman", **numbers)
 
     found = identify_optimizer(adam, expect="fishman")
     assert (found.ok, found.layout, found.exact, found.form.decay) == (
@@ -339,9 +311,8 @@ def test_a_decay_in_the_gradient_is_adams():
 )
 def test_another_optimizer_or_other_numbers_have_no_form(subject, numbers):
     if numbers is not None:  # numbers that the subject is not given
-        subject = (lambda step: lambda p, g, state: step(p, g, state, 1e-3, 0.9, 0.95, 1e-8, 0.1))(
-            subject
-        )
+        own = {"learning_rate": 1e-3, "b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+        subject = (lambda step: lambda p, g, state: step(p, g, state, **own))(subject)
     found = identify_optimizer(subject, numbers=numbers)
     assert (found.ok, found.layout, found.known, found.exact) == (False, None, False, False)
     assert (
@@ -355,18 +326,8 @@ def test_another_optimizer_or_other_numbers_have_no_form(subject, numbers):
 
 @pytest.mark.slow
 def test_a_fault_of_a_later_step_needs_more_steps():
-    def step(p, g, state, learning_rate, b1, b2, eps, weight_decay):
-        optimizer = states.AdamW(
-            learning_rate=learning_rate,
-            b1=b1,
-            b2=b2,
-            eps=eps,
-            weight_decay=weight_decay,
-            layout="float32",
-        )
-        p, after = states.step(
-            p, g, states.init(p.shape, "float32") if state is None else state, optimizer
-        )
+    def step(p, g, state, **numbers):
+        p, after = stepped(p, g, state, "float32", **numbers)
         if after.step == 7 and p.size == 8192:
             p.reshape(-1)[1234] = np.nextafter(p.reshape(-1)[1234], F32(9))
         return p, after

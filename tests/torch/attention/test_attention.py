@@ -488,17 +488,19 @@ def test_ranks_share_the_amaxes_of_whole_tensors(name, along):  # P-2
             np.testing.assert_array_equal(amaxes[role], x.numpy(), err_msg=role)
 
 
-def refused_dtensor():
-    mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+@pytest.fixture
+def mesh():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield distributed.device_mesh.init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def test_dtensors_are_refused(mesh):
     q, k, v = inputs()
     q = distributed.tensor.distribute_tensor(q, mesh, [distributed.tensor.Replicate()])
-    return said(attention.forward, q, k, v, variant="cudnn")
-
-
-def test_dtensors_are_refused():
-    assert run(1, refused_dtensor) == [
+    assert said(attention.forward, q, k, v, variant="cudnn") == (
         "attention takes local tensors; got q, a DTensor. Use .to_local() and amax_group."
-    ]
+    )
 
 
 # ---- Delayed scales
