@@ -594,7 +594,7 @@ def test_runs_of_different_models_are_apart(seeds, tmp_path, small, write):
     )
     shown, said = write([*seeds, other])
     assert "Runs 2 of 2" in shown.text
-    assert "Of another model.hidden_size than the first" in shown.text
+    assert "These runs have another model.hidden_size than the first" in shown.text
     assert f"{other.name}: cannot tell" in said
 
 
