@@ -3,8 +3,10 @@ and where to begin.
 """
 
 import ast
+import io
 import itertools
 import re
+import tokenize
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -189,9 +191,14 @@ def test_every_module_says_what_lives_there():
     ] == []
 
 
-def undocumented(body: list[ast.stmt], where: str) -> Iterator[str]:
+def undocumented(
+    body: list[ast.stmt], where: str, commented: frozenset[int] = frozenset()
+) -> Iterator[str]:
     """The public functions, methods, classes and constants of a module's or a class's body that
     have no docstring.
+
+    commented  lines that end in a comment, which documents a constant that ``__all__`` does not
+               name: the reference shows those of ``__all__`` alone.
     """
     for node, after in itertools.zip_longest(body, body[1:]):
         if isinstance(node, Documented) and not node.name.startswith("_"):
@@ -209,17 +216,48 @@ def undocumented(body: list[ast.stmt], where: str) -> Iterator[str]:
                 and isinstance(after.value, ast.Constant)
                 and isinstance(after.value.value, str)
             )
-            if isinstance(target, ast.Name) and not target.id.startswith("_") and not said:
+            if not isinstance(target, ast.Name) or target.id.startswith("_") or said:
+                continue
+            if node.end_lineno not in commented or target.id in exported(body):
                 yield f"{where}.{target.id}"
+
+
+def exported(body: list[ast.stmt]) -> set[str]:
+    """The names in a module's ``__all__``."""
+    lists = (
+        node.value
+        for node in body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    return {name for value in lists for name in ast.literal_eval(value)}
+
+
+def lines_that_end_in_a_comment(text: str) -> frozenset[int]:
+    """Comments beside code; one on a line of its own belongs to what follows."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return frozenset(
+        token.start[0]
+        for token in tokens
+        if token.type == tokenize.COMMENT and token.line[: token.start[1]].strip()
+    )
+
+
+def undocumented_of(text: str, where: str) -> list[str]:
+    return list(undocumented(ast.parse(text).body, where, lines_that_end_in_a_comment(text)))
 
 
 def test_every_public_name_is_documented():
     found = {
-        path: list(undocumented(ast.parse(path.read_text(encoding="utf-8")).body, path.stem))
+        path: undocumented_of(path.read_text(encoding="utf-8"), path.stem)
         for path in modules()
         if not path.stem.startswith("_") or path.stem == "__init__"
     }
     assert {str(path): names for path, names in found.items() if names} == {}
+
+
+def test_a_comment_documents_what_the_reference_does_not_show():
+    text = '__all__ = ["A"]\nA = 1  # shown\nB = 2  # tries\n# of nothing\nC = 3\n'
+    assert undocumented_of(text, "m") == ["m.A", "m.C"]
 
 
 def test_all_that_users_call_is_documented():

@@ -6,7 +6,7 @@ from pathlib import Path
 from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json, conclude
 
-GEMMS = ("output", "grad_input", "grad_weight", "attention", "states")
+_GEMMS = ("output", "grad_input", "grad_weight", "attention", "states")
 
 
 def add(commands) -> None:
@@ -20,7 +20,7 @@ def add(commands) -> None:
     text = "all other operands are in bf16 or fp8"
     option("--base", "NAME", text, "bf16", choices=("bf16", "fp8"))
     option("--layers", "PATTERN", "linears (default: all in FP8)", [], nargs="+")
-    option("--gemms", "NAMES", f"of {','.join(GEMMS)} (default: all)")
+    option("--gemms", "NAMES", f"of {','.join(_GEMMS)} (default: all)")
     option("--roles", "NAMES", "roles, such as weight,p,v (default: all)")
     option("--steps", "N", "train N steps; 0: forward passes, GEMM output alone", 0)
     option("--seeds", "N", "orders of data to train with, under --steps", 3)

@@ -83,12 +83,12 @@ def _config(name: str) -> dict[str, str]:
 SHELLS = ("bash", "zsh")
 """The shells of ``--completion``."""
 
-BASH = """_fp8ref_configs() {
+_BASH = """_fp8ref_configs() {
   compgen -W "%s" -- "$1"
   compgen -f -X "!*.toml" -- "$1"
   compgen -d -- "$1"
 }"""
-ZSH = """_fp8ref_configs() {
+_ZSH = """_fp8ref_configs() {
   _alternative "configs:config:(%s)" "files:file:_files -g '*.toml'"
 }"""
 
@@ -139,7 +139,7 @@ def _name_values(command: Parser) -> None:
             words = " ".join(configs.NAMES)
             action.complete = {  # type: ignore[attr-defined]
                 **dict.fromkeys(SHELLS, "_fp8ref_configs"),
-                "preamble": {"bash": BASH % words, "zsh": ZSH % words},
+                "preamble": {"bash": _BASH % words, "zsh": _ZSH % words},
             }
         elif names.get(action.dest):
             action.choices = names[action.dest]

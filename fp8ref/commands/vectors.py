@@ -89,7 +89,7 @@ WHAT = {
 }
 """{operation: what it tests, in words}."""
 
-EXAMPLE = {"--format": "e4m3fn", "--variant": "fa3"}
+_EXAMPLE = {"--format": "e4m3fn", "--variant": "fa3"}
 
 
 def add(commands) -> None:
@@ -102,7 +102,7 @@ def add(commands) -> None:
     judges = shared.group(verbs, f"verify {operations}", text)
     for operation, what in WHAT.items():
         needs = "--variant" if operation == "attention" else "--format"
-        gen = f"$ fp8ref vectors gen {operation} {needs} {EXAMPLE[needs]}"
+        gen = f"$ fp8ref vectors gen {operation} {needs} {_EXAMPLE[needs]}"
         judge = f"$ fp8ref vectors verify {operation}"
         examples = f"{gen} | ./yours > answers.txt\n{judge} < answers.txt\n"
         text = f"Write test vectors of {what} to standard output.\n\n{examples}{gen} --count 8"

@@ -32,7 +32,7 @@ PLAIN = (
 )
 """(an error of argparse, the same as a requirement and what was received)."""
 
-CHOICE = re.compile(r"argument (.*): invalid choice: '?(.*?)'? \(choose from (.*)\)")
+_CHOICE = re.compile(r"argument (.*): invalid choice: '?(.*?)'? \(choose from (.*)\)")
 
 
 class Parser(argparse.ArgumentParser):
@@ -134,7 +134,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print a usage error in one line, and exit with 2."""
-        if choice := CHOICE.fullmatch(message):
+        if choice := _CHOICE.fullmatch(message):
             name, got, names = choice.groups()
             names = names.replace("'", "")
             near = registry.nearest(got, names.split(", "))

@@ -38,7 +38,7 @@ BOUNDS = (0.0, 1e9)
 it.
 """
 
-LN2 = math.log(2)
+_LN2 = math.log(2)
 _LARGEST = FAR * FAR * SCALE
 _KEYS = [m * 2.0**e for e in range(-6, 8) for m in (1, 1.25, 1.5, 1.75)]
 
@@ -148,7 +148,7 @@ def _softcap_argument(attention: Attention) -> Finding:
     wrong: dict[str, Callable[[float], float]] = {
         "ignored": lambda x: x,
         "before the softmax scale": lambda x: CAP * SCALE * math.tanh(x / (CAP * SCALE)),
-        "of scores in powers of two": lambda x: CAP * LN2 * math.tanh(x / (CAP * LN2)),
+        "of scores in powers of two": lambda x: CAP * _LN2 * math.tanh(x / (CAP * _LN2)),
         "not multiplied back: scores end at 1": lambda x: math.tanh(x / CAP),
     }
     if low <= CAP <= high:

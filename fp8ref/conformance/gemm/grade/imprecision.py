@@ -28,7 +28,7 @@ FEW = 0.01
 """
 
 
-UNNAMED_ORDER = (
+_UNNAMED_ORDER = (
     "the order of scales and roundings: none that has a name gives sums of one and two products"
 )
 
@@ -58,7 +58,7 @@ def examine(
     largest = max(samples, key=lambda one: one[0].shape[2])[0].shape
     severity = "imprecise" if severe else "right"
     tried, causes = _paths(asked, short, out, severity)
-    unasked = [] if tried else [UNNAMED_ORDER]
+    unasked = [] if tried else [_UNNAMED_ORDER]
     bias = _bias(asked, short, out, tried)
     causes += bias
     names = [path.epilogue for path in tried if path.epilogue is not None] or [asked.epilogue]
