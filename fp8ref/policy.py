@@ -536,16 +536,7 @@ SUMMARIES = {
     "torchao_nvfp4": "4 bits: as te_nvfp4, with a block's scale at least 2^-6: torchao.",
     "torchao_nvfp4_one_level": "4 bits: e4m3 scales of blocks alone, at least 2^-6: torchao.",
 }
-"""{policy: its description in a line}, which ``summary`` returns."""
-
-
-def summary(policy: str) -> str:
-    """A line on the policy of that name; ValueError for an unknown name.
-
-    >>> summary("te_block")
-    "As te_current, rounded down to a power of two: Transformer Engine's blocks."
-    """
-    return SUMMARIES[by_name(policy).name]
+"""{policy: its description in a line}."""
 
 
 def by_name(policy: "str | ScalePolicy") -> ScalePolicy:

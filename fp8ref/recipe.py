@@ -274,7 +274,7 @@ SUMMARIES = {
     "nvfp4": "4-bit NVFP4 of Transformer Engine: blocks of 16, rotation. Simulator only.",
     "mxfp4": "4-bit OCP MX: a power-of-two scale for every 32 elements. Simulator only.",
 }
-"""{recipe: its description in a line}, which ``summary`` returns."""
+"""{recipe: its description in a line}."""
 
 SHARED_RECIPES = tuple(name for name, recipe in RECIPES.items() if recipe.shared)
 """Names of the recipes that are ``shared``: torchao's scaling covers them."""
@@ -283,15 +283,6 @@ SHARED_RECIPES = tuple(name for name, recipe in RECIPES.items() if recipe.shared
 def by_name(recipe: str | Recipe) -> Recipe:
     """The recipe of that name; a Recipe is itself; ValueError for anything else."""
     return registry.lookup("recipe is a Recipe or", RECIPES, recipe, Recipe)
-
-
-def summary(recipe: str) -> str:
-    """A line on the recipe of that name; ValueError for an unknown name.
-
-    >>> summary("mxfp8")
-    'OCP MX: a power-of-two scale for every 32 elements.'
-    """
-    return SUMMARIES[by_name(recipe).name]
 
 
 def delayed_casts(recipe: str | Recipe) -> dict[Role, tuple[Format, DelayedScaling]]:

@@ -294,4 +294,4 @@ def test_without_a_scale_every_scale_is_1():  # S-21
 
 def test_each_policy_has_a_line():
     assert list(policy.SUMMARIES) == [*POLICIES, *policy.FP4_POLICIES]
-    assert all(len(policy.summary(name)) <= 80 for name in policy.SUMMARIES)
+    assert all(len(line) <= 80 for line in policy.SUMMARIES.values())

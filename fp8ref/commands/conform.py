@@ -5,6 +5,7 @@ the specification.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import sys
 from collections.abc import Collection, Sequence
 
@@ -170,34 +171,27 @@ def _numbers(texts: Sequence[str], keys: Collection[str]) -> dict[str, float]:
 def _cast_or_quantizer(arguments: argparse.Namespace, function, kind: str):
     from fp8ref import conformance, formats
 
-    fmt, expect = formats.QUANTIZED_FORMATS[arguments.format], arguments.expect
-    expected = _expected_kind(expect)
-    same = expect if expected == kind else None
-    if kind == "cast":
-        outcome = conformance.identify_cast(
-            function,
-            fmt,
-            name=arguments.subject,
-            expect=same,
-            framework=arguments.framework,
-            device=arguments.device,
-            exhaustive=arguments.exhaustive,
-        )
-    elif same is None and shared.used(arguments, "granularity", "axis"):
+    expect = arguments.expect
+    same = expect if _expected_kind(expect) == kind else None
+    is_cast = kind == "cast"
+    identify = functools.partial(
+        conformance.identify_cast if is_cast else conformance.identify_quantizer,
+        function,
+        formats.QUANTIZED_FORMATS[arguments.format],
+        name=arguments.subject,
+        expect=same,
+        framework=arguments.framework,
+        device=arguments.device,
+    )
+    if not is_cast and same is None and shared.used(arguments, "granularity", "axis"):
         raise ValueError(
             "--granularity and --axis need an expected policy. Name one, such as --expect torchao."
         )
-    else:
-        outcome = conformance.identify_quantizer(
-            function,
-            fmt,
-            name=arguments.subject,
-            expect=same,
-            granularity=arguments.granularity,
-            axis=arguments.axis,
-            framework=arguments.framework,
-            device=arguments.device,
-        )
+    outcome = (
+        identify(exhaustive=arguments.exhaustive)
+        if is_cast
+        else identify(granularity=arguments.granularity, axis=arguments.axis)
+    )
     return outcome if same == expect else _another_kind(outcome, expect)
 
 
@@ -232,12 +226,7 @@ def _another_kind(outcome, expect: str):
 
 def _probe(arguments: argparse.Namespace) -> int:
     try:
-        return probe.probe_function(
-            arguments.subject,
-            formats=(arguments.format, arguments.format),
-            granularity=arguments.granularity,
-            json=arguments.json,
-        )
+        return probe.probe_function(arguments)
     except ValueError as error:
         if arguments.kind:
             raise

@@ -95,38 +95,25 @@ def _attention(arguments: argparse.Namespace) -> int | None:
     return conclude(probed, arguments.json)
 
 
-def probe_function(
-    name: str, *, formats: tuple[str, str], granularity: str | None, json: Path | None
-) -> int:
-    """Probe module:function with the default options."""
-    return _gemm(
-        argparse.Namespace(
-            subject=name,
-            formats=formats,
-            granularity=granularity,
-            json=json,
-            fast_accum=False,
-            out_dtype=None,
-            shape=None,
-            seed=0,
-            record=None,
-        )
-    )
+def probe_function(arguments: argparse.Namespace) -> int:
+    """Probe the subject of fp8ref conform, with the default options."""
+    defaults = dict.fromkeys(("out_dtype", "shape", "record"), None)
+    formats = (arguments.format, arguments.format)
+    own = {"formats": formats, "fast_accum": False, "seed": 0}
+    return _gemm(argparse.Namespace(**(vars(arguments) | defaults | own)))
 
 
 def _check_folder(folder: Path) -> None:
     """ValueError if recordings cannot be written; checked before the probe begins."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        fault = "" if os.access(folder, os.W_OK) else "cannot be written"
     except OSError as error:
+        fault = str(error.strerror)
+    if fault:
         raise ValueError(
-            f"--record names a directory that can be created and written; {folder}: "
-            f"{error.strerror}. Name another."
-        ) from error
-    if not os.access(folder, os.W_OK):
-        raise ValueError(
-            f"--record names a directory that can be created and written; {folder} cannot be "
-            "written. Name another."
+            f"--record names a directory that can be created and written; {folder}: {fault}. Name "
+            "another."
         )
 
 

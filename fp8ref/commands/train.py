@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fp8ref.commands import shared
 from fp8ref.shared import console
-from fp8ref.shared.errors import ConfigError
+from fp8ref.shared.errors import require
 
 
 def add(commands) -> None:
@@ -79,7 +79,7 @@ def _trained(arguments: argparse.Namespace) -> int:
     if lines is None:
         console.show(f"{out} is finished; nothing to do")
     else:
-        speed = statistics.median(line["tokens_per_second"] for line in lines)
+        speed = statistics.median(line.get("tokens_per_second", 0.0) for line in lines)
         console.show(
             f"{out}: {config.run.steps} steps in {lines[-1]['seconds']:.1f} s, {speed:,.0f} "
             f"tokens/s, loss {lines[-1]['loss']:.4f}, validation loss {lines[-1]['val_loss']:.4f}"
@@ -101,20 +101,19 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
     backends = _names(shared.backend(arguments, config))
     unknown = [name for name in backends if name not in shared.BACKENDS]
-    if not backends or unknown or len(set(backends)) < len(backends):
-        raise ConfigError(
-            f"--backend takes names of {', '.join(shared.BACKENDS)}, each once; got "
-            f"{arguments.backend!r}."
-        )
-    if config.run.out is not None:
-        raise ConfigError(
-            f"the runs of a sweep are in directories of --out; got run.out {config.run.out!r}. "
-            "Leave it out."
-        )
-    if arguments.jobs < 1:
-        raise ConfigError(f"--jobs is at least 1; got {arguments.jobs}.")
-    if arguments.out.exists() and not arguments.out.is_dir():
-        raise ConfigError(f"--out names a directory; {arguments.out} is a file. Name another.")
+    require(
+        bool(backends) and not unknown and len(set(backends)) == len(backends),
+        f"--backend takes names of {', '.join(shared.BACKENDS)}, each once; got "
+        f"{arguments.backend!r}.",
+    )
+    require(
+        config.run.out is None,
+        f"the runs of a sweep are in directories of --out; got run.out {config.run.out!r}. "
+        "Leave it out.",
+    )
+    require(arguments.jobs >= 1, f"--jobs is at least 1; got {arguments.jobs}.")
+    text = f"--out names a directory; {arguments.out} is a file. Name another."
+    require(not arguments.out.exists() or arguments.out.is_dir(), text)
     shared.trust_source(arguments, arguments.config, config)
     begin = time.monotonic()
     planned = sweep.plan(

@@ -53,3 +53,12 @@ def require(condition: bool, message: str) -> None:
     """ValueError(message) unless the condition holds."""
     if not condition:
         raise ValueError(message)
+
+
+def require_least(section: str, least: int, fields: object, *names: str, note: str = "") -> None:
+    """ValueError for a field of a section of a config below ``least``; one that is None is left."""
+    bound = f"at least {least}" if least else "not negative"
+    for name in names:
+        value = getattr(fields, name)
+        text = f"{section}.{name} is {bound}{note}; got {value}."
+        require(value is None or value >= least, text)

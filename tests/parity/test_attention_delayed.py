@@ -172,7 +172,7 @@ REFUSED = [
         {"attention": None},
         r"'delayed' is of attention with one FP8 scale for a tensor; got numerics.attention None",
     ),
-    ({"attention_scaling": "past"}, r"attention_scaling is current or delayed; got 'past'"),
+    ({"attention_scaling": "past"}, r"attention_scaling is one of current, delayed; got 'past'"),
 ]
 
 

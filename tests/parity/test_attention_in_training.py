@@ -200,7 +200,7 @@ REFUSED = [
         {"attention": None, "attention_backward": "bf16"},
         r"attention_backward is of numerics.attention, which is left out; got 'bf16'",
     ),
-    ({"attention_backward": "fp8"}, r"attention_backward is own or bf16; got 'fp8'"),
+    ({"attention_backward": "fp8"}, r"attention_backward is one of own, bf16; got 'fp8'"),
     ({"attention": "flash"}, r"numerics.attention is one of .*; got 'flash'"),
     (
         {"attention": "cudnn", "attention_arithmetic": "exact"},

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from fp8ref.shared.errors import require
+from fp8ref.shared.errors import require, require_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,14 +107,7 @@ class DataConfig:
             require(
                 getattr(self, key) != "", f"data.{key} is not empty; leave it out for its default."
             )
-        require(
-            self.sequence_length >= 1,
-            f"data.sequence_length is at least 1; got {self.sequence_length}.",
-        )
-        require(self.batch_size >= 1, f"data.batch_size is at least 1; got {self.batch_size}.")
-        require(
-            self.microbatches >= 1, f"data.microbatches is at least 1; got {self.microbatches}."
-        )
+        require_least("data", 1, self, "sequence_length", "batch_size", "microbatches")
         require(
             self.batch_size % self.microbatches == 0,
             f"data.batch_size is divisible by data.microbatches; got {self.batch_size} and "
@@ -124,7 +117,7 @@ class DataConfig:
             0 < self.validation_fraction < 1,
             f"data.validation_fraction must be between 0 and 1; got {self.validation_fraction}.",
         )
-        require(self.seed >= 0, f"data.seed is not negative; got {self.seed}.")
+        require_least("data", 0, self, "seed")
 
     def indivisible(self, shared: str, who: str) -> str:
         """The error message for a batch that devices cannot share evenly; shared:

@@ -86,20 +86,19 @@ class NumericsConfig:
 
     def _check_attention(self) -> None:
         """ValueError for keys of attention that do not fit each other."""
-        require(
-            self.attention_arithmetic in attention.ARITHMETIC,
-            f"numerics.attention_arithmetic is one of {', '.join(attention.ARITHMETIC)}; got "
-            f"{self.attention_arithmetic!r}.",
-        )
-        require(
-            self.attention is not None or self.attention_arithmetic == "fast",
-            "numerics.attention_arithmetic is of numerics.attention, which is left out; got "
-            f"{self.attention_arithmetic!r}. Leave both out, or name a variant.",
-        )
-        require(
-            self.attention_scaling in ("current", "delayed"),
-            f"numerics.attention_scaling is current or delayed; got {self.attention_scaling!r}.",
-        )
+        for key, values in {
+            "attention_arithmetic": attention.ARITHMETIC,
+            "attention_scaling": ("current", "delayed"),
+            "attention_backward": get_args(Backward),
+        }.items():
+            value = getattr(self, key)
+            names = ", ".join(values)
+            require(value in values, f"numerics.{key} is one of {names}; got {value!r}.")
+            require(
+                self.attention is not None or value == values[0] or key == "attention_scaling",
+                f"numerics.{key} is of numerics.attention, which is left out; got {value!r}. Leave "
+                "both out, or name a variant.",
+            )
         require(
             self.attention_scaling == "current"
             or (
@@ -112,18 +111,8 @@ class NumericsConfig:
         )
         if self.attention_operands is not None:
             self._check_attention_operands(self.attention_operands)
-        require(
-            self.attention_backward in get_args(Backward),
-            f"numerics.attention_backward is own or bf16; got {self.attention_backward!r}.",
-        )
         if self.attention is not None:
             self._check_variant(self.attention)
-            return
-        require(
-            self.attention_backward == "own",
-            "numerics.attention_backward is of numerics.attention, which is left out; got "
-            f"{self.attention_backward!r}. Leave both out, or name a variant.",
-        )
 
     def _check_attention_operands(self, operands: tuple[str, ...]) -> None:
         require(

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fp8ref.shared.errors import require
+from fp8ref.shared.errors import require, require_least
 from fp8ref.spec import support
 from fp8ref.spec.states import layouts as states
 from fp8ref.spec.states import parts as layout_parts
@@ -61,19 +61,13 @@ class OptimizerConfig:
             0 < self.learning_rate < math.inf,
             f"optimizer.learning_rate is positive and finite; got {self.learning_rate}.",
         )
-        require(
-            self.warmup_steps >= 0,
-            f"optimizer.warmup_steps is not negative; got {self.warmup_steps}.",
-        )
+        require_least("optimizer", 0, self, "warmup_steps")
         decays = get_args(Decay)
         require(
             self.decay in decays,
             f"optimizer.decay is one of {', '.join(decays)}; got {self.decay!r}.",
         )
-        require(
-            self.decay_steps is None or self.decay_steps >= 1,
-            f"optimizer.decay_steps is at least 1; got {self.decay_steps}.",
-        )
+        require_least("optimizer", 1, self, "decay_steps")
         require(
             self.decay_steps is None or self.decay != "none",
             "optimizer.decay 'none' has no steps; got optimizer.decay_steps "

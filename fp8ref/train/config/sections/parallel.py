@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from fp8ref.shared.errors import require
+from fp8ref.shared.errors import require, require_least
 from fp8ref.spec import gradient_reduction
 
 
@@ -101,10 +101,8 @@ class ParallelConfig:
     """PyTorch: seconds that a rank waits for another before the run ends."""
 
     def __post_init__(self) -> None:
-        for key in ("data", "fsdp", "context", "expert", "tensor", "timeout_s"):
-            require(
-                getattr(self, key) >= 1, f"parallel.{key} is at least 1; got {getattr(self, key)}."
-            )
+        sizes = ("data", "fsdp", "context", "expert", "tensor", "timeout_s")
+        require_least("parallel", 1, self, *sizes)
         require(
             self.context == 1 or self.through == "shard_map",
             "parallel.context needs visible devices, and plain jit shows none. Use "

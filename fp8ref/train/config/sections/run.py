@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from fp8ref.shared.errors import require
+from fp8ref.shared.errors import require, require_least
+
+AT_THE_END = " (0: at the end alone)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,10 +20,7 @@ class StatisticsConfig:
     """
 
     def __post_init__(self) -> None:
-        require(
-            self.every is None or self.every >= 0,
-            f"statistics.every is not negative; got {self.every}.",
-        )
+        require_least("statistics", 0, self, "every")
 
     def due(self, step: int, steps: int) -> bool:
         """Whether a step of so many is recorded, as the key says."""
@@ -59,13 +58,9 @@ class RunConfig:
     """
 
     def __post_init__(self) -> None:
-        for key in ("steps", "eval_batches"):
-            require(getattr(self, key) >= 1, f"run.{key} is at least 1; got {getattr(self, key)}.")
-        require(
-            self.eval_every >= 0,
-            f"run.eval_every is not negative (0: at the end alone); got {self.eval_every}.",
-        )
-        require(self.seed >= 0, f"run.seed is not negative; got {self.seed}.")
+        require_least("run", 1, self, "steps", "eval_batches")
+        require_least("run", 0, self, "eval_every", note=AT_THE_END)
+        require_least("run", 0, self, "seed")
         for key in ("out", "init_from"):
             require(
                 getattr(self, key) != "",
@@ -86,11 +81,8 @@ class CheckpointConfig:
     """Checkpoints to keep. Older ones are removed once a newer one is complete."""
 
     def __post_init__(self) -> None:
-        require(
-            self.every >= 0,
-            f"checkpoint.every is not negative (0: at the end alone); got {self.every}.",
-        )
-        require(self.keep_last >= 1, f"checkpoint.keep_last is at least 1; got {self.keep_last}.")
+        require_least("checkpoint", 0, self, "every", note=AT_THE_END)
+        require_least("checkpoint", 1, self, "keep_last")
 
 
 @dataclass(frozen=True, kw_only=True)
