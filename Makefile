@@ -1,4 +1,4 @@
-# make setup | demo | test | slow | faults | gpu | wheels | extras | newest | exhaustive | bench | bench-jax | bench-torch | bench-optimizer | bench-losses | bench-attention-losses | bench-attention-first-steps | bench-attention-speed | bench-attention-rate | bench-trainer | bench-simulated | findings | compile-matrix | aot | aot-torch | notebooks | libraries | docs | docs-serve | clauses | house | lint | release-check.
+# make setup | demo | demo-full | test | slow | faults | gpu | wheels | extras | newest | exhaustive | bench | bench-jax | bench-torch | bench-optimizer | bench-losses | bench-attention-losses | bench-attention-first-steps | bench-attention-speed | bench-attention-rate | bench-trainer | bench-simulated | findings | compile-matrix | aot | aot-torch | notebooks | libraries | docs | docs-serve | clauses | house | lint | release-check.
 # Everything is installed into .venv, but for aot's, aot-torch's and newest's, into .venv-aot, .venv-aot-torch and .venv-newest; PYTHON names the interpreter they are made with.
 # What is imported is compiled then, and kept: most modules of these packages never are. Where the environment forbids to keep it,
 # every process would compile anew what it imports: PyTorch for 8 seconds, JAX for 3.
@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALL := -m pip install --disable-pip-version-check --no-compile
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo test slow faults gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels extras newest exhaustive bench bench-jax bench-torch bench-optimizer bench-losses bench-attention-losses bench-attention-first-steps bench-attention-speed bench-attention-rate bench-trainer bench-simulated findings compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses support house lint release-check
+.PHONY: setup demo demo-full test slow faults gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels extras newest exhaustive bench bench-jax bench-torch bench-optimizer bench-losses bench-attention-losses bench-attention-first-steps bench-attention-speed bench-attention-rate bench-trainer bench-simulated findings compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses support house lint release-check
 
 setup: .venv/ready
 
@@ -19,6 +19,10 @@ setup: .venv/ready
 
 demo: setup
 	$(BIN)/fp8ref demo
+
+# Longer runs, two recipes, and three seeds of both backends: about 15 minutes.
+demo-full: setup
+	$(BIN)/fp8ref demo --full --out demo-full
 
 # Of the slow tests one in 64: other ones after each commit. Three workers for two cores: a worker waits for the processes that its test starts.
 TURN ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)

@@ -289,9 +289,11 @@ def test_a_model_that_does_not_fit_into_memory_is_said_to_be_so(config, run, mon
 
 def test_a_demo_is_of_the_packaged_config(run, monkeypatch):
     seen = []
-    monkeypatch.setattr(demo, "demo", lambda config, out: seen.append(config) or True)
-    assert run("demo")[0] == 0
-    assert seen == [configs.load("tiny")]
+    monkeypatch.setattr(demo, "demo", lambda config, out, options: seen.append(config) or True)
+    for words in ([], ["--full"], ["parity", "--run.steps", "7"]):
+        assert run("demo", *words)[0] == 0
+    own = configs.load("parity").replace(run={"steps": 7})
+    assert seen == [configs.load("demo"), configs.load("tiny"), own]
 
 
 def test_it_says_its_version(run):

@@ -138,16 +138,6 @@ def test_a_run_of_no_such_fp8_linear_is_refused(run):
         tensors.of_run(run, ["lm_head"])
 
 
-def test_the_demo_records_one_of_its_runs_alone(small):
-    every = {
-        (b, r): demo._config(small, b, r).statistics.every
-        for b in loop.BACKENDS
-        for r in demo.RECIPES
-    }
-    assert [key for key, steps in every.items() if steps] == [demo.OBSERVED]
-    assert every[demo.OBSERVED] == 1
-
-
 def test_the_demo_keeps_two_linears_of_the_last_block_if_they_run_in_fp8(small):
     deeper = small.replace(model={"num_hidden_layers": 2})
     assert demo._kept(deeper) == ["model.layers.1.mlp.gate_proj", "model.layers.1.mlp.down_proj"]
