@@ -16,6 +16,7 @@ from pathlib import Path
 from fp8ref.selection.rules import Rule
 from fp8ref.train import loop
 from fp8ref.train.config.config import Config
+from fp8ref.train.experiments import sweep
 
 __all__ = ["FAULT", "OBSERVED", "PLANTED", "Job", "configured", "plan", "set_up", "training"]
 
@@ -157,7 +158,8 @@ def set_up(out: Path) -> None:
 
 
 def _redirect(path: Path) -> None:
-    """Send all that a training process prints to a file."""
+    """Send all that a training process prints to a file, and end it with its parent."""
+    sweep.follow_parent()
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
