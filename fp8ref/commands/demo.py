@@ -91,7 +91,8 @@ def _options(arguments: argparse.Namespace) -> Options:
     if arguments.seeds is not None and arguments.seeds < 1:
         raise ConfigError(f"--seeds is at least 1; got {arguments.seeds}.")
     count = arguments.seeds or (3 if full else 4)
-    recipes = arguments.recipes or ("tensorwise,rowwise" if full else "tensorwise")
+    own = vars(arguments).get("numerics.recipe")  # --recipe
+    recipes = arguments.recipes or own or ("tensorwise,rowwise" if full else "tensorwise")
     names = [name.strip() for name in recipes.split(",")]
     for name in names:
         every.check_trained(name, "--recipes")

@@ -49,6 +49,7 @@ def test_backend_recipes_and_seeds_are_chosen(options):
     plan = options("--backend", "jax", "--recipes", "rowwise, bf16,mxfp8", "--seeds", "2")
     assert (plan.recipes, plan.seeds, plan.planted) == (("rowwise", "mxfp8"), {"jax": 2}, "jax")
     assert options("--margin", "0.5").margin == 0.5
+    assert options("--recipe", "mxfp8").recipes == ("mxfp8",)
 
 
 @pytest.mark.parametrize("present", ["jax", "torch"])
