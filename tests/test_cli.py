@@ -374,7 +374,7 @@ def test_an_unknown_option_exits_with_2_and_is_named(config, fake, run, command,
         (["--model.num_key_value_heads", "3"], "num_key_value_heads"),
         (["--model.vocab_size", "255"], "model.vocab_size"),
         (["--recipe", "fp9"], "'fp9'"),
-        (["--numerics.filter_fqns", "absent"], "'absent' names none of"),
+        (["--numerics.filter_fqns", "absent"], "'absent' matches none of"),
         (["--numerics.filter_fqns", "*"], "converts no linear"),
         (
             ["--numerics.filter_fqns", "auto_filter_small_kn", "--recipe", "mxfp8"],

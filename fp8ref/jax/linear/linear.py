@@ -79,7 +79,8 @@ def apply(
         cast.check_array(value, f"{name}: {key} is an array of float32, float16 or bfloat16")
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(
-            f"{name}: a linear takes x [..., K], w [N, K] of one K; got {x.shape} and {w.shape}."
+            f"{name}: a linear takes x [..., K] and w [N, K] with one K; got {x.shape} and "
+            f"{w.shape}."
         )
     layer = arguments.layer(recipe, name, placement)
 

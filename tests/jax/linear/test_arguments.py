@@ -16,7 +16,7 @@ from fp8ref.recipe import CastSpec, GemmSpec, Recipe
 @pytest.mark.parametrize(
     ("x", "w", "options", "message"),
     [
-        ((4, 64), (32, 48), {}, "q_proj.*of one K"),
+        ((4, 64), (32, 48), {}, "q_proj.*with one K"),
         ((4, 64), (32, 64), {"state": 1}, "q_proj.*has no state"),
         ((4, 64), (32, 64), {"seen": 1}, "q_proj.*has no state"),
     ],

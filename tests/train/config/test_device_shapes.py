@@ -251,7 +251,7 @@ def test_jax_is_refused_what_its_layout_refuses(sections, parallel):  # P-1
             {"parallel": {"attention": "cudnn"}},
             "parallel.attention is not a key of --backend torch",
         ),
-        ("jax", {"numerics": {"filter_fqns": ("absent",)}}, "'absent' names none of"),
+        ("jax", {"numerics": {"filter_fqns": ("absent",)}}, "'absent' matches none of"),
     ],
 )
 def test_what_a_backend_cannot_train_is_refused_by_name(backend, sections, said):
