@@ -273,11 +273,11 @@ def _asked(tested: Subject, which: Which, question: Question, fmt: Format) -> di
         shape: tuple[int, ...] = (len(question.sizes), question.n, question.k)
     else:
         shape = (len(operands.a), question.n)
-    faults: dict[Fault, None] = {}
-    for _ in range(TIMES):
-        out, dtype = _called(tested, operands, fmt, shape)
-        faults.update(dict.fromkeys(_faults(operands, out, dtype)))
-    return faults
+    called = (_called(tested, operands, fmt, shape) for _ in range(TIMES))
+    answers = {out.tobytes(): (out, dtype) for out, dtype in called}  # each once
+    return dict.fromkeys(
+        fault for answer in answers.values() for fault in _faults(operands, *answer)
+    )
 
 
 def require_offsets(function: Callable[..., Any], **options: Any) -> OffsetsGrade:
