@@ -274,7 +274,7 @@ def test_mx_equals_torchao_for_every_bf16_amax_and_many_more(fmt, mode, amaxes, 
     )
 
 
-@pytest.mark.grid(2)
+@pytest.mark.slow
 @formats
 @modes
 def test_mx_scales_equal_torchao_for_millions_of_amaxes(fmt, mode, amaxes):  # S-14
