@@ -150,7 +150,8 @@ def train(folder: Path, options: list[str], seconds: float) -> str:
         said = (ended.stdout if not ended.returncode else ended.stderr).strip().splitlines()
         if ended.returncode:
             return f"exit code {ended.returncode}: {said[-1] if said else ''}"
-        finished.write_text(said[-1].removeprefix(f"{folder}: ") + "\n")
+        (result,) = (line for line in said if line.startswith(f"{folder}: "))
+        finished.write_text(result.removeprefix(f"{folder}: ") + "\n")
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return finished.read_text().strip()
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json, conclude
+from fp8ref.shared.errors import require
 
 _GEMMS = ("output", "grad_input", "grad_weight", "attention", "states")
 
@@ -55,10 +56,9 @@ def _ablate(arguments: argparse.Namespace) -> int:
     from fp8ref.train.experiments.ablate import Measurement, ablate
     from fp8ref.train.experiments.ablation_operands import KINDS, ROLES, Studied
 
-    if arguments.steps < 0:
-        raise ValueError(f"--steps is not negative; got {arguments.steps}.")
-    if arguments.learning_rate is not None and not 0 < arguments.learning_rate < 1e3:
-        raise ValueError(f"--learning-rate is positive; got {arguments.learning_rate}.")
+    rate = arguments.learning_rate
+    require(arguments.steps >= 0, f"--steps is not negative; got {arguments.steps}.")
+    require(rate is None or 0 < rate < 1e3, f"--learning-rate is positive; got {rate}.")
     settings, run = _data_settings(arguments), arguments.run_directory
     start: Path | ablation_start.Start = run
     if settings is not None:
@@ -94,36 +94,23 @@ def _ablate(arguments: argparse.Namespace) -> int:
 
 def _data_settings(arguments: argparse.Namespace) -> dict | None:
     """Keys of data for a directory of Hugging Face's format; None of a run."""
-    options = {
-        "backend": arguments.backend,
-        "data": arguments.data,
-        "sequence-length": arguments.sequence_length,
-        "batch-size": arguments.batch_size,
-    }
-    used = {option: value for option, value in options.items() if value is not None}
-    if not arguments.run_directory.is_dir():
-        raise ValueError(
-            "RUN is the directory of a run, or of Hugging Face's format; there is no directory "
-            f"{arguments.run_directory}. Check its name."
-        )
     directory = arguments.run_directory
+    require(
+        directory.is_dir(),
+        "RUN is the directory of a run, or of Hugging Face's format; there is no directory "
+        f"{directory}. Check its name.",
+    )
+    keys = {"data": "source", "sequence_length": "sequence_length", "batch_size": "batch_size"}
     if not (directory / "config.json").is_file() or (directory / "manifest.json").is_file():
-        for option in used:
-            raise ValueError(
-                f"--{option} is of a directory of Hugging Face's format; a run has its own. Leave "
-                "it out."
-            )
+        reason = "a run has its own backend and data, unlike a directory of Hugging Face's format"
+        shared.refuse(arguments, reason, "backend", *keys)
         return None
-    keys = {"data": "source", "sequence-length": "sequence_length", "batch-size": "batch_size"}
-    return {keys[option]: value for option, value in used.items() if option in keys}
+    values = {key: getattr(arguments, name) for name, key in keys.items()}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _names(option: str, text: str | None, choices: tuple) -> list:
-    if text is None:
-        return list(choices)
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names or any(name not in choices for name in names):
-        raise ValueError(
-            f"{option} takes names of {', '.join(choices)}, with commas; got {text!r}."
-        )
-    return names
+    named = list(choices) if text is None else shared.names(text)
+    known = bool(named) and all(name in choices for name in named)
+    require(known, f"{option} takes names of {', '.join(choices)}, with commas; got {text!r}.")
+    return named

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from fp8ref.commands import probe, shared, supervision
 from fp8ref.commands.shared import check_json, conclude
 from fp8ref.shared import console
+from fp8ref.shared.errors import require
 
 KINDS = {
     "cast": "a cast",
@@ -22,20 +23,14 @@ KINDS = {
 }
 """{what a subject may be: the same in words}."""
 
-MEANT = {
-    "format": "cast quantizer gemm attention",
-    "expect": "cast quantizer optimizer attention",
-    "granularity": "quantizer gemm",
-    "axis": "quantizer",
-    "exhaustive": "cast",
-    "framework": "cast quantizer attention",
-    "device": "cast quantizer attention",
-    "numbers": "optimizer",
-    "steps": "optimizer",
-    "layout": "attention",
-    "alignment": "attention",
+OPTIONS = {
+    "cast": "format expect framework device exhaustive",
+    "quantizer": "format expect framework device granularity axis",
+    "gemm": "format granularity",
+    "optimizer": "expect numbers steps",
+    "attention": "format expect framework device layout alignment",
 }
-"""{option: the kinds that it is of}."""
+"""{kind: the options that are for it}."""
 
 
 def add(commands) -> None:
@@ -75,27 +70,24 @@ def _conform(arguments: argparse.Namespace) -> int:
     from fp8ref import formats
     from fp8ref.conformance.gemm import library_gemms
 
-    if arguments.format not in formats.QUANTIZED_FORMATS:
-        raise ValueError(
-            f"--format is one of {', '.join(formats.QUANTIZED_FORMATS)}; got {arguments.format}."
-        )
-    if arguments.kind not in (None, *KINDS):
-        raise ValueError(f"--kind is one of {', '.join(KINDS)}; got {arguments.kind}.")
-    if arguments.axis not in (None, -1, 0):
-        raise ValueError(
-            f"--axis is -1, the last axis of x [M, K], or 0, the first; got {arguments.axis}."
-        )
+    names = ", ".join(formats.QUANTIZED_FORMATS)
+    text = f"--format is one of {names}; got {arguments.format}."
+    require(arguments.format in formats.QUANTIZED_FORMATS, text)
+    text = f"--kind is one of {', '.join(KINDS)}; got {arguments.kind}."
+    require(arguments.kind in (None, *KINDS), text)
+    text = f"--axis is -1, the last axis of x [M, K], or 0, the first; got {arguments.axis}."
+    require(arguments.axis in (None, -1, 0), text)
     # what somebody's function prints is no part of the answer
     with contextlib.redirect_stdout(sys.stderr), console.waiting("conform"):
         subject = library_gemms.load(arguments.subject)
         kind = arguments.kind or _kind(arguments, subject)
-        for option in shared.used(arguments, *MEANT):
-            kinds = MEANT[option.removeprefix("--")].split()
-            if kind not in kinds:
-                raise ValueError(
-                    f"{option} is for {' or '.join(KINDS[name] for name in kinds)}; "
-                    f"{arguments.subject} is {KINDS[kind]}. Leave it out, or name another --kind."
-                )
+        for option in shared.used(arguments, *" ".join(OPTIONS.values()).split()):
+            kinds = [name for name in KINDS if option.removeprefix("--") in OPTIONS[name].split()]
+            require(
+                kind in kinds,
+                f"{option} is for {' or '.join(KINDS[name] for name in kinds)}; "
+                f"{arguments.subject} is {KINDS[kind]}. Leave it out, or name another --kind.",
+            )
         if kind == "attention":
             outcome = _attention(arguments, subject)
         elif kind == "optimizer":
@@ -123,11 +115,9 @@ def _attention(arguments: argparse.Namespace, function):
     from fp8ref import formats
     from fp8ref.conformance.attention import identify_attention, subjects
 
-    if arguments.format not in formats.FP8_FORMATS:
-        raise ValueError(
-            f"--format of attention is one of {', '.join(formats.FP8_FORMATS)}; got "
-            f"{arguments.format}."
-        )
+    names = ", ".join(formats.FP8_FORMATS)
+    text = f"--format of attention is one of {names}; got {arguments.format}."
+    require(arguments.format in formats.FP8_FORMATS, text)
     return identify_attention(
         function,
         name=arguments.subject,
@@ -202,11 +192,11 @@ def _expected_kind(name: str | None) -> str | None:
 
     casts = dict.fromkeys([*KNOWN_CASTS, *NANS_OF_4_BITS])
     policies = (*policy.POLICIES, *policy.FP4_POLICIES)
-    if name is not None and name not in casts and name not in policies:
-        raise ValueError(
-            f"--expect is a cast's behavior, one of {', '.join(casts)}, or a quantizer's "
-            f"policy, one of {', '.join(policies)}; got {name}."
-        )
+    require(
+        name is None or name in casts or name in policies,
+        f"--expect is a cast's behavior, one of {', '.join(casts)}, or a quantizer's policy, one "
+        f"of {', '.join(policies)}; got {name}.",
+    )
     return None if name is None else "cast" if name in casts else "quantizer"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json, check_whole, conclude
-from fp8ref.shared.errors import ConfigError
+from fp8ref.shared.errors import require
 
 
 def add(commands) -> None:
@@ -62,10 +62,8 @@ def _crosscheck(arguments: argparse.Namespace) -> int:
     if arguments.sharded is not None:
         return _crosscheck_sharded(arguments, config)
     steps = one_device.STEPS if arguments.steps is None else arguments.steps
-    if not 0 <= steps <= config.run.steps:
-        raise ConfigError(
-            f"--steps must be between 0 and run.steps = {config.run.steps}; got {steps}."
-        )
+    text = f"--steps must be between 0 and run.steps = {config.run.steps}; got {steps}."
+    require(0 <= steps <= config.run.steps, text)
     backends = (arguments.backend,) if arguments.backend else shared.installed()
     report = one_device.crosscheck(config, backends=backends, steps=steps)
     step = "train {}" if report.ok else "crosscheck {} --first-divergence jax torch"
@@ -78,19 +76,19 @@ def _crosscheck_first(arguments: argparse.Namespace) -> int:
     a, b = arguments.first_divergence
     check_json(arguments.json)
     backends = [name for name in (a, b) if name in shared.BACKENDS]
-    if len(backends) == 1:
-        raise ConfigError(
-            "--first-divergence compares two runs, or two backends that train one CONFIG; got "
-            f"{a} and {b}, but only {backends[0]} is a backend. Name two run directories, or "
-            f"two of {' and '.join(shared.BACKENDS)}. For a run directory named {backends[0]}, "
-            f"write ./{backends[0]}."
-        )
+    alone = "".join(backends[:1])
+    require(
+        len(backends) != 1,
+        f"--first-divergence compares two runs, or two backends that train one CONFIG; got {a} and "
+        f"{b}, but only {alone} is a backend. Name two run directories, or two of "
+        f"{' and '.join(shared.BACKENDS)}. For a run directory named {alone}, write ./{alone}.",
+    )
     if backends:
-        if arguments.config is None:
-            raise ConfigError(
-                f"--first-divergence of two backends trains a CONFIG in both; got {a} and {b} "
-                f"without one. Name it first: fp8ref crosscheck tiny --first-divergence {a} {b}."
-            )
+        require(
+            arguments.config is not None,
+            f"--first-divergence of two backends trains a CONFIG in both; got {a} and {b} "
+            f"without one. Name it first: fp8ref crosscheck tiny --first-divergence {a} {b}.",
+        )
         config = shared.config(arguments)
         from fp8ref.crosscheck import one_device
         from fp8ref.crosscheck.divergence import live
@@ -117,13 +115,13 @@ def _crosscheck_replay(arguments: argparse.Namespace) -> int:
 
 
 def _crosscheck_sharded(arguments: argparse.Namespace, config) -> int:
-    if config.numerics.simulates:
-        raise ConfigError(
-            "--sharded checks the frameworks' own GEMMs on meshes; got numerics.accumulate "
-            f"{config.numerics.accumulate!r}. Leave one of them out."
-        )
-    if arguments.backend is None or arguments.sharded < 2:
-        raise ConfigError("--sharded takes 2 or more devices or ranks, and --backend jax or torch.")
+    require(
+        not config.numerics.simulates,
+        "--sharded checks the frameworks' own GEMMs on meshes; got numerics.accumulate "
+        f"{config.numerics.accumulate!r}. Leave one of them out.",
+    )
+    text = "--sharded takes 2 or more devices or ranks, and --backend jax or torch."
+    require(arguments.backend is not None and arguments.sharded >= 2, text)
     if arguments.backend == "torch":
         from fp8ref.crosscheck.sharded import torch_ranks as sharded_torch
 
@@ -136,8 +134,8 @@ def _crosscheck_sharded(arguments: argparse.Namespace, config) -> int:
 
 
 def _sharded_jax(arguments: argparse.Namespace, config):
-    if arguments.steps is not None:
-        raise ConfigError("--sharded with --backend jax takes no --steps: it replays step 0.")
+    text = "--sharded with --backend jax takes no --steps: it replays step 0."
+    require(arguments.steps is None, text)
     import jax
 
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):

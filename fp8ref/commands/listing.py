@@ -3,7 +3,6 @@
 import argparse
 import math
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,28 +102,15 @@ class Completion(argparse.Action):
             extras.require("train", "fp8ref --completion", "shtab")
             import shtab
 
-            for command in _leaves(parser):
-                _name_values(command)
+            _name_values(parser)
             print(shtab.complete(parser, str(values)))
         except ImportError as error:
             parser.error(str(error))
         parser.exit()
 
 
-def _leaves(parser: Parser) -> Iterator[Parser]:
-    """The parsers of commands."""
-    choices = [action.choices for action in parser._actions]
-    commands = [
-        command for inner in choices if isinstance(inner, dict) for command in inner.values()
-    ]
-    for command in commands:
-        yield from _leaves(command)
-    if not commands:
-        yield parser
-
-
 def _name_values(command: Parser) -> None:
-    """Set what shtab completes each option by."""
+    """Set what shtab completes each option of a command by, and of those under it."""
     import shtab
 
     from fp8ref import configs, policy, recipe
@@ -135,7 +121,10 @@ def _name_values(command: Parser) -> None:
     names |= dict.fromkeys(("recipe", "recipes", "numerics.recipe"), tuple(recipe.RECIPES))
     names |= {"policy": tuple(policy.SUMMARIES)}
     for action in command._actions:
-        if action.dest == "config":
+        if isinstance(action.choices, dict):
+            for inner in action.choices.values():
+                _name_values(inner)
+        elif action.dest == "config":
             words = " ".join(configs.NAMES)
             action.complete = {  # type: ignore[attr-defined]
                 **dict.fromkeys(SHELLS, "_fp8ref_configs"),

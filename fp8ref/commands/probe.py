@@ -10,6 +10,7 @@ from pathlib import Path
 from fp8ref.commands import shared, supervision
 from fp8ref.commands.shared import check_json, conclude
 from fp8ref.shared import console
+from fp8ref.shared.errors import require
 
 SHAPE, FORMATS = (128, 128, 4096), ("e4m3fn", "e4m3fn")
 GEMM = ("shape", "formats", "out_dtype", "granularity", "fast_accum")
@@ -51,12 +52,11 @@ def _probe(arguments: argparse.Namespace) -> int:
     $ fp8ref probe torch-rowwise --record recordings
     """
     check_json(arguments.json)
-    if arguments.seed < 0:
-        raise ValueError(f"--seed is at least 0; got {arguments.seed}.")
+    require(arguments.seed >= 0, f"--seed is at least 0; got {arguments.seed}.")
     if arguments.replay:
         return _replay(arguments)
-    if arguments.subject is None:
-        raise ValueError("needs a SUBJECT, or --replay FILE; got none. See fp8ref probe --help.")
+    text = "needs a SUBJECT, or --replay FILE; got none. See fp8ref probe --help."
+    require(arguments.subject is not None, text)
     if (code := _attention(arguments)) is not None:
         return code
     reason = f"--layout and --framework are for attention; {arguments.subject} is none"
@@ -110,11 +110,8 @@ def _check_folder(folder: Path) -> None:
         fault = "" if os.access(folder, os.W_OK) else "cannot be written"
     except OSError as error:
         fault = str(error.strerror)
-    if fault:
-        raise ValueError(
-            f"--record names a directory that can be created and written; {folder}: {fault}. Name "
-            "another."
-        )
+    need = "--record names a directory that can be created and written"
+    require(not fault, f"{need}; {folder}: {fault}. Name another.")
 
 
 def _gemm(arguments: argparse.Namespace) -> int:
@@ -124,10 +121,8 @@ def _gemm(arguments: argparse.Namespace) -> int:
 
     names = arguments.formats or FORMATS
     unknown = [name for name in names if name not in formats.FP8_FORMATS]
-    if unknown:
-        raise ValueError(
-            f"--formats takes two of {', '.join(formats.FP8_FORMATS)}; got {', '.join(unknown)}."
-        )
+    known = ", ".join(formats.FP8_FORMATS)
+    require(not unknown, f"--formats takes two of {known}; got {', '.join(unknown)}.")
     subject = library_gemms.named(
         arguments.subject,
         fast=arguments.fast_accum,

@@ -10,29 +10,16 @@ from fp8ref.shared import console
 
 def add(commands) -> None:
     """Add ``fp8ref export``, ``report``, ``compare`` and ``replay``."""
-    _add_export(commands)
-    _add_report(commands)
-    _add_compare(commands)
-    _add_replay(commands)
-
-
-def _add_export(commands) -> None:
     weights = shared.plain(commands, "export RUN --out DIR", _export)
     weights.option("run_directory", "RUN", "a run directory")
     text = "output directory, for config.json and safetensors"
     weights.option("--out", "DIR", text, required=True)
     weights.option("--tokenizer", "PATH", "tokenizer.json, or its directory, to copy there")
-
-
-def _add_report(commands) -> None:
     report = shared.plain(commands, "report RUN...", _report)
     text = "a run directory, or a directory of runs; bf16 and FP8 of equal seeds are judged"
     report.option("runs", "RUN", text, nargs="+")
     report.option("--out", "FILE", "the page", Path("report.html"))
     shared.add_judging(report)
-
-
-def _add_compare(commands) -> None:
     compare = shared.plain(commands, "compare A B", _compare)
     text = "a run directory, or a log: CSV, JSON Lines, console, TensorBoard"
     compare.option("a", "A", text)
@@ -42,9 +29,6 @@ def _add_compare(commands) -> None:
     compare.option("--loss", "NAME", "column or tag of the losses in a log")
     shared.add_json(compare, "write the comparison to FILE")
     shared.add_judging(compare)
-
-
-def _add_replay(commands) -> None:
     replay = shared.plain(commands, "replay RUN --policy NAME", _replay)
     replay.option("run_directory", "RUN", "the directory of a run")
     text = "a name that fp8ref policies lists, or delayed"

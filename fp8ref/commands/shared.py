@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fp8ref.shared import console
 from fp8ref.shared.arguments import Parser
-from fp8ref.shared.errors import ConfigError
+from fp8ref.shared.errors import ConfigError, require
 from fp8ref.shared.result import STDOUT, Result
 
 __all__ = ["DEFECT", "ERROR", "INTERRUPTED", "LOST", "NON_FINITE", "PIPE", "STOPPED", "check_whole"]
@@ -123,6 +123,11 @@ def backend(arguments: argparse.Namespace, config=None) -> str:
     return name
 
 
+def names(text: str) -> list[str]:
+    """The names of a text with commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def add_json(command: Parser, help: str = "write the findings to FILE") -> None:
     """Add ``--json``, which ``check_json`` checks and ``conclude`` writes."""
     command.option("--json", "FILE", f"{help}, or - to print it")
@@ -183,15 +188,15 @@ def add_judging(command: Parser) -> None:
 
 def confidence(arguments: argparse.Namespace) -> float:
     """--confidence; ValueError unless it is between 0.5 and 1."""
-    if not 0.5 < arguments.confidence < 1:
-        raise ValueError(f"--confidence must be between 0.5 and 1; got {arguments.confidence}.")
+    text = f"--confidence must be between 0.5 and 1; got {arguments.confidence}."
+    require(0.5 < arguments.confidence < 1, text)
     return arguments.confidence
 
 
 def margin(arguments: argparse.Namespace) -> float | None:
     """--margin; ValueError unless it is positive and finite."""
-    if arguments.margin is not None and not 0 < arguments.margin < math.inf:
-        raise ValueError(f"--margin is a number of nats above 0; got {arguments.margin}.")
+    text = f"--margin is a number of nats above 0; got {arguments.margin}."
+    require(arguments.margin is None or 0 < arguments.margin < math.inf, text)
     return arguments.margin
 
 
@@ -210,20 +215,16 @@ def check_json(path: Path | None, *read: Path | None) -> None:
     """ValueError if --json cannot be written, or names a file of a run or of this command."""
     if path is None or path == STDOUT:
         return
-    if any(other and other.exists() and path.exists() and path.samefile(other) for other in read):
-        raise ValueError(
-            f"--json names a file that this command does not read; got {path}. Name another."
-        )
-    if path.name in RUN_FILES:
-        raise ValueError(
-            "--json names no file of a run, checkpoint or shard directory, such as "
-            f"{path.name}; got {path}. Name another."
-        )
     folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(
-            f"--json names a file in a directory that exists and can be written; got {path}."
-        )
+    writable = not path.is_dir() and folder.is_dir() and os.access(folder, os.W_OK)
+    same = [other for other in read if other and other.exists() and path.exists()]
+    kept = f"no file of a run, checkpoint or shard directory, such as {path.name}"
+    for fine, need in (
+        (not any(map(path.samefile, same)), "a file that this command does not read"),
+        (path.name not in RUN_FILES, kept),
+        (writable, "a file in a directory that exists and can be written"),
+    ):
+        require(fine, f"--json names {need}; got {path}. Name another.")
 
 
 def check_whole(config) -> None:

@@ -21,10 +21,6 @@ def add(commands) -> None:
     train.option("--dry-run", None, "print sizes, memory and speed-ups alone")
     shared.add_trust(train)
     train.option("--distributed", None, "this process is one of several of a run", rare=True)
-    _add_sweep(commands)
-
-
-def _add_sweep(commands) -> None:
     sweep = shared.config_command(commands, "sweep", _sweep)
     sweep.option("--recipes", "NAMES", "recipes, with commas", "bf16,tensorwise")
     sweep.option("--seeds", "N", "seeds of each recipe, from those of CONFIG on", 3)
@@ -99,7 +95,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     config = shared.config(arguments)
     from fp8ref.train.experiments import sweep
 
-    backends = _names(shared.backend(arguments, config))
+    backends = shared.names(shared.backend(arguments, config))
     unknown = [name for name in backends if name not in shared.BACKENDS]
     require(
         bool(backends) and not unknown and len(set(backends)) == len(backends),
@@ -117,7 +113,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     shared.trust_source(arguments, arguments.config, config)
     begin = time.monotonic()
     planned = sweep.plan(
-        config, backends, _names(arguments.recipes), seeds=arguments.seeds, out=arguments.out
+        config, backends, shared.names(arguments.recipes), seeds=arguments.seeds, out=arguments.out
     )
     sweep.train(planned, jobs=arguments.jobs)
     page = arguments.out / "report.html"
@@ -128,10 +124,6 @@ def _sweep(arguments: argparse.Namespace) -> int:
         f"next: open {page}; fp8ref ablate {planned[-1].out}",
     )
     return 0
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _default(arguments: argparse.Namespace, config) -> Path:

@@ -464,7 +464,7 @@ def test_help(capfd, arguments, code):
             ["--source", "stdlib", "--out", "x", "--validation-fraction", "2"],
             "data.validation_fraction must be between 0 and 1; got 2.0",
         ),
-        (["--source", "stdlib", "--out", "x", "--vocab"], "unrecognized arguments: --vocab"),
+        (["--source", "stdlib", "--out", "x", "--vocab"], "unknown option '--vocab'"),
     ],
 )
 def test_a_command_that_cannot_be_used_exits_with_2(tmp_path, monkeypatch, capfd, options, said):

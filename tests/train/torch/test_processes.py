@@ -86,7 +86,7 @@ def test_two_processes_train_as_one_does(tmp_path, config, plan):  # G-21
     config = config.replace(numerics={"accumulate": plan})
     codes, outputs = run(2, tmp_path, config)
     assert codes == [0, 0], outputs
-    assert f"\n{tmp_path / 'run'}: 3 steps, loss " in outputs[0]
+    assert f"\n{tmp_path / 'run'}: 3 steps in " in outputs[0]
     assert outputs[1] == ""
     manifest, metrics = log.read_manifest(tmp_path / "run"), log.read_metrics(tmp_path / "run")
     assert (manifest["status"], manifest["device"]) == ("finished", "cpu, 2 processes")
