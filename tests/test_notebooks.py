@@ -15,7 +15,6 @@ from fp8ref import configs
 from fp8ref.commands import demo
 from fp8ref.recipe import ROLES
 from fp8ref.train import tensors
-from fp8ref.train.experiments import demo as experiment
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -65,7 +64,7 @@ def test_the_tensors_beside_them_are_a_demos_and_small():
     path = configs.find("tiny", ".npz")
     kept = tensors.read(path)
     assert path.stat().st_size <= 10**6
-    assert (kept.about["backend"], kept.about["recipe"]) == experiment.OBSERVED
+    assert (kept.about["backend"], kept.about["recipe"]) == demo.OBSERVED
     assert {name.rsplit(".", 1)[1] for name in kept.operands} == {
         f"{kind}/{role}" for kind in demo.KEPT for role in ROLES
     }

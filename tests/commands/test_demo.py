@@ -13,7 +13,6 @@ from fp8ref import cli
 from fp8ref.commands import demo, shared
 from fp8ref.conformance.kit.compare import Report
 from fp8ref.crosscheck import one_device
-from fp8ref.shared.errors import ConfigError
 from fp8ref.train.experiments import demo as experiment
 
 
@@ -62,7 +61,6 @@ def test_it_trains_what_is_installed(options, monkeypatch, present):
     ("words", "said"),
     [
         (("--recipes", "tensorwize"), "tensorwise"),
-        (("--recipes", "bf16"), "names a recipe in FP8; got 'bf16'"),
         (("--seeds", "0"), "--seeds is at least 1; got 0"),
         (("--backend", "numpy"), "jax, torch"),
     ],
@@ -102,12 +100,13 @@ def run(small, tmp_path, monkeypatch, capsys):
 
             def wait(ended, advance):
                 for job in jobs:
-                    more = {"bf16": 0.0, experiment.PLANTED: fault}.get(job.recipe, right)
+                    recipe = experiment.name_of(job)[1]
+                    more = {"bf16": 0.0, experiment.PLANTED: fault}.get(recipe, right)
                     seed = job.config.run.seed
                     base = noise.setdefault(seed, rng.normal(size=60) * 0.01)
                     losses = 3 + base + more + rng.normal(size=60) * 1e-4
                     made_runs.make(
-                        job.directory,
+                        job.out,
                         job.config,
                         losses,
                         recipe=job.config.numerics.recipe,
@@ -181,12 +180,7 @@ def test_it_fails_where_a_code_differs(run):
 def test_it_succeeds_by_the_verdicts(kinds, right):
     names = (("torch", "rowwise"), ("torch", experiment.PLANTED))
     judged = {name: SimpleNamespace(kind=kind) for name, kind in zip(names, kinds, strict=True)}
-    assert demo._decides({}, judged) is right
-
-
-def test_a_run_in_high_precision_alone_is_refused():
-    with pytest.raises(ConfigError, match="names a recipe in FP8"):
-        demo._options(SimpleNamespace(full=False, seeds=None, recipes="bf16"))
+    assert demo._decides(judged) is right
 
 
 @pytest.mark.slow

@@ -109,12 +109,12 @@ def _cast(x: torch.Tensor, dtype: torch.dtype, mm_config, *, gemm_input_role, **
             x, dtype, mm_config, gemm_input_role=gemm_input_role, **options
         )
     scale = float8_utils.tensor_to_scale(x, dtype, **options)
-
-    def codes_of(part: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        assert scale is not None
-        return float8_training_tensor.to_fp8_saturated(part.float() * scale, dtype)
-
-    codes = float_values.in_pieces(codes_of, x, dtype, scale)
+    codes = float_values.in_pieces(
+        lambda part, s: float8_training_tensor.to_fp8_saturated(part.float() * s, dtype),
+        x,
+        dtype,
+        scale,
+    )
     return Float8TrainingTensor(
         codes, scale, x.dtype, mm_config, gemm_input_role, options["axiswise_dim"]
     )

@@ -22,7 +22,7 @@ def eager_on_cpu(x: Tensor) -> bool:
 
 
 def in_pieces(
-    function: Callable[[Tensor, Tensor | None], Tensor],
+    function: Callable[..., Tensor],
     x: Tensor,
     dtype: torch.dtype,
     scale: Tensor | None = None,

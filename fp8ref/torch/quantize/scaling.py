@@ -141,13 +141,13 @@ def quantize_blocks(
     """
     if scale is None:
         return cast.to_fp8(x, fmt)
-
-    def codes(part: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        assert scale is not None
-        return cast.to_fp8(scale_blocks(part, scale, blocks), fmt)
-
-    rows = blocks[0] or 1 if blocks else 1
-    return float_values.in_pieces(codes, x.detach(), cast.native(fmt), scale, rows=rows)
+    return float_values.in_pieces(
+        lambda part, scale: cast.to_fp8(scale_blocks(part, scale, blocks), fmt),
+        x.detach(),
+        cast.native(fmt),
+        scale,
+        rows=blocks[0] or 1 if blocks else 1,
+    )
 
 
 def amax(
@@ -329,13 +329,13 @@ def dequantize(q: Quantized) -> torch.Tensor:
             f"dequantize takes a Quantized; got {type(q).__name__}. Use scaling.quantize."
         )
     blocks = q.blocks
-
-    def numbers(codes: torch.Tensor, scale_inv: torch.Tensor | None) -> torch.Tensor:
-        assert scale_inv is not None
-        return cast.decode(codes, q.fmt) * spread(scale_inv, tuple(codes.shape), blocks)
-
-    rows = blocks[0] or 1 if blocks else 1
-    return float_values.in_pieces(numbers, q.codes, torch.float32, q.scale_inv, rows=rows)
+    return float_values.in_pieces(
+        lambda codes, s: cast.decode(codes, q.fmt) * spread(s, tuple(codes.shape), blocks),
+        q.codes,
+        torch.float32,
+        q.scale_inv,
+        rows=blocks[0] or 1 if blocks else 1,
+    )
 
 
 def _quantized(

@@ -1,27 +1,26 @@
-"""The runs of a demo: recipes by seeds, each backend in a process of its own, so that both train at
-once.
+"""The runs of a demo, with a planted fault among them: each backend trains in a process of its own,
+both at once.
 """
 
 import concurrent.futures
+import dataclasses
 import json
 import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from fp8ref.selection.rules import Rule
 from fp8ref.train import loop
 from fp8ref.train.config.config import Config
 from fp8ref.train.experiments import sweep
+from fp8ref.train.experiments.sweep import Planned
+from fp8ref.train.run import log
 
-__all__ = ["FAULT", "OBSERVED", "PLANTED", "Job", "configured", "plan", "set_up", "training"]
-
-OBSERVED = ("torch", "tensorwise")
-"""The run whose amaxes are recorded in the long form: (backend, recipe)."""
+__all__ = ["FAULT", "PLANTED", "name_of", "plan", "set_up", "training"]
 
 PLANTED = "planted-fault"
 """The name of the runs with a fault."""
@@ -29,124 +28,38 @@ PLANTED = "planted-fault"
 FAULT = "gradients are cast to e4m3 without a scale, so most become zero"
 """What the fault is."""
 
-RULES = (Rule(layers=("layers",), roles=("grad_output",), format="e4m3fn", policy="unscaled"),)
+RULE = Rule(layers=("layers",), roles=("grad_output",), format="e4m3fn", policy="unscaled")
 """The fault, as the config has it."""
 
 LOG = "demo.log"
 """The file in a demo's directory with what the training processes print."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One run. recipe: its recipe, or ``PLANTED``."""
-
-    backend: str
-    recipe: str
-    config: Config
-    directory: Path
-
-    @property
-    def title(self) -> str:
-        """Backend, recipe and seed."""
-        return f"{self.backend} {self.recipe}, seed {self.config.run.seed}"
-
-    def last(self, since: float) -> dict:
-        """The metrics of its last step, if it was written after a time; else {}."""
-        try:
-            path = self.directory / "metrics.jsonl"
-            if path.stat().st_mtime < since:
-                return {}
-            return json.loads(path.read_text().splitlines()[-1])
-        except (OSError, ValueError, IndexError):  # not there yet, or half a line
-            return {}
+def name_of(run: Planned) -> tuple[str, str]:
+    """(backend, recipe or ``PLANTED``)."""
+    numerics = run.config.numerics
+    return run.backend, PLANTED if RULE in (numerics.rules or ()) else numerics.recipe
 
 
-def configured(config: Config, recipe: str, *, observed: bool = False) -> Config:
-    """The config of a recipe's runs. observed: it records amaxes at every step."""
-    rules = config.numerics.rules
-    numerics: dict = {"recipe": recipe}
-    if recipe == "bf16":  # which has no FP8 GEMM to run under simulated hardware, and no cast
-        numerics |= {"accumulate": None, "rules": None}
-    if recipe == PLANTED:
-        numerics = {"recipe": "tensorwise", "rules": (*(rules or ()), *RULES)}
-    every = 1 if observed else config.statistics.every
-    return config.replace(numerics=numerics, statistics={"every": every})
+def faulty(run: Planned) -> Planned:
+    """A run as one of 'tensorwise' with the fault."""
+    numerics = {"recipe": "tensorwise", "rules": (*(run.config.numerics.rules or ()), RULE)}
+    directory = run.out.with_name(run.out.name.replace(run.config.numerics.recipe, PLANTED))
+    return dataclasses.replace(run, config=run.config.replace(numerics=numerics), out=directory)
 
 
 def plan(
-    config: Config,
-    out: Path,
-    *,
-    recipes: Sequence[str],
-    seeds: Mapping[str, int],
-    planted: str | None = None,
-    observed: bool = False,
-) -> list[Job]:
-    """The runs of bf16 and recipes, which go to ``out``.
-
-    seeds     {backend: how many}; each is added to the config's.
-    planted   the backend that trains ``PLANTED`` too.
-    observed  record the amaxes of the first run of ``OBSERVED``.
-    """
-    jobs = []
+    config: Config, out: Path, recipes: Sequence[str], seeds: Mapping[str, int], planted: str | None
+) -> list[Planned]:
+    """The runs of bf16 and recipes: {backend: how many seeds}. planted: the backend that trains the
+    fault too. ConfigError as ``sweep.plan``."""
+    runs, recipes = [], ["bf16", *recipes]
     for backend, count in seeds.items():
-        fault = (PLANTED,) if backend == planted else ()
-        for i in range(count):
-            for recipe in ("bf16", *recipes, *fault):
-                seen = observed and i == 0 and (backend, recipe) == OBSERVED
-                seed = config.run.seed + i
-                name = f"{backend}-{recipe}" + (f"-seed{seed}" if i else "")
-                again = configured(config, recipe, observed=seen).replace(
-                    run={"seed": seed}, data={"seed": config.data.seed + i}
-                )
-                jobs.append(Job(backend=backend, recipe=recipe, config=again, directory=out / name))
-    return jobs
-
-
-@contextmanager
-def training(jobs: Sequence[Job], out: Path) -> Iterator[Callable[..., None]]:
-    """Begin the runs, which replace those of the same directories, each backend's in one process.
-
-    Yields a function that waits for them: wait(ended, advance) calls ended(job, first metrics, last
-    metrics) after each, and advance(note, by=0) meanwhile. An error of a run ends all.
-    """
-    context, begin = multiprocessing.get_context("spawn"), time.time()
-    backends = dict.fromkeys(job.backend for job in jobs)
-    pools = {
-        backend: ProcessPoolExecutor(1, context, initializer=_redirect, initargs=(out / LOG,))
-        for backend in backends
-    }
-    futures: dict[Future, Job] = {pools[job.backend].submit(_train, job): job for job in jobs}
-
-    def wait(ended: Callable[[Job, dict, dict], None], advance: Callable[..., None]) -> None:
-        pending = set(futures)
-        while pending:
-            done, pending = concurrent.futures.wait(
-                pending, 0.5, return_when=concurrent.futures.FIRST_COMPLETED
-            )
-            for future in done:
-                ended(futures[future], *future.result())
-            running = [futures[f] for f in futures if f in pending and f.running()]
-            notes = [(job, job.last(begin)) for job in running]
-            advance(
-                "; ".join(
-                    f"{job.backend} {job.recipe} step {line['step'] + 1}, loss {line['loss']:.3f}"
-                    for job, line in notes
-                    if line
-                ),
-                by=len(done),
-            )
-
-    try:
-        yield wait
-    except BaseException:  # after Ctrl-C too; the next demo replaces half a run
-        for pool in pools.values():
-            pool.shutdown(wait=False, cancel_futures=True)
-        for child in multiprocessing.active_children():
-            child.kill()
-        raise
-    for pool in pools.values():
-        pool.shutdown()
+        for run in sweep.plan(config, [backend], recipes, seeds=count, out=out):
+            runs.append(run)
+            if backend == planted and run.config.numerics.recipe == recipes[-1]:
+                runs.append(faulty(run))
+    return runs
 
 
 def set_up(out: Path) -> None:
@@ -157,7 +70,52 @@ def set_up(out: Path) -> None:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
-def _redirect(path: Path) -> None:
+@contextmanager
+def training(runs: Sequence[Planned], out: Path) -> Iterator[Callable[..., None]]:
+    """Begin the runs, which replace those in their directories, each backend's in one process.
+
+    Yields a function that waits for them: wait(ended, advance) calls ended(run, its first metrics,
+    its last metrics) after each, and advance(note, by=how many ended). An error of a run ends all.
+    """
+    context, begin = multiprocessing.get_context("spawn"), time.time()
+    pools = {
+        backend: ProcessPoolExecutor(1, context, _set_process_up, (out / LOG,))
+        for backend in {run.backend: None for run in runs}
+    }
+    futures = {pools[run.backend].submit(_train, run): run for run in runs}
+
+    def wait(ended: Callable[[Planned, dict, dict], None], advance: Callable[..., None]) -> None:
+        pending = set(futures)
+        while pending:
+            done, pending = concurrent.futures.wait(pending, 0.5, FIRST_COMPLETED)
+            for future in done:
+                ended(futures[future], *future.result())
+            notes = [progress(futures[future], begin) for future in pending if future.running()]
+            advance("; ".join(filter(None, notes)), by=len(done))
+
+    try:
+        yield wait
+    except BaseException:  # after Ctrl-C too; the next demo replaces half a run
+        for child in multiprocessing.active_children():
+            child.kill()
+        raise
+    finally:
+        for pool in pools.values():
+            pool.shutdown(cancel_futures=True)
+
+
+def progress(run: Planned, since: float) -> str:
+    """The last step of a run that was written after a time; '' if there is none."""
+    path = run.out / log.METRICS
+    try:
+        line = json.loads(path.read_text().splitlines()[-1])
+        new = path.stat().st_mtime >= since
+    except (OSError, ValueError, IndexError):  # not there yet, or half a line
+        return ""
+    return f"{' '.join(name_of(run))} step {line['step'] + 1}, loss {line['loss']:.3f}" * new
+
+
+def _set_process_up(path: Path) -> None:
     """Send all that a training process prints to a file, and end it with its parent."""
     sweep.follow_parent()
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -165,8 +123,8 @@ def _redirect(path: Path) -> None:
         os.dup2(file, stream)
 
 
-def _train(job: Job) -> tuple[dict, dict]:
+def _train(run: Planned) -> tuple[dict, dict]:
     """The metrics of its first and last step."""
-    lines = loop.train(job.config, job.backend, job.directory, overwrite=True)
+    lines = loop.train(run.config, run.backend, run.out, overwrite=True)
     assert lines  # only a resumed run has nothing to do
     return lines[0], lines[-1]

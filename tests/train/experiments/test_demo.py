@@ -8,36 +8,38 @@ import pytest
 from fp8ref.train.experiments import demo
 from fp8ref.train.run import log
 
-BOTH = {"jax": 1, "torch": 2}
-
 
 @pytest.fixture
-def jobs(small, tmp_path):
-    return demo.plan(small, tmp_path, recipes=("rowwise",), seeds=BOTH, planted="torch")
+def runs(small, tmp_path):
+    return demo.plan(small, tmp_path, ["rowwise"], {"jax": 1, "torch": 2}, "torch")
 
 
-def test_each_backend_trains_bf16_and_fp8_and_one_a_fault(jobs):
-    assert [job.directory.name for job in jobs] == [
-        "jax-bf16",
-        "jax-rowwise",
-        "torch-bf16",
-        "torch-rowwise",
-        "torch-planted-fault",
+def test_each_backend_trains_bf16_and_fp8_and_one_a_fault(runs):
+    assert [run.out.name for run in runs] == [
+        "jax-bf16-seed0",
+        "jax-rowwise-seed0",
+        "torch-bf16-seed0",
+        "torch-rowwise-seed0",
+        "torch-planted-fault-seed0",
         "torch-bf16-seed1",
         "torch-rowwise-seed1",
         "torch-planted-fault-seed1",
     ]
-    assert jobs[-1].title == "torch planted-fault, seed 1"
+    assert [demo.name_of(run) for run in runs[2:5]] == [
+        ("torch", "bf16"),
+        ("torch", "rowwise"),
+        ("torch", demo.PLANTED),
+    ]
 
 
-def test_runs_of_one_seed_are_matched(jobs):
-    for job in jobs:
-        seed = int(job.directory.name.endswith("-seed1"))
-        assert (job.config.run.seed, job.config.data.seed) == (seed, seed)
+def test_runs_of_one_seed_are_matched(runs):
+    for run in runs:
+        seed = int(run.out.name.endswith("-seed1"))
+        assert (run.config.run.seed, run.config.data.seed) == (seed, seed)
 
 
-def test_the_fault_is_gradients_without_a_scale(small):
-    linears = [d for d in demo.configured(small, demo.PLANTED).decisions() if d.fp8]
+def test_the_fault_is_gradients_without_a_scale(runs):
+    linears = [d for d in runs[4].config.decisions() if d.fp8]
     assert linears
     for linear in linears:
         grad_output = linear.recipe.grad_input.a
@@ -45,32 +47,17 @@ def test_the_fault_is_gradients_without_a_scale(small):
         assert not linear.recipe.output.a.policy.unscaled
 
 
-def test_bf16_has_neither_rules_nor_simulated_hardware(small):
-    faulty = demo.configured(small, demo.PLANTED).replace(numerics={"accumulate": "exact"})
-    plain = demo.configured(faulty, "bf16").numerics
-    assert (plain.recipe, plain.rules, plain.accumulate) == ("bf16", None, None)
-
-
-@pytest.mark.parametrize("observed", [False, True])
-def test_one_run_of_the_long_form_is_recorded(small, tmp_path, observed):
-    jobs = demo.plan(
-        small, tmp_path, recipes=("tensorwise",), seeds={"jax": 2, "torch": 2}, observed=observed
-    )
-    recorded = [job.directory.name for job in jobs if job.config.statistics.every == 1]
-    assert recorded == ["torch-tensorwise"] * observed
-
-
-def test_progress_is_the_last_whole_line_of_this_time(jobs):
-    job = jobs[0]
-    assert job.last(0) == {}
-    job.directory.mkdir()
-    path = job.directory / log.METRICS
+def test_progress_is_the_last_whole_line_of_this_time(runs):
+    run = runs[0]
+    assert demo.progress(run, 0) == ""
+    run.out.mkdir()
+    path = run.out / log.METRICS
     path.write_text(json.dumps({"step": 3, "loss": 2.5}) + "\n")
-    assert job.last(0) == {"step": 3, "loss": 2.5}
+    assert demo.progress(run, 0) == "jax bf16 step 4, loss 2.500"
     os.utime(path, (100, 100))
-    assert job.last(101) == {}
+    assert demo.progress(run, 101) == ""
     path.write_text('{"step": 4, "lo')
-    assert job.last(0) == {}
+    assert demo.progress(run, 0) == ""
 
 
 @pytest.mark.slow
@@ -78,23 +65,23 @@ def test_processes_train_and_print_to_a_file(small, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ.copy())
     demo.set_up(tmp_path)
     config = small.replace(run={"steps": 5, "eval_every": 5})
-    jobs = demo.plan(config, tmp_path, recipes=("tensorwise",), seeds={"torch": 1})
+    runs = demo.plan(config, tmp_path, ["tensorwise"], {"torch": 1}, None)
     ended, advanced = [], []
-    with demo.training(jobs, tmp_path) as wait:
+    with demo.training(runs, tmp_path) as wait:
         wait(
-            lambda job, first, last: ended.append((job, first["step"], last["step"])),
+            lambda run, first, last: ended.append((run, first["step"], last["step"])),
             lambda note, by: advanced.append(by),
         )
-    assert ended == [(job, 0, 4) for job in jobs]
+    assert ended == [(run, 0, 4) for run in runs]
     assert sum(advanced) == 2
     assert "linears in FP8" in (tmp_path / demo.LOG).read_text()
-    assert (tmp_path / "torch-tensorwise" / "manifest.json").is_file()
+    assert (tmp_path / "torch-tensorwise-seed0" / "manifest.json").is_file()
 
 
 @pytest.mark.slow
 def test_an_error_of_a_run_ends_the_demo(small, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ.copy())
     config = small.replace(data={"source": str(tmp_path / "absent.txt")})
-    jobs = demo.plan(config, tmp_path, recipes=("tensorwise",), seeds={"torch": 1})
-    with pytest.raises(ValueError, match="absent"), demo.training(jobs, tmp_path) as wait:
+    runs = demo.plan(config, tmp_path, ["tensorwise"], {"torch": 1}, None)
+    with pytest.raises(ValueError, match="absent"), demo.training(runs, tmp_path) as wait:
         wait(lambda *of: None, lambda note, by: None)
