@@ -71,7 +71,7 @@ def add(commands) -> None:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    """FP8 in two minutes: quantize, train, compare with the simulator, judge.
+    """FP8 in two minutes: quantize, train, cross-check, judge.
 
     $ fp8ref demo
     $ fp8ref demo --backend torch --recipes rowwise,mxfp8
