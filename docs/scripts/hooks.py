@@ -113,7 +113,9 @@ def cli_page() -> str:
     out += [
         "",
         "`--help` of a command has what people change, `--help-all` every option; with a CONFIG "
-        "also every key and its value there.",
+        "also every key and its value there. `--json -` prints JSON on standard output, and the "
+        "text for a person goes to standard error. Colors stop with `NO_COLOR=1`, and where the "
+        "output is no terminal.",
     ]
     for name, command in _subparsers(parser):
         out += ["", f"## fp8ref {name} {{ #{name} }}", "", *_command(command)]
