@@ -19,6 +19,7 @@ COLORS = {
 }
 """{recipe: color of its line}; a recipe without FP8 is black."""
 
+OTHER = "#888888"  # a recipe of another name, such as a planted fault
 STYLES = {"jax": "-", "torch": (0, (4, 2))}
 """{backend: style of its line}."""
 
@@ -44,7 +45,7 @@ def loss_curves(
         mean = np.convolve(loss, np.ones(width) / width, "valid")
         steps, dash = np.arange(width - 1, len(loss)), STYLES.get(backend)
         label = f"{backend} {recipe}"
-        ax.plot(steps, mean, color=COLORS.get(recipe), linestyle=dash, label=label)
+        ax.plot(steps, mean, color=COLORS.get(recipe, OTHER), linestyle=dash, label=label)
     if entropy is not None:
         ax.axhline(entropy, color="#888888", linewidth=1, linestyle=":")
         text = ax.text(1, entropy, "unigram entropy", transform=ax.get_yaxis_transform())
@@ -93,7 +94,7 @@ def loss_gaps(
             -margin, margin, color="#BBBBBB", alpha=0.4, linewidth=0, label=f"margin {margin:.2g}"
         )
     for i, (name, (mean, low, high)) in enumerate(gaps.items()):
-        color = COLORS.get(name.split()[-1], style.CYCLE[i % len(style.CYCLE)])
+        color = COLORS.get(name.split()[-1], OTHER)
         if steps is not None:
             ax.fill_between(steps[name], low, high, color=color, alpha=0.25, linewidth=0)
             dash = style.DASHES[i % len(style.DASHES)]

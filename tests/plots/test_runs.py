@@ -119,6 +119,15 @@ def test_gaps_are_drawn_with_their_intervals(ax):
     assert ax.get_title() == "torch rowwise: -0.5 nats at the end"
 
 
+def test_a_recipe_of_another_name_has_one_color_in_both_panels():
+    _, axes = plots.figure(2)
+    plots.loss_curves(axes[0], {("torch", "planted-fault"): lines_of([4.0, 2.0])})
+    plots.loss_gaps(axes[1], {"torch planted-fault": (0.25, 0.125, 0.375)})
+    colors = {axes[0].lines[0].get_color(), axes[1].containers[0][0].get_color()}
+    assert len(colors) == 1
+    assert not colors & set(COLORS.values())
+
+
 def test_gaps_over_steps_are_lines_in_bands(ax):
     mean, low, high = np.array([0.5, 0.25]), np.array([0.0, 0.125]), np.array([1.0, 0.5])
     steps = {"torch rowwise": [4, 9]}
