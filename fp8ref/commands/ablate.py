@@ -111,6 +111,6 @@ def _data_settings(arguments: argparse.Namespace) -> dict | None:
 
 def _names(option: str, text: str | None, choices: tuple) -> list:
     named = list(choices) if text is None else shared.names(text)
-    known = bool(named) and all(name in choices for name in named)
-    require(known, f"{option} takes names of {', '.join(choices)}, with commas; got {text!r}.")
+    valid = bool(named) and all(name in choices for name in named)
+    require(valid, f"{option} takes names of {', '.join(choices)}, with commas; got {text!r}.")
     return named

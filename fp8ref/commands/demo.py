@@ -218,12 +218,12 @@ def _show(runs: "Runs", reports: dict[str, "Report"], options: Options, out: Pat
     from fp8ref.train.report.runs import read_all
     from fp8ref.train.run import log
 
-    levels: dict = {"confidence": options.confidence, "margin": options.margin}
+    confidence, margin = options.confidence, options.margin
     names = {run.out: name for name, of_name in runs.items() for run in of_name}
     every = read_all(list(names))
     (group,), most = verdict.groups(every), max(options.seeds.values())
     judged: Verdicts = {
-        names[arm.runs[0].path]: verdict.verdict(arm, group, **levels)
+        names[arm.runs[0].path]: verdict.verdict(arm, group, confidence=confidence, margin=margin)
         for arm in verdict.judged(group)
         if len(arm.runs) == most and not arm.bf16
     }
@@ -248,7 +248,7 @@ def _show(runs: "Runs", reports: dict[str, "Report"], options: Options, out: Pat
     shown = [
         run if run.path in mapped else dataclasses.replace(run, statistics=[]) for run in every
     ]
-    page.write(shown, out / "report.html", **levels)
+    page.write(shown, out / "report.html", confidence=confidence, margin=margin)
     return judged
 
 

@@ -121,8 +121,8 @@ def _gemm(arguments: argparse.Namespace) -> int:
 
     names = arguments.formats or FORMATS
     unknown = [name for name in names if name not in formats.FP8_FORMATS]
-    known = ", ".join(formats.FP8_FORMATS)
-    require(not unknown, f"--formats takes two of {known}; got {', '.join(unknown)}.")
+    choices = ", ".join(formats.FP8_FORMATS)
+    require(not unknown, f"--formats takes two of {choices}; got {', '.join(unknown)}.")
     subject = library_gemms.named(
         arguments.subject,
         fast=arguments.fast_accum,

@@ -136,13 +136,13 @@ def known_casts(fmt: Format) -> dict[str, Behavior]:
 
 def by_name(name: str, fmt: Format) -> Behavior:
     """The known cast of this name in one format; ValueError lists the names."""
-    known = known_casts(fmt)
-    if name not in known:
+    casts = known_casts(fmt)
+    if name not in casts:
         which = "a cast's behavior is"
         if fmt.bits != 8:
             which = f"a cast to {fmt} is expected to be"
-        raise ValueError(f"{which} one of {', '.join(known)}; got {name!r}.")
-    return known[name]
+        raise ValueError(f"{which} one of {', '.join(casts)}; got {name!r}.")
+    return casts[name]
 
 
 def encode(

@@ -239,8 +239,10 @@ def _explain(error) -> str:
     *parents, key = [str(part) for part in error["loc"]] or [""]
     dotted = ".".join([*parents, key])
     if error["type"] == "unexpected_keyword_argument":
-        known = [key for key in _known_keys() if key.rpartition(".")[0] in ("", *parents[:1])]
-        near = registry.nearest(dotted, _known_keys(), 0.7) or f" Known keys: {', '.join(known)}."
+        siblings = [key for key in _known_keys() if key.rpartition(".")[0] in ("", *parents[:1])]
+        near = (
+            registry.nearest(dotted, _known_keys(), 0.7) or f" Known keys: {', '.join(siblings)}."
+        )
         return f"unknown key {dotted!r}.{near}"
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])

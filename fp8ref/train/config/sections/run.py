@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from fp8ref.shared.errors import require, require_least
 
-AT_THE_END = " (0: at the end alone)"
+_AT_THE_END = " (0: at the end alone)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require_least("run", 1, self, "steps", "eval_batches")
-        require_least("run", 0, self, "eval_every", note=AT_THE_END)
+        require_least("run", 0, self, "eval_every", note=_AT_THE_END)
         require_least("run", 0, self, "seed")
         for key in ("out", "init_from"):
             require(
@@ -81,7 +81,7 @@ class CheckpointConfig:
     """Checkpoints to keep. Older ones are removed once a newer one is complete."""
 
     def __post_init__(self) -> None:
-        require_least("checkpoint", 0, self, "every", note=AT_THE_END)
+        require_least("checkpoint", 0, self, "every", note=_AT_THE_END)
         require_least("checkpoint", 1, self, "keep_last")
 
 
