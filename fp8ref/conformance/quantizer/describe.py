@@ -33,7 +33,7 @@ def result_dict(
         transposed = scale_layout.is_transposed(shape, output.tensor.shape)
         scales[name] = {"is": kind, "shape": list(shape), "transposed": transposed}
     names = matched.names if matched.agreements else []
-    known = [profile for name in names for profile in profiles.policy_profiles(name)]
+    fitting = [profile for name in names for profile in profiles.policy_profiles(name)]
     return {
         "format": (chosen if matched.agreements else matched.answers).fmt.name,
         "granularity": group.granularity,
@@ -42,7 +42,7 @@ def result_dict(
         "scales": scales,
         "policy": matched.names[0] if matched.agreements else None,
         "same_policies": matched.names[1:],
-        "profiles": list(dict.fromkeys(known)),
+        "profiles": list(dict.fromkeys(fitting)),
         "nearest_policy": matched.nearest.candidate.policy.name,
         "deviation": matched.deviation or None,
         "scales_to": chosen.scale_fmt.max if matched.agreements else None,

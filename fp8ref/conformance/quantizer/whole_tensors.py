@@ -293,9 +293,9 @@ def _wrong_scales(
     """The first returned array that is not what its name says; as a list, empty if all are."""
     for kind, x in answers.tensors.items():
         output, q = answers.outputs[kind], nearest.quantize(x, answers.fmt)
-        known = known_scales(x, q)
+        quantities = known_scales(x, q)
         for name, quantity in names.items():
-            if quantity is None or not _is_scale(output, name, known[quantity], q):
+            if quantity is None or not _is_scale(output, name, quantities[quantity], q):
                 what = quantity or "scale, scale_inv or tensor_scale_inv"
                 got, clause = (
                     f"an array {name} that is not its {what}",
@@ -369,9 +369,9 @@ def known_scales(x: np.ndarray, q: Quantized) -> dict[str, np.ndarray]:
 
 def name_scales(x: np.ndarray, output: QuantizerOutput, q: Quantized) -> dict[str, str | None]:
     """What each returned array is; None for one that is none of the scales."""
-    known = known_scales(x, q).items()
+    quantities = known_scales(x, q).items()
     return {
-        name: next((k for k, v in known if _is_scale(output, name, v, q)), None)
+        name: next((k for k, v in quantities if _is_scale(output, name, v, q)), None)
         for name in output.scales
     }
 
