@@ -156,7 +156,7 @@ def main() -> None:
     gemm.use_native_scaled_mm()
     rows, proving = measure(*sizes), start_up(5 if known.quick else LINEARS)
     unconverted = next_to_unconverted(
-        *((64, (32, 32), 3) if known.quick else (2048, (384, 128), 50))
+        *((64, (128, 128), 3) if known.quick else (2048, (384, 128), 50))
     )
     table = Table("recipe", "pairs", "torchao's time / fp8ref's", "quartiles", "asked")
     for row in rows:

@@ -63,6 +63,7 @@ def test_it_trains_what_is_installed(options, monkeypatch, present):
         (("--recipes", "tensorwize"), "tensorwise"),
         (("--seeds", "0"), "--seeds is at least 1; got 0"),
         (("--backend", "numpy"), "jax, torch"),
+        (("--out", "/dev/null"), "--out names a directory; /dev/null is a file"),
     ],
 )
 def test_what_is_wrong_is_named_and_nothing_is_written(tmp_path, monkeypatch, capsys, words, said):
