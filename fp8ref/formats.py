@@ -13,6 +13,7 @@ import types
 from dataclasses import dataclass
 from typing import Literal
 
+from fp8ref.shared import registry
 from fp8ref.shared.tables import Listing
 
 __all__ = ["BFLOAT16", "E2M1FN", "E4M3FN", "E5M2", "FLOAT16", "FLOAT32", "FORMATS", "FP8_FORMATS"]
@@ -157,6 +158,14 @@ QUANTIZED_FORMATS = {**FP8_FORMATS, **FP4_FORMATS}
 
 FORMATS = {**FP8_FORMATS, **{f.name: f for f in (E8M0FNU, E2M1FN, BFLOAT16, FLOAT16, FLOAT32)}}
 """All formats by name: the FP8 formats, e8m0fnu, e2m1fn, bfloat16, float16 and float32."""
+
+
+def by_name(fmt: Format | str) -> Format:
+    """The format of that name; a Format is returned as it is.
+
+    Raises:   ValueError: another name, with the nearest; anything else.
+    """
+    return registry.lookup("fmt is a Format or", FORMATS, fmt, Format)
 
 
 def check(fmt: object) -> None:

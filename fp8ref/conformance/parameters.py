@@ -27,7 +27,7 @@ except ImportError:
 
 
 def casts(
-    fmt: Format,
+    fmt: Format | str,
     *,
     source: str = "float32",
     rounding: str = "nearest_even",
@@ -46,7 +46,7 @@ def casts(
               rounding, a seed or count out of range; ImportError: bfloat16 without ml_dtypes.
     Source:   spec C-1 to C-7.
     """
-    formats.check(fmt)
+    fmt = formats.by_name(fmt)
     rules = Rules(rounding=rounding, saturate=saturate)
     question = Cast(format=fmt.name, source=source, count=count, seed=seed)
     bits = question.inputs()
@@ -56,7 +56,12 @@ def casts(
 
 
 def scales(
-    fmt: Format, policy: str = "torchao", *, made: str = "scale", count: int = 1000, seed: int = 0
+    fmt: Format | str,
+    policy: str = "torchao",
+    *,
+    made: str = "scale",
+    count: int = 1000,
+    seed: int = 0,
 ) -> list:
     """pytest parameters (amax float32 [n], its scale [n]), one for every kind of amax, such as
     ``e4m3fn-torchao-power_of_two``.
@@ -68,7 +73,7 @@ def scales(
               e8m0 scales, a seed or count out of range.
     Source:   spec S-3, S-4, S-9 to S-15.
     """
-    formats.check(fmt)
+    fmt = formats.by_name(fmt)
     question = scales_asked.Scale(format=fmt.name, policy=policy, count=count, seed=seed)
     bits = question.inputs()
     kind_indices, amax = question.kinds(bits), bits.astype(np.uint32).view(np.float32)
@@ -78,7 +83,7 @@ def scales(
 
 
 def quantizers(
-    fmt: Format,
+    fmt: Format | str,
     *,
     source: str = "float32",
     policy: str = "torchao",
@@ -98,7 +103,7 @@ def quantizers(
               ml_dtypes.
     Source:   spec S-5, S-6.
     """
-    formats.check(fmt)
+    fmt = formats.by_name(fmt)
     question = Quantize(
         format=fmt.name,
         source=source,

@@ -146,7 +146,7 @@ def by_name(name: str, fmt: Format) -> Behavior:
 
 
 def encode(
-    x: np.ndarray, fmt: Format, behavior: Behavior, *, source: str = "float32"
+    x: np.ndarray, fmt: Format | str, behavior: Behavior, *, source: str = "float32"
 ) -> np.ndarray:
     """The codes that a cast of this behavior gives.
 
@@ -155,7 +155,7 @@ def encode(
     Order:    the intermediate format; round with the exponent unbounded; overflow; subnormals;
               zeros; infinities; NaN.
     """
-    formats.check(fmt)
+    fmt = formats.by_name(fmt)
     through = behavior.double_rounding.get(source)
     value = x
     if through is not None:

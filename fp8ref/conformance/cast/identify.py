@@ -43,7 +43,7 @@ from fp8ref.sim.quantize import cast
 
 def identify_cast(
     function: Callable[..., Any],
-    fmt: Format,
+    fmt: Format | str,
     *,
     name: str | None = None,
     expect: str | None = None,
@@ -65,7 +65,7 @@ def identify_cast(
                valid cast: it raises, gives another shape or type, changes its input, or does not
                repeat itself.
     """
-    formats.check(fmt)
+    fmt = formats.by_name(fmt)
     four_bits = fmt.name in formats.FP4_FORMATS
     if four_bits and exhaustive:
         raise ValueError(

@@ -49,7 +49,7 @@ _TENSORWISE_SHAPES = ((1, 32), (16, 16), (16, 128), (128, 128), SHAPE)
 
 def identify_quantizer(
     function: Callable[..., Any],
-    fmt: Format,
+    fmt: Format | str,
     *,
     name: str | None = None,
     expect: str | None = None,
@@ -70,7 +70,7 @@ def identify_quantizer(
                repeat itself.
     """
     expected = Expected(name=expect, granularity=granularity, axis=axis)
-    formats.check(fmt)
+    fmt = formats.by_name(fmt)
     four_bits = fmt.name in formats.FP4_FORMATS
     if not four_bits:
         check_format(fmt)

@@ -45,7 +45,7 @@ _PIECE = 1 << 18  # elements that are widened to float32 or float64 at a time: 2
 
 def encode(
     x,
-    fmt: Format,
+    fmt: Format | str,
     *,
     rounding: Rounding = "nearest_even",
     saturate: bool = True,
@@ -75,7 +75,7 @@ def encode(
     >>> encode([448.0, 464.0, 480.0], E4M3FN, saturate=False)
     array([126, 126, 127], dtype=uint8)
     """
-    x = array(x)
+    x, fmt = array(x), formats.by_name(fmt)
     _check(x, fmt, rounding, seed, saturate)
     codes = np.empty(x.shape, np.uint8)
     flat = codes.reshape(-1)
@@ -129,7 +129,7 @@ def encode_plain(
 ) -> np.ndarray:
     """The definition of ``encode``, in NumPy alone; start is the flat index of x's first element,
     or of each, for stochastic rounding. Raises as encode."""
-    x = array(x)
+    x, fmt = array(x), formats.by_name(fmt)
     _check(x, fmt, rounding, seed, saturate)
     value = exact(x)
     n, exponent = in_spacings(value, fmt)
@@ -155,7 +155,7 @@ def encode_plain(
     return np.where(np.isnan(value), fmt.nan_code, code).astype(np.uint8)
 
 
-def decode(codes, fmt: Format) -> np.ndarray:
+def decode(codes, fmt: Format | str) -> np.ndarray:
     """The values of the codes, exactly.
 
     Shapes:   codes any shape, uint8; float32 of the same shape.
@@ -168,7 +168,7 @@ def decode(codes, fmt: Format) -> np.ndarray:
         raise ValueError(
             f"codes are uint8; got {codes.dtype}. View float8 arrays with .view(np.uint8)."
         )
-    formats.check(fmt)
+    fmt = formats.by_name(fmt)
     if fmt.bits not in _CODED:
         raise ValueError(
             f"decode takes codes of {', '.join([*QUANTIZED_FORMATS, 'e8m0fnu'])}; got {fmt}."
@@ -195,7 +195,7 @@ def canonical_nans(codes: np.ndarray, fmt: Format) -> np.ndarray:
 
 def round_to(
     x,
-    fmt: Format,
+    fmt: Format | str,
     *,
     rounding: Rounding = "nearest_even",
     saturate: bool = False,
@@ -212,7 +212,7 @@ def round_to(
               -0.
     Source:   spec C-1 to C-6.
     """
-    formats.check(fmt)
+    fmt = formats.by_name(fmt)
     if fmt.bits in _CODED:
         return decode(encode(x, fmt, rounding=rounding, saturate=saturate, seed=seed), fmt)
     _check_wide(fmt)
@@ -368,7 +368,6 @@ def _pieces(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def _check(x: np.ndarray, fmt: Format, rounding: str, seed: int | None, saturate: bool) -> None:
-    formats.check(fmt)
     if not isinstance(saturate, bool | np.bool_):
         raise ValueError(f"saturate is True or False; got {saturate!r}.")
     if fmt.bits not in _CODED:

@@ -27,7 +27,7 @@ class Scales(NamedTuple):
 
 
 def scales_from_amax(
-    amax, fmt: Format, policy: str | ScalePolicy = "torchao", *, previous=None
+    amax, fmt: Format | str, policy: str | ScalePolicy = "torchao", *, previous=None
 ) -> Scales:
     """scale and scale_inv of a policy (spec S-3, S-4, S-9 to S-15, S-17, S-20).
 
@@ -45,7 +45,7 @@ def scales_from_amax(
     Source:   next to each policy in ``fp8ref/policy.py``.
     """
     policy = policies.by_name(policy)
-    formats.check(fmt)
+    fmt = formats.by_name(fmt)
     if policy.two_level is not None:
         raise ValueError(
             f"policy {policy.name!r} needs amaxes of blocks and of the tensor; got one amax. Use "
@@ -95,7 +95,7 @@ def _previous(previous, policy: ScalePolicy, shape: tuple[int, ...]) -> np.ndarr
 
 
 def scale_from_amax(
-    amax, fmt: Format, policy: str | ScalePolicy = "torchao", *, previous=None
+    amax, fmt: Format | str, policy: str | ScalePolicy = "torchao", *, previous=None
 ) -> np.ndarray:
     """The factor that multiplies into FP8: ``scales_from_amax(...).scale``. Shapes, order, specials
     and what it raises are the same.

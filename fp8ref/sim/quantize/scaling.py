@@ -94,7 +94,7 @@ def amax(x, granularity: str = "tensorwise", *, axis: int = -1, ragged: bool = F
 
 def quantize(
     x,
-    fmt: Format,
+    fmt: Format | str,
     *,
     granularity: str = "tensorwise",
     policy: str | ScalePolicy = "torchao",
@@ -122,7 +122,7 @@ def quantize(
               hp_tensor_and_scale_to_float8.
     """
     policy = policies.by_name(policy)
-    check_target(fmt)
+    fmt = target(fmt)
     x = _round_float32(tensor(x), policy.compute)
     block_amaxes = amax(x, granularity, axis=axis, ragged=ragged)
     tensor_scale_inv = None
@@ -145,7 +145,7 @@ def quantize(
 def quantize_with(
     x,
     scales: Scales,
-    fmt: Format,
+    fmt: Format | str,
     *,
     granularity: str = "tensorwise",
     policy: str | ScalePolicy = "torchao",
@@ -163,7 +163,7 @@ def quantize_with(
     Source:   spec S-5, S-13.
     """
     policy = policies.by_name(policy)
-    check_target(fmt)
+    fmt = target(fmt)
     value = _round_float32(tensor(x), policy.compute)
     if not isinstance(scales, Scales):
         raise ValueError(
@@ -285,8 +285,8 @@ def saturate(
     if seed is None:
         to_fmt = cast.encode if fmt.bits <= 8 else cast.round_to
         return to_fmt(clipped, fmt, rounding=rounding)
-    to_fmt = cast.encode_plain if fmt.bits <= 8 else cast.round_to_plain
-    return to_fmt(clipped, fmt, rounding=rounding, seed=seed, start=start)
+    plain = cast.encode_plain if fmt.bits <= 8 else cast.round_to_plain
+    return plain(clipped, fmt, rounding=rounding, seed=seed, start=start)
 
 
 def dequantize(q: Quantized) -> np.ndarray:
@@ -359,14 +359,15 @@ def tensor(x) -> np.ndarray:
     return x
 
 
-def check_target(fmt: Format) -> None:
-    """ValueError unless tensors are quantized to fmt."""
-    formats.check(fmt)
+def target(fmt: Format | str) -> Format:
+    """The format, by name too; ValueError unless tensors are quantized to it."""
+    fmt = formats.by_name(fmt)
     if fmt.bits > 8 or not fmt.signed:
         raise ValueError(
             f"quantize takes fmt {', '.join(formats.QUANTIZED_FORMATS)}; got {fmt}. Use "
             "cast.encode."
         )
+    return fmt
 
 
 def _round_float32(x: np.ndarray, fmt: Format) -> np.ndarray:

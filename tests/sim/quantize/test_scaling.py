@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, E8M0FNU
+from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, E8M0FNU, QUANTIZED_FORMATS
 from fp8ref.policy import POLICIES
 from fp8ref.sim.quantize import cast, scaling
 
@@ -175,8 +175,8 @@ def with_scales(scale):
             "takes fmt e4m3fn, .*got bfloat16",
         ),
         (lambda: scaling.quantize(np.ones((2, 2), np.float32), E8M0FNU), "got e8m0fnu"),
-        (lambda: scaling.quantize(np.ones((2, 2), np.float32), "e4m3fn"), "a Format"),
-        (lambda: scaling.scale_from_amax(np.float32(1), "e4m3fn"), "a Format"),
+        (lambda: scaling.quantize(np.ones((2, 2), np.float32), "e4m3"), "Did you mean 'e4m3fn'"),
+        (lambda: scaling.scale_from_amax(np.float32(1), "e4m3"), "Did you mean 'e4m3fn'"),
         (
             lambda: scaling.amax(np.ones((2, 2), np.float32), "rowwise", axis=None),
             r"\[-2, 2\).*axis=None",
@@ -272,3 +272,15 @@ def test_a_thread_without_subnormals_is_refused():
     finally:
         torch.set_flush_denormal(False)
     np.testing.assert_array_equal(scaling.amax(x), np.float32(2.0**-130))
+
+
+def test_formats_have_names(rng):
+    x = rng.standard_normal((4, 8)).astype(np.float32)
+    for fmt in QUANTIZED_FORMATS.values():
+        q, by_name = (scaling.quantize(x, f, granularity="rowwise") for f in (fmt, fmt.name))
+        assert by_name.fmt is fmt
+        np.testing.assert_array_equal(by_name.codes, q.codes)
+        np.testing.assert_array_equal(cast.decode(q.codes, fmt.name), cast.decode(q.codes, fmt))
+        assert scaling.scale_from_amax(np.float32(3), fmt.name) == scaling.scale_from_amax(
+            np.float32(3), fmt
+        )
