@@ -39,7 +39,7 @@ class Accuracy(card.Card):
     """What quantization cost a tensor.
 
     sqnr       10 log10(signal / noise) in dB, of all elements together (Q-1).
-    zeroed     the share of the elements other than zero that became zero.
+    zeroed     the share of all elements that became zero and were not (spec Q-3).
     clipped    the share of all elements that round beyond the format's range (C-4).
     rows       the SQNR of each row in dB, a row along the reduced axis; NaN for one of zeros. One
                large row can own the SQNR of the whole tensor: these show the others.
@@ -70,7 +70,7 @@ class Accuracy(card.Card):
         return "Accuracy", {
             "SQNR": f"{self.sqnr:.1f} dB",
             "rows": f"median {self.median:.1f} dB, worst {self.worst:.1f} dB{row}",
-            "became zero": f"{self.zeroed:.2%} of the elements other than zero",
+            "became zero": f"{self.zeroed:.2%} of the elements",
             "clipped": f"{self.clipped:.2%}",
         }
 
@@ -242,7 +242,6 @@ def measure(
     Raises:   ValueError: x of another shape.
     """
     statistics = stats.statistics(x, q)
-    nonzero = statistics.count - statistics.zeros
     pair = (np.moveaxis(np.atleast_1d(v), axis, -1) for v in (x, scaling.dequantize(q)))
     rows = np.asarray(stats.sqnr_by_row(*pair))
     ordered = np.where(np.isnan(rows), np.inf, rows)  # a row of zeros loses nothing
@@ -250,7 +249,7 @@ def measure(
     worst_row = np.unravel_index(np.argmin(ordered), rows.shape)
     return Accuracy(
         sqnr=float(statistics.sqnr),
-        zeroed=float(statistics.underflows / max(1, nonzero)),
+        zeroed=float(statistics.underflow_rate),
         clipped=float(statistics.overflow_rate),
         median=float(np.percentile(counted, 50, method="lower")),
         worst=float(ordered[worst_row]),

@@ -197,7 +197,7 @@ class TestError:
         x[3, :64] = 0
         accuracy = f8.quantize(x).error(x)
         back = f8.quantize(x).dequantize()
-        assert accuracy.zeroed == np.mean(back[x != 0] == 0)
+        assert accuracy.zeroed == np.mean((back == 0) & (x != 0))
         assert accuracy.clipped == 0
         noise, signal = ((back - x.astype(float)) ** 2).sum(1), (x.astype(float) ** 2).sum(1)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -259,6 +259,6 @@ def test_a_tensor_is_printed_in_a_few_lines():
         "Accuracy",
         "  SQNR         198.7 dB",
         "  rows         median 192.6 dB, worst 192.6 dB (row 0)",
-        "  became zero  7.14% of the elements other than zero",
+        "  became zero  6.25% of the elements",
         "  clipped      0.00%",
     ]
