@@ -17,6 +17,7 @@ from helpers.training.fakes import FakeTrainer
 
 import fp8ref
 from fp8ref import cli
+from fp8ref import configs as shipped
 from fp8ref.commands import demo, shared, train, vectors
 from fp8ref.conformance.gemm import plans
 from fp8ref.sim.gemm.accumulate import ACCUMULATIONS
@@ -877,9 +878,8 @@ def test_python_m_fp8ref_passes_its_exit_code_on(config):
     shown = python("-m", "fp8ref", "train", "absent.toml", "--backend", "jax")
     assert (shown.returncode, shown.stdout) == (2, "")
     assert shown.stderr.splitlines() == [
-        "fp8ref train: absent.toml: cannot be read (No such file or directory). Name a TOML file, or "
-        "one of llama-125m, llama-1b, llama-405b, llama-70b, llama-8b, parity, qwen3-30b-a3b, "
-        "tiny, tiny-moe."
+        "fp8ref train: absent.toml: cannot be read (No such file or directory). Name a TOML file, "
+        f"or one of {', '.join(shipped.NAMES)}."
     ]
 
 
