@@ -23,6 +23,7 @@ FINITE = {
     "torch/experts/models.py: _made": "classes of the program",
     "torch/experts/form.py: _unit": "classes of the program",
     "crosscheck/device_gemm.py: capability": "backends",
+    "front/quantized.py: _say_rounded": "dtypes",
 }
 """{function kept forever by its arguments: why there are few of them}."""
 

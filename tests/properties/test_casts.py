@@ -186,4 +186,4 @@ def test_planted_faults_are_caught(monkeypatch):
     assert caught(test_odd, rounding="nearest_even", saturate=True)
     monkeypatch.setattr(cast, "encode", flushing)
     with pytest.raises(AssertionError):
-        test_idempotent_on_codes(E4M3FN, True)
+        test_idempotent_on_codes(E4M3FN, True, monkeypatch)

@@ -424,7 +424,7 @@ def test_the_command(tmp_path, source, capfd, monkeypatch):
     assert shown.out.splitlines() == [
         f"{out}: {counts[0]:,} tokens for training, {counts[1]:,} for validation, uint16, in "
         f"{len(files)} files",
-        f"train from them with --data.source {out} --model.vocab_size 256",
+        f"next: fp8ref train CONFIG --data.source {out} --model.vocab_size 256",
     ]
     assert max(files.values()) == 500
 

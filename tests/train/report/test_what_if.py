@@ -166,7 +166,7 @@ def test_a_run_that_resumes_keeps_the_statistics_before_its_first_step(
         ("delayed", {"history": 0}, "--history is at least 1; got 0"),
         ("torchao", {"history": 3}, "uses one amax. Leave it out"),
         ("delayed", {"margin": -1}, "margin is an integer in"),
-        ("mx_rceil", {"margin": 1}, "leaves margin at 0"),
+        ("mx_rceil", {"margin": 1}, "so margin is 0; got 1"),
     ],
 )
 def test_options_that_are_none(tmp_path, policy, options, message):
