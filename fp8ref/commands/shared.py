@@ -211,16 +211,21 @@ def conclude(report: Result, json: Path | None, *lines: str) -> int:
     return report.exit_code
 
 
-def check_json(path: Path | None, *read: Path | None) -> None:
-    """ValueError if --json cannot be written, or names a file of a run or of this command."""
+def check_json(path: Path | None, *own: Path | None) -> None:
+    """ValueError if --json cannot be written, or names a file of a run or of this command.
+
+    own   what else the command reads and writes.
+    """
     if path is None or path == STDOUT:
         return
     folder = path.absolute().parent
     writable = not path.is_dir() and folder.is_dir() and os.access(folder, os.W_OK)
-    same = [other for other in read if other and other.exists() and path.exists()]
+    others, real = [other for other in own if other], os.path.realpath
+    same = [other for other in others if other.exists() and path.exists()]
+    apart = real(path) not in map(real, others) and not any(map(path.samefile, same))
     kept = f"no file of a run, checkpoint or shard directory, such as {path.name}"
     for fine, need in (
-        (not any(map(path.samefile, same)), "a file that this command does not read"),
+        (apart, "a file that this command neither reads nor writes"),
         (path.name not in RUN_FILES, kept),
         (writable, "a file in a directory that exists and can be written"),
     ):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fp8ref import formats
 from fp8ref import policy as policies
 from fp8ref.conformance.inputs import dtypes, kinds
 from fp8ref.conformance.kit import explain
@@ -22,7 +23,7 @@ __all__ = ["Inverses", "require_cast", "require_quantized", "require_scales"]
 
 
 def require_cast(
-    x, found_codes, fmt: Format, *, rounding: str = "nearest_even", saturate: bool = True
+    x, found_codes, fmt: Format | str, *, rounding: str = "nearest_even", saturate: bool = True
 ) -> None:
     """Require that found_codes are the cast of x to fmt (spec C), else raise an
     AssertionError.
@@ -34,7 +35,7 @@ def require_cast(
               which has no single code.
     Source:   spec C-1 to C-7.
     """
-    rules = Rules(rounding=rounding, saturate=saturate)
+    rules, fmt = Rules(rounding=rounding, saturate=saturate), formats.by_name(fmt)
     x, codes = as_numpy(x), _codes(found_codes, as_numpy(x).shape, fmt)
     # few elements by the definition, which compiles nothing: tests of many examples have deadlines
     encode = cast.encode_plain if x.size <= 1 << 16 else cast.encode

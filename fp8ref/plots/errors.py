@@ -7,19 +7,19 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
-from fp8ref.formats import Format
+from fp8ref.formats import Format, by_name
 from fp8ref.plots import style
 from fp8ref.sim.quantize import cast
 
 
-def cast_difference(ax: Axes, x, codes, fmt: Format, *, label: str = "theirs") -> Axes:
+def cast_difference(ax: Axes, x, codes, fmt: Format | str, *, label: str = "theirs") -> Axes:
     """Draw codes of x over those of a saturating cast to nearest even, with a dot wherever they
     differ; NaNs are a gap.
 
     Shapes:   x [n], ascending, of a dtype that ``sim.cast.encode`` takes; codes [n], uint8.
     Raises:   ValueError: as ``sim.cast.encode`` and ``decode``.
     """
-    x, codes = np.asarray(x), np.asarray(codes)
+    x, codes, fmt = np.asarray(x), np.asarray(codes), by_name(fmt)
     right = cast.encode(x, fmt)
     differ = cast.canonical_nans(codes, fmt) != right
     expected, decoded = (_finite(cast.decode(c, fmt)) for c in (right, codes))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.axes import Axes
 
-from fp8ref.formats import Format
+from fp8ref.formats import Format, by_name
 from fp8ref.plots import style
 from fp8ref.sim.quantize import cast
 
@@ -153,13 +153,13 @@ def worst_error(ax: Axes, formats: Sequence[Format], *, beyond: int = 3, points:
     return style.plain(ax, grid="both")
 
 
-def code_map(ax: Axes, fmt: Format) -> Axes:
+def code_map(ax: Axes, fmt: Format | str) -> Axes:
     """All 256 codes, 16 in a row, colored by log2 of their magnitude; zeros, infinities and NaNs
     are labeled.
 
     Raises:   ValueError: fmt not of 8 bits.
     """
-    codes = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    codes, fmt = np.arange(256, dtype=np.uint8).reshape(16, 16), by_name(fmt)
     values = cast.decode(codes, fmt)
     with np.errstate(divide="ignore"):
         shown = np.ma.masked_invalid(np.log2(np.abs(values.astype(np.float64))))
@@ -176,14 +176,14 @@ def code_map(ax: Axes, fmt: Format) -> Axes:
     return style.plain_map(ax)
 
 
-def cast_curve(ax: Axes, x, fmt: Format, *, label: str, color: str, **options) -> Axes:
+def cast_curve(ax: Axes, x, fmt: Format | str, *, label: str, color: str, **options) -> Axes:
     """The result of a cast over its input x, ascending: a staircase. Raises as
     ``sim.cast.round_to``.
 
     options   ``rounding``, ``saturate`` and ``seed``, as ``sim.cast.encode`` takes them; saturating
               by default. Infinities and NaNs are not drawn, and so show as a gap.
     """
-    x = np.asarray(x)
+    x, fmt = np.asarray(x), by_name(fmt)
     y = cast.round_to(x, fmt, **({"saturate": True} | options)).astype(np.float64)
     ax.plot(x, np.where(np.isfinite(y), y, np.nan), color=color, linewidth=1.6, label=label)
     ax.set(xlabel="before the cast", ylabel=f"after, in {fmt.name}")

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from fp8ref.shared import tables
@@ -151,22 +151,32 @@ def quiet() -> Iterator[None]:
 
 
 def announce(
-    report: Report, logger: logging.Logger, name: str, *, warns: bool, see: str, rank: int
+    report: Report,
+    logger: logging.Logger,
+    name: str,
+    *,
+    warns: bool,
+    see: str,
+    rank: Callable[[], int],
 ) -> None:
     """Log what became of a model. Where that shows nothing and a person looks, at a terminal or a
     notebook, rank 0 prints a line. A logger with a level of its own is the user's choice: then
     nothing is printed.
 
     warns     the line is a warning.  see: how to print the report.
+    rank      this process's; called only where a line would be printed, as JAX's starts a backend.
     """
     level = logging.WARNING if warns else logging.INFO
     logger.log(level, "convert: %s: %s", name, report.summary())
     shown = logger.isEnabledFor(level) or logger.level != logging.NOTSET
-    if not shown and not _quiet.get() and rank == 0 and _person_looks():
-        print(f"{report.headline()}. print({see}) says why.")
+    line = f"{report.headline()}. print({see}) says why."
+    # a user's own stream may lack isatty, be closed or break: the model is converted all the same
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        if not shown and not _quiet.get() and _person_looks() and rank() == 0:
+            print(line)
 
 
 def _person_looks() -> bool:
     """Whether standard output is a terminal, or a cell of a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return hasattr(shell, "kernel") or (sys.stdout is not None and sys.stdout.isatty())
+    return hasattr(shell, "kernel") or getattr(sys.stdout, "isatty", bool)()

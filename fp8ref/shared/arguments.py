@@ -45,6 +45,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **keys) -> None:
         super().__init__(allow_abbrev=False, formatter_class=Formatter, **keys)
+        # -1e-3 and -1,0 are values too, as in newer versions of argparse
+        self._negative_number_matcher = re.compile(r"-\.?\d")
         self.rare: list[argparse.Action] = []
         self.before: Callable[[list[str]], list[str]] = list
         self.more: Callable[[list[str]], str] = lambda words: ""
@@ -129,7 +131,7 @@ class Parser(argparse.ArgumentParser):
         """The help with every option."""
         try:
             return super().format_help() + self.more(self.words)
-        except ValueError as error:
+        except (ImportError, ValueError) as error:
             self.error(str(error))
 
     def error(self, message: str) -> NoReturn:

@@ -62,7 +62,11 @@ def test_lists_and_help_need_no_extra_and_completion_names_it():
         shown = without_extras(*words)
         assert (shown.returncode, shown.stderr if "--json" not in words else "") == (0, ""), words
         assert re.search("tiny|torchao|mxfp8|COMMAND", shown.stdout)
-    for words in (["--completion", "bash"], ["train", "tiny", "--run.steps", "3"]):
+    for words in (
+        ["--completion", "bash"],
+        ["train", "tiny", "--run.steps", "3"],
+        ["train", "--help-all"],
+    ):
         shown = without_extras(*words)
         assert (shown.returncode, shown.stdout) == (2, "")
         assert "pip install 'fp8ref[train]'" in shown.stderr

@@ -48,7 +48,8 @@ def test_a_users_error_is_one_line_and_writes_nothing(file, tmp_path, capsys):
         (["--recipes", "fp9"], "got 'fp9'"),
         (["--tensors", "x*"], "no tensor of that name"),
         (["--out", str(tmp_path / "none")], "--out names a .html file, or a directory that exists"),
-        (["--json", str(file)], "--json names a file that this command does not read"),
+        (["--json", str(file)], "--json names a file that this command neither reads nor writes"),
+        (["--json", str(tmp_path / "." / ".." / tmp_path.name / page.name)], "neither reads nor"),
     ):
         assert cli.main(["study", str(file), "--out", str(page), *words]) == 2
         error = capsys.readouterr().err

@@ -270,6 +270,14 @@ def test_what_is_no_answer_to_whether_it_saturates():
         require.require_cast(np.float32([1]), np.uint8([0x38]), E4M3FN, saturate="no")
 
 
+def test_names_of_formats():
+    x, codes = np.float32([1, 2]), np.uint8([0x38, 0x40])
+    require.require_cast(x, codes, "e4m3fn")
+    assert said(lambda: require.require_cast(x, codes ^ 1, "e4m3fn")) == said(
+        lambda: require.require_cast(x, codes ^ 1, E4M3FN)
+    )
+
+
 def test_elements_that_are_masked():
     x = np.ma.masked_array(np.float32([1, 500]), [False, True])
     with pytest.raises(ValueError, match="every element counts; got an array with 1 masked ones"):

@@ -35,7 +35,7 @@ def test_a_dot_is_where_codes_are_others_than_nearest_even_gives(ax):
 
 def test_another_nan_code_is_no_other_code_and_a_gap(ax):
     x = np.float32([448, np.nan])
-    plots.cast_difference(ax, x, np.uint8([0x7E, 0xFF]), E4M3FN)
+    plots.cast_difference(ax, x, np.uint8([0x7E, 0xFF]), "e4m3fn")
     np.testing.assert_array_equal(ax.lines[1].get_ydata(), [448, np.nan])
     assert ax.lines[2].get_xdata().size == 0
 

@@ -90,7 +90,7 @@ def test_the_worst_error_is_all_below_half_the_smallest_and_u_over_1_plus_u_in_t
 
 
 def test_a_code_map_names_what_has_no_magnitude(ax):
-    plots.code_map(ax, E5M2)
+    plots.code_map(ax, "e5m2")
     named = {
         (int(note.get_position()[1]), int(note.get_position()[0])): note.get_text()
         for note in ax.texts
@@ -119,6 +119,6 @@ def test_what_is_no_number_is_a_gap_of_a_cast_curve(ax):
     plots.cast_curve(
         ax, [448.0, 500.0], E4M3FN, label="not saturated", color=style.BLUE, saturate=False
     )
-    plots.cast_curve(ax, [448.0, 500.0], E4M3FN, label="saturated", color=style.GREEN)
+    plots.cast_curve(ax, [448.0, 500.0], "e4m3fn", label="saturated", color=style.GREEN)
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), [448, np.nan])
     np.testing.assert_array_equal(ax.lines[1].get_ydata(), [448, 448])

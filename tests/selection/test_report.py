@@ -1,5 +1,6 @@
 """What a conversion says to a person, and to logging."""
 
+import io
 import logging
 import sys
 import types
@@ -19,7 +20,7 @@ def row(path: str, recipe: str | None = None, kind: str = "Linear") -> Row:
 
 def announce(logger: logging.Logger, *, warns: bool = False, rank: int = 0) -> None:
     report = Report(rows=[row("up", "rowwise"), row("head"), row("norm", kind="vectors")])
-    reports.announce(report, logger, "Model", warns=warns, see="report(model)", rank=rank)
+    reports.announce(report, logger, "Model", warns=warns, see="report(model)", rank=lambda: rank)
 
 
 @pytest.fixture
@@ -56,6 +57,47 @@ def test_a_notebook_gets_it_too(capsys, monkeypatch, logger):
 def test_a_file_gets_none(capsys, logger):
     announce(logger)
     assert capsys.readouterr().out == ""
+
+
+class Broken(io.StringIO):
+    """A terminal that cannot be written."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+
+class Tee:
+    """A stream without isatty."""
+
+    def write(self, text):
+        raise AssertionError(text)
+
+
+def closed():
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize(
+    "stream", [None, Tee(), closed(), Broken(BrokenPipeError), Broken(ValueError)]
+)
+def test_a_stream_that_cannot_be_written_changes_nothing(monkeypatch, logger, stream):
+    monkeypatch.setattr(sys, "stdout", stream)
+    announce(logger)
+
+
+def test_a_line_that_nobody_sees_asks_for_no_rank(capsys, logger):
+    def rank():
+        raise AssertionError
+
+    reports.announce(Report(), logger, "Model", warns=False, see="", rank=rank)
 
 
 def test_another_rank_prints_none(terminal, logger):

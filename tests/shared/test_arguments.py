@@ -33,6 +33,14 @@ def test_the_metavar_states_the_type(parser):
     assert parser.parse_args(["a"]).count == 1
 
 
+def test_a_value_may_begin_with_a_minus(parser):
+    parser.option("--window", "A,B", "text")
+    words = ["a", "--rate", "-1e-3", "--window", "-1,0", "--shape", "-2", "-4"]
+    arguments = parser.parse_args(words)
+    assert (arguments.rate, arguments.window, arguments.shape) == (-0.001, "-1,0", [-2, -4])
+    assert parser.parse_args(["a", "--rate", "-.5"]).rate == -0.5
+
+
 def test_help_leaves_out_what_is_rare_and_help_all_does_not(parser, capsys):
     short, long = parser.format_help(), parser.format_all()
     assert short.startswith(

@@ -287,7 +287,7 @@ def _check_dtype(name: str, layer) -> None:
 
 def _log(report: reports.Report, name: str) -> None:
     """Log the conversion in a line; warn of products outside linears."""
-    see, rank = "fp8ref.jax.flax.report(model)", jax.process_index()
+    see, rank = "fp8ref.jax.flax.report(model)", jax.process_index
     fp8_report.announce(report, _logger, name, warns=report.surprising, see=see, rank=rank)
 
 

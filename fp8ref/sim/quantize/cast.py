@@ -183,13 +183,14 @@ def decode(codes, fmt: Format | str) -> np.ndarray:
     return np.take(_table(fmt), codes, mode="wrap")
 
 
-def codes_of(numbers: np.ndarray, fmt: Format) -> np.ndarray:
+def codes_of(numbers: np.ndarray, fmt: Format | str) -> np.ndarray:
     """The codes of numbers that fmt has: the inverse of ``decode``. Nothing is rounded."""
     return encode(numbers, fmt)
 
 
-def canonical_nans(codes: np.ndarray, fmt: Format) -> np.ndarray:
+def canonical_nans(codes: np.ndarray, fmt: Format | str) -> np.ndarray:
     """codes with NaNs as encode emits them, for comparisons (C-5). Raises as decode."""
+    fmt = formats.by_name(fmt)
     return np.where(np.isnan(decode(codes, fmt)), np.uint8(fmt.nan_code), codes)
 
 

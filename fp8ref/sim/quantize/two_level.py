@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fp8ref import formats
 from fp8ref import policy as policies
 from fp8ref.formats import E2M1FN, FLOAT32, Format
 from fp8ref.policy import ScalePolicy
@@ -33,7 +34,7 @@ class TwoLevelScales(NamedTuple):
 
 
 def scales_from_amaxes(
-    amax, tensor_amax, fmt: Format = E2M1FN, policy: str | ScalePolicy = "te_nvfp4"
+    amax, tensor_amax, fmt: Format | str = E2M1FN, policy: str | ScalePolicy = "te_nvfp4"
 ) -> TwoLevelScales:
     """The scales of blocks from their amaxes and the tensor's.
 
@@ -53,7 +54,7 @@ def scales_from_amaxes(
     >>> scales_from_amaxes(np.float32([6, 3]), np.float32(6)).scale_inv
     array([448., 224.], dtype=float32)
     """
-    policy = policies.by_name(policy)
+    policy, fmt = policies.by_name(policy), formats.by_name(fmt)
     rule = policy.two_level
     if rule is None or fmt != E2M1FN:
         raise ValueError(

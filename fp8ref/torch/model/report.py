@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -145,8 +146,15 @@ def log(model: nn.Module, name: str, recipe: Recipe) -> None:
         name,
         warns=recipe.fp8 and conversion.surprising,
         see="fp8ref.torch.report(model)",
-        rank=dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,
+        rank=_rank,
     )
+
+
+def _rank() -> int:
+    """This process's rank; before its group exists, the one that torchrun gave it."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", 0))
 
 
 class _Products(TorchDispatchMode):

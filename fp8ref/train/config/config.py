@@ -239,7 +239,8 @@ def _explain(error) -> str:
     *parents, key = [str(part) for part in error["loc"]] or [""]
     dotted = ".".join([*parents, key])
     if error["type"] == "unexpected_keyword_argument":
-        siblings = [key for key in _known_keys() if key.rpartition(".")[0] in ("", *parents[:1])]
+        section = "".join(parents[:1])
+        siblings = [key for key in _known_keys() if key.rpartition(".")[0] == section]
         near = (
             registry.nearest(dotted, _known_keys(), 0.7) or f" Known keys: {', '.join(siblings)}."
         )

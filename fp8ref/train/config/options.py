@@ -157,17 +157,17 @@ def add(parser: Parser, config: Config | None = None) -> None:
         recipe = config_keys()["numerics.recipe"]
         recipe.add(group, "how linears are cast: fp8ref recipes", "--recipe")
     for dotted, key in config_keys().items():
-        text = key.text.replace("``", "").replace("%", "%%")
+        text = key.text.replace("``", "")
         if dotted in TABLES:
             key.add(group, argparse.SUPPRESS)
         elif config is None:
-            action = key.add(group, text.split(". ")[0].rstrip("."))
+            action = key.add(group, text.split(". ")[0].rstrip(".").replace("%", "%%"))
             parser.rare += [action] * (dotted not in COMMON)
         else:
             if section != (section := dotted.partition(".")[0]):
                 group = parser.add_argument_group(section)
             value = getattr(getattr(config, section), dotted.partition(".")[2])
-            key.add(group, f"{text} (value: {value})")
+            key.add(group, f"{text} (value: {value})".replace("%", "%%"))
 
 
 def spelled(words: Sequence[str]) -> list[str]:

@@ -115,6 +115,12 @@ def test_specials():  # C-5, C-6
     )
 
 
+def test_names_of_formats():
+    x = np.float32([1, np.nan])
+    np.testing.assert_array_equal(cast.canonical_nans(np.uint8([0x38, 0xFF]), "e4m3fn"), [56, 127])
+    np.testing.assert_array_equal(cast.codes_of(x, "e5m2"), cast.encode(x, E5M2))
+
+
 def neighbors(x: float, fmt) -> tuple[float, float]:
     """The numbers of fmt around |x|, by search, with the one that would follow max."""
     numbers = np.sort(cast.decode(np.arange(fmt.max_code + 1, dtype=np.uint8), fmt)).astype(
@@ -411,6 +417,7 @@ def test_no_dimension_and_no_element():
         (lambda: cast.decode(np.zeros(3, np.uint8), FLOAT16), "e4m3fn"),
         (lambda: cast.encode(np.ones(3), "e4m3"), "got 'e4m3'. Did you mean 'e4m3fn'"),
         (lambda: cast.decode(np.zeros(3, np.uint8), 8), "fmt is a Format or one of .*; got 8"),
+        (lambda: cast.canonical_nans(np.zeros(3, np.uint8), "e4m3"), "Did you mean 'e4m3fn'"),
         (lambda: cast.round_to(np.ones(3), "bfloat"), "Did you mean .bfloat16"),
         (lambda: cast.round_to(np.ones(3), FLOAT64), "in its range; got float64"),
         (

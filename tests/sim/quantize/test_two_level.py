@@ -121,6 +121,8 @@ def test_an_infinite_tensor_has_the_block_scales_of_its_policy():  # S-22
     te = two_level.scales_from_amaxes(blocks, np.float32(np.inf))
     np.testing.assert_array_equal(te.scale_inv, [448, 1])
     assert te.tensor_scale_inv == 1
+    named = two_level.scales_from_amaxes(blocks, np.float32(np.inf), "e2m1fn", "te_nvfp4")
+    np.testing.assert_equal(named, te)
     torchao = two_level.scales_from_amaxes(blocks, np.float32(np.inf), policy="torchao_nvfp4")
     np.testing.assert_array_equal(torchao.scale_inv, [np.nan, 2.0**-6])
     assert (

@@ -241,6 +241,14 @@ def test_convert_prints_a_line_at_a_terminal(capsys, monkeypatch):
     )
 
 
+def test_one_process_of_torchrun_prints_before_they_are_a_group(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for rank, lines in (("1", 0), ("0", 1)):
+        monkeypatch.setenv("RANK", rank)
+        ft.convert(nn.Sequential(nn.Linear(D, D)), "rowwise")
+        assert capsys.readouterr().out.count("\n") == lines
+
+
 def test_convert_logs_one_line_and_warns_of_experts(caplog):
     with caplog.at_level(logging.INFO, "fp8ref.torch"):
         converted()

@@ -241,12 +241,15 @@ def test_words_that_are_no_options_exit_with_2(capsys, words, said):
 
 
 def test_all_keys_are_shown_with_the_values_of_a_config():
-    config = Config().replace(run={"steps": 12345}, numerics={"filter_fqns": ("mlp",)})
+    config = Config().replace(
+        run={"steps": 12345, "out": "a%(x)s"}, numerics={"filter_fqns": ("mlp",)}
+    )
     parser = Parser(prog="fp8ref")
     options.add(parser, config)
     shown = parser.format_help()
     assert [key for key in options.config_keys() if f"--{key}" not in shown] == list(configs.TABLES)
     assert "(value: 12345)" in shown
+    assert "(value: a%(x)s)" in shown
     assert "(value: ('mlp',))" in re.sub(r"\s+", " ", shown)
 
 
