@@ -163,13 +163,16 @@ def _layout_health(layout: Layout, last: Mapping[tuple[str, str], np.ndarray]) -
 
 def _array(name: str, gradient: Any) -> np.ndarray:
     """A gradient as float32; ValueError unless it is of floats."""
-    try:
-        return recordings.floats(gradient)
-    except ValueError as error:
+    if hasattr(gradient, "detach"):  # PyTorch's: NumPy knows neither bfloat16 nor FP8
+        gradient = gradient.detach().float().cpu().numpy()
+    array = np.asarray(gradient)
+    if array.dtype.kind in "biucOSU":
         raise ValueError(
-            f"gradients are of floats; got {np.asarray(gradient).dtype} for {name!r}. Give those "
-            "of parameters alone."
-        ) from error
+            f"gradients are of floats; got {array.dtype} for {name!r}. Give those of parameters "
+            "alone."
+        )
+    with np.errstate(over="ignore"):
+        return array.astype(np.float32)
 
 
 def _kept(size: int, most: int) -> int:

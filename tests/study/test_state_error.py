@@ -88,6 +88,15 @@ def test_gradients_as_tensors_of_pytorch():
 def test_gradients_that_are_no_floats():
     with pytest.raises(ValueError, match="gradients are of floats; got int64 for 'w'"):
         study.judge_states([{"w": np.ones((4, 4), np.int64)}], ["torchao"])
+    with pytest.raises(ValueError, match="gradients are of floats; got <U1 for 'w'"):
+        study.judge_states([{"w": ["a"]}], ["torchao"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.int32])
+def test_gradients_of_pytorch_are_of_any_dtype(dtype):
+    gradient = torch.arange(1, 65).reshape(8, 8) % 8
+    found = study.judge_states([{"w": gradient.to(dtype)}], ["torchao"])
+    assert found == study.judge_states([{"w": gradient.float().numpy()}], ["torchao"])
 
 
 def test_a_layout_whose_error_is_not_a_number_ranks_last():

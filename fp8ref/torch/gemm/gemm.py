@@ -222,13 +222,16 @@ def _scaled_product(
         or out_dtype not in cast.HIGH_PRECISION
         or not {a.dtype, b.dtype} <= {torch.float8_e4m3fn, torch.float8_e5m2}
         or (scale_a.dtype, scale_b.dtype) != (torch.float32, torch.float32)
+        or (a.ndim, b.ndim) != (2, 2)
+        or max(scale_a.ndim, scale_b.ndim) > 2
         or a.shape[1] != b.shape[0]
         or (scale_a.numel() * scale_b.numel() > 1 and shapes != ((len(a), 1), (1, b.shape[1])))
     ):
         return None
     hp_a = float_values.decode(a.contiguous()).mul_(scale_a)
     hp_b = float_values.decode(b.contiguous()).mul_(scale_b)
-    return torch.mm(hp_a, hp_b).to(out_dtype)
+    with torch.autocast("cpu", enabled=False):
+        return torch.mm(hp_a, hp_b).to(out_dtype)
 
 
 def check_cpu(recipe: Recipe) -> None:

@@ -103,8 +103,9 @@ class Float8Linear(float8_linear.Float8Linear):
 
 def _cast(x: torch.Tensor, dtype: torch.dtype, mm_config, *, gemm_input_role, **options):
     """torchao's hp_tensor_to_float8_dynamic, by its own functions. On a CPU it casts pieces that
-    stay in the cache, to the same codes."""
-    if type(x) is not torch.Tensor or not float_values.eager_on_cpu(x):
+    stay in the cache, to the same codes; those have no gradient, so that torchao itself casts where
+    gradients are differentiated (L-8)."""
+    if type(x) is not torch.Tensor or not float_values.eager_on_cpu(x) or torch.is_grad_enabled():
         return float8_scaling_utils.hp_tensor_to_float8_dynamic(
             x, dtype, mm_config, gemm_input_role=gemm_input_role, **options
         )
@@ -122,6 +123,7 @@ def _cast(x: torch.Tensor, dtype: torch.dtype, mm_config, *, gemm_input_role, **
 
 def _with_cast(function: types.FunctionType) -> types.FunctionType:
     """torchao's function, which calls ``_cast``."""
+    # a snapshot: what replaces a name of torchao's module later is not called
     names = function.__globals__ | {"hp_tensor_to_float8_dynamic": _cast}
     return types.FunctionType(function.__code__, names, function.__name__)
 

@@ -17,8 +17,8 @@ _PIECE = 2**17  # elements a thread: the float32 numbers of a piece stay in a co
 
 
 def eager_on_cpu(x: Tensor) -> bool:
-    """Whether operations on x run one by one, on a CPU."""
-    return x.is_cpu and not torch.compiler.is_compiling()
+    """Whether operations on x run one by one, on a CPU, and torch.jit records none."""
+    return x.is_cpu and not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None
 
 
 def in_pieces(
@@ -36,16 +36,17 @@ def in_pieces(
 
     scale     broadcasts to x, but that each of its rows serves so many ``rows`` of x.
     """
-    scaled = scale is not None and scale.ndim == x.ndim and len(scale) > 1
-    size = _PIECE * torch.get_num_threads() if eager_on_cpu(x) else 0
     if (
-        not 0 < size < x.numel()
-        or type(x) is not Tensor
+        type(x) is not Tensor  # before any size, which a compiler would guard
+        or not eager_on_cpu(x)
+        or x.numel() <= (size := _PIECE * torch.get_num_threads())
         or (x.requires_grad and torch.is_grad_enabled())
+        or torch._C._len_torch_dispatch_stack() > 0  # a trace would keep this number of pieces
         or torch._C._are_functorch_transforms_active()
         or (scale is not None and scale.ndim not in (0, x.ndim))
     ):
         return function(x, scale)
+    scaled = scale is not None and scale.ndim == x.ndim and len(scale) > 1
     step = -(-size * len(x) // (x.numel() * rows)) * rows
     out = torch.empty_like(x, dtype=dtype)
     for i in range(0, len(x), step):

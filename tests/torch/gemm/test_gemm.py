@@ -200,6 +200,12 @@ gemm.use_native_scaled_mm()
 for x, y in zip(before, results(), strict=True):
     bits = torch.int32 if x.dtype == torch.float32 else torch.int16
     assert torch.equal(x.view(bits), y.view(bits))
+with torch.autocast("cpu", torch.bfloat16):
+    assert torch.equal(next(results()).view(torch.int32), before[0].view(torch.int32))
+one = torch.tensor(1.0)
+for x, y, scale in ((a, b[0], one), (a[None], b.t()[None], one), (a, b.t(), one.view(1, 1, 1))):
+    codes = x.view(torch.float8_e4m3fn), y.view(torch.float8_e4m3fn)
+    assert gemm._scaled_product(*codes, scale, one, None, None, torch.float32) is None
 try:
     torch._scaled_mm(a.view(torch.float8_e4m3fn), a.view(torch.float8_e4m3fn),
         scale_a=rows, scale_b=columns)

@@ -217,3 +217,12 @@ def test_casts_in_pieces_are_torchaos(monkeypatch, recipe):  # R-1
     assert len(pieces) > 6
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_gradients_are_not_differentiated_again(recipe):  # L-8
+    model = convert.convert(nn.Sequential(nn.Linear(64, 64)), recipe)
+    x = torch.randn(32, 64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    with pytest.raises(AssertionError, match="both Float8TrainingTensor for mm inputs"):
+        torch.autograd.grad(gradient.square().sum() + x.sum(), x)

@@ -3,6 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.torch.quantize import cast, float_values, scaling
@@ -76,3 +79,33 @@ def test_codes_are_decoded_in_pieces(monkeypatch, fmt):
     assert torch.equal(
         float_values.decode(codes).view(torch.int32), codes.float().view(torch.int32)
     )
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
+@pytest.mark.parametrize(
+    "trace", [lambda *call: make_fx(call[0])(call[1]), torch.jit.trace], ids=["make_fx", "jit"]
+)
+def test_a_trace_decodes_other_sizes(monkeypatch, trace):
+    monkeypatch.setattr(float_values, "_PIECE", 100)
+    small, large = (torch.randn(n, 32).to(torch.float8_e4m3fn) for n in (8, 24))
+    traced = trace(lambda codes: cast.decode(codes, E4M3FN), small)
+    assert torch.equal(traced(large), large.float())
+
+
+def test_a_number_without_dims():
+    scale = torch.tensor(3.0)
+    found = float_values.in_pieces(torch.mul, torch.tensor(5.0), torch.float32, scale)
+    assert found.shape == ()
+    assert found == 15
+
+
+def test_sizes_of_fake_tensors_are_not_guarded():
+    modes = FakeTensorMode(shape_env=ShapeEnv())
+    symbols = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2)
+    x, scale = (
+        modes.from_tensor(torch.randn(*shape), symbolic_context=symbols)
+        for shape in ((6, 8), (6, 1))
+    )
+    taken = float_values.in_pieces(lambda part, scale: part, x, torch.float32, scale)
+    assert taken is x
+    assert not modes.shape_env.guards

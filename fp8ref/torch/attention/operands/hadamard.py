@@ -13,7 +13,7 @@ from fp8ref.torch.quantize import philox
 
 def check(size: int, seed: int) -> None:
     """ValueError: a size that is no power of two; a seed outside [0, 2^64)."""
-    rotation.check_size(size)
+    rotation.check_size(int(size))  # a torch.SymInt, where a compiler traces
     errors.seed(seed)
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8ref.sim.attention.operands import hadamard as sim
 from fp8ref.torch.attention.operands import hadamard
@@ -26,3 +27,13 @@ def test_signs_and_rotation(n, seed, rng):
 def test_other_sizes_and_seeds_are_refused(n, seed, message):
     with pytest.raises(ValueError, match=message):
         hadamard.signs(n, seed, torch.device("cpu"))
+
+
+def test_a_size_that_a_compiler_traces():
+    x = torch.randn(3, 64)
+    turned = make_fx(
+        lambda x: hadamard.rotate(x, hadamard.signs(x.shape[-1], 5, x.device)),
+        tracing_mode="symbolic",
+    )(x)
+    signs = hadamard.signs(64, 5, x.device)
+    assert torch.equal(turned(x), hadamard.rotate(x, signs))
