@@ -34,12 +34,15 @@ def one_of(name: str, value: object, choices: Iterable[object]) -> None:
         raise ValueError(f"{name} is one of {', '.join(map(str, choices))}; got {value!r}.")
 
 
-def integer(name: str, value: Any, least: int, most: int | None = None) -> None:
-    """ValueError unless a value is an integer, no bool, from least to most."""
+def integer(name: str, value: Any, least: int, most: int | None = None, *, other: str = "") -> None:
+    """ValueError unless a value is an integer, no bool, from least to most.
+
+    other  what the caller takes besides, for the error: " or None".
+    """
     integral = isinstance(value, int) and not isinstance(value, bool)
     if not integral or value < least or (most is not None and value > most):
         bounds = f"of at least {least}" if most is None else f"in [{least}, {most}]"
-        raise ValueError(f"{name} is an integer {bounds}; got {value!r}.")
+        raise ValueError(f"{name} is an integer {bounds}{other}; got {value!r}.")
 
 
 def seed(value: Any) -> None:

@@ -230,9 +230,10 @@ LIMITS: dict[str, dict[Any, Limit]] = {
         )
     ),
     "gradients of attention": {
-        "jax": _gradients("or attention.differentiated(variant, 'bf16') of fp8ref"),
+        "jax": _gradients("or fp8ref.spec.attention.variants.differentiated(variant, 'bf16')"),
         "torch": _gradients(
-            "attention.differentiated(variant, 'bf16') of fp8ref, or call under torch.no_grad()"
+            "fp8ref.spec.attention.variants.differentiated(variant, 'bf16'), or call under "
+            "torch.no_grad()"
         ),
     },
     "attention over cut tokens": {

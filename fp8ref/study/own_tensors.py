@@ -135,7 +135,7 @@ def read_file(
             return _record(_npz(arrays, pattern, about is not None), roles, rows)
     except ValueError as error:
         kinds = "" if path.suffix in KINDS else f" A study reads {', '.join(KINDS)}, and no pickle."
-        raise ValueError(f"{path}: {error}.{kinds}".replace("..", ".")) from error
+        raise ValueError(f"{path}: {str(error).rstrip('.')}.{kinds}") from error
     require(roles is None, f"{path} is a recording, which has its roles. Leave --role out.")
     recording = recordings.read(path)
     named = fnmatch.filter(recording.operands, pattern)

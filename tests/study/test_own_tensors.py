@@ -151,6 +151,9 @@ def test_no_pickle_is_read(tmp_path):
     torch.save({"x": torch.zeros(2, 2)}, tmp_path / "a.pt")
     with pytest.raises(ValueError, match=r"a\.npz: an array of object"):
         study.read_file(tmp_path / "a.npz")
+    (tmp_path / "..up.npz").write_bytes(b"no archive")
+    with pytest.raises(ValueError, match=r"/\.\.up\.npz: .*[^.]\.$"):
+        study.read_file(tmp_path / "..up.npz")
     with pytest.raises(
         ValueError, match=r"A study reads \.npz, \.npy, \.safetensors, and no pickle"
     ):

@@ -77,7 +77,7 @@ def apply(
     call = DeviceCall.resolve(variant, mask)
     hardware.refuse(
         call.name,
-        "multiplies FP8 codes that it is given; got cuDNN's kernel, which is closed,",
+        "multiplies FP8 codes that it is given; got cuDNN's kernel, which is closed",
         ", or use fp8ref.jax.attention, whose tiles take it",
     )
     call.check_nothing_kept()
@@ -124,8 +124,8 @@ def check(call: Call, q: tuple[int, ...], k: tuple[int, ...], platform: str) -> 
     )
     if not whole or {variant.fmt, variant.out, variant.score_gradient_fmt} != {E4M3FN}:
         raise ValueError(
-            "cuDNN's FP8 attention needs one e4m3fn scale per tensor, as variant 'cudnn'; got "
-            f"{variant.name!r}. {instead}"
+            "cuDNN's FP8 attention needs one scale per tensor and everything in e4m3fn, as "
+            f"variant 'cudnn'; got {variant.name!r}. {instead}"
         )
     if q[3] != FEATURES or q[2] % TOKENS or k[2] % TOKENS:
         raise ValueError(

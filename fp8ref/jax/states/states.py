@@ -447,8 +447,8 @@ def _layout_of(layout: Layout, p, is_stack: bool) -> Layout:
         )
     if is_stack and any(jax.typeof(p).sharding.spec[:1]):
         raise ValueError(
-            f"Explicit axes shard only the first dim of a stack; got {jax.typeof(p)}. Reshard it, "
-            "or use a mesh of Auto axes."
+            f"Explicit axes shard any dim of a stack but its first; got {jax.typeof(p)}. Reshard "
+            "it, or use a mesh of Auto axes."
         )
     if layout.stochastic and math.prod(p.shape[is_stack:]) >= 1 << 32:
         raise ValueError(

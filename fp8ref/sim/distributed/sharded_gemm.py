@@ -105,7 +105,7 @@ def _check(
 ) -> None:
     if len(a) != len(b) or not any(q.codes.size for q in a):
         raise ValueError(
-            f"a sharded GEMM needs one non-empty a and b per rank; got {len(a)} and {len(b)}."
+            f"a sharded GEMM needs one a and b per rank, not all empty; got {len(a)} and {len(b)}."
         )
     errors.one_of("reduce", reduce, get_args(Reduce))
     gemm.check_out_dtype(out_dtype)

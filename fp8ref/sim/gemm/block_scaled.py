@@ -71,8 +71,8 @@ def _check_operands(a: Quantized, b: Quantized, unit: TensorCore) -> None:
             or q.axis not in (-1, 1)
         ):
             raise ValueError(
-                f"{name} needs blocks of {unit.fused_width} along axis -1; got {q.granularity}, "
-                f"{q.axis}."
+                f"{name} is 2-d, in blocks of {unit.fused_width} along axis -1; got "
+                f"{q.codes.shape}, {q.granularity!r} along axis {q.axis}."
             )
         if not np.array_equal(cast.round_to(q.scale_inv, E8M0FNU), q.scale_inv, equal_nan=True):
             raise ValueError(

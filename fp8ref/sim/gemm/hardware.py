@@ -137,8 +137,8 @@ def attending(variant: Variant, hardware: Hardware | None) -> Variant:
         return variant
     if variant.granularity == "mx_1x32" or hardware.epilogue is not None:
         raise ValueError(
-            "attention on simulated hardware needs variant 'cudnn' and no epilogue; got "
-            f"{variant.name!r} and {hardware.name!r}."
+            "attention on simulated hardware needs no MX blocks, and hardware without an epilogue; "
+            f"got {variant.name!r} and {hardware.name!r}."
         )
     plan = hardware.fast if variant.plan in ("hopper_fast", "ada") else hardware.slow
     return dataclasses.replace(variant, plan=plan, promotion=1)  # type: ignore[arg-type]

@@ -234,7 +234,7 @@ class Variant:
         if not 0 <= self.threshold <= 16:
             raise ValueError(f"threshold is in [0, 16]; got {self.threshold!r}.")
         if self.promotion is not None:
-            errors.integer("promotion", self.promotion, 1)
+            errors.integer("promotion", self.promotion, 1, other=" or None")
         if self.p_scale != "state" and not (
             isinstance(self.p_scale, float) and 0 < self.p_scale < math.inf
         ):

@@ -88,7 +88,8 @@ def function(
     for name in ("keep_p", "keep_s", "keep_ds"):
         if getattr(call, name):
             raise ValueError(
-                f"apply returns o alone; got {name}=True. Leave it out, or use forward."
+                f"apply returns o alone; got {name}=True. Leave it out, or use forward"
+                f"{' and backward' * (name == 'keep_ds')}."
             )
     return _bind(call, roles)
 

@@ -44,8 +44,8 @@ def apply(
     """softmax(q k^T scale) v by FlashAttention-3 in e4m3fn, differentiable once: its backward pass
     is A-25's, of the kernel's o and log-sum-exp.
 
-    variant   ``attention.differentiated("fa3", "bf16")`` of fp8ref, or of fa3_promoted; or a Call
-              of one, whose arithmetic is that of the backward pass (A-18).
+    variant   ``fp8ref.spec.attention.variants.differentiated("fa3", "bf16")``, or of fa3_promoted;
+              or a Call of one, whose arithmetic is that of the backward pass (A-18).
     Shapes:   as ``forward``; o of q's dtype.
     Raises:   as ``forward``; ValueError: a variant without that backward pass, for tensors that
               require gradients.
@@ -60,8 +60,8 @@ def apply(
     ):
         raise ValueError(
             f"FlashAttention-3 has no backward pass in FP8; got variant {fa3_variant.name!r} with "
-            f"backward {fa3_variant.backward!r}. Give attention.differentiated(variant, 'bf16'), "
-            "or call forward."
+            f"backward {fa3_variant.backward!r}. Give "
+            "fp8ref.spec.attention.variants.differentiated(variant, 'bf16'), or call forward."
         )
     q, k, v = data.heads_first(call.layout, q, k, v)
     function = _function(dataclasses.replace(call, layout="bhtd"))

@@ -81,7 +81,8 @@ def check_linear(name: str, model: nn.Module, style: Style, ranks: int) -> None:
     assert isinstance(module, nn.Linear)
     if type(module) not in (nn.Linear, Float8Linear, torchao_linear.Float8Linear, Linear):
         raise ValueError(
-            f"{name} is a {type(module).__name__}, not a linear. Drop it from the plan."
+            f"{name} is a {type(module).__name__}, a subclass of nn.Linear, which is not cut. Drop "
+            "it from the plan."
         )
     if type(module.weight.data) is not torch.Tensor:
         raise ValueError(

@@ -206,9 +206,9 @@ LINES = ranks(np.ones((128, 256), np.float32), 2, granularity="rowwise")
 @pytest.mark.parametrize(
     ("a", "b", "options", "message"),
     [
-        (ONES, ONES[:1], {}, "one non-empty a and b per rank"),
-        ([], [], {}, "one non-empty a and b per rank"),
-        (NOTHING, NOTHING, {}, "one non-empty a and b per rank"),
+        (ONES, ONES[:1], {}, "one a and b per rank, not all empty"),
+        ([], [], {}, "one a and b per rank, not all empty"),
+        (NOTHING, NOTHING, {}, "one a and b per rank, not all empty"),
         (ONES, BLOCKS, {}, "are constant along K; got b blockwise_1x128.*'scaled'"),
         (
             ONES,

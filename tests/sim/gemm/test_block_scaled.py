@@ -94,6 +94,12 @@ def test_two_dimensional_blocks_are_spread_over_rows(rng):  # G-23, S-6
         ),
         (
             lambda: block_scaled.matmul(
+                mx(np.ones((1, 2, 32), np.float32)), mx(np.ones((2, 32), np.float32))
+            ),
+            r"a is 2-d, in blocks of 32 along axis -1; got \(1, 2, 32\), 'mx_1x32' along axis -1",
+        ),
+        (
+            lambda: block_scaled.matmul(
                 mx(np.ones((2, 32), np.float32), policy="torchao"), mx(np.ones((2, 32), np.float32))
             ),
             "e8m0fnu scales; a has others",

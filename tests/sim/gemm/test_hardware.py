@@ -11,6 +11,7 @@ from fp8ref.sim.gemm.accumulate import ACCUMULATIONS, Accumulation
 from fp8ref.sim.gemm.hardware import HARDWARE
 from fp8ref.sim.gemm.tensor_core import MODELED, UNITS
 from fp8ref.sim.quantize import scaling
+from fp8ref.spec.attention.variants import VARIANTS
 from fp8ref.spec.epilogue import EPILOGUES, Epilogue
 from fp8ref.spec.hardware import Factor
 
@@ -146,6 +147,10 @@ def test_what_was_probed_is_named_by_its_content():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (
+            lambda: hardware.attending(VARIANTS["mxfp8"], hardware.by_name("hopper")),
+            "needs no MX blocks, and hardware without an epilogue; got 'mxfp8' and 'hopper'",
+        ),
         (
             lambda: hardware.by_name("volta"),
             "one of exact, f32, hopper_fast, .*hopper, .*blackwell_mx; got 'volta'",

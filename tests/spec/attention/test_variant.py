@@ -18,7 +18,7 @@ FA3 = VARIANTS["fa3"]
         ({"policy": "largest"}, "policy"),
         ({"offset": -1}, "offset"),
         ({"threshold": -1.0}, "threshold"),
-        ({"promotion": 0}, "promotion"),
+        ({"promotion": 0}, "promotion is an integer of at least 1 or None; got 0"),
         ({"p_scale": 0.0}, "p_scale"),
         ({"tiles": ()}, "tiles ascend"),
         ({"tiles": (Tiles(features=64, full=100, causal=96, local=96),)}, "multiple of 16"),

@@ -167,9 +167,13 @@ def test_what_is_refused():
         for function in (attention.forward, attention.apply):
             assert message in said(called, function, q, k, v, **options), message
     for message, tensors in {
-        "q is float32, float16 or bfloat16 [B, heads, T, D]; got torch.float32": (q[0], k, v),
+        "q is non-empty float32, float16 or bfloat16 [B, heads, T, D]; got torch.float32 (": (
+            q[0],
+            k,
+            v,
+        ),
         "[B, heads, T, D]; got torch.float64": (q.double(), k, v),
-        "k is float32, float16 or bfloat16 [B, heads, T, D]": (q, k[:, :, :0], v),
+        "k is non-empty float32, float16 or bfloat16 [B, heads, T, D]": (q, k[:, :, :0], v),
         "with Hkv dividing H": (q[:, :3], k, v),
         "on one device; got cpu, meta and cpu": (q, k.to("meta"), v),
         "at most 256 features; got 272": inputs(d=272),
@@ -196,6 +200,9 @@ def test_what_is_refused():
     assert "apply returns o alone; got keep_p=True" in said(
         called, attention.apply, q, k, v, variant="cudnn", keep_p=True
     )
+    assert "got keep_ds=True. Leave it out, or use forward and backward." in said(
+        called, attention.apply, q, k, v, variant="cudnn", keep_ds=True
+    )
     assert "take whole sequences; got context='0'" in said(
         attention.forward, q, k, v, variant=RankCall(variant="cudnn", context="0")
     )
@@ -208,7 +215,8 @@ def test_a_variant_without_a_backward_pass_refuses_gradients(name):  # A-1
     leaves = inputs(requires_grad=True)
     message = (
         f"variant '{name}' has no backward pass (A-1). Use one of exact, bf16, cudnn, mxfp8, "
-        "attention.differentiated(variant, 'bf16') of fp8ref, or call under torch.no_grad()."
+        "fp8ref.spec.attention.variants.differentiated(variant, 'bf16'), or call under "
+        "torch.no_grad()."
     )
     assert said(attention.apply, *leaves, variant=name) == message
     assert message in said(attention.backward, leaves[0], *leaves, None, variant=name)

@@ -148,7 +148,7 @@ def test_gradients_in_fp8_are_refused(monkeypatch):  # A-20
     with pytest.raises(
         ValueError,
         match=r"no backward pass in FP8; got variant 'fa3' with backward None. Give "
-        r"attention.differentiated",
+        r"fp8ref.spec.attention.variants.differentiated",
     ):
         attention_kernel.apply(q.requires_grad_(), k, v, variant="fa3")
     with torch.no_grad():

@@ -93,7 +93,11 @@ REFUSED = {
         "0 is rowwise, its in_features divisible by 2.*got 33",
     ),
     "shared": (shared, COLUMN, r"0 shares its weight, and is cut: 0.weight, 1.weight. Untie"),
-    "subclass": (lambda: nn.Sequential(Scaled(64, 64)), COLUMN, "0 is a Scaled"),
+    "subclass": (
+        lambda: nn.Sequential(Scaled(64, 64)),
+        COLUMN,
+        "0 is a Scaled, a subclass of nn.Linear",
+    ),
     "beside": (
         lambda: nn.Sequential(nn.Linear(16, 16), Beside()),
         COLUMN,

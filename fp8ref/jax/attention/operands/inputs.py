@@ -219,7 +219,8 @@ def checked(name: str, x) -> jax.Array:
     dtype, shape = getattr(x, "dtype", type(x).__name__), jnp.shape(x)
     if dtype not in (jnp.float32, jnp.float16, jnp.bfloat16) or len(shape) != 4 or 0 in shape:
         raise ValueError(
-            f"{name} is float32, float16 or bfloat16 [B, heads, T, D]; got {dtype} {list(shape)}."
+            f"{name} is non-empty float32, float16 or bfloat16 [B, heads, T, D]; got {dtype} "
+            f"{list(shape)}."
         )
     return jnp.asarray(x)
 

@@ -123,7 +123,8 @@ def _shaped(name: str, x) -> np.ndarray:
     cast.check_dtype(x)
     if x.dtype == np.float64 or x.ndim != 4 or 0 in x.shape:
         raise ValueError(
-            f"{name} is float32, float16 or bfloat16 [B, heads, T, D]; got {x.dtype} {x.shape}."
+            f"{name} is non-empty float32, float16 or bfloat16 [B, heads, T, D]; got {x.dtype} "
+            f"{x.shape}."
         )
     return x.astype(np.float32)
 

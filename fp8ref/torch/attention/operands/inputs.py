@@ -86,7 +86,8 @@ def check_tensor(name: str, x: Tensor) -> None:
         )
     if x.dtype not in cast.HIGH_PRECISION or x.ndim != 4 or 0 in x.shape:
         raise ValueError(
-            f"{name} is float32, float16 or bfloat16 [B, heads, T, D]; got {x.dtype} {x.shape}."
+            f"{name} is non-empty float32, float16 or bfloat16 [B, heads, T, D]; got {x.dtype} "
+            f"{tuple(x.shape)}."
         )
 
 

@@ -54,6 +54,8 @@ def test_what_is_refused():
         attention.forward(q, np.where(k > 2, np.inf, k).astype(F), v, variant="fa3")
     with pytest.raises(ValueError, match="with Hkv dividing H"):
         attention.forward(q[:, :3], k, v, variant="fa3")
+    with pytest.raises(ValueError, match=r"q is non-empty .* got float32 \(0,"):
+        attention.forward(q[:0], k, v, variant="fa3")
     with pytest.raises(ValueError, match="float32, float16 or bfloat16"):
         attention.forward(q.astype(np.float64), k, v, variant="fa3")
     with pytest.raises(ValueError, match="power of two"):
