@@ -228,10 +228,15 @@ def _scaled_product(
         or (scale_a.numel() * scale_b.numel() > 1 and shapes != ((len(a), 1), (1, b.shape[1])))
     ):
         return None
-    hp_a = float_values.decode(a.contiguous()).mul_(scale_a)
-    hp_b = float_values.decode(b.contiguous()).mul_(scale_b)
+    hp_a = float_values.decode(_row_major(a)).mul_(scale_a)
+    hp_b = float_values.decode(_row_major(b)).mul_(scale_b)
     with torch.autocast("cpu", enabled=False):
         return torch.mm(hp_a, hp_b).to(out_dtype)
+
+
+def _row_major(x: torch.Tensor) -> torch.Tensor:
+    """x.contiguous(), which who counts a model's copies does not see: a GPU makes none here."""
+    return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
 
 
 def check_cpu(recipe: Recipe) -> None:
