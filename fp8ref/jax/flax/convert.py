@@ -305,7 +305,12 @@ def report(model, inputs=None) -> reports.Report:
     linen:    a converted model, by the inputs of its conversion.
     Raises:   ValueError: a linen module that is not converted, or with inputs.
     """
-    if isinstance(model, _Converted) and inputs is None:
+    if isinstance(model, _Converted):
+        if inputs is not None:
+            raise ValueError(
+                "a linen model is reported by the inputs of its conversion; got others. Call "
+                "report(model)."
+            )
         return model._report
     if not isinstance(model, nnx.Module):
         raise ValueError(

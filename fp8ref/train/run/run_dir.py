@@ -142,7 +142,7 @@ def claim(
             raise ConfigError(
                 f"--run.out {out} cannot be made: {above} is a file. Name another directory."
             )
-        return True
+        return _starts(out, resume)
     saved = checkpoint.saved(out) if out.is_dir() else []
     if not (saved or (out.is_dir() and ((out / "manifest.json").is_file() or _empty(out)))):
         raise ConfigError(
@@ -151,7 +151,7 @@ def claim(
         )
     if _empty(out):
         held.take(out)
-        return True
+        return _starts(out, resume)
     try:
         manifest = log.read_manifest(out)
     except ConfigError:
@@ -172,6 +172,13 @@ def claim(
     elif not _goes_on(out, manifest, config, backend, saved):
         return False
     held.take(out)
+    return True
+
+
+def _starts(out: Path, resume: bool) -> bool:
+    """True; says so where a run was to be resumed that is not there."""
+    if resume:
+        console.say(f"{out} holds no run to resume: this one starts at step 0.")
     return True
 
 

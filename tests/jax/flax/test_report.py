@@ -189,6 +189,8 @@ class LinenModel(nn.Module):
 def test_an_only_argument_needs_no_tuple():
     linen = [fj.flax.convert(LinenModel(), "rowwise", inputs=inputs) for inputs in (X, (X,), [X])]
     assert len({str(fj.flax.report(model)) for model in linen}) == 1
+    with pytest.raises(ValueError, match=r"of its conversion; got others\. Call report\(model\)"):
+        fj.flax.report(linen[0], X)
     layer = fj.flax.convert(nnx.Linear(D, D, rngs=nnx.Rngs(0)), "rowwise")
     x = jnp.ones((TOKENS, D))
     assert str(fj.flax.report(layer, x)) == str(fj.flax.report(layer, (x,)))

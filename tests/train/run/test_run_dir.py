@@ -21,10 +21,12 @@ def claim(out, config, backend="jax", *, resume=False, overwrite=False) -> bool:
 
 
 @pytest.mark.parametrize(("resume", "overwrite"), [(False, False), (True, False), (False, True)])
-def test_a_directory_that_is_not_there_or_empty_is_free(tmp_path, small, resume, overwrite):
+def test_a_directory_that_is_not_there_or_empty_is_free(tmp_path, small, resume, overwrite, capsys):
     (tmp_path / "empty").mkdir()
     assert claim(tmp_path / "absent", small, resume=resume, overwrite=overwrite)
     assert claim(tmp_path / "empty", small, resume=resume, overwrite=overwrite)
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("holds no run to resume: this one starts at step 0.") == 2 * resume
     assert not (tmp_path / "absent").exists()
 
 
