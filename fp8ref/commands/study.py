@@ -43,6 +43,10 @@ def _study(arguments: argparse.Namespace) -> int:
         if not out.is_dir():
             raise ValueError(f"--out names a .html file, or a directory that exists; got {out}.")
         out /= "study.html"
+    if out is not None and not out.parent.is_dir():
+        raise ValueError(f"--out {out}: {out.parent} is no directory. Make it, or name another.")
+    if out is not None and out.is_dir():
+        raise ValueError(f"--out {out} is a directory. Name a file in it.")
     if out is not None and out.exists() and b'content="fp8ref study"' not in out.read_bytes()[:999]:
         raise ValueError(
             f"{out} exists and is no page of fp8ref study; it is left alone. Name another."
@@ -52,10 +56,21 @@ def _study(arguments: argparse.Namespace) -> int:
 
     names = [name.strip() for name in arguments.recipes.split(",")] if arguments.recipes else None
     with console.waiting("study"):
-        recording = study.read_file(arguments.file, arguments.tensors, roles=arguments.role)
+        try:
+            recording = study.read_file(arguments.file, arguments.tensors, roles=arguments.role)
+        except OSError as error:
+            raise ValueError(
+                f"{arguments.file}: cannot be read ({error.strerror or error}). Name a file of "
+                "tensors: .npz, .npy or .safetensors."
+            ) from error
         judged = study.judge(recording, names)
         if out is not None:
             attention = study.judge_attention(recording) if recording.attention else None
-            study.write_page(out, judged, attention=attention)
+            try:
+                study.write_page(out, judged, attention=attention)
+            except OSError as error:
+                raise ValueError(
+                    f"--out {out} cannot be written ({error.strerror or error}). Name another."
+                ) from error
     line = f"wrote {out}" if out else f"next: fp8ref study {arguments.file} --out study.html"
     return conclude(judged, arguments.json, line)

@@ -12,6 +12,7 @@ from fp8ref import recipe as recipes_of
 from fp8ref.formats import FLOAT32
 from fp8ref.recipe import (
     OPERANDS,
+    RECIPES,
     REDUCED_AXES,
     ROLES,
     CastSpec,
@@ -32,10 +33,14 @@ from fp8ref.study.recording import Operand, Recording
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
 FEW = 30
 """The most rows of a table of every operand under every recipe."""
+
+WIDE = 110
+"""The columns of a terminal from which a table has all of its columns."""
 
 Measure = Literal["sqnr", "median", "low", "lost", "clipped"]
 """A number of a Row."""
@@ -62,12 +67,15 @@ class Judged(Result):
     absent    what the recording lacks, such as gradients, or left out.
     titles    the names of tensors of no model, by "<layer>/<role>".
     causes    by (recipe, layer, role), why an operand loses elements (``cast_rows.cause``).
+    non_finite
+              by "<layer>/<role>", what an operand holds of Inf and NaN (``cast_rows.non_finite``).
     """
 
     rows: tuple[Row, ...]
     absent: tuple[str, ...] = ()
     titles: Mapping[str, str] = field(default_factory=dict)
     causes: Mapping[tuple[str, str, Role], str] = field(default_factory=dict)
+    non_finite: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -105,8 +113,7 @@ class Judged(Result):
         return numbers
 
     def by_operand(self) -> list[Row]:
-        """A row for each operand and recipe: of its two GEMMs the one that loses or clips more, or
-        has the lower 5th percentile."""
+        """A row for each operand and recipe: of each number the worse of its two GEMMs."""
         return cast_rows.by_operand(self.rows)
 
     def title(self, row: Row) -> str:
@@ -116,13 +123,8 @@ class Judged(Result):
     def worst(self, count: int = 10, recipe: str | None = None) -> list[Row]:
         """The worst operands by any measure, of one recipe or all: in turn the lowest SQNR, the
         lowest 5th percentile of rows, the most lost and the most clipped elements, then the second
-        of each. An operand that two GEMMs cast alike is one."""
-        rows = [row for row in self.rows if recipe in (None, row.recipe)]
-        distinct = {
-            (row.recipe, row.layer, row.role, row.sqnr, row.low, row.lost): row
-            for row in reversed(rows)
-        }
-        once = list(distinct.values())
+        of each. Rows are those of ``by_operand``."""
+        once = [row for row in self.by_operand() if recipe in (None, row.recipe)]
         orders = [
             sorted(once, key=lambda row: (not math.isnan(row.sqnr), row.sqnr)),
             sorted(once, key=lambda row: row.low),
@@ -134,7 +136,7 @@ class Judged(Result):
 
     def sentence(self) -> str:
         """What the worst cast does, why, and which recipes do not (``cast_rows.sentence``)."""
-        return cast_rows.sentence(self.rows, self.title, self.causes)
+        return cast_rows.sentence(self.rows, self.title, self.causes, self.non_finite)
 
     def by_role(self) -> list[Summary]:
         """For each recipe and role the median over operands, and the worst of each number."""
@@ -176,28 +178,46 @@ class Judged(Result):
     def render(self, console: "Console") -> None:
         """The sentence, then each operand under each recipe; of many the medians by role, and the
         worst."""
-        from rich.table import Table
-
-        console.print(self.sentence(), markup=False, soft_wrap=True)
+        wide = console.width >= WIDE
+        plain: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
+        console.print(self.sentence(), **plain)
         rows, titles = self.by_operand(), ("SQNR, dB", "5 % of rows below", "zeroed", "clipped")
         if len(rows) > FEW:
-            table = Table("recipe", "operand", "median SQNR, dB", "lowest", "at", *titles[1:])
+            where = ["at"] if wide else []  # else names have no room
+            table = _table(
+                wide, "recipe", "operand", "median SQNR, dB", "lowest", *where, *titles[1:]
+            )
             for recipe, role, median, lowest, at, low, *shares in self.by_role():
-                table.add_row(
-                    recipe, role, f"{median:.1f}", f"{lowest:.1f}", at, *_cells(low, *shares)
-                )
+                numbers = f"{median:.1f}", f"{lowest:.1f}", *([at] if where else [])
+                table.add_row(recipe, role, *numbers, *_cells(low, *shares))
             console.print(table)
             rows = self.worst(10)
             console.print(f"The worst {len(rows)}:", markup=False)
-        table = Table("tensor", "recipe", *titles, "worst rows")
+        table = _table(wide, "tensor", "recipe", *titles, "worst rows")
         for row in rows:
             name = self.titles.get(f"{row.layer}/{row.role}", f"{row.layer}/{row.role}")
             numbers = f"{row.sqnr:.1f}", *_cells(row.low, row.lost, row.clipped)
             table.add_row(name, row.recipe, *numbers, ", ".join(map(str, row.worst_rows)))
         console.print(table)
-        if self.absent:
-            names = recordings.some(self.absent)
-            console.print(f"not judged: {names}", markup=False, soft_wrap=True)
+        reasons: dict[str, list[str]] = {}
+        for text in self.absent:
+            name, mark, why = text.partition(" (")
+            reasons.setdefault(mark + why, []).append(name)
+        for why, names in reasons.items():
+            console.print(f"not judged: {recordings.some(names)}{why}", **plain)
+
+
+def _table(wide: bool, *titles: str) -> "Table":
+    """An empty table: where it is not wide long names go on in the next line, and none is cut."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in titles:
+        most = 7 if not wide and title.endswith((" dB", " below", " rows")) else None
+        whole = most is None and title not in ("tensor", "at")
+        table.add_column(title, overflow="fold", no_wrap=whole, max_width=most)
+    return table
 
 
 def _cells(low: float, lost: float, clipped: float) -> tuple[str, str, str]:
@@ -240,7 +260,13 @@ def judge(
                     once[key] = _measure(operand, spec, axis)
                 rows.append(Row(recipe=name, layer=layer, gemm=cast.gemm, role=role, **once[key]))
             advance(layer)
-    judged = Judged(rows=tuple(rows), absent=tuple(absent), titles=recording.titles)
+    bad = {name: cast_rows.non_finite(one) for name, one in recording.operands.items()}
+    judged = Judged(
+        rows=tuple(rows),
+        absent=tuple(absent),
+        titles=recording.titles,
+        non_finite={name: text for name, text in bad.items() if text},
+    )
     return replace(judged, causes=_causes(judged, recording, casts))
 
 
@@ -248,7 +274,7 @@ def _causes(
     judged: Judged, recording: Recording, casts: Mapping[str, "list[_Cast]"]
 ) -> dict[tuple[str, str, Role], str]:
     """Why the operand that loses most elements does: one more cast, or two."""
-    row = max(judged.by_operand(), key=lambda row: row.lost, default=None)
+    row = max(cast_rows.worse_gemms(judged.rows), key=lambda row: row.lost, default=None)
     if row is None or row.lost < cast_rows.SHARE:
         return {}
     (cast,) = (c for c in casts[row.recipe] if (c.gemm, c.role) == (row.gemm, row.role))
@@ -291,6 +317,12 @@ def _casts(
             for name, spec in recipes.items()
         }
     named = trained_recipes() if recipes is None else recipes
+    known = [RECIPES.get(one) if isinstance(one, str) else one for one in named]
+    if alone := [one.name for one in known if isinstance(one, Recipe) and one.simulated]:
+        raise ValueError(
+            f"recipe {alone[0]!r} is for the simulator alone; a study takes recipes that train. "
+            f"Use fp8ref.compare(x, [{alone[0]!r}]) for a tensor."
+        )
     chosen = [recipes_of.check_trained(recipe) for recipe in named]
     chosen = [recipe for recipe in chosen if recipe.fp8 or recipes is not None]
     if plain := [recipe.name for recipe in chosen if not recipe.fp8]:

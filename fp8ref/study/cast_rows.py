@@ -13,10 +13,16 @@ import numpy as np
 from fp8ref.recipe import Gemm, Role
 from fp8ref.study.recording import Operand
 
-__all__ = ["Row", "by_operand", "cause", "sentence"]
+__all__ = ["Row", "by_operand", "cause", "non_finite", "sentence", "worse_gemms"]
 
 SHARE = 0.01
 """The share of a tensor's elements that become zero, or are clipped, from which a cast is named."""
+
+SEEN = 0.00005
+"""The share from which a table shows other than 0.00 %: a better recipe's is named from there."""
+
+NOTHING = "; there is nothing to judge"
+"""The end of what ``non_finite`` says of an operand without a finite number but 0."""
 
 DECIBELS = 20.0
 """The SQNR of the 5th percentile of rows below which a cast is named: e5m2 has about 25 dB."""
@@ -54,6 +60,27 @@ class Row:
 
 
 def by_operand(rows: Sequence[Row]) -> list[Row]:
+    """A row for each operand and recipe: of each number the worse of its two GEMMs.
+
+    ``gemm`` and ``worst_rows`` are those of the lower 5th percentile.
+    """
+    alike: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        alike.setdefault((row.layer, row.role, row.recipe), []).append(row)
+    operands = list(dict.fromkeys(key[:2] for key in alike))
+    return [
+        replace(
+            min(alike[key], key=lambda row: row.low),
+            sqnr=min((row.sqnr for row in alike[key]), key=lambda n: (not np.isnan(n), n)),
+            median=min(row.median for row in alike[key]),
+            lost=max(row.lost for row in alike[key]),
+            clipped=max(row.clipped for row in alike[key]),
+        )
+        for key in sorted(alike, key=lambda key: operands.index(key[:2]))
+    ]
+
+
+def worse_gemms(rows: Sequence[Row]) -> list[Row]:
     """A row for each operand and recipe: of its two GEMMs the one that loses or clips more, or has
     the lower 5th percentile."""
     worse: dict[tuple[str, str, str], Row] = {}
@@ -66,41 +93,77 @@ def by_operand(rows: Sequence[Row]) -> list[Row]:
     return [worse[key] for key in sorted(worse, key=lambda key: operands.index(key[:2]))]
 
 
+def non_finite(operand: Operand) -> str:
+    """What an operand holds of Inf and NaN: "holds 1 Inf", of the kept rows; "" if none."""
+    x = operand.kept
+    counts = {"Inf": int(np.isinf(x).sum()), "NaN": int(np.isnan(x).sum())}
+    parts = [f"{count:,} {name}" for name, count in counts.items() if count]
+    whole = operand.rows <= len(x)
+    if counts["NaN"] == x.size:
+        return f"is all NaN{'' if whole else ' in the rows that were kept'}{NOTHING}"
+    if parts:
+        where = "" if whole else f" in the {len(x):,} of {operand.rows:,} rows that were kept"
+        nothing = (
+            "" if (np.isfinite(x) & (x != 0)).any() else f" and no other number but 0{NOTHING}"
+        )
+        return f"holds {' and '.join(parts)}{where}{nothing}"
+    seen = np.isfinite(operand.columns).all() and np.isfinite(operand.amax).all()
+    return "" if seen else "holds Inf or NaN in rows that were not kept"
+
+
 def sentence(
-    rows: Sequence[Row], title: Callable[[Row], str], causes: Mapping[tuple[str, str, Role], str]
+    rows: Sequence[Row],
+    title: Callable[[Row], str],
+    causes: Mapping[tuple[str, str, Role], str],
+    bad: Mapping[str, str],
 ) -> str:
-    """What the worst cast does to its operand, why, and which recipes do not.
+    """What holds Inf or NaN; what the worst cast does to its operand, why, and which recipes do
+    not.
 
     title     what a row's operand is called.
     causes    by (recipe, layer, role), what ``cause`` found.
+    bad       by "<layer>/<role>", what ``non_finite`` found.
     """
-    once = by_operand(rows)
-    if not once:
+    if not rows:
         return "No operand was cast."
+    names = {f"{row.layer}/{row.role}": title(row) for row in rows}
+    texts = [f"{name} {bad[key]}" for key, name in names.items() if key in bad]
+    if len(texts) > 3:
+        texts[2:] = [f"{len(texts) - 2} more hold Inf or NaN"]
+    first = f"{'; '.join(texts)}." if texts else ""
+    rows = [r for r in rows if not bad.get(f"{r.layer}/{r.role}", "").endswith(NOTHING)]
+    return " ".join(filter(None, [first, _worst_cast(rows, title, causes) if rows else ""]))
+
+
+def _worst_cast(
+    rows: Sequence[Row], title: Callable[[Row], str], causes: Mapping[tuple[str, str, Role], str]
+) -> str:
+    once = worse_gemms(rows)
     worst = max(once, key=_share)
     if _share(worst) >= SHARE:
         why = causes.get((worst.recipe, worst.layer, worst.role), "")
-        return _loss(rows, worst, f"{title(worst)}{_gemm(rows, worst)}{why}")
-    worst = min(once, key=lambda row: row.low)
+        return _loss(rows, worst, f"{title(worst)}{_gemm(rows, worst, _share)}{why}")
+    worst = min(rows, key=lambda row: row.low)
+    name = f"{title(worst)}{_gemm(rows, worst, lambda row: row.low)}"
     if worst.low == -np.inf:
         bad = [row.recipe for row in _alike(rows, worst) if row.low == -np.inf]
         verb = "turns" if len(bad) == 1 else "turn"
-        return f"{_listed(bad)} {verb} rows of {title(worst)} into NaN: it holds NaN or Inf."
+        return f"{_listed(bad)} {verb} rows of {name} into NaN: it holds NaN or Inf."
     if worst.low < DECIBELS:
-        return _low(_alike(rows, worst), worst, title(worst))
+        return _low(_alike(rows, worst), worst, name)
     most, low = max(map(_share, once)), worst.low
     lost = f"more than {_percent(most)} of a tensor" if most else "an element"
-    kept = "every row is exact" if low == np.inf else f"95 % of the rows keep {low:.0f} dB or more"
+    exact = "95 % of the rows are" if any(row.worst_rows for row in rows) else "every row is"
+    kept = f"{exact} exact" if low == np.inf else f"95 % of the rows keep {low:.0f} dB or more"
     return f"No cast of these recipes zeroes or clips {lost}, and {kept}."
 
 
 def _loss(rows: Sequence[Row], worst: Row, what: str) -> str:
     """Elements that become zero, or are clipped."""
     kind = "lost" if worst.lost >= worst.clipped else "clipped"
-    singular, plural = {"lost": ("zeroes", "zero"), "clipped": ("clips", "clip")}[kind]
     share, alike = getattr(worst, kind), _alike(rows, worst)
     bad = [row.recipe for row in alike if getattr(row, kind) == share]
-    text = f"{_listed(bad)} {singular if len(bad) == 1 else plural} {_percent(share)} of {what}"
+    text = f"{_listed(bad)} {_verb(worst, bad)} {_percent(share)} of {what}"
     good = [row.recipe for row in alike if _share(row) <= SHARE / 10]
     if not good:
         best = min(alike, key=_share)
@@ -108,11 +171,22 @@ def _loss(rows: Sequence[Row], worst: Row, what: str) -> str:
             return f"{text}; {best.recipe} loses {_percent(_share(best))}."
         return f"{text}{'; no other recipe does much better' if len(alike) > len(bad) else ''}."
     same = worst.layer, worst.role
-    others = [r for r in by_operand(rows) if (r.layer, r.role) == same and r.recipe in good]
+    others = [r for r in worse_gemms(rows) if (r.layer, r.role) == same and r.recipe in good]
     other = max(others, key=_share)
     but = f" ({other.recipe} loses {_percent(_share(other))} in the {other.gemm} GEMM)"
     but = but if _share(other) >= SHARE else ""
-    return f"{text}; {_listed(good)} {'does' if len(good) == 1 else 'do'} not{but}."
+    most = max((row for row in alike if row.recipe in good), key=_share)
+    does = f"{'does' if len(good) == 1 else 'do'} not"
+    if _share(most) >= SEEN:
+        less = f"{_percent(_share(most))}{' or less' if len(good) > 1 else ''}"
+        does = f"{_verb(most, good)} {less}"
+    return f"{text}; {_listed(good)} {does}{but}."
+
+
+def _verb(row: Row, recipes: Sequence[str]) -> str:
+    """What the recipes do to most of the elements that a row loses."""
+    verb = ("zeroe", "zero") if row.lost >= row.clipped else ("clip", "clip")
+    return f"{verb[0]}s" if len(recipes) == 1 else verb[1]
 
 
 def _low(alike: Sequence[Row], worst: Row, name: str) -> str:
@@ -132,11 +206,11 @@ def _alike(rows: Sequence[Row], row: Row) -> list[Row]:
     return [other for other in rows if (other.layer, other.role, other.gemm) == same]
 
 
-def _gemm(rows: Sequence[Row], row: Row) -> str:
-    """In which GEMM, where the recipe casts the operand otherwise in another."""
+def _gemm(rows: Sequence[Row], row: Row, of: Callable[[Row], float]) -> str:
+    """In which GEMM, where that number is another in another."""
     same = row.layer, row.role, row.recipe
-    shares = {_share(r) for r in rows if (r.layer, r.role, r.recipe) == same}
-    return f" in the {row.gemm} GEMM" if len(shares) > 1 else ""
+    numbers = {of(r) for r in rows if (r.layer, r.role, r.recipe) == same}
+    return f" in the {row.gemm} GEMM" if len(numbers) > 1 else ""
 
 
 def cause(operand: Operand, row: str, lost: float, again: Callable[[Operand], float]) -> str:

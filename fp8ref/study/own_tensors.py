@@ -99,7 +99,8 @@ def _operand(array: Any, role: Role, transposed: bool, rows: int) -> Operand:
     """What is kept of an array; ValueError if it cannot be judged."""
     x = recordings.floats(array)
     shape = f"shape {x.shape} is no matrix"
-    require(x.ndim > 1 and x.size > 0, f"{shape}; reshape it to [tokens, K]")
+    require(x.size > 0, f"shape {x.shape} is empty")
+    require(x.ndim > 1, f"{shape}; reshape it to [tokens, K]")
     require(role != "weight" or x.ndim == 2, f"a weight of {shape}; give each [N, K] by itself")
     x = x.T if transposed and role == "weight" else x.reshape(-1, x.shape[-1])
     with np.errstate(invalid="ignore"):

@@ -47,6 +47,7 @@ def test_a_users_error_is_one_line_and_writes_nothing(file, tmp_path, capsys):
     for words, text in (
         (["--recipes", "fp9"], "got 'fp9'"),
         (["--tensors", "x*"], "no tensor of that name"),
+        (["--out", "/nonexistent/a.html"], "/nonexistent is no directory. Make it, or name"),
         (["--out", str(tmp_path / "none")], "--out names a .html file, or a directory that exists"),
         (["--json", str(file)], "--json names a file that this command neither reads nor writes"),
         (["--json", str(tmp_path / "." / ".." / tmp_path.name / page.name)], "neither reads nor"),
@@ -55,6 +56,9 @@ def test_a_users_error_is_one_line_and_writes_nothing(file, tmp_path, capsys):
         error = capsys.readouterr().err
         assert text in error
         assert not page.exists()
+    for name, why in (("nofile.npz", "No such file or directory"), (".", "Is a directory")):
+        assert cli.main(["study", name, "--out", str(page)]) == 2
+        assert f"{name}: cannot be read ({why}). Name a file" in capsys.readouterr().err
     page.write_text("mine")
     assert cli.main(["study", str(file), "--out", str(page)]) == 2
     assert "is no page of fp8ref study; it is left alone" in capsys.readouterr().err

@@ -1,8 +1,11 @@
+import io
 import json
 import math
+import re
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from fp8ref import study
 from fp8ref.formats import E4M3FN, E5M2
@@ -181,7 +184,7 @@ def test_a_recipe_without_fp8_is_refused():
         study.judge(recorded(tensors(), 640), ["bf16"])
     with pytest.raises(ValueError, match="recipe"):
         study.judge(recorded(tensors(), 640), ["fp9"])
-    with pytest.raises(ValueError, match="recipe 'nvfp4' is for the simulator alone"):
+    with pytest.raises(ValueError, match=r"'nvfp4' is for the simulator alone.*fp8ref\.compare"):
         study.judge(recorded(tensors(), 640), ["nvfp4"])
     with pytest.raises(ValueError, match="rounded to nearest; 'mine' is another"):
         study.judge(recorded(tensors(), 640), {"mine": RECIPES["mxfp4"].output.a})
@@ -223,6 +226,49 @@ def test_the_map_has_the_lower_number_of_a_roles_two_gemms():
         rows[1],
         row("a", recipe="mxfp8"),
     ]
+
+
+def test_a_table_has_each_number_of_the_worse_gemm():
+    rows = (
+        row("a", sqnr=74.2, low=50.7, lost=0.0012, clipped=0.01, worst_rows=(1,)),
+        row("a", gemm="grad_weight", sqnr=31.8, median=40.0, low=26.7, worst_rows=(2,)),
+    )
+    found = study.Judged(rows=rows)
+    numbers = {"sqnr": 31.8, "median": 30.0, "low": 26.7, "lost": 0.0012, "clipped": 0.01}
+    one = row("a", gemm="grad_weight", worst_rows=(2,), **numbers)
+    assert found.by_operand() == found.worst(10) == [one]
+    nan = study.Judged(rows=(rows[0], row("a", gemm="grad_weight", sqnr=math.nan)))
+    assert math.isnan(nan.by_operand()[0].sqnr)
+
+
+def shown(found, width):
+    with io.StringIO() as file:
+        found.render(Console(file=file, width=width, force_terminal=True, color_system="standard"))
+        return file.getvalue()
+
+
+def test_a_terminal_of_80_columns_shows_whole_names_and_a_plain_sentence():
+    layers = [f"model.layers.{i}.mlp.{name}_proj" for i in range(2) for name in ("gate", "up")]
+    rows = [row(name, recipe="rowwise_with_gw_hp", worst_rows=(1, 22, 333)) for name in layers]
+    found = study.Judged(rows=tuple(rows), causes={}, titles={})
+    text = re.sub(r"\x1b\[[0-9;]*m", "", shown(found, 80))
+    assert max(map(len, text.splitlines()[1:])) <= 80
+    assert "…" not in text
+    assert text.count("22,") == 4
+    assert text.count("rowwise_with_gw_hp") == 4
+    width = text[: text.index("rowwise_with")].rpartition("\n")[2]
+    names = "".join(line[: len(width)].strip() for line in text.splitlines()[1:])
+    assert all(f"{layer}/input" in names for layer in layers)
+    causes = {("rowwise", "a", "input"): " because token 7 is 3,000x larger"}
+    found = study.Judged(rows=(row("a", lost=0.2),), causes=causes)
+    assert "because token 7 is 3,000x larger." in shown(found, 200)
+
+
+def test_what_is_not_judged_is_grouped_by_its_reason():
+    absent = [f"b{i} (no matrix)" for i in range(7)] + ["c (complex)"]
+    text = shown(study.Judged(rows=(row("a"),), absent=tuple(absent)), 200)
+    assert "not judged: b0, b1, b2, b3, b4 and 2 more (no matrix)\n" in text
+    assert "not judged: c (complex)\n" in text
 
 
 def test_an_operand_is_among_the_worst_by_any_number():

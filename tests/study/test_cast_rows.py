@@ -89,6 +89,33 @@ def test_elements_are_clipped():
     assert text.startswith(f"stale clips {100 * share:.2g} % of x; rows does not")
 
 
+def test_inf_and_nan_come_first():
+    x = normal(256, 64)
+    x[3, 4] = np.inf
+    text = said(x, ["tensorwise", "mxfp8"], "w")
+    assert text.startswith("w holds 1 Inf. tensorwise zeroes 99 % of w; mxfp8 loses 0.")
+    x[5, 6:8] = np.nan
+    assert said(x, ["mxfp8"], "w").startswith("w holds 1 Inf and 2 NaN. ")
+    nothing = np.full((64, 64), np.nan, np.float32)
+    assert said(nothing, ["tensorwise"], "w") == "w is all NaN; there is nothing to judge."
+    zeros = np.zeros((64, 64), np.float32)
+    zeros[1, 1] = np.nan
+    assert said(zeros, ["tensorwise"], "w") == (
+        "w holds 1 NaN and no other number but 0; there is nothing to judge."
+    )
+    arrays = dict.fromkeys("wvuz", nothing) | {"fine": normal(64, 64)}
+    text = study.judge(study.tensors(arrays), ["rowwise"]).sentence()
+    assert text.startswith("w is all NaN; there is nothing to judge; v is all NaN;")
+    assert "; 2 more hold Inf or NaN. No cast of these" in text
+    long = normal(2048, 64)
+    long[200] = np.inf  # the blocks from 0, 640, 1280 and 1920 on are kept
+    assert said(long, ["rowwise"], "w").startswith("w holds Inf or NaN in rows that were not kept.")
+    long[0, 0] = np.nan
+    assert said(long, ["rowwise"], "w").startswith(
+        "w holds 1 NaN in the 512 of 2,048 rows that were kept."
+    )
+
+
 def row(recipe, **numbers):
     given = {"gemm": "output", "role": "input", "layer": "a", "sqnr": 30.0, "median": 30.0}
     return Row(recipe=recipe, **(given | {"low": 30.0, "lost": 0.0, "clipped": 0.0} | numbers))
@@ -130,6 +157,28 @@ def row(recipe, **numbers):
         (
             [row("t", lost=0.01), row("t", gemm="grad_weight", lost=0.4)],
             "t zeroes 40 % of the input of a in the grad_weight GEMM.",
+        ),
+        (
+            [row("t", lost=0.016), row("r", lost=0.0059), row("m", lost=0.0004)],
+            "t zeroes 1.6 % of the input of a; m zeroes 0.04 %.",
+        ),
+        (
+            [row("t", lost=0.5), row("m", lost=0.0004), row("n"), row("o", clipped=0.0006)],
+            "t zeroes 50 % of the input of a; m, n and o clip 0.06 % or less.",
+        ),
+        (
+            [row("t", low=26.7), row("t", gemm="output", low=50.0, lost=0.001)],
+            "No cast of these recipes zeroes or clips more than 0.1 % of a tensor, and 95 % of "
+            "the rows keep 27 dB or more.",
+        ),
+        (
+            [row("t", lost=0.001), row("t", gemm="grad_weight", low=12.0)],
+            "t leaves 5 % of the rows of the input of a in the grad_weight GEMM at 12 dB of SQNR "
+            "or less.",
+        ),
+        (
+            [row("t", low=math.inf, worst_rows=(3,))],
+            "No cast of these recipes zeroes or clips an element, and 95 % of the rows are exact.",
         ),
         ([], "No operand was cast."),
     ],

@@ -97,6 +97,7 @@ def test_what_is_no_matrix_of_floats_is_left_out_and_said(x):
     assert taken.operands["x/input"].rows == 640
     assert taken.refused.keys() == others.keys()
     assert "got float8_e4m3fn" in taken.refused["codes"]
+    assert taken.refused["none"] == "shape (0, 4) is empty"
     found = study.judge(taken, ["tensorwise"])
     assert [name.split(" ")[0] for name in found.absent] == list(others)
     with pytest.raises(ValueError, match=r"at least one matrix of floats; got bias: shape \(4,\)"):

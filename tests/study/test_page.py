@@ -67,6 +67,7 @@ def test_the_page_shows_both(judged, depth, tmp_path):
     )
     assert page.index(of_casts) < page.index(of_model) < page.index("<section>")
     assert "SQNR of input, 5th percentile of tokens" in page
+    assert "Each number is the worse of the two GEMMs" in page
 
 
 def test_the_page_of_tensors_begins_with_what_matters(tmp_path):
