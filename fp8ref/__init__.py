@@ -74,4 +74,5 @@ if not TYPE_CHECKING:  # so that type checkers see the names above, and refuse o
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    names = {*globals(), *__all__} - {"TYPE_CHECKING"}
+    return sorted(name for name in names if not name.startswith("_") or name == "__version__")

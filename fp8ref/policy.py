@@ -215,8 +215,8 @@ class ScalePolicy:
         if self.e8m0 is None:
             if self.of_exponents or self.power_of_two == "mask":
                 raise ValueError(
-                    f"a power-of-two scale_inv needs an E8M0Rule; got ratio={self.ratio!r}, "
-                    f"power_of_two={self.power_of_two!r}, e8m0=None."
+                    "a ratio of exponents and power_of_two 'mask' need an E8M0Rule; got ratio="
+                    f"{self.ratio!r}, power_of_two={self.power_of_two!r}, e8m0=None."
                 )
         elif self.power_of_two not in (
             allowed := ("mask", "exp2_log2")

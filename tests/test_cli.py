@@ -240,6 +240,9 @@ def test_help_all_has_the_values_of_the_config_on_the_command_line(run):
     assert "Optimizer steps. (value: 150)" in shown
     assert "Seed of the initial weights. (value: 77)" in shown
     assert all(f" {section}: " in shown for section in ("model", "parallel", "log"))
+    code, out, err = run("train", "tiny", "--help-all", "--run.stepz", "3")
+    assert (code, out) == (2, "")
+    assert "unknown option '--run.stepz'. Did you mean --run.steps?" in err
     code, out, err = run("train", "absent.toml", "--help-all")
     assert (code, out) == (2, "")
     assert err.startswith("fp8ref train: absent.toml: cannot be read")
@@ -473,6 +476,33 @@ def test_the_default_backend_is_an_installed_one_and_said(
     said = "" if named else f"backend: {backend} (by default; --backend names another)\n"
     assert err == said + COVERAGE
     assert log.read_manifest(config.parent / "runs" / f"small-{backend}-tensorwise")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--recipe", "rowwise"],
+            "--recipes names the recipes of a sweep; got --numerics.recipe too",
+        ),
+        (["--run.out", "x"], "directories of --out; got run.out 'x'. Leave it out."),
+    ],
+)
+def test_a_sweep_refuses_what_its_plan_replaces(config, run, words, said):
+    code, out, err = run("sweep", config, *words)
+    assert (code, out, (config.parent / "sweep").exists()) == (2, "", False)
+    assert said in err
+
+
+@pytest.mark.parametrize(("first", "lines"), [(True, 1), (False, 0)])
+def test_one_process_of_several_says_the_default_backend(
+    config, fake, run, monkeypatch, first, lines
+):
+    fake()
+    processes = Alone()
+    processes.first = first
+    monkeypatch.setattr(train, "_processes", lambda *_: processes)
+    assert run("train", config, "--distributed")[2].count("backend: torch") == lines
 
 
 def test_an_unknown_backend_exits_with_2(config, fake, run):

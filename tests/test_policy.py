@@ -201,8 +201,11 @@ E8M0 = policy.E8M0Rule(scale_of_code_0=1.0, scale_of_nan="nan")
         ({"compute": BFLOAT16}, "with stored='scale_inv'"),
         ({"compute": FLOAT16, "stored": "scale_inv"}, "compute is float32, or bfloat16"),
         ({"e8m0": E8M0, "power_of_two": "mask"}, "e8m0 needs ratio"),
-        ({"ratio": "exponents", "power_of_two": "mask"}, "needs an E8M0Rule"),
-        ({"ratio": "amax/max", "power_of_two": "mask"}, "needs an E8M0Rule"),
+        ({"ratio": "exponents", "power_of_two": "mask"}, "need an E8M0Rule"),
+        (
+            {"ratio": "amax/max", "power_of_two": "mask"},
+            "exponents and power_of_two 'mask' need an E8M0Rule",
+        ),
         (
             {"ratio": "amax*(1/max)", "eps": 1e-4, "zero": "one"},
             r"'amax\*\(1/max\)' makes scale_inv, so zero is 'compute'",

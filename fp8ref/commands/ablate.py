@@ -58,7 +58,7 @@ def _ablate(arguments: argparse.Namespace) -> int:
 
     rate = arguments.learning_rate
     require(arguments.steps >= 0, f"--steps is not negative; got {arguments.steps}.")
-    require(rate is None or 0 < rate < 1e3, f"--learning-rate is positive; got {rate}.")
+    require(rate is None or 0 < rate < 1e3, f"--learning-rate is between 0 and 1000; got {rate}.")
     settings, run = _data_settings(arguments), arguments.run_directory
     start: Path | ablation_start.Start = run
     if settings is not None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from fp8ref.commands import shared
 from fp8ref.commands.shared import FAILED, check_whole
 from fp8ref.shared import console
+from fp8ref.shared.errors import require
 
 if TYPE_CHECKING:
     from fp8ref.conformance.kit.compare import Report
@@ -79,6 +80,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     """
     arguments.config = arguments.config or Path("tiny" if arguments.full else "demo")
     config = shared.config(arguments)
+    shared.refuse_out(config)
     check_whole(config)
     if arguments.out.exists() and not arguments.out.is_dir():
         raise ValueError(f"--out names a directory; {arguments.out} is a file. Name another.")
@@ -89,8 +91,11 @@ def _options(arguments: argparse.Namespace) -> Options:
     full = arguments.full
     count = (3 if full else 4) if arguments.seeds is None else arguments.seeds
     own = vars(arguments).get("numerics.recipe")  # --recipe
+    if arguments.recipes:
+        shared.refuse(arguments, "--recipes names every recipe", "numerics.recipe")
     recipes = arguments.recipes or own or ("tensorwise,rowwise" if full else "tensorwise")
-    names = [name.strip() for name in recipes.split(",") if name.strip() != "bf16"]
+    names = [name for name in shared.names(recipes) if name != "bf16"]
+    require(bool(names), f"--recipes takes recipes in FP8, with commas; got {recipes!r}.")
     backends = [arguments.backend] if arguments.backend else list(shared.installed())
     return Options(
         recipes=tuple(names),

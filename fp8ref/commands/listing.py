@@ -115,11 +115,15 @@ def _name_values(command: Parser) -> None:
 
     from fp8ref import configs, policy, recipe
     from fp8ref.train.config import options
+    from fp8ref.train.report import what_if
 
     command.before([])
     names = {dotted: key.choices for dotted, key in options.config_keys().items()}
-    names |= dict.fromkeys(("recipe", "recipes", "numerics.recipe"), tuple(recipe.RECIPES))
-    names |= {"policy": tuple(policy.SUMMARIES)}
+    names |= dict.fromkeys(
+        ("recipe", "recipes", "numerics.recipe"), tuple(recipe.trained_recipes())
+    )
+    replays = command.prog.endswith(" replay")
+    names |= {"policy": what_if.KNOWN if replays else tuple(policy.SUMMARIES)}
     for action in command._actions:
         if isinstance(action.choices, dict):
             for inner in action.choices.values():

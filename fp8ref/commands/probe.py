@@ -186,7 +186,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     from fp8ref.conformance.gemm import recording
 
     reason = "--replay takes all settings from the recordings"
-    shared.refuse(arguments, reason, "subject", *GEMM, "record", "layout", "framework")
+    shared.refuse(arguments, reason, "subject", *GEMM, "seed", "record", "layout", "framework")
     with console.waiting("verify recordings"):
         recordings = recording.verify_all(arguments.replay)
     code = conclude(recordings, arguments.json)

@@ -31,7 +31,7 @@ def add(commands) -> None:
     shared.add_judging(compare)
     replay = shared.plain(commands, "replay RUN --policy NAME", _replay)
     replay.option("run_directory", "RUN", "the directory of a run")
-    text = "a name that fp8ref policies lists, or delayed"
+    text = "delayed, or a policy in FP8, such as torchao: fp8ref policies"
     replay.option("--policy", "NAME", text, required=True)
     replay.option("--history", "N", "length of delayed scaling (default: the policy's)")
     replay.option("--margin", "M", "in powers of two (default: the policy's)")

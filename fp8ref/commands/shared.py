@@ -78,7 +78,9 @@ def _describe_keys(parser: Parser, words: Sequence[str]) -> str:
     from fp8ref.train.config import config as configs
     from fp8ref.train.config import options
 
-    arguments, _ = parser.parse_known_args([word for word in words if word != "--help-all"])
+    arguments, rest = parser.parse_known_args([word for word in words if word != "--help-all"])
+    if rest:
+        parser.refuse(rest)
     current = config(arguments) if arguments.config else configs.Config()
     every = Parser(add_help=False, usage=argparse.SUPPRESS)
     options.add(every, current)
@@ -119,8 +121,14 @@ def backend(arguments: argparse.Namespace, config=None) -> str:
 
     kind = "llama" if config is None else config.architecture.kind
     name = architecture.BACKEND.get(kind, installed()[-1])
-    console.say(f"backend: {name} (by default; --backend names another)")
+    if not getattr(arguments, "distributed", False):  # else the first process says it
+        say_backend(name)
     return name
+
+
+def say_backend(name: str) -> None:
+    """Say which backend is the default one."""
+    console.say(f"backend: {name} (by default; --backend names another)")
 
 
 def names(text: str) -> list[str]:
@@ -137,7 +145,11 @@ def used(arguments: argparse.Namespace, *names: str) -> list[str]:
     """Those of these arguments that are not at their default, as "--name"; "*": keys of CONFIG."""
     default = arguments.parser.get_default
     keys = [name for name in vars(arguments) if "." in name] * ("*" in names)
-    words = [name for name in names if name != "*" and getattr(arguments, name) != default(name)]
+    words = [
+        name
+        for name in names
+        if name != "*" and getattr(arguments, name, default(name)) != default(name)
+    ]
     positional = ("config", "subject")
     return [
         name.upper() if name in positional else f"--{name.replace('_', '-')}" for name in words
@@ -148,6 +160,14 @@ def refuse(arguments: argparse.Namespace, reason: str, *names: str) -> None:
     """ValueError if arguments are used that have no meaning, for a reason."""
     if unused := used(arguments, *names):
         raise ValueError(f"{reason}; got {', '.join(unused)} too. Leave it out.")
+
+
+def refuse_out(config) -> None:
+    """ValueError for run.out, where --out has a directory of several runs."""
+    require(
+        config.run.out is None,
+        f"the runs are in directories of --out; got run.out {config.run.out!r}. Leave it out.",
+    )
 
 
 def add_trust(command: Parser) -> None:

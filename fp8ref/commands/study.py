@@ -54,7 +54,7 @@ def _study(arguments: argparse.Namespace) -> int:
     check_json(arguments.json, arguments.file, out)
     from fp8ref import study
 
-    names = [name.strip() for name in arguments.recipes.split(",")] if arguments.recipes else None
+    names = shared.names(arguments.recipes) if arguments.recipes else None
     with console.waiting("study"):
         try:
             recording = study.read_file(arguments.file, arguments.tensors, roles=arguments.role)

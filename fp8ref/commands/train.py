@@ -48,6 +48,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _trained(arguments: argparse.Namespace) -> int:
     config = shared.config(arguments)
+    default = arguments.backend is None
     arguments.backend = shared.backend(arguments, config)
     shared.trust_source(arguments, arguments.config, config)
     if arguments.dry_run:
@@ -61,6 +62,8 @@ def _trained(arguments: argparse.Namespace) -> int:
 
     out = Path(config.run.out) if config.run.out else _default(arguments, config)
     processes = _processes(arguments, config) if arguments.distributed else None
+    if processes and processes.first and default:
+        shared.say_backend(arguments.backend)
     with processes.naming_lost_processes() if processes else contextlib.nullcontext():
         lines = loop.train(
             config,
@@ -92,6 +95,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     $ fp8ref sweep tiny --backend jax,torch --jobs 2
     """
     confidence, margin = shared.confidence(arguments), shared.margin(arguments)
+    shared.refuse(arguments, "--recipes names the recipes of a sweep", "numerics.recipe")
     config = shared.config(arguments)
     from fp8ref.train.experiments import sweep
 
@@ -102,11 +106,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
         f"--backend takes names of {', '.join(shared.BACKENDS)}, each once; got "
         f"{arguments.backend!r}.",
     )
-    require(
-        config.run.out is None,
-        f"the runs of a sweep are in directories of --out; got run.out {config.run.out!r}. "
-        "Leave it out.",
-    )
+    shared.refuse_out(config)
     require(arguments.jobs >= 1, f"--jobs is at least 1; got {arguments.jobs}.")
     text = f"--out names a directory; {arguments.out} is a file. Name another."
     require(not arguments.out.exists() or arguments.out.is_dir(), text)

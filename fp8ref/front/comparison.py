@@ -1,9 +1,12 @@
 """Compare what recipes do to one tensor: a table, and a picture of the SQNR of its rows."""
 
 import html
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from fp8ref.front import quantized
 from fp8ref.front.quantized import NUMBERS, Accuracy, Quantized
@@ -60,10 +63,15 @@ class Comparison:
             few = f"{zeroed[first]:.1%}" if zeroed[first] >= 1e-3 else "under 0.1%"
             return f"{text}, {first} {few if zeroed[first] else 'none'}"
         low, *_, high = sorted(self.rows * 2, key=lambda row: row["worst"])
-        text = f"The worst row keeps {low['worst']:.1f} dB"
-        if high["worst"] - low["worst"] < 1:
-            return f"{text} or more under {', '.join(zeroed)}"
-        return f"{text} under {low['recipe']}, {high['worst']:.1f} dB under {high['recipe']}"
+        worst, best, names = low["worst"], high["worst"], ", ".join(zeroed)
+        if worst == math.inf:
+            exact = np.any(next(iter(self.accuracies.values())).rows == math.inf)
+            empty = "x has no finite element other than zero: no recipe loses any"
+            return f"Every row is exact under {names}" if exact else empty
+        text = f"The worst row keeps {worst:.1f} dB"
+        if worst == best or best - worst < 1:
+            return f"{text}{' or more' if worst < best else ''} under {names}"
+        return f"{text} under {low['recipe']}, {best:.1f} dB under {high['recipe']}"
 
     def to_pandas(self) -> Any:
         """The rows as a pandas.DataFrame, by recipe; ImportError without pandas."""
@@ -107,18 +115,27 @@ def compare(
     """Quantize x by each recipe, and measure what it costs.
 
     x         as ``quantize`` takes it. All is computed in NumPy: each framework has these bits.
-    recipes   names or Recipes, as ``quantize`` takes them; or {label: one of them, or a CastSpec}.
+    recipes   names or Recipes, as ``quantize`` takes them, each once; or {label: one of them, or a
+              CastSpec}.
     axis      the reduced one. The last block along it may be shorter.
-    Raises:   ValueError: as ``quantize``; no recipe.
+    Raises:   ValueError: as ``quantize``; no recipe; one without a name, or two of one name.
     """
     x = quantized.as_numpy(quantized.to_supported(x))
     axis = granularities.normalize_axis(axis, max(x.ndim, 1))
-    if not isinstance(recipes, Mapping):
-        recipes = [recipes] if isinstance(recipes, str | Recipe) else recipes
-        recipes = {r if isinstance(r, str) else r.name: r for r in recipes}
-    require(len(recipes) > 0, "compare needs a recipe; got none. Name one, or leave them out.")
+    if isinstance(recipes, Mapping):
+        labels, listed = list(recipes), list(recipes.values())
+    else:
+        listed = [recipes] if isinstance(recipes, str | Recipe | CastSpec) else list(recipes)
+        labels = [getattr(recipe, "name", recipe) for recipe in listed]
+    require(len(listed) > 0, "compare needs a recipe; got none. Name one, or leave them out.")
+    names = [x if isinstance(x, str) else type(x).__name__ for x in labels]
+    require(
+        names == labels and len({*names}) == len(names),
+        "each recipe of a comparison has a name of its own, which is text; got "
+        f"{', '.join(names)}. Give {{label: recipe}}.",
+    )
     rows, accuracies = [], {}
-    for name, recipe in recipes.items():
+    for name, recipe in zip(labels, listed, strict=True):
         spec = quantized.cast_spec(recipe)
         kind, policy = spec.granularity, spec.policy
         q = scaling.quantize(x, spec.fmt, granularity=kind, policy=policy, axis=axis, ragged=True)

@@ -84,6 +84,10 @@ NUMBERS = ("sqnr", "zeroed", "clipped", "median", "worst")
 """The numbers of an Accuracy."""
 
 
+_NO_DATA = (TypeError, RuntimeError)
+"""The errors of reading a tensor that JAX traces, or that PyTorch has on its meta device."""
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Quantized(card.Card):
     """A quantized tensor: x ~ dequantize() = decode(codes) * scale_inv.
@@ -142,7 +146,7 @@ class Quantized(card.Card):
         facts = {"scales": self.granularity, "policy": self.policy.name}
         try:
             q = self._in_numpy()
-        except (TypeError, RuntimeError):  # traced by JAX, or without data in PyTorch
+        except _NO_DATA:
             return title, facts
         decoded = cast.decode(q.codes, q.fmt)
         first = [f"{x:g}" for x in decoded.flat[:6]] + ["..."] * (decoded.size > 6)
@@ -153,7 +157,10 @@ class Quantized(card.Card):
         return title, facts | {"bits": f"{self.bits:.4g} an element, with its scales"}
 
     def _picture(self) -> str:
-        q = self._in_numpy()
+        try:
+            q = self._in_numpy()
+        except _NO_DATA:
+            return ""
         back, first = scaling.dequantize(q), card.lowest(q.fmt)
         return card.histogram(
             stats.exponents(back, q, lowest=first).codes, q.fmt, "codes by magnitude"
@@ -219,7 +226,8 @@ def cast_spec(
     Raises:   ValueError: an unknown name; a recipe that casts no input; a cast that rotates or
               rounds stochastically.
     """
-    require(fmt not in RECIPES, f"fmt is a format; got a recipe. Use recipe={fmt!r}.")
+    recipe_name = isinstance(fmt, str) and fmt in RECIPES
+    require(not recipe_name, f"fmt is a format; got a recipe. Use recipe={fmt!r}.")
     named = recipe.output.a if isinstance(recipe, Recipe) else recipe
     what, which = "recipe is a Recipe, a CastSpec or", "fmt is a Format or"
     spec: Any = registry.lookup(what, _CASTS, named, CastSpec)
@@ -228,9 +236,9 @@ def cast_spec(
         "quantize neither rotates nor rounds stochastically. Use fp8ref.sim.linear.",
     )
     return CastSpec(
-        fmt=registry.lookup(which, QUANTIZED_FORMATS, fmt or spec.fmt, Format),
+        fmt=registry.lookup(which, QUANTIZED_FORMATS, spec.fmt if fmt is None else fmt, Format),
         granularity=spec.granularity,
-        policy=policies.by_name(policy or spec.policy),
+        policy=policies.by_name(spec.policy if policy is None else policy),
     )
 
 

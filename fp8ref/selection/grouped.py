@@ -55,7 +55,7 @@ class GroupedRecipe:
 
 
 def _by_kernel_scales(recipe: Recipe) -> Recipe:
-    """Whether torch's grouped kernel can run it: rows, fast GEMMs scaled before they round."""
+    """The recipe as torch's grouped kernel runs it: fast accumulation, scaled before it rounds."""
 
     def by_kernel(spec: GemmSpec) -> GemmSpec:
         return dataclasses.replace(spec, accumulate="fast", epilogue="scale_then_round")

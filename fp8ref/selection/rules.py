@@ -84,7 +84,7 @@ class Rule:
             for word in values:
                 if word is not None and word not in choices:
                     raise ValueError(
-                        f"{key} of a rule is {', '.join(choices)}; got "
+                        f"{key} of a rule is one of {', '.join(choices)}; got "
                         f"{word!r}.{registry.nearest(word, choices)}"
                     )
         parts = [

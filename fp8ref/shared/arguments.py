@@ -147,6 +147,7 @@ class Parser(argparse.ArgumentParser):
 
     def refuse(self, words: Sequence[str]) -> NoReturn:
         """The error for words that are no arguments of the command, with the nearest option."""
+        words = [word for word in words if word != "--"] or words
         unknown = next((word for word in words if word.startswith("-")), words[0])
         name = unknown.partition("=")[0]
         kind = "option" if name.startswith("-") else "argument"

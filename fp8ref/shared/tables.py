@@ -34,13 +34,13 @@ def as_html(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     def line(tag: str, cells: Sequence[str]) -> str:
         sides = ["right" if name.startswith(">") else "left" for name in header]
         return "".join(
-            f'<{tag} style="text-align:{side};white-space:nowrap">'
-            f"{html.escape(cell.removeprefix('>'))}</{tag}>"
+            f'<{tag} style="text-align:{side};white-space:nowrap">{html.escape(cell)}</{tag}>'
             for cell, side in zip(cells, sides, strict=True)
         )
 
+    head = line("th", [name.removeprefix(">") for name in header])
     body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)
-    return f"<table><thead><tr>{line('th', header)}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 class Listing(dict[str, _T]):

@@ -45,7 +45,7 @@ def test_by_default_both_train_and_one_is_judged(options):
 
 
 def test_backend_recipes_and_seeds_are_chosen(options):
-    plan = options("--backend", "jax", "--recipes", "rowwise, bf16,mxfp8", "--seeds", "2")
+    plan = options("--backend", "jax", "--recipes", "rowwise, bf16,mxfp8,", "--seeds", "2")
     assert (plan.recipes, plan.seeds, plan.planted) == (("rowwise", "mxfp8"), {"jax": 2}, "jax")
     assert options("--margin", "0.5").margin == 0.5
     assert options("--recipe", "mxfp8").recipes == ("mxfp8",)
@@ -61,6 +61,9 @@ def test_it_trains_what_is_installed(options, monkeypatch, present):
     ("words", "said"),
     [
         (("--recipes", "tensorwize"), "tensorwise"),
+        (("--recipes", "rowwise", "--recipe", "mxfp8"), "got --numerics.recipe too. Leave it out"),
+        (("--recipes", " ,bf16"), "--recipes takes recipes in FP8, with commas; got ' ,bf16'"),
+        (("--run.out", "x"), "directories of --out; got run.out 'x'. Leave it out"),
         (("--seeds", "0"), "--seeds is at least 1; got 0"),
         (("--backend", "numpy"), "jax, torch"),
         (("--out", "/dev/null"), "--out names a directory; /dev/null is a file"),

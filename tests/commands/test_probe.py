@@ -256,6 +256,10 @@ def test_a_wrong_tile_is_graded(kernels, capsys):  # B-14
             ["wgmma", "--replay", "x.json"],
             "--replay takes all settings from the recordings; got SUBJECT too. Leave it out.",
         ),
+        (
+            ["--replay", "x.json", "--seed", "3"],
+            "from the recordings; got --seed too. Leave it out.",
+        ),
         (["--replay", "x.json"], "x.json cannot be read as a recording of a probe"),
     ],
 )

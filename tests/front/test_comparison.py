@@ -119,6 +119,38 @@ def test_no_recipe_and_another_name_are_refused(x):
         f8.compare(x, ["tensorwize"])
 
 
+@pytest.mark.parametrize(
+    ("rows", "finding"),
+    [
+        ({}, "x has no finite element other than zero: no recipe loses any"),
+        ({0: np.nan}, "x has no finite element other than zero: no recipe loses any"),
+        ({1: 1}, "Every row is exact under tensorwise, nvfp4"),
+        ({1: np.r_[np.nan, np.ones(63)]}, "The worst row keeps -inf dB under tensorwise, nvfp4"),
+    ],
+    ids=["zeros", "NaN", "exact", "a NaN"],
+)
+def test_the_finding_without_a_finite_sqnr(rows, finding):
+    x = np.zeros((4, 64), np.float32)
+    for row, value in rows.items():
+        x[row] = value
+    assert f8.compare(x, ["tensorwise", "nvfp4"]).finding() == finding
+
+
+@pytest.mark.parametrize(
+    ("recipes", "got"),
+    [
+        (["rowwise", RECIPES["rowwise"]], "rowwise, rowwise"),
+        (CastSpec(fmt=E5M2), "CastSpec"),
+        (["rowwise", CastSpec(fmt=E5M2)], "rowwise, CastSpec"),
+        ({1: "rowwise"}, "int"),
+    ],
+    ids=str,
+)
+def test_each_recipe_has_its_own_name(x, recipes, got):
+    with pytest.raises(ValueError, match=f"has a name of its own.*got {got}\\. Give {{label: rec"):
+        f8.compare(x, recipes)
+
+
 def test_html_is_escaped(x):
     html = f8.compare(x, {"<b>&": "tensorwise"})._repr_html_()
     assert "<b>&" not in html

@@ -57,6 +57,12 @@ def test_a_granularity_has_the_policy_of_the_first_recipe_that_has_it(granularit
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_number_of_a_framework_is_quantized(framework):
+    q = f8.quantize(in_framework(np.array(3, np.float32), framework))
+    assert (q.shape, float(q.scale), float(q.dequantize())) == ((), 448 / 3, 3.0)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
 def test_an_array_stays_in_its_framework_with_the_same_bits(framework, recipe, x):
     theirs = f8.quantize(in_framework(x, framework), "e4m3fn", recipe)
@@ -168,6 +174,8 @@ class TestInputs:
         ("arguments", "message"),
         [
             (("e4m3",), r"fmt is a Format or one of .*Did you mean 'e4m3fn'"),
+            ((["e4m3fn"],), r"fmt is a Format or one of .*got \['e4m3fn'\]"),
+            (("",), r"fmt is a Format or one of .*got ''"),
             (("mxfp8",), r"got a recipe\. Use recipe='mxfp8'"),
             (("e4m3fn", "rowise"), r"recipe is .*got 'rowise'\. Did you mean 'rowwise'"),
             (("e4m3fn", "bf16"), r"recipe is .*got 'bf16'"),
@@ -184,6 +192,8 @@ class TestInputs:
     def test_an_unknown_policy_or_axis_is_refused(self, x):
         with pytest.raises(ValueError, match=r"Did you mean 'torchao'"):
             f8.quantize(x, policy="torcha0")
+        with pytest.raises(ValueError, match=r"policy is .*got ''"):
+            f8.quantize(x, policy="")
         with pytest.raises(ValueError, match=r"axis is in \[-2, 2\)"):
             f8.quantize(x, axis=2)
         with pytest.raises(ValueError, match=r"q is the result of quantize; got ndarr"):
@@ -243,6 +253,22 @@ class TestError:
 )
 def test_bits_count_scales_as_they_are_stored(recipe, bits, x):
     assert f8.quantize(x, recipe=recipe).bits == bits
+
+
+def test_a_tensor_without_data_has_a_card_without_a_picture(x):
+    import jax
+    import torch
+
+    def shown(x):
+        cards.append(f8.quantize(x)._repr_html_())
+        return x
+
+    cards: list[str] = []
+    shown(torch.ones(4, 64, device="meta"))
+    jax.jit(shown)(x)
+    shown(x)
+    assert ["torchao" in card for card in cards] == [True] * 3
+    assert ["<svg" in card for card in cards] == [False, False, True]
 
 
 def test_a_tensor_is_printed_in_a_few_lines():

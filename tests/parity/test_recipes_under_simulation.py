@@ -53,7 +53,7 @@ def test_they_are_refused_by_name(taker, name):  # R-9
 
 @pytest.mark.parametrize("name", NAMES)
 def test_lists_of_names_leave_them_out(name):
-    with pytest.raises(ValueError, match=f"recipe of a rule is bf16, .*got '{name}'"):
+    with pytest.raises(ValueError, match=f"recipe of a rule is one of bf16, .*got '{name}'"):
         linear_rules.Rule(layers=("q_proj",), recipe=name)
     with pytest.raises(ValueError, match=f"--recipes takes names of bf16, .*got {name}"):
         sweep.plan(configs.Config(), ["torch"], [name], seeds=1, out=None)

@@ -126,7 +126,7 @@ def test_a_rule_that_does_not_fit_the_model_is_refused(rule, message):
         ({"recipe": "bf16", "format": "e5m2"}, r"got format, recipe\. Split it"),
         (
             {"recipe": "tensorwize"},
-            r"recipe of a rule is bf16, .*; got 'tensorwize'\. Did you mean 'tensorwise'",
+            r"recipe of a rule is one of bf16, .*; got 'tensorwize'\. Did you mean 'tensorwise'",
         ),
         (
             {"format": "e4m3", "roles": ("weight",)},

@@ -82,6 +82,7 @@ def test_an_error_is_one_line_with_what_was_received(parser, capsys, words, said
     [
         (["--cuont", "3"], "unknown option '--cuont'. Did you mean --count?"),
         (["--xyz"], "unknown option '--xyz'. See it --help."),
+        (["--", "more"], "unknown argument 'more'. See it --help."),
         (["more"], "unknown argument 'more'. See it --help."),
     ],
 )

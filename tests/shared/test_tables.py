@@ -7,11 +7,13 @@ def test_text_is_aligned_by_its_column():
 
 
 def test_html_escapes_its_texts_and_aligns_numbers():
-    html = as_html(["<a>", ">n"], [["x & y", "1"]])
+    html = as_html(["<a>", ">n"], [["x & y", "1"], [">a", ">1"]])
     assert "<th" in html
     assert "&lt;a&gt;" in html
     assert "x &amp; y" in html
-    assert html.count("text-align:right") == 2
+    assert html.count("text-align:right") == 3
+    assert ">&gt;a<" in html
+    assert ">&gt;1<" in html
     assert ">n<" in html
 
 

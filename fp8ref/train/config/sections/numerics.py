@@ -25,7 +25,7 @@ class NumericsConfig:
     or, of what statistics.every measures, "sqnr < 18" (dB) of an operand of the phase before or
     "update_error > 0.1" of optimizer states."""
     filter_fqns: tuple[str, ...] = ()
-    """Modules to keep in high precision. By whole name components or shell patterns;
+    """Modules to keep in high precision. Names are whole components or shell patterns;
     ``auto_filter_small_kn`` keeps small linears. lm_head is always kept."""
     fp8_fqns: tuple[str, ...] = ()
     """Modules to convert even if filter_fqns names them; lm_head too."""
