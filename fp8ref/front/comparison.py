@@ -70,7 +70,7 @@ class Comparison:
             return f"Every row is exact under {names}" if exact else empty
         text = f"The worst row keeps {worst:.1f} dB"
         if worst == best or best - worst < 1:
-            return f"{text}{' or more' if worst < best else ''} under {names}"
+            return f"{text}{' or more' * (worst > -math.inf)} under {names}"
         return f"{text} under {low['recipe']}, {best:.1f} dB under {high['recipe']}"
 
     def to_pandas(self) -> Any:
