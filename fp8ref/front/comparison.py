@@ -122,6 +122,8 @@ def compare(
     """
     x = quantized.as_numpy(quantized.to_supported(x))
     axis = granularities.normalize_axis(axis, max(x.ndim, 1))
+    labels: list[Any]
+    listed: list[Any]
     if isinstance(recipes, Mapping):
         labels, listed = list(recipes), list(recipes.values())
     else:

@@ -59,7 +59,7 @@ def test_a_granularity_has_the_policy_of_the_first_recipe_that_has_it(granularit
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_number_of_a_framework_is_quantized(framework):
     q = f8.quantize(in_framework(np.array(3, np.float32), framework))
-    assert (q.shape, float(q.scale), float(q.dequantize())) == ((), 448 / 3, 3.0)
+    assert (q.shape, float(q.scale), float(q.dequantize())) == ((), np.float32(448 / 3), 3.0)
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
