@@ -7,6 +7,7 @@ from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json, conclude
 from fp8ref.recipe import Role
 from fp8ref.shared import console
+from fp8ref.shared.errors import require
 
 
 def add(commands) -> None:
@@ -55,6 +56,8 @@ def _study(arguments: argparse.Namespace) -> int:
     from fp8ref import study
 
     names = shared.names(arguments.recipes) if arguments.recipes else None
+    need = "--recipes takes names of recipes, with commas"
+    require(names != [], f"{need}; got {arguments.recipes!r}. Leave it out for all.")
     with console.waiting("study"):
         try:
             recording = study.read_file(arguments.file, arguments.tensors, roles=arguments.role)

@@ -36,7 +36,7 @@ def test_it_prints_a_table_and_writes_json_and_a_page(file, tmp_path, capsys):
 def test_of_many_rows_it_prints_the_worst(file, capsys):
     arrays = {f"{i}.input": np.ones((2, 32), np.float32) for i in range(20)}
     np.savez(file, **arrays)
-    assert cli.main(["study", str(file), "--recipes", "tensorwise,rowwise"]) == 0
+    assert cli.main(["study", str(file), "--recipes", "tensorwise, rowwise,"]) == 0
     out = capsys.readouterr().out
     assert "The worst 10:" in out
     assert out.count(" tensorwise ") < 20
@@ -46,6 +46,7 @@ def test_a_users_error_is_one_line_and_writes_nothing(file, tmp_path, capsys):
     page = tmp_path / "page.html"
     for words, text in (
         (["--recipes", "fp9"], "got 'fp9'"),
+        (["--recipes", " ,"], "--recipes takes names of recipes, with commas; got ' ,'"),
         (["--tensors", "x*"], "no tensor of that name"),
         (["--out", "/nonexistent/a.html"], "/nonexistent is no directory. Make it, or name"),
         (["--out", str(tmp_path / "none")], "--out names a .html file, or a directory that exists"),
