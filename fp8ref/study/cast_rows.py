@@ -132,12 +132,16 @@ def sentence(
         texts[2:] = [f"{len(texts) - 2} more hold Inf or NaN"]
     first = f"{'; '.join(texts)}." if texts else ""
     rows = [r for r in rows if not bad.get(f"{r.layer}/{r.role}", "").endswith(NOTHING)]
-    return " ".join(filter(None, [first, _worst_cast(rows, title, causes) if rows else ""]))
+    return " ".join(filter(None, [first, _worst_cast(rows, title, causes, bad) if rows else ""]))
 
 
 def _worst_cast(
-    rows: Sequence[Row], title: Callable[[Row], str], causes: Mapping[tuple[str, str, Role], str]
+    rows: Sequence[Row],
+    title: Callable[[Row], str],
+    causes: Mapping[tuple[str, str, Role], str],
+    named: Mapping[str, str],
 ) -> str:
+    """The second part of ``sentence``; named: operands whose Inf and NaN the first part names."""
     once = worse_gemms(rows)
     worst = max(once, key=_share)
     if _share(worst) >= SHARE:
@@ -147,8 +151,9 @@ def _worst_cast(
     name = f"{title(worst)}{_gemm(rows, worst, lambda row: row.low)}"
     if worst.low == -np.inf:
         bad = [row.recipe for row in _alike(rows, worst) if row.low == -np.inf]
+        why = "" if f"{worst.layer}/{worst.role}" in named else ": it holds NaN or Inf"
         verb = "turns" if len(bad) == 1 else "turn"
-        return f"{_listed(bad)} {verb} rows of {name} into NaN: it holds NaN or Inf."
+        return f"{_listed(bad)} {verb} rows of {name} into NaN{why}."
     if worst.low < DECIBELS:
         return _low(_alike(rows, worst), worst, name)
     most, low = max(map(_share, once)), worst.low

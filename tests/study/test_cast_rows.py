@@ -94,6 +94,8 @@ def test_inf_and_nan_come_first():
     x[3, 4] = np.inf
     text = said(x, ["tensorwise", "mxfp8"], "w")
     assert text.startswith("w holds 1 Inf. tensorwise zeroes 99 % of w; mxfp8 loses 0.")
+    text = said(x, ["blockwise"], "w")
+    assert text == "w holds 1 Inf. blockwise turns rows of w in the grad_weight GEMM into NaN."
     x[5, 6:8] = np.nan
     assert said(x, ["mxfp8"], "w").startswith("w holds 1 Inf and 2 NaN. ")
     nothing = np.full((64, 64), np.nan, np.float32)
