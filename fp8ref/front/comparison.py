@@ -46,13 +46,19 @@ class Comparison:
                 bits, those of an element with its part of the scales; sqnr in dB, zeroed, clipped,
                 median and worst, as in ``Accuracy``.
     accuracies  {recipe: its Accuracy}.
+    non_finite  how many elements are NaN or infinite.
     """
 
     rows: tuple[dict[str, Any], ...]
     accuracies: dict[str, Accuracy]
+    non_finite: int = 0
 
     def finding(self) -> str:
         """A sentence: which recipe loses elements, or which keeps the worst row best."""
+        note = f"x holds {self.non_finite:,} NaN or infinite elements. "
+        return note * bool(self.non_finite) + self._loss()
+
+    def _loss(self) -> str:
         zeroed = {row["recipe"]: row["zeroed"] for row in self.rows}
         most, least = max(zeroed, key=zeroed.__getitem__), min(zeroed.values())
         if zeroed[most] >= 1e-3:
@@ -151,4 +157,4 @@ def compare(
             "bits": Quantized(q, policy, axis).bits,
         }
         rows.append(row | {key: getattr(accuracy, key) for key in NUMBERS})
-    return Comparison(tuple(rows), accuracies)
+    return Comparison(tuple(rows), accuracies, int(np.sum(~np.isfinite(x))))
