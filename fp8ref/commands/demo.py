@@ -63,6 +63,7 @@ class Options:
 def add(commands) -> None:
     """Add ``fp8ref demo``."""
     command = shared.config_command(commands, "demo", _demo)
+    command.usage = "fp8ref demo [CONFIG] [options]"
     command.option("--out", "DIR", "directory for the runs and the pictures", Path("demo"))
     command.option("--backend", "NAME", "jax or torch alone", choices=shared.BACKENDS)
     command.option("--recipes", "NAMES", "recipes, with commas (default tensorwise)")

@@ -228,8 +228,14 @@ def _rich(**options) -> "Console":
     from rich.console import Console
 
     rich_console = Console(markup=False, emoji=False, **options)
+    rich_console.on_broken_pipe = _raise_again  # type: ignore[method-assign]
     rich_console.push_render_hook(_Escaping())  # type: ignore[arg-type]  # a RenderHook in all but its base, for which rich would be imported
     return rich_console
+
+
+def _raise_again() -> None:
+    """Leave a BrokenPipeError to the command line, which has an exit code for it: rich exits."""
+    raise
 
 
 class _Escaping:

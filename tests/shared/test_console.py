@@ -284,3 +284,12 @@ def test_no_color_and_no_terminal_leave_out_what_they_should():
     assert b"tiny" in plain
     assert not colors.search(plain)
     assert b"\x1b" not in shown({}, terminal=False)
+
+
+def test_a_closed_pipe_is_left_to_the_command_line():
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        consoles._rich(file=Closed()).print("text")
