@@ -55,8 +55,12 @@ class Comparison:
 
     def finding(self) -> str:
         """A sentence: which recipe loses elements, or which keeps the worst row best."""
-        note = f"x holds {self.non_finite:,} NaN or infinite elements. "
-        return note * bool(self.non_finite) + self._loss()
+        if self.non_finite:  # a recipe that makes NaN of a block loses nothing by these measures
+            return (
+                f"x holds {self.non_finite:,} NaN or infinite elements, which spoil their blocks. "
+                "Compare without them."
+            )
+        return self._loss()
 
     def _loss(self) -> str:
         zeroed = {row["recipe"]: row["zeroed"] for row in self.rows}
