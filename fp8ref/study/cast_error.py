@@ -1,5 +1,6 @@
 """Cast recorded operands as recipes would, and measure what each cast loses (spec Q)."""
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -179,8 +180,8 @@ class Judged(Result):
         """The sentence, then each operand under each recipe; of many the medians by role, and the
         worst."""
         wide = console.width >= WIDE
-        plain: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
-        console.print(self.sentence(), **plain)
+        say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+        say(self.sentence())
         rows, titles = self.by_operand(), ("SQNR, dB", "5 % of rows below", "zeroed", "clipped")
         if len(rows) > FEW:
             where = ["at"] if wide else []  # else names have no room
@@ -204,7 +205,7 @@ class Judged(Result):
             name, mark, why = text.partition(" (")
             reasons.setdefault(mark + why, []).append(name)
         for why, names in reasons.items():
-            console.print(f"not judged: {recordings.some(names)}{why}", **plain)
+            say(f"not judged: {recordings.some(names)}{why}")
 
 
 def _table(wide: bool, *titles: str) -> "Table":
