@@ -1,6 +1,7 @@
 """Show a tensor as lines of text, or in a notebook as a card with a histogram of magnitudes against
 the format's range. The SVG has no script and no stylesheet; it reads on light and dark pages."""
 
+import abc
 import html
 import math
 
@@ -14,14 +15,16 @@ _POWERS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _WIDTH, _TOP, _FLOOR, _HEIGHT = 520, 30, 130, 150
 
 
-class Card:
+class Card(abc.ABC):
     """What shows a title and facts, and in a notebook a picture under them."""
 
+    @abc.abstractmethod
     def _facts(self) -> tuple[str, dict[str, str]]:
-        raise NotImplementedError
+        """The title, and texts by name."""
 
+    @abc.abstractmethod
     def _picture(self) -> str:
-        raise NotImplementedError
+        """HTML under the facts; "" for none."""
 
     def __repr__(self) -> str:
         title, facts = self._facts()
