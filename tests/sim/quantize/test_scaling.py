@@ -40,6 +40,24 @@ def test_amax_propagates_nan_and_inf():  # S-2
     np.testing.assert_array_equal(scaling.amax(x, "rowwise", axis=1), [[np.nan], [np.inf]])
 
 
+@pytest.mark.parametrize("largest", [2.0**-149, 1.5, np.inf, np.nan])
+def test_an_amax_is_the_largest_integer_of_magnitudes_bits(largest, rng):  # S-2, M-11
+    x = np.r_[np.float32(-largest), rng.uniform(-1, 1, 64).astype(np.float32) * np.float32(2**-149)]
+    if np.isnan(largest):
+        x = np.r_[x, np.float32(np.inf)]
+    bits = rng.permutation(x).view(np.int32) & 0x7FFFFFFF
+    np.testing.assert_array_equal(bits.max().view(np.float32), scaling.amax(x))
+
+
+def test_a_fused_result_is_rounded_to_its_dtype_before_its_cast():  # M-11
+    result = np.uint32(0x3EE83333).view(np.float32)
+    in_registers = result.astype(ml_dtypes.bfloat16)
+    assert in_registers.view(np.uint16) == 0x3EE8
+    scales = scaling.Scales(np.float32(256), np.float32(2**-8))
+    codes = [scaling.quantize_with(x, scales, E4M3FN).codes for x in (in_registers, result)]
+    assert codes == [0x6E, 0x6F]
+
+
 @pytest.mark.parametrize(
     "granularity", ["tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32"]
 )
