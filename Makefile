@@ -148,7 +148,7 @@ compile-matrix: setup
 # XLA's compiler for NVIDIA's GPUs, which needs neither a GPU nor CUDA to compile.
 .venv-aot/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-aot
-	.venv-aot/bin/python $(INSTALL) -c constraints.txt -e '.[jax,train]' jax-cuda12-plugin
+	.venv-aot/bin/python $(INSTALL) -c constraints.txt -e '.[train,jax-kernels]' jax-cuda12-plugin
 	touch $@
 
 aot: .venv-aot/ready
@@ -157,7 +157,7 @@ aot: .venv-aot/ready
 # Inductor for an H200 in torch's build for CPUs, and Triton, which compiles for a GPU without one.
 .venv-aot-torch/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-aot-torch
-	.venv-aot-torch/bin/python $(INSTALL) -c constraints.txt -e '.[torch,train]' triton==3.9.0
+	.venv-aot-torch/bin/python $(INSTALL) -c constraints.txt -e '.[torch,train,kernels]'
 	touch $@
 
 aot-torch: .venv-aot-torch/ready

@@ -40,7 +40,7 @@ ROOMS = {
     "distributed": "sim jax torch",
     "linear": "jax torch",
     "proof": "jax torch",
-    "kernels": "sim",
+    "kernels": "sim jax torch",
     "transforms": "jax",
     "flax": "jax",
     "delayed": "torch",

@@ -1,0 +1,392 @@
+"""Codes of a tensor in both orders, amaxes and scales (spec S-2 to S-5).
+
+Each kernel takes x [M, N] of any strides, in bfloat16, float16 or float32, as rows of its first
+axis. Codes are uint8, [M, N] and [N, M], both contiguous. Amaxes are int32: the bits of |x| as
+float32, whose integer maximum is S-2's, NaN before Inf before any number, in any order.
+"""
+
+import numpy as np
+import triton
+import triton.language as tl
+
+from fp8ref.kernels.jit import Launch, Numbers
+
+__all__ = ["amax", "amax_lines", "blocks", "cast", "cast_by_amax", "cast_lines"]
+
+ROWS, COLUMNS = 128, 64
+"""A tile, of which a warp reads and writes 16 bytes a lane in both orders."""
+
+Shape = tuple[int, int]
+
+BLOCK = 128
+"""The length of a block's line."""
+
+PARTS = 512
+"""The most partial amaxes that ``amax`` returns."""
+
+_EPS = int(np.float32(1e-12).view(np.int32))
+"""The bits of torchao's least amax: by it and by the float64 1e-12 all scales are the same."""
+
+
+@triton.jit
+def magnitude(x):
+    """Bits of |x|, float32, as int32: their order is that of magnitudes, NaN last."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def codes_of(x, E5M2: tl.constexpr):
+    """float32 to uint8 codes, to nearest even, saturating; Inf is the largest number."""
+    if E5M2:
+        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    else:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def scale_of(amax, E5M2: tl.constexpr, EPS: tl.constexpr):
+    """RN32(fmt.max / max(amax, eps)) of an amax's bits (S-3)."""
+    largest: tl.constexpr = 57344.0 if E5M2 else 448.0
+    floored = tl.maximum(amax, EPS).to(tl.float32, bitcast=True)
+    return tl.div_rn(tl.full(floored.shape, largest, tl.float32), floored)
+
+
+@triton.jit
+def load_tile(
+    x_ptr, stride_m, stride_n, M, N, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr
+):
+    """This program's tile of x, float32; zeros outside."""
+    i, j = tl.program_id(0) * BM, tl.program_id(1) * BN
+    rows, columns = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
+    first = x_ptr + i.to(tl.int64) * stride_m + j.to(tl.int64) * stride_n
+    at = first + (rows * stride_m + columns * stride_n)
+    x = tl.load(at) if EVEN else tl.load(at, mask=(i + rows < M) & (j + columns < N), other=0.0)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def load_lines(x_ptr, axis: tl.constexpr, N, SIZE: tl.constexpr):
+    """The numbers of this program's rows (axis 0) or columns (axis 1); 0 outside."""
+    at = tl.program_id(axis) * SIZE + tl.arange(0, SIZE)
+    return tl.load(x_ptr + at, mask=at < N, other=0.0)
+
+
+@triton.jit
+def store_codes(codes, out_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr):
+    """Store this program's tile of codes [BM, BN] in out [M, N]."""
+    i, j = tl.program_id(0) * BM, tl.program_id(1) * BN
+    rows, columns = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
+    at = out_ptr + i.to(tl.int64) * N + j + (rows * N + columns)
+    if EVEN:
+        tl.store(at, codes)
+    else:
+        tl.store(at, codes, mask=(i + rows < M) & (j + columns < N))
+
+
+@triton.jit
+def store_transposed(codes, out_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr):
+    """Store this program's tile of codes [BM, BN] in out [N, M]."""
+    i, j = tl.program_id(0) * BM, tl.program_id(1) * BN
+    rows, columns = tl.arange(0, BM)[None, :], tl.arange(0, BN)[:, None]
+    at = out_ptr + j.to(tl.int64) * M + i + (columns * M + rows)
+    if EVEN:
+        tl.store(at, tl.trans(codes))
+    else:
+        tl.store(at, tl.trans(codes), mask=(i + rows < M) & (j + columns < N))
+
+
+@triton.jit
+def store_amax(x, amax_ptr):
+    """Store the largest magnitude of a tile at this program's place."""
+    place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(amax_ptr + place, tl.max(tl.max(magnitude(x), 1), 0))
+
+
+@triton.jit
+def store_cast(
+    x,
+    scale,
+    q_ptr,
+    t_ptr,
+    M,
+    N,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    EVEN: tl.constexpr,
+    E5M2: tl.constexpr,
+):
+    """Cast a tile by a scale that broadcasts to it, and store the codes in one order or both."""
+    codes = codes_of(x * scale, E5M2)
+    store_codes(codes, q_ptr, M, N, BM, BN, EVEN)
+    if t_ptr is not None:
+        store_transposed(codes, t_ptr, M, N, BM, BN, EVEN)
+
+
+@triton.jit
+def _cast(
+    x_ptr,
+    scale_ptr,
+    q_ptr,
+    t_ptr,
+    amax_ptr,
+    stride_m,
+    stride_n,
+    M,
+    N,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    EVEN: tl.constexpr,
+    E5M2: tl.constexpr,
+):
+    x = load_tile(x_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    store_cast(x, tl.load(scale_ptr), q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)
+    store_amax(x, amax_ptr)
+
+
+@triton.jit
+def _cast_by_amax(
+    x_ptr,
+    amax_ptr,
+    q_ptr,
+    t_ptr,
+    scale_ptr,
+    inverse_ptr,
+    stride_m,
+    stride_n,
+    M,
+    N,
+    COUNT: tl.constexpr,
+    PARTS: tl.constexpr,
+    EPS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    EVEN: tl.constexpr,
+    E5M2: tl.constexpr,
+):
+    part = tl.arange(0, PARTS)
+    parts = tl.load(amax_ptr + part, mask=part < COUNT, other=0)
+    scale = scale_of(tl.max(parts, 0), E5M2, EPS)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(scale_ptr, scale)
+        tl.store(inverse_ptr, tl.div_rn(1.0, scale))
+    x = load_tile(x_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    store_cast(x, scale, q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)
+
+
+@triton.jit
+def _cast_lines(
+    x_ptr,
+    rows_ptr,
+    columns_ptr,
+    q_ptr,
+    t_ptr,
+    stride_m,
+    stride_n,
+    M,
+    N,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    EVEN: tl.constexpr,
+    E5M2: tl.constexpr,
+    E5M2_T: tl.constexpr,
+):
+    x = load_tile(x_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    rows = load_lines(rows_ptr, 0, M, BM)[:, None]
+    columns = load_lines(columns_ptr, 1, N, BN)[None, :]
+    store_codes(codes_of(x * rows, E5M2), q_ptr, M, N, BM, BN, EVEN)
+    store_transposed(codes_of(x * columns, E5M2_T), t_ptr, M, N, BM, BN, EVEN)
+
+
+@triton.jit
+def _amax(
+    x_ptr,
+    amax_ptr,
+    stride_m,
+    stride_n,
+    M,
+    N,
+    COUNT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    columns = tl.cdiv(N, BN)
+    largest = tl.zeros((BM, BN), tl.int32)
+    for tile in range(tl.program_id(0), tl.cdiv(M, BM) * columns, COUNT):
+        rows = (tile // columns).to(tl.int64) * BM + tl.arange(0, BM)[:, None]
+        at = (tile % columns).to(tl.int64) * BN + tl.arange(0, BN)[None, :]
+        x = tl.load(x_ptr + rows * stride_m + at * stride_n, mask=(rows < M) & (at < N), other=0.0)
+        largest = tl.maximum(largest, magnitude(x.to(tl.float32)))
+    tl.store(amax_ptr + tl.program_id(0), tl.max(tl.max(largest, 1), 0))
+
+
+@triton.jit
+def _amax_lines(
+    x_ptr,
+    rows_ptr,
+    columns_ptr,
+    stride_m,
+    stride_n,
+    M,
+    N,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    bits = magnitude(load_tile(x_ptr, stride_m, stride_n, M, N, BM, BN, EVEN))
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    columns = tl.program_id(1) * BN + tl.arange(0, BN)
+    tl.store(rows_ptr + tl.program_id(1) * M + rows, tl.max(bits, 1), mask=rows < M)
+    tl.store(columns_ptr + tl.program_id(0) * N + columns, tl.max(bits, 0), mask=columns < N)
+
+
+@triton.jit
+def store_scales(scale, scale_ptr, inverse_ptr, at, mask):
+    """Store scales and RN32(1 / scale)."""
+    tl.store(scale_ptr + at, scale, mask=mask)
+    tl.store(inverse_ptr + at, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), mask=mask)
+
+
+@triton.jit
+def _squares(
+    x_ptr,
+    q_ptr,
+    t_ptr,
+    scale_ptr,
+    inverse_ptr,
+    stride_m,
+    stride_n,
+    M,
+    N,
+    EPS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    EVEN: tl.constexpr,
+    E5M2: tl.constexpr,
+):
+    x = load_tile(x_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    scale = scale_of(tl.max(tl.max(magnitude(x), 1), 0), E5M2, EPS)
+    place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(scale_ptr + place, scale)
+    tl.store(inverse_ptr + place, tl.div_rn(1.0, scale))
+    store_cast(x, scale, q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)
+
+
+@triton.jit
+def _lines(
+    x_ptr,
+    q_ptr,
+    t_ptr,
+    scale_ptr,
+    inverse_ptr,
+    scale_t_ptr,
+    inverse_t_ptr,
+    stride_m,
+    stride_n,
+    M,
+    N,
+    EPS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    EVEN: tl.constexpr,
+    E5M2: tl.constexpr,
+):
+    x = load_tile(x_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    bits = magnitude(x)
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    scale = scale_of(tl.max(bits, 1), E5M2, EPS)
+    at = rows * tl.num_programs(1) + tl.program_id(1)
+    store_scales(scale, scale_ptr, inverse_ptr, at, rows < M)
+    store_codes(codes_of(x * scale[:, None], E5M2), q_ptr, M, N, BM, BN, EVEN)
+    if t_ptr is not None:
+        columns = tl.program_id(1) * BN + tl.arange(0, BN)
+        scale = scale_of(tl.max(bits, 0), E5M2, EPS)
+        at = tl.program_id(0) * N + columns
+        store_scales(scale, scale_t_ptr, inverse_t_ptr, at, columns < N)
+        store_transposed(codes_of(x * scale[None, :], E5M2), t_ptr, M, N, BM, BN, EVEN)
+
+
+def tiles(rows: int, columns: int, tile: tuple[int, int] = (ROWS, COLUMNS)) -> tuple[int, int]:
+    """How many tiles cover a matrix along each axis."""
+    return -(-rows // tile[0]), -(-columns // tile[1])
+
+
+def parts(shape: Shape) -> int:
+    """How many partial amaxes ``amax`` returns of a matrix."""
+    rows, columns = tiles(*shape)
+    return min(PARTS, rows * columns)
+
+
+def matrix(shape: Shape, strides: Shape, tile: tuple[int, int] = (ROWS, COLUMNS)) -> Numbers:
+    """The numbers of a kernel that say where a matrix lies, and whether tiles divide it."""
+    even = shape[0] % tile[0] == 0 and shape[1] % tile[1] == 0
+    return {
+        "stride_m": strides[0],
+        "stride_n": strides[1],
+        "M": shape[0],
+        "N": shape[1],
+        "BM": tile[0],
+        "BN": tile[1],
+        "EVEN": even,
+    }
+
+
+def cast(shape: Shape, strides: Shape, *, e5m2: bool, transposed: bool = True) -> Launch:
+    """x and a scale () -> codes [M, N], codes [N, M] if transposed, and partial amaxes of x.
+
+    Order:    RN32(f32(x) * scale), then to nearest even, saturating (S-5).
+    Amaxes:   int32 [programs], of x itself.
+    """
+    numbers = matrix(shape, strides) | {"E5M2": e5m2} | absent(t_ptr=transposed)
+    return Launch(_cast, tiles(*shape), numbers)
+
+
+def cast_by_amax(shape: Shape, strides: Shape, *, e5m2: bool, transposed: bool = True) -> Launch:
+    """x and the partial amaxes of ``amax`` -> codes [M, N], codes [N, M] if transposed, scale ()
+    and scale_inv (), by policy torchao without a power of two (S-3)."""
+    numbers = matrix(shape, strides) | {"COUNT": parts(shape), "PARTS": PARTS, "EPS": _EPS}
+    numbers |= {"E5M2": e5m2}
+    return Launch(_cast_by_amax, tiles(*shape), numbers | absent(t_ptr=transposed))
+
+
+def cast_lines(shape: Shape, strides: Shape, *, e5m2: bool, e5m2_t: bool | None = None) -> Launch:
+    """x, a scale for each row [M] and for each column [N] -> codes [M, N] by rows, codes [N, M] by
+    columns, which may be of another format."""
+    other = e5m2 if e5m2_t is None else e5m2_t
+    return Launch(
+        _cast_lines, tiles(*shape), matrix(shape, strides) | {"E5M2": e5m2, "E5M2_T": other}
+    )
+
+
+def amax(shape: Shape, strides: Shape) -> Launch:
+    """x -> partial amaxes, int32 [programs], at most PARTS."""
+    numbers = matrix(shape, strides) | {"COUNT": parts(shape)}
+    del numbers["EVEN"]
+    return Launch(_amax, (parts(shape),), numbers)
+
+
+def amax_lines(shape: Shape, strides: Shape) -> Launch:
+    """x -> partial amaxes of rows, int32 [tiles along N, M], and of columns [tiles along M, N]."""
+    return Launch(_amax_lines, tiles(*shape), matrix(shape, strides))
+
+
+def blocks(
+    shape: Shape, strides: Shape, *, e5m2: bool, square: bool, transposed: bool = True
+) -> Launch:
+    """x -> codes [M, N], codes [N, M] if transposed, scale and scale_inv of blocks, by policy
+    torchao (S-6).
+
+    square   of 128 x 128, float32 [tiles along M, tiles along N], of both orders.
+             Else of 1 x 128 along N, [M, tiles along N]; and then, if transposed, scale and
+             scale_inv of 128 x 1 along M, [tiles along M, N], of the transposed codes.
+    """
+    tile = (BLOCK, BLOCK)
+    numbers = matrix(shape, strides, tile) | {"EPS": _EPS, "E5M2": e5m2}
+    if square:
+        return Launch(_squares, tiles(*shape, tile), numbers | absent(t_ptr=transposed))
+    left_out = absent(t_ptr=transposed, scale_t_ptr=transposed, inverse_t_ptr=transposed)
+    return Launch(_lines, tiles(*shape, tile), numbers | left_out)
+
+
+def absent(**pointers: bool) -> Numbers:
+    """The pointers that a launch leaves out, of {name: whether it takes it}."""
+    return {name: None for name, takes in pointers.items() if not takes}

@@ -1,0 +1,132 @@
+"""What a kernel is: Triton's, compiled for a GPU, or interpreted on a CPU with right casts.
+
+launch = casts.cast(shape, strides, ...)
+jit.interpret(launch, [*inputs, *outputs])
+"""
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+__all__ = ["Launch", "interpret"]
+
+_DTYPES = {
+    "float32": tl.float32,
+    "float16": tl.float16,
+    "bfloat16": tl.bfloat16,
+    "int32": tl.int32,
+    "uint8": tl.uint8,
+}
+"""{dtype of an array that a kernel reads or writes: Triton's}."""
+
+_LARGEST = {"fp8e4nv": 448.0, "fp8e5": 57344.0}
+"""{Triton's name of an FP8 format: the magnitude at which cvt.rn.satfinite saturates}."""
+
+
+Numbers = dict[str, int | float | bool | None]
+"""Arguments of a kernel after its pointers, by name; None stands for a pointer left out."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel.
+
+    grid     its programs along each axis.
+    numbers  its arguments after the pointers.
+    warps    of a program.
+    The arguments before are pointers: inputs, then outputs. Multiplications and additions stay
+    apart: a launch is compiled with enable_fp_fusion=False.
+    """
+
+    kernel: triton.JITFunction
+    grid: tuple[int, ...]
+    numbers: Numbers = field(default_factory=dict)
+    warps: int = 8
+
+    @property
+    def programs(self) -> int:
+        """How many programs there are: the length of partial amaxes."""
+        return int(np.prod(self.grid))
+
+
+def interpret(launch: Launch, arrays: Sequence[np.ndarray], dtypes: Sequence[str]) -> None:
+    """Run a launch on a CPU, program by program; it writes into its outputs.
+
+    arrays   inputs, then outputs: NumPy arrays over the memory that the kernel addresses.
+    dtypes   their dtypes by name, since NumPy's has no bfloat16.
+    Order:   as compiled; casts round to nearest even and saturate, where Triton's own interpreter
+             truncates (triton#8322).
+    """
+    pointers = [_pointer(x, dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
+    names = iter([n for n in launch.kernel.arg_names if n not in launch.numbers])
+    arguments = dict(zip(names, pointers, strict=True)) | {
+        name: value
+        if _is_constant(launch.kernel, name, value)
+        else interpreter._implicit_cvt(value)
+        for name, value in launch.numbers.items()
+    }
+    builder, grid = interpreter.interpreter_builder, (*launch.grid, 1, 1)[:3]
+    with _interpreting(), np.errstate(all="ignore"):
+        builder.set_grid_dim(*grid)
+        for place in itertools.product(*(range(n) for n in grid)):
+            builder.set_grid_idx(*place)
+            launch.kernel(**arguments)
+
+
+def _is_constant(kernel: triton.JITFunction, name: str, value: object) -> bool:
+    """Whether a kernel takes a number as a constant of its source."""
+    return value is None or kernel.params[kernel.arg_names.index(name)].is_constexpr
+
+
+def _pointer(x: np.ndarray, dtype: str) -> tl.tensor:
+    """A pointer to an array's first element."""
+    kind = tl.pointer_type(_DTYPES[dtype])
+    address = np.array([x.__array_interface__["data"][0]], dtype=np.uint64)
+    return tl.tensor(interpreter.TensorHandle(address, kind), kind)
+
+
+@contextlib.contextmanager
+def _interpreting() -> Iterator[None]:
+    """Within it a call of a kernel's source interprets it, and casts are those of a GPU."""
+    usual = interpreter._convert_float, triton.JITFunction.__call__
+    interpreter._convert_float, triton.JITFunction.__call__ = _converted, _call
+    try:
+        yield
+    finally:
+        interpreter._convert_float, triton.JITFunction.__call__ = usual
+
+
+def _call(kernel: triton.JITFunction, *args, **kwargs):
+    """Interpret a kernel, or a function that one calls. What it patches in Triton's language is as
+    before afterwards, so that kernels can still be compiled."""
+    scope = interpreter._patch_lang(kernel.fn)
+    try:
+        return interpreter.InterpretedFunction(kernel.fn).rewrite()(*args, **kwargs)
+    finally:
+        scope.restore()
+
+
+def _converted(x: np.ndarray, source: tl.dtype, target: tl.dtype, _rounding: object) -> np.ndarray:
+    """Bits of x of one floating-point type as bits of another, rounded once to nearest even."""
+    import ml_dtypes
+
+    types = {
+        "fp8e4nv": ml_dtypes.float8_e4m3fn,
+        "fp8e5": ml_dtypes.float8_e5m2,
+        "bf16": ml_dtypes.bfloat16,
+        "fp16": np.float16,
+        "fp32": np.float32,
+        "fp64": np.float64,
+    }
+    wide = np.frombuffer(x.tobytes(), dtype=types[source.name]).astype(np.float32)  # exact
+    if (largest := _LARGEST.get(target.name)) is not None:
+        wide = np.clip(wide, -largest, largest)
+        wide = np.where(np.isnan(wide), np.float32(np.nan), wide)  # cvt has one NaN, 0x7f
+    bits = np.dtype(f"uint{target.primitive_bitwidth}")
+    return wide.astype(types[target.name]).view(bits).reshape(x.shape)
