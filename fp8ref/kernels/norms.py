@@ -1,0 +1,87 @@
+"""RMSNorm of rows, h * rsqrt(mean(h^2) + eps) * weight, with its cast (spec M-3).
+
+The first launch reads h, adds a residual if there is one, and returns each row's factor and the
+amax of its rounded result; the second computes that result again, rounded once to h's dtype in
+registers, and casts it. h is [M, N], contiguous; weight is [N]. A row's sum is in no stated order.
+"""
+
+import triton
+import triton.language as tl
+
+from fp8ref.kernels import casts
+from fp8ref.kernels.casts import Shape, load_lines, load_tile, magnitude, store_amax, store_cast
+from fp8ref.kernels.jit import Launch
+
+__all__ = ["cast", "statistics"]
+
+
+@triton.jit
+def _normed(h, factor, weight, like_ptr):
+    """h * factor * weight, rounded to what a pointer points to."""
+    return (h * factor * weight).to(like_ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _statistics(
+    h_ptr, residual_ptr, weight_ptr, sum_ptr, factor_ptr, amax_ptr, eps, N, BN: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, BN)
+    inside = tl.arange(0, BN) < N
+    h = tl.load(h_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        h += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        h = h.to(h_ptr.dtype.element_ty)
+        tl.store(sum_ptr + at, h, mask=inside)
+        h = h.to(tl.float32)
+    mean = tl.div_rn(tl.sum(h * h, 0), N * 1.0)
+    factor = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+    weight = tl.load(weight_ptr + tl.arange(0, BN), mask=inside, other=0.0).to(tl.float32)
+    tl.store(factor_ptr + tl.program_id(0), factor)
+    tl.store(amax_ptr + tl.program_id(0), tl.max(magnitude(_normed(h, factor, weight, h_ptr)), 0))
+
+
+@triton.jit
+def _cast(
+    h_ptr,
+    factor_ptr,
+    weight_ptr,
+    scale_ptr,
+    q_ptr,
+    t_ptr,
+    amax_ptr,
+    stride_m,
+    stride_n,
+    M,
+    N,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    EVEN: tl.constexpr,
+    E5M2: tl.constexpr,
+):
+    h = load_tile(h_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    factor = load_lines(factor_ptr, 0, M, BM)[:, None]
+    weight = load_lines(weight_ptr, 1, N, BN).to(tl.float32)[None, :]
+    y = _normed(h, factor, weight, h_ptr)
+    store_cast(y, tl.load(scale_ptr), q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)
+    store_amax(y, amax_ptr)
+
+
+def statistics(shape: Shape, *, eps: float, residual: bool = False) -> Launch:
+    """h, the residual if there is one, and weight -> h + residual if so, factors float32 [M], and
+    the amax of each row of the norm, int32 [M].
+
+    Order:    the sum rounded to h's dtype; factor = RN32(1 / RN32(sqrt(mean(h^2) + eps))).
+    """
+    numbers = {"eps": eps, "N": shape[1], "BN": triton.next_power_of_2(shape[1])}
+    pointers = casts.absent(residual_ptr=residual, sum_ptr=residual)
+    return Launch(_statistics, (shape[0],), numbers | pointers)
+
+
+def cast(shape: Shape, *, e5m2: bool, transposed: bool = True) -> Launch:
+    """h, factors, weight and a scale () -> codes of the norm [M, N], codes [N, M] if transposed,
+    and its partial amaxes.
+
+    Order:    RN32(RN32(h * factor) * weight), rounded to h's dtype; RN32(. * scale); cast.
+    """
+    numbers = casts.matrix(shape, (shape[1], 1)) | {"E5M2": e5m2}
+    return Launch(_cast, casts.tiles(*shape), numbers | casts.absent(t_ptr=transposed))

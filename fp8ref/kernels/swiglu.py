@@ -1,0 +1,109 @@
+"""SwiGLU, silu(gate) * up, and its gradients, with their casts (spec M-3).
+
+gate, up and the gradient of the product are [M, N], contiguous, of one dtype. Results are computed
+in float32, rounded once to that dtype in registers, and then cast, as if they had been stored.
+exp is a GPU's, which is approximate; a division is rounded correctly.
+"""
+
+import triton
+import triton.language as tl
+
+from fp8ref.kernels import casts
+from fp8ref.kernels.casts import Shape, load_tile, store_amax, store_cast
+from fp8ref.kernels.jit import Launch
+
+__all__ = ["backward", "forward"]
+
+ROWS, COLUMNS = 64, 64
+"""A tile of the backward pass, which holds three of them in registers."""
+
+
+@triton.jit
+def _forward(
+    gate_ptr,
+    up_ptr,
+    scale_ptr,
+    q_ptr,
+    t_ptr,
+    amax_ptr,
+    stride_m,
+    stride_n,
+    M,
+    N,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    EVEN: tl.constexpr,
+    E5M2: tl.constexpr,
+):
+    gate = load_tile(gate_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    up = load_tile(up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    y = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+    y = y.to(gate_ptr.dtype.element_ty).to(tl.float32)
+    if q_ptr is not None:
+        store_cast(y, tl.load(scale_ptr), q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)
+    store_amax(y, amax_ptr)
+
+
+@triton.jit
+def _backward(
+    d_ptr,
+    gate_ptr,
+    up_ptr,
+    gate_scale_ptr,
+    up_scale_ptr,
+    gate_q_ptr,
+    gate_t_ptr,
+    up_q_ptr,
+    up_t_ptr,
+    gate_amax_ptr,
+    up_amax_ptr,
+    stride_m,
+    stride_n,
+    M,
+    N,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    EVEN: tl.constexpr,
+    E5M2: tl.constexpr,
+):
+    d = load_tile(d_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    gate = load_tile(gate_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    up = load_tile(up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    sigmoid = tl.div_rn(tl.full(gate.shape, 1.0, tl.float32), 1.0 + tl.exp(-gate))
+    of_up = d * (gate * sigmoid)
+    of_gate = d * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    of_up = of_up.to(d_ptr.dtype.element_ty).to(tl.float32)
+    of_gate = of_gate.to(d_ptr.dtype.element_ty).to(tl.float32)
+    if gate_q_ptr is not None:
+        scale = tl.load(gate_scale_ptr)
+        store_cast(of_gate, scale, gate_q_ptr, gate_t_ptr, M, N, BM, BN, EVEN, E5M2)
+        scale = tl.load(up_scale_ptr)
+        store_cast(of_up, scale, up_q_ptr, up_t_ptr, M, N, BM, BN, EVEN, E5M2)
+    store_amax(of_gate, gate_amax_ptr)
+    store_amax(of_up, up_amax_ptr)
+
+
+def forward(shape: Shape, *, e5m2: bool, cast: bool = True, transposed: bool = True) -> Launch:
+    """gate, up and a scale () -> codes [M, N], codes [N, M] if transposed, and partial amaxes.
+
+    cast     False: gate and up -> partial amaxes alone, for the scale of the launch after it.
+    Order:   silu(gate) = gate / (1 + exp(-gate)); times up; rounded; RN32(. * scale); cast.
+    """
+    numbers = casts.matrix(shape, (shape[1], 1)) | {"E5M2": e5m2}
+    pointers = casts.absent(scale_ptr=cast, q_ptr=cast, t_ptr=cast and transposed)
+    return Launch(_forward, casts.tiles(*shape), numbers | pointers)
+
+
+def backward(shape: Shape, *, e5m2: bool, cast: bool = True) -> Launch:
+    """The gradient d of the product, gate, up, and the scales () of both results -> codes of
+    gate's gradient [M, N] and [N, M], codes of up's, and partial amaxes of both.
+
+    cast     False: d, gate and up -> partial amaxes of both alone.
+    Order:   s = 1 / (1 + exp(-gate)); gate's ((d * up) * s) * (1 + gate * (1 - s)); up's
+             d * (gate * s); each rounded, then cast by its scale.
+    """
+    tile = (ROWS, COLUMNS)
+    numbers = casts.matrix(shape, (shape[1], 1), tile) | {"E5M2": e5m2}
+    names = ("gate_scale", "up_scale", "gate_q", "gate_t", "up_q", "up_t")
+    numbers |= {} if cast else {f"{name}_ptr": None for name in names}
+    return Launch(_backward, casts.tiles(*shape, tile), numbers)
