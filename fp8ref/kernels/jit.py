@@ -125,8 +125,9 @@ def _converted(x: np.ndarray, source: tl.dtype, target: tl.dtype, _rounding: obj
         "fp64": np.float64,
     }
     wide = np.frombuffer(x.tobytes(), dtype=types[source.name]).astype(np.float32)  # exact
-    if (largest := _LARGEST.get(target.name)) is not None:
-        wide = np.clip(wide, -largest, largest)
-        wide = np.where(np.isnan(wide), np.float32(np.nan), wide)  # cvt has one NaN, 0x7f
-    bits = np.dtype(f"uint{target.primitive_bitwidth}")
-    return wide.astype(types[target.name]).view(bits).reshape(x.shape)
+    bits, largest = np.dtype(f"uint{target.primitive_bitwidth}"), _LARGEST.get(target.name)
+    if largest is None:
+        return wide.astype(types[target.name]).view(bits).reshape(x.shape)
+    codes = np.clip(wide, -largest, largest).astype(types[target.name]).view(bits)
+    # cvt has one NaN
+    return np.where(np.isnan(wide), np.uint8(0x7F), codes).reshape(x.shape)

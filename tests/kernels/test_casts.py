@@ -1,29 +1,172 @@
-"""Kernels of casts, interpreted, give NumPy's codes and amaxes."""
+"""The kernels that cast, interpreted, against the simulator: no code, scale or amax differs."""
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 pytest.importorskip("triton")
 
+from helpers.kernels.planted_tensors import DTYPES, LAYOUTS, amax_of, planted, run, strides
+
 from fp8ref.kernels import casts
-from fp8ref.kernels.jit import interpret
+from fp8ref.sim.quantize import scaling
+from fp8ref.sim.quantize.scaling import Scales
+
+FORMATS = ("e4m3fn", "e5m2")
 
 
-@pytest.mark.parametrize("e5m2", [False, True])
-def test_codes_of_all_bfloat16_numbers_in_both_orders(e5m2):
-    x = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(256, 256)
-    scale = np.float32([3.1415927])
-    launch = casts.cast(x.shape, (256, 1), e5m2=e5m2)
-    codes, transposed = np.zeros((2, 256, 256), np.uint8)
-    amaxes = np.zeros(launch.programs, np.int32)
-    arrays = [x, scale, codes, transposed, amaxes]
-    interpret(launch, arrays, [str(array.dtype) for array in arrays])
-    dtype, largest = (ml_dtypes.float8_e5m2, 57344) if e5m2 else (ml_dtypes.float8_e4m3fn, 448)
-    with np.errstate(all="ignore"):
-        expected = np.clip(x.astype(np.float32) * scale, -largest, largest)
-        expected[np.isnan(expected)] = np.nan  # of one sign
-        expected = expected.astype(dtype).view(np.uint8)
-    assert (codes == expected).all()
-    assert (transposed == expected.T).all()
-    assert np.isnan(amaxes.max().view(np.float32))
+def tensor(layout: str, dtype: str, *, wide: bool = True) -> np.ndarray:
+    return LAYOUTS[layout](lambda m, n: planted(m, n, dtype, wide=wide))
+
+
+def both_orders(launch, x, inputs, *rest):
+    m, n = x.shape
+    return run(launch, [x, *inputs], [((m, n), "uint8"), ((n, m), "uint8"), *rest])
+
+
+def scales(scale) -> Scales:
+    scale = np.asarray(scale, np.float32)
+    with np.errstate(divide="ignore"):
+        return Scales(scale, np.float32(1) / scale)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_cast_by_one_scale_has_the_codes_of_the_simulator(layout, dtype, fmt):  # M-11
+    x = tensor(layout, dtype)
+    launch = casts.cast(x.shape, strides(x), e5m2=fmt == "e5m2")
+    scale = np.float32(3.1415927)
+    codes, transposed, amaxes = both_orders(launch, x, [scale], ((launch.programs,), "int32"))
+    expected = scaling.quantize_with(x, scales(scale), fmt)
+    np.testing.assert_array_equal(codes, expected.codes)
+    np.testing.assert_array_equal(transposed, expected.codes.T)
+    np.testing.assert_array_equal(amax_of(amaxes), scaling.amax(x))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_every_bfloat16_has_the_code_of_the_simulator(fmt):  # S-5
+    x = np.arange(1 << 16, dtype=np.uint16).view(DTYPES["bfloat16"]).reshape(256, 256)
+    launch = casts.cast(x.shape, strides(x), e5m2=fmt == "e5m2")
+    codes, transposed, _ = both_orders(launch, x, [np.float32(1)], ((launch.programs,), "int32"))
+    expected = scaling.quantize_with(x, scales(1), fmt).codes
+    np.testing.assert_array_equal(codes, expected)
+    np.testing.assert_array_equal(transposed, expected.T)
+
+
+def test_a_cast_in_one_order_writes_that_order_alone():
+    x = tensor("ragged", "bfloat16")
+    launch = casts.cast(x.shape, strides(x), e5m2=False, transposed=False)
+    outputs = [(x.shape, "uint8"), ((launch.programs,), "int32")]
+    codes, amaxes = run(launch, [x, np.float32(2)], outputs)
+    np.testing.assert_array_equal(codes, scaling.quantize_with(x, scales(2), "e4m3fn").codes)
+    np.testing.assert_array_equal(amax_of(amaxes), scaling.amax(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_partial_amaxes_are_the_simulators_amax(layout, dtype):  # S-2
+    for wide in (False, True):
+        x = tensor(layout, dtype, wide=wide)
+        (amaxes,) = run(casts.amax(x.shape, strides(x)), [x], [((casts.PARTS,), "int32")])
+        np.testing.assert_array_equal(amax_of(amaxes), scaling.amax(x))
+
+
+@pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf])
+def test_nan_is_above_inf_and_inf_above_numbers(special):  # S-2
+    x = tensor("ragged", "bfloat16", wide=False)
+    x[130, 66] = special
+    x[0, 0] = np.inf
+    (amaxes,) = run(casts.amax(x.shape, strides(x)), [x], [((casts.PARTS,), "int32")])
+    np.testing.assert_array_equal(amax_of(amaxes), scaling.amax(x))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("largest", [None, np.nan, np.inf, 0.0, 1e-13, 1e-40])
+def test_a_cast_by_its_own_amax_has_the_scale_of_the_simulator(largest, fmt):  # S-3
+    x = tensor("ragged", "float32", wide=False)
+    if largest is not None:
+        x = x * np.float32(largest if largest < 1 else 1)
+        x[77, 7] = largest
+    amaxes = casts.amax(x.shape, strides(x))
+    (parts,) = run(amaxes, [x], [((casts.PARTS,), "int32")])
+    launch = casts.cast_by_amax(x.shape, strides(x), e5m2=fmt == "e5m2")
+    codes, transposed, scale, inverse = both_orders(
+        launch, x, [parts], ((), "float32"), ((), "float32")
+    )
+    expected = scaling.quantize(x, fmt)
+    np.testing.assert_array_equal(codes, expected.codes)
+    np.testing.assert_array_equal(transposed, expected.codes.T)
+    np.testing.assert_array_equal(scale, expected.scale)
+    np.testing.assert_array_equal(inverse, expected.scale_inv)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_and_columns_have_scales_of_their_own(layout, fmt):  # S-6
+    x = tensor(layout, "bfloat16", wide=False)
+    (m, n), (rows, columns) = x.shape, casts.tiles(*x.shape)
+    of_rows, of_columns = run(
+        casts.amax_lines(x.shape, strides(x)), [x], [((columns, m), "int32"), ((rows, n), "int32")]
+    )
+    by_row, by_column = (
+        scaling.quantize(x, fmt, granularity="rowwise", axis=axis) for axis in (1, 0)
+    )
+    for parts, axis in ((of_rows, 1), (of_columns, 0)):
+        expected = scaling.amax(x, "rowwise", axis=axis).ravel()
+        np.testing.assert_array_equal(parts.max(0).view(np.float32), expected)
+    launch = casts.cast_lines(x.shape, strides(x), e5m2=fmt == "e5m2")
+    codes, transposed = both_orders(launch, x, [by_row.scale, by_column.scale])
+    np.testing.assert_array_equal(codes, by_row.codes)
+    np.testing.assert_array_equal(transposed, by_column.codes.T)
+
+
+def test_both_orders_may_have_formats_of_their_own():
+    x = tensor("ragged", "bfloat16", wide=False)
+    by_row = scaling.quantize(x, "e4m3fn", granularity="rowwise", axis=1)
+    by_column = scaling.quantize(x, "e5m2", granularity="rowwise", axis=0)
+    launch = casts.cast_lines(x.shape, strides(x), e5m2=False, e5m2_t=True)
+    codes, transposed = both_orders(launch, x, [by_row.scale, by_column.scale])
+    np.testing.assert_array_equal(codes, by_row.codes)
+    np.testing.assert_array_equal(transposed, by_column.codes.T)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(128, 256), (131, 259), (1, 130), (130, 1)])
+def test_blocks_along_both_axes_are_the_simulators(shape, dtype, fmt):  # S-6
+    x = planted(*shape, dtype)
+    x[shape[0] // 2, shape[1] // 2] = np.nan
+    x[0, 0] = -np.inf
+    (m, n), (rows, columns) = shape, casts.tiles(*shape, (casts.BLOCK, casts.BLOCK))
+    launch = casts.blocks(shape, strides(x), e5m2=fmt == "e5m2", square=False)
+    along, down = [((m, columns), "float32")] * 2, [((rows, n), "float32")] * 2
+    codes, transposed, scale, inverse, scale_t, inverse_t = both_orders(
+        launch, x, [], *along, *down
+    )
+    of_rows, of_columns = (
+        scaling.quantize(x, fmt, granularity="blockwise_1x128", axis=axis, ragged=True)
+        for axis in (1, 0)
+    )
+    np.testing.assert_array_equal(codes, of_rows.codes)
+    np.testing.assert_array_equal(scale, of_rows.scale)
+    np.testing.assert_array_equal(inverse, of_rows.scale_inv)
+    np.testing.assert_array_equal(transposed, of_columns.codes.T)
+    np.testing.assert_array_equal(scale_t, of_columns.scale)
+    np.testing.assert_array_equal(inverse_t, of_columns.scale_inv)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("shape", [(128, 256), (131, 259), (1, 130)])
+def test_square_blocks_are_the_simulators(shape, fmt):  # S-6
+    x = planted(*shape)
+    x[0, -1] = np.inf
+    rows, columns = casts.tiles(*shape, (casts.BLOCK, casts.BLOCK))
+    launch = casts.blocks(shape, strides(x), e5m2=fmt == "e5m2", square=True)
+    codes, transposed, scale, inverse = both_orders(
+        launch, x, [], *[((rows, columns), "float32")] * 2
+    )
+    expected = scaling.quantize(x, fmt, granularity="blockwise_128x128", ragged=True)
+    np.testing.assert_array_equal(codes, expected.codes)
+    np.testing.assert_array_equal(transposed, expected.codes.T)
+    np.testing.assert_array_equal(scale, expected.scale)
+    np.testing.assert_array_equal(inverse, expected.scale_inv)
