@@ -115,11 +115,10 @@ def store_cast(
     EVEN: tl.constexpr,
     E5M2: tl.constexpr,
 ):
-    """Cast a tile by a scale that broadcasts to it, and store the codes in one order or both."""
+    """Cast a tile by a scale that broadcasts to it, and store the codes in both orders."""
     codes = codes_of(x * scale, E5M2)
     store_codes(codes, q_ptr, M, N, BM, BN, EVEN)
-    if t_ptr is not None:
-        store_transposed(codes, t_ptr, M, N, BM, BN, EVEN)
+    store_transposed(codes, t_ptr, M, N, BM, BN, EVEN)
 
 
 @triton.jit
@@ -297,12 +296,11 @@ def _lines(
     at = rows * tl.num_programs(1) + tl.program_id(1)
     store_scales(scale, scale_ptr, inverse_ptr, at, rows < M)
     store_codes(codes_of(x * scale[:, None], E5M2), q_ptr, M, N, BM, BN, EVEN)
-    if t_ptr is not None:
-        columns = tl.program_id(1) * BN + tl.arange(0, BN)
-        scale = scale_of(tl.max(bits, 0), E5M2, EPS)
-        at = tl.program_id(0) * N + columns
-        store_scales(scale, scale_t_ptr, inverse_t_ptr, at, columns < N)
-        store_transposed(codes_of(x * scale[None, :], E5M2), t_ptr, M, N, BM, BN, EVEN)
+    columns = tl.program_id(1) * BN + tl.arange(0, BN)
+    scale = scale_of(tl.max(bits, 0), E5M2, EPS)
+    at = tl.program_id(0) * N + columns
+    store_scales(scale, scale_t_ptr, inverse_t_ptr, at, columns < N)
+    store_transposed(codes_of(x * scale[None, :], E5M2), t_ptr, M, N, BM, BN, EVEN)
 
 
 def tiles(rows: int, columns: int, tile: tuple[int, int] = (ROWS, COLUMNS)) -> tuple[int, int]:
@@ -330,22 +328,22 @@ def matrix(shape: Shape, strides: Shape, tile: tuple[int, int] = (ROWS, COLUMNS)
     }
 
 
-def cast(shape: Shape, strides: Shape, *, e5m2: bool, transposed: bool = True) -> Launch:
-    """x and a scale () -> codes [M, N], codes [N, M] if transposed, and partial amaxes of x.
+def cast(shape: Shape, strides: Shape, *, e5m2: bool) -> Launch:
+    """x and a scale () -> codes [M, N], codes [N, M] and partial amaxes of x.
 
     Order:    RN32(f32(x) * scale), then to nearest even, saturating (S-5).
     Amaxes:   int32 [programs], of x itself.
     """
-    numbers = matrix(shape, strides) | {"E5M2": e5m2} | absent(t_ptr=transposed)
+    numbers = matrix(shape, strides) | {"E5M2": e5m2}
     return Launch(_cast, tiles(*shape), numbers)
 
 
-def cast_by_amax(shape: Shape, strides: Shape, *, e5m2: bool, transposed: bool = True) -> Launch:
-    """x and the partial amaxes of ``amax`` -> codes [M, N], codes [N, M] if transposed, scale ()
-    and scale_inv (), by policy torchao without a power of two (S-3)."""
+def cast_by_amax(shape: Shape, strides: Shape, *, e5m2: bool) -> Launch:
+    """x and the partial amaxes of ``amax`` -> codes [M, N], codes [N, M], scale () and scale_inv
+    (), by policy torchao without a power of two (S-3)."""
     numbers = matrix(shape, strides) | {"COUNT": parts(shape), "PARTS": PARTS, "EPS": _EPS}
     numbers |= {"E5M2": e5m2}
-    return Launch(_cast_by_amax, tiles(*shape), numbers | absent(t_ptr=transposed))
+    return Launch(_cast_by_amax, tiles(*shape), numbers)
 
 
 def cast_lines(shape: Shape, strides: Shape, *, e5m2: bool, e5m2_t: bool | None = None) -> Launch:
@@ -369,24 +367,13 @@ def amax_lines(shape: Shape, strides: Shape) -> Launch:
     return Launch(_amax_lines, tiles(*shape), matrix(shape, strides))
 
 
-def blocks(
-    shape: Shape, strides: Shape, *, e5m2: bool, square: bool, transposed: bool = True
-) -> Launch:
-    """x -> codes [M, N], codes [N, M] if transposed, scale and scale_inv of blocks, by policy
-    torchao (S-6).
+def blocks(shape: Shape, strides: Shape, *, e5m2: bool, square: bool) -> Launch:
+    """x -> codes [M, N], codes [N, M], and scales and scale_inv of blocks, by policy torchao (S-6).
 
-    square   of 128 x 128, float32 [tiles along M, tiles along N], of both orders.
-             Else of 1 x 128 along N, [M, tiles along N]; and then, if transposed, scale and
-             scale_inv of 128 x 1 along M, [tiles along M, N], of the transposed codes.
+    square   scale and scale_inv of 128 x 128, float32 [tiles along M, tiles along N], of both
+             orders. Else those of 1 x 128 along N, [M, tiles along N], and those of 128 x 1 along
+             M, [tiles along M, N], by which the transposed codes are made.
     """
     tile = (BLOCK, BLOCK)
     numbers = matrix(shape, strides, tile) | {"EPS": _EPS, "E5M2": e5m2}
-    if square:
-        return Launch(_squares, tiles(*shape, tile), numbers | absent(t_ptr=transposed))
-    left_out = absent(t_ptr=transposed, scale_t_ptr=transposed, inverse_t_ptr=transposed)
-    return Launch(_lines, tiles(*shape, tile), numbers | left_out)
-
-
-def absent(**pointers: bool) -> Numbers:
-    """The pointers that a launch leaves out, of {name: whether it takes it}."""
-    return {name: None for name, takes in pointers.items() if not takes}
+    return Launch(_squares if square else _lines, tiles(*shape, tile), numbers)

@@ -29,8 +29,8 @@ _LARGEST = {"fp8e4nv": 448.0, "fp8e5": 57344.0}
 """{Triton's name of an FP8 format: the magnitude at which cvt.rn.satfinite saturates}."""
 
 
-Numbers = dict[str, int | float | bool | None]
-"""Arguments of a kernel after its pointers, by name; None stands for a pointer left out."""
+Numbers = dict[str, int | float | bool]
+"""Arguments of a kernel after its pointers, by name."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,9 @@ def interpret(launch: Launch, arrays: Sequence[np.ndarray], dtypes: Sequence[str
              truncates (triton#8322).
     """
     pointers = [_pointer(x, dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
-    names = iter([n for n in launch.kernel.arg_names if n not in launch.numbers])
+    names = [name for name in launch.kernel.arg_names if name not in launch.numbers]
     arguments = dict(zip(names, pointers, strict=True)) | {
-        name: value
-        if _is_constant(launch.kernel, name, value)
-        else interpreter._implicit_cvt(value)
+        name: value if _is_constant(launch.kernel, name) else interpreter._implicit_cvt(value)
         for name, value in launch.numbers.items()
     }
     builder, grid = interpreter.interpreter_builder, (*launch.grid, 1, 1)[:3]
@@ -79,9 +77,9 @@ def interpret(launch: Launch, arrays: Sequence[np.ndarray], dtypes: Sequence[str
             launch.kernel(**arguments)
 
 
-def _is_constant(kernel: triton.JITFunction, name: str, value: object) -> bool:
+def _is_constant(kernel: triton.JITFunction, name: str) -> bool:
     """Whether a kernel takes a number as a constant of its source."""
-    return value is None or kernel.params[kernel.arg_names.index(name)].is_constexpr
+    return kernel.params[kernel.arg_names.index(name)].is_constexpr
 
 
 def _pointer(x: np.ndarray, dtype: str) -> tl.tensor:

@@ -22,22 +22,48 @@ def _normed(h, factor, weight, like_ptr):
 
 
 @triton.jit
-def _statistics(
-    h_ptr, residual_ptr, weight_ptr, sum_ptr, factor_ptr, amax_ptr, eps, N, BN: tl.constexpr
+def _load_row(x_ptr, N: tl.constexpr, BN: tl.constexpr):
+    """This program's row, float32; zeros behind it."""
+    at, inside = tl.arange(0, BN), tl.arange(0, BN) < N
+    first = x_ptr + tl.program_id(0).to(tl.int64) * N
+    return tl.load(first + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_statistics(
+    h, h_ptr, weight_ptr, factor_ptr, amax_ptr, eps, N: tl.constexpr, BN: tl.constexpr
 ):
-    at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, BN)
-    inside = tl.arange(0, BN) < N
-    h = tl.load(h_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if residual_ptr is not None:
-        h += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        h = h.to(h_ptr.dtype.element_ty)
-        tl.store(sum_ptr + at, h, mask=inside)
-        h = h.to(tl.float32)
+    at = tl.arange(0, BN)
     mean = tl.div_rn(tl.sum(h * h, 0), N * 1.0)
     factor = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
-    weight = tl.load(weight_ptr + tl.arange(0, BN), mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + at, mask=at < N, other=0.0).to(tl.float32)
     tl.store(factor_ptr + tl.program_id(0), factor)
-    tl.store(amax_ptr + tl.program_id(0), tl.max(magnitude(_normed(h, factor, weight, h_ptr)), 0))
+    largest = tl.max(magnitude(_normed(h, factor, weight, h_ptr)), 0)
+    tl.store(amax_ptr + tl.program_id(0), largest)
+
+
+@triton.jit
+def _statistics(h_ptr, weight_ptr, factor_ptr, amax_ptr, eps, N: tl.constexpr, BN: tl.constexpr):
+    h = _load_row(h_ptr, N, BN)
+    _store_statistics(h, h_ptr, weight_ptr, factor_ptr, amax_ptr, eps, N, BN)
+
+
+@triton.jit
+def _statistics_of_sum(
+    h_ptr,
+    residual_ptr,
+    weight_ptr,
+    sum_ptr,
+    factor_ptr,
+    amax_ptr,
+    eps,
+    N: tl.constexpr,
+    BN: tl.constexpr,
+):
+    h = (_load_row(h_ptr, N, BN) + _load_row(residual_ptr, N, BN)).to(h_ptr.dtype.element_ty)
+    at = tl.arange(0, BN)
+    tl.store(sum_ptr + tl.program_id(0).to(tl.int64) * N + at, h, mask=at < N)
+    _store_statistics(h.to(tl.float32), h_ptr, weight_ptr, factor_ptr, amax_ptr, eps, N, BN)
 
 
 @triton.jit
@@ -73,15 +99,14 @@ def statistics(shape: Shape, *, eps: float, residual: bool = False) -> Launch:
     Order:    the sum rounded to h's dtype; factor = RN32(1 / RN32(sqrt(mean(h^2) + eps))).
     """
     numbers = {"eps": eps, "N": shape[1], "BN": triton.next_power_of_2(shape[1])}
-    pointers = casts.absent(residual_ptr=residual, sum_ptr=residual)
-    return Launch(_statistics, (shape[0],), numbers | pointers)
+    return Launch(_statistics_of_sum if residual else _statistics, (shape[0],), numbers)
 
 
-def cast(shape: Shape, *, e5m2: bool, transposed: bool = True) -> Launch:
-    """h, factors, weight and a scale () -> codes of the norm [M, N], codes [N, M] if transposed,
-    and its partial amaxes.
+def cast(shape: Shape, *, e5m2: bool) -> Launch:
+    """h, factors, weight and a scale () -> codes of the norm [M, N], codes [N, M], and its partial
+    amaxes.
 
     Order:    RN32(RN32(h * factor) * weight), rounded to h's dtype; RN32(. * scale); cast.
     """
     numbers = casts.matrix(shape, (shape[1], 1)) | {"E5M2": e5m2}
-    return Launch(_cast, casts.tiles(*shape), numbers | casts.absent(t_ptr=transposed))
+    return Launch(_cast, casts.tiles(*shape), numbers)

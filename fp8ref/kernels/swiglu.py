@@ -12,14 +12,49 @@ from fp8ref.kernels import casts
 from fp8ref.kernels.casts import Shape, load_tile, store_amax, store_cast
 from fp8ref.kernels.jit import Launch
 
-__all__ = ["backward", "forward"]
+__all__ = ["amax", "cast", "cast_gradients", "gradient_amaxes"]
 
 ROWS, COLUMNS = 64, 64
 """A tile of the backward pass, which holds three of them in registers."""
 
 
 @triton.jit
-def _forward(
+def _product(
+    gate_ptr,
+    up_ptr,
+    stride_m,
+    stride_n,
+    M,
+    N,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """This program's tile of the product."""
+    gate = load_tile(gate_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    up = load_tile(up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    y = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+    return y.to(gate_ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _amax(
+    gate_ptr,
+    up_ptr,
+    amax_ptr,
+    stride_m,
+    stride_n,
+    M,
+    N,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    store_amax(_product(gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN), amax_ptr)
+
+
+@triton.jit
+def _cast(
     gate_ptr,
     up_ptr,
     scale_ptr,
@@ -35,17 +70,57 @@ def _forward(
     EVEN: tl.constexpr,
     E5M2: tl.constexpr,
 ):
-    gate = load_tile(gate_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
-    up = load_tile(up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
-    y = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
-    y = y.to(gate_ptr.dtype.element_ty).to(tl.float32)
-    if q_ptr is not None:
-        store_cast(y, tl.load(scale_ptr), q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)
+    y = _product(gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    store_cast(y, tl.load(scale_ptr), q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)
     store_amax(y, amax_ptr)
 
 
 @triton.jit
-def _backward(
+def _gradients(
+    d_ptr,
+    gate_ptr,
+    up_ptr,
+    stride_m,
+    stride_n,
+    M,
+    N,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """This program's tiles of gate's gradient and of up's."""
+    d = load_tile(d_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    gate = load_tile(gate_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    up = load_tile(up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    sigmoid = tl.div_rn(tl.full(gate.shape, 1.0, tl.float32), 1.0 + tl.exp(-gate))
+    of_gate = d * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    of_up = d * (gate * sigmoid)
+    of_gate = of_gate.to(d_ptr.dtype.element_ty).to(tl.float32)
+    return of_gate, of_up.to(d_ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _gradient_amaxes(
+    d_ptr,
+    gate_ptr,
+    up_ptr,
+    gate_amax_ptr,
+    up_amax_ptr,
+    stride_m,
+    stride_n,
+    M,
+    N,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    of_gate, of_up = _gradients(d_ptr, gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    store_amax(of_gate, gate_amax_ptr)
+    store_amax(of_up, up_amax_ptr)
+
+
+@triton.jit
+def _cast_gradients(
     d_ptr,
     gate_ptr,
     up_ptr,
@@ -66,44 +141,44 @@ def _backward(
     EVEN: tl.constexpr,
     E5M2: tl.constexpr,
 ):
-    d = load_tile(d_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
-    gate = load_tile(gate_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
-    up = load_tile(up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
-    sigmoid = tl.div_rn(tl.full(gate.shape, 1.0, tl.float32), 1.0 + tl.exp(-gate))
-    of_up = d * (gate * sigmoid)
-    of_gate = d * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    of_up = of_up.to(d_ptr.dtype.element_ty).to(tl.float32)
-    of_gate = of_gate.to(d_ptr.dtype.element_ty).to(tl.float32)
-    if gate_q_ptr is not None:
-        scale = tl.load(gate_scale_ptr)
-        store_cast(of_gate, scale, gate_q_ptr, gate_t_ptr, M, N, BM, BN, EVEN, E5M2)
-        scale = tl.load(up_scale_ptr)
-        store_cast(of_up, scale, up_q_ptr, up_t_ptr, M, N, BM, BN, EVEN, E5M2)
+    of_gate, of_up = _gradients(d_ptr, gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    scale = tl.load(gate_scale_ptr)
+    store_cast(of_gate, scale, gate_q_ptr, gate_t_ptr, M, N, BM, BN, EVEN, E5M2)
     store_amax(of_gate, gate_amax_ptr)
+    scale = tl.load(up_scale_ptr)
+    store_cast(of_up, scale, up_q_ptr, up_t_ptr, M, N, BM, BN, EVEN, E5M2)
     store_amax(of_up, up_amax_ptr)
 
 
-def forward(shape: Shape, *, e5m2: bool, cast: bool = True, transposed: bool = True) -> Launch:
-    """gate, up and a scale () -> codes [M, N], codes [N, M] if transposed, and partial amaxes.
+def amax(shape: Shape) -> Launch:
+    """gate and up -> partial amaxes of the product, for the scale of ``cast``."""
+    return Launch(_amax, casts.tiles(*shape), casts.matrix(shape, (shape[1], 1)))
 
-    cast     False: gate and up -> partial amaxes alone, for the scale of the launch after it.
+
+def cast(shape: Shape, *, e5m2: bool) -> Launch:
+    """gate, up and a scale () -> codes of the product [M, N] and [N, M], and its partial amaxes.
+
     Order:   silu(gate) = gate / (1 + exp(-gate)); times up; rounded; RN32(. * scale); cast.
     """
     numbers = casts.matrix(shape, (shape[1], 1)) | {"E5M2": e5m2}
-    pointers = casts.absent(scale_ptr=cast, q_ptr=cast, t_ptr=cast and transposed)
-    return Launch(_forward, casts.tiles(*shape), numbers | pointers)
+    return Launch(_cast, casts.tiles(*shape), numbers)
 
 
-def backward(shape: Shape, *, e5m2: bool, cast: bool = True) -> Launch:
-    """The gradient d of the product, gate, up, and the scales () of both results -> codes of
-    gate's gradient [M, N] and [N, M], codes of up's, and partial amaxes of both.
+def gradient_amaxes(shape: Shape) -> Launch:
+    """The product's gradient d, gate and up -> partial amaxes of gate's gradient, and of up's."""
+    tile = (ROWS, COLUMNS)
+    return Launch(
+        _gradient_amaxes, casts.tiles(*shape, tile), casts.matrix(shape, (shape[1], 1), tile)
+    )
 
-    cast     False: d, gate and up -> partial amaxes of both alone.
+
+def cast_gradients(shape: Shape, *, e5m2: bool) -> Launch:
+    """d, gate, up, and the scales () of both results -> codes of gate's gradient [M, N] and
+    [N, M], codes of up's, and partial amaxes of both.
+
     Order:   s = 1 / (1 + exp(-gate)); gate's ((d * up) * s) * (1 + gate * (1 - s)); up's
              d * (gate * s); each rounded, then cast by its scale.
     """
     tile = (ROWS, COLUMNS)
     numbers = casts.matrix(shape, (shape[1], 1), tile) | {"E5M2": e5m2}
-    names = ("gate_scale", "up_scale", "gate_q", "gate_t", "up_q", "up_t")
-    numbers |= {} if cast else {f"{name}_ptr": None for name in names}
-    return Launch(_backward, casts.tiles(*shape, tile), numbers)
+    return Launch(_cast_gradients, casts.tiles(*shape, tile), numbers)

@@ -58,17 +58,17 @@ def test_swiglu(shape):
     gate, up, d = (normal(*shape, seed=seed) for seed in range(3))
     scale = np.float32([100])
     g, u, e = wide(gate, up, d)
-    launch = swiglu.forward(shape, e5m2=False)
+    launch = swiglu.cast(shape, e5m2=False)
     codes, transposed, amaxes = run(
         launch, [gate, up, scale], [*both(shape), (launch.programs, np.int32)]
     )
     product = g / (1 + np.exp(-g)) * u
     check(codes, transposed, e4m3(product, 100))
     assert largest(amaxes) == np.abs(product.astype(BF16)).max().astype(np.float32)
-    launch = swiglu.forward(shape, e5m2=False, cast=False)
+    launch = swiglu.amax(shape)
     (again,) = run(launch, [gate, up], [(launch.programs, np.int32)])
     assert (again == amaxes).all()
-    launch = swiglu.backward(shape, e5m2=False)
+    launch = swiglu.cast_gradients(shape, e5m2=False)
     parts = (launch.programs, np.int32)
     gate_q, gate_t, up_q, up_t, gate_amaxes, up_amaxes = run(
         launch, [d, gate, up, scale, scale * 2], [*both(shape), *both(shape), parts, parts]
@@ -76,7 +76,7 @@ def test_swiglu(shape):
     s = 1 / (1 + np.exp(-g))
     check(gate_q, gate_t, e4m3(e * u * s * (1 + g * (1 - s)), 100))
     check(up_q, up_t, e4m3(e * (g * s), 200))
-    launch = swiglu.backward(shape, e5m2=False, cast=False)
+    launch = swiglu.gradient_amaxes(shape)
     again = run(launch, [d, gate, up], [parts, parts])
     assert (again[0] == gate_amaxes).all()
     assert (again[1] == up_amaxes).all()
@@ -106,29 +106,24 @@ def test_norm(residual):
     assert parts.max() == amaxes.max()
 
 
-@pytest.mark.parametrize("rotates", [True, False])
-def test_gradients_of_heads_of_any_strides(rotates):
+def test_gradients_of_rotated_heads_of_any_strides():
     batch, tokens, heads, width = shape = (2, 35, 3, 8)
     memory = normal(tokens, batch, heads, width)
     gradient = memory.transpose(1, 0, 2, 3)
     cos, sin = wide(normal(tokens, width, seed=1), normal(tokens, width, seed=2))
     strides = (heads * width, batch * heads * width, width)
-    launch = rotary.cast(shape, strides, e5m2=False, rotates=rotates)
-    tables, scale = [cos, sin] if rotates else [], np.float32([30])
-    matrix = (batch * tokens, heads * width)
+    launch = rotary.cast(shape, strides, e5m2=False)
+    matrix, scale = (batch * tokens, heads * width), np.float32([30])
     codes, transposed, amaxes = run(
-        launch, [memory, *tables, scale], [*both(matrix), (launch.programs, np.int32)]
+        launch, [memory, cos, sin, scale], [*both(matrix), (launch.programs, np.int32)]
     )
-    expected = gradient.astype(np.float32)
-    if rotates:
-        (g1, g2), half = np.split(expected, 2, -1), width // 2
-        c, s = cos[:, None], sin[:, None]
-        expected = np.concatenate(
-            [g1 * c[..., :half] + g2 * s[..., half:], g2 * c[..., half:] - g1 * s[..., :half]], -1
-        )
-    expected = expected.reshape(matrix)
+    (g1, g2), half = np.split(gradient.astype(np.float32), 2, -1), width // 2
+    c, s = cos[:, None], sin[:, None]
+    first = g1 * c[..., :half] + g2 * s[..., half:]
+    second = g2 * c[..., half:] - g1 * s[..., :half]
+    expected = np.concatenate([first, second], -1).reshape(matrix)
     check(codes, transposed, e4m3(expected, 30), share=0)
     assert largest(amaxes) == np.abs(expected.astype(BF16)).max().astype(np.float32)
-    launch = rotary.cast(shape, strides, e5m2=False, rotates=rotates, cast=False)
-    (again,) = run(launch, [memory, *tables], [(launch.programs, np.int32)])
+    launch = rotary.amax(shape, strides)
+    (again,) = run(launch, [memory, cos, sin], [(launch.programs, np.int32)])
     assert (again == amaxes).all()
