@@ -544,6 +544,10 @@ def test_what_is_compiled_for_an_h200():
     for row in kept["models"]:
         assert row["most_gib"] <= 74, row  # of an H100's 80 GB
         assert row["compile_seconds"] <= 300, row
+    # the GPU benchmark's step: four blocks of seven linears, of three GEMMs each
+    gemms = {row["linears"]: row["fp8_gemms"] for row in kept["blocks"]}
+    assert len(gemms) > 3
+    assert all(count == (0 if name == "bf16" else 84) for name, count in gemms.items())
     compiling = {
         row["layers"]: row["compile_seconds"]
         for row in kept["models"]

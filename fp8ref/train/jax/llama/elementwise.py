@@ -43,4 +43,6 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 def add(x: jax.Array, y: jax.Array) -> jax.Array:
     """x + y in float32, rounded once to x's dtype."""
-    return rounded(x.astype(jnp.float32) + y.astype(jnp.float32), x.dtype)
+    total = rounded(x.astype(jnp.float32) + y.astype(jnp.float32), x.dtype)
+    # Without the barrier XLA keeps the residual stream in float32, though it is rounded.
+    return jax.lax.optimization_barrier(total)

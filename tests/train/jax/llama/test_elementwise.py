@@ -45,3 +45,13 @@ def test_each_is_rounded_once(rng):  # M-3
         assert found.dtype == jnp.bfloat16
         bound = 2.0**-8 * np.abs(exact) + 2.0**-16 * (np.abs(exact) + terms)
         assert np.all(np.abs(np.asarray(found, np.float64) - exact) <= bound)
+
+
+def test_the_residual_stream_stays_in_its_dtype():
+    """XLA drops the conversion of a sum to bfloat16 and back, and would keep the float32 sum for
+    all that reads the stream: it sees none past a barrier.
+    """
+    x = jax.ShapeDtypeStruct((2, 8, 16), jnp.bfloat16)
+    last = jax.make_jaxpr(elementwise.add)(x, x).eqns[-1]
+    assert last.primitive.name == "optimization_barrier"
+    assert last.outvars[0].aval.dtype == jnp.bfloat16
