@@ -189,8 +189,11 @@ def _uniform(name: str, forward: CastSpec, weight: CastSpec, backward: CastSpec)
     )
 
 
+_ROW = CastSpec(fmt=E4M3FN, granularity="rowwise", policy=POLICIES["torchao_pow2"])
+
+
 def _rowwise(name: str, *, weight_for_grad_input: str, grad_weight_fp8: bool) -> Recipe:
-    row = CastSpec(fmt=E4M3FN, granularity="rowwise", policy=POLICIES["torchao_pow2"])
+    row = _ROW
     weight = CastSpec(
         fmt=E4M3FN, granularity=weight_for_grad_input, policy=POLICIES["torchao_pow2"]
     )
@@ -203,9 +206,16 @@ def _rowwise(name: str, *, weight_for_grad_input: str, grad_weight_fp8: bool) ->
     )
 
 
-def _tensorwise(fmt: Format) -> CastSpec:
-    """One scale for the whole tensor, of its own amax, by torchao's policy."""
-    return CastSpec(fmt=fmt, granularity="tensorwise", policy=POLICIES["torchao"])
+def _tensorwise(fmt: Format, policy: str = "torchao") -> CastSpec:
+    """One scale for the whole tensor, of its own amax, by one of torchao's policies."""
+    return CastSpec(fmt=fmt, granularity="tensorwise", policy=POLICIES[policy])
+
+
+def _tensorwise_pow2(name: str) -> Recipe:
+    """As tensorwise, with scales in powers of two: an amax of nearly the last step's has its scale,
+    so that a cast may guess it."""
+    forward = _tensorwise(E4M3FN, "torchao_pow2")
+    return _uniform(name, forward, forward, _tensorwise(E5M2, "torchao_pow2"))
 
 
 def _delayed(fmt: Format) -> CastSpec:
@@ -255,6 +265,8 @@ RECIPES = {
         _uniform("mxfp8", _MX, _MX, _MX),
         _blockwise("blockwise_deepgemm", "deepgemm"),
         _blockwise("blockwise_ue8m0", "deepgemm_ue8m0"),
+        _tensorwise_pow2("tensorwise_pow2"),
+        _uniform("rowwise_native", _ROW, _ROW, _ROW),
         _nvfp4("nvfp4"),
         _uniform("mxfp4", _MXFP4, _MXFP4, _MXFP4),
     )
@@ -271,6 +283,8 @@ SUMMARIES = {
     "mxfp8": "OCP MX: a power-of-two scale for every 32 elements.",
     "blockwise_deepgemm": "As blockwise, with the scales of DeepGEMM's casts.",
     "blockwise_ue8m0": "As blockwise_deepgemm, with scales in powers of two.",
+    "tensorwise_pow2": "As tensorwise, with scales in powers of two, which a cast can guess.",
+    "rowwise_native": "As rowwise, rounded once after both scales, as a GPU's kernels scale rows.",
     "nvfp4": "4-bit NVFP4 of Transformer Engine: blocks of 16, rotation. Simulator only.",
     "mxfp4": "4-bit OCP MX: a power-of-two scale for every 32 elements. Simulator only.",
 }

@@ -68,6 +68,18 @@ F4, NV, NV2 = "e2m1fn", "nvfp4_1x16", "nvfp4_16x16"
             (E4, LINE, E4, SQUARE, "slow"),
             (E4, LINE, E4, LINE, "slow"),
         ),
+        (
+            "tensorwise_pow2",
+            (E4, TENSOR, E4, TENSOR, "fast"),
+            (E5, TENSOR, E4, TENSOR, "slow"),
+            (E5, TENSOR, E4, TENSOR, "slow"),
+        ),
+        (
+            "rowwise_native",
+            (E4, ROW, E4, ROW, "fast"),
+            (E4, ROW, E4, ROW, "slow"),
+            (E4, ROW, E4, ROW, "slow"),
+        ),
         ("nvfp4", (F4, NV, F4, NV2, "fast"), (F4, NV, F4, NV2, "fast"), (F4, NV, F4, NV, "fast")),
         ("mxfp4", (F4, MX, F4, MX, "fast"), (F4, MX, F4, MX, "slow"), (F4, MX, F4, MX, "slow")),
     ],
@@ -85,7 +97,8 @@ def test_every_recipe_is_in_the_table_above_and_some_are_the_backends():
     table = test_recipes_are_those_of_the_table.pytestmark[0].args[1]
     assert [name for name, *_ in table] == list(RECIPES)
     assert all(key == spec.name for key, spec in RECIPES.items())
-    assert tuple(RECIPES)[:4] == recipe.SHARED_RECIPES
+    shared = (*tuple(RECIPES)[:4], "tensorwise_pow2", "rowwise_native")
+    assert shared == recipe.SHARED_RECIPES
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -95,6 +108,8 @@ def test_every_cast_of_a_recipe_has_its_policy(name):  # R-1
         "mxfp8": "mx_rceil",
         "rowwise": "torchao_pow2",
         "rowwise_with_gw_hp": "torchao_pow2",
+        "tensorwise_pow2": "torchao_pow2",
+        "rowwise_native": "torchao_pow2",
     }
     policies |= {"nvfp4": "te_nvfp4", "mxfp4": "mx_rceil"}
     policies |= {"blockwise_deepgemm": "deepgemm", "blockwise_ue8m0": "deepgemm_ue8m0"}
@@ -350,7 +365,7 @@ def test_casts_that_saturate_or_have_other_scales_move_by_themselves():  # P-6
         assert not other.pairs
     pairs = {name for name, recipe in RECIPES.items() if recipe.pairs_gradients}
     # rowwise_with_gw_hp has one cast; the others have no lines, or no powers of two
-    assert pairs == {"rowwise"}
+    assert pairs == {"rowwise", "rowwise_native"}
 
 
 def test_each_recipe_has_a_line():

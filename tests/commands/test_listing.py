@@ -102,7 +102,10 @@ COMP_WORDS=("$@"); COMP_CWORD=$(( $# - 1 )); "$function"; printf '%s\\n' "${COMP
         (["train", "mi"], {"mine.toml"}),
         (["train", "tiny", "--run.st"], {"--run.steps"}),
         (["train", "tiny", "--dry"], {"--dry-run"}),
-        (["train", "tiny", "--recipe", "roww"], {"rowwise", "rowwise_with_gw_hp"}),
+        (
+            ["train", "tiny", "--recipe", "roww"],
+            {"rowwise", "rowwise_with_gw_hp", "rowwise_native"},
+        ),
         (["train", "tiny", "--backend", ""], {"jax", "torch"}),
         (["train", "tiny", "--parallel.compile", "m"], {"model"}),
         (["replay", "run", "--policy", "te_b"], {"te_block", "te_block_unmasked_bf16"}),

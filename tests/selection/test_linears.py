@@ -238,7 +238,7 @@ def test_the_auto_filter_of_llama_8b_keeps_keys_and_values():  # R-4
         num_attention_heads=32,
         num_key_value_heads=8,
     )
-    for name in ("tensorwise", "rowwise", "delayed"):
+    for name in ("tensorwise", "rowwise", "delayed", "tensorwise_pow2", "rowwise_native"):
         kept = [
             d.path
             for d in linear_selection.select(
@@ -253,7 +253,7 @@ def test_the_auto_filter_of_llama_8b_keeps_keys_and_values():  # R-4
 def test_a_recipe_without_thresholds_refuses_the_auto_filter(name):
     with pytest.raises(
         ValueError,
-        match=rf"tensorwise, rowwise, delayed; got '{name}', .*no data.*filter_fqns instead",
+        match=rf"tensorwise, rowwise, delayed, tensorwise_pow2, rowwise_native; got '{name}', .*no data.*filter_fqns instead",
     ):
         linear_selection.select({"a": (128, 128)}, name, filter_fqns=[AUTO_FILTER])
 

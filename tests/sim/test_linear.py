@@ -54,6 +54,11 @@ CASTS = {
     },
     "mxfp8": dict.fromkeys(GEMMS, (E4, MX, E4, MX, "mx_rceil", "scale_then_round")),
 }
+for name, like, policy, epilogue in (
+    ("tensorwise_pow2", "tensorwise", "torchao_pow2", "scale_then_round"),
+    ("rowwise_native", "rowwise", "torchao_pow2", "scale_then_round"),
+):
+    CASTS[name] = {which: (*casts[:4], policy, epilogue) for which, casts in CASTS[like].items()}
 for name, policy in (("blockwise_deepgemm", "deepgemm"), ("blockwise_ue8m0", "deepgemm_ue8m0")):
     CASTS[name] = {
         which: (*casts[:4], policy, casts[5]) for which, casts in CASTS["blockwise"].items()

@@ -167,8 +167,7 @@ def _check(recipe: Recipe, casts: _Casts) -> None:
 
     def refuse(reason: str) -> ValueError:
         return ValueError(
-            f"torchao cannot run recipe {recipe.name!r}: {reason}. Use a recipe of "
-            "fp8ref.recipe.SHARED_RECIPES."
+            f"torchao cannot run recipe {recipe.name!r}: {reason}. Use 'tensorwise' or 'rowwise'."
         )
 
     present = [c for c in casts.values() if c is not None]

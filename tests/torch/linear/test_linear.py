@@ -30,7 +30,9 @@ def layer_of(w, recipe, dtype=torch.bfloat16):
     return made
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "tensorwise_pow2"]
+)
 def test_it_is_torchaos_linear_where_that_runs_the_recipe(recipe):
     """Another implementation of the same clauses: the same bits."""
     torch.manual_seed(0)
@@ -45,7 +47,11 @@ def test_it_is_torchaos_linear_where_that_runs_the_recipe(recipe):
     assert all(torch.equal(a, b) for a, b in zip(run(ours, x, g), run(theirs, x, g), strict=True))
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp", MIXED], ids=str)
+@pytest.mark.parametrize(
+    "recipe",
+    ["tensorwise", "rowwise_with_gw_hp", "tensorwise_pow2", "rowwise_native", MIXED],
+    ids=str,
+)
 def test_outputs_and_gradients_equal_the_simulator_on_integers(recipe, rng):  # L-1 to L-4, G-9
     shapes = ((2, 24, 64), (32, 64), (2, 24, 32))
     x, w, g = (
