@@ -1,12 +1,13 @@
 """What inductor generates of a Llama block and of a step of AdamW for an H200, on a machine without
 one: make aot-torch, or python benchmarks/compiled/aot_torch.py [--show] [--parts states] [--recipes
-tensorwise]
+tensorwise] [--shape 1x8192] [--count]
 
 One block of an 8-billion-parameter Llama, forward and backward, and one matrix with its optimizer
 states, compiled by inductor for a device that is faked (``fake_h200``). Counted are
 the kernels that it schedules, the bytes of the buffers that they read and write, and the sectors of
-memory that they touch (``sectors``); nothing runs, so that nothing here is a time. With
-Triton installed each kernel is also compiled to machine code of sm_90.
+memory that they touch (``sectors``); nothing runs, so that nothing here is a time. A Triton kernel
+that inductor did not write, such as ``fp8ref.kernels``, counts by its arguments: accesses are 16
+bytes wide. With Triton installed each kernel is also compiled to machine code of sm_90.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import re
 import tempfile
@@ -65,7 +67,10 @@ MODEL = LlamaConfig(
     num_attention_heads=32,
     num_key_value_heads=8,
 )
-LENGTH, SEQUENCES = 1024, 4
+Shape = tuple[int, int]
+"""Sequences, and tokens of each."""
+
+SHAPES: tuple[Shape, ...] = ((1, 8192), (4, 2048))
 MEBIBYTE = 2**20
 PARTS = ("rows", "states")
 RESULTS = Path(__file__).parents[1] / "results"
@@ -90,6 +95,7 @@ LINEARS = (
 
 
 COLUMNS = [
+    "tokens",
     "recipe",
     "linears",
     "GEMMs write",
@@ -105,18 +111,16 @@ COLUMNS = [
 EXPLANATION = """\
 # A Llama block that inductor compiles for an H200, without one
 
-Written by `make aot-torch`; kernels that inductor generates, of which none has run. One block of an 8-billion-parameter Llama in bfloat16,
-four sequences of 1024 tokens, forward and backward. torchao is its `Float8Linear` as its own recipes make it. Bytes are what all kernels but
-GEMMs and flash attention read and write, with the number of these kernels. GB by sectors are of the sectors of 32 bytes that their loads and
-stores touch, each load and store by itself: a kernel that reads a buffer twice counts twice, though a cache may serve it. Scattered kernels have a
-load or a store of which a sector serves fewer than 8 bytes. fp8ref's rows fuse by `fp8ref.torch.gemm.fusion`, which keeps casts that transpose out of
+Written by `make aot-torch`; kernels compiled, of which none has run. One block of an 8-billion-parameter Llama in bfloat16,
+forward and backward, on 8,192 tokens: sequences x tokens of each. torchao is its `Float8Linear` as its own recipes make it. Bytes are what all kernels
+but GEMMs and flash attention read and write, with the number of these kernels. GB by sectors are of the sectors of 32 bytes that their loads and
+stores touch, each load and store by itself: a kernel that reads a buffer twice counts twice, though a cache may serve it. The kernels of `fp8ref.kernels`
+access 16 bytes at a time, and count what they read and write once. Scattered kernels have a load or a store of which a sector serves fewer than 8 bytes.
+fp8ref's rows fuse by `fp8ref.torch.gemm.fusion`, which keeps casts that transpose out of
 reductions; torch's and torchao's as inductor does by itself. Kept is what the forward pass writes and returns: what the backward
 pass reads, and the output. Recipes with rows compile under `emulate_precision_casts`, but for the row that says so. CUDA graphs are of the graphs that
 inductor's rules let become one (`mode="reduce-overhead"`), with the number of tensors that they write in place. The last column is of
-different kernels that Triton compiles to machine code."""
-STALE = """
-Rows without sectors were generated before sectors were counted and before fp8ref kept casts apart; `make aot-torch` makes all rows anew. A row without
-a last column was generated without Triton."""
+different kernels that Triton compiles to machine code, - where it was not asked."""
 STATES = """\
 ## Optimizer states
 
@@ -132,7 +136,8 @@ exact amax first: the gradient and such moments must be read once more.
 class Kernel:
     """What inductor launches once.
 
-    kind     gemm or attention, which libraries have; else other.
+    kind     gemm or attention, which libraries have; ours, a Triton kernel that inductor did not
+             write; else other.
     bytes    of the buffers that it reads and writes, each once, as inductor counts them.
     written  the dtype of its result.
     """
@@ -142,12 +147,17 @@ class Kernel:
     bytes: int
     written: str
 
+    @property
+    def library(self) -> bool:
+        """Whether it is a GEMM or attention."""
+        return self.kind in ("gemm", "attention")
+
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
     """A compiled graph: its kernels, their sources, and what CUDA graphs would refuse of it.
 
-    launches    how often its wrapper's text launches a Triton kernel.
+    launches    how often its wrapper's text launches a Triton kernel of inductor's.
     sectors     bytes of the sectors that all launches touch.
     scattered   a name for each launch of a kernel with a scattered access.
     kept        bytes of results that are no inputs; of a forward graph, mostly what the backward
@@ -224,15 +234,16 @@ def generate(
                 re.findall(r"^\s*(triton_\w+)\.run\(", source.value, re.MULTILINE),
                 triton_sources(source.value),
             )
-            touched = {name: sectors.accesses(text) for name, text in sources.items()}
-            moved = (
-                sum(access.sectors for name in launched for access in touched[name])
-                * sectors.SECTOR
+            touched = {name: sectors.accesses(sources[name]) for name in set(launched)}
+            found = kernels(self)
+            moved = sum(access.sectors for name in launched for access in touched[name]) + sum(
+                -(-kernel.bytes // sectors.SECTOR) for kernel in found if kernel.kind == "ours"
             )
             scattered = [
                 name for name in launched if any(access.scattered for access in touched[name])
             ]
-            seen.append((kernels(self), len(launched), sources, moved, scattered, kept(self)))
+            moved *= sectors.SECTOR
+            seen.append((found, len(launched), sources, moved, scattered, kept(self)))
             return argparse.Namespace(call=run, __file__=os.devnull)
 
         usual, GraphLowering._compile_to_module = GraphLowering._compile_to_module, to_module
@@ -281,6 +292,8 @@ def free(node: BaseSchedulerNode) -> bool:
 def kernel(node: BaseSchedulerNode) -> Kernel:
     """A node of the schedule as a kernel."""
     name, kind = node.get_name(), "other"
+    if isinstance(node.node, ir.UserDefinedTritonKernel):
+        return Kernel(node.node.get_kernel_and_metadata()[0].__name__, "ours", moved(node.node), "")
     if isinstance(node, ExternKernelSchedulerNode):
         name = str(
             getattr(node.node, "op_overload", None)
@@ -296,6 +309,21 @@ def kernel(node: BaseSchedulerNode) -> Kernel:
         first, *_ = getattr(node.node, "outputs", None) or [node.node]
         written = str(first.get_dtype()).removeprefix("torch.")
     return Kernel(name, kind, node.get_read_write_buffers_sizes(), written)
+
+
+def moved(node: ir.UserDefinedTritonKernel) -> int:
+    """Bytes of the arguments that a Triton kernel reads, and of those that it writes."""
+    accesses = node.arg_accesses.read_writes
+    read, written = ({dep.name for dep in deps} for deps in (accesses.reads, accesses.writes))
+    if read == written:  # of a kernel that torch could not analyze: it warns, and takes all
+        raise ValueError(
+            f"a kernel reads some arguments and writes others; torch found {sorted(read)} both "
+            f"read and written by {node.get_kernel_and_metadata()[0].__name__}. See its warning."
+        )
+    return sum(
+        math.prod(map(int, node.kwargs[name].get_size())) * node.kwargs[name].get_dtype().itemsize
+        for name in [*read, *written]
+    )
 
 
 def triton_sources(wrapper: str) -> dict[str, str]:
@@ -327,14 +355,9 @@ def converted(model: nn.Module, recipe: str, who: str) -> nn.Module:
     return convert.convert(model, recipe)
 
 
-def block(
-    recipe: str,
-    who: str,
-    config: LlamaConfig = MODEL,
-    length: int = LENGTH,
-    sequences: int = SEQUENCES,
-) -> list[Graph]:
+def block(recipe: str, who: str, shape: Shape, config: LlamaConfig = MODEL) -> list[Graph]:
     """The graphs of a Llama block: forward, backward."""
+    sequences, length = shape
     with fake_h200.tensors():
         torch.set_default_dtype(torch.bfloat16)
         try:
@@ -410,10 +433,11 @@ def machine_code(sources: dict[str, str]) -> int | None:
     return len(sources)
 
 
-def row(recipe: str, who: str, graphs: list[Graph]) -> dict:
+def row(shape: Shape, recipe: str, who: str, graphs: list[Graph], *, compiles: bool = True) -> dict:
     """A row of the table, as JSON has it."""
-    others = [[k for k in graph.kernels if k.kind == "other"] for graph in graphs]
+    others = [[k for k in graph.kernels if not k.library] for graph in graphs]
     return {
+        "shape": list(shape),
         "recipe": recipe,
         "who": who,
         "gemms": dict(
@@ -425,6 +449,7 @@ def row(recipe: str, who: str, graphs: list[Graph]) -> dict:
             )
         ),
         "kernels": [len(found) for found in others],
+        "ours": [sum(k.kind == "ours" for k in found) for found in others],
         "bytes": [sum(k.bytes for k in found) for found in others],
         "sectors": [graph.sectors for graph in graphs],
         "scattered": [graph.scattered for graph in graphs],
@@ -433,15 +458,16 @@ def row(recipe: str, who: str, graphs: list[Graph]) -> dict:
         "cuda_graph_refused": [graph.refused for graph in graphs],
         "machine_code": machine_code(
             {name: text for graph in graphs for name, text in graph.sources.items()}
-        ),
+        )
+        if compiles
+        else None,
     }
 
 
 def markdown(found: dict) -> str:
     """The table of all rows."""
-    stale = [STALE] if any("sectors" not in each for each in found["rows"]) else []
-    lines = [EXPLANATION, *stale, "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
-    lines += [f"| {' | '.join(cells(each))} |" for each in found["rows"]]
+    lines = [EXPLANATION, "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    lines += [line(each) for each in found["rows"]]
     lines += ["", STATES]
     for each in found["states"]:
         measured = (
@@ -452,22 +478,29 @@ def markdown(found: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def cells(row: dict) -> list[str]:
+def line(row: dict) -> str:
     """A row of the table, as text."""
     passes = [f"{b / 1e9:.2f} in {n}" for b, n in zip(row["bytes"], row["kernels"], strict=True)]
     refused = [reason for reason in row["cuda_graph_refused"] if reason]
-    return [
+    cells = [
+        text(row["shape"]),
         row["recipe"],
         row["who"],
         ", ".join(f"{dtype} {n}" for dtype, n in row["gemms"].items()),
         *passes,
         f"{sum(row['bytes']) / 1e9:.2f} in {sum(row['kernels'])}",
-        f"{sum(row['sectors']) / 1e9:.2f}" if "sectors" in row else "-",
-        str(sum(map(len, row["scattered"]))) if "scattered" in row else "-",
+        f"{sum(row['sectors']) / 1e9:.2f}",
+        str(sum(map(len, row["scattered"]))),
         f"{row['kept'] / MEBIBYTE:.0f}",
         "; ".join(refused) or f"both; {sum(row['mutated'])} written in place",
         "-" if row["machine_code"] is None else str(row["machine_code"]),
     ]
+    return f"| {' | '.join(cells)} |"
+
+
+def text(shape: Shape) -> str:
+    """A shape as --shape takes it."""
+    return "x".join(map(str, shape))
 
 
 def main() -> None:
@@ -475,6 +508,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--show", action="store_true", help="print the kept tables, and generate nothing"
+    )
+    parser.add_argument(
+        "--count",
+        action="store_true",
+        help="print a line for each row, and neither compile machine code nor keep anything",
     )
     parser.add_argument(
         "--parts",
@@ -488,17 +526,36 @@ def main() -> None:
         nargs="+",
         help="of the rows, generate those of these recipes; the others stay as they are",
     )
+    parser.add_argument(
+        "--shape",
+        nargs="+",
+        choices=[text(shape) for shape in SHAPES],
+        help="of the rows, generate those of these sequences x tokens",
+    )
     arguments = parser.parse_args()
+    keys = [
+        (shape, recipe, who)
+        for shape in SHAPES
+        for recipe, who in LINEARS
+        if recipe in (arguments.recipes or [recipe])
+        and text(shape) in (arguments.shape or [text(shape)])
+    ]
+    if arguments.count:
+        for shape, recipe, who in keys:
+            print(line(row(shape, recipe, who, block(recipe, who, shape), compiles=False)))
+        return
     kept_json = RESULTS / "aot_torch.json"
     found = json.loads(kept_json.read_text()) if kept_json.exists() else {}
     if not arguments.show:
         if "rows" in arguments.parts:
-            before = {(each["recipe"], each["who"]): each for each in found.get("rows", [])}
-            asked = [
-                key for key in LINEARS if arguments.recipes is None or key[0] in arguments.recipes
-            ]
-            made = {key: row(*key, block(*key)) for key in asked}
-            found["rows"] = [(before | made)[key] for key in LINEARS if key in before | made]
+            rows = {
+                (tuple(each["shape"]), each["recipe"], each["who"]): each
+                for each in found.get("rows", [])
+            }
+            for shape, recipe, who in keys:
+                rows[shape, recipe, who] = row(shape, recipe, who, block(recipe, who, shape))
+            ordered = [(shape, *linears) for shape in SHAPES for linears in LINEARS]
+            found["rows"] = [rows[key] for key in ordered if key in rows]
         if "states" in arguments.parts:
             found["states"] = [state_row(layout) for layout in LAYOUTS]
         found |= {"torch": torch.__version__, "torchao": importlib.metadata.version("torchao")}
