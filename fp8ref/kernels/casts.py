@@ -72,15 +72,15 @@ def load_lines(x_ptr, axis: tl.constexpr, N, SIZE: tl.constexpr):
 
 
 @triton.jit
-def store_codes(codes, out_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr):
-    """Store this program's tile of codes [BM, BN] in out [M, N]."""
+def store_tile(x, out_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr):
+    """Store this program's tile [BM, BN] in out [M, N], contiguous."""
     i, j = tl.program_id(0) * BM, tl.program_id(1) * BN
     rows, columns = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
     at = out_ptr + i.to(tl.int64) * N + j + (rows * N + columns)
     if EVEN:
-        tl.store(at, codes)
+        tl.store(at, x)
     else:
-        tl.store(at, codes, mask=(i + rows < M) & (j + columns < N))
+        tl.store(at, x, mask=(i + rows < M) & (j + columns < N))
 
 
 @triton.jit
@@ -117,7 +117,7 @@ def store_cast(
 ):
     """Cast a tile by a scale that broadcasts to it, and store the codes in both orders."""
     codes = codes_of(x * scale, E5M2)
-    store_codes(codes, q_ptr, M, N, BM, BN, EVEN)
+    store_tile(codes, q_ptr, M, N, BM, BN, EVEN)
     store_transposed(codes, t_ptr, M, N, BM, BN, EVEN)
 
 
@@ -192,7 +192,7 @@ def _cast_lines(
     x = load_tile(x_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
     rows = load_lines(rows_ptr, 0, M, BM)[:, None]
     columns = load_lines(columns_ptr, 1, N, BN)[None, :]
-    store_codes(codes_of(x * rows, E5M2), q_ptr, M, N, BM, BN, EVEN)
+    store_tile(codes_of(x * rows, E5M2), q_ptr, M, N, BM, BN, EVEN)
     store_transposed(codes_of(x * columns, E5M2_T), t_ptr, M, N, BM, BN, EVEN)
 
 
@@ -295,7 +295,7 @@ def _lines(
     scale = scale_of(tl.max(bits, 1), E5M2, EPS)
     at = rows * tl.num_programs(1) + tl.program_id(1)
     store_scales(scale, scale_ptr, inverse_ptr, at, rows < M)
-    store_codes(codes_of(x * scale[:, None], E5M2), q_ptr, M, N, BM, BN, EVEN)
+    store_tile(codes_of(x * scale[:, None], E5M2), q_ptr, M, N, BM, BN, EVEN)
     columns = tl.program_id(1) * BN + tl.arange(0, BN)
     scale = scale_of(tl.max(bits, 0), E5M2, EPS)
     at = tl.program_id(0) * N + columns

@@ -1,0 +1,172 @@
+"""A step of AdamW with float32 moments that also casts the weight (spec O-2 to O-6).
+
+The step has the new weight in registers: it writes it rounded to the dtype of the model, its codes
+in both orders by a scale that is known before, and its amax, of which the next scale is made.
+"""
+
+import triton
+import triton.language as tl
+
+from fp8ref.kernels import casts
+from fp8ref.kernels.casts import Shape, load_tile, store_amax, store_cast, store_tile
+from fp8ref.kernels.jit import Launch, Numbers
+
+__all__ = ["NUMBERS", "step", "step_and_cast"]
+
+NUMBERS = (
+    "b1",
+    "a1",
+    "b2",
+    "a2",
+    "inverse1",
+    "inverse2",
+    "learning_rate",
+    "eps",
+    "weight_decay",
+    "factor",
+)
+"""The numbers of a step, float32 [10], in order: of ``spec.states.layouts.Scalars``, and the factor
+of gradients, such as of clipping; NaN skips the step, so that nothing changes."""
+
+
+TILE = (32, 64)
+"""Of four float32 tiles in registers; a line of 32 codes is a sector of the transposed ones."""
+
+
+@triton.jit
+def _zero_below(x, least: tl.constexpr):
+    """x with +0 in place of magnitudes below a number; NaN stays."""
+    return tl.where(tl.abs(x) < least, 0.0, x)
+
+
+@triton.jit
+def _new(
+    p_ptr,
+    g_ptr,
+    m_ptr,
+    v_ptr,
+    numbers_ptr,
+    M,
+    N,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """This program's tile of the new weight and moments."""
+    old = load_tile(p_ptr, N, 1, M, N, BM, BN, EVEN)
+    old_m = load_tile(m_ptr, N, 1, M, N, BM, BN, EVEN)
+    old_v = load_tile(v_ptr, N, 1, M, N, BM, BN, EVEN)
+    factor = tl.load(numbers_ptr + 9)
+    g = load_tile(g_ptr, N, 1, M, N, BM, BN, EVEN) * factor
+    g = tl.where(
+        tl.abs(g) <= 72057594037927936.0, _zero_below(g, 1.3877787807814457e-17), float("nan")
+    )  # 2^56, 2^-56
+    m = tl.load(numbers_ptr) * old_m + tl.load(numbers_ptr + 1) * g
+    v = tl.load(numbers_ptr + 2) * old_v + tl.load(numbers_ptr + 3) * (g * g)
+    m = _zero_below(m, 2.350988701644575e-38)  # 2^-125
+    v = _zero_below(v, 2.350988701644575e-38)
+    root = tl.sqrt_rn(v) * tl.load(numbers_ptr + 5) + tl.load(numbers_ptr + 7)
+    ratio = tl.div_rn(m * tl.load(numbers_ptr + 4), root)
+    change = tl.load(numbers_ptr + 6) * (ratio + tl.load(numbers_ptr + 8) * old)
+    p = old - _zero_below(change, 8.077935669463161e-28)  # 2^-90
+    skipped = factor != factor
+    return tl.where(skipped, old, p), tl.where(skipped, old_m, m), tl.where(skipped, old_v, v)
+
+
+@triton.jit
+def _store(
+    p,
+    m,
+    v,
+    p_ptr,
+    m_ptr,
+    v_ptr,
+    weight_ptr,
+    M,
+    N,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Store a tile's state and its weight; return the weight as it is stored, float32."""
+    store_tile(p, p_ptr, M, N, BM, BN, EVEN)
+    store_tile(m, m_ptr, M, N, BM, BN, EVEN)
+    store_tile(v, v_ptr, M, N, BM, BN, EVEN)
+    weight = p.to(weight_ptr.dtype.element_ty)
+    store_tile(weight, weight_ptr, M, N, BM, BN, EVEN)
+    return weight.to(tl.float32)
+
+
+@triton.jit
+def _step(
+    p_ptr,
+    g_ptr,
+    m_ptr,
+    v_ptr,
+    numbers_ptr,
+    new_p_ptr,
+    new_m_ptr,
+    new_v_ptr,
+    weight_ptr,
+    amax_ptr,
+    M,
+    N,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    p, m, v = _new(p_ptr, g_ptr, m_ptr, v_ptr, numbers_ptr, M, N, BM, BN, EVEN)
+    w = _store(p, m, v, new_p_ptr, new_m_ptr, new_v_ptr, weight_ptr, M, N, BM, BN, EVEN)
+    store_amax(w, amax_ptr)
+
+
+@triton.jit
+def _step_and_cast(
+    p_ptr,
+    g_ptr,
+    m_ptr,
+    v_ptr,
+    numbers_ptr,
+    scale_ptr,
+    new_p_ptr,
+    new_m_ptr,
+    new_v_ptr,
+    weight_ptr,
+    q_ptr,
+    t_ptr,
+    amax_ptr,
+    M,
+    N,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    EVEN: tl.constexpr,
+    E5M2: tl.constexpr,
+):
+    p, m, v = _new(p_ptr, g_ptr, m_ptr, v_ptr, numbers_ptr, M, N, BM, BN, EVEN)
+    w = _store(p, m, v, new_p_ptr, new_m_ptr, new_v_ptr, weight_ptr, M, N, BM, BN, EVEN)
+    store_cast(w, tl.load(scale_ptr), q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)
+    store_amax(w, amax_ptr)
+
+
+def step(shape: Shape) -> Launch:
+    """p, g, m, v [M, N] and the ``NUMBERS`` -> p, m, v, the weight, and its partial amaxes.
+
+    p, m and v are float32, and may be updated in place; g is float32, float16 or bfloat16.
+    Order:   g times the factor, in O-2's range; O-5 by products; O-6 unbounded; each product, sum,
+             quotient and root rounded to float32; the weight rounded to its pointer's dtype.
+    """
+    return Launch(_step, casts.tiles(*shape, TILE), _numbers(shape), warps=4)
+
+
+def step_and_cast(shape: Shape, *, e5m2: bool) -> Launch:
+    """p, g, m, v, the ``NUMBERS`` and a scale () -> p, m, v, the weight, its codes [M, N] and
+    [N, M], and its partial amaxes; as ``step``."""
+    return Launch(
+        _step_and_cast, casts.tiles(*shape, TILE), _numbers(shape) | {"E5M2": e5m2}, warps=4
+    )
+
+
+def _numbers(shape: Shape) -> Numbers:
+    numbers = casts.matrix(shape, (shape[1], 1), TILE)
+    del numbers["stride_m"], numbers["stride_n"]
+    return numbers
