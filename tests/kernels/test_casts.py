@@ -53,15 +53,6 @@ def test_every_bfloat16_has_the_code_of_the_simulator(fmt):  # S-5
     np.testing.assert_array_equal(transposed, expected.T)
 
 
-def test_a_cast_in_one_order_writes_that_order_alone():
-    x = tensor("ragged", "bfloat16")
-    launch = casts.cast(x.shape, strides(x), e5m2=False, transposed=False)
-    outputs = [(x.shape, "uint8"), ((launch.programs,), "int32")]
-    codes, amaxes = run(launch, [x, np.float32(2)], outputs)
-    np.testing.assert_array_equal(codes, scaling.quantize_with(x, scales(2), "e4m3fn").codes)
-    np.testing.assert_array_equal(amax_of(amaxes), scaling.amax(x))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_partial_amaxes_are_the_simulators_amax(layout, dtype):  # S-2
