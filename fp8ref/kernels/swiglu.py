@@ -93,7 +93,7 @@ def _gradients(
     gate = load_tile(gate_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
     up = load_tile(up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
     sigmoid = tl.div_rn(tl.full(gate.shape, 1.0, tl.float32), 1.0 + tl.exp(-gate))
-    of_gate = d * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    of_gate = d * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
     of_up = d * (gate * sigmoid)
     of_gate = of_gate.to(d_ptr.dtype.element_ty).to(tl.float32)
     return of_gate, of_up.to(d_ptr.dtype.element_ty).to(tl.float32)
@@ -176,7 +176,7 @@ def cast_gradients(shape: Shape, *, e5m2: bool) -> Launch:
     """d, gate, up, and the scales () of both results -> codes of gate's gradient [M, N] and
     [N, M], codes of up's, and partial amaxes of both.
 
-    Order:   s = 1 / (1 + exp(-gate)); gate's ((d * up) * s) * (1 + gate * (1 - s)); up's
+    Order:   s = 1 / (1 + exp(-gate)); gate's (d * up) * (s * (1 + gate * (1 - s))); up's
              d * (gate * s); each rounded, then cast by its scale.
     """
     tile = (ROWS, COLUMNS)

@@ -5,28 +5,28 @@ import pytest
 
 pytest.importorskip("triton")
 
-from helpers.kernels.planted_tensors import DTYPES, LAYOUTS, amax_of, planted, run, strides
+from helpers.kernels.planted_tensors import (
+    DTYPES,
+    FORMATS,
+    LAYOUTS,
+    amax_of,
+    both_orders,
+    planted,
+    run,
+    scales,
+    strides,
+)
 
 from fp8ref.kernels import casts
 from fp8ref.sim.quantize import scaling
-from fp8ref.sim.quantize.scaling import Scales
-
-FORMATS = ("e4m3fn", "e5m2")
 
 
 def tensor(layout: str, dtype: str, *, wide: bool = True) -> np.ndarray:
     return LAYOUTS[layout](lambda m, n: planted(m, n, dtype, wide=wide))
 
 
-def both_orders(launch, x, inputs, *rest):
-    m, n = x.shape
-    return run(launch, [x, *inputs], [((m, n), "uint8"), ((n, m), "uint8"), *rest])
-
-
-def scales(scale) -> Scales:
-    scale = np.asarray(scale, np.float32)
-    with np.errstate(divide="ignore"):
-        return Scales(scale, np.float32(1) / scale)
+def run_both(launch, x, inputs, *rest):
+    return run(launch, [x, *inputs], [*both_orders(x.shape), *rest])
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -36,7 +36,7 @@ def test_a_cast_by_one_scale_has_the_codes_of_the_simulator(layout, dtype, fmt):
     x = tensor(layout, dtype)
     launch = casts.cast(x.shape, strides(x), e5m2=fmt == "e5m2")
     scale = np.float32(3.1415927)
-    codes, transposed, amaxes = both_orders(launch, x, [scale], ((launch.programs,), "int32"))
+    codes, transposed, amaxes = run_both(launch, x, [scale], ((launch.programs,), "int32"))
     expected = scaling.quantize_with(x, scales(scale), fmt)
     np.testing.assert_array_equal(codes, expected.codes)
     np.testing.assert_array_equal(transposed, expected.codes.T)
@@ -47,7 +47,7 @@ def test_a_cast_by_one_scale_has_the_codes_of_the_simulator(layout, dtype, fmt):
 def test_every_bfloat16_has_the_code_of_the_simulator(fmt):  # S-5
     x = np.arange(1 << 16, dtype=np.uint16).view(DTYPES["bfloat16"]).reshape(256, 256)
     launch = casts.cast(x.shape, strides(x), e5m2=fmt == "e5m2")
-    codes, transposed, _ = both_orders(launch, x, [np.float32(1)], ((launch.programs,), "int32"))
+    codes, transposed, _ = run_both(launch, x, [np.float32(1)], ((launch.programs,), "int32"))
     expected = scaling.quantize_with(x, scales(1), fmt).codes
     np.testing.assert_array_equal(codes, expected)
     np.testing.assert_array_equal(transposed, expected.T)
@@ -81,7 +81,7 @@ def test_a_cast_by_its_own_amax_has_the_scale_of_the_simulator(largest, fmt):  #
     amaxes = casts.amax(x.shape, strides(x))
     (parts,) = run(amaxes, [x], [((casts.PARTS,), "int32")])
     launch = casts.cast_by_amax(x.shape, strides(x), e5m2=fmt == "e5m2")
-    codes, transposed, scale, inverse = both_orders(
+    codes, transposed, scale, inverse = run_both(
         launch, x, [parts], ((), "float32"), ((), "float32")
     )
     expected = scaling.quantize(x, fmt)
@@ -106,7 +106,7 @@ def test_rows_and_columns_have_scales_of_their_own(layout, fmt):  # S-6
         expected = scaling.amax(x, "rowwise", axis=axis).ravel()
         np.testing.assert_array_equal(parts.max(0).view(np.float32), expected)
     launch = casts.cast_lines(x.shape, strides(x), e5m2=fmt == "e5m2")
-    codes, transposed = both_orders(launch, x, [by_row.scale, by_column.scale])
+    codes, transposed = run_both(launch, x, [by_row.scale, by_column.scale])
     np.testing.assert_array_equal(codes, by_row.codes)
     np.testing.assert_array_equal(transposed, by_column.codes.T)
 
@@ -116,7 +116,7 @@ def test_both_orders_may_have_formats_of_their_own():
     by_row = scaling.quantize(x, "e4m3fn", granularity="rowwise", axis=1)
     by_column = scaling.quantize(x, "e5m2", granularity="rowwise", axis=0)
     launch = casts.cast_lines(x.shape, strides(x), e5m2=False, e5m2_t=True)
-    codes, transposed = both_orders(launch, x, [by_row.scale, by_column.scale])
+    codes, transposed = run_both(launch, x, [by_row.scale, by_column.scale])
     np.testing.assert_array_equal(codes, by_row.codes)
     np.testing.assert_array_equal(transposed, by_column.codes.T)
 
@@ -131,9 +131,7 @@ def test_blocks_along_both_axes_are_the_simulators(shape, dtype, fmt):  # S-6
     (m, n), (rows, columns) = shape, casts.tiles(*shape, (casts.BLOCK, casts.BLOCK))
     launch = casts.blocks(shape, strides(x), e5m2=fmt == "e5m2", square=False)
     along, down = [((m, columns), "float32")] * 2, [((rows, n), "float32")] * 2
-    codes, transposed, scale, inverse, scale_t, inverse_t = both_orders(
-        launch, x, [], *along, *down
-    )
+    codes, transposed, scale, inverse, scale_t, inverse_t = run_both(launch, x, [], *along, *down)
     of_rows, of_columns = (
         scaling.quantize(x, fmt, granularity="blockwise_1x128", axis=axis, ragged=True)
         for axis in (1, 0)
@@ -153,9 +151,7 @@ def test_square_blocks_are_the_simulators(shape, fmt):  # S-6
     x[0, -1] = np.inf
     rows, columns = casts.tiles(*shape, (casts.BLOCK, casts.BLOCK))
     launch = casts.blocks(shape, strides(x), e5m2=fmt == "e5m2", square=True)
-    codes, transposed, scale, inverse = both_orders(
-        launch, x, [], *[((rows, columns), "float32")] * 2
-    )
+    codes, transposed, scale, inverse = run_both(launch, x, [], *[((rows, columns), "float32")] * 2)
     expected = scaling.quantize(x, fmt, granularity="blockwise_128x128", ragged=True)
     np.testing.assert_array_equal(codes, expected.codes)
     np.testing.assert_array_equal(transposed, expected.codes.T)

@@ -9,6 +9,7 @@ import numpy as np
 
 from fp8ref.kernels import jit
 from fp8ref.kernels.jit import Launch
+from fp8ref.sim.quantize.scaling import Scales
 
 DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -17,6 +18,21 @@ DTYPES = {
 }
 SPECIALS = (math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0)
 SUBNORMALS = {"bfloat16": 1e-40, "float16": 1e-6, "float32": 1e-44}
+
+FORMATS = ("e4m3fn", "e5m2")
+RAGGED = (131, 67)
+"""A shape that no tile divides."""
+
+SHAPES = ((128, 64), (1, 70), (133, 1))
+"""Of a whole tile, of one row and of one column."""
+
+
+def cases(odd, *others) -> list[tuple]:
+    """(choice, dtype, format): one choice of all dtypes and formats, others in bfloat16 and e4m3fn."""
+    return [(odd, dtype, fmt) for dtype in DTYPES for fmt in FORMATS] + [
+        (other, "bfloat16", "e4m3fn") for other in others
+    ]
+
 
 LAYOUTS = {
     "one tile": lambda make: make(128, 64),
@@ -64,6 +80,18 @@ def run(
         guard = np.concatenate([memory[:128], memory[-128:]])
         assert (guard == np.full((), 0x5A, memory.dtype)).all(), "written outside the output"
     return [memory.reshape(shape) for memory, (shape, _) in zip(inner, outputs, strict=True)]
+
+
+def both_orders(shape: tuple[int, int]) -> list[tuple[tuple[int, ...], str]]:
+    """The outputs that hold codes of a matrix, as it lies and transposed."""
+    return [(shape, "uint8"), (shape[::-1], "uint8")]
+
+
+def scales(scale: object) -> Scales:
+    """Scales that a launch is given, for the simulator."""
+    scale = np.asarray(scale, np.float32)
+    with np.errstate(divide="ignore"):
+        return Scales(scale, np.float32(1) / scale)
 
 
 def strides(x: np.ndarray) -> tuple[int, int]:
