@@ -142,10 +142,18 @@ def _compile_forwards(
 ) -> None:
     """Compile forward methods, not modules: FSDP2's hooks, unknown to dynamo, stay outside."""
     compiled = {"none": (), "block": blocks, "model": (model,)}[parallelism.compile]
+    mode = "reduce-overhead" if parallelism.cuda_graphs else None
     for module in compiled:
         module.forward = torch.compile(
-            module.forward, fullgraph=True, backend=parallelism.compile_backend
+            module.forward, fullgraph=True, backend=parallelism.compile_backend, mode=mode
         )
+    if parallelism.cuda_graphs:
+        model.register_forward_pre_hook(_begin_replay, prepend=True)
+
+
+def _begin_replay(*_: object) -> None:
+    """Forward pre-hook: this pass may write over the results of the last one."""
+    torch.compiler.cudagraph_mark_step_begin()
 
 
 def _shard(

@@ -33,7 +33,8 @@ def check(
               model's, or named twice; a model that is compiled or sharded already; an optimizer
               that was built before; delayed scaling of scope local; a cache of keys and values
               (transformers' use_cache) under checkpointing; full checkpointing and compile of
-              blocks that tensor cuts; under compile='model', modules that are, or by keep_dtype
+              blocks that tensor cuts; CUDA graphs of a mesh, or without inductor, or of weights
+              that are on a CPU; under compile='model', modules that are, or by keep_dtype
               would be, sharded by themselves; modules that share a parameter and would be sharded
               apart, and what else fully_shard refuses; copies along data with different weights.
               ``parallelize`` adds what ``tensor_parallel.parallelize`` and ``fsdp.gather_in_fp8``
@@ -45,6 +46,8 @@ def check(
     if parallelism.checkpointing != "none":
         _check_no_cache(model)
     ranks = Ranks.of(mesh)
+    if parallelism.cuda_graphs:
+        _check_cuda_graphs(model, mesh, parallelism)
     if compile == "model":
         _check_one_graph(model, keep_dtype if ranks.batch is not None else [])
     check_model(model, "Parallelize a model once, and before you {} it")
@@ -142,6 +145,26 @@ def _check_blocks(blocks: Sequence[nn.Module], parallelism: Parallelism) -> None
         raise ValueError(
             f"checkpointing and compile='block' apply to blocks; got {checkpointing!r} and "
             f"{compile!r} without blocks. Name blocks."
+        )
+
+
+def _check_cuda_graphs(model: nn.Module, mesh: DeviceMesh | None, parallelism: Parallelism) -> None:
+    """ValueError for CUDA graphs that would not be made, or that a pass could not replay."""
+    if parallelism.compile == "none" or parallelism.compile_backend != "inductor":
+        raise ValueError(
+            "cuda_graphs are of graphs that inductor compiles; got compile "
+            f"{parallelism.compile!r} and compile_backend {parallelism.compile_backend!r}. Use "
+            "compile='block'."
+        )
+    if mesh is not None and mesh.size() > 1:
+        raise ValueError(
+            "cuda_graphs need weights at fixed addresses, and no collectives; got a mesh of "
+            f"{mesh.size()}, which gathers them anew in each pass. Leave one of them out."
+        )
+    if kinds := {p.device.type for p in model.parameters()} - {"cuda", "meta"}:
+        raise ValueError(
+            f"cuda_graphs need a model on a GPU; got weights on {min(kinds)}. Move it there "
+            "first, or leave cuda_graphs out."
         )
 
 

@@ -45,6 +45,9 @@ class Parallelism:
                 torch.compile of each ``block``'s forward, or of the whole ``model``'s, without
                 graph breaks. The whole model is gathered in one piece: FSDP2 gathers in hooks,
                 which no graph contains (``compiled_fsdp`` gathers in the graph).
+    cuda_graphs each compiled graph is recorded as a CUDA graph, and replayed by one launch
+                (mode="reduce-overhead"): of one GPU, with inductor, for models whose kernels are
+                shorter than their launches. A pass writes over the results of the pass before.
     gather_fp8, precompute_scales, fp8_from
                 gather weights in FP8, as ``fsdp.gather_in_fp8``: from shards rounded to param_dtype
                 (compute), or from the masters (master).
@@ -65,6 +68,7 @@ class Parallelism:
     keep: Iterable[Operation | Callable] = checkpoints.EVERY
     compile: Compile = "none"
     compile_backend: str | Callable = "inductor"
+    cuda_graphs: bool = False
     gather_fp8: bool = True
     precompute_scales: bool = True
     fp8_from: Source = "compute"

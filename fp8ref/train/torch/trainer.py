@@ -89,6 +89,10 @@ class Trainer:
         if self._device.type == "cuda":
             device_shapes.check_on_gpu(config, self.backend)
             torch.cuda.reset_peak_memory_stats(self._device)
+        elif config.parallel.cuda_graphs:
+            raise ConfigError(
+                "parallel.cuda_graphs need an NVIDIA GPU; torch has none here. Leave the key out."
+            )
         self._step = Step(config, weights, mesh, self._device, multiply)
         self.model, self._params, self._optimizer = (
             self._step.model,

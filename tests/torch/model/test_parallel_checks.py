@@ -274,3 +274,35 @@ def test_blocks_are_named_where_something_is_done_to_them(options):
         parallelize(
             nn.Sequential(nn.Linear(16, 16)), "tensorwise", parallelism=Parallelism(**options)
         )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "compile 'none'"),
+        ({"compile": "model", "compile_backend": "eager"}, "compile_backend 'eager'"),
+        ({"compile": "model"}, "need a model on a GPU; got weights on cpu"),
+    ],
+    ids=["eager", "another backend", "on a CPU"],
+)
+def test_cuda_graphs_are_of_compiled_graphs_on_a_gpu(options, message):  # P-12
+    model = nn.Sequential(nn.Linear(16, 16))
+    options = {"cuda_graphs": True, **options}
+    with pytest.raises(ValueError, match=message):
+        parallelize(model, "tensorwise", parallelism=Parallelism(**options))
+    assert type(model[0]) is nn.Linear
+
+
+def test_cuda_graphs_are_asked_of_inductor_and_each_pass_may_write_over_the_last(
+    monkeypatch,
+):  # P-12
+    modes, begun = [], []
+    monkeypatch.setattr(torch, "compile", lambda f, **keys: modes.append(keys["mode"]) or f)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(1))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(16, 16))
+    parallelism = Parallelism(compile="model", cuda_graphs=True)
+    parallelize(model, "bf16", parallelism=parallelism)
+    model.to_empty(device="cpu")(torch.zeros(2, 16))
+    assert modes == ["reduce-overhead"]
+    assert begun == [1]

@@ -9,6 +9,11 @@ from fp8ref.train.config import checks as config_checks
 from fp8ref.train.config.config import Config
 
 REFUSED = [
+    ({"parallel": {"cuda_graphs": True}}, "are of parallel.compile, on one device"),
+    (
+        {"parallel": {"cuda_graphs": True, "compile": "block", "fsdp": 2}},
+        "got compile 'block' and 2 devices",
+    ),
     ({"parallel": {"accumulate_dtype": "bfloat16"}}, "of data.microbatches, of which there is 1"),
     ({"parallel": {"attention": "tiles"}}, "is of numerics.attention, which is left out"),
     ({"parallel": {"expert": 2}}, "parallel.expert is for a model with experts; got 2"),

@@ -97,6 +97,10 @@ class ParallelConfig:
 
     FSDP then gathers the whole model at once.
     """
+    cuda_graphs: bool = False
+    """PyTorch, on one GPU: record what compile makes as CUDA graphs, and replay each by one launch.
+    For small models, whose kernels are shorter than their launches.
+    """
     timeout_s: int = 600
     """PyTorch: seconds that a rank waits for another before the run ends."""
 
@@ -155,6 +159,13 @@ class ParallelConfig:
             self.compile == "none" or self.tensor == 1 or self.checkpointing != "full",
             "parallel.compile under tensor parallelism takes no blocks that are recomputed "
             "whole, on which torch 2.13 fails. Set parallel.checkpointing to selective or none.",
+        )
+
+        require(
+            not self.cuda_graphs or (self.compile != "none" and self.devices == 1),
+            "parallel.cuda_graphs are of parallel.compile, on one device: FSDP gathers weights to "
+            f"new addresses; got compile {self.compile!r} and {self.devices} devices. Set compile "
+            "to block, or leave cuda_graphs out.",
         )
 
     def _check_mu(self) -> None:
@@ -284,7 +295,7 @@ class ParallelConfig:
                 *(["tensor_reduce_dtype"] if self.tensor_reduce_dtype == "float32" else []),
             )
             if backend == "torch"
-            else ("gather", "reduction", "compile", "timeout_s")
+            else ("gather", "reduction", "compile", "cuda_graphs", "timeout_s")
         )
         return [
             f"parallel.{key}"

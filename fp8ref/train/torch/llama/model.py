@@ -54,6 +54,7 @@ class LlamaModel(Model):
             sequence=keys.sequence,
             checkpointing=keys.checkpointing,
             compile=keys.compile,
+            cuda_graphs=keys.cuda_graphs,
             gather_fp8=keys.gather == "fp8",
             precompute_scales=keys.precompute_scales,
             ordered_reduction=keys.reduction == "ordered",
