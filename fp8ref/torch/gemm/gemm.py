@@ -54,14 +54,14 @@ def matmul(
     _check(a, b, accumulate)
     block = epilogues.check_pair(epilogue, "torch", a.granularity, b.granularity)
     if by := hardware.active():
-        codes_a, codes_b = (_lines(q.codes, q.axis) for q in (a, b))
+        codes_a, codes_b = (_codes(q) for q in (a, b))
         scale_a, scale_b = (_lines(q.scale_inv, q.axis) for q in (a, b))
         kind = GemmKind(a.granularity, b.granularity, accumulate, epilogue)
         return hardware.multiply(codes_a, codes_b, scale_a, scale_b, kind.text, out_dtype, by.name)
     if block is not None:
         return _multiply_blocks(a, b, out_dtype)
     # Hopper multiplies FP8 only if both operands are contiguous along K.
-    codes_a, codes_b = (_padded(_lines(q.codes, q.axis)).contiguous() for q in (a, b))
+    codes_a, codes_b = (_padded(_codes(q)).contiguous() for q in (a, b))
     scale_a, scale_b = _scales(a, b)
     unit = epilogue == "unit_round_scale_round"
     gemm_scales = (_unit(codes_a),) * 2 if unit else (scale_a, scale_b)
@@ -94,7 +94,7 @@ def _multiply_blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torc
     if (kernel := blocks.kernel(a, b)) == "dequantized":
         hp_a, hp_b = (_lines(scaling.dequantize(q), q.axis) for q in (a, b))
         return torch.mm(hp_a, hp_b.t()).to(out_dtype)  # [M, K] @ [K, N] -> [M, N]
-    codes_a, codes_b = (_padded(_lines(q.codes, q.axis), blocks.BLOCK) for q in (a, b))
+    codes_a, codes_b = (_padded(_codes(q), blocks.BLOCK) for q in (a, b))
     scale_a, scale_b = (_lines(q.scale_inv, q.axis) for q in (a, b))
     return blocks.multiply(codes_a, codes_b, scale_a, scale_b, out_dtype, kernel)
 
@@ -129,6 +129,11 @@ def kernel(recipe: Recipe, device: torch.device, shape: tuple[int, int]) -> str:
 def in_blocks(granularity: str) -> bool:
     """Whether scales vary along K, so that torch._scaled_mm cannot multiply the operands."""
     return by_name(granularity).reduced is not None
+
+
+def _codes(q: Quantized) -> torch.Tensor:
+    """The codes with their reduced axis last."""
+    return _lines(q.codes, q.axis) if q.axis % 2 or q.transposed is None else q.transposed
 
 
 def _lines(x: torch.Tensor, axis: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """fp8ref's own linear layer: three GEMMs by any recipe (spec L).
 
-``convert`` puts it in a model where ranks share amaxes (the trainer's default), and for recipes
-that torchao's Float8Linear cannot express: delayed scaling, block scales. Otherwise it takes
-torchao's, whose three GEMMs are in torchao.float8.float8_linear.
+``convert`` puts it in a model where Triton kernels cast, where ranks share amaxes (the trainer's
+default), and for recipes that torchao's Float8Linear cannot express: delayed scaling, block scales.
+Otherwise it takes torchao's, whose three GEMMs are in torchao.float8.float8_linear.
 
 Of an input x [M, K], a weight w [N, K] and a grad_output g [M, N], each cast to FP8 as the recipe
 says:
@@ -11,13 +11,14 @@ says:
     grad_input  = g @ w      [M, N] @ [N, K] -> [M, K]
     grad_weight = g.T @ x    [N, M] @ [M, K] -> [N, K]
 
-``_forward`` and ``_backward`` compute them, from operands that ``_Operand.cast`` casts. Results
-have x's dtype. FSDP2 averages grad_weight over ranks afterwards, in the reduce_dtype of
+``_forward`` and ``_backward`` compute them, from operands that ``_Operand.cast`` casts for each
+GEMM, or ``both_orders.quantize`` once for both, where kernels do. Results have x's dtype. FSDP2 averages grad_weight over ranks afterwards, in the reduce_dtype of
 ``Parallelism``.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,10 +28,16 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref import recipe as recipes
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, CastSpec, Gemm, Recipe, Role
+from fp8ref.spec.kernels import Choice
+from fp8ref.spec.kernels import check as check_kernels
 from fp8ref.torch.delayed import delayed
 from fp8ref.torch.delayed import state_checks as delayed_checks
 from fp8ref.torch.gemm import gemm
+from fp8ref.torch.kernels import casts, choice
+from fp8ref.torch.linear import both_orders
+from fp8ref.torch.linear.both_orders import Use
 from fp8ref.torch.linear.cut import Cut, check_part, writable
+from fp8ref.torch.linear.weight_codes import WeightCodes
 from fp8ref.torch.quantize import scaling
 from fp8ref.torch.quantize.scaling import Groups, Quantized
 from fp8ref.torch.tensors import linear_input
@@ -61,9 +68,12 @@ class Linear(nn.Linear):
               next such pass, and refused after delayed_checks.MOST (H-12).
     Gradient: once; a backward pass with create_graph=True is refused (L-8).
     Empty:    no tokens give no outputs, and gradients of zeros; nothing is observed (L-9).
+    kernels   what casts: Triton kernels where they run ("auto"), or as asked for; the same bits.
     group     name of the process group whose ranks hold parts of one input and one grad_output, and
               share their amaxes and what ``delayed.update`` takes (P-2, scope global). None: this
               rank alone.
+    kept      the weight's codes in both orders, which ``cast_once.cast_once`` made; None: each pass
+              casts it.
     cut       how tensor-parallel ranks share the linear (``tensor_parallel``); None if they do not.
     fqn       its name in the model that was converted, for errors.
     Specials: as ``scaling.quantize`` and ``gemm.matmul``: under policy torchao a NaN or Inf makes
@@ -73,6 +83,8 @@ class Linear(nn.Linear):
     """
 
     fqn: str = ""
+    kernels: Choice = "auto"
+    kept: WeightCodes | None
 
     def __init__(
         self,
@@ -88,6 +100,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.recipe, self.group = check_recipe(recipe), group
         self.cut: Cut | None = None
+        self.kept = None
         self.groups = Groups(batch=group, every=group)
         self._bind()
         casts = delayed.casts(self.recipe)
@@ -95,15 +108,24 @@ class Linear(nn.Linear):
         delayed_checks.watch(self)
 
     @classmethod
-    def of(cls, linear: nn.Linear, recipe: str | Recipe, group: str | None = None) -> "Linear":
+    def of(
+        cls,
+        linear: nn.Linear,
+        recipe: str | Recipe,
+        group: str | None = None,
+        kernels: Choice = "auto",
+    ) -> "Linear":
         """A Linear of this recipe with the Parameters of an existing nn.Linear.
 
-        ValueError as ``check_recipe``.
+        ValueError as ``check_recipe`` and ``spec.kernels.check``.
         """
+        check_kernels(kernels)
         converted = cls(
             linear.in_features, linear.out_features, recipe, bias=False, group=group, device="meta"
         )
         converted.weight, converted.bias = linear.weight, linear.bias
+        converted.kernels = kernels
+        converted._bind()
         for state in converted.states.values():
             state.to_empty(device=linear.weight.device)
         return converted.train(linear.training)
@@ -116,21 +138,21 @@ class Linear(nn.Linear):
         observes = x.numel() > 0 and delayed.observes(self)
         states = [self.state(role) for role in ROLES]
         delayed_checks.check_pass(self, self.states, x, observes)
-        if observes:
-            for state, tensor in zip(states[:2], (x, w), strict=True):
-                # Of a weight gathered as codes, fp8_gather.FP8Gather has observed this rank's shard
-                # already.
-                if state and not isinstance(tensor, Float8TrainingTensor):
-                    state.observe(tensor)
         delayed_scales = [state.scale if state else None for state in states]
-        seen = states[-1].seen if observes and states[-1] else None
+        seen = [state.seen if observes and state else None for state in states]
+        if isinstance(w, Float8TrainingTensor):
+            seen[1] = None  # fp8_gather.FP8Gather has observed this rank's shard already
         function = self._function if w.dtype == self.weight.dtype else self._function_under_autocast
         if delayed.calibrating():
+            for state, tensor in zip(states[:2], (x, w), strict=True):
+                if state and not isinstance(tensor, Float8TrainingTensor):
+                    state.observe(tensor)
             y = linear_input.calibrated(x, w, self.fqn)
         elif x.numel() == 0:
             y = self._empty_output(function, x, w, delayed_scales)
         else:
-            y = function.apply(x, w, seen, *delayed_scales)
+            kept = () if self.kept is None else self.kept.serving(w, self.fqn)
+            y = function.apply(x, w, *seen, *delayed_scales, *kept)
         bias: torch.Tensor | None = self.bias
         if self.cut is not None:
             y, bias = self.cut.leave(y), None if bias is None else self.cut.bias(bias)
@@ -147,7 +169,8 @@ class Linear(nn.Linear):
         if self.groups.every is None:
             return linear_input.in_high_precision(x, w)
         rows = torch.cat([x.reshape(0, x.shape[-1]), x.new_zeros(1, x.shape[-1])])
-        return writable(function.apply(rows, w, None, *scales)[:0].reshape(*x.shape[:-1], len(w)))
+        unseen = (None,) * len(ROLES)
+        return writable(function.apply(rows, w, *unseen, *scales)[:0].reshape(*x.shape[:-1], len(w)))
 
     def share(self, cut: Cut, every: str | None) -> None:
         """Have tensor-parallel ranks share this linear, whose parameters are DTensors.
@@ -178,17 +201,19 @@ class Linear(nn.Linear):
         return {
             key: value
             for key, value in vars(self).items()
-            if key not in ("_function", "_function_under_autocast")
+            if key not in ("spec", "_function", "_function_under_autocast", "kept")
         }
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
+        self.kept = None
         self._bind()
         delayed_checks.watch(self)
 
     def _bind(self) -> None:
-        self._function = _bind(_Spec(self.recipe, self.groups))
-        self._function_under_autocast = _bind(_Spec(self.recipe, self.groups, autocast=True))
+        self.spec = _Spec(self.recipe, self.groups, self.kernels)
+        self._function = _bind(self.spec)
+        self._function_under_autocast = _bind(dataclasses.replace(self.spec, autocast=True))
 
     def state(self, role: Role) -> delayed.RoleState | None:
         """The state of a role with delayed scaling; None of any other."""
@@ -202,24 +227,13 @@ class Linear(nn.Linear):
 
 
 @dataclass(frozen=True)
-class _Use:
-    """How one GEMM takes a role's tensor. cast: None in high precision. axis: the reduced one.
-    group: the process group that shares amaxes, or None. ragged: the last block may be short (L-5).
-    """
-
-    cast: CastSpec | None
-    axis: int
-    group: str | None
-    ragged: bool
-
-
-@dataclass(frozen=True)
 class _Spec:
-    """A linear's constants: recipe and process groups that share amaxes. autocast: the weight was
-    cast to torch.autocast's dtype for this pass; nothing else keeps it."""
+    """A linear's constants: recipe, process groups that share amaxes, and what casts. autocast: the
+    weight was cast to torch.autocast's dtype for this pass; nothing else keeps it."""
 
     recipe: Recipe
     groups: Groups
+    kernels: Choice
     autocast: bool = False
 
     @functools.cached_property
@@ -233,31 +247,51 @@ class _Spec:
         return {role: first[role] if self.recipe.serves_both(role) else None for role in ROLES}
 
     @functools.cached_property
-    def uses(self) -> dict[tuple[Gemm, Role], _Use]:
+    def uses(self) -> dict[tuple[Gemm, Role], Use]:
         """How each GEMM takes both its operands."""
         uses = {}
         for which, spec in self.recipe.gemms.items():
             operands = zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True)
             for role, cast, axis in operands:
                 group = self.groups.sharing(role, cast.granularity, axis - 2) if cast else None
-                uses[which, role] = _Use(cast, axis - 2, group, ragged=which == "grad_weight")
+                uses[which, role] = Use(cast, axis - 2, group, ragged=which == "grad_weight")
         return uses
+
+    @functools.cached_property
+    def pairs(self) -> dict[Role, tuple[Use, Use]]:
+        """How both GEMMs of a role take its tensor, of the roles that kernels can cast once for
+        both."""
+        uses: dict[Role, tuple[Use, Use]] = {
+            "input": (self.uses["output", "input"], self.uses["grad_weight", "input"]),
+            "weight": (self.uses["output", "weight"], self.uses["grad_input", "weight"]),
+            "grad_output": (
+                self.uses["grad_input", "grad_output"],
+                self.uses["grad_weight", "grad_output"],
+            ),
+        }
+        return {role: pair for role, pair in uses.items() if both_orders.is_supported(pair)}
 
 
 class _Operand(NamedTuple):
-    """A role's tensor, hp or quantized, and the scale of its state (None if by its own amax)."""
+    """A role's tensor, hp or quantized, and the scale of its state (None if by its own amax).
+
+    columns   the tensor reduced along its first axis, where kernels cast it once for both GEMMs.
+    """
 
     role: Role
     tensor: Operand
     scale: torch.Tensor | None
+    columns: Quantized | None = None
 
-    def cast(self, use: _Use) -> Operand:
+    def cast(self, use: Use) -> Operand:
         """The tensor as a GEMM takes it: cast along its reduced axis, or in high precision.
 
         Codes that were cast once for both GEMMs only change their reduced axis: one scale serves
         either.
         """
         x, spec = self.tensor, use.cast
+        if self.columns is not None and use.axis == self.columns.axis:
+            return self.columns
         if isinstance(x, Quantized):
             return x._replace(axis=use.axis)
         if spec is None:
@@ -292,10 +326,10 @@ def _bind(spec: _Spec) -> type[torch.autograd.Function]:
             ctx,
             x: torch.Tensor,
             w: torch.Tensor,
-            seen: torch.Tensor | None,
-            *delayed_scales: torch.Tensor | None,
+            *tensors: torch.Tensor | None,
         ) -> torch.Tensor:
-            return _forward(ctx, spec, x, w, seen, delayed_scales)
+            seen, scales, kept = tensors[:3], tensors[3:6], tensors[6:]
+            return _forward(ctx, spec, x, w, _States(seen, scales), kept)
 
         @staticmethod
         @linear_input.without_autocast
@@ -305,41 +339,98 @@ def _bind(spec: _Spec) -> type[torch.autograd.Function]:
     return LinearFunction
 
 
+class _States(NamedTuple):
+    """Of each of ROLES, the observation of its state in this pass, float32 [3] or None, and its
+    scale or None."""
+
+    seen: Sequence[torch.Tensor | None]
+    scales: Sequence[torch.Tensor | None]
+
+
 def _forward(
-    ctx,
-    spec: _Spec,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    seen: torch.Tensor | None,
-    delayed_scales: Sequence[torch.Tensor | None],
+    ctx, spec: _Spec, x: torch.Tensor, w: torch.Tensor, states: _States, kept: Sequence
 ) -> torch.Tensor:
-    """output [..., N] of x [..., K] and w [N, K]. seen: float32 [3] or None; the backward pass
-    merges grad_output's observation into it. delayed_scales: of each of ROLES, its state's scale,
-    or None."""
+    """output [..., N] of x [..., K] and w [N, K]; observes both. kept: the tensors of
+    ``WeightCodes``, if the weight was cast once for several passes."""
     rows = x.reshape(-1, x.shape[-1])  # [M, K]
-    whole = _gathered(w, spec) if isinstance(w, Float8TrainingTensor) else w
-    input = _Operand("input", rows, delayed_scales[0])
-    weight = _Operand("weight", whole, delayed_scales[1])
+    input = _operand(spec, "input", rows, states)
+    if isinstance(w, Float8TrainingTensor):
+        weight = _Operand("weight", _gathered(w, spec), states.scales[1])
+    elif kept:
+        weight = _kept(spec, kept, states)
+    else:
+        weight = _operand(spec, "weight", w, states)
     a, b = (operand.cast(spec.uses["output", operand.role]) for operand in (input, weight))
-    saved_a = _tensors(a) if spec.cast_once["input"] else (rows,)
-    saved_b = _tensors(b) if spec.cast_once["weight"] else (w,)
     # Codes of a weight that FSDP2 gathered are a view of its buffer, which it fills again before
     # the backward pass. Others would be memory of their own: the weight is kept, which a model or
     # FSDP2 has anyway, and cast again by the same scale.
     ctx.recasts = (
         spec.cast_once["weight"] is not None
+        and weight.columns is None
         and not spec.autocast
         and not isinstance(w, Float8TrainingTensor)
     )
+    saved_a, saved_b = _saved(spec, input, a, rows), _saved(spec, weight, b, w)
     if ctx.recasts:
         saved_b = (w, *saved_b[1:])
-    ctx.save_for_backward(*saved_a, *saved_b, *delayed_scales)
+    ctx.columns = input.columns is not None, weight.columns is not None
+    ctx.save_for_backward(*saved_a, *saved_b, *states.scales)
     # An attribute, not a saved tensor: other uses of the layer may write it before the backward
     # pass, which autograd would refuse.
-    ctx.seen = seen
+    ctx.seen = states.seen[-1]
     output = _multiply(spec, "output", a, b, x.dtype)  # [M, K] @ [K, N] -> [M, N]
     # A reshape is a view, and autograd refuses to change a Function's view in place.
     return torch.ops.aten._unsafe_view(output, (*x.shape[:-1], len(w)))
+
+
+def _kept(spec: _Spec, tensors: Sequence, states: _States) -> _Operand:
+    """The weight from ``WeightCodes.tensors``, observed."""
+    *codes, parts = tensors
+    cast, seen = spec.pairs["weight"][0].cast, states.seen[1]
+    assert cast is not None
+    if seen is not None:
+        casts.merge_(seen, parts)
+    pair = both_orders.pair(cast, codes)
+    return _Operand("weight", pair.rows, states.scales[1], pair.columns)
+
+
+def _operand(spec: _Spec, role: Role, x: torch.Tensor, states: _States) -> _Operand:
+    """A role's tensor, observed; cast for both its GEMMs if kernels do."""
+    place = ROLES.index(role)
+    seen, scale = states.seen[place], states.scales[place]
+    if role in spec.pairs and choice.resolve(spec.kernels, x.device):
+        pair = both_orders.quantize(x, spec.pairs[role], scale)
+        if seen is not None:
+            assert pair.parts is not None
+            casts.merge_(seen, pair.parts)
+        return _Operand(role, pair.rows, scale, pair.columns)
+    if seen is not None:
+        delayed.merge_(seen, x)
+    return _Operand(role, x, scale)
+
+
+def _saved(
+    spec: _Spec, operand: _Operand, codes: Operand, x: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """What the backward pass needs of an operand: its codes for that pass, if they are made, else
+    the tensor."""
+    if operand.columns is not None:
+        columns = operand.columns
+        assert columns.transposed is not None
+        return columns.transposed, columns.scale, columns.scale_inv
+    return _tensors(codes) if spec.cast_once[operand.role] else (x,)
+
+
+def _loaded(spec: _Spec, role: Role, saved: Iterator, in_columns: bool) -> Operand:
+    """The operand of ``_saved``."""
+    if in_columns:
+        cast = spec.pairs[role][1].cast
+        assert cast is not None
+        return both_orders.columns(cast, (next(saved), next(saved), next(saved)))
+    cast = spec.cast_once[role]
+    if cast is None:
+        return next(saved)
+    return Quantized(next(saved), next(saved), next(saved), cast.fmt, cast.granularity, -1)
 
 
 def _backward(ctx, spec: _Spec, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -350,21 +441,15 @@ def _backward(ctx, spec: _Spec, grad_output: torch.Tensor) -> tuple[torch.Tensor
             "Leave it out, or keep the linears in high precision with filter_fqns (L-8)."
         )
     saved = iter(ctx.saved_tensors)
-    x, w = (
-        Quantized(next(saved), next(saved), next(saved), cast.fmt, cast.granularity, -1)
-        if cast
-        else next(saved)
-        for cast in (spec.cast_once["input"], spec.cast_once["weight"])
-    )
+    x = _loaded(spec, "input", saved, ctx.columns[0])
+    w = _loaded(spec, "weight", saved, ctx.columns[1])
     if ctx.recasts and ctx.needs_input_grad[0]:
         assert isinstance(w, Quantized)
         w = scaling.requantize(w.codes, w)
-    input_scale, weight_scale, grad_scale = saved
+    scales = input_scale, weight_scale, _ = tuple(saved)
     rows = grad_output.reshape(-1, grad_output.shape[-1])  # [M, N]
-    if ctx.seen is not None:
-        delayed.merge_(ctx.seen, rows)
-    g = _Operand("grad_output", rows, grad_scale)
-    if spec.cast_once["grad_output"]:
+    g = _operand(spec, "grad_output", rows, _States((None, None, ctx.seen), scales))
+    if spec.cast_once["grad_output"] and g.columns is None:
         g = g._replace(tensor=g.cast(spec.uses["grad_input", "grad_output"]))
     grad_input = grad_weight = None
     if ctx.needs_input_grad[0]:

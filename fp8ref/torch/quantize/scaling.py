@@ -65,6 +65,8 @@ class Quantized(NamedTuple):
                  float32 of ``granularity.scale_shape``: the factor into FP8, and the factor out of
                  it.
     axis         the reduced one.
+    transposed   the codes of a matrix [M, K] once more as [K, M], contiguous, for GEMMs along axis
+                 0; None: these transpose by themselves.
     """
 
     codes: torch.Tensor
@@ -73,6 +75,7 @@ class Quantized(NamedTuple):
     fmt: Format
     granularity: str
     axis: int
+    transposed: torch.Tensor | None = None
 
     @property
     def blocks(self) -> Blocks:

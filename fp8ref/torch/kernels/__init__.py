@@ -1,0 +1,1 @@
+"""fp8ref's Triton kernels as operators of PyTorch, and whether they run on a device."""

@@ -1,0 +1,69 @@
+"""Whether Triton kernels or PyTorch's own operations cast on a device.
+
+    choice.resolve("auto", torch.device("cuda"))    # True on Hopper, if the self-check passes
+"""
+
+import functools
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fp8ref.spec import kernels
+from fp8ref.spec.kernels import CAPABILITY, Choice, Kernels
+from fp8ref.torch.kernels import self_check
+
+__all__ = ["explain", "resolve"]
+
+
+def resolve(choice: Choice, device: torch.device) -> bool:
+    """Whether Triton kernels cast on a device.
+
+    ValueError as ``explain``.
+    """
+    return explain(choice, device).triton
+
+
+def explain(choice: Choice, device: torch.device) -> Kernels:
+    """What casts on a device, and why.
+
+    choice    auto: Triton on an NVIDIA GPU of compute capability 8.9 or above where the self-check
+              passed. triton: on a CPU too, in its interpreter, which is slow.
+    Raises:   ValueError: as ``kernels.check``; 'triton' on a device that has no such kernels, or
+              where the self-check failed.
+    """
+    return _explained(choice, device.type, device.index)
+
+
+@functools.cache
+def _explained(choice: Choice, kind: str, index: int | None) -> Kernels:
+    kernels.check(choice)
+    if choice == "plain":
+        return Kernels(False, "asked for")
+    reason = _obstacle(torch.device(kind, index))
+    if choice == "auto":
+        if kind == "cpu":
+            return Kernels(False, "on a CPU")
+        return Kernels(not reason, reason or "the self-check passed")
+    if kind == "cpu":
+        return Kernels(True, "interpreted on a CPU")
+    if reason:
+        raise ValueError(
+            f"kernels 'triton' need an NVIDIA GPU whose casts pass the self-check; on {kind}: "
+            f"{reason}. Use 'auto' or 'plain', which give the same bits."
+        )
+    return Kernels(True, "asked for")
+
+
+def _obstacle(device: torch.device) -> str:
+    """Why Triton kernels cannot cast on a device; "" if they can."""
+    if not kernels.installed():
+        return "Triton is not installed"
+    if device.type == "cpu":
+        return ""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"{device.type} is no NVIDIA GPU"
+    if (capability := torch.cuda.get_device_capability(device)) < CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]} has no FP8 casts"
+    # A compiler may trace the first pass: the check runs on tensors with memory.
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        return self_check.failure(device)

@@ -1,0 +1,146 @@
+"""An operand cast once for both its GEMMs, by Triton kernels that write codes in both orders.
+
+The first GEMM of a role reduces the last axis of its tensor [M, K], the second the first one: FP8
+tensor cores take codes along the reduced axis, as [M, K] and as [K, M]. The codes and scales are
+those of ``scaling.quantize``, which casts and copies once for each GEMM.
+
+    tensorwise       amax, then one cast; under delayed scaling one cast, which observes its amax
+    rowwise          amaxes of rows and of columns, then one cast by both
+    blockwise        one kernel: a tile has the amaxes of its own blocks
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from fp8ref.policy import POLICIES
+from fp8ref.recipe import CastSpec
+from fp8ref.spec import granularity as granularities
+from fp8ref.torch.kernels import casts
+from fp8ref.torch.quantize import cast, scales, scaling
+from fp8ref.torch.quantize.scaling import Quantized
+
+__all__ = ["Pair", "Use", "columns", "is_supported", "pair", "quantize"]
+
+
+class Use(NamedTuple):
+    """How one GEMM takes a role's tensor.
+
+    cast    None in high precision.
+    axis    the reduced one.
+    group   the process group that shares amaxes, or None.
+    ragged  whether the last block may be short (L-5).
+    """
+
+    cast: CastSpec | None
+    axis: int
+    group: str | None
+    ragged: bool
+
+
+class Pair(NamedTuple):
+    """A tensor as its two GEMMs take it.
+
+    rows     reduced along its last axis.
+    columns  along its first.
+    parts    int32, partial amaxes of the tensor, under delayed scaling; else None.
+    """
+
+    rows: Quantized
+    columns: Quantized
+    parts: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What ``pair`` makes it of."""
+        rows, columns = self.rows, self.columns
+        assert columns.transposed is not None
+        of_columns = (columns.transposed, columns.scale, columns.scale_inv)
+        return (rows.codes, rows.scale, rows.scale_inv, *of_columns)
+
+
+def is_supported(uses: tuple[Use, Use]) -> bool:
+    """Whether kernels cast a role's tensor for both its GEMMs at once."""
+    first, second = (use.cast for use in uses)
+    if first is None or first != second or first.fmt.name not in ("e4m3fn", "e5m2"):
+        return False
+    if first.granularity.startswith("blockwise"):
+        return first.policy == POLICIES["torchao"]
+    return first.granularity in ("tensorwise", "rowwise")
+
+
+def quantize(x: torch.Tensor, uses: tuple[Use, Use], scale: torch.Tensor | None = None) -> Pair:
+    """x [M, K] cast for two GEMMs, along its last axis and its first.
+
+    scale     (), of a delayed state; None: x is scaled by its own amaxes.
+    Order:    as ``scaling.quantize`` and ``scaling.quantize_with``.
+    Raises:   ValueError: as these.
+    """
+    cast.checked(x)
+    spec = uses[0].cast
+    assert spec is not None
+    for use in uses:
+        granularities.blocks(spec.granularity, tuple(x.shape), use.axis, ragged=use.ragged)
+    if spec.granularity == "rowwise":
+        return _by_lines(x, uses, spec)
+    if spec.granularity == "blockwise_128x128":
+        codes, transposed, *both = casts.squares(x, spec.fmt.name == "e5m2")
+        return pair(spec, (codes, *both, transposed, *both))
+    if spec.granularity == "blockwise_1x128":
+        codes, transposed, *four = casts.lines(x, spec.fmt.name == "e5m2")
+        return pair(spec, (codes, *four[:2], transposed, *four[2:]))
+    return _by_one_scale(x, uses[0].group, spec, scale)
+
+
+def _by_one_scale(
+    x: torch.Tensor, group: str | None, spec: CastSpec, scale: torch.Tensor | None
+) -> Pair:
+    e5m2, parts = spec.fmt.name == "e5m2", None
+    if scale is not None:
+        codes, transposed, parts = casts.cast(x, scale, e5m2)
+        scale_inv = scale.reciprocal()
+    elif group is None and spec.policy == POLICIES["torchao"]:
+        codes, transposed, scale, scale_inv = casts.cast_by_amax(x, casts.amax(x), e5m2)
+    else:
+        amax = casts.amax(x).amax().view(torch.float32)
+        if group is not None:
+            amax = scaling.merge_amax(amax, group)
+        scale, scale_inv = scales.scales_from_amax(amax, spec.fmt, spec.policy)
+        codes, transposed, _ = casts.cast(x, scale, e5m2)
+    return pair(spec, (codes, scale, scale_inv, transposed, scale, scale_inv), parts)
+
+
+def _by_lines(x: torch.Tensor, uses: tuple[Use, Use], spec: CastSpec) -> Pair:
+    by_axis = []
+    for parts, axis, use in zip(casts.amax_lines(x), (1, 0), uses, strict=True):
+        amax = parts.amax(0).view(torch.float32).unsqueeze(axis)  # [M, 1] and [1, K]
+        if use.group is not None:
+            amax = scaling.merge_amax(amax, use.group)
+        by_axis.append(scales.scales_from_amax(amax, spec.fmt, spec.policy))
+    of_rows, of_columns = by_axis
+    codes, transposed = casts.cast_lines(x, of_rows.scale, of_columns.scale, spec.fmt.name == "e5m2")
+    return pair(spec, (codes, *of_rows, transposed, *of_columns))
+
+
+def pair(
+    spec: CastSpec, tensors: Sequence[torch.Tensor], parts: torch.Tensor | None = None
+) -> Pair:
+    """The Pair of ``Pair.tensors``: codes [M, K], scale and scale_inv; transposed codes [K, M],
+    their scale and scale_inv."""
+    codes, *of_rows, transposed, scale, scale_inv = tensors
+    fmt, kind = spec.fmt, spec.granularity
+    shares = transposed if of_rows[0] is scale else None
+    return Pair(
+        Quantized(codes, of_rows[0], of_rows[1], fmt, kind, -1, shares),
+        columns(spec, (transposed, scale, scale_inv)),
+        parts,
+    )
+
+
+def columns(spec: CastSpec, tensors: Sequence[torch.Tensor]) -> Quantized:
+    """A tensor [M, K] reduced along its first axis: transposed codes [K, M], scale, scale_inv."""
+    transposed, scale, scale_inv = tensors
+    return Quantized(
+        transposed.t(), scale, scale_inv, spec.fmt, spec.granularity, -2, transposed
+    )

@@ -1,0 +1,61 @@
+"""Weights cast once for all passes of a step, such as its microbatches.
+
+    with cast_once(model):
+        for x, y in microbatches:
+            loss(model(x), y).backward()
+    optimizer.step()
+
+Without it each forward pass casts its weights again. The codes, in both orders, take two bytes a
+parameter until the context ends; compiled graphs take them as inputs.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from fp8ref.torch.kernels import choice
+from fp8ref.torch.linear import both_orders
+from fp8ref.torch.linear.linear import Linear
+from fp8ref.torch.linear.weight_codes import WeightCodes
+
+__all__ = ["cast_once"]
+
+
+@contextmanager
+def cast_once(model: nn.Module) -> Iterator[None]:
+    """In this context a model's linears multiply by weights that are cast as it begins.
+
+    Linears:  fp8ref's own where Triton kernels cast. Weights that are sharded, parametrized or in
+              FP8 already are cast by each pass, as without the context.
+    Raises:   ValueError: a weight, or its delayed scale, that changes within the context: by the
+              next pass, and for compiled graphs as the context ends. A write through ``.data`` is
+              not seen.
+    """
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
+    try:
+        with torch.no_grad():
+            for linear in linears.values():
+                linear.kept = _codes(linear)
+        yield
+        for name, linear in linears.items():
+            if linear.kept is not None:
+                linear.kept.check(name)
+    finally:
+        for linear in linears.values():
+            linear.kept = None
+
+
+def _codes(linear: Linear) -> WeightCodes | None:
+    """A weight's codes, if kernels make them."""
+    spec = linear.spec
+    if "weight" not in spec.pairs or "parametrizations" in linear._modules:
+        return None
+    w = linear.weight
+    plain = type(w) in (torch.Tensor, nn.Parameter)
+    if not plain or not choice.resolve(spec.kernels, w.device):
+        return None
+    state = linear.state("weight")
+    scale = None if state is None else state.scale
+    return WeightCodes.of(both_orders.quantize(w.detach(), spec.pairs["weight"], scale), w, scale)

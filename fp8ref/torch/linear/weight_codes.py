@@ -1,0 +1,55 @@
+"""A weight's codes in both orders, cast once for the passes of a step."""
+
+from dataclasses import dataclass
+
+import torch
+
+from fp8ref.torch.linear.both_orders import Pair
+
+__all__ = ["WeightCodes"]
+
+
+@dataclass(frozen=True)
+class WeightCodes:
+    """The codes of a weight, and what they were made of.
+
+    versions  torch's counts of the operations that had changed the weight and the scale of its
+              delayed state; they count no write through ``.data``.
+    """
+
+    tensors: tuple[torch.Tensor | None, ...]
+    weight: torch.Tensor
+    scale: torch.Tensor | None
+    versions: tuple[int, int]
+
+    @classmethod
+    def of(cls, pair: Pair, weight: torch.Tensor, scale: torch.Tensor | None) -> "WeightCodes":
+        """The codes of a weight that was cast just now."""
+        return cls((*pair.tensors, pair.parts), weight, scale, _versions(weight, scale))
+
+    def check(self, name: str) -> None:
+        """ValueError if the weight, or the scale of its state, has changed since."""
+        if _versions(self.weight, self.scale) != self.versions:
+            raise ValueError(
+                f"weights stay as they are within cast_once; {name}.weight or its scale has "
+                "changed. Leave the context before the optimizer's step."
+            )
+
+    def serving(self, w: torch.Tensor, name: str) -> tuple[torch.Tensor | None, ...]:
+        """The tensors for a pass by the weight w; () if the pass has to cast it: another tensor, as
+        under autocast, or a CUDA graph that is captured, which would keep these codes.
+
+        Raises as ``check``; in a compiled graph nothing is checked.
+        """
+        if torch.compiler.is_compiling():
+            return self.tensors if w.dtype == self.weight.dtype else ()
+        if w is not self.weight or (w.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return ()
+        self.check(name)
+        return self.tensors
+
+
+def _versions(weight: torch.Tensor, scale: torch.Tensor | None) -> tuple[int, int]:
+    # inference tensors count nothing
+    counts = [0 if x is None or x.is_inference() else x._version for x in (weight, scale)]
+    return counts[0], counts[1]
