@@ -150,9 +150,7 @@ def lines(x: Tensor, e5m2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
 
 
 @lines.register_fake
-def _empty_lines(
-    x: Tensor, e5m2: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _empty_lines(x: Tensor, e5m2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     (m, n), (rows, columns) = x.shape, _tiles(x, (128, 128))
     shapes = ((m, columns),) * 2 + ((rows, n),) * 2
     scale, inverse, scale_t, inverse_t = _floats(x, *shapes)

@@ -1,6 +1,6 @@
 """Whether Triton kernels or PyTorch's own operations cast on a device.
 
-    choice.resolve("auto", torch.device("cuda"))    # True on Hopper, if the self-check passes
+choice.resolve("auto", torch.device("cuda"))    # True on Hopper, if the self-check passes
 """
 
 import functools
@@ -31,15 +31,16 @@ def explain(choice: Choice, device: torch.device) -> Kernels:
     Raises:   ValueError: as ``kernels.check``; 'triton' on a device that has no such kernels, or
               where the self-check failed.
     """
-    return _explained(choice, device.type, device.index)
+    return _explained(choice, device)
 
 
 @functools.cache
-def _explained(choice: Choice, kind: str, index: int | None) -> Kernels:
+def _explained(choice: Choice, device: torch.device) -> Kernels:
     kernels.check(choice)
+    kind = device.type
     if choice == "plain":
         return Kernels(False, "asked for")
-    reason = _obstacle(torch.device(kind, index))
+    reason = _obstacle(device)
     if choice == "auto":
         if kind == "cpu":
             return Kernels(False, "on a CPU")

@@ -119,7 +119,9 @@ def _by_lines(x: torch.Tensor, uses: tuple[Use, Use], spec: CastSpec) -> Pair:
             amax = scaling.merge_amax(amax, use.group)
         by_axis.append(scales.scales_from_amax(amax, spec.fmt, spec.policy))
     of_rows, of_columns = by_axis
-    codes, transposed = casts.cast_lines(x, of_rows.scale, of_columns.scale, spec.fmt.name == "e5m2")
+    codes, transposed = casts.cast_lines(
+        x, of_rows.scale, of_columns.scale, spec.fmt.name == "e5m2"
+    )
     return pair(spec, (codes, *of_rows, transposed, *of_columns))
 
 
@@ -141,6 +143,4 @@ def pair(
 def columns(spec: CastSpec, tensors: Sequence[torch.Tensor]) -> Quantized:
     """A tensor [M, K] reduced along its first axis: transposed codes [K, M], scale, scale_inv."""
     transposed, scale, scale_inv = tensors
-    return Quantized(
-        transposed.t(), scale, scale_inv, spec.fmt, spec.granularity, -2, transposed
-    )
+    return Quantized(transposed.t(), scale, scale_inv, spec.fmt, spec.granularity, -2, transposed)

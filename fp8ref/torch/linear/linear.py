@@ -12,8 +12,8 @@ says:
     grad_weight = g.T @ x    [N, M] @ [M, K] -> [N, K]
 
 ``_forward`` and ``_backward`` compute them, from operands that ``_Operand.cast`` casts for each
-GEMM, or ``both_orders.quantize`` once for both, where kernels do. Results have x's dtype. FSDP2 averages grad_weight over ranks afterwards, in the reduce_dtype of
-``Parallelism``.
+GEMM, or ``both_orders.quantize`` for both at once, where kernels cast. Results have x's dtype.
+FSDP2 averages grad_weight over ranks afterwards, in the reduce_dtype of ``Parallelism``.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ from fp8ref.torch.quantize import scaling
 from fp8ref.torch.quantize.scaling import Groups, Quantized
 from fp8ref.torch.tensors import linear_input
 
-__all__ = ["Linear", "check_recipe", "observers"]
+__all__ = ["Linear", "casts_by_kernels", "check_recipe", "observers"]
 
 Operand = torch.Tensor | Quantized
 """An operand of a GEMM: in high precision, or quantized."""
@@ -170,7 +170,9 @@ class Linear(nn.Linear):
             return linear_input.in_high_precision(x, w)
         rows = torch.cat([x.reshape(0, x.shape[-1]), x.new_zeros(1, x.shape[-1])])
         unseen = (None,) * len(ROLES)
-        return writable(function.apply(rows, w, *unseen, *scales)[:0].reshape(*x.shape[:-1], len(w)))
+        return writable(
+            function.apply(rows, w, *unseen, *scales)[:0].reshape(*x.shape[:-1], len(w))
+        )
 
     def share(self, cut: Cut, every: str | None) -> None:
         """Have tensor-parallel ranks share this linear, whose parameters are DTensors.
@@ -311,6 +313,11 @@ class _Operand(NamedTuple):
         )
 
 
+def casts_by_kernels(recipe: Recipe) -> bool:
+    """Whether Triton kernels, where they run, cast every operand of a recipe."""
+    return len(_Spec(recipe, Groups(), "auto").pairs) == len(ROLES)
+
+
 @functools.lru_cache(maxsize=256)
 def _bind(spec: _Spec) -> type[torch.autograd.Function]:
     """x [..., K], w [N, K] -> [..., N], as an autograd.Function. One class per spec: a compiled
@@ -323,10 +330,7 @@ def _bind(spec: _Spec) -> type[torch.autograd.Function]:
         @staticmethod
         @linear_input.without_autocast
         def forward(
-            ctx,
-            x: torch.Tensor,
-            w: torch.Tensor,
-            *tensors: torch.Tensor | None,
+            ctx, x: torch.Tensor, w: torch.Tensor, *tensors: torch.Tensor | None
         ) -> torch.Tensor:
             seen, scales, kept = tensors[:3], tensors[3:6], tensors[6:]
             return _forward(ctx, spec, x, w, _States(seen, scales), kept)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from fp8ref.torch.linear.both_orders import Pair
+from fp8ref.torch.tensors import linear_input
 
 __all__ = ["WeightCodes"]
 
@@ -31,8 +32,9 @@ class WeightCodes:
         """ValueError if the weight, or the scale of its state, has changed since."""
         if _versions(self.weight, self.scale) != self.versions:
             raise ValueError(
-                f"weights stay as they are within cast_once; {name}.weight or its scale has "
-                "changed. Leave the context before the optimizer's step."
+                "weights stay as they are within cast_once; the weight of "
+                f"{linear_input.named(name)}, or its scale, has changed. Leave the context before "
+                "the optimizer's step."
             )
 
     def serving(self, w: torch.Tensor, name: str) -> tuple[torch.Tensor | None, ...]:

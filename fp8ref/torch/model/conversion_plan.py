@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from fp8ref.recipe import Recipe
@@ -14,13 +15,16 @@ from fp8ref.selection import rules as linear_rules
 from fp8ref.selection.grouped import GroupedRecipe
 from fp8ref.selection.linears import Decision
 from fp8ref.selection.rules import Rule
+from fp8ref.spec.kernels import Choice
+from fp8ref.spec.kernels import check as check_kernels
 from fp8ref.torch.experts import arguments as grouped_arguments
 from fp8ref.torch.experts import layer as grouped_linear
 from fp8ref.torch.experts import models as experts_models
 from fp8ref.torch.experts import selection as experts_selection
 from fp8ref.torch.gemm import gemm
+from fp8ref.torch.kernels import choice as kernel_choice
 from fp8ref.torch.linear import torchao_linear
-from fp8ref.torch.linear.linear import check_recipe
+from fp8ref.torch.linear.linear import casts_by_kernels, check_recipe
 from fp8ref.torch.linear.model_checks import check_model
 from fp8ref.torch.model import report as reports
 from fp8ref.torch.model.convert_checks import check_linear, device_of
@@ -34,6 +38,7 @@ class Selection:
     fp8_fqns: Sequence[str] = ()
     rules: Sequence[Rule] = ()
     experts: bool = False
+    kernels: Choice = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +120,7 @@ def plan_conversion(
     shared    whether ranks share amaxes, which torchao's linears do not.
     Raises:   ValueError: as ``convert``, of patterns, rules and recipes.
     """
+    check_kernels(selection.kernels)
     linears = {
         name: m
         for name, m in model.named_modules(remove_duplicate=False)
@@ -160,7 +166,23 @@ def plan_conversion(
     if shared:
         return plan
     return dataclasses.replace(
-        plan, by_torchao=frozenset(filter(torchao_linear.expresses, plan.recipes))
+        plan,
+        by_torchao=frozenset(
+            recipe
+            for recipe in plan.recipes
+            if torchao_linear.expresses(recipe) and not _by_kernels(plan, recipe, selection.kernels)
+        ),
+    )
+
+
+def _by_kernels(plan: ConversionPlan, recipe: Recipe, choice: Choice) -> bool:
+    """Whether Triton kernels cast all operands of a recipe where the linears are, or, of linears
+    without memory, on this machine's GPU."""
+    kinds = plan.devices
+    if kinds == {"meta"}:
+        kinds = {"cuda" if torch.cuda.is_available() else "cpu"}
+    return casts_by_kernels(recipe) and all(
+        kernel_choice.resolve(choice, torch.device(kind)) for kind in kinds
     )
 
 

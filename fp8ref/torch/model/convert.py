@@ -1,7 +1,7 @@
 """Convert a model to FP8 and back: swap nn.Linear for torchao's Float8Linear, or ``linear.Linear``.
 
-It uses torchao's if torchao supports the recipe and every rank scales with its own amaxes; else
-fp8ref's own.
+It uses torchao's if plain operations cast, torchao supports the recipe and every rank scales with
+its own amaxes; else fp8ref's own.
 
     model = convert(model, "delayed", filter_fqns=["lm_head"])  # an optimizer stays valid
     print(report(model))  # what is in FP8, what is not, and why
@@ -25,6 +25,7 @@ from torchao.float8.float8_linear_utils import swap_linear_layers
 from fp8ref import recipe as recipes
 from fp8ref.recipe import Recipe
 from fp8ref.selection.rules import Rule
+from fp8ref.spec.kernels import Choice
 from fp8ref.torch.delayed import delayed, unset_scales
 from fp8ref.torch.experts import layer as grouped_linear
 from fp8ref.torch.experts import models as experts_models
@@ -56,10 +57,11 @@ def convert(
     rules: Sequence[Rule] = (),
     amax_group: ProcessGroup | None = None,
     experts: bool = False,
+    kernels: Choice = "auto",
 ) -> nn.Module:
     """Replace the chosen linears (spec R-2, R-4) by torchao's Float8Linear, or by ``Linear``
-    where amax_group is given or torchao cannot express the recipe. A ``GroupedLinear`` is chosen as
-    a linear is, and takes the grouped recipe that goes with its own (X-8).
+    where Triton kernels cast, amax_group is given or torchao cannot express the recipe. A
+    ``GroupedLinear`` is chosen as a linear is, and takes the grouped recipe of its own (X-8).
 
     rules       change casts of single operands, one after the other (R-8): of linears, and of the
                 weights of experts, by the names of their Parameters.
@@ -70,6 +72,8 @@ def convert(
                 which filter_fqns may leave some out. A router stays in high precision: a linear
                 below a name "router" or "gate" with an output for each expert, unless fp8_fqns
                 names it.
+    kernels     what casts the operands of ``Linear``: Triton kernels on a GPU with FP8, else plain
+                operations ("auto"); one of them ("triton", "plain"). Both give the same bits.
     Keeps:    the Parameter objects, tied ones tied, so an optimizer built before stays valid. Also
               attributes that were added to a linear (R-5).
     Returns:  the model, changed in place (a model that is itself one nn.Linear: its replacement).
@@ -96,13 +100,16 @@ def convert(
     resolved = recipes.by_name(recipe)
     _check_module(model)
     reports.check_shapes(model)
-    selection = Selection(filter_fqns=filter_fqns, fp8_fqns=fp8_fqns, rules=rules, experts=experts)
+    selection = Selection(
+        filter_fqns=filter_fqns, fp8_fqns=fp8_fqns, rules=rules, experts=experts, kernels=kernels
+    )
     plan = plan_conversion(model, resolved, selection, shared=amax_group is not None)
     kind = type(model).__name__
     if not plan.is_empty:
         plan.check(model)
         _set_up_compilers(plan)
-        model = _converted(model, plan, None if amax_group is None else amax_group.group_name)
+        group = None if amax_group is None else amax_group.group_name
+        model = _converted(model, plan, group, kernels)
         _keep_reasons(model, plan)
     reports.log(model, kind, plan.recipe)
     return model
@@ -134,7 +141,9 @@ def _set_up_compilers(plan: ConversionPlan) -> None:
     convert_to_float8_training(nn.Identity())
 
 
-def _converted(model: nn.Module, plan: ConversionPlan, group: str | None) -> nn.Module:
+def _converted(
+    model: nn.Module, plan: ConversionPlan, group: str | None, kernels: Choice
+) -> nn.Module:
     """The model with the plan's modules in FP8. group: the ranks that share amaxes."""
     linear_recipes = plan.linear_recipes
     names = {linear: name for name, linear in plan.linears.items()}
@@ -142,7 +151,7 @@ def _converted(model: nn.Module, plan: ConversionPlan, group: str | None) -> nn.
     def in_fp8(linear: nn.Linear) -> nn.Linear:
         recipe = linear_recipes[names[linear]]
         if recipe not in plan.by_torchao:
-            return Linear.of(linear, recipe, group)
+            return Linear.of(linear, recipe, group, kernels)
         # torchao changes the parts of a config: each linear has a fresh one
         return Float8Linear.from_float(linear, config=torchao_linear.torchao_config(recipe))
 

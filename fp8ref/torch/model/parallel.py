@@ -73,7 +73,13 @@ def parallelize(
     # 1 convert
     group = amax_group(mesh, parallelism.amax_scope) if recipe.fp8 else None
     model = convert.convert(
-        model, recipe, filter_fqns=filter_fqns, fp8_fqns=fp8_fqns, rules=rules, amax_group=group
+        model,
+        recipe,
+        filter_fqns=filter_fqns,
+        fp8_fqns=fp8_fqns,
+        rules=rules,
+        amax_group=group,
+        kernels=parallelism.kernels,
     )
     gathers_fp8 = (
         parallelism.gather_fp8 and recipe.fp8 and recipe.serves_both("weight") and bool(ranks.batch)

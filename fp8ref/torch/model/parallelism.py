@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp8ref.recipe import Style
 from fp8ref.shared import errors
+from fp8ref.spec.kernels import Choice
 from fp8ref.torch.model import checkpointing as checkpoints
 from fp8ref.torch.model.checkpointing import Checkpointing, Operation
 
@@ -58,6 +59,7 @@ class Parallelism:
                 of linears are exchanged in FP8 and summed in float32 (P-25), all else in float32.
     param_dtype parameters are rounded to it as they are gathered; gradients are made in it.
     keep_dtype  modules, such as an embedding table, whose parameters are not rounded.
+    kernels     what casts, as of ``convert.convert``.
     Raises:     ValueError: an unknown value; as ``checkpointing.check``.
     """
 
@@ -76,6 +78,7 @@ class Parallelism:
     reduce_dtype: torch.dtype = torch.float32
     param_dtype: torch.dtype = torch.bfloat16
     keep_dtype: Iterable[nn.Module] = ()
+    kernels: Choice = "auto"
 
     def __post_init__(self) -> None:
         errors.one_of("reduce_dtype", self.reduce_dtype, _REDUCE_DTYPES)

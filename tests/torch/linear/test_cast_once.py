@@ -1,0 +1,105 @@
+"""Weights that are cast once for the passes of a step, and never used once they have changed."""
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+from helpers.kernels.linears import steps
+from torch import nn
+
+pytest.importorskip("triton")
+
+from fp8ref.torch.delayed import delayed
+from fp8ref.torch.kernels import casts
+from fp8ref.torch.linear.cast_once import cast_once
+from fp8ref.torch.linear.linear import Linear
+
+X = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def model(recipe: str = "tensorwise", kernels: str = "triton") -> nn.Sequential:
+    return nn.Sequential(
+        Linear.of(nn.Linear(64, 48, dtype=torch.bfloat16), recipe, kernels=kernels)
+    )
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+def test_microbatches_have_the_bits_of_weights_cast_by_each(recipe):
+    plain, kept = steps(recipe, "plain"), steps(recipe, "triton", keeps=True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
+
+
+def test_compiled_microbatches_take_codes_as_inputs():
+    plain, kept = steps("delayed", "plain"), steps("delayed", "triton", keeps=True, compiles=True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
+
+
+def test_the_weight_is_cast_once(monkeypatch):
+    shapes, made = [], casts.cast_by_amax
+
+    def counted(x, *rest):
+        shapes.append(tuple(x.shape))
+        return made(x, *rest)
+
+    monkeypatch.setattr(casts, "cast_by_amax", counted)
+    layers = model()
+    with cast_once(layers):
+        for _ in range(3):
+            layers(X)
+    assert shapes.count((48, 64)) == 1
+    layers(X)
+    assert shapes.count((48, 64)) == 2
+
+
+def test_steps_recompile_nothing(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+    torch._dynamo.reset()
+    layers = model()
+    run = torch.compile(layers, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        with cast_once(layers):
+            run(X)
+            run(X).sum().backward()
+
+
+def double(layers: nn.Sequential) -> None:
+    with torch.no_grad():
+        layers[0].weight.mul_(2)
+
+
+def test_a_changed_weight_is_refused_by_the_next_pass():
+    layers, context = model(), ExitStack()
+    context.enter_context(cast_once(layers))
+    double(layers)
+    with pytest.raises(ValueError, match="Leave the context"):
+        layers(X)
+    with pytest.raises(ValueError, match="Leave the context"):
+        context.close()
+
+
+def test_a_changed_weight_of_compiled_graphs_is_refused_at_the_end():
+    layers = model()
+    with pytest.raises(ValueError, match="Leave the context"), cast_once(layers):
+        double(layers)
+    assert layers[0].kept is None
+
+
+def test_a_changed_delayed_scale_is_refused():
+    layers = model("delayed")
+    layers(X).sum().backward()
+    with pytest.raises(ValueError, match="or its scale, has changed"), cast_once(layers):
+        delayed.update(layers)
+
+
+def test_a_replaced_weight_is_cast_by_the_pass():
+    layers, other = model(), model()
+    with cast_once(layers):
+        layers[0].weight = other[0].weight
+        layers[0].bias = other[0].bias
+        assert torch.equal(layers(X), other(X))
+
+
+def test_plain_operations_keep_nothing():
+    layers = model(kernels="plain")
+    with cast_once(layers):
+        assert layers[0].kept is None
