@@ -5,9 +5,10 @@ tensorwise] [--shape 1x8192] [--count]
 One block of an 8-billion-parameter Llama, forward and backward, and one matrix with its optimizer
 states, compiled by inductor for a device that is faked (``fake_h200``). Counted are
 the kernels that it schedules, the bytes of the buffers that they read and write, and the sectors of
-memory that they touch (``sectors``); nothing runs, so that nothing here is a time. A Triton kernel
-that inductor did not write, such as ``fp8ref.kernels``, counts by its arguments: accesses are 16
-bytes wide. With Triton installed each kernel is also compiled to machine code of sm_90.
+memory that they touch (``sectors``); nothing runs, so that nothing here is a time. An operator of
+fp8ref, which launches a kernel of ``fp8ref.kernels``, and a Triton kernel that inductor did not
+write count by their arguments and results: accesses are 16 bytes wide. With Triton installed each
+kernel of inductor's is also compiled to machine code of sm_90.
 """
 
 import argparse
@@ -136,8 +137,8 @@ exact amax first: the gradient and such moments must be read once more.
 class Kernel:
     """What inductor launches once.
 
-    kind     gemm or attention, which libraries have; ours, a Triton kernel that inductor did not
-             write; else other.
+    kind     gemm or attention, which libraries have; ours, an operator of fp8ref or a Triton kernel
+             that inductor did not write; else other.
     bytes    of the buffers that it reads and writes, each once, as inductor counts them.
     written  the dtype of its result.
     """
@@ -301,13 +302,21 @@ def kernel(node: BaseSchedulerNode) -> Kernel:
             or node.node
         )
         kind = (
-            "gemm" if PRODUCTS.search(name) else "attention" if ATTENTION.search(name) else "other"
+            "gemm"
+            if PRODUCTS.search(name)
+            else "attention"
+            if ATTENTION.search(name)
+            else "ours"
+            if name.startswith("fp8ref.")
+            else "other"
         )
     written = ""
     if kind == "gemm":
         # of an operator of one's own, its first result
         first, *_ = getattr(node.node, "outputs", None) or [node.node]
         written = str(first.get_dtype()).removeprefix("torch.")
+    if kind == "ours":
+        return Kernel(name, kind, moved_by_operator(node.node), written)
     return Kernel(name, kind, node.get_read_write_buffers_sizes(), written)
 
 
@@ -320,10 +329,30 @@ def moved(node: ir.UserDefinedTritonKernel) -> int:
             f"a kernel reads some arguments and writes others; torch found {sorted(read)} both "
             f"read and written by {node.get_kernel_and_metadata()[0].__name__}. See its warning."
         )
-    return sum(
-        math.prod(map(int, node.kwargs[name].get_size())) * node.kwargs[name].get_dtype().itemsize
-        for name in [*read, *written]
-    )
+    return sum(size(node.kwargs[name]) for name in [*read, *written])
+
+
+def moved_by_operator(node: ir.FallbackKernel) -> int:
+    """Bytes of an operator's tensors: arguments, once more those that it writes into, and
+    results.
+    """
+    schema = node.op_overload._schema
+    places = {a.name: i for i, a in enumerate(schema.arguments)}
+    changed = {places[a.name] for a in schema.arguments if a.alias_info and a.alias_info.is_write}
+    tensors, _ = node.unflatten_args(node.inputs, node.constant_args)
+    arguments = [
+        (x, 2 if i in changed else 1)
+        for i, given in enumerate(tensors)
+        for x in (given if isinstance(given, (list, tuple)) else [given])
+        if isinstance(x, ir.IRNode)
+    ]
+    results = [] if changed else node.outputs
+    return sum(n * size(x) for x, n in arguments) + sum(map(size, results))
+
+
+def size(x: ir.IRNode) -> int:
+    """Bytes of a tensor's elements."""
+    return math.prod(map(int, x.get_size())) * x.get_dtype().itemsize
 
 
 def triton_sources(wrapper: str) -> dict[str, str]:

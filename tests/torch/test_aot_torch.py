@@ -101,6 +101,33 @@ print(json.dumps([[[k.name, k.kind, k.bytes] for k in graph.kernels], graph.sect
 """
 
 
+OPERATORS = """
+@torch.library.custom_op("fp8ref::planted_cast", mutates_args=())
+def cast(x: torch.Tensor, scale: torch.Tensor, e5m2: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(7, dtype=torch.float32)
+
+
+@cast.register_fake
+def _(x, scale, e5m2):
+    return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(7, dtype=torch.float32)
+
+
+@torch.library.custom_op("fp8ref::planted_merge", mutates_args=("seen",))
+def merge(seen: torch.Tensor, parts: torch.Tensor) -> None:
+    pass
+
+
+def step(x, scale, seen):
+    codes, parts = cast(x * 2, scale, True)
+    merge(seen, parts)
+    return codes
+
+
+with fake_h200.tensors():
+    x = torch.empty(128, 64, dtype=torch.bfloat16)
+    (graph,) = aot_torch.generate(step, x, torch.empty(()), torch.empty(3), backward=False)
+print(json.dumps([[[k.name, k.kind, k.bytes] for k in graph.kernels], graph.sectors]))
+"""
 STEPS = """
 found = {}
 for layout in ("sqrt_e4m3", "te"):
@@ -154,6 +181,18 @@ def test_a_kernel_that_inductor_did_not_write_counts_by_its_arguments(tmp_path):
     assert twice[1:] == ["other", 4 * size]
     assert sectors == 4 * size + -(-ours // 32) * 32
     assert (launches, compiled) == (1, 2)
+
+
+@pytest.mark.slow
+def test_an_operator_of_fp8ref_counts_by_its_tensors():
+    """A cast reads x and a scale, and writes codes and 7 numbers; another one reads these, and
+    reads and writes 3.
+    """
+    (_, cast, merge), sectors = answer(OPERATORS)
+    size = 128 * 64
+    assert cast == ["fp8ref.planted_cast.default", "ours", 2 * size + 4 + size + 4 * 7]
+    assert merge == ["fp8ref.planted_merge.default", "ours", 4 * 7 + 2 * 4 * 3]
+    assert sectors == 4 * size + sum(-(-n // 32) * 32 for n in (cast[2], merge[2]))
 
 
 def rows_of(rows: list[dict], shape: tuple[int, int]) -> dict[tuple[str, str], dict]:
