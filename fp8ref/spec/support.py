@@ -292,7 +292,7 @@ FEATURES = (
         "recipes {blocks}",
         "yes",
         "emulated: operands are quantized, dequantized, and multiplied in float32 (G-16)",
-        "emulated likewise; those of 128 on GPUs by DeepGEMM's or torchao's kernels",
+        "emulated likewise; those of 128 on GPUs by cuBLASLt's, DeepGEMM's or torchao's kernels",
     ),
     Feature(
         "FP4, {four_bits} ([how to](docs/how-to/four-bits.md))",

@@ -30,7 +30,9 @@ def takes(spec: GemmSpec, device: torch.device) -> bool:
         return False
     columns = block_gemm.DEEP_GEMM_COLUMNS
     by = block_gemm.takes(spec.a, spec.b, device, columns=columns)
-    return by == "deep_gemm" and hasattr(block_gemm.deep_gemm(), "m_grouped_fp8_gemm_nt_contiguous")
+    return by in ("scaled_mm", "deep_gemm") and hasattr(
+        block_gemm.deep_gemm(), "m_grouped_fp8_gemm_nt_contiguous"
+    )
 
 
 def rows_by_weights(a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:

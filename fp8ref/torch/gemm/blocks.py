@@ -1,8 +1,8 @@
-"""GEMMs of operands with block scales, by DeepGEMM's or torchao's kernels (spec G-16, G-17).
+"""GEMMs of operands with block scales, by cuBLASLt's, DeepGEMM's or torchao's kernels (spec G-16,
+G-17).
 
-The kernels (``deep_gemm``; torchao.prototype.blockwise_fp8_training) take codes and scale_inv;
-their own casts are not used. torch's ``scaled_mm`` of block scales is not used either: it runs on
-compute capability 9.0 only, and cuBLASLt states no order of operations.
+The kernels (torch's ``scaled_mm``; ``deep_gemm``; torchao.prototype.blockwise_fp8_training) take
+codes and scale_inv; their own casts are not used.
 """
 
 import functools
@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Literal
 
 import torch
+from torch.nn import functional
 
 from fp8ref.recipe import CastSpec
 from fp8ref.spec.granularity import by_name
@@ -21,11 +22,12 @@ from fp8ref.torch.quantize.scaling import Quantized
 
 _logger = logging.getLogger(__name__)
 
-Kernel = Literal["deep_gemm", "torchao_triton", "dequantized"]
-"""What multiplies: DeepGEMM's kernels on codes, torchao's Triton kernels on codes, or float32 on
-dequantized operands."""
+Kernel = Literal["scaled_mm", "deep_gemm", "torchao_triton", "dequantized"]
+"""What multiplies: torch's scaled_mm, which is cuBLASLt's, DeepGEMM's kernels or torchao's Triton
+kernels on codes, or float32 on dequantized operands."""
 
 NAMES: dict[Kernel, str] = {
+    "scaled_mm": "torch's scaled_mm",
     "deep_gemm": "DeepGEMM's kernels",
     "torchao_triton": "torchao's Triton kernels",
     "dequantized": "float32 on dequantized codes",
@@ -52,26 +54,44 @@ DEEP_GEMM_COLUMNS = 8
 bfloat16."""
 
 
+SCALED_MM_ROWS = 4
+"""What M is a multiple of for scaled_mm, so that columns of a's scales begin at 16 bytes."""
+
+
 def kernel(a: Quantized, b: Quantized) -> Kernel:
-    """Choose DeepGEMM's kernels or torchao's on codes, or a float32 GEMM on dequantized
-    operands."""
+    """Choose what multiplies: cuBLASLt's, DeepGEMM's or torchao's kernels on codes, or a float32
+    GEMM on dequantized operands."""
     m, k, n = a.codes.shape[1 - a.axis % 2], a.codes.shape[a.axis], b.codes.shape[1 - b.axis % 2]
     if max(m * k, n * k, m * n) >= OFFSETS:
         return "dequantized"
-    return takes(a, b, a.codes.device, columns=n)
+    return takes(a, b, a.codes.device, columns=n, rows=m)
 
 
 def takes(
-    a: Quantized | CastSpec, b: Quantized | CastSpec, device: torch.device, *, columns: int
+    a: Quantized | CastSpec,
+    b: Quantized | CastSpec,
+    device: torch.device,
+    *,
+    columns: int,
+    rows: int = BLOCK,
 ) -> Kernel:
-    """What multiplies such operands on a device, with N columns, up to OFFSETS."""
+    """What multiplies such operands on a device, with M rows and N columns, up to OFFSETS."""
     formats = a.fmt.name, b.fmt.name
     lines = a.granularity == "blockwise_1x128" and b.granularity in _GRANULARITIES_OF_B
     if formats != ("e4m3fn", "e4m3fn") or not lines or not _has_tensor_cores(device):
         return "dequantized"
+    if rows % SCALED_MM_ROWS == 0 and columns % BLOCK == 0 and has_scaled_mm(device):
+        return "scaled_mm"
     if _is_hopper(device) and columns % DEEP_GEMM_COLUMNS == 0 and deep_gemm() is not None:
         return "deep_gemm"
     return "torchao_triton" if kernels() is not None else "dequantized"
+
+
+def has_scaled_mm(device: torch.device) -> bool:
+    """Whether torch's scaled_mm takes scales of 1x128 and 128x128 there: cuBLASLt 12.9 has them, on
+    compute capability 9.0."""
+    cuda = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
+    return hasattr(functional, "scaled_mm") and cuda >= (12, 9) and _is_hopper(device)
 
 
 @functools.cache
@@ -119,20 +139,45 @@ def multiply(
     out_dtype: torch.dtype,
     by: str,
 ) -> torch.Tensor:
-    """[M, K] x [N, K] -> [M, N] of out_dtype, by the Kernel deep_gemm or torchao_triton, as one
-    operator.
+    """[M, K] x [N, K] -> [M, N] of out_dtype, by any Kernel on codes, as one operator.
 
     Shapes:   scale_inv_a [M, K/128]; scale_inv_b [N, K/128] or [ceil(N/128), K/128], float32; any
               strides.
     Order:    spec G-17.
     """
-    run = _by_deep_gemm if by == "deep_gemm" else _by_torchao
+    run = {"scaled_mm": _by_scaled_mm, "deep_gemm": _by_deep_gemm}.get(by, _by_torchao)
     return run(codes_a.contiguous(), codes_b.contiguous(), scale_inv_a, scale_inv_b, out_dtype)
 
 
 @multiply.register_fake
 def _(codes_a, codes_b, scale_inv_a, scale_inv_b, out_dtype, by):
     return codes_a.new_empty((codes_a.shape[0], codes_b.shape[0]), dtype=out_dtype)
+
+
+def _by_scaled_mm(
+    codes_a: torch.Tensor,
+    codes_b: torch.Tensor,
+    scale_inv_a: torch.Tensor,
+    scale_inv_b: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """``torch.nn.functional.scaled_mm`` (PyTorch 2bec3bdf, ATen/native/cuda/ScaledBlas.cpp).
+
+    Layout:   codes row-major [M, K] and column-major [K, N]; scales of 1x128 [M, K/128], of 128x128
+              [K/128, N/128] with K/128 filled to a multiple of 4; both column-major. It writes
+              bfloat16 and float32, and has no fast accumulation of such scales.
+    """
+    line, square = (functional.ScalingType.BlockWise1x128, functional.ScalingType.BlockWise128x128)
+    squares = granularity_of_b(codes_b, scale_inv_b) == "blockwise_128x128"
+    return functional.scaled_mm(
+        codes_a,
+        codes_b.t(),
+        _column_major(scale_inv_a),
+        line,
+        _roomy(scale_inv_b, columns=4).t() if squares else _column_major(scale_inv_b),
+        square if squares else line,
+        output_dtype=torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32,
+    ).to(out_dtype)
 
 
 def _by_torchao(
@@ -218,6 +263,13 @@ def _is_hopper(device: torch.device) -> bool:
     """Whether it has compute capability 9.0: on others DeepGEMM takes scales that are powers of
     two."""
     return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _column_major(scales: torch.Tensor) -> torch.Tensor:
+    """Scales [M, K/128] of strides (1, M); those of grad_weight's operands have them already."""
+    if scales.stride() == (1, len(scales)):
+        return scales
+    return scales.new_empty(scales.shape[::-1]).copy_(scales.t()).t()
 
 
 def _roomy(scales: torch.Tensor, *, rows: int = 1, columns: int = 1) -> torch.Tensor:

@@ -40,11 +40,11 @@ def matmul(
               length; out [M, N] of out_dtype. Under rowwise scales a device's kernel may support
               bfloat16 only (``output_dtype``).
     Order:    torch._scaled_mm with both scale_inv, rounded to out_dtype (G-4); or unit scales,
-              rounded, times the product of both, rounded (G-5). Block operands go to DeepGEMM's or
-              torchao's kernel if there is one (G-17, ``blocks.kernel``). Else they are dequantized
-              first, and multiplied in float32 (G-16). K is padded with zeros to a multiple of 16,
-              which changes no bit. Within ``hardware.simulating``, simulated hardware computes all
-              of it, blocks too (G-19).
+              rounded, times the product of both, rounded (G-5). Block operands go to cuBLASLt's,
+              DeepGEMM's or torchao's kernel if there is one (G-17, ``blocks.kernel``). Else they
+              are dequantized first, and multiplied in float32 (G-16). K is padded with zeros to a
+              multiple of 16, which changes no bit. Within ``hardware.simulating``, simulated
+              hardware computes all of it, blocks too (G-19).
     Specials: Inf and NaN as in IEEE 754; overflow to infinity.
     Raises:   ValueError: operands that are not 2-d; reduced lengths that differ; unknown names;
               granularities that do not go together (``epilogue.check_pair``); blocks under

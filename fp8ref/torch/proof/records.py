@@ -23,7 +23,11 @@ SCALED_MM = _aten._scaled_mm.default
 BLOCK_GEMM = block_gemm.OPERATOR
 """The operator of kernels for block scales."""
 
-BLOCKS = {"torchao_triton": "blocks", "deep_gemm": "blocks, DeepGEMM"}
+BLOCKS = {
+    "torchao_triton": "blocks",
+    "deep_gemm": "blocks, DeepGEMM",
+    "scaled_mm": "blocks, cuBLASLt",
+}
 """How a proof names the accumulation of a kernel for scales of blocks."""
 
 SQUARES = "blockwise_1x128 x blockwise_128x128"
@@ -96,8 +100,8 @@ class _Record:
 class GemmRecord(_Record):
     """One GEMM of a linear, as it ran.
 
-    accumulate     ``fast`` or ``slow`` (G-7), ``blocks`` by torchao's kernels or ``blocks,
-                   DeepGEMM`` (G-17); None of a GEMM in high precision.
+    accumulate     ``fast`` or ``slow`` (G-7), ``blocks`` by torchao's kernels, or ``blocks,``
+                   and DeepGEMM or cuBLASLt (G-17); None of a GEMM in high precision.
     granularity    ``tensorwise`` or ``rowwise``, from the shapes of the scales. Under unit scales
                    (G-5) it is that of the factor that multiplies the result, or ``unit`` without
                    one. Of operands with block scales it names both. None of a GEMM in high

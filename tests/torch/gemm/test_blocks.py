@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 
 from fp8ref.conformance.gemm.bound import gamma
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32
@@ -226,7 +228,121 @@ def test_deepgemm_multiplies_where_it_can_and_torchao_the_rest(deepgemm, monkeyp
     assert block_gemm.kernel(line, line) == "dequantized"
 
 
-@pytest.mark.parametrize("kernels", ["faked", "deepgemm"])
+class FakeScaledMM:
+    """What torch's scaled_mm checks of scales of 1x128 and 128x128: ATen/native/cuda/ScaledBlas.cpp
+    of PyTorch 2bec3bdf, _scaled_block1x128_block1x128 and _scaled_block1x128_block128x128, and the
+    dtypes that its own tests have. Sums in any order are those of G-13 where they are exact.
+    """
+
+    def __init__(self) -> None:
+        self.calls = []
+
+    def __call__(self, a, b, scale_a, recipe_a, scale_b, recipe_b, *, output_dtype):
+        (m, k), n = a.shape, b.shape[1]
+        kinds = functional.ScalingType
+        assert {a.dtype, b.dtype} == {torch.float8_e4m3fn}
+        assert {scale_a.dtype, scale_b.dtype} == {torch.float32}
+        assert (a.stride(), b.stride()) == ((k, 1), (1, k))
+        assert k % 16 == n % 16 == 0
+        assert recipe_a is kinds.BlockWise1x128
+        assert (tuple(scale_a.shape), scale_a.stride()) == ((m, k // 128), (1, m))
+        assert m * scale_a.element_size() % 16 == 0  # where each column of scales begins
+        if recipe_b is kinds.BlockWise128x128:
+            rows = -(-k // 512) * 4
+            assert (tuple(scale_b.shape), scale_b.stride()) == ((rows, n // 128), (1, rows))
+            scales_b = scale_b[: k // 128].repeat_interleave(128, dim=1)
+        else:
+            assert recipe_b is kinds.BlockWise1x128
+            assert (tuple(scale_b.shape), scale_b.stride()) == ((n, k // 128), (1, n))
+            scales_b = scale_b.t()
+        assert output_dtype in (torch.bfloat16, torch.float32)
+        total = torch.zeros(m, n)
+        for i in range(k // 128):
+            part = slice(i * 128, (i + 1) * 128)
+            acc = (a[:, part].double() @ b[part].double()).float()  # exact
+            total += acc * scale_a[:, i, None] * scales_b[i]
+        self.calls.append((recipe_b.name, (m, n), output_dtype))
+        return total.to(output_dtype)
+
+
+@pytest.fixture
+def scaled_mm(deepgemm, monkeypatch):
+    """A Hopper with torch's scaled_mm of blocks, beside DeepGEMM and torchao."""
+    made = FakeScaledMM()
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    monkeypatch.setattr(functional, "scaled_mm", made)
+    return made
+
+
+@pytest.mark.parametrize(("which", "shapes"), CASES[:-1])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+# G-13, G-17
+def test_scaled_mm_is_handed_our_codes_and_scales_in_its_layouts(
+    which, shapes, out_dtype, scaled_mm, rng
+):
+    """Where sums are exact, the simulator's bits; grad_weight without a float32 result."""
+    a, sa, b, sb = operands(which, shapes, lambda shape, *how: integers(rng, shape, *how))
+    out = gemm.matmul(a, b, accumulate="slow", out_dtype=out_dtype)
+    expected = sim_gemm.matmul(sa, sb, out_dtype=FORMATS[out_dtype])
+    np.testing.assert_array_equal(out.float().numpy(), expected)
+    kind = "BlockWise1x128" if which == "grad_weight" else "BlockWise128x128"
+    written = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
+    assert scaled_mm.calls == [(kind, out.shape, written)]
+
+
+@pytest.mark.skipif(not hasattr(functional, "scaled_mm"), reason="before torch 2.10")
+@pytest.mark.parametrize("squares", [False, True])
+@pytest.mark.parametrize("shape", [(256, 384, 640), (100, 128, 128), (128, 256, 512)])
+def test_torchs_own_check_of_scaled_mm_takes_the_layouts(shape, squares):  # G-17
+    m, n, k = shape
+    with FakeTensorMode():
+        a, b = (torch.empty(size, k, dtype=torch.float8_e4m3fn) for size in (m, n))
+        scales = torch.empty(m, k // 128), torch.empty(n // 128 if squares else n, k // 128)
+        out = block_gemm.multiply(a, b, *scales, torch.bfloat16, "scaled_mm")
+        inner = block_gemm._by_scaled_mm(a, b, *scales, torch.bfloat16)
+    assert out.shape == inner.shape == (m, n)
+    assert out.dtype == inner.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hopper", "there", "expected"),
+    [
+        ("12.9", True, True, "scaled_mm"),
+        ("13.0", True, True, "scaled_mm"),
+        ("12.8", True, True, "deep_gemm"),
+        ("12.9", False, True, "torchao_triton"),
+        ("12.9", True, False, "deep_gemm"),
+        (None, True, True, "deep_gemm"),
+    ],
+)
+def test_scaled_mm_multiplies_where_cublaslt_takes_blocks(  # G-17
+    cuda, hopper, there, expected, scaled_mm, monkeypatch
+):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(block_gemm, "_is_hopper", lambda device: hopper)
+    if not there:
+        monkeypatch.delattr(functional, "scaled_mm")
+    line = quantized("blockwise_1x128")
+    assert block_gemm.kernel(line, line) == expected
+
+
+def test_scaled_mm_takes_rows_of_16_bytes_of_scales_and_whole_blocks_of_columns(scaled_mm):
+    line, odd, ragged = (quantized("blockwise_1x128", n) for n in (128, 130, 144))
+    assert block_gemm.kernel(line, line) == block_gemm.kernel(ragged, line) == "scaled_mm"
+    assert block_gemm.kernel(odd, line) == block_gemm.kernel(line, ragged) == "deep_gemm"
+
+
+def test_a_step_by_scaled_mm_is_named_in_the_proof_and_the_report(scaled_mm):  # B-8, R-7
+    module = model()
+    with proof.trace_eager(module) as trace:
+        step(module)
+    assert {g.accumulate for g in trace.gemms} == {"blocks, cuBLASLt"}
+    assert len(scaled_mm.calls) == 6
+    assert {dtype for *_, dtype in scaled_mm.calls} == {torch.bfloat16}
+    assert {row.kernel for row in report(module).rows if row.recipe} == {"torch's scaled_mm"}
+
+
+@pytest.mark.parametrize("kernels", ["faked", "deepgemm", "scaled_mm"])
 def test_zeros_fill_a_last_block_of_rows(kernels, request):  # L-5, G-17
     """A kernel takes whole blocks of K, here 200 rows of grad_weight's operands: those of 256 rows,
     of which the last are zeros."""
@@ -323,7 +439,7 @@ def quantized(granularity, m=128, k=128, fmt=E4M3FN, device="cpu", axis=-1):
     ],
 )
 def test_the_choice_by_device(capability, hip, there, expected, monkeypatch):  # G-16, G-17
-    monkeypatch.setattr(torch.version, "cuda", None if hip else "13.0")
+    monkeypatch.setattr(torch.version, "cuda", None if hip else "12.8")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(block_gemm, "kernels", lambda: (fake(False), fake(True)) if there else None)
     monkeypatch.setattr(block_gemm, "deep_gemm", lambda: None)
@@ -443,6 +559,7 @@ import triton
 from torchao.prototype.blockwise_fp8_training import kernels as theirs
 from fp8ref.torch.gemm import blocks as block_gemm, gemm
 block_gemm._has_tensor_cores = lambda device: True
+block_gemm._is_hopper = lambda device: False
 assert max(max(c.kwargs.values()) for c in theirs.fp8_gemm_configs_max_autotune) == block_gemm.TILE
 results = []
 for a, b in torch.load(sys.argv[1], weights_only=False):
