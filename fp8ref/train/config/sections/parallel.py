@@ -150,6 +150,10 @@ class ParallelConfig:
                 "parallel.reduce 'accumulators' sums under one scale; got amax_scope 'local'. "
                 "Use reduce 'rounded', or amax_scope 'global'.",
             )
+        self._check_compile()
+
+    def _check_compile(self) -> None:
+        """ConfigError for what torch.compile does not take."""
         require(
             self.compile != "model" or self.tensor == 1,
             "parallel.compile 'model' takes a model without tensor parallelism. Set "
