@@ -146,6 +146,8 @@ class RoleState(nn.Module):
     used      whether a pass has observed since the last update.
     updated   whether it was ever updated, loaded or told to forget.
     scaled    whether Python saw an update, or a state that was loaded, set its scale.
+    first     the state of the linear that reads this one's input first, alone in a tuple, so that
+              it is no submodule (``shared_inputs``); () if it is this one.
     notice    of the model that was converted: whether unset scales were warned of.
     path      its name in that model.
     checked, compared
@@ -173,8 +175,14 @@ class RoleState(nn.Module):
         )
         self.missed = self.idle = 0
         self.version: int | None = None
+        self.first: tuple[RoleState, ...] = ()
         self.used = self.updated = self.scaled = self.checked = self.compared = False
         self.notice, self.path = unset_scales.Notice(), ""
+
+    @property
+    def origin(self) -> "RoleState":
+        """The state that passes read and observe."""
+        return self.first[0] if self.first else self
 
     def reset(self) -> None:
         """Scale 1, an empty history, nothing seen."""
@@ -360,6 +368,8 @@ def update(model: nn.Module) -> None:
               with states of their own, or DistributedDataParallel that broadcasts states (H-12).
     """
     named = list(states(model))
+    if sharing := [state for _, state in named if state.first]:
+        torch._foreach_copy_([s.seen for s in sharing], [s.origin.seen for s in sharing])
     compares = rank_checks.several_ranks()
     unchecked = [(name, state) for name, state in named if compares and not state.checked]
     if unchecked:

@@ -100,15 +100,20 @@ def _by_one_scale(
     if scale is not None:
         codes, transposed, parts = casts.cast(x, scale, e5m2)
         scale_inv = scale.reciprocal()
-    elif group is None and spec.policy == POLICIES["torchao"]:
+    elif group is None and spec.policy == POLICIES["torchao"] and not torch.compiler.is_compiling():
         codes, transposed, scale, scale_inv = casts.cast_by_amax(x, casts.amax(x), e5m2)
     else:
-        amax = casts.amax(x).amax().view(torch.float32)
+        # A compiler takes the amax in the kernel that makes x, which no kernel of ours is part of.
+        amax = scaling.amax(x) if torch.compiler.is_compiling() else _amax(x)
         if group is not None:
             amax = scaling.merge_amax(amax, group)
         scale, scale_inv = scales.scales_from_amax(amax, spec.fmt, spec.policy)
         codes, transposed, _ = casts.cast(x, scale, e5m2)
     return pair(spec, (codes, scale, scale_inv, transposed, scale, scale_inv), parts)
+
+
+def _amax(x: torch.Tensor) -> torch.Tensor:
+    return casts.amax(x).amax().view(torch.float32)
 
 
 def _by_lines(x: torch.Tensor, uses: tuple[Use, Use], spec: CastSpec) -> Pair:

@@ -34,7 +34,7 @@ from fp8ref.torch.delayed import delayed
 from fp8ref.torch.delayed import state_checks as delayed_checks
 from fp8ref.torch.gemm import gemm
 from fp8ref.torch.kernels import casts, choice
-from fp8ref.torch.linear import both_orders
+from fp8ref.torch.linear import both_orders, recent_cast
 from fp8ref.torch.linear.both_orders import Use
 from fp8ref.torch.linear.cut import Cut, check_part, writable
 from fp8ref.torch.linear.weight_codes import WeightCodes
@@ -184,9 +184,8 @@ class Linear(nn.Linear):
         self.groups = Groups(
             batch=self.group, tensor=cut.group, every=every or cut.group, style=cut.style
         )
-        for role in ROLES:
-            if state := self.state(role):
-                state.group = self.groups.every
+        for state in self.states.values():
+            state.group = self.groups.every  # type: ignore[assignment]
         self._bind()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -218,10 +217,11 @@ class Linear(nn.Linear):
         self._function_under_autocast = _bind(dataclasses.replace(self.spec, autocast=True))
 
     def state(self, role: Role) -> delayed.RoleState | None:
-        """The state of a role with delayed scaling; None of any other."""
+        """The state of a role with delayed scaling, which may be another linear's of the same input
+        (``shared_inputs``); None of any other role."""
         if role not in self.states:
             return None
-        return self.states[role]  # type: ignore[return-value]
+        return self.states[role].origin  # type: ignore[return-value]
 
     def extra_repr(self) -> str:
         """What nn.Linear prints, and the recipe's name."""
@@ -357,7 +357,7 @@ def _forward(
     """output [..., N] of x [..., K] and w [N, K]; observes both. kept: the tensors of
     ``WeightCodes``, if the weight was cast once for several passes."""
     rows = x.reshape(-1, x.shape[-1])  # [M, K]
-    input = _operand(spec, "input", rows, states)
+    input = _operand(spec, "input", rows, states, x)
     if isinstance(w, Float8TrainingTensor):
         weight = _Operand("weight", _gathered(w, spec), states.scales[1])
     elif kept:
@@ -398,12 +398,21 @@ def _kept(spec: _Spec, tensors: Sequence, states: _States) -> _Operand:
     return _Operand("weight", pair.rows, states.scales[1], pair.columns)
 
 
-def _operand(spec: _Spec, role: Role, x: torch.Tensor, states: _States) -> _Operand:
-    """A role's tensor, observed; cast for both its GEMMs if kernels do."""
+def _operand(
+    spec: _Spec, role: Role, x: torch.Tensor, states: _States, whole: torch.Tensor | None = None
+) -> _Operand:
+    """A role's tensor, observed; cast for both its GEMMs if kernels do.
+
+    whole     the tensor that x is a view of, which other linears may read too.
+    """
     place = ROLES.index(role)
     seen, scale = states.seen[place], states.scales[place]
     if role in spec.pairs and choice.resolve(spec.kernels, x.device):
-        pair = both_orders.quantize(x, spec.pairs[role], scale)
+        uses = spec.pairs[role]
+        if whole is None:
+            pair = both_orders.quantize(x, uses, scale)
+        else:
+            pair = recent_cast.quantize(whole, x, uses, scale)
         if seen is not None:
             assert pair.parts is not None
             casts.merge_(seen, pair.parts)

@@ -21,10 +21,11 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from fp8ref.spec import llama
 from fp8ref.spec.hardware import Multiply
 from fp8ref.spec.states.health import recorded
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch.delayed import delayed, shared_inputs
 from fp8ref.torch.distributed.fsdp import keep_reduced_dtype
 from fp8ref.torch.distributed.gradient_factors import Factors
 from fp8ref.torch.gemm import hardware
+from fp8ref.torch.linear.cast_once import cast_once
 from fp8ref.torch.model.parallel import check_copies
 from fp8ref.torch.model.switch import Switch
 from fp8ref.torch.states import copies, health, states
@@ -194,6 +195,7 @@ class Step:
         """Continue from ``tensors`` that were read from a checkpoint of so many steps."""
         optimizer.begin(self.optimizer, step)
         optimizer.check_states(self.optimizer)
+        shared_inputs.check(self.model)
         delayed.forget(self.model)
         if self.factors is not None:
             self.factors.saturated.zero_()
@@ -273,10 +275,11 @@ class Step:
     def computing(self) -> Iterator[None]:
         """In this context the model computes as in a step.
 
-        That is in bfloat16, and under its simulated hardware, if any.
+        That is in bfloat16, under its simulated hardware, if any, with weights cast once.
         """
         wide = self.copies.uncast() if self.copies and self._casts_anew else nullcontext()
-        with hardware.simulating(self.multiply), self._rounded(), wide:
+        kept = nullcontext() if self._casts_anew else cast_once(self.model)
+        with hardware.simulating(self.multiply), self._rounded(), wide, kept:
             yield
 
     def tokens(self, tokens: np.ndarray) -> torch.Tensor:

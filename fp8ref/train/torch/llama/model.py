@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp8ref.selection.report import quiet
 from fp8ref.spec import llama
+from fp8ref.torch.delayed import shared_inputs
 from fp8ref.torch.model.convert import convert
 from fp8ref.torch.model.parallel import Parallelism, amax_group, parallelize, share_groups
 from fp8ref.train.config.config import Config
@@ -62,7 +63,7 @@ class LlamaModel(Model):
             keep_dtype=[] if keys.compile == "model" else [table],  # P-19
         )
         with quiet():
-            return parallelize(
+            module = parallelize(
                 model,
                 config.numerics.recipe,
                 mesh=self._mesh,
@@ -72,6 +73,8 @@ class LlamaModel(Model):
                 rules=config.numerics.rules or (),
                 parallelism=parallelism,
             )
+        shared_inputs.share(module, llama.FIRST_READER)
+        return module
 
     def _twin(self, recipe: str) -> nn.Module:
         with torch.device("meta"):
@@ -87,4 +90,5 @@ class LlamaModel(Model):
             )
         if self._mesh is not None and self._config.parallel.expert > 1:
             share_groups(twin, self._mesh)
+        shared_inputs.share(twin, llama.FIRST_READER)
         return twin
