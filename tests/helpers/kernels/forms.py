@@ -1,0 +1,117 @@
+"""The launches of every kernel, as a step of training has them: whole tiles, 16 bytes apart."""
+
+import itertools
+from dataclasses import dataclass
+
+from fp8ref.kernels import adamw, casts, norms, rotary, swiglu
+from fp8ref.kernels.jit import Launch
+
+
+@dataclass(frozen=True)
+class Form:
+    """A launch, and what a program of it reads and writes.
+
+    dtypes  of its pointers.
+    tile    elements of a program's tile.
+    read    bytes of tensors that it reads, by 16 at a time; of lines and scales none.
+    codes   how many tiles of codes it writes.
+    """
+
+    launch: Launch
+    dtypes: tuple[str, ...]
+    tile: int
+    read: int
+    codes: int = 0
+
+
+SHAPE = (4096, 8192)
+HEADS = (2, 4096, 32, 128)  # [B, T, H, D]
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+CODES, PARTS, ONE = ("uint8", "uint8"), ("int32",), ("float32",)
+
+
+def forms(dtype: str = "bfloat16", *, e5m2: bool = False, transposed: bool = False):
+    """{name: form} of every kernel. transposed: x is a transposed view, where a kernel takes one."""
+    return _casts(dtype, e5m2, transposed) | _fused(dtype, e5m2) | _adamw(dtype, e5m2)
+
+
+def _casts(dtype: str, e5m2: bool, transposed: bool) -> dict[str, Form]:
+    x, strides = (dtype,), (1, SHAPE[0]) if transposed else (SHAPE[1], 1)
+    size, tile, block = BYTES[dtype], casts.ROWS * casts.COLUMNS, casts.BLOCK**2
+    whole = {"tile": tile, "read": tile * size}
+    blocks = {"tile": block, "read": block * size, "codes": 2}
+    cast = casts.cast(SHAPE, strides, e5m2=e5m2)
+    by_amax = casts.cast_by_amax(SHAPE, strides, e5m2=e5m2)
+    lines = casts.cast_lines(SHAPE, strides, e5m2=e5m2)
+    squares, of_lines = (
+        casts.blocks(SHAPE, strides, e5m2=e5m2, square=square) for square in (True, False)
+    )
+    return {
+        "amax": Form(casts.amax(SHAPE, strides), (*x, *PARTS), **whole),
+        "amax_lines": Form(casts.amax_lines(SHAPE, strides), (*x, *PARTS, *PARTS), **whole),
+        "cast": Form(cast, (*x, *ONE, *CODES, *PARTS), codes=2, **whole),
+        "cast_by_amax": Form(by_amax, (*x, *PARTS, *CODES, *ONE, *ONE), codes=2, **whole),
+        "cast_lines": Form(lines, (*x, *ONE, *ONE, *CODES), codes=2, **whole),
+        "squares": Form(squares, (*x, *CODES, *ONE * 2), **blocks),
+        "lines": Form(of_lines, (*x, *CODES, *ONE * 4), **blocks),
+    }
+
+
+def _fused(dtype: str, e5m2: bool) -> dict[str, Form]:
+    x, size, tile = (dtype,), BYTES[dtype], casts.ROWS * casts.COLUMNS
+    small, row, head = swiglu.ROWS * swiglu.COLUMNS, SHAPE[1], rotary.ROWS * HEADS[3]
+    strides = (HEADS[1] * HEADS[2] * HEADS[3], HEADS[2] * HEADS[3], HEADS[3])
+    norm, of_sum = (norms.statistics(SHAPE, eps=1e-5, residual=more) for more in (False, True))
+    gradients = swiglu.cast_gradients(SHAPE, e5m2=e5m2)
+    of_heads = (*x, *ONE * 2)
+    return {
+        "norm": Form(norm, (*x, *x, *ONE, *PARTS), row, row * size),
+        "norm of a sum": Form(of_sum, (*x * 3, *x, *ONE, *PARTS), row, 2 * row * size),
+        "norm, cast": Form(
+            norms.cast(SHAPE, e5m2=e5m2),
+            (*x, *ONE, *x, *ONE, *CODES, *PARTS),
+            tile,
+            tile * size,
+            codes=2,
+        ),
+        "swiglu, amax": Form(swiglu.amax(SHAPE), (*x * 2, *PARTS), tile, 2 * tile * size),
+        "swiglu": Form(
+            swiglu.cast(SHAPE, e5m2=e5m2),
+            (*x * 2, *ONE, *CODES, *PARTS),
+            tile,
+            2 * tile * size,
+            codes=2,
+        ),
+        "swiglu's gradients, amaxes": Form(
+            swiglu.gradient_amaxes(SHAPE), (*x * 3, *PARTS * 2), small, 3 * small * size
+        ),
+        "swiglu's gradients": Form(
+            gradients, (*x * 3, *ONE * 2, *CODES * 2, *PARTS * 2), small, 3 * small * size, codes=4
+        ),
+        "rotary, amax": Form(rotary.amax(HEADS, strides), (*of_heads, *PARTS), head, head * size),
+        "rotary": Form(
+            rotary.cast(HEADS, strides, e5m2=e5m2),
+            (*of_heads, *ONE, *CODES, *PARTS),
+            head,
+            head * size,
+            codes=2,
+        ),
+    }
+
+
+def _adamw(dtype: str, e5m2: bool) -> dict[str, Form]:
+    tile = adamw.TILE[0] * adamw.TILE[1]
+    read = tile * (3 * 4 + BYTES[dtype])
+    state, new = ("float32", dtype, *ONE * 2, *ONE), (*ONE * 3, "bfloat16")
+    step, cast = adamw.step(SHAPE), adamw.step_and_cast(SHAPE, e5m2=e5m2)
+    return {
+        "adamw": Form(step, (*state, *new, *PARTS), tile, read),
+        "adamw, cast": Form(cast, (*state, *ONE, *new, *CODES, *PARTS), tile, read, codes=2),
+    }
+
+
+FORMS = tuple(forms())
+"""The names of ``forms``."""
+
+EVERY = tuple(itertools.product(FORMS, BYTES, (False, True), (False, True), (90, 100)))
+"""(name, dtype, e5m2, transposed, capability) of every launch that is checked."""
