@@ -81,6 +81,7 @@ FINISHED = "here is finished; nothing to do\nnext: fp8ref report here\n"
 COVERAGE = (
     "7 of 8 linears in FP8 (tensorwise), 31.8% of the parameters and 45.5% of the multiplications. "
     "Not in FP8: lm_head (named by filter_fqns 'lm_head').\n"
+    "Casts on none: fake: plain operations (nothing is cast).\n"
 )
 
 

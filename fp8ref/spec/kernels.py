@@ -4,10 +4,11 @@ Both give the same codes, scales and amaxes. Where they run differs, and how fas
 """
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fp8ref.shared.errors import require
+from fp8ref.shared.errors import one_of, require
 
 __all__ = ["Choice", "Kernels", "check", "installed"]
 
@@ -30,10 +31,40 @@ class Kernels:
     triton: bool
     reason: str
 
+    def of_recipes(self, shares: Mapping[str, float], choice: Choice) -> "Kernels":
+        """What casts the linears of a model.
+
+        shares    of a recipe's roles, the share that kernels can cast.
+        Raises:   ValueError: 'triton' with recipes of which kernels cast nothing.
+        """
+        without = [name for name, share in shares.items() if share == 0]
+        if not self.triton or not shares:
+            return self
+        if len(without) == len(shares):
+            names = ", ".join(without)
+            require(
+                choice != "triton",
+                "kernels 'triton' cast linears to e4m3fn or e5m2 by tensorwise, rowwise or "
+                f"blockwise scales; got recipe {names}. Use 'auto' or 'plain'.",
+            )
+            return Kernels(False, f"no kernel casts recipe {names}")
+        plain = [name for name, share in shares.items() if share < 1]
+        return Kernels(True, self.reason + f"; {', '.join(plain)} not in all operands" * any(plain))
+
+    @property
+    def text(self) -> str:
+        """As the console and the report say it."""
+        return f"{'Triton kernels' if self.triton else 'plain operations'} ({self.reason})"
+
     @property
     def manifest(self) -> dict[str, str]:
         """As JSON, for the manifest of a run."""
         return {"by": "triton" if self.triton else "plain", "reason": self.reason}
+
+
+def read(manifest: dict[str, str]) -> Kernels:
+    """What a manifest has of a device."""
+    return Kernels(manifest["by"] == "triton", manifest["reason"])
 
 
 def installed() -> bool:
@@ -43,8 +74,7 @@ def installed() -> bool:
 
 def check(choice: str) -> None:
     """ValueError for an unknown choice, and for 'triton' where Triton is not installed."""
-    names = get_args(Choice)
-    require(choice in names, f"kernels are one of {', '.join(names)}; got {choice!r}.")
+    one_of("kernels", choice, get_args(Choice))
     require(
         choice != "triton" or installed(),
         "kernels 'triton' need the package triton, which is not installed. Install it with: pip "

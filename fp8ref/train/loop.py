@@ -13,6 +13,7 @@ import numpy as np
 from fp8ref.shared import console
 from fp8ref.shared.errors import ConfigError, LostProcessError, NonFiniteError, StoppedError
 from fp8ref.spec import gradient_reduction, llama
+from fp8ref.spec.kernels import Kernels
 from fp8ref.spec.states import health
 from fp8ref.train.config import architecture, hardware
 from fp8ref.train.config import config as configs
@@ -130,13 +131,14 @@ def _begin_log(
     overwrite: bool,
 ) -> log.RunLog:
     """Say what runs, and begin to log it in the directory and by trackers."""
-    _say_what_runs(config)
+    _say_what_runs(config, model.kernels)
     manifest = log.manifest(
         config,
         model.backend,
         data=data,
         decisions=model.decisions,
         device=model.device,
+        kernels=model.kernels,
         proofs=proofs,
         ran=ran,
     )
@@ -153,11 +155,18 @@ def _resumed(
     return None if last is None else (str(last.state), last.step, last.manifest.get("measured", []))
 
 
-def _say_what_runs(config: Config) -> None:
+def _say_what_runs(config: Config, kernels: Mapping[str, Kernels]) -> None:
+    in_fp8 = 0
     for recipe in config.recipes:
         alone = config.under(recipe)
-        name = f"{recipe}: " * (config.numerics.schedule is not None)
-        console.say(name + coverage.of(alone, alone.decisions())["summary"])
+        name, share = (
+            f"{recipe}: " * (config.numerics.schedule is not None),
+            coverage.of(alone, alone.decisions()),
+        )
+        in_fp8 += share["linears"]
+        console.say(name + share["summary"])
+    for device, ran in kernels.items() if in_fp8 else ():
+        console.say(f"Casts on {device}: {ran.text}.")
     if (warmup := config.optimizer.warmup_steps) > config.run.steps:
         console.say(
             f"optimizer.warmup_steps {warmup:,} is more than run.steps {config.run.steps:,}: the "

@@ -6,7 +6,7 @@ from fp8ref.spec import kernels
 
 
 def test_an_unknown_choice_is_refused():
-    with pytest.raises(ValueError, match="one of auto, plain, triton; got 'cuda'"):
+    with pytest.raises(ValueError, match="kernels is one of auto, plain, triton; got 'cuda'"):
         kernels.check("cuda")
 
 
@@ -26,4 +26,28 @@ def test_triton_is_taken_where_it_is_installed(monkeypatch):
 def test_a_manifest_says_what_casts_and_why():
     plain = kernels.Kernels(False, "cpu has no FP8 instructions")
     assert plain.manifest == {"by": "plain", "reason": "cpu has no FP8 instructions"}
-    assert kernels.Kernels(True, "asked for").manifest["by"] == "triton"
+    assert plain.text == "plain operations (cpu has no FP8 instructions)"
+    triton = kernels.Kernels(True, "asked for")
+    assert triton.text == "Triton kernels (asked for)"
+    for ran in (plain, triton):
+        assert kernels.read(ran.manifest) == ran
+
+
+def test_kernels_that_cast_a_part_say_so():
+    triton = kernels.Kernels(True, "checked")
+    assert triton.of_recipes({}, "auto") == triton
+    assert triton.of_recipes({"a": 1, "b": 1}, "triton") == triton
+    assert triton.of_recipes({"a": 1, "b": 2 / 3, "c": 0}, "triton") == kernels.Kernels(
+        True, "checked; b, c not in all operands"
+    )
+
+
+def test_kernels_that_cast_nothing_are_plain_operations_or_refused():
+    triton = kernels.Kernels(True, "checked")
+    assert triton.of_recipes({"mxfp8": 0}, "auto").text == (
+        "plain operations (no kernel casts recipe mxfp8)"
+    )
+    with pytest.raises(ValueError, match=r"got recipe mxfp8\. Use 'auto' or 'plain'"):
+        triton.of_recipes({"mxfp8": 0}, "triton")
+    plain = kernels.Kernels(False, "asked for")
+    assert plain.of_recipes({"mxfp8": 0}, "plain") == plain

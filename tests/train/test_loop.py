@@ -154,6 +154,7 @@ def test_a_finished_run_says_so(tmp_path, small, fake):
     manifest = log.read_manifest(tmp_path / "run")
     assert (manifest["status"], manifest["final"]) == ("finished", lines[-1])
     assert manifest["device"] == "none: fake"
+    assert manifest["kernels"] == {"none: fake": {"by": "plain", "reason": "nothing is cast"}}
     assert manifest["data"] == loader.open_batches(small).description
 
 

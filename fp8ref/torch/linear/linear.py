@@ -42,7 +42,7 @@ from fp8ref.torch.quantize import scaling
 from fp8ref.torch.quantize.scaling import Groups, Quantized
 from fp8ref.torch.tensors import linear_input
 
-__all__ = ["Linear", "casts_by_kernels", "check_recipe", "observers"]
+__all__ = ["Linear", "casts_by_kernels", "check_recipe", "observers", "roles_by_kernels"]
 
 Operand = torch.Tensor | Quantized
 """An operand of a GEMM: in high precision, or quantized."""
@@ -315,7 +315,12 @@ class _Operand(NamedTuple):
 
 def casts_by_kernels(recipe: Recipe) -> bool:
     """Whether Triton kernels, where they run, cast every operand of a recipe."""
-    return len(_Spec(recipe, Groups(), "auto").pairs) == len(ROLES)
+    return len(roles_by_kernels(recipe)) == len(ROLES)
+
+
+def roles_by_kernels(recipe: Recipe) -> frozenset[Role]:
+    """The roles whose tensors Triton kernels, where they run, cast for both GEMMs at once."""
+    return frozenset(_Spec(recipe, Groups(), "auto").pairs)
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fp8ref.recipe import RECIPES
 from fp8ref.selection import linears as linear_selection
 from fp8ref.shared.errors import ConfigError, require
-from fp8ref.spec import support
+from fp8ref.spec import kernels, support
 from fp8ref.train.config import architecture as architectures
 from fp8ref.train.config import schedule as schedules
 from fp8ref.train.config.base import Sections
@@ -98,6 +98,10 @@ def check_backend(config: Sections, backend: str) -> None:
             f"{', '.join(foreign)} is not a key of --backend {backend}. Leave it out."
         )
     architectures.check_backend(config, backend)
+    try:
+        kernels.check(config.numerics.kernels)  # not with the sections: other machines read them
+    except ValueError as error:
+        raise ConfigError(f"numerics.kernels: {error}") from error
     parallel, optimizer = config.parallel, config.optimizer
     if (
         refused := optimizer.foreign(backend)

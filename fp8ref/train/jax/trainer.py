@@ -22,6 +22,7 @@ from fp8ref.shared.errors import ConfigError
 from fp8ref.spec import llama
 from fp8ref.spec.attention import products as attention_products
 from fp8ref.spec.hardware import Multiply
+from fp8ref.spec.kernels import Kernels
 from fp8ref.spec.states.health import recorded
 from fp8ref.train.config.config import Config
 from fp8ref.train.jax import operand_statistics, step_proof
@@ -86,6 +87,11 @@ class Trainer:
                 raise ConfigError(
                     f"numerics.accumulate {config.numerics.accumulate!r}: {error}"
                 ) from error
+        if config.numerics.kernels == "triton":
+            raise ConfigError(
+                "numerics.kernels 'triton' is of --backend torch; got it with jax, which casts by "
+                "XLA. Use 'auto' or 'plain', which give the same bits."
+            )
         # now: a recipe that the model refuses would end the run in its middle
         first, *others = (Step(config, self._layout, multiply, name) for name in config.recipes)
         specs: State
@@ -106,6 +112,7 @@ class Trainer:
         self._observer: Callable
         self._watcher: Callable
         self._count, self._store, self.device = 0, Store(), self._layout.description
+        self.kernels = {self.device: Kernels(False, "XLA casts")}
 
     def switch(self, recipe: str) -> None:
         """Compute in this recipe of the config's from now on; the state stays (spec T-9).

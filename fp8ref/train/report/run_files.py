@@ -254,6 +254,14 @@ class Schedule:
 
 
 @file_checks.record
+class Casts:
+    """What cast tensors on a device, by "triton" or "plain", and why."""
+
+    by: Name
+    reason: Name
+
+
+@file_checks.record
 class Memory:
     """Peak memory, of the device or the process."""
 
@@ -273,6 +281,7 @@ class Manifest:
     config: Sections
     data: dict[str, Any]
     linears: list[Linear]
+    kernels: dict[Name, Casts] = field(default_factory=dict)
     proof: Proof | None = None
     schedule: Schedule | None = None
     memory: Memory | None = None

@@ -11,6 +11,7 @@ import numpy as np
 
 from fp8ref.shared import console
 from fp8ref.shared.errors import ConfigError
+from fp8ref.spec import kernels
 from fp8ref.train.config import config as configs
 from fp8ref.train.report import run_files
 from fp8ref.train.run import run_dir
@@ -122,12 +123,19 @@ class Run:
         }
 
     @property
+    def kernels(self) -> dict[str, str]:
+        """{device: what cast there, and why}; {} of a run that did not record it."""
+        recorded = self.manifest.get("kernels", {})
+        return {device: kernels.read(ran).text for device, ran in recorded.items()}
+
+    @property
     def versions(self) -> dict:
-        """Versions of packages and of fp8ref, and the device."""
+        """Versions of packages and of fp8ref, the device, and what cast there."""
         return {
             **self.manifest["versions"],
             "fp8ref": self.manifest["fp8ref"],
             "device": self.manifest["device"],
+            **({"casts": "; ".join(self.kernels.values())} if self.kernels else {}),
         }
 
     @property

@@ -27,6 +27,7 @@ from fp8ref.selection import rules as linear_rules
 from fp8ref.selection.linears import Decision
 from fp8ref.shared import console, files
 from fp8ref.shared.errors import ConfigError, LostRunError
+from fp8ref.spec.kernels import Kernels
 from fp8ref.train.config import architecture, hardware
 from fp8ref.train.config import config as configs
 from fp8ref.train.config.config import Config
@@ -54,6 +55,8 @@ PACKAGES = (
     "orbax-checkpoint",
     "torch",
     "torchao",
+    "triton",
+    "jax-triton",
     "grain",
     "safetensors",
     "tokenizers",
@@ -194,11 +197,13 @@ def manifest(
     data: dict,
     decisions: list[Decision],
     device: str,
+    kernels: Mapping[str, Kernels] | None = None,
     proofs: Mapping[str, dict] | None = None,
     ran: list[list] | None = None,
 ) -> dict:
     """What the manifest of a run says before its first step; ``create`` adds where it starts.
 
+    kernels     what casts on each device, by its name.
     proofs      of each recipe's step, where the trainer has them.
     ran         recipes of a schedule that ran, each with its first step.
     """
@@ -206,6 +211,7 @@ def manifest(
         "fp8ref": fp8ref.__version__,
         "backend": backend,
         "device": device,
+        "kernels": {name: ran.manifest for name, ran in (kernels or {}).items()},
         "versions": {"python": platform.python_version(), **_versions()},
         "config": configs.to_dict(config),
         "data": data,

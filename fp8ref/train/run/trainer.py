@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from fp8ref.selection.linears import Decision
+from fp8ref.spec.kernels import Kernels
 
 __all__ = ["Provable", "Trainer"]
 
@@ -21,6 +22,8 @@ class Trainer(Protocol):
     backend: str
     decisions: list[Decision]
     device: str
+    kernels: Mapping[str, Kernels]
+    """What casts on each of this process's devices, by its name."""
 
     def switch(self, recipe: str) -> None:
         """Compute in another of the config's recipes from now on; no state changes (T-9)."""

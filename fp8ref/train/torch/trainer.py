@@ -14,16 +14,20 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fp8ref.recipe import ROLES
 from fp8ref.selection.statistics import Operand, merged, planned
 from fp8ref.shared.errors import ConfigError
 from fp8ref.spec import llama
 from fp8ref.spec.attention import products as attention_products
 from fp8ref.spec.attention.products import AttentionOperand
 from fp8ref.spec.hardware import Multiply
+from fp8ref.spec.kernels import Kernels
 from fp8ref.torch.attention import kernel as attention_kernel
 from fp8ref.torch.attention import observer as attention_observer
 from fp8ref.torch.attention import statistics as attention_stats
 from fp8ref.torch.delayed import delayed
+from fp8ref.torch.kernels import choice
+from fp8ref.torch.linear.linear import roles_by_kernels
 from fp8ref.torch.model.parallel import AXES
 from fp8ref.torch.observe import statistics as stats
 from fp8ref.torch.observe.gemms import group_gemms, observe_gemms
@@ -60,7 +64,8 @@ class Trainer:
         multiply  the simulated hardware of numerics.accumulate, which runs the FP8 GEMMs (spec
                   G-19).
         Raises:   ConfigError: as ``mesh_of``; numerics.accumulate without multiply, or with a GPU;
-                  as ``custom.model.CustomModel``.
+                  numerics.kernels 'triton' where Triton's do not run; as
+                  ``custom.model.CustomModel``.
         """
         self.config = config
         config.numerics.check_multiply(multiply)
@@ -93,6 +98,11 @@ class Trainer:
             raise ConfigError(
                 "parallel.cuda_graphs need an NVIDIA GPU; torch has none here. Leave the key out."
             )
+        self.device = (
+            f"cuda: {torch.cuda.get_device_name()}" if self._device.type == "cuda" else "cpu"
+        )
+        self.device += f", {config.parallel.devices} processes" * (config.parallel.devices > 1)
+        self.kernels = {self.device: _kernels(config, self._device)}
         self._step = Step(config, weights, mesh, self._device, multiply)
         self.model, self._params, self._optimizer = (
             self._step.model,
@@ -101,10 +111,6 @@ class Trainer:
         )
         self._count = 0
         self._store = Store()
-        self.device = (
-            f"cuda: {torch.cuda.get_device_name()}" if self._device.type == "cuda" else "cpu"
-        )
-        self.device += f", {config.parallel.devices} processes" * (config.parallel.devices > 1)
 
     def switch(self, recipe: str) -> None:
         """Compute in this recipe of the config's from now on; the state stays (spec T-9)."""
@@ -394,6 +400,23 @@ class Trainer:
                   is missing, unless run.allow_fallback.
         """
         return step_proof.prove(self._step, tokens, self.decisions, dict(self._attention()))
+
+
+def _kernels(config: Config, device: torch.device) -> Kernels:
+    """What casts operands of linears on this process's device.
+
+    Raises:   ConfigError: as ``choice.explain`` and ``Kernels.of_recipes``.
+    """
+    decisions = [d for recipe in config.recipes for d in config.under(recipe).decisions() if d.fp8]
+    shares = {
+        d.recipe.name: 0 if d.experts else len(roles_by_kernels(d.recipe)) / len(ROLES)
+        for d in decisions
+    }
+    keys = config.numerics
+    try:
+        return choice.explain(keys.kernels, device).of_recipes(shares, keys.kernels)
+    except ValueError as error:
+        raise ConfigError(f"numerics.kernels: {error}") from error
 
 
 def _check_kernel() -> None:

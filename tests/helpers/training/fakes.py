@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 
+from fp8ref.spec.kernels import Kernels
+
 
 class FakeTrainer:
     """Its loss falls by 1/8 a step from 5; its validation loss is the number of updates so far.
@@ -13,6 +15,7 @@ class FakeTrainer:
 
     backend = "jax"
     device = "none: fake"
+    kernels = {"none: fake": Kernels(False, "nothing is cast")}  # noqa: RUF012
 
     def __init__(self, config, on_step=None):
         self.decisions = config.decisions()

@@ -5,6 +5,8 @@ What single features refuse is tested with them, in ``tests/parity``.
 
 import pytest
 
+from fp8ref.shared.errors import ConfigError
+from fp8ref.spec import kernels
 from fp8ref.train.config import checks as config_checks
 from fp8ref.train.config.config import Config
 
@@ -71,3 +73,20 @@ def test_single_casts_of_attention_have_no_tiles(attention):  # E-9
             numerics={"attention": "cudnn", "attention_operands": ("p",)},
             parallel={"attention": attention},
         )
+
+
+def test_triton_kernels_without_triton_are_refused_where_a_run_begins(monkeypatch):
+    """Elsewhere, as for a report, the config of such a run is read."""
+    monkeypatch.setattr(kernels, "installed", lambda: False)
+    config = Config().replace(numerics={"kernels": "triton"})
+    for backend in ("jax", "torch"):
+        with pytest.raises(ConfigError, match=r"numerics.kernels: .* pip install 'fp8ref\[kernels"):
+            config_checks.check_backend(config, backend)
+        config_checks.check_backend(config.replace(numerics={"kernels": "auto"}), backend)
+
+
+def test_kernels_are_one_of_three():
+    with pytest.raises(
+        ValueError, match=r"numerics\.kernels is one of auto, plain, triton; got 'x'"
+    ):
+        Config().replace(numerics={"kernels": "x"})

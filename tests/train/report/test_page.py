@@ -306,6 +306,15 @@ def test_memory_is_shown_where_it_was_recorded(seeds, fp8, write):
     assert shown.text.count("1.50 GiB of the device") == 1
 
 
+def test_what_cast_is_shown_and_compared_with_the_baseline(seeds, fp8, write):
+    kernels = {"cuda: H200": {"by": "triton", "reason": "the self-check passed"}}
+    shown, _ = write([*seeds, fp8(more={"kernels": kernels}), fp8(name="older")])
+    by_triton = "Triton kernels (the self-check passed)"
+    assert f"fp8 cast tensors on cuda: H200 by {by_triton}." in shown.text
+    assert "older cast" not in shown.text
+    assert re.search(rf"versions.casts\s+-.*{re.escape(by_triton)}", shown.text)
+
+
 def test_speed_is_next_to_bf16_of_the_same_backend(seeds, fp8, write):
     shown, _ = write([*seeds, fp8(speed=1500.0), fp8(name="alone", backend="jax", speed=3000.0)])
     row = {
@@ -466,6 +475,7 @@ def hostile(root, run):
         "status": HOSTILE,
         "versions": {HOSTILE: HOSTILE},
     }
+    manifest["kernels"] = {HOSTILE: {"by": HOSTILE, "reason": HOSTILE}}
     manifest["linears"][0] |= {"path": HOSTILE, "recipe": HOSTILE, "reason": HOSTILE}
     manifest["proof"] = {
         "read_from": HOSTILE,

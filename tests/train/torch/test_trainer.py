@@ -7,6 +7,7 @@ from helpers.processes.ranks import run
 
 import fp8ref.configs
 from fp8ref.recipe import trained_recipes
+from fp8ref.shared.errors import ConfigError
 from fp8ref.torch.delayed import delayed
 from fp8ref.train.config import config as configs
 from fp8ref.train.data import loader
@@ -104,3 +105,35 @@ def test_two_ranks_hold_the_bits_of_one_process_at_the_widths_of_8b(text):  # M-
     assert len(whole) == 2 * (2 + 7 + 3)
     for (name, (one,)), (_, (other,)), expected in zip(first[2], second[2], whole, strict=True):
         assert (name, [one, other]) == expected
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+def test_triton_kernels_train_with_the_bits_of_plain_operations(recipe, small):  # M-11
+    pytest.importorskip("triton")
+    results = {}
+    for kernels in ("plain", "triton"):
+        config = small.replace(
+            numerics={"recipe": recipe, "kernels": kernels},
+            model={"num_hidden_layers": 1},
+            data={"batch_size": 1},
+        )
+        trainer, batches = Trainer(config), loader.open_batches(config)
+        assert [ran.triton for ran in trainer.kernels.values()] == [kernels == "triton"]
+        results[kernels] = trainer.step(batches.step(0)), trainer.weights()
+    (metrics, weights), (plain_metrics, plain_weights) = results["triton"], results["plain"]
+    assert metrics == plain_metrics
+    for name, weight in weights.items():
+        np.testing.assert_array_equal(weight, plain_weights[name])
+
+
+def test_what_casts_is_recorded_by_device(small):
+    (device, ran), *more = Trainer(small).kernels.items()
+    assert (device, ran.text, more) == ("cpu", "plain operations (on a CPU)", [])
+
+
+def test_kernels_that_cast_no_operand_are_refused(small):
+    pytest.importorskip("triton")
+    with pytest.raises(
+        ConfigError, match=r"numerics.kernels: kernels 'triton' .* got recipe mxfp8"
+    ):
+        Trainer(small.replace(numerics={"recipe": "mxfp8", "kernels": "triton"}))

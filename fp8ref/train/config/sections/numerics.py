@@ -6,10 +6,11 @@ from typing import Literal, get_args
 from fp8ref import recipe as recipes
 from fp8ref.selection import attention_casts
 from fp8ref.selection.rules import Rule
-from fp8ref.shared.errors import require
+from fp8ref.shared.errors import one_of, require
 from fp8ref.spec.attention import delayed as attention_delayed
 from fp8ref.spec.attention import variants as attention
 from fp8ref.spec.attention.variants import Backward
+from fp8ref.spec.kernels import Choice
 from fp8ref.train.config import schedule as schedules
 
 
@@ -37,6 +38,10 @@ class NumericsConfig:
     """Simulated hardware for FP8 GEMMs, on a CPU: hopper (hopper_fast or hopper_slow, as the recipe
     says), exact, f32, hopper_fast, hopper_slow, ada, blackwell, or a .json file of ``fp8ref
     probe``. native, the default: the framework's own GEMMs."""
+    kernels: Choice = "auto"
+    """How tensors are cast: "plain" by the framework's operations; "triton" by fp8ref's Triton
+    kernels, on a CPU in Triton's interpreter, which is slow; "auto" by the kernels on a GPU that
+    casts to FP8, where they pass a check. All give the same codes."""
     attention: str | None = None
     """Attention, a tile of keys after another, by a variant (spec A-1): in FP8 cudnn or mxfp8, or
     with numerics.attention_backward bf16 also fa3, fa3_promoted, fa4, fa4_threshold4 and fa3_paper;
@@ -62,6 +67,7 @@ class NumericsConfig:
 
     def __post_init__(self) -> None:
         recipes.check_trained(self.recipe, "numerics.recipe")
+        one_of("numerics.kernels", self.kernels, get_args(Choice))
         if self.schedule is not None:
             first = schedules.parse(self.schedule)[0].recipe
             require(

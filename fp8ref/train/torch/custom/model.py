@@ -58,6 +58,7 @@ class CustomModel(Model):
                 filter_fqns=self._config.filter_fqns,
                 fp8_fqns=keys.fp8_fqns,
                 rules=keys.rules or (),
+                kernels=keys.kernels,
             )
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:

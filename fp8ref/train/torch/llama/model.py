@@ -55,6 +55,7 @@ class LlamaModel(Model):
             sequence=keys.sequence,
             checkpointing=keys.checkpointing,
             compile=keys.compile,
+            kernels=config.numerics.kernels,
             cuda_graphs=keys.cuda_graphs,
             gather_fp8=keys.gather == "fp8",
             precompute_scales=keys.precompute_scales,
@@ -87,6 +88,7 @@ class LlamaModel(Model):
                 filter_fqns=self._config.filter_fqns,
                 fp8_fqns=keys.fp8_fqns,
                 amax_group=amax_group(self._mesh, self._config.parallel.amax_scope),
+                kernels=keys.kernels,
             )
         if self._mesh is not None and self._config.parallel.expert > 1:
             share_groups(twin, self._mesh)
