@@ -14,6 +14,7 @@ from jax.sharding import SingleDeviceSharding
 
 import aot_attention
 from fp8ref.jax import proof
+from fp8ref.jax.kernels import TritonKernels, casting
 from fp8ref.spec import llama
 from fp8ref.spec.llama import LlamaConfig
 from fp8ref.train.jax.llama.llama import Layer
@@ -31,7 +32,11 @@ MODEL = LlamaConfig(
     num_key_value_heads=8,
 )
 TOKENS = 8192
-CASES = [(name,) for name in ("bf16", "fp8ref tensorwise", "fp8ref delayed", FLAX)]
+WITH_KERNELS = ", Triton's kernels"
+CASES = [
+    *((name,) for name in ("bf16", "fp8ref tensorwise", "fp8ref delayed", FLAX)),
+    *((f"fp8ref {recipe}{WITH_KERNELS}",) for recipe in ("tensorwise", "delayed")),
+]
 HEADER = """
 ## Four blocks, one sequence of 8,192 tokens
 
@@ -75,7 +80,8 @@ def compiled_step(name: str, h200) -> jax.stages.Compiled:
     """The step of ``on_jax.blocks``, compiled from shapes alone."""
     cudnn.check_cudnn_version = lambda: aot_attention.CUDNN
     cudnn.check_compute_capability = lambda capability: True
-    variant = Variant(name, "cudnn")
+    variant = Variant(name.removesuffix(WITH_KERNELS), "cudnn")
+    kernels = TritonKernels(capability=90) if name.endswith(WITH_KERNELS) else None
     shapes = {
         key: shape
         for key, shape in llama.parameter_shapes(MODEL).items()
@@ -120,4 +126,6 @@ def compiled_step(name: str, h200) -> jax.stages.Compiled:
     options = compiler_options("cuda") if variant.options is None else variant.options
     # without a GPU nothing could choose among Triton's GEMMs
     options = {**options, "xla_gpu_enable_triton_gemm": False}
-    return jax.jit(step, donate_argnums=0).lower(*arguments).compile(compiler_options=options)
+    with casting(kernels):
+        lowered = jax.jit(step, donate_argnums=0).lower(*arguments)
+    return lowered.compile(compiler_options=options)

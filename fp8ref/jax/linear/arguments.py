@@ -15,6 +15,7 @@ from fp8ref.jax import delayed
 from fp8ref.jax.distributed import explicit_sharding, sharding
 from fp8ref.jax.distributed.sharding import Placement
 from fp8ref.jax.gemm import hardware
+from fp8ref.jax.kernels import launch
 from fp8ref.jax.linear import observer
 from fp8ref.jax.linear.carried import Layer
 from fp8ref.jax.quantize import cast
@@ -34,6 +35,7 @@ def layer(recipe: str | Recipe, name: str, placement: Placement | None) -> Layer
         placed=placement is not None,
         observer=observer.current(),
         multiply=hardware.active(),
+        kernels=launch.active(),
     )
 
 

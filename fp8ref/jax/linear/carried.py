@@ -22,9 +22,11 @@ import jax
 from fp8ref.jax import delayed
 from fp8ref.jax.distributed import sharding
 from fp8ref.jax.distributed.sharding import Placement
+from fp8ref.jax.kernels import casts as kernel_casts
+from fp8ref.jax.kernels.launch import TritonKernels
 from fp8ref.jax.quantize.scales import Scales
 from fp8ref.jax.quantize.scaling import Quantized
-from fp8ref.recipe import OPERANDS, REDUCED_AXES, Gemm, Recipe, Role
+from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
 from fp8ref.spec.hardware import Multiply
 
 Scale = jax.Array | Scales | Quantized
@@ -101,6 +103,7 @@ class Layer:
     observer  of ``observing``, or None.
     measures  statistics are collected.
     multiply  simulated hardware that runs its FP8 GEMMs.
+    kernels   Triton's kernels that make its casts; None: XLA does.
     """
 
     recipe: Recipe
@@ -116,6 +119,21 @@ class Layer:
     observer: Callable | None = None
     measures: bool = False
     multiply: Multiply | None = None
+    kernels: TritonKernels | None = None
+
+    def by_kernel(self, role: Role, cast: CastSpec) -> bool:
+        """Whether a kernel casts a tensor, and writes its codes in both orders.
+
+        XLA does where it partitions, under plain jit with a placement; codes that are gathered from
+        other devices, as transposed ones would lie wrong; and what has batch dims.
+        """
+        return (
+            self.kernels is not None
+            and kernel_casts.takes(cast)
+            and not self.batched
+            and self.mode != "jit"
+            and not (self.mode == "shard_map" and self.placement.gathered(role))
+        )
 
     def over(self, role: Role, granularity: str, axis: int) -> sharding.Axes:
         """The mesh axes over which we reduce an amax; none under jit, where XLA does."""

@@ -179,7 +179,8 @@ def _forward(
     residuals = derivatives.saved((saved, seen._replace(statistics=None)))
     # no None: jax 0.12's vmap takes it for an array
     total = () if seen.statistics is None else seen.statistics + stats.rows(measured)
-    amaxes = _observed(seen.amaxes or {}, tensors, seen, layer)
+    observed = {role: _observable(v, roles[role]) for role, v in tensors.items()}
+    amaxes = _observed(seen.amaxes or {}, observed, seen, layer)
     return (operands.unflattened(y, x, layer), (amaxes, total)), residuals
 
 
@@ -205,7 +206,9 @@ def _backward(layer: Layer, residuals, cotangents):
             # One scale for all of grad_output: its codes serve both GEMMs, whichever axis each
             # reduces.
             own = operands.quantize(for_input, "grad_output", first, -1, layer)
-            if "grad_output" in seen.amaxes and layer.scales_own_results():
+            if own.amax is not None:
+                observed = own.amax
+            elif "grad_output" in seen.amaxes and layer.scales_own_results():
                 own, observed = _after_amax(own, g)
             for_input = for_weight = for_input._replace(own=own)
         elif first is not None and layer.gathers_pair():
@@ -247,6 +250,11 @@ def _after_amax(q: Quantized, x: jax.Array) -> tuple[Quantized, jax.Array]:
     """(q, this device's amax of x); else XLA schedules the amax last and keeps x alive."""
     scale_inv, amax = lax.optimization_barrier((q.scale_inv, scaling.amax(x)))
     return dataclasses.replace(q, scale_inv=scale_inv), amax
+
+
+def _observable(x: jax.Array, operand: Operand) -> jax.Array:
+    """x, or its amax where a kernel has taken it."""
+    return x if operand.own is None or operand.own.amax is None else operand.own.amax
 
 
 def _observed(

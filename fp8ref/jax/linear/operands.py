@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from fp8ref.jax.distributed import sharding
 from fp8ref.jax.gemm import gemm
+from fp8ref.jax.kernels import casts as kernel_casts
 from fp8ref.jax.linear import paired_codes
 from fp8ref.jax.linear.carried import Layer, Operand
 from fp8ref.jax.quantize import scales, scaling
@@ -42,6 +43,9 @@ def quantize(operand: Operand, role: Role, cast: CastSpec, axis: int, layer: Lay
         scaling.quantize, fmt=cast.fmt, granularity=cast.granularity, policy=cast.policy
     )
     try:
+        if layer.kernels and layer.by_kernel(role, cast):
+            by = _settled(scale) or dynamic_scales(scaling.amax(x), role, cast, layer)
+            return kernel_casts.quantize(x, by, cast.fmt, axis, layer.kernels)
         if isinstance(scale, scales.Scales):
             return quantized(x, axis=axis, by=scale)
         if scale is not None:
@@ -68,10 +72,24 @@ def quantize(operand: Operand, role: Role, cast: CastSpec, axis: int, layer: Lay
         ) from error
 
 
+def _settled(scale: jax.Array | scales.Scales | None) -> scales.Scales | None:
+    """The scales that a state holds, or that were made before."""
+    return scales.with_inverse(scale) if isinstance(scale, jax.Array) else scale
+
+
+def dynamic_scales(amax: jax.Array, role: Role, cast: CastSpec, layer: Layer) -> scales.Scales:
+    """The scales of a tensorwise cast, of a device's amax (S-3, P-2)."""
+    amax = scaling.over_devices(amax, layer.over(role, "tensorwise", -1))
+    return scales.scales_from_amax(amax, cast.fmt, scales.implemented(cast.policy))
+
+
 def gathered_codes(q: Quantized, role: Role, axis: int, layer: Layer) -> Quantized:
     """q as a GEMM takes it: flattened to [M, columns], gathered in FP8 from all devices that cut
     it, and to be reduced along axis. Scales of rows, columns or blocks are gathered with it. On one
-    device nothing is gathered."""
+    device nothing is gathered. Transposed codes, which no mesh gathers, are taken where they are
+    reduced along their last axis."""
+    if q.transposed is not None and axis == -2:
+        return dataclasses.replace(q, codes=q.transposed, transposed=None, axis=-1)
     if layer.layout is not None:
         lines = q.granularity == "rowwise"
     else:

@@ -21,7 +21,8 @@ These modules of ``jax`` make codes by a function directly:
     experts.operands: quantize_blocks
     states.moments: cast.to_stored
 
-``linear.paired_codes`` makes codes of finer codes, without a scale (P-6).
+``linear.paired_codes`` makes codes of finer codes, without a scale (P-6). ``kernels`` makes the
+codes of ``quantize`` in both orders by Triton's kernels (M-11).
 """
 
 import functools
@@ -62,7 +63,7 @@ __all__ = [
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["codes", "scale", "scale_inv"],
+    data_fields=["codes", "scale", "scale_inv", "transposed", "amax"],
     meta_fields=["fmt", "granularity", "axis"],
 )
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,9 @@ class Quantized:
                  float32 of ``granularity.scale_shape``: what multiplied into FP8, what multiplies
                  out of it.
     axis         the reduced one; under rowwise it may be several.
+    transposed   the codes as [columns, rows], contiguous, leading dims flattened to rows; None: not
+                 made.
+    amax         of the hp tensor, taken while it was cast; None: not taken.
     """
 
     codes: jax.Array
@@ -83,6 +87,8 @@ class Quantized:
     fmt: Format
     granularity: str
     axis: int | tuple[int, ...]
+    transposed: jax.Array | None = None
+    amax: jax.Array | None = None
 
     @property
     def blocks(self) -> Blocks:

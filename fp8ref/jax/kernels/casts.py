@@ -1,0 +1,72 @@
+"""FP8 codes of a tensor in both orders, from one reading, and its amax (spec S-5, M-11)."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8ref.formats import Format
+from fp8ref.jax.kernels.launch import Result, TritonKernels, run
+from fp8ref.jax.quantize import cast
+from fp8ref.jax.quantize.scales import Scales
+from fp8ref.jax.quantize.scaling import Quantized
+from fp8ref.recipe import CastSpec
+
+__all__ = ["largest", "quantize", "quantized", "results", "takes"]
+
+
+def takes(spec: CastSpec) -> bool:
+    """Whether kernels make a linear's casts of this kind: to e4m3fn or e5m2, by one scale for the
+    tensor, which multiplies."""
+    return (
+        spec.fmt.name in ("e4m3fn", "e5m2")
+        and spec.granularity == "tensorwise"
+        and spec.policy.stored != "scale_inv"
+    )
+
+
+def quantize(x: jax.Array, by: Scales, fmt: Format, axis: int, kernels: TritonKernels) -> Quantized:
+    """``scaling.quantize(x, fmt, by=by)``, with the transposed codes and the amax of x: the same
+    codes, but that NaN has one code."""
+    from fp8ref.kernels import casts
+
+    shape = math.prod(x.shape[:-1]), x.shape[-1]
+    launch = casts.cast(shape, (shape[1], 1), e5m2=fmt.name == "e5m2")
+    rows = x.reshape(shape)
+    outputs = run(launch, [rows, by.scale], results(shape, launch.programs), kernels)
+    return quantized(*outputs, by=by, fmt=fmt, shape=x.shape, axis=axis)
+
+
+def results(shape: tuple[int, ...], programs: int) -> list[Result]:
+    """Outputs of a kernel that casts [M, N]: codes in both orders, and partial amaxes."""
+    return [(shape, jnp.uint8), (shape[::-1], jnp.uint8), ((programs,), jnp.int32)]
+
+
+def quantized(
+    codes: jax.Array,
+    transposed: jax.Array,
+    parts: jax.Array,
+    *,
+    by: Scales,
+    fmt: Format,
+    shape: tuple[int, ...],
+    axis: int,
+) -> Quantized:
+    """The outputs of such a kernel, of a tensor of this shape."""
+    dtype = cast.DTYPES[fmt.name]
+    return Quantized(
+        codes=lax.bitcast_convert_type(codes, dtype).reshape(shape),
+        transposed=lax.bitcast_convert_type(transposed, dtype),
+        amax=largest(parts),
+        scale=by.scale,
+        scale_inv=by.scale_inv,
+        fmt=fmt,
+        granularity="tensorwise",
+        axis=axis,
+    )
+
+
+def largest(parts: jax.Array) -> jax.Array:
+    """The amax, float32 (), of partial ones: the largest bits."""
+    return lax.bitcast_convert_type(jnp.max(parts), jnp.float32)

@@ -1,0 +1,186 @@
+"""Launch a kernel of ``fp8ref.kernels`` from a JAX program, under any transformation but
+differentiation.
+
+On an NVIDIA GPU jax-triton compiles it. On other platforms the program calls Triton's interpreter
+on the host, which is slow, for tests. Kernels see what one device holds: inside shard_map its
+piece. On a mesh that only the inputs of a jit bring, they are refused: XLA would gather tensors.
+"""
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jax.sharding import PartitionSpec
+
+from fp8ref.jax.distributed import one_device, sharding
+
+if TYPE_CHECKING:
+    from fp8ref.kernels.jit import Launch
+
+__all__ = ["TritonKernels", "active", "casting", "run"]
+
+_ON_A_MESH = (
+    "on a mesh, Triton's kernels cast inside shard_map, each device its own pieces; under plain "
+    "jit XLA would gather whole tensors for them. Set parallel.through to shard_map, or "
+    "numerics.kernels to plain."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonKernels:
+    """That Triton's kernels cast.
+
+    capability  the GPU's compute capability that is compiled for ahead of time, such as 90; None:
+                that of the process's first GPU.
+    """
+
+    capability: int | None = None
+
+
+_chosen = jax.make_user_context(default_value=None)
+
+
+def casting(kernels: TritonKernels | None):
+    """In this context, kernels cast the operands of linears, where they can (``casts.takes``). None
+    changes nothing.
+
+    Scope:    what is traced, or runs eagerly, in it: linears, contractions and Flax's hooks, in
+              both passes. jax.jit compiles a program for each choice.
+    """
+    return contextlib.nullcontext() if kernels is None else _chosen(kernels)
+
+
+def active() -> TritonKernels | None:
+    """The choice of the innermost context; None outside all contexts."""
+    return _chosen.value
+
+
+Result = tuple[tuple[int, ...], Any]
+"""Shape and dtype of an output."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A launch and its outputs, hashable."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    numbers: tuple[tuple[str, int | float | bool], ...]
+    warps: int
+    outputs: tuple[Result, ...]
+    capability: int | None
+
+    @property
+    def shapes(self) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self.outputs]
+
+
+def run(
+    launch: "Launch", inputs: Sequence[jax.Array], outputs: Sequence[Result], kernels: TritonKernels
+) -> list[jax.Array]:
+    """The outputs of a launch on contiguous inputs.
+
+    Raises:   ValueError: on the mesh of a plain jit.
+    """
+    axes = frozenset().union(*(sharding.varying(x) for x in inputs))
+    arrays = []
+    for x in inputs:
+        missing = tuple(axes - frozenset(sharding.varying(x)))
+        arrays.append(lax.pcast(x, missing, to="varying") if missing else x)
+    if not getattr(jax.typeof(arrays[0]).sharding.mesh, "manual_axes", ()):
+        arrays[0] = one_device.check(arrays[0], _ON_A_MESH)
+    numbers = tuple(launch.numbers.items())
+    kinds = tuple((tuple(shape), jnp.dtype(dtype)) for shape, dtype in outputs)
+    call = _Call(launch.kernel, launch.grid, numbers, launch.warps, kinds, kernels.capability)
+    return _launch.bind(*arrays, call=call)
+
+
+_launch = Primitive("fp8ref_kernel")
+_launch.multiple_results = True
+
+
+@_launch.def_impl
+def _eager(*arrays: jax.Array, call: _Call) -> list[jax.Array]:
+    return jax.jit(functools.partial(_launch.bind, call=call))(*arrays)
+
+
+@_launch.def_abstract_eval
+def _types(first, *_, call: _Call):
+    """Outputs vary along the same axes of shard_map as inputs."""
+
+    def like(shape: tuple[int, ...], dtype):
+        spec = PartitionSpec(*[None] * len(shape))
+        return first.update(shape=shape, dtype=dtype, sharding=first.sharding.update(spec=spec))
+
+    return [like(shape, dtype) for shape, dtype in call.outputs]
+
+
+def _batched(arrays, dims, *, call: _Call):
+    """One launch after the other: a kernel has no batch dims."""
+    [size] = {x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None}
+    stacked = [
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(arrays, dims, strict=True)
+    ]
+    outputs = lax.map(lambda each: _launch.bind(*each, call=call), stacked)
+    return outputs, [0] * len(outputs)
+
+
+batching.primitive_batchers[_launch] = _batched
+
+
+def _compiled(*arrays: jax.Array, call: _Call) -> list[jax.Array]:
+    """On an NVIDIA GPU."""
+    import jax_triton
+
+    launch = functools.partial(jax_triton.triton_call, **dict(call.numbers))
+    return launch(
+        *arrays,
+        kernel=call.kernel,
+        grid=call.grid,
+        out_shape=call.shapes,
+        num_warps=call.warps,
+        enable_fp_fusion=False,
+        compute_capability=call.capability,
+    )
+
+
+def _interpreted(*arrays: jax.Array, call: _Call) -> list[jax.Array]:
+    """On any other platform: on the host, in Triton's interpreter."""
+
+    def on_host(*arrays: jax.Array) -> list[np.ndarray]:
+        return _thread().submit(_on_host, call, [np.ascontiguousarray(x) for x in arrays]).result()
+
+    return jax.pure_callback(on_host, call.shapes, *arrays, vmap_method="sequential")
+
+
+def _on_host(call: _Call, inputs: list[np.ndarray]) -> list[np.ndarray]:
+    from fp8ref.kernels import jit
+
+    outputs = [np.zeros(shape, dtype) for shape, dtype in call.outputs]
+    arrays = [*inputs, *outputs]
+    launch = jit.Launch(call.kernel, call.grid, dict(call.numbers), call.warps)
+    jit.interpret(launch, arrays, [x.dtype.name for x in arrays])
+    return outputs
+
+
+@functools.cache
+def _thread() -> ThreadPoolExecutor:
+    """One thread, started while tracing: XLA's threads flush subnormals, and the interpreter runs
+    one launch at a time."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="fp8ref-interpreted")
+    thread.submit(int).result()
+    return thread
+
+
+mlir.register_lowering(_launch, mlir.lower_fun(_interpreted, multiple_results=True))
+mlir.register_lowering(_launch, mlir.lower_fun(_compiled, multiple_results=True), platform="cuda")
