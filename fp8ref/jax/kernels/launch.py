@@ -22,6 +22,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
 from fp8ref.jax.distributed import one_device, sharding
+from fp8ref.jax.gemm import hardware
 
 if TYPE_CHECKING:
     from fp8ref.kernels.jit import Launch
@@ -89,15 +90,18 @@ def run(
 ) -> list[jax.Array]:
     """The outputs of a launch on contiguous inputs.
 
-    Raises:   ValueError: on the mesh of a plain jit.
+    Raises:   ValueError: on the mesh of a plain jit; on devices of a CPU that would deadlock.
     """
     axes = frozenset().union(*(sharding.varying(x) for x in inputs))
     arrays = []
     for x in inputs:
         missing = tuple(axes - frozenset(sharding.varying(x)))
         arrays.append(lax.pcast(x, missing, to="varying") if missing else x)
-    if not getattr(jax.typeof(arrays[0]).sharding.mesh, "manual_axes", ()):
+    mesh = jax.typeof(arrays[0]).sharding.mesh
+    if not getattr(mesh, "manual_axes", ()):
         arrays[0] = one_device.check(arrays[0], _ON_A_MESH)
+    elif kernels.capability is None and jax.default_backend() == "cpu":
+        hardware.check_devices(mesh.size, mapped=True, platform="cpu")
     numbers = tuple(launch.numbers.items())
     kinds = tuple((tuple(shape), jnp.dtype(dtype)) for shape, dtype in outputs)
     call = _Call(launch.kernel, launch.grid, numbers, launch.warps, kinds, kernels.capability)
