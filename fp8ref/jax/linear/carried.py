@@ -132,7 +132,7 @@ class Layer:
             and kernel_casts.takes(cast)
             and not self.batched
             and self.mode != "jit"
-            and not (self.mode == "shard_map" and self.placement.gathered(role))
+            and not self.placement.gathered(role)
         )
 
     def over(self, role: Role, granularity: str, axis: int) -> sharding.Axes:
