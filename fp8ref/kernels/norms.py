@@ -16,9 +16,12 @@ __all__ = ["cast", "statistics"]
 
 
 @triton.jit
-def _normed(h, factor, weight, like_ptr):
-    """h * factor * weight, rounded to what a pointer points to."""
-    return (h * factor * weight).to(like_ptr.dtype.element_ty).to(tl.float32)
+def _normed(h, factor, weight, like_ptr, TWICE: tl.constexpr):
+    """h * factor * weight, rounded to what a pointer points to; TWICE: h * factor is too."""
+    normed = h * factor
+    if TWICE:
+        normed = normed.to(like_ptr.dtype.element_ty).to(tl.float32)
+    return (normed * weight).to(like_ptr.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
@@ -31,21 +34,38 @@ def _load_row(x_ptr, N: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _store_statistics(
-    h, h_ptr, weight_ptr, factor_ptr, amax_ptr, eps, N: tl.constexpr, BN: tl.constexpr
+    h,
+    h_ptr,
+    weight_ptr,
+    factor_ptr,
+    amax_ptr,
+    eps,
+    N: tl.constexpr,
+    BN: tl.constexpr,
+    TWICE: tl.constexpr,
 ):
     at = tl.arange(0, BN)
     mean = tl.div_rn(tl.sum(h * h, 0), N * 1.0)
     factor = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
     weight = tl.load(weight_ptr + at, mask=at < N, other=0.0).to(tl.float32)
     tl.store(factor_ptr + tl.program_id(0), factor)
-    largest = tl.max(magnitude(_normed(h, factor, weight, h_ptr)), 0)
+    largest = tl.max(magnitude(_normed(h, factor, weight, h_ptr, TWICE)), 0)
     tl.store(amax_ptr + tl.program_id(0), largest)
 
 
 @triton.jit
-def _statistics(h_ptr, weight_ptr, factor_ptr, amax_ptr, eps, N: tl.constexpr, BN: tl.constexpr):
+def _statistics(
+    h_ptr,
+    weight_ptr,
+    factor_ptr,
+    amax_ptr,
+    eps,
+    N: tl.constexpr,
+    BN: tl.constexpr,
+    TWICE: tl.constexpr,
+):
     h = _load_row(h_ptr, N, BN)
-    _store_statistics(h, h_ptr, weight_ptr, factor_ptr, amax_ptr, eps, N, BN)
+    _store_statistics(h, h_ptr, weight_ptr, factor_ptr, amax_ptr, eps, N, BN, TWICE)
 
 
 @triton.jit
@@ -59,11 +79,13 @@ def _statistics_of_sum(
     eps,
     N: tl.constexpr,
     BN: tl.constexpr,
+    TWICE: tl.constexpr,
 ):
     h = (_load_row(h_ptr, N, BN) + _load_row(residual_ptr, N, BN)).to(h_ptr.dtype.element_ty)
     at = tl.arange(0, BN)
     tl.store(sum_ptr + tl.program_id(0).to(tl.int64) * N + at, h, mask=at < N)
-    _store_statistics(h.to(tl.float32), h_ptr, weight_ptr, factor_ptr, amax_ptr, eps, N, BN)
+    h = h.to(tl.float32)
+    _store_statistics(h, h_ptr, weight_ptr, factor_ptr, amax_ptr, eps, N, BN, TWICE)
 
 
 @triton.jit
@@ -82,31 +104,33 @@ def _cast(
     BM: tl.constexpr,
     BN: tl.constexpr,
     EVEN: tl.constexpr,
+    TWICE: tl.constexpr,
     E5M2: tl.constexpr,
 ):
     h = load_tile(h_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
     factor = load_lines(factor_ptr, 0, M, BM)[:, None]
     weight = load_lines(weight_ptr, 1, N, BN).to(tl.float32)[None, :]
-    y = _normed(h, factor, weight, h_ptr)
+    y = _normed(h, factor, weight, h_ptr, TWICE)
     store_cast(y, tl.load(scale_ptr), q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)
     store_amax(y, amax_ptr)
 
 
-def statistics(shape: Shape, *, eps: float, residual: bool = False) -> Launch:
+def statistics(shape: Shape, *, eps: float, residual: bool = False, twice: bool = False) -> Launch:
     """h, the residual if there is one, and weight -> h + residual if so, factors float32 [M], and
     the amax of each row of the norm, int32 [M].
 
     Order:    the sum rounded to h's dtype; factor = RN32(1 / RN32(sqrt(mean(h^2) + eps))).
     """
-    numbers = {"eps": eps, "N": shape[1], "BN": triton.next_power_of_2(shape[1])}
+    numbers = {"eps": eps, "N": shape[1], "BN": triton.next_power_of_2(shape[1]), "TWICE": twice}
     return Launch(_statistics_of_sum if residual else _statistics, (shape[0],), numbers)
 
 
-def cast(shape: Shape, *, e5m2: bool) -> Launch:
+def cast(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
     """h, factors, weight and a scale () -> codes of the norm [M, N], codes [N, M], and its partial
     amaxes.
 
     Order:    RN32(RN32(h * factor) * weight), rounded to h's dtype; RN32(. * scale); cast.
+    twice     whether RN32(h * factor) is rounded to h's dtype too, as in transformers.
     """
-    numbers = casts.matrix(shape, (shape[1], 1)) | {"E5M2": e5m2}
+    numbers = casts.matrix(shape, (shape[1], 1)) | {"E5M2": e5m2, "TWICE": twice}
     return Launch(_cast, casts.tiles(*shape), numbers)

@@ -1,4 +1,4 @@
-"""The gradient of a rotary embedding, with its cast (spec M-3).
+"""Rotary embedding, and its gradient with its cast (spec M-3).
 
 Attention returns gradients of q and k as [B, T, H, D], of any strides but along D. The linear
 that made them takes its gradient as [B T, H D]. Each program has rows of one head, both halves.
@@ -10,10 +10,26 @@ import triton.language as tl
 from fp8ref.kernels.casts import codes_of, magnitude
 from fp8ref.kernels.jit import Launch, Numbers
 
-__all__ = ["amax", "cast"]
+__all__ = ["amax", "cast", "rotate"]
 
 ROWS = 64
 """Tokens of a tile, which is as wide as a head."""
+
+
+@triton.jit
+def _rotate(x_ptr, cos_ptr, sin_ptr, out_ptr, M, N, T, BM: tl.constexpr, HALF: tl.constexpr):
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    half = tl.arange(0, HALF)[None, :]
+    inside = (rows < M)[:, None]
+    at = rows[:, None].to(tl.int64) * N + tl.program_id(1) * (2 * HALF) + half
+    first = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x_ptr + at + HALF, mask=inside, other=0.0).to(tl.float32)
+    table = (rows % T)[:, None] * (2 * HALF) + half
+    cos1, cos2 = tl.load(cos_ptr + table), tl.load(cos_ptr + table + HALF)
+    sin1, sin2 = tl.load(sin_ptr + table), tl.load(sin_ptr + table + HALF)
+    kind = x_ptr.dtype.element_ty
+    tl.store(out_ptr + at, (first * cos1 - second * sin1).to(kind), mask=inside)
+    tl.store(out_ptr + at + HALF, (second * cos2 + first * sin2).to(kind), mask=inside)
 
 
 @triton.jit
@@ -110,6 +126,18 @@ def _cast(
 
 
 Heads = tuple[int, int, int, int]
+
+
+def rotate(shape: Heads) -> Launch:
+    """x [B, T, H, D], contiguous, cos and sin float32 [T, D] -> x rotated, of its shape and dtype.
+
+    Order:   first half x1 cos1 - x2 sin1, second x2 cos2 + x1 sin2, each product and sum rounded to
+             float32, the result to x's dtype. D is a power of two.
+    """
+    numbers = _numbers(shape, (0, 0, 0))
+    return Launch(
+        _rotate, _grid(shape), {key: numbers[key] for key in ("M", "N", "T", "BM", "HALF")}
+    )
 
 
 def amax(shape: Heads, strides: tuple[int, int, int]) -> Launch:

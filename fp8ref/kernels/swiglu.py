@@ -29,12 +29,15 @@ def _product(
     BM: tl.constexpr,
     BN: tl.constexpr,
     EVEN: tl.constexpr,
+    TWICE: tl.constexpr,
 ):
     """This program's tile of the product."""
     gate = load_tile(gate_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
     up = load_tile(up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
-    y = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
-    return y.to(gate_ptr.dtype.element_ty).to(tl.float32)
+    silu = tl.div_rn(gate, 1.0 + tl.exp(-gate))
+    if TWICE:
+        silu = silu.to(gate_ptr.dtype.element_ty).to(tl.float32)
+    return (silu * up).to(gate_ptr.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
@@ -49,8 +52,10 @@ def _amax(
     BM: tl.constexpr,
     BN: tl.constexpr,
     EVEN: tl.constexpr,
+    TWICE: tl.constexpr,
 ):
-    store_amax(_product(gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN), amax_ptr)
+    y = _product(gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE)
+    store_amax(y, amax_ptr)
 
 
 @triton.jit
@@ -68,9 +73,10 @@ def _cast(
     BM: tl.constexpr,
     BN: tl.constexpr,
     EVEN: tl.constexpr,
+    TWICE: tl.constexpr,
     E5M2: tl.constexpr,
 ):
-    y = _product(gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    y = _product(gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE)
     store_cast(y, tl.load(scale_ptr), q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)
     store_amax(y, amax_ptr)
 
@@ -87,14 +93,19 @@ def _gradients(
     BM: tl.constexpr,
     BN: tl.constexpr,
     EVEN: tl.constexpr,
+    TWICE: tl.constexpr,
 ):
     """This program's tiles of gate's gradient and of up's."""
     d = load_tile(d_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
     gate = load_tile(gate_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
     up = load_tile(up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
     sigmoid = tl.div_rn(tl.full(gate.shape, 1.0, tl.float32), 1.0 + tl.exp(-gate))
-    of_gate = d * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
-    of_up = d * (gate * sigmoid)
+    silu, of_silu = gate * sigmoid, d * up
+    if TWICE:
+        silu = silu.to(d_ptr.dtype.element_ty).to(tl.float32)
+        of_silu = of_silu.to(d_ptr.dtype.element_ty).to(tl.float32)
+    of_gate = of_silu * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
+    of_up = d * silu
     of_gate = of_gate.to(d_ptr.dtype.element_ty).to(tl.float32)
     return of_gate, of_up.to(d_ptr.dtype.element_ty).to(tl.float32)
 
@@ -113,8 +124,11 @@ def _gradient_amaxes(
     BM: tl.constexpr,
     BN: tl.constexpr,
     EVEN: tl.constexpr,
+    TWICE: tl.constexpr,
 ):
-    of_gate, of_up = _gradients(d_ptr, gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    of_gate, of_up = _gradients(
+        d_ptr, gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE
+    )
     store_amax(of_gate, gate_amax_ptr)
     store_amax(of_up, up_amax_ptr)
 
@@ -139,9 +153,12 @@ def _cast_gradients(
     BM: tl.constexpr,
     BN: tl.constexpr,
     EVEN: tl.constexpr,
+    TWICE: tl.constexpr,
     E5M2: tl.constexpr,
 ):
-    of_gate, of_up = _gradients(d_ptr, gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    of_gate, of_up = _gradients(
+        d_ptr, gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE
+    )
     scale = tl.load(gate_scale_ptr)
     store_cast(of_gate, scale, gate_q_ptr, gate_t_ptr, M, N, BM, BN, EVEN, E5M2)
     store_amax(of_gate, gate_amax_ptr)
@@ -150,35 +167,40 @@ def _cast_gradients(
     store_amax(of_up, up_amax_ptr)
 
 
-def amax(shape: Shape) -> Launch:
-    """gate and up -> partial amaxes of the product, for the scale of ``cast``."""
-    return Launch(_amax, casts.tiles(*shape), casts.matrix(shape, (shape[1], 1)))
+def amax(shape: Shape, *, twice: bool = False) -> Launch:
+    """gate and up -> partial amaxes of the product, for the scale of ``cast``.
+
+    twice    whether silu(gate) is rounded to its dtype too, as in transformers and torchtitan.
+    """
+    numbers = casts.matrix(shape, (shape[1], 1)) | {"TWICE": twice}
+    return Launch(_amax, casts.tiles(*shape), numbers)
 
 
-def cast(shape: Shape, *, e5m2: bool) -> Launch:
+def cast(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
     """gate, up and a scale () -> codes of the product [M, N] and [N, M], and its partial amaxes.
 
     Order:   silu(gate) = gate / (1 + exp(-gate)); times up; rounded; RN32(. * scale); cast.
     """
-    numbers = casts.matrix(shape, (shape[1], 1)) | {"E5M2": e5m2}
+    numbers = casts.matrix(shape, (shape[1], 1)) | {"TWICE": twice, "E5M2": e5m2}
     return Launch(_cast, casts.tiles(*shape), numbers)
 
 
-def gradient_amaxes(shape: Shape) -> Launch:
+def gradient_amaxes(shape: Shape, *, twice: bool = False) -> Launch:
     """The product's gradient d, gate and up -> partial amaxes of gate's gradient, and of up's."""
     tile = (ROWS, COLUMNS)
-    return Launch(
-        _gradient_amaxes, casts.tiles(*shape, tile), casts.matrix(shape, (shape[1], 1), tile)
-    )
+    numbers = casts.matrix(shape, (shape[1], 1), tile) | {"TWICE": twice}
+    return Launch(_gradient_amaxes, casts.tiles(*shape, tile), numbers)
 
 
-def cast_gradients(shape: Shape, *, e5m2: bool) -> Launch:
+def cast_gradients(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
     """d, gate, up, and the scales () of both results -> codes of gate's gradient [M, N] and
     [N, M], codes of up's, and partial amaxes of both.
 
     Order:   s = 1 / (1 + exp(-gate)); gate's (d * up) * (s * (1 + gate * (1 - s))); up's
              d * (gate * s); each rounded, then cast by its scale.
+    twice    whether d * up and gate * s are rounded to the dtype too, as autograd does where
+             silu(gate) was.
     """
     tile = (ROWS, COLUMNS)
-    numbers = casts.matrix(shape, (shape[1], 1), tile) | {"E5M2": e5m2}
+    numbers = casts.matrix(shape, (shape[1], 1), tile) | {"TWICE": twice, "E5M2": e5m2}
     return Launch(_cast_gradients, casts.tiles(*shape, tile), numbers)

@@ -12,7 +12,7 @@ from fp8ref.sim import llama as model
 from fp8ref.sim.gemm import gemm
 from fp8ref.sim.quantize import cast, scaling
 from fp8ref.spec import llama
-from fp8ref.train.torch.llama.llama import _rotate
+from fp8ref.torch.blocks import operations
 
 ATTENTION = llama.LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
 
@@ -156,7 +156,7 @@ def projections(gain: float, length: int = 24):
 def in_torch(given, *, causal: bool = True, rotate: bool = True) -> np.ndarray:
     q, k, v = (x.view(*x.shape[:2], -1, ATTENTION.head_dim).transpose(1, 2) for x in given.values())
     cos, sin = (torch.from_numpy(t) for t in llama.rotary_tables(ATTENTION, q.shape[2]))
-    q, k = (_rotate(x, cos, sin) if rotate else x for x in (q, k))
+    q, k = (operations.rotate(x, cos, sin) if rotate else x for x in (q, k))
     y = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
     return y.transpose(1, 2).flatten(2).float().numpy()
 

@@ -33,8 +33,7 @@ def _launch(name: str, *arguments, **options: bool) -> "Launch":
 def _run(name: str, x: Tensor, tensors: tuple[Tensor, ...], **options: bool) -> None:
     """Run the launch of this name in ``fp8ref.kernels.casts`` on x and further tensors."""
     made = _launch(name, tuple(x.shape), x.stride(), **options)
-    # kernels know codes as uint8
-    launch.run(made, x, *(t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in tensors))
+    launch.run(made, x, *tensors)
 
 
 def _tiles(x: Tensor, tile: tuple[int, int] = (128, 64)) -> tuple[int, int]:

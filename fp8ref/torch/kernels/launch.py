@@ -12,6 +12,8 @@ __all__ = ["run"]
 
 def run(launch: "Launch", *tensors: torch.Tensor) -> None:
     """Run a launch on its inputs, then its outputs, which are tensors of one device."""
+    # kernels know codes as uint8
+    tensors = tuple(x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in tensors)
     if tensors[0].device.type == "cpu":
         from fp8ref.kernels import jit
 

@@ -202,7 +202,7 @@ class Linear(nn.Linear):
         return {
             key: value
             for key, value in vars(self).items()
-            if key not in ("spec", "_function", "_function_under_autocast", "kept")
+            if key not in ("spec", "spec_number", "_function", "_function_under_autocast", "kept")
         }
 
     def __setstate__(self, state: dict) -> None:
@@ -213,6 +213,7 @@ class Linear(nn.Linear):
 
     def _bind(self) -> None:
         self.spec = _Spec(self.recipe, self.groups, self.kernels)
+        self.spec_number = _NUMBERS.setdefault(self.spec, len(_NUMBERS))
         self._function = _bind(self.spec)
         self._function_under_autocast = _bind(dataclasses.replace(self.spec, autocast=True))
 
@@ -237,6 +238,11 @@ class _Spec:
     groups: Groups
     kernels: Choice
     autocast: bool = False
+
+    @classmethod
+    def numbered(cls, number: int) -> "_Spec":
+        """The spec of linears with this ``spec_number``, which dynamo reads as a constant."""
+        return list(_NUMBERS)[number]
 
     @functools.cached_property
     def cast_once(self) -> dict[Role, CastSpec | None]:
@@ -272,6 +278,9 @@ class _Spec:
             ),
         }
         return {role: pair for role, pair in uses.items() if both_orders.is_supported(pair)}
+
+
+_NUMBERS: dict[_Spec, int] = {}
 
 
 class _Operand(NamedTuple):
@@ -453,11 +462,7 @@ def _loaded(spec: _Spec, role: Role, saved: Iterator, in_columns: bool) -> Opera
 
 def _backward(ctx, spec: _Spec, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """grad_input [..., K] and grad_weight [N, K] of grad_output [..., N]; None where not needed."""
-    if torch.is_grad_enabled():  # autograd would follow neither codes nor scales
-        raise ValueError(
-            "gradients of a linear in FP8 are not differentiated again; got create_graph=True. "
-            "Leave it out, or keep the linears in high precision with filter_fqns (L-8)."
-        )
+    check_differentiated_once()
     saved = iter(ctx.saved_tensors)
     x = _loaded(spec, "input", saved, ctx.columns[0])
     w = _loaded(spec, "weight", saved, ctx.columns[1])
@@ -478,6 +483,15 @@ def _backward(ctx, spec: _Spec, grad_output: torch.Tensor) -> tuple[torch.Tensor
         # [N, M] @ [M, K] -> [N, K]
         grad_weight = _gemm(spec, "grad_weight", g, _Operand("input", x, input_scale), rows.dtype)
     return grad_input, grad_weight, *(None for _ in ctx.needs_input_grad[2:])
+
+
+def check_differentiated_once() -> None:
+    """ValueError in a backward pass that autograd follows: it can differentiate no codes (L-8)."""
+    if torch.is_grad_enabled():
+        raise ValueError(
+            "gradients of a linear in FP8 are not differentiated again; got create_graph=True. "
+            "Leave it out, or keep the linears in high precision with filter_fqns (L-8)."
+        )
 
 
 def _gemm(

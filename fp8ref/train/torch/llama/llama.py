@@ -1,6 +1,7 @@
 """The trainer's Llama as an ``nn.Module`` (spec M). Its module names are Hugging Face's."""
 
 import dataclasses
+import math
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from fp8ref.torch.attention import RankCall, attention
 from fp8ref.torch.attention import delayed as attention_delayed
 from fp8ref.torch.attention import kernel as attention_kernel
 from fp8ref.torch.attention.operands import casts as attention_casts
+from fp8ref.torch.blocks import operations, parts
 from fp8ref.torch.distributed.tensor_parallel import TensorPlan
 from fp8ref.train.config.config import Config
 from fp8ref.train.torch.llama import experts
@@ -35,6 +37,11 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(features or config.hidden_size))
         self.eps = config.rms_norm_eps
+
+    @property
+    def constants(self) -> operations.Norm:
+        """As a part of a block takes it."""
+        return operations.Norm(self.eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize x [..., hidden]; the result has x's shape and dtype."""
@@ -148,16 +155,35 @@ class Attention(nn.Module):
             device = self.q_proj.weight.device
             self.states = attention_delayed.states(call.variant, device, call.amax_group)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Attention of x [B, T, hidden], of its shape; cos and sin are rotary tables [T, D]."""
-        outputs = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+    @property
+    def linears(self) -> list[nn.Linear]:
+        """The linears that read the norm."""
+        return [self.q_proj, self.k_proj, self.v_proj]
+
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norm: RMSNorm | None = None
+    ) -> torch.Tensor:
+        """Attention of x [B, T, hidden], of its shape; cos and sin are rotary tables [T, D].
+
+        norm      of x, to be computed and cast in one pass (``parts``); None: x is normalized.
+        """
+        rotates = True
+        if norm is None:
+            outputs = [linear(x) for linear in self.linears]
+        else:
+            rotates = self.q_norm is not None
+            tables = None if rotates else (cos, sin)
+            _, outputs = parts.projections(x, self.linears, norm=norm, tables=tables)
         # [B, T, H D] -> [B, H, T, D]; H is computed, since a -1 has no one value where T is 0, and
         # dynamo does not trace Tensor.unflatten under torch.set_default_device
-        shapes = [(*y.shape[:2], y.shape[-1] // self.head_dim, self.head_dim) for y in outputs]
+        shapes = [
+            (*x.shape[:2], math.prod(y.shape[2:]) // self.head_dim, self.head_dim) for y in outputs
+        ]
         q, k, v = (y.view(shape).transpose(1, 2) for y, shape in zip(outputs, shapes, strict=True))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        if rotates:
+            q, k = operations.rotate(q, cos, sin), operations.rotate(k, cos, sin)
         if self.casts is not None:
             y = attention_casts.apply(q, k, v, self.casts)
         elif self.call is None:
@@ -182,10 +208,14 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, inner, bias=False)
         self.down_proj = nn.Linear(inner, config.hidden_size, bias=False)
 
+    @property
+    def linears(self) -> list[nn.Linear]:
+        """gate, up and down."""
+        return [self.gate_proj, self.up_proj, self.down_proj]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The MLP of x [..., hidden], of x's shape and dtype."""
-        gate, up = self.gate_proj(x).float(), self.up_proj(x).float()
-        return self.down_proj((functional.silu(gate) * up).to(x.dtype))
+        return self.down_proj(operations.swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 def _mlp(config: LlamaConfig) -> nn.Module:
@@ -207,9 +237,21 @@ class Layer(nn.Module):
         self.mlp = _mlp(config)
 
     def forward(self, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """h [B, T, hidden] after attention and MLP; cos and sin are rotary tables [T, D]."""
-        h = h + self.self_attn(self.input_layernorm(h), cos, sin)
-        return h + self.mlp(self.post_attention_layernorm(h))
+        """h [B, T, hidden] after attention and MLP; cos and sin are rotary tables [T, D].
+
+        Where kernels cast, each norm, SwiGLU and RoPE is a pass of the linears' casts (``parts``).
+        """
+        attention, mlp, norm = self.self_attn, self.mlp, self.input_layernorm
+        if parts.fuses(h, attention.linears, (norm, attention)):
+            y = attention(h, cos, sin, norm)
+        else:
+            y = attention(norm(h), cos, sin)
+        norm = self.post_attention_layernorm
+        if isinstance(mlp, MLP) and parts.fuses(h, mlp.linears, (norm, mlp)):
+            h, y = parts.mlp(h, mlp.linears, residual=y, norm=norm)
+            return h + y
+        h = h + y
+        return h + mlp(norm(h))
 
 
 class Decoder(nn.Module):
@@ -322,11 +364,3 @@ def _make_tables(model: nn.Module, args: tuple) -> None:
     if model.rotary.shape[1] < positions or model.rotary.device != tokens.device:
         tables = llama.rotary_tables(model.config, positions)
         model.rotary = torch.from_numpy(np.stack(tables)).to(tokens.device)
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of [B, H, T, D] by float32 tables [T, D], rounded once to x's dtype."""
-    wide = x.float()
-    first, second = wide.chunk(2, dim=-1)
-    half = torch.cat([-second, first], dim=-1)
-    return (wide * cos + half * sin).to(x.dtype)

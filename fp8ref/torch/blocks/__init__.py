@@ -1,0 +1,1 @@
+"""Parts of a block whose values are cast in the pass that computes them: ``parts``."""

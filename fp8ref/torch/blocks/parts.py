@@ -1,0 +1,164 @@
+"""Parts of a Llama block as one function each: a norm and the linears that read it, SwiGLU's MLP.
+
+    if parts.fuses(h, [q_proj, k_proj, v_proj]):
+        _, (q, k, v) = parts.projections(h, [q_proj, k_proj, v_proj], norm=norm, tables=(cos, sin))
+        ...
+        h, y = parts.mlp(h, [gate_proj, up_proj, down_proj], residual=attention_output, norm=norm)
+
+Outputs, gradients and observations are those of the separate modules. Where kernels are on
+(``fp8ref.torch.kernels``), norm, SwiGLU and the gradients of SwiGLU and RoPE write their codes in
+both orders in the pass that computes them, and never their values (spec M-11).
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
+from fp8ref.torch.blocks.functions import numbered
+from fp8ref.torch.blocks.operations import Norm
+from fp8ref.torch.blocks.projection import KEPT
+from fp8ref.torch.delayed import delayed
+from fp8ref.torch.delayed import state_checks as delayed_checks
+from fp8ref.torch.kernels import choice
+from fp8ref.torch.linear.linear import ROLES, Linear, _Spec
+from fp8ref.torch.tensors import linear_input
+
+__all__ = ["NormModule", "fuses", "mlp", "projections", "why_not"]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+Tables = tuple[torch.Tensor, torch.Tensor]
+
+
+class NormModule(Protocol):
+    """A norm: its constants, and its weight [K]."""
+
+    @property
+    def constants(self) -> Norm: ...
+
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+
+def projections(
+    h: torch.Tensor,
+    linears: Sequence[nn.Linear],
+    *,
+    residual: torch.Tensor | None = None,
+    norm: NormModule | None = None,
+    tables: Tables | None = None,
+    rotated: int = 2,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """h + residual, and the outputs [..., N] of linears that read its norm.
+
+    Shapes:   h and residual [..., K]; with tables h is [B, T, K].
+    Order:    the sum, the norm and each output are rounded to h's dtype (M-3); then the first
+              ``rotated`` outputs are rotated by tables [T, D], and rounded.
+    residual, norm, tables
+              None: not added, normalized or rotated.
+    """
+    first = (residual, norm.weight if norm else None, *(tables or (None, None)))
+    function = _function(linears, norm, mlp=False, twice=False, rotated=rotated if tables else 0)
+    s, *outputs = function.apply(h, *first, *_tensors(h, linears))
+    return (h if residual is None else s), outputs
+
+
+def mlp(
+    h: torch.Tensor,
+    linears: Sequence[nn.Linear],
+    *,
+    residual: torch.Tensor | None = None,
+    norm: NormModule | None = None,
+    twice: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """h + residual, and down(silu(gate) * up) of its norm, of h's shape.
+
+    linears   gate [N, K], up [N, K], down [K, N].
+    twice     whether silu(gate) is rounded before it is multiplied by up, as transformers and
+              torchtitan do; else only the product is (M-3).
+    """
+    function = _function(linears, norm, mlp=True, twice=twice, rotated=0)
+    first = (residual, norm.weight if norm else None, None, None)
+    s, output = function.apply(h, *first, *_tensors(h, linears))
+    return (h if residual is None else s), output
+
+
+def fuses(h: torch.Tensor, linears: Sequence[nn.Linear], others: Sequence[nn.Module] = ()) -> bool:
+    """Whether kernels cast these linears' operands, and nothing keeps them apart (``why_not``)."""
+    for each in linears:
+        if not isinstance(each, Linear) or not _kernels_cast(each.spec_number, h.device):
+            return False
+    return not why_not(h, linears, others)
+
+
+@torch.compiler.assume_constant_result
+def _kernels_cast(number: int, device: torch.device) -> bool:
+    return choice.resolve(_Spec.numbered(number).kernels, device)
+
+
+def why_not(h: torch.Tensor, linears: Sequence[nn.Module], others: Sequence[nn.Module] = ()) -> str:
+    """Why these linears run as modules of their own in a pass of h, or nothing ("").
+
+    others    modules whose work a part would do, without calling them: a norm, an MLP.
+    """
+    if delayed.calibrating():
+        return "delayed.calibrate runs the linears in high precision"
+    if not h.numel():
+        return "there are no tokens (L-9)"
+    if linear_input.autocast_dtype(h) is not None:
+        return "torch.autocast is enabled"
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "hooks of all modules are registered"
+    for each in (*linears, *others):
+        if any(getattr(each, hooks) for hooks in _HOOKS):
+            return f"a {type(each).__name__} has hooks"
+    if any(each.training != linears[0].training for each in linears):
+        return "some linears are in training mode, others are not"
+    return next((reason for each in linears if (reason := _unlike(each, h))), "")
+
+
+def _unlike(linear: nn.Module, h: torch.Tensor) -> str:
+    """Why a linear cannot be a part's, or nothing."""
+    if type(linear).forward is not Linear.forward or "forward" in vars(linear):
+        return f"a linear is a {type(linear).__name__}, not fp8ref's own"
+    assert isinstance(linear, Linear)
+    if linear.bias is not None:
+        return "a linear has a bias"
+    if linear.cut is not None:
+        return "tensor-parallel ranks share the linears"
+    if "parametrizations" in linear._modules:
+        return "a linear's weight is parametrized"
+    weight = linear.weight
+    if not isinstance(weight, Float8TrainingTensor) and weight.dtype != h.dtype:
+        return f"a weight is {weight.dtype} and the input {h.dtype}"
+    return ""
+
+
+def _function(
+    linears: Sequence[nn.Linear], norm: NormModule | None, *, mlp: bool, twice: bool, rotated: int
+) -> type[torch.autograd.Function]:
+    eps, norm_twice = (norm.constants.eps, norm.constants.twice) if norm else (None, False)
+    numbers = tuple(linear.spec_number for linear in linears)
+    return numbered(numbers, eps, norm_twice, mlp, twice, rotated)
+
+
+def _tensors(h: torch.Tensor, linears: Sequence[nn.Linear]) -> list[torch.Tensor | None]:
+    """The tensors of linears in a pass of h, as ``Linear.forward`` has them."""
+    linear_input.check_transforms("a part of a block in FP8", h)
+    tensors: list[torch.Tensor | None] = []
+    for linear in linears:
+        assert isinstance(linear, Linear)
+        w = linear_input.weight(linear, h)
+        observes = delayed.observes(linear)
+        states = [linear.state(role) for role in ROLES]
+        delayed_checks.check_pass(linear, linear.states, h, observes)
+        seen = [state.seen if observes and state else None for state in states]
+        if isinstance(w, Float8TrainingTensor):
+            seen[1] = None  # fp8_gather.FP8Gather has observed this rank's shard already
+        kept = () if linear.kept is None else linear.kept.serving(w, linear.fqn)
+        tensors += [w, *seen, *(state.scale if state else None for state in states)]
+        tensors += kept or [None] * KEPT
+    return tensors
