@@ -184,7 +184,7 @@ def test_linears_with_one_state_cast_and_observe_once(monkeypatch):
     """A second block's gate and up share one state; both blocks observe and compute the same."""
     blocks = [layer("delayed", kernels="triton") for _ in "ab"]
     gate, up, _ = blocks[1].mlp.linears
-    up.states["input"] = gate.states["input"]
+    up.states["input"].first = (gate.states["input"],)
     operand, counts, found = sources.Source.operand, [], []
     for block in blocks:
         roles = []
