@@ -181,7 +181,7 @@ def test_other_scales_are_cast_by_the_linears_own_kernels(recipe, called):
 
 
 def test_linears_with_one_state_cast_and_observe_once(monkeypatch):
-    """A second block's gate and up share one state; both blocks observe and compute the same."""
+    """A second block's gate and up share one state; both blocks compute the same."""
     blocks = [layer("delayed", kernels="triton") for _ in "ab"]
     gate, up, _ = blocks[1].mlp.linears
     up.states["input"].first = (gate.states["input"],)
@@ -193,7 +193,9 @@ def test_linears_with_one_state_cast_and_observe_once(monkeypatch):
             found.append(results(block, Layer.forward, tokens=8))
         counts.append(roles.count("input"))
     assert counts == [6, 5]  # of q, k, v, gate and up, each by a state of its own; and SwiGLU's
-    assert not [name for name in found[1] if not torch.equal(found[0][name], found[1][name])]
+    assert differing(*found) == ["0 mlp.up_proj.states.input.seen"]  # until the update
+    states = [dict(block.named_buffers()) for block in blocks]
+    assert not differing(*states)
 
 
 def noted(operand, roles):
