@@ -67,8 +67,10 @@ def _new(
     v = _zero_below(v, 2.350988701644575e-38)
     root = tl.sqrt_rn(v) * tl.load(numbers_ptr + 5) + tl.load(numbers_ptr + 7)
     ratio = tl.div_rn(m * tl.load(numbers_ptr + 4), root)
-    change = tl.load(numbers_ptr + 6) * (ratio + tl.load(numbers_ptr + 8) * old)
-    p = old - _zero_below(change, 8.077935669463161e-28)  # 2^-90
+    # O-4 reads a master that is no float32 parameter
+    read = old if p_ptr.dtype.element_ty == tl.float32 else _zero_below(old, 2.350988701644575e-38)
+    change = tl.load(numbers_ptr + 6) * (ratio + tl.load(numbers_ptr + 8) * read)
+    p = read - _zero_below(change, 8.077935669463161e-28)  # 2^-90
     skipped = factor != factor
     return tl.where(skipped, old, p), tl.where(skipped, old_m, m), tl.where(skipped, old_v, v)
 
@@ -87,9 +89,11 @@ def _store(
     BM: tl.constexpr,
     BN: tl.constexpr,
     EVEN: tl.constexpr,
+    OWN: tl.constexpr,
 ):
     """Store a tile's state and its weight; return the weight as it is stored, float32."""
-    store_tile(p, p_ptr, M, N, BM, BN, EVEN)
+    if not OWN:
+        store_tile(p, p_ptr, M, N, BM, BN, EVEN)
     store_tile(m, m_ptr, M, N, BM, BN, EVEN)
     store_tile(v, v_ptr, M, N, BM, BN, EVEN)
     weight = p.to(weight_ptr.dtype.element_ty)
@@ -114,9 +118,10 @@ def _step(
     BM: tl.constexpr,
     BN: tl.constexpr,
     EVEN: tl.constexpr,
+    OWN: tl.constexpr,
 ):
     p, m, v = _new(p_ptr, g_ptr, m_ptr, v_ptr, numbers_ptr, M, N, BM, BN, EVEN)
-    w = _store(p, m, v, new_p_ptr, new_m_ptr, new_v_ptr, weight_ptr, M, N, BM, BN, EVEN)
+    w = _store(p, m, v, new_p_ptr, new_m_ptr, new_v_ptr, weight_ptr, M, N, BM, BN, EVEN, OWN)
     store_amax(w, amax_ptr)
 
 
@@ -140,33 +145,36 @@ def _step_and_cast(
     BM: tl.constexpr,
     BN: tl.constexpr,
     EVEN: tl.constexpr,
+    OWN: tl.constexpr,
     E5M2: tl.constexpr,
 ):
     p, m, v = _new(p_ptr, g_ptr, m_ptr, v_ptr, numbers_ptr, M, N, BM, BN, EVEN)
-    w = _store(p, m, v, new_p_ptr, new_m_ptr, new_v_ptr, weight_ptr, M, N, BM, BN, EVEN)
+    w = _store(p, m, v, new_p_ptr, new_m_ptr, new_v_ptr, weight_ptr, M, N, BM, BN, EVEN, OWN)
     store_cast(w, tl.load(scale_ptr), q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)
     store_amax(w, amax_ptr)
 
 
-def step(shape: Shape) -> Launch:
+def step(shape: Shape, *, own: bool = False) -> Launch:
     """p, g, m, v [M, N] and the ``NUMBERS`` -> p, m, v, the weight, and its partial amaxes.
 
-    p, m and v are float32, and may be updated in place; g is float32, float16 or bfloat16.
+    p, m and v are float32 or bfloat16, and may be updated in place; g is float32, float16 or
+    bfloat16.
+    own      whether the weight is p, in one memory.
     Order:   g times the factor, in O-2's range; O-5 by products; O-6 unbounded; each product, sum,
-             quotient and root rounded to float32; the weight rounded to its pointer's dtype.
+             quotient and root rounded to float32; p, m, v and the weight rounded to the dtypes of
+             their pointers, each from float32.
     """
-    return Launch(_step, casts.tiles(*shape, TILE), _numbers(shape), warps=4)
+    return Launch(_step, casts.tiles(*shape, TILE), _numbers(shape, own), warps=4)
 
 
-def step_and_cast(shape: Shape, *, e5m2: bool) -> Launch:
+def step_and_cast(shape: Shape, *, own: bool = False, e5m2: bool) -> Launch:
     """p, g, m, v, the ``NUMBERS`` and a scale () -> p, m, v, the weight, its codes [M, N] and
     [N, M], and its partial amaxes; as ``step``."""
-    return Launch(
-        _step_and_cast, casts.tiles(*shape, TILE), _numbers(shape) | {"E5M2": e5m2}, warps=4
-    )
+    numbers = _numbers(shape, own) | {"E5M2": e5m2}
+    return Launch(_step_and_cast, casts.tiles(*shape, TILE), numbers, warps=4)
 
 
-def _numbers(shape: Shape) -> Numbers:
-    numbers = casts.matrix(shape, (shape[1], 1), TILE)
+def _numbers(shape: Shape, own: bool) -> Numbers:
+    numbers = casts.matrix(shape, (shape[1], 1), TILE) | {"OWN": own}
     del numbers["stride_m"], numbers["stride_n"]
     return numbers

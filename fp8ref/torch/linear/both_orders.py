@@ -70,10 +70,16 @@ def is_supported(uses: tuple[Use, Use]) -> bool:
     return first.granularity in ("tensorwise", "rowwise")
 
 
-def quantize(x: torch.Tensor, uses: tuple[Use, Use], scale: torch.Tensor | None = None) -> Pair:
+def quantize(
+    x: torch.Tensor,
+    uses: tuple[Use, Use],
+    scale: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+) -> Pair:
     """x [M, K] cast for two GEMMs, along its last axis and its first.
 
     scale     (), of a delayed state; None: x is scaled by its own amaxes.
+    amax      that of x, float32 (), if it is known, for one scale; else x is read for it.
     Order:    as ``scaling.quantize`` and ``scaling.quantize_with``.
     Raises:   ValueError: as these.
     """
@@ -90,21 +96,32 @@ def quantize(x: torch.Tensor, uses: tuple[Use, Use], scale: torch.Tensor | None 
     if spec.granularity == "blockwise_1x128":
         codes, transposed, *four = casts.lines(x, spec.fmt.name == "e5m2")
         return pair(spec, (codes, *four[:2], transposed, *four[2:]))
-    return _by_one_scale(x, uses[0].group, spec, scale)
+    return _by_one_scale(x, uses[0].group, spec, scale, amax)
 
 
 def _by_one_scale(
-    x: torch.Tensor, group: str | None, spec: CastSpec, scale: torch.Tensor | None
+    x: torch.Tensor,
+    group: str | None,
+    spec: CastSpec,
+    scale: torch.Tensor | None,
+    amax: torch.Tensor | None,
 ) -> Pair:
     e5m2, parts = spec.fmt.name == "e5m2", None
     if scale is not None:
         codes, transposed, parts = casts.cast(x, scale, e5m2)
         scale_inv = scale.reciprocal()
-    elif group is None and spec.policy == POLICIES["torchao"] and not torch.compiler.is_compiling():
+    elif (
+        amax is None
+        and group is None
+        and spec.policy == POLICIES["torchao"]
+        and not torch.compiler.is_compiling()
+    ):
         codes, transposed, scale, scale_inv = casts.cast_by_amax(x, casts.amax(x), e5m2)
     else:
-        # A compiler takes the amax in the kernel that makes x, which no kernel of ours is part of.
-        amax = scaling.amax(x) if torch.compiler.is_compiling() else _amax(x)
+        if amax is None:
+            # A compiler takes the amax in the kernel that makes x, which no kernel of ours is part
+            # of.
+            amax = scaling.amax(x) if torch.compiler.is_compiling() else _amax(x)
         if group is not None:
             amax = scaling.merge_amax(amax, group)
         scale, scale_inv = scales.scales_from_amax(amax, spec.fmt, spec.policy)

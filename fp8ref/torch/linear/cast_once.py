@@ -5,7 +5,9 @@
             loss(model(x), y).backward()
     optimizer.step()
 
-Without it each forward pass casts its weights again. The codes, in both orders, take two bytes a
+Without it each forward pass casts its weights again. A weight whose last change was a step of
+``states.AdamW`` by its Triton kernel has its amax from there; under delayed scaling its codes too,
+if ``delayed.update`` came before the step. The codes, in both orders, take two bytes a
 parameter until the context ends; compiled graphs take them as inputs.
 """
 
@@ -15,10 +17,12 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from fp8ref.torch.kernels import choice
+from fp8ref.torch.kernels import choice, weights
 from fp8ref.torch.linear import both_orders
+from fp8ref.torch.linear.both_orders import Pair, Use
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.linear.weight_codes import WeightCodes
+from fp8ref.torch.quantize.cast import DTYPES
 
 __all__ = ["cast_once"]
 
@@ -58,4 +62,21 @@ def _codes(linear: Linear) -> WeightCodes | None:
         return None
     state = linear.state("weight")
     scale = None if state is None else state.scale
-    return WeightCodes.of(both_orders.quantize(w.detach(), spec.pairs["weight"], scale), w, scale)
+    return WeightCodes.of(_pair(w, spec.pairs["weight"], scale), w, scale)
+
+
+def _pair(w: torch.Tensor, uses: tuple[Use, Use], scale: torch.Tensor | None) -> Pair:
+    """A weight cast for its two GEMMs, by what the optimizer's step left of it, if it did."""
+    cast, amax = uses[0].cast, None
+    assert cast is not None
+    left = weights.fresh(w)
+    if scale is not None:
+        e5m2 = cast.fmt.name == "e5m2"
+        codes = weights.trace(w).codes(scale, e5m2=e5m2)
+        if left is not None and codes:
+            rows, columns = (x.view(DTYPES[cast.fmt.name]) for x in codes)
+            both = (scale, scale.reciprocal())
+            return both_orders.pair(cast, (rows, *both, columns, *both), left.parts)
+    elif left is not None and cast.granularity == "tensorwise":
+        amax = left.amax
+    return both_orders.quantize(w.detach(), uses, scale, amax)

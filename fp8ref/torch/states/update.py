@@ -318,7 +318,12 @@ def in_blocks(piece: Work) -> Work:
 
 @functools.lru_cache(maxsize=8)
 def _tensors(at: Scalars, device: torch.device) -> Scalars:
-    numbers = torch.tensor(at, dtype=torch.float32, device="cpu")
+    return Scalars(*numbers(at, device).unbind())  # type: ignore[arg-type]
+
+
+def numbers(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """float32 of these numbers on a device."""
+    tensor = torch.tensor(values, dtype=torch.float32, device="cpu")
     if device.type == "cuda":  # from pinned memory the host does not wait
-        numbers = numbers.pin_memory()
-    return Scalars(*numbers.to(device, non_blocking=True).unbind())  # type: ignore[arg-type]
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -85,12 +85,19 @@ def parameters(layout=None) -> dict[str, nn.Parameter]:
     }
 
 
-def trained(layout, steps: int, *, compiled=False, **hyper) -> int:
+def trained(layout, steps: int, *, compiled=False, kernels="plain", **hyper) -> int:
     p = parameters(layout)
     betas = (hyper.get("b1", 0.9), hyper.get("b2", 0.95))
     seed = SEED * layout.stochastic
     optimizer = states.AdamW(
-        p.values(), lr=1e-3, betas=betas, layout=layout, compiled=compiled, seed=seed, **HYPER
+        p.values(),
+        lr=1e-3,
+        betas=betas,
+        layout=layout,
+        compiled=compiled,
+        seed=seed,
+        kernels=kernels,
+        **HYPER,
     )
     total = 0
     for t, (q, state) in enumerate(simulated(layout, steps, **hyper)):

@@ -1,0 +1,100 @@
+"""What an optimizer's kernel leaves of the weights that it writes, for the linears that read them.
+
+A linear casts a weight by its amax, or under delayed scaling by a scale that is known before. The
+kernel of a step has the new weight in registers, so that amax and codes cost no reading.
+"""
+
+import weakref
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["Left", "Trace", "fresh", "share", "trace", "versions"]
+
+
+class Left(NamedTuple):
+    """What a step left of a parameter.
+
+    weight    in the dtype in which linears read it; the parameter's memory if that is its own.
+    parts     int32, partial amaxes of ``weight``: bits of magnitudes, the largest are S-2's.
+    codes     of ``weight`` and transposed, uint8; () if the step did not cast.
+    scaled    ``versions`` of the scale by which it did.
+    """
+
+    weight: Tensor
+    parts: Tensor
+    codes: tuple[Tensor, ...] = ()
+    scaled: tuple[int, ...] = ()
+
+    @property
+    def amax(self) -> Tensor:
+        """The amax of ``weight``, float32 ()."""
+        return self.parts.amax().view(torch.float32)
+
+
+@dataclass
+class Trace:
+    """What steps leave of one parameter, and what linears ask of them.
+
+    dtype     in which linears read the weight.
+    scale     float32 (), by which the next step casts; None: it does not.
+    e5m2      whether it casts to e5m2, or to e4m3fn.
+    late      whether a scale changed after a step had cast by it: later steps do not.
+    counted   ``versions`` of the parameter after the last step.
+    """
+
+    parameter: weakref.ref[Tensor]
+    dtype: torch.dtype
+    scale: Tensor | None = None
+    e5m2: bool = False
+    late: bool = False
+    left: Left | None = None
+    counted: tuple[int, ...] = ()
+
+    def codes(self, scale: Tensor, *, e5m2: bool) -> tuple[Tensor, ...]:
+        """The codes of the weight by a scale, if the last step left them, else (); the next step
+        shall."""
+        known = self.left.codes if self.left is not None and self.scale is scale else ()
+        self.late |= self.left is not None and bool(known) and self.left.scaled != versions(scale)
+        self.scale, self.e5m2 = (None if self.late or not versions(scale) else scale), e5m2
+        return () if self.late else known
+
+
+_traces = WeakTensorKeyDictionary()
+"""{parameter, or a copy of it in the dtype of the model: its Trace}."""
+
+
+def trace(p: Tensor) -> Trace:
+    """The trace of a parameter, or of the one whose copy it is."""
+    if p not in _traces:
+        _traces[p] = Trace(weakref.ref(p), p.dtype)
+    return _traces[p]
+
+
+def share(copy: Tensor, p: Tensor) -> None:
+    """Say that linears read a parameter by a copy, which may have another dtype."""
+    _traces[copy] = trace(p)
+    _traces[copy].dtype = copy.dtype
+
+
+def fresh(p: Tensor) -> Left | None:
+    """What the last step left of a parameter, or of the one whose copy it is, in p's dtype; None if
+    an operation has changed the parameter since."""
+    known: Trace | None = _traces.get(p)
+    source = None if known is None else known.parameter()
+    if known is None or source is None or known.left is None:
+        return None
+    same = known.left.weight.dtype == p.dtype and known.counted == versions(source)
+    return known.left if same and known.counted else None
+
+
+def versions(p: Tensor) -> tuple[int, ...]:
+    """torch's count of the operations that changed a tensor; no write through ``.data`` counts.
+
+    () where not every operation is counted: of DTensors, and in inference mode.
+    """
+    return () if isinstance(p, DTensor) or p.is_inference() else (p._version,)
