@@ -11,7 +11,16 @@ import triton.language as tl
 
 from fp8ref.kernels.jit import Launch, Numbers
 
-__all__ = ["amax", "amax_lines", "blocks", "cast", "cast_by_amax", "cast_lines"]
+__all__ = [
+    "amax",
+    "amax_lines",
+    "blocks",
+    "cast",
+    "cast_by_amax",
+    "cast_by_guess",
+    "cast_lines",
+    "recast",
+]
 
 ROWS, COLUMNS = 128, 64
 """A tile, of which a warp reads and writes 16 bytes a lane in both orders."""
@@ -23,6 +32,9 @@ BLOCK = 128
 
 PARTS = 512
 """The most partial amaxes that ``amax`` returns."""
+
+PROGRAMS = 264
+"""The most programs of ``recast``: two on each of a Hopper's processors."""
 
 _EPS = int(np.float32(1e-12).view(np.int32))
 """The bits of torchao's least amax: by it and by the float64 1e-12 all scales are the same."""
@@ -49,6 +61,24 @@ def scale_of(amax, E5M2: tl.constexpr, EPS: tl.constexpr):
     largest: tl.constexpr = 57344.0 if E5M2 else 448.0
     floored = tl.maximum(amax, EPS).to(tl.float32, bitcast=True)
     return tl.div_rn(tl.full(floored.shape, largest, tl.float32), floored)
+
+
+@triton.jit
+def power_of_two(scale):
+    """A normal scale, 0 or NaN by S-4's rule exp2_log2, whose logarithm float32 rounds: up to the
+    next power of two where fewer than c numbers are between."""
+    bits = magnitude(scale)
+    k = (bits >> 23) - 126
+    j = tl.where(k > 0, k - 1, -k)
+    c = tl.where(j >= 2, 1, 0)
+    c = tl.where(j >= 4, 2, c)
+    c = tl.where(j >= 8, 5, c)
+    c = tl.where(j >= 16, 11, c)
+    c = tl.where(j >= 32, 22, c)
+    c = tl.where(j >= 64, 44, c)
+    up = tl.where(0x7FFFFF - (bits & 0x7FFFFF) < c, 1, 0)
+    power = ((bits >> 23) + up) << 23
+    return tl.where(bits > 0x7F800000, bits, power).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -170,6 +200,77 @@ def _cast_by_amax(
         tl.store(inverse_ptr, tl.div_rn(1.0, scale))
     x = load_tile(x_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
     store_cast(x, scale, q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)
+
+
+@triton.jit
+def _cast_by_guess(
+    x_ptr,
+    guess_ptr,
+    q_ptr,
+    t_ptr,
+    amax_ptr,
+    used_ptr,
+    stride_m,
+    stride_n,
+    M,
+    N,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    EVEN: tl.constexpr,
+    E5M2: tl.constexpr,
+):
+    x = load_tile(x_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    guess = tl.load(guess_ptr)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(used_ptr, guess)
+    store_cast(x, guess, q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)
+    store_amax(x, amax_ptr)
+
+
+@triton.jit
+def _recast(
+    x_ptr,
+    amax_ptr,
+    used_ptr,
+    q_ptr,
+    t_ptr,
+    guess_ptr,
+    scale_ptr,
+    inverse_ptr,
+    stride_m,
+    stride_n,
+    M,
+    N,
+    COUNT,
+    PROGRAMS: tl.constexpr,
+    SIZE: tl.constexpr,
+    EPS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    E5M2: tl.constexpr,
+):
+    part, largest = tl.arange(0, SIZE), tl.zeros((SIZE,), tl.int32)
+    for start in range(0, COUNT, SIZE):
+        mask = start + part < COUNT
+        largest = tl.maximum(largest, tl.load(amax_ptr + start + part, mask=mask, other=0))
+    scale = power_of_two(scale_of(tl.max(largest, 0), E5M2, EPS))
+    if tl.program_id(0) == 0:
+        tl.store(guess_ptr, scale)
+        tl.store(scale_ptr, scale)
+        tl.store(inverse_ptr, tl.div_rn(1.0, scale))
+    # a NaN counts as another scale
+    if scale != tl.load(used_ptr):
+        columns = tl.cdiv(N, BN)
+        for tile in range(tl.program_id(0), tl.cdiv(M, BM) * columns, PROGRAMS):
+            rows = (tile // columns).to(tl.int64) * BM + tl.arange(0, BM)[:, None]
+            at = (tile % columns).to(tl.int64) * BN + tl.arange(0, BN)[None, :]
+            mask = (rows < M) & (at < N)
+            x = tl.load(x_ptr + rows * stride_m + at * stride_n, mask=mask, other=0.0)
+            codes = codes_of(x.to(tl.float32) * scale, E5M2)
+            tl.store(q_ptr + rows * N + at, codes, mask=mask)
+            tl.store(
+                t_ptr + tl.trans(at) * M + tl.trans(rows), tl.trans(codes), mask=tl.trans(mask)
+            )
 
 
 @triton.jit
@@ -344,6 +445,26 @@ def cast_by_amax(shape: Shape, strides: Shape, *, e5m2: bool) -> Launch:
     numbers = matrix(shape, strides) | {"COUNT": parts(shape), "PARTS": PARTS, "EPS": _EPS}
     numbers |= {"E5M2": e5m2}
     return Launch(_cast_by_amax, tiles(*shape), numbers)
+
+
+def cast_by_guess(shape: Shape, strides: Shape, *, e5m2: bool) -> Launch:
+    """As ``cast``, by a guess of the scale of policy torchao_pow2, such as the last step's; then
+    that guess once more, () float32, for ``recast``."""
+    return Launch(_cast_by_guess, tiles(*shape), matrix(shape, strides) | {"E5M2": e5m2})
+
+
+def recast(shape: Shape, strides: Shape, *, e5m2: bool) -> Launch:
+    """x, its partial amaxes and the guess that ``cast_by_guess`` used -> its codes in both orders,
+    the next guess, scale and scale_inv, each () float32.
+
+    Order:    the scale is that of policy torchao_pow2 (S-4), whatever was guessed. Codes are
+              written only if the guess is another: otherwise each program ends at once.
+    """
+    rows, columns = tiles(*shape)
+    numbers = matrix(shape, strides) | {"COUNT": rows * columns, "SIZE": 2048, "EPS": _EPS}
+    del numbers["EVEN"]
+    programs = min(PROGRAMS, rows * columns)
+    return Launch(_recast, (programs,), numbers | {"PROGRAMS": programs, "E5M2": e5m2})
 
 
 def cast_lines(shape: Shape, strides: Shape, *, e5m2: bool, e5m2_t: bool | None = None) -> Launch:

@@ -17,8 +17,9 @@ from helpers.kernels.planted_tensors import (
     strides,
 )
 
-from fp8ref.kernels import casts
+from fp8ref.kernels import casts, jit
 from fp8ref.sim.quantize import scaling
+from fp8ref.sim.quantize.scales import scale_from_amax
 
 
 def tensor(layout: str, dtype: str, *, wide: bool = True) -> np.ndarray:
@@ -157,3 +158,71 @@ def test_square_blocks_are_the_simulators(shape, fmt):  # S-6
     np.testing.assert_array_equal(transposed, expected.codes.T)
     np.testing.assert_array_equal(scale, expected.scale)
     np.testing.assert_array_equal(inverse, expected.scale_inv)
+
+
+def recast(x, fmt, used, codes, parts):
+    """Codes in both orders and guess, scale and scale_inv, after a cast by the guess ``used``."""
+    launch = casts.recast(x.shape, strides(x), e5m2=fmt == "e5m2")
+    memory = [codes.copy(), codes.T.copy(), *np.zeros((3, 1), np.float32)]
+    names = [str(x.dtype), "int32", "float32", "uint8", "uint8", *["float32"] * 3]
+    jit.interpret(launch, [x, parts, np.array(used, np.float32), *memory], names)
+    return memory
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("layout", ["ragged", "transposed", "strided"])
+@pytest.mark.parametrize("largest", [None, 0.0, np.nan, np.inf])
+def test_codes_do_not_depend_on_a_guess_of_the_scale(largest, layout, fmt):  # R-1, M-11
+    x = tensor(layout, "bfloat16", wide=False)
+    if largest is not None:
+        x[...] *= largest if largest == 0 else 1
+        x[-1, -1] = largest
+    expected = scaling.quantize(x, fmt, policy="torchao_pow2")
+    launch = casts.cast_by_guess(x.shape, strides(x), e5m2=fmt == "e5m2")
+    amaxes = ((launch.programs,), "int32")
+    for guess in (expected.scale, expected.scale * 2, np.float32(np.nan), np.float32(0)):
+        codes, transposed, parts, used = run_both(launch, x, [guess], amaxes, ((), "float32"))
+        np.testing.assert_array_equal(transposed, codes.T)
+        np.testing.assert_array_equal(used, guess)
+        codes, transposed, *scales = recast(x, fmt, used, codes, parts)
+        np.testing.assert_array_equal(codes, expected.codes)
+        np.testing.assert_array_equal(transposed, expected.codes.T)
+        for found, scale in zip(
+            scales, (expected.scale, expected.scale, expected.scale_inv), strict=True
+        ):
+            np.testing.assert_array_equal(found[0], scale)
+
+
+def test_a_right_guess_is_not_cast_again_and_a_wrong_one_is():  # R-1
+    x = tensor("ragged", "bfloat16", wide=False)
+    expected = scaling.quantize(x, "e4m3fn", policy="torchao_pow2")
+    parts = np.array([scaling.amax(x)], np.float32).view(np.int32)
+    parts = np.pad(parts, (0, casts.tiles(*x.shape)[0] * casts.tiles(*x.shape)[1] - 1))
+    untouched = np.full(x.shape, 0x5A, np.uint8)
+    for used, codes in (
+        (expected.scale, untouched),
+        (expected.scale / 2, expected.codes),
+        (np.nextafter(expected.scale, np.float32(0)), expected.codes),
+    ):
+        found, transposed, *_ = recast(x, "e4m3fn", used, untouched, parts)
+        np.testing.assert_array_equal(found, codes)
+        np.testing.assert_array_equal(transposed, codes.T)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_powers_of_two_are_those_of_a_rounded_logarithm(fmt, rng):  # S-4
+    """Scales around each bound of S-4's table, and others."""
+    powers = np.ldexp(np.float32(1), np.arange(-110, 49)).view(np.int32)
+    offsets = np.array([0, 1, 2, 3, 6, 12, 23, 45], np.int32)
+    below = (powers[:, None] - offsets).view(np.float32)
+    limit = np.float32({"e4m3fn": 448, "e5m2": 57344}[fmt])
+    amaxes = np.r_[limit / below.ravel(), np.abs(rng.standard_normal(50)).astype(np.float32)]
+    amaxes = rng.permutation(amaxes[np.isfinite(amaxes)])[:150].astype(np.float32)
+    expected = scale_from_amax(amaxes, fmt, "torchao_pow2")
+    x, codes = np.ones((1, 1), np.float32), np.zeros((1, 1), np.uint8)
+    found = [
+        recast(x, fmt, scale, codes, np.array([amax]).view(np.int32))[3][0]
+        for amax, scale in zip(amaxes, expected, strict=True)
+    ]
+    np.testing.assert_array_equal(found, expected)
+    assert (expected != scale_from_amax(amaxes, fmt, "torchao_mask")).any()

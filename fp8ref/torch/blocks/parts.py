@@ -160,5 +160,5 @@ def _tensors(h: torch.Tensor, linears: Sequence[nn.Linear]) -> list[torch.Tensor
             seen[1] = None  # fp8_gather.FP8Gather has observed this rank's shard already
         kept = () if linear.kept is None else linear.kept.serving(w, linear.fqn)
         tensors += [w, *seen, *(state.scale if state else None for state in states)]
-        tensors += kept or [None] * KEPT
+        tensors += [linear.guesses(w.device)[1], *(kept or [None] * KEPT)]
     return tensors

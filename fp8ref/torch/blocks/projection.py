@@ -27,8 +27,9 @@ __all__ = ["TENSORS", "Projection"]
 KEPT = 7
 """The tensors of a weight's codes, if ``weight_codes`` has them."""
 
-TENSORS = 1 + 2 * len(ROLES) + KEPT
-"""How many tensors of a linear a part's function takes: weight, seen, scales, kept codes."""
+TENSORS = 2 + 2 * len(ROLES) + KEPT
+"""How many tensors of a linear a part's function takes: weight, seen, scales, a guess of the
+weight's scale, kept codes."""
 
 
 class Projection(NamedTuple):
@@ -48,8 +49,9 @@ class Projection(NamedTuple):
         """From its TENSORS."""
         weight, *states = tensors
         n = len(ROLES)
-        kept = () if states[2 * n] is None else tuple(states[2 * n :])
-        return cls(spec, _States(states[:n], states[n : 2 * n]), weight, kept)
+        guess, *codes = states[2 * n :]
+        kept = () if codes[0] is None else tuple(codes)
+        return cls(spec, _States(states[:n], states[n : 2 * n], (None, guess, None)), weight, kept)
 
     def output(
         self, x: _Operand, shape: tuple[int, ...], dtype: torch.dtype

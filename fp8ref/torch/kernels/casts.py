@@ -19,7 +19,17 @@ from fp8ref.torch.kernels import launch
 if TYPE_CHECKING:
     from fp8ref.kernels.jit import Launch
 
-__all__ = ["amax", "amax_lines", "cast", "cast_by_amax", "cast_lines", "lines", "merge_", "squares"]
+__all__ = [
+    "amax",
+    "amax_lines",
+    "cast",
+    "cast_by_amax",
+    "cast_by_guess_",
+    "cast_lines",
+    "lines",
+    "merge_",
+    "squares",
+]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -90,6 +100,30 @@ def cast_by_amax(x: Tensor, parts: Tensor, e5m2: bool) -> tuple[Tensor, Tensor, 
 @cast_by_amax.register_fake
 def _empty_cast_by_amax(
     x: Tensor, parts: Tensor, e5m2: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    scale, inverse = _floats(x, (), ())
+    return *_codes(x, e5m2), scale, inverse
+
+
+@torch.library.custom_op("fp8ref::cast_by_guess_", mutates_args=("guess",))
+def cast_by_guess_(x: Tensor, guess: Tensor, e5m2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes of x, transposed codes, scale () and scale_inv (), of policy torchao_pow2, whatever the
+    guess; a right one spares a pass over x.
+
+    guess    (), int32: the bits of a float32 scale. It becomes the scale of x.
+    """
+    codes, transposed, scale, inverse = out = _empty_cast_by_guess(x, guess, e5m2)
+    rows, columns = _tiles(x)
+    parts, (used,) = x.new_empty((rows * columns,), dtype=torch.int32), _floats(x, ())
+    scales = guess.view(torch.float32)
+    _run("cast_by_guess", x, (scales, codes, transposed, parts, used), e5m2=e5m2)
+    _run("recast", x, (parts, used, codes, transposed, scales, scale, inverse), e5m2=e5m2)
+    return out
+
+
+@cast_by_guess_.register_fake
+def _empty_cast_by_guess(
+    x: Tensor, guess: Tensor, e5m2: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scale, inverse = _floats(x, (), ())
     return *_codes(x, e5m2), scale, inverse

@@ -4,7 +4,8 @@ The first GEMM of a role reduces the last axis of its tensor [M, K], the second 
 tensor cores take codes along the reduced axis, as [M, K] and as [K, M]. The codes and scales are
 those of ``scaling.quantize``, which casts and copies once for each GEMM.
 
-    tensorwise       amax, then one cast; under delayed scaling one cast, which observes its amax
+    tensorwise       amax, then one cast; under delayed scaling one cast, which observes its amax;
+                     by a guess of a power of two one cast, which is checked by its amax
     rowwise          amaxes of rows and of columns, then one cast by both
     blockwise        one kernel: a tile has the amaxes of its own blocks
 """
@@ -21,7 +22,7 @@ from fp8ref.torch.kernels import casts
 from fp8ref.torch.quantize import cast, scales, scaling
 from fp8ref.torch.quantize.scaling import Quantized
 
-__all__ = ["Pair", "Use", "columns", "is_supported", "pair", "quantize"]
+__all__ = ["Pair", "Use", "columns", "is_guessed", "is_supported", "pair", "quantize"]
 
 
 class Use(NamedTuple):
@@ -70,16 +71,32 @@ def is_supported(uses: tuple[Use, Use]) -> bool:
     return first.granularity in ("tensorwise", "rowwise")
 
 
+def is_guessed(uses: tuple[Use, Use]) -> bool:
+    """Whether kernels may cast a role's tensor by a guess of its scale: one power of two, of this
+    rank alone."""
+    spec, group = uses[0].cast, uses[0].group
+    return (
+        is_supported(uses)
+        and spec is not None
+        and spec.granularity == "tensorwise"
+        and spec.policy == POLICIES["torchao_pow2"]
+        and group is None
+    )
+
+
 def quantize(
     x: torch.Tensor,
     uses: tuple[Use, Use],
     scale: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
+    guess: torch.Tensor | None = None,
 ) -> Pair:
     """x [M, K] cast for two GEMMs, along its last axis and its first.
 
     scale     (), of a delayed state; None: x is scaled by its own amaxes.
     amax      that of x, float32 (), if it is known, for one scale; else x is read for it.
+    guess     (), int32: the bits of the scale of the last step, which become those of this one.
+              Where ``is_guessed``, a right one spares a pass over x; no bit depends on it.
     Order:    as ``scaling.quantize`` and ``scaling.quantize_with``.
     Raises:   ValueError: as these.
     """
@@ -96,6 +113,9 @@ def quantize(
     if spec.granularity == "blockwise_1x128":
         codes, transposed, *four = casts.lines(x, spec.fmt.name == "e5m2")
         return pair(spec, (codes, *four[:2], transposed, *four[2:]))
+    if guess is not None and amax is None and is_guessed(uses):
+        codes, transposed, *both = casts.cast_by_guess_(x, guess, spec.fmt.name == "e5m2")
+        return pair(spec, (codes, *both, transposed, *both))
     return _by_one_scale(x, uses[0].group, spec, scale, amax)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from fp8ref.torch.kernels import choice, weights
 from fp8ref.torch.linear import both_orders
-from fp8ref.torch.linear.both_orders import Pair, Use
+from fp8ref.torch.linear.both_orders import Pair
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.linear.weight_codes import WeightCodes
 from fp8ref.torch.quantize.cast import DTYPES
@@ -62,11 +62,12 @@ def _codes(linear: Linear) -> WeightCodes | None:
         return None
     state = linear.state("weight")
     scale = None if state is None else state.scale
-    return WeightCodes.of(_pair(w, spec.pairs["weight"], scale), w, scale)
+    return WeightCodes.of(_pair(linear, w, scale), w, scale)
 
 
-def _pair(w: torch.Tensor, uses: tuple[Use, Use], scale: torch.Tensor | None) -> Pair:
+def _pair(linear: Linear, w: torch.Tensor, scale: torch.Tensor | None) -> Pair:
     """A weight cast for its two GEMMs, by what the optimizer's step left of it, if it did."""
+    uses = linear.spec.pairs["weight"]
     cast, amax = uses[0].cast, None
     assert cast is not None
     left = weights.fresh(w)
@@ -79,4 +80,5 @@ def _pair(w: torch.Tensor, uses: tuple[Use, Use], scale: torch.Tensor | None) ->
             return both_orders.pair(cast, (rows, *both, columns, *both), left.parts)
     elif left is not None and cast.granularity == "tensorwise":
         amax = left.amax
-    return both_orders.quantize(w.detach(), uses, scale, amax)
+    guess = linear.guesses(w.device)[1]
+    return both_orders.quantize(w.detach(), uses, scale, amax, guess)

@@ -68,6 +68,10 @@ class Linear(nn.Linear):
               next such pass, and refused after delayed_checks.MOST (H-12).
     Gradient: once; a backward pass with create_graph=True is refused (L-8).
     Empty:    no tokens give no outputs, and gradients of zeros; nothing is observed (L-9).
+    input_guess, weight_guess
+              of a role that is scaled by one power of two: the bits of its last scale, int32, by
+              which kernels cast while they take the amax (R-1). No bit depends on them, and no
+              checkpoint has them.
     kernels   what casts: Triton kernels where they run ("auto"), or as asked for; the same bits.
     group     name of the process group whose ranks hold parts of one input and one grad_output, and
               share their amaxes and what ``delayed.update`` takes (P-2, scope global). None: this
@@ -85,6 +89,8 @@ class Linear(nn.Linear):
     fqn: str = ""
     kernels: Choice = "auto"
     kept: WeightCodes | None
+    input_guess: torch.Tensor | None
+    weight_guess: torch.Tensor | None
 
     def __init__(
         self,
@@ -103,6 +109,10 @@ class Linear(nn.Linear):
         self.kept = None
         self.groups = Groups(batch=group, every=group)
         self._bind()
+        for role in ROLES[:2]:
+            guessed = role in self.spec.pairs and both_orders.is_guessed(self.spec.pairs[role])
+            bits = torch.zeros((), dtype=torch.int32, device=self.weight.device)
+            self.register_buffer(f"{role}_guess", bits if guessed else None, persistent=False)
         casts = delayed.casts(self.recipe)
         self.states = delayed.role_states(casts, self.weight.device, group)
         delayed_checks.watch(self)
@@ -128,6 +138,8 @@ class Linear(nn.Linear):
         converted._bind()
         for state in converted.states.values():
             state.to_empty(device=linear.weight.device)
+        for key, guess in converted.named_buffers(recurse=False):
+            setattr(converted, key, torch.zeros_like(guess, device=linear.weight.device))
         return converted.train(linear.training)
 
     @linear_input.weight_once
@@ -152,11 +164,20 @@ class Linear(nn.Linear):
             y = self._empty_output(function, x, w, delayed_scales)
         else:
             kept = () if self.kept is None else self.kept.serving(w, self.fqn)
-            y = function.apply(x, w, *seen, *delayed_scales, *kept)
+            y = function.apply(x, w, *seen, *delayed_scales, *self.guesses(x.device), *kept)
         bias: torch.Tensor | None = self.bias
         if self.cut is not None:
             y, bias = self.cut.leave(y), None if bias is None else self.cut.bias(bias)
         return y if bias is None else y + bias.to(y.dtype)
+
+    def guesses(self, device: torch.device) -> list[torch.Tensor | None]:
+        """A guess for each of ROLES, on a device. A compiler takes an input's amax in the kernel
+        that makes it, and casts what linears share once: inputs of compiled graphs have none."""
+        first = None if torch.compiler.is_compiling() else self.input_guess
+        return [
+            guess if guess is not None and guess.device == device else None
+            for guess in (first, self.weight_guess, None)
+        ]
 
     def _empty_output(
         self,
@@ -171,7 +192,7 @@ class Linear(nn.Linear):
         rows = torch.cat([x.reshape(0, x.shape[-1]), x.new_zeros(1, x.shape[-1])])
         unseen = (None,) * len(ROLES)
         return writable(
-            function.apply(rows, w, *unseen, *scales)[:0].reshape(*x.shape[:-1], len(w))
+            function.apply(rows, w, *unseen, *scales, *unseen)[:0].reshape(*x.shape[:-1], len(w))
         )
 
     def share(self, cut: Cut, every: str | None) -> None:
@@ -346,8 +367,8 @@ def _bind(spec: _Spec) -> type[torch.autograd.Function]:
         def forward(
             ctx, x: torch.Tensor, w: torch.Tensor, *tensors: torch.Tensor | None
         ) -> torch.Tensor:
-            seen, scales, kept = tensors[:3], tensors[3:6], tensors[6:]
-            return _forward(ctx, spec, x, w, _States(seen, scales), kept)
+            states = _States(tensors[:3], tensors[3:6], tensors[6:9])
+            return _forward(ctx, spec, x, w, states, tensors[9:])
 
         @staticmethod
         @linear_input.without_autocast
@@ -358,11 +379,12 @@ def _bind(spec: _Spec) -> type[torch.autograd.Function]:
 
 
 class _States(NamedTuple):
-    """Of each of ROLES, the observation of its state in this pass, float32 [3] or None, and its
-    scale or None."""
+    """Of each of ROLES, the observation of its state in this pass, float32 [3] or None, its scale
+    or None, and a guess of its scale or None."""
 
     seen: Sequence[torch.Tensor | None]
     scales: Sequence[torch.Tensor | None]
+    guesses: Sequence[torch.Tensor | None] = (None, None, None)
 
 
 def _forward(
@@ -422,11 +444,11 @@ def _operand(
     place = ROLES.index(role)
     seen, scale = states.seen[place], states.scales[place]
     if role in spec.pairs and choice.resolve(spec.kernels, x.device):
-        uses = spec.pairs[role]
+        uses, guess = spec.pairs[role], states.guesses[place]
         if whole is None:
-            pair = both_orders.quantize(x, uses, scale)
+            pair = both_orders.quantize(x, uses, scale, guess=guess)
         else:
-            pair = recent_cast.quantize(whole, x, uses, scale)
+            pair = recent_cast.quantize(whole, x, uses, scale, guess)
         if seen is not None:
             assert pair.parts is not None
             casts.merge_(seen, pair.parts)

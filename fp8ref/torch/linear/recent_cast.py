@@ -40,7 +40,11 @@ _recent = _Recent()
 
 
 def quantize(
-    x: torch.Tensor, rows: torch.Tensor, uses: tuple[Use, Use], scale: torch.Tensor | None
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    uses: tuple[Use, Use],
+    scale: torch.Tensor | None,
+    guess: torch.Tensor | None = None,
 ) -> Pair:
     """``both_orders.quantize`` of rows [M, K], a view of x [..., K]; the last one again, if neither
     x nor the scale has changed since. A write through ``.data`` is not seen.
@@ -48,13 +52,13 @@ def quantize(
     It is kept until another input is cast, or x is freed.
     """
     if not _is_kept(x, scale):
-        return both_orders.quantize(rows, uses, scale)
+        return both_orders.quantize(rows, uses, scale, guess=guess)
     stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
     key = x._version, None if scale is None else scale._version, uses, stream
     last = _recent.entry
     if last and last.tensor() is x and last.scale is scale and last.key == key:
         return last.pair
-    pair = both_orders.quantize(rows, uses, scale)
+    pair = both_orders.quantize(rows, uses, scale, guess=guess)
     _recent.entry = _Entry(weakref.ref(x, _forget), key, scale, pair)
     return pair
 

@@ -95,7 +95,8 @@ class ConversionPlan:
         weights = [self.linears[name].weight for name in self.linear_recipes]
         weights += [self.grouped[name].weight for name in self.group_recipes]
         weights += [next(m.parameters(recurse=False)) for m in self.mixtures.values()]
-        return {device_of(weight).type for weight in weights}
+        # ``check`` refuses a linear without a weight
+        return {device_of(weight).type for weight in weights if weight is not None}
 
     def check(self, model: nn.Module) -> None:
         """ValueError for what cannot be converted, as ``convert`` says; nothing is changed."""

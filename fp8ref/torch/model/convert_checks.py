@@ -110,7 +110,8 @@ def what_is_lost(linear: nn.Linear, kinds: tuple[type[nn.Linear], ...]) -> str:
             *linear.named_children(),
         )
     }
-    more = sorted(held - {"weight", "bias"} - ({"states"} if isinstance(linear, Linear) else set()))
+    own = {"states", "input_guess", "weight_guess"} if isinstance(linear, Linear) else set()
+    more = sorted(held - {"weight", "bias"} - own)
     if more:
         return f"holds {', '.join(more)} next to weight and bias, which would be lost"
     return ""

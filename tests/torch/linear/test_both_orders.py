@@ -21,7 +21,7 @@ POWERS = CastSpec(fmt=E4M3FN, policy=POLICIES["torchao_pow2"])
 _GEMM = GemmSpec(a=POWERS, b=POWERS, accumulate="slow")
 IN_POWERS = Recipe(name="in powers", output=_GEMM, grad_input=_GEMM, grad_weight=_GEMM)
 
-CAST = ["tensorwise", "delayed", "rowwise", "blockwise", IN_POWERS]
+CAST = ["tensorwise", "delayed", "rowwise", "blockwise", "tensorwise_pow2", IN_POWERS]
 """Recipes of which kernels cast every operand."""
 
 
@@ -33,7 +33,7 @@ def test_steps_have_the_bits_of_plain_operations(recipe):
     assert all(torch.equal(a, b) for a, b in zip(plain, by_kernels, strict=True))
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "tensorwise_pow2"])
 def test_compiled_steps_have_the_bits_of_plain_operations(recipe):
     plain, by_kernels = steps(recipe, "plain"), steps(recipe, "triton", compiles=True)
     assert all(torch.equal(a, b) for a, b in zip(plain, by_kernels, strict=True))

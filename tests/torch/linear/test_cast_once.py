@@ -51,8 +51,8 @@ def test_the_weight_is_cast_once(monkeypatch):
     assert shapes.count((48, 64)) == 2
 
 
-def test_steps_recompile_nothing(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+@torch._dynamo.config.patch(error_on_recompile=True)
+def test_steps_recompile_nothing():
     torch._dynamo.reset()
     layers = model()
     run = torch.compile(layers, backend="aot_eager", fullgraph=True)
