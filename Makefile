@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALL := -m pip install --disable-pip-version-check --no-compile
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo demo-full test slow faults gpu $(addprefix gpu-,probe tests bench-torch bench-jax parity) wheels extras newest exhaustive bench bench-jax bench-torch bench-optimizer bench-losses bench-attention-losses bench-attention-first-steps bench-attention-speed bench-attention-rate bench-trainer bench-simulated findings compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses support house lint release-check
+.PHONY: setup demo demo-full test slow faults gpu $(addprefix gpu-,kernels profile bench-torch bench-jax probe tests parity) wheels extras newest exhaustive bench bench-jax bench-torch bench-optimizer bench-losses bench-attention-losses bench-attention-first-steps bench-attention-speed bench-attention-rate bench-trainer bench-simulated findings compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses support house lint release-check
 
 setup: .venv/ready
 
@@ -42,10 +42,11 @@ faults: setup
 
 # On a machine with a GPU, where nothing is fetched: GPU_PYTHON has PyTorch and JAX, wheels/ the rest, as 'make wheels' fetched it elsewhere.
 # What a part has done it does not do again, but for the tests: 'make gpu' goes on where it was cut off, and runs every part whatever became of
-# those before it. 'make gpu PART=probe' is one part, of less than 9 minutes; it fails with 1 where something failed, with 3 where time ran out.
+# those before it, the most wanted first. 'make gpu PART=probe' is one part, of less than 9 minutes; it fails with 1 where something failed, with 3
+# where time ran out.
 GPU_PYTHON ?= python3
 ON_GPU = JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.gpu-jax PYTHONPATH=$(CURDIR):$(CURDIR)/.gpu-site$(if $(PYTHONPATH),:$(PYTHONPATH)) $(GPU_PYTHON)
-GPU_PARTS := probe tests bench-torch bench-jax parity
+GPU_PARTS := kernels profile bench-torch bench-jax probe tests parity
 ifneq ($(filter-out $(GPU_PARTS),$(PART)),)
 $(error PART is one of $(GPU_PARTS); got $(PART))
 endif
@@ -63,6 +64,16 @@ $(GPU_SITE):
 	$(if $(wildcard wheels/*.whl),$(GPU_PYTHON) -m pip install --disable-pip-version-check -q --no-index --no-deps --target .gpu-site wheels/*.whl)
 	$(ON_GPU) -c 'import fp8ref.jax, fp8ref.torch, fp8ref.train.loop, gfloat, hypothesis, matplotlib, mmaemu, pytest'
 	touch $@
+
+# Both frameworks, whatever became of the first: $(call gpu-both,OPTIONS,SECONDS)
+gpu-both = failed=0; for framework in torch jax; do \
+$(ON_GPU) benchmarks/gpu/gpu_$$framework.py $(1) --budget $(2) --resume || failed=$$?; done; exit $$failed
+
+gpu-kernels: $(GPU_SITE)
+	@$(call gpu-both,--section bits --section kernels,230)
+
+gpu-profile: $(GPU_SITE)
+	@$(call gpu-both,--section profile,230)
 
 gpu-probe: $(GPU_SITE)
 	$(ON_GPU) benchmarks/gpu/gpu_probe.py --budget 300 --jobs 6

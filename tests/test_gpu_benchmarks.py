@@ -2,13 +2,18 @@
 a GPU's.
 """
 
+import contextlib
+import functools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import command
@@ -17,7 +22,7 @@ from fp8ref.recipe import RECIPES
 from measuring import results, rounding, timing
 from measuring.results import RefusedError, Results
 from measuring.timing import Budget, Rounds, Wall
-from reporting import breakdown, estimates, ledger, targets
+from reporting import breakdown, estimates, ledger, report, targets
 from reporting.breakdown import Event
 from reporting.ledger import Ceilings
 
@@ -265,6 +270,145 @@ def test_another_function_is_not_timed():
             rounding.check(wrong, rounding.LINEAR)
 
 
+def test_bits_of_a_kernel_that_casts_otherwise_are_counted():
+    """A run that flips a bit of one transposed code, and one that writes another NaN."""
+    pytest.importorskip("triton")
+    from measuring import kernel_cases
+
+    def run(launch, inputs, outputs):
+        case = next(case for case in wanted if case[0].launch == launch)
+        written = [np.array(x) for x in case[1]]
+        if case[0].name.startswith("cast"):
+            written[1][3, 0] ^= 1
+        if case[0].name.startswith("blocks"):
+            nans = np.isnan(written[2])
+            written[2] = np.where(nans, -np.float32(np.nan), written[2])
+        return written
+
+    shape = 4, 128
+    wanted = [case for fmt in kernel_cases.FORMATS for case in kernel_cases.exact(shape, fmt)]
+    rows = kernel_cases.bits(run, [shape])
+    assert [row["differ"] for row in rows] == [1, 0, 0, 0] * 2
+    assert results.failed({"bits": rows}) == [
+        f"cast {fmt}, 4 x 128: 1 codes or scales differ from the simulator's"
+        for fmt in kernel_cases.FORMATS
+    ]
+
+
+def test_bytes_of_a_kernel_are_those_of_its_inputs_and_outputs():
+    pytest.importorskip("triton")
+    from measuring import kernel_cases
+
+    cast, amax, *_ = kernel_cases.cases((256, 128))
+    # 2 bytes read, 1 written in each order, a scale, an amax of each of four tiles
+    assert cast.bytes == 256 * 128 * 4 + 4 + 4 * 4
+    assert amax.bytes == 256 * 128 * 2 + 4 * 4
+    (row,) = kernel_cases.rates(amax, [{"name": "a", "seconds": 0.5}])
+    assert row["bytes_per_second"] == 2 * amax.bytes
+
+
+class AnyBench:
+    """Compiles nothing."""
+
+    def __init__(self):
+        self.wholes = []
+
+    def compiled(self, function, *, whole=True):
+        self.wholes.append(whole)
+        return function
+
+
+@pytest.mark.parametrize("entry", ["autocast", "fp8_autocast"])
+def test_transformer_engines_linears_have_the_same_weights_and_run_under_its_recipe(
+    monkeypatch, entry
+):
+    """By modules with its names, old and new."""
+    from torch import nn
+
+    from on_torch import variants
+
+    class Linear(nn.Linear):
+        def __init__(self, inputs, outputs, *, bias, params_dtype, device):
+            super().__init__(inputs, outputs, bias=bias, dtype=params_dtype, device=device)
+
+    @contextlib.contextmanager
+    def autocast(recipe=None, fp8_recipe=None):
+        under.append((recipe or fp8_recipe).name)
+        yield
+        under.pop()
+
+    names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.common")
+    modules = {name: types.ModuleType(name) for name in names}
+    modules[names[1]].Linear, under = Linear, []
+    setattr(modules[names[1]], entry, autocast)
+    modules[names[0]].pytorch = modules[names[1]]
+    modules[names[2]].recipe = types.SimpleNamespace(
+        DelayedScaling=lambda: types.SimpleNamespace(name="delayed")
+    )
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    (variant, _), bench = variants.BY_NVIDIA, AnyBench()
+    model = nn.Sequential(nn.Linear(4, 2, bias=False))
+    weight = model[0].weight
+    made = variants.convert(model, variant)
+    assert isinstance(made[0], Linear)
+    assert made[0].weight is weight
+    run = variants.compiled(bench, lambda x: (x, list(under)), variant)
+    assert run(1) == (1, ["delayed"])
+    assert variants.compiled(bench, lambda: list(under), "bf16")() == []
+    assert bench.wholes == [False, True]
+
+
+def test_gemms_that_tell_ceilings_write_bfloat16_on_a_gpu():
+    """As they are lowered for one: a float32 result would be rounded by a second kernel."""
+    import jax
+    import jax.numpy as jnp
+
+    from on_jax import ceilings
+
+    one, shape = jax.ShapeDtypeStruct((), jnp.float32), (64, 64)
+    fp8 = functools.partial(ceilings.multiplied, accumulate="fast")
+    rows = [jax.ShapeDtypeStruct(size, jnp.float32) for size in ((64, 1), (1, 64))]
+    for function, dtype, scales in (
+        (ceilings.multiplied_hp, jnp.bfloat16, []),
+        (fp8, jnp.float8_e4m3fn, [one, one]),
+        (fp8, jnp.float8_e4m3fn, rows),
+    ):
+        operand = jax.ShapeDtypeStruct(shape, dtype)
+        traced = jax.jit(function).trace(operand, operand, *scales)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        written = re.findall(r"stablehlo\.dot_general.*-> tensor<64x64x(\w+)>", text)
+        assert written == ["bf16"], text
+
+
+def test_what_a_program_computes_twice_is_not_timed():
+    """XLA computes once what two calls of a chain have in common."""
+    from on_jax import ceilings
+
+    with pytest.raises(AssertionError):
+        ceilings.rotated(AnyBench(), lambda a: a, [(1.0,)], chained=2)
+
+
+def test_linears_of_one_input_read_one_state_as_in_the_trainer():
+    import jax.numpy as jnp
+
+    from on_jax.variants import Variant
+
+    variant = Variant("fp8ref delayed")
+    state = variant.initial(["attn.q_proj", "attn.k_proj", "attn.o_proj"])
+    read = {}
+
+    def function(params, x, run):
+        read.update(run.state)
+        return x
+
+    x = jnp.ones((2, 2))
+    variant.gradients(function, x, x, x, state)
+    first, second, other = (read[name]["input"] for name in state)
+    assert second is first is state["attn.q_proj"]["input"]
+    assert other is state["attn.o_proj"]["input"]
+
+
 def test_what_was_reached_is_what_estimates_take(tmp_path):
     rates = {
         "bf16_flops": 7.5e14,
@@ -468,7 +612,7 @@ def test_a_dry_run_does_not_write_where_results_are_kept(refused):
 
 def check(section):
     """Every row has finite, positive ratios, but for the profile, which has times alone."""
-    for key in ("rows", "gemms", "copy", "launches"):
+    for key in ("rows", "gemms", "copy", "launches", "kernels"):
         for row in section.get(key, []):
             for value in (
                 [row["seconds"]]
@@ -515,9 +659,17 @@ def test_every_section_dry(backend, tmp_path):
         check(section)
     linears = {name for name in data["sections"] if name.startswith("linear:")}
     assert linears == {"linear:q_o", "linear:k_v", "linear:gate_up", "linear:down"}
-    assert len(data["ledger"]) == 5 * len(linears)
+    assert len(data["ledger"]) == (1 + len(report.OURS)) * len(linears)
     assert {t["verdict"] for t in data["targets"]} == {"dry"}
     assert all(t["value"] > 0 for t in data["targets"])
+    bits = data["sections"]["bits"]["bits"]
+    assert len(bits) == 16
+    assert all(row["differ"] == 0 for row in bits)
+    kernels = data["sections"]["kernels"]["kernels"]
+    assert len(kernels) == 2 * 7
+    assert all(row["bytes_per_second"] > 0 for row in kernels)
+    shapes = {name: data["sections"][f"shape:{name}"] for name in ("4x2048", "70b")}
+    assert [(of["sequences"], of["layers"]) for of in shapes.values()] == [(4, 2), (1, 1)]
     rows = {row["name"]: row["kinds"] for row in data["sections"]["profile"]["rows"]}
     assert list(rows)[:2] == ["bf16", "fp8ref tensorwise"]
     if backend == "torch":  # of a CPU, XLA's names tell no FP8

@@ -2,13 +2,16 @@
 
 Usage: python benchmarks/gpu/gpu_torch.py [--section NAME ...] [--budget SECONDS] [--resume]
 
-    ceilings     large GEMMs, a copy, launches
+    bits         codes and scales of fp8ref's kernels next to the simulator's, of all bfloat16
+    kernels      the bandwidth that these kernels reach, and inductor's of the same operations
+    profile      the four blocks' step by kind of kernel
     blocks:...   a step of four Llama-8B blocks at 1 x 8192, optimizer included, by each recipe;
-                 torchao used directly next to it
+                 torchao and Transformer Engine used directly next to it
+    shape:...    the same at 4 x 2048, and a step of a Llama-70B block
+    ceilings     large GEMMs, a copy, launches
     linear:...   forward and backward of a Llama-8B block's linears on 8,192 tokens, and their GEMMs
                  alone, for the ledger
     small        a step of a model an eighth as wide, where FP8 should lose
-    profile      the four blocks' step by kind of kernel
 
 Ratios are of one run: variants take turns, and times are medians of CUDA events, of random data. A
 finished section is written at once, and --resume goes on with those that are missing, on the same
@@ -31,18 +34,35 @@ from measuring import environment, results, sizes
 from measuring.results import RefusedError, Results
 from measuring.sizes import Sizes
 from measuring.timing import Budget, Wall
-from on_torch import blocks, ceilings, linears, profile
+from on_torch import blocks, ceilings, kernels, linears, profile
 from on_torch.bench import Bench
 from on_torch.clock import Events
-from on_torch.variants import MINIMAL, TORCHAO
+from on_torch.variants import MINIMAL, PLAIN, TORCHAO, TRANSFORMER_ENGINE
 from reporting import estimates, report
 from reporting.report import OURS
 from reporting.targets import Target
 
-PACKAGES = ("torch", "torchao", "triton", "nvidia-cublas", "nvidia-cudnn-cu13")
-NEEDED = {"ceilings": 40, "linear": 120, "blocks": 150, "small": 150, "profile": 60}
+PACKAGES = (
+    "torch",
+    "torchao",
+    "triton",
+    "transformer-engine",
+    "nvidia-cublas",
+    "nvidia-cudnn-cu13",
+)
+NEEDED = {
+    "bits": 40,
+    "kernels": 160,
+    "profile": 60,
+    "blocks": 180,
+    "shape": 200,
+    "ceilings": 40,
+    "linear": 150,
+    "small": 200,
+}
 TARGETS = (
-    Target(section="blocks:tensorwise", name="fp8ref tensorwise", over="bf16", at_least=1.40),
+    Target(section="blocks:tensorwise", name="fp8ref tensorwise", over="bf16", at_least=1.35),
+    Target(section="blocks:delayed", name="fp8ref delayed", over="bf16", at_least=1.45),
     Target(section="blocks:rowwise", name="fp8ref rowwise", over="bf16", at_least=1.20),
     *(
         Target(section=f"blocks:{r}", name=f"fp8ref {r}", over=f"torchao {r}", at_least=1.0)
@@ -55,19 +75,22 @@ def suite(of: Sizes) -> Suite:
     shapes = {
         name.rpartition(".")[2]: shape for name, shape in llama.linear_shapes(of.blocks).items()
     }
-    found: dict[str, Callable[[Bench], dict]] = {"ceilings": ceilings.run}
-    for recipe in OURS:
-        variants = [
-            "bf16",
-            "bf16 again",
-            f"fp8ref {recipe}",
-            *([f"torchao {recipe}"] if recipe in TORCHAO else []),
-        ]
-        if recipe == "tensorwise":
-            variants.append(MINIMAL)
-        found[f"blocks:{recipe}"] = functools.partial(
-            blocks.run, config=of.blocks, tokens=of.tokens, variants=variants
-        )
+    found: dict[str, Callable[[Bench], dict]] = {
+        "bits": kernels.bits,
+        "kernels": kernels.run,
+        "profile": profile.run,
+    }
+    for recipe in (*report.FIRST, "blockwise"):
+        found[f"blocks:{recipe}"] = _blocks(of, recipe)
+    by_shape = ["bf16", "bf16 again", "fp8ref tensorwise", "fp8ref delayed", "torchao tensorwise"]
+    by_shape += TRANSFORMER_ENGINE
+    found["shape:4x2048"] = functools.partial(
+        blocks.run, config=of.blocks, shape=(4, of.tokens // 4), variants=by_shape
+    )
+    found["shape:70b"] = functools.partial(
+        blocks.run, config=of.large, shape=(1, of.tokens), variants=by_shape
+    )
+    found["ceilings"] = ceilings.run
     for linear, section in report.LINEARS.items():
         found[section] = functools.partial(linears.run, shape=(of.tokens, *shapes[linear]))
     variants = [
@@ -78,9 +101,10 @@ def suite(of: Sizes) -> Suite:
         MINIMAL,
     ]
     found["small"] = functools.partial(
-        blocks.run, config=of.small, tokens=of.small_tokens, variants=variants
+        blocks.run, config=of.small, shape=(1, of.small_tokens), variants=variants
     )
-    found["profile"] = profile.run
+    for recipe in OURS[len(report.FIRST) :]:
+        found[f"blocks:{recipe}"] = _blocks(of, recipe)
     return Suite(
         sections=found,
         needed=NEEDED,
@@ -88,6 +112,15 @@ def suite(of: Sizes) -> Suite:
         of_floor=("tensorwise", "rowwise"),
         how="inductor",
     )
+
+
+def _blocks(of: Sizes, recipe: str) -> Callable[[Bench], dict]:
+    """A section of blocks: a recipe and its peers."""
+    variants = ["bf16", "bf16 again", f"fp8ref {recipe}", f"fp8ref {recipe}{PLAIN}"]
+    variants += [f"torchao {recipe}"] if recipe in TORCHAO else []
+    variants += [MINIMAL] if recipe == "tensorwise" else []
+    variants += [name for name in TRANSFORMER_ENGINE if name.endswith(f" {recipe}")]
+    return functools.partial(blocks.run, config=of.blocks, shape=(1, of.tokens), variants=variants)
 
 
 def bench(given: argparse.Namespace) -> Bench:

@@ -98,10 +98,17 @@ def _weight(key: jax.Array, shape: tuple[int, int], scale: float) -> jax.Array:
     return (jax.random.normal(key, shape, jnp.float32) * scale).astype(jnp.bfloat16)
 
 
-def run(bench: Bench, config: LlamaConfig, tokens: int, variants: Sequence[str]) -> dict:
-    """Rows of steps, ``speedup`` over bfloat16."""
-    shape = 1, tokens, config.hidden_size
-    sets = [(bench.random(*shape), bench.random(*shape, scale=1e-3)) for _ in range(SETS)]
+def inputs(bench: Bench, config: LlamaConfig, shape: tuple[int, int]) -> list:
+    """Inputs of blocks and gradients of their outputs, [sequences, tokens, hidden], to be
+    rotated.
+    """
+    whole = *shape, config.hidden_size
+    return [(bench.random(*whole), bench.random(*whole, scale=1e-3)) for _ in range(SETS)]
+
+
+def run(bench: Bench, config: LlamaConfig, shape: tuple[int, int], variants: Sequence[str]) -> dict:
+    """Rows of steps, ``speedup`` over bfloat16. shape: sequences, and tokens of each."""
+    sets = inputs(bench, config, shape)
     models: dict[str, Blocks] = {}
     errors: dict[str, str] = {}
     memory: dict[str, int | None] = {}
@@ -122,7 +129,8 @@ def run(bench: Bench, config: LlamaConfig, tokens: int, variants: Sequence[str])
     )
     measured.errors.update(errors)
     return {
-        "tokens": tokens,
+        "sequences": shape[0],
+        "tokens": shape[1],
         "layers": config.num_hidden_layers,
         "hidden": config.hidden_size,
         "parameters": "bfloat16",

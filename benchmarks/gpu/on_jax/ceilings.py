@@ -2,17 +2,20 @@
 nothing.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8ref.formats import by_name
+from fp8ref.jax.gemm import gemm as products
+from fp8ref.jax.quantize.scaling import Quantized
 from measuring import timing
 from on_jax.bench import Bench
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-FAST, SLOW = lax.Precision.DEFAULT, lax.Precision.HIGHEST
 RATES = {  # keys of ``ceilings`` and the GEMMs that they are read off
     "bf16_flops": "bf16",
     "fp8_flops": "tensorwise fast",
@@ -48,30 +51,63 @@ def run(bench: Bench) -> dict:
 
 
 def gemm(
-    bench: Bench, shape: tuple[int, int, int], types, precision, *, scales: str, chained: int = 1
+    bench: Bench,
+    shape: tuple[int, int, int],
+    types,
+    accumulate: str,
+    *,
+    scales: str,
+    chained: int = 1,
 ) -> timing.Call:
     """[M, K] by [N, K], both contiguous along K, scaled ("tensorwise", "rowwise", "unit") and
     rounded to bfloat16; so many of them a call.
     """
     m, n, k = shape
-    count = timing.sets(2 * (m * k + n * k + m * n))
+    count = max(chained, timing.sets(2 * (m * k + n * k + m * n)))
     pairs = [
         (bench.codes(m, k, dtype=types[0]), bench.codes(n, k, dtype=types[1])) for _ in range(count)
     ]
-    given = {"tensorwise": ((), ()), "unit": ((), ()), "rowwise": ((m, 1), (1, n))}[scales]
+    given = ((m, 1), (1, n)) if scales == "rowwise" else ((), ())
     rows, columns = (jnp.full(s, 1.0 if scales == "unit" else 1.2e-3, jnp.float32) for s in given)
-
-    def multiply(a, b, rows, columns):
-        out = dot(a, b, 1, 1, precision)
-        return (out if scales == "unit" else out * rows * columns).astype(jnp.bfloat16)
-
+    multiply = functools.partial(multiplied, accumulate=accumulate)
     return rotated(bench, multiply, pairs, rows, columns, chained=chained)
+
+
+def multiplied_hp(a: jax.Array, b: jax.Array, axes: tuple[int, int] = (-1, -1)) -> jax.Array:
+    """A GEMM in bfloat16, reduced along these axes, that writes bfloat16."""
+    return products.matmul_hp(a, b, axes=axes, out_dtype=jnp.bfloat16)
+
+
+def multiplied(
+    a: jax.Array, b: jax.Array, rows: jax.Array, columns: jax.Array, *, accumulate: str
+) -> jax.Array:
+    """A GEMM that writes bfloat16, as fp8ref's linears have it: XLA gives cuBLASLt's the scales of
+    tensors; those of rows and columns multiply its result in a kernel of their own.
+    """
+    by_tensor = not rows.ndim
+    one = jnp.ones((), jnp.float32)
+    a, b = (
+        Quantized(
+            codes=codes,
+            scale=one,
+            scale_inv=scale if by_tensor else one,
+            fmt=by_name(codes.dtype.name.removeprefix("float8_")),
+            granularity="tensorwise",
+            axis=1,
+        )
+        for codes, scale in ((a, rows), (b, columns))
+    )
+    out = products.matmul(a, b, accumulate=accumulate, out_dtype=jnp.bfloat16)
+    return out if by_tensor else (out * rows * columns).astype(jnp.bfloat16)
 
 
 def rotated(
     bench: Bench, function: Callable, pairs: Sequence, *more: jax.Array, chained: int = 1
 ) -> timing.Call:
-    """A call is a program of so many calls of function(*pair, *more), on pairs that are rotated."""
+    """A call is a program of so many calls of function(*pair, *more), on pairs that are rotated:
+    different ones, or XLA would compute once what is asked for twice.
+    """
+    assert len(pairs) >= chained, (len(pairs), chained)
 
     def chain(pairs, *more):
         return [function(*pair, *more) for pair in pairs]
@@ -81,28 +117,20 @@ def rotated(
     return lambda i: f(taken[i % len(pairs)], *more)
 
 
-def dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int, precision) -> jax.Array:
-    return lax.dot_general(
-        a,
-        b,
-        (((axis_a,), (axis_b,)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-
-
 def gemms(bench: Bench) -> dict[str, timing.Call]:
     size = bench.sizes.square
-    shape, hp = (size, size, size), (jnp.bfloat16, jnp.bfloat16)
+    shape = size, size, size
     count = timing.sets(6 * size * size)
     pairs = [(bench.random(size, size), bench.random(size, size)) for _ in range(count)]
-    product = bench.compiled(lambda a, b: dot(a, b, 1, 1, FAST).astype(hp[0]), *pairs[0])
+    product = bench.compiled(multiplied_hp, *pairs[0])
     return {
         "bf16": lambda i: product(*pairs[i % count]),
-        "tensorwise fast": gemm(bench, shape, (E4M3, E4M3), FAST, scales="tensorwise"),
-        "tensorwise slow": gemm(bench, shape, (E4M3, E4M3), SLOW, scales="tensorwise"),
-        "tensorwise slow, e5m2 x e4m3": gemm(bench, shape, (E5M2, E4M3), SLOW, scales="tensorwise"),
-        "rowwise fast": gemm(bench, shape, (E4M3, E4M3), FAST, scales="rowwise"),
+        "tensorwise fast": gemm(bench, shape, (E4M3, E4M3), "fast", scales="tensorwise"),
+        "tensorwise slow": gemm(bench, shape, (E4M3, E4M3), "slow", scales="tensorwise"),
+        "tensorwise slow, e5m2 x e4m3": gemm(
+            bench, shape, (E5M2, E4M3), "slow", scales="tensorwise"
+        ),
+        "rowwise fast": gemm(bench, shape, (E4M3, E4M3), "fast", scales="rowwise"),
     }
 
 

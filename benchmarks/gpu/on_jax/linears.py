@@ -2,6 +2,7 @@
 it alone, for the ledger.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -105,7 +106,7 @@ def product(bench: Bench, shape: tuple[int, int, int], which: Gemm, spec: GemmSp
     # what is reduced is a tensor's first axis in part of the GEMMs
     if spec.a is None or spec.b is None:
         first, second = REDUCED_AXES[which]
-        count = timing.sets(2 * (m * k + n * k + m * n))
+        count = max(CHAINED, timing.sets(2 * (m * k + n * k + m * n)))
         pairs = [
             (
                 bench.random(*((m, k) if first else (k, m))),
@@ -114,9 +115,8 @@ def product(bench: Bench, shape: tuple[int, int, int], which: Gemm, spec: GemmSp
             for _ in range(count)
         ]
 
-        def multiply(a, b):
-            return ceilings.dot(a, b, first, second, ceilings.FAST).astype(jnp.bfloat16)
-
+        axes = first - 2, second - 2  # of [rows, columns], from the end
+        multiply = functools.partial(ceilings.multiplied_hp, axes=axes)
         return ceilings.rotated(bench, multiply, pairs, chained=CHAINED)
     scales = (
         "unit"
@@ -125,12 +125,11 @@ def product(bench: Bench, shape: tuple[int, int, int], which: Gemm, spec: GemmSp
         if spec.rowwise
         else "tensorwise"
     )
-    precision = ceilings.FAST if spec.accumulate == "fast" else ceilings.SLOW
     return ceilings.gemm(
         bench,
         (m, n, k),
         [DTYPES[cast.fmt.name] for cast in (spec.a, spec.b)],
-        precision,
+        spec.accumulate,
         scales=scales,
         chained=CHAINED,
     )

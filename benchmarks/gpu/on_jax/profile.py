@@ -10,8 +10,8 @@ from jax.profiler import ProfileData
 
 from measuring import timing
 from on_jax.bench import Bench
-from on_jax.blocks import SETS, Blocks
-from on_jax.variants import FLAX
+from on_jax.blocks import Blocks, inputs
+from on_jax.variants import BY_TRITON, FLAX, OTHERS, QWIX
 from reporting import breakdown
 from reporting.breakdown import Event
 
@@ -20,10 +20,12 @@ NEEDED = 25  # seconds of a variant, compiling included
 VARIANTS = (
     "bf16",
     "fp8ref tensorwise",
-    FLAX,
-    "fp8ref rowwise",
     "fp8ref delayed",
-    "fp8ref rowwise_with_gw_hp",
+    FLAX,
+    *BY_TRITON,
+    *([QWIX] if QWIX in OTHERS else []),
+    "fp8ref rowwise_native",
+    "fp8ref rowwise",
 )
 # a plane of a profile, and how its lines that hold kernels begin
 ON_DEVICE, STREAM = ("/device:GPU:0", "Stream")
@@ -33,8 +35,7 @@ ON_HOST, POOL = "/host:CPU", "tf_"  # of a dry run: XLA's threads
 def run(bench: Bench) -> dict:
     """Rows: seconds of a step by kind (``breakdown.NAMES``), and the longest kernels by name."""
     config, rows = bench.sizes.blocks, []
-    shape = 1, bench.sizes.tokens, config.hidden_size
-    sets = [(bench.random(*shape), bench.random(*shape, scale=1e-3)) for _ in range(SETS)]
+    sets = inputs(bench, config, (1, bench.sizes.tokens))
     for variant in VARIANTS:
         if bench.budget.left < NEEDED and not bench.dry:
             rows.append({"name": variant, "error": "no time was left"})

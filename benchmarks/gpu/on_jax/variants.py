@@ -1,10 +1,12 @@
 """Linears that are compared in JAX: fp8ref's by each recipe (bfloat16 one of them), Flax's
-Fp8DirectDotGeneralOp, and a minimal tensorwise one.
+Fp8DirectDotGeneralOp, a minimal tensorwise one, and qwix's where it is installed.
 
 Each is a ``Pass`` through fp8ref's own layers, which ask it for their linears; what a kind of
-linear keeps between steps is its state.
+linear keeps between steps is its state. All compile with the options of the trainer's step, except
+those whose name says otherwise.
 """
 
+import importlib.util
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,12 +19,19 @@ from jax import lax
 
 from fp8ref.jax import delayed
 from fp8ref.recipe import RECIPES
+from fp8ref.train.jax.llama import shared_inputs
 from fp8ref.train.jax.llama.forward_pass import Pass
 from fp8ref.train.jax.step import EVERY_ROUNDING
 from reporting.report import OURS
 
 FLAX, MINIMAL, EXACT = "flax Fp8DirectDotGeneralOp", "minimal tensorwise", "bf16, every rounding"
-ALL = ("bf16", "bf16 again", *(f"fp8ref {recipe}" for recipe in OURS), FLAX, MINIMAL)
+QWIX = "qwix tensorwise"
+WITH_TRITON = ", Triton GEMMs"
+"""Ends the name of a variant under XLA's own options, which allow GEMMs in Triton."""
+
+BY_TRITON = tuple(f"{name}{WITH_TRITON}" for name in ("bf16", FLAX))
+OTHERS = (FLAX, MINIMAL, *([QWIX] if importlib.util.find_spec("qwix") else []))
+ALL = ("bf16", "bf16 again", *(f"fp8ref {recipe}" for recipe in OURS), *OTHERS)
 # Flax's collection of scales and histories, whose gradients are their new values
 KEPT = "_overwrite_with_gradient"
 ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
@@ -47,6 +56,15 @@ class MinimalPass(Pass):
         return minimal(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], -1)
 
 
+@dataclass
+class QwixPass(Pass):
+    def linear(self, x: jax.Array, w: jax.Array, recipe, name: str) -> jax.Array:
+        return qwix(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], -1)
+
+
+PASSES = {MINIMAL: MinimalPass, QWIX: QwixPass}
+
+
 class Variant:
     """How one kind of linear is run, differentiated and advanced, and by which attention. state:
     {linear: what it keeps}.
@@ -54,14 +72,17 @@ class Variant:
 
     def __init__(self, name: str, attention: Literal["xla", "cudnn"] = "xla") -> None:
         self.name, self.attention = name, attention
+        self.linears = name.removesuffix(WITH_TRITON)
         kind, _, recipe = name.partition(" ")
         self.recipe = RECIPES[recipe] if kind == "fp8ref" else RECIPES["bf16"]
-        self.turned = name == FLAX  # weights are [K, N]
-        # None: those that fp8ref's trainer compiles with; of flax and the minimal linear, jax's own
-        self.options = {FLAX: {}, MINIMAL: {}, EXACT: EVERY_ROUNDING}.get(name)
+        self.turned = self.linears == FLAX  # weights are [K, N]
+        # None: those that fp8ref's trainer compiles with
+        self.options = (
+            EVERY_ROUNDING if name == EXACT else {} if name.endswith(WITH_TRITON) else None
+        )
 
     def initial(self, linears: list[str]) -> dict:
-        if self.name == FLAX:
+        if self.linears == FLAX:
             return {linear: _flax_state() for linear in linears}
         return {
             linear: delayed.init(self.recipe)
@@ -73,7 +94,7 @@ class Variant:
         """(y, gradient by params, gradient by x, state after the step) of function(params, x, pass)
         -> y, given the gradient by y.
         """
-        if self.name == FLAX:
+        if self.linears == FLAX:
 
             def of_flax(params, x, state):
                 return function(params, x, FlaxPass(given=state, attention=self.attention))
@@ -82,10 +103,12 @@ class Variant:
             by_params, by_x, after = pull(g)
             return y, by_params, by_x, after
 
+        # as the trainer's model does
+        first = shared_inputs.first_readers(dict.fromkeys(state, self.recipe))
+        shared = shared_inputs.states(state, first)
+
         def of(params, x, seen):
-            run = (MinimalPass if self.name == MINIMAL else Pass)(
-                state, dict(seen), attention=self.attention
-            )
+            run = PASSES.get(self.linears, Pass)(shared, dict(seen), attention=self.attention)
             return function(params, x, run), run.seen
 
         unseen = {linear: delayed.unseen(self.recipe) for linear in state}
@@ -148,3 +171,23 @@ def _dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int, precision) -> jax
 
 
 minimal.defvjp(_forward, _backward)
+
+
+def qwix(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [M, K] by w [N, K] -> [M, N] as qwix's provider for training does, a scale for each
+    tensor.
+    """
+    from qwix._src.core import dot_general_qt
+
+    e4m3, e5m2 = "float8_e4m3fn", "float8_e5m2"
+    config = dot_general_qt.DotGeneralQtConfig(
+        lhs_qtype=e4m3,
+        rhs_qtype=e4m3,
+        dlhs_grad_qtype=e5m2,
+        drhs_grad_qtype=e5m2,
+        lhs_disable_channelwise_axes=True,
+        rhs_disable_channelwise_axes=True,
+        dlhs_grad_disable_channelwise_axes=True,
+        drhs_grad_disable_channelwise_axes=True,
+    )
+    return dot_general_qt.dot_general_qt(x, w, (((1,), (1,)), ((), ())), config)

@@ -20,7 +20,7 @@ from fp8ref.train.torch.llama.llama import Layer
 from measuring import rounding, timing
 from on_torch.bench import Bench
 from on_torch.linears import differences
-from on_torch.variants import convert
+from on_torch.variants import BY_NVIDIA, compiled, convert
 
 SETS = 3  # of inputs that are rotated
 MOST = 50  # steps of a row
@@ -39,9 +39,9 @@ class Model:
 
 
 class Blocks:
-    """Blocks of a config on one sequence of so many tokens, from which variants are made."""
+    """Blocks of a config, from which variants are made. shape: sequences, and tokens of each."""
 
-    def __init__(self, bench: Bench, config: LlamaConfig, tokens: int) -> None:
+    def __init__(self, bench: Bench, config: LlamaConfig, shape: tuple[int, int]) -> None:
         self.bench, self.config = bench, config
         with torch.device(bench.device):
             self.shared = nn.ModuleList(
@@ -56,11 +56,11 @@ class Blocks:
         self.optimizer = torch.optim.AdamW(self.shared.parameters(), lr=1e-6, fused=True)
         self.tables = [
             torch.from_numpy(table).to(bench.device)
-            for table in llama.rotary_tables(config, tokens)
+            for table in llama.rotary_tables(config, shape[1])
         ]
-        shape = 1, tokens, config.hidden_size
-        self.xs = [bench.random(*shape).requires_grad_() for _ in range(SETS)]
-        self.gs = [bench.random(*shape, scale=1e-3) for _ in range(SETS)]
+        whole = *shape, config.hidden_size
+        self.xs = [bench.random(*whole).requires_grad_() for _ in range(SETS)]
+        self.gs = [bench.random(*whole, scale=1e-3) for _ in range(SETS)]
 
     def model(self, variant: str) -> Model:
         with torch.device("meta"):
@@ -69,7 +69,7 @@ class Blocks:
             )
         layers.load_state_dict(dict(self.shared.named_parameters()), assign=True)
         convert(layers, variant)
-        forward, tables = self.bench.compiled(called), self.tables
+        forward, tables = compiled(self.bench, called, variant), self.tables
         states = any(delayed.states(layers))
         delayed_checks.unwatch(layers)  # all variants train these weights
 
@@ -88,7 +88,8 @@ class Blocks:
                 delayed.update(layers)
             self.optimizer.zero_grad()
 
-        for i in range(2 if states else 0):  # scales of what they will see
+        # scales of what they will see
+        for i in range(2 if states or variant in BY_NVIDIA else 0):
             forward_backward(i)
             delayed.update(layers)
             self.optimizer.zero_grad()
@@ -120,11 +121,11 @@ def called(layer: nn.Module, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tens
     return layer(h, cos, sin)
 
 
-def run(bench: Bench, config: LlamaConfig, tokens: int, variants: Sequence[str]) -> dict:
+def run(bench: Bench, config: LlamaConfig, shape: tuple[int, int], variants: Sequence[str]) -> dict:
     """Rows of steps, ``speedup`` over bfloat16; host and device together, as a step of training
     takes them.
     """
-    blocks = Blocks(bench, config, tokens)
+    blocks = Blocks(bench, config, shape)
     models: dict[str, Model] = {}
     errors: dict[str, str] = {}
     graphs: dict[str, int] = {}
@@ -150,7 +151,8 @@ def run(bench: Bench, config: LlamaConfig, tokens: int, variants: Sequence[str])
     )
     measured.errors.update(errors)
     return {
-        "tokens": tokens,
+        "sequences": shape[0],
+        "tokens": shape[1],
         "layers": config.num_hidden_layers,
         "hidden": config.hidden_size,
         "parameters": "bfloat16",

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from measuring import timing
 from on_torch.bench import Bench
 from on_torch.blocks import Blocks
-from on_torch.variants import MINIMAL
+from on_torch.variants import MINIMAL, TRANSFORMER_ENGINE
 from reporting import breakdown
 
 STEPS = 3
@@ -19,18 +19,19 @@ NEEDED = 25  # seconds of a variant, compiling included
 VARIANTS = (
     "bf16",
     "fp8ref tensorwise",
+    "fp8ref delayed",
     "torchao tensorwise",
+    *TRANSFORMER_ENGINE,
+    "fp8ref rowwise_native",
     MINIMAL,
     "fp8ref rowwise",
-    "fp8ref delayed",
-    "fp8ref rowwise_with_gw_hp",
 )
 ON_DEVICE, ON_HOST = ("kernel", "gpu_memcpy", "gpu_memset"), ("cpu_op",)
 
 
 def run(bench: Bench) -> dict:
     """Rows: seconds of a step by kind (``breakdown.NAMES``), and the longest kernels by name."""
-    blocks, rows = Blocks(bench, bench.sizes.blocks, bench.sizes.tokens), []
+    blocks, rows = Blocks(bench, bench.sizes.blocks, (1, bench.sizes.tokens)), []
     for variant in VARIANTS:
         if bench.budget.left < NEEDED and not bench.dry:
             rows.append({"name": variant, "error": "no time was left"})

@@ -1,21 +1,34 @@
-"""Linears that are compared: bfloat16, fp8ref's by each recipe, torchao used directly, and a
-minimal tensorwise one as written by hand.
+"""Linears that are compared: bfloat16, fp8ref's by each recipe, torchao used directly, a minimal
+tensorwise one as written by hand, and Transformer Engine's where it is installed.
 """
+
+import importlib.util
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from torchao.float8 import Float8LinearConfig, Float8LinearRecipeName, convert_to_float8_training
 
 from fp8ref import torch as ft
+from on_torch.bench import Bench
 from reporting.report import OURS
 
 TORCHAO = tuple(name.value for name in Float8LinearRecipeName)
 MINIMAL = "minimal tensorwise"
+PLAIN = ", plain"  # ends the name of a variant whose casts are plain operations
+BY_NVIDIA = {
+    "Transformer Engine delayed": "DelayedScaling",
+    "Transformer Engine tensorwise": "Float8CurrentScaling",
+}
+"""{variant: Transformer Engine's recipe}."""
+
+TRANSFORMER_ENGINE = tuple(BY_NVIDIA if importlib.util.find_spec("transformer_engine") else ())
 ALL = (
     "bf16",
     "bf16 again",
     *(f"fp8ref {recipe}" for recipe in OURS),
     *(f"torchao {recipe}" for recipe in TORCHAO),
+    *TRANSFORMER_ENGINE,
     MINIMAL,
 )
 
@@ -24,15 +37,53 @@ def convert(model: nn.Module, variant: str) -> nn.Module:
     """The model with its linears exchanged for those of a variant, of the very same Parameters."""
     kind, _, recipe = variant.partition(" ")
     if kind == "fp8ref":
-        return ft.convert(model, recipe)
+        plain = recipe.endswith(PLAIN)
+        return ft.convert(model, recipe.removesuffix(PLAIN), kernels="plain" if plain else "auto")
     if kind == "torchao":
         return convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
-    if kind == "minimal":
+    if kind in ("minimal", "Transformer"):
+        made = MinimalLinear if kind == "minimal" else transformer_engine_linear
         for name, module in list(model.named_modules()):
             if isinstance(module, nn.Linear):
                 parent, _, key = name.rpartition(".")
-                setattr(model.get_submodule(parent), key, MinimalLinear(module))
+                setattr(model.get_submodule(parent), key, made(module))
     return model
+
+
+def transformer_engine_linear(linear: nn.Linear) -> nn.Module:
+    """Transformer Engine's, of the same Parameter."""
+    import transformer_engine.pytorch as te
+
+    made = te.Linear(
+        linear.in_features,
+        linear.out_features,
+        bias=False,
+        params_dtype=linear.weight.dtype,
+        device="meta",
+    )
+    made.weight = linear.weight
+    return made
+
+
+def compiled(bench: Bench, function: Callable, variant: str) -> Callable:
+    """A function of a variant's model, compiled as one graph; under Transformer Engine's recipe,
+    between its layers, which dynamo leaves out.
+    """
+    run = bench.compiled(function, whole=variant not in BY_NVIDIA)
+    if variant not in BY_NVIDIA:
+        return run
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe as recipes
+
+    recipe = getattr(recipes, BY_NVIDIA[variant])()
+
+    def under_recipe(*arguments):
+        # renamed in Transformer Engine 2.8
+        new = hasattr(te, "autocast")
+        with te.autocast(recipe=recipe) if new else te.fp8_autocast(fp8_recipe=recipe):
+            return run(*arguments)
+
+    return under_recipe
 
 
 def quantized(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,13 +4,20 @@ from collections.abc import Sequence
 
 from fp8ref.estimate.kernels import Fusion
 from fp8ref.recipe import RECIPES
+from measuring import kernel_cases
 from reporting import breakdown, ledger, tables, targets
 from reporting.ledger import Ceilings
 from reporting.tables import Rows
 from reporting.targets import Target
 
 FLOOR_AT_LEAST = 0.8
-OURS = tuple(name for name, r in RECIPES.items() if r.fp8 and not r.in_blocks)
+FIRST = ("tensorwise", "delayed", "rowwise_native")
+OURS = (
+    *FIRST,
+    *(name for name, r in RECIPES.items() if r.fp8 and not r.in_blocks and name not in FIRST),
+)
+"""Recipes with FP8 GEMMs in both frameworks, the most wanted first."""
+
 LINEARS = {  # of a block: the section that measures its shape
     "q_proj": "linear:q_o",
     "k_proj": "linear:k_v",
@@ -84,6 +91,19 @@ def markdown(data: dict) -> str:
 
 def everything(data: dict) -> list[tuple[str, tuple[str, ...], Rows]]:
     return [
+        (
+            "Bits of kernels, next to the simulator's",
+            ("kernel", "codes and scales that differ"),
+            [
+                (row["name"], str(row["differ"]))
+                for row in data["sections"].get("bits", {}).get("bits", [])
+            ],
+        ),
+        (
+            "Kernels alone: bytes that must move, GB a second",
+            ("kernel", "its own", "of plain operations, compiled"),
+            _rates(data["sections"].get("kernels", {}).get("kernels", [])),
+        ),
         (
             "Ceilings",
             ("what", "value"),
@@ -225,6 +245,20 @@ def _speeds(sections: dict) -> Rows:
         for name, section in sections.items()
         if name != "profile"
         for row in section["rows"]
+    ]
+
+
+def _rates(rows: Sequence[dict]) -> Rows:
+    found = {
+        row["name"]: f"{row['bytes_per_second'] / 1e9:,.0f}"
+        if "seconds" in row
+        else row["error"].replace("|", "/")
+        for row in rows
+    }
+    return [
+        (name, value, found.get(f"{name}{kernel_cases.PLAIN}", "-"))
+        for name, value in found.items()
+        if not name.endswith(kernel_cases.PLAIN)
     ]
 
 
