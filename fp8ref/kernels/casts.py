@@ -20,6 +20,7 @@ __all__ = [
     "cast_by_guess",
     "cast_lines",
     "recast",
+    "transpose",
 ]
 
 ROWS, COLUMNS = 128, 64
@@ -298,6 +299,18 @@ def _cast_lines(
 
 
 @triton.jit
+def _transpose(
+    x_ptr, t_ptr, stride_m, stride_n, M, N, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr
+):
+    i, j = tl.program_id(0) * BM, tl.program_id(1) * BN
+    rows, columns = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
+    first = x_ptr + i.to(tl.int64) * stride_m + j.to(tl.int64) * stride_n
+    at = first + (rows * stride_m + columns * stride_n)
+    codes = tl.load(at) if EVEN else tl.load(at, mask=(i + rows < M) & (j + columns < N), other=0)
+    store_transposed(codes, t_ptr, M, N, BM, BN, EVEN)
+
+
+@triton.jit
 def _amax(
     x_ptr,
     amax_ptr,
@@ -474,6 +487,11 @@ def cast_lines(shape: Shape, strides: Shape, *, e5m2: bool, e5m2_t: bool | None 
     return Launch(
         _cast_lines, tiles(*shape), matrix(shape, strides) | {"E5M2": e5m2, "E5M2_T": other}
     )
+
+
+def transpose(shape: Shape, strides: Shape) -> Launch:
+    """Codes [M, N], uint8 -> the same codes [N, M]."""
+    return Launch(_transpose, tiles(*shape), matrix(shape, strides))
 
 
 def amax(shape: Shape, strides: Shape) -> Launch:

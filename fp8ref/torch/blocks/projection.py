@@ -12,6 +12,7 @@ from fp8ref.torch.linear.linear import (
     Operand,
     _gathered,
     _gemm,
+    _in_columns,
     _kept,
     _multiply,
     _Operand,
@@ -19,7 +20,6 @@ from fp8ref.torch.linear.linear import (
     _Spec,
     _States,
 )
-from fp8ref.torch.quantize import scaling
 from fp8ref.torch.quantize.scaling import Quantized
 
 __all__ = ["TENSORS", "Projection"]
@@ -70,7 +70,7 @@ class Projection(NamedTuple):
         a, b = (each.cast(spec.uses["output", each.role]) for each in (x, weight))
         y = _multiply(spec, "output", a, b, dtype)  # [M, K] @ [K, N] -> [M, N]
         saved: Operand = w
-        if weight.columns is not None:
+        if weight.columns is not None and not spec.sharded:
             saved = weight.columns
         elif spec.cast_once["weight"] is not None:
             assert isinstance(b, Quantized)
@@ -96,8 +96,8 @@ class Projection(NamedTuple):
 
     def grad_input(self, g: _Operand, saved: Operand, dtype: torch.dtype) -> torch.Tensor:
         """[M, N] @ [N, K] -> [M, K]; saved: the weight, as ``output`` returned it."""
-        if isinstance(saved, Quantized) and saved.codes.dtype.itemsize > 1:
-            saved = scaling.requantize(saved.codes, saved)
+        if isinstance(saved, Quantized):
+            saved = _in_columns(self.spec, saved)
         weight = _Operand("weight", saved, self.states.scales[1])
         return _gemm(self.spec, "grad_input", g, weight, dtype)
 

@@ -29,6 +29,7 @@ __all__ = [
     "lines",
     "merge_",
     "squares",
+    "transpose",
 ]
 
 
@@ -36,7 +37,8 @@ __all__ = [
 def _launch(name: str, *arguments, **options: bool) -> "Launch":
     from fp8ref.kernels import casts, observations
 
-    make = observations.merge if name == "merge" else getattr(casts, name)
+    room = observations if name in observations.__all__ else casts
+    make = getattr(room, name)
     return make(*arguments, **options)
 
 
@@ -127,6 +129,19 @@ def _empty_cast_by_guess(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scale, inverse = _floats(x, (), ())
     return *_codes(x, e5m2), scale, inverse
+
+
+@torch.library.custom_op("fp8ref::transpose", mutates_args=())
+def transpose(codes: Tensor) -> Tensor:
+    """Codes [M, N] as [N, M], contiguous."""
+    out = _empty_transpose(codes)
+    _run("transpose", codes.view(torch.uint8), (out,))
+    return out
+
+
+@transpose.register_fake
+def _empty_transpose(codes: Tensor) -> Tensor:
+    return codes.new_empty((codes.shape[1], codes.shape[0]))
 
 
 @torch.library.custom_op("fp8ref::amax_lines", mutates_args=())

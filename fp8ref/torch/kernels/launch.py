@@ -1,7 +1,9 @@
 """Run one launch of a Triton kernel on tensors: on their GPU, or interpreted on a CPU."""
 
+import ctypes
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -17,9 +19,8 @@ def run(launch: "Launch", *tensors: torch.Tensor) -> None:
     if tensors[0].device.type == "cpu":
         from fp8ref.kernels import jit
 
-        # NumPy has no bfloat16: the interpreter reads memory by the dtypes' names.
-        arrays = [x.detach().view(_SAME_SIZE[x.dtype.itemsize]).numpy() for x in tensors]
-        jit.interpret(launch, arrays, [str(x.dtype).removeprefix("torch.") for x in tensors])
+        dtypes = [str(x.dtype).removeprefix("torch.") for x in tensors]
+        jit.interpret(launch, [_memory(x) for x in tensors], dtypes)
         return
     with torch.cuda.device(tensors[0].device):
         launch.kernel[launch.grid](
@@ -27,5 +28,7 @@ def run(launch: "Launch", *tensors: torch.Tensor) -> None:
         )
 
 
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""{bytes of an element: an integer dtype that NumPy has}."""
+def _memory(x: torch.Tensor) -> np.ndarray:
+    """An array whose first byte is a tensor's. Not ``Tensor.numpy``, after which FSDP2 cannot free
+    the tensor's memory."""
+    return np.ctypeslib.as_array((ctypes.c_ubyte * 1).from_address(x.data_ptr()))

@@ -20,7 +20,7 @@ from torch import nn
 from fp8ref.torch.kernels import choice, weights
 from fp8ref.torch.linear import both_orders
 from fp8ref.torch.linear.both_orders import Pair
-from fp8ref.torch.linear.linear import Linear
+from fp8ref.torch.linear.linear import Linear, is_sharded
 from fp8ref.torch.linear.weight_codes import WeightCodes
 from fp8ref.torch.quantize.cast import DTYPES
 
@@ -54,7 +54,7 @@ def cast_once(model: nn.Module) -> Iterator[None]:
 def _codes(linear: Linear) -> WeightCodes | None:
     """A weight's codes, if kernels make them."""
     spec = linear.spec
-    if "weight" not in spec.pairs or "parametrizations" in linear._modules:
+    if "weight" not in spec.pairs or "parametrizations" in linear._modules or is_sharded(linear):
         return None
     w = linear.weight
     plain = type(w) in (torch.Tensor, nn.Parameter)

@@ -154,7 +154,9 @@ class Linear(nn.Linear):
         seen = [state.seen if observes and state else None for state in states]
         if isinstance(w, Float8TrainingTensor):
             seen[1] = None  # fp8_gather.FP8Gather has observed this rank's shard already
-        function = self._function if w.dtype == self.weight.dtype else self._function_under_autocast
+        function = self._function_under_autocast
+        if w.dtype == self.weight.dtype:
+            function = self._function_of_shards if is_sharded(self) else self._function
         if delayed.calibrating():
             for state, tensor in zip(states[:2], (x, w), strict=True):
                 if state and not isinstance(tensor, Float8TrainingTensor):
@@ -223,7 +225,7 @@ class Linear(nn.Linear):
         return {
             key: value
             for key, value in vars(self).items()
-            if key not in ("spec", "spec_number", "_function", "_function_under_autocast", "kept")
+            if key not in ("spec", "spec_numbers", "kept") and not key.startswith("_function")
         }
 
     def __setstate__(self, state: dict) -> None:
@@ -234,9 +236,17 @@ class Linear(nn.Linear):
 
     def _bind(self) -> None:
         self.spec = _Spec(self.recipe, self.groups, self.kernels)
-        self.spec_number = _NUMBERS.setdefault(self.spec, len(_NUMBERS))
-        self._function = _bind(self.spec)
+        of_shards = dataclasses.replace(self.spec, sharded=True)
+        self.spec_numbers = tuple(
+            _NUMBERS.setdefault(spec, len(_NUMBERS)) for spec in (self.spec, of_shards)
+        )
+        self._function, self._function_of_shards = _bind(self.spec), _bind(of_shards)
         self._function_under_autocast = _bind(dataclasses.replace(self.spec, autocast=True))
+
+    @property
+    def spec_number(self) -> int:
+        """The number of its spec, for ``_Spec.numbered``."""
+        return self.spec_numbers[is_sharded(self)]
 
     def state(self, role: Role) -> delayed.RoleState | None:
         """The state of a role with delayed scaling, which may be another linear's of the same input
@@ -253,12 +263,14 @@ class Linear(nn.Linear):
 @dataclass(frozen=True)
 class _Spec:
     """A linear's constants: recipe, process groups that share amaxes, and what casts. autocast: the
-    weight was cast to torch.autocast's dtype for this pass; nothing else keeps it."""
+    weight was cast to torch.autocast's dtype for this pass; nothing else keeps it. sharded: FSDP2
+    frees the weight after this pass, and codes kept for the backward pass would fill its place."""
 
     recipe: Recipe
     groups: Groups
     kernels: Choice
     autocast: bool = False
+    sharded: bool = False
 
     @classmethod
     def numbered(cls, number: int) -> "_Spec":
@@ -343,6 +355,12 @@ class _Operand(NamedTuple):
         )
 
 
+def is_sharded(linear: nn.Module) -> bool:
+    """Whether FSDP2 shards a linear's weight. While it is gathered, torch counts none of its
+    changes."""
+    return getattr(linear, "_is_fsdp_managed_module", False)
+
+
 def casts_by_kernels(recipe: Recipe) -> bool:
     """Whether Triton kernels, where they run, cast every operand of a recipe."""
     return len(roles_by_kernels(recipe)) == len(ROLES)
@@ -401,17 +419,19 @@ def _forward(
     else:
         weight = _operand(spec, "weight", w, states)
     a, b = (operand.cast(spec.uses["output", operand.role]) for operand in (input, weight))
+    if spec.sharded:
+        weight = weight._replace(columns=None)
     # Codes of a weight that FSDP2 gathered are a view of its buffer, which it fills again before
     # the backward pass. Others would be memory of their own: the weight is kept, which a model or
     # FSDP2 has anyway, and cast again by the same scale.
-    ctx.recasts = (
+    recasts = (
         spec.cast_once["weight"] is not None
         and weight.columns is None
         and not spec.autocast
         and not isinstance(w, Float8TrainingTensor)
     )
     saved_a, saved_b = _saved(spec, input, a, rows), _saved(spec, weight, b, w)
-    if ctx.recasts:
+    if recasts:
         saved_b = (w, *saved_b[1:])
     ctx.columns = input.columns is not None, weight.columns is not None
     ctx.save_for_backward(*saved_a, *saved_b, *states.scales)
@@ -443,7 +463,7 @@ def _operand(
     """
     place = ROLES.index(role)
     seen, scale = states.seen[place], states.scales[place]
-    if role in spec.pairs and choice.resolve(spec.kernels, x.device):
+    if _by_kernels(spec, role, x):
         uses, guess = spec.pairs[role], states.guesses[place]
         if whole is None:
             pair = both_orders.quantize(x, uses, scale, guess=guess)
@@ -488,9 +508,8 @@ def _backward(ctx, spec: _Spec, grad_output: torch.Tensor) -> tuple[torch.Tensor
     saved = iter(ctx.saved_tensors)
     x = _loaded(spec, "input", saved, ctx.columns[0])
     w = _loaded(spec, "weight", saved, ctx.columns[1])
-    if ctx.recasts and ctx.needs_input_grad[0]:
-        assert isinstance(w, Quantized)
-        w = scaling.requantize(w.codes, w)
+    if ctx.needs_input_grad[0] and isinstance(w, Quantized):
+        w = _in_columns(spec, w)
     scales = input_scale, weight_scale, _ = tuple(saved)
     rows = grad_output.reshape(-1, grad_output.shape[-1])  # [M, N]
     g = _operand(spec, "grad_output", rows, _States((None, None, ctx.seen), scales))
@@ -514,6 +533,23 @@ def check_differentiated_once() -> None:
             "gradients of a linear in FP8 are not differentiated again; got create_graph=True. "
             "Leave it out, or keep the linears in high precision with filter_fqns (L-8)."
         )
+
+
+def _in_columns(spec: _Spec, w: Quantized) -> Quantized:
+    """A weight for grad_input: cast again by its scale, if it was kept uncast, and transposed where
+    kernels do that."""
+    is_cast = w.codes.dtype.itemsize == 1
+    if w.transposed is None and _by_kernels(spec, "weight", w.codes):
+        if is_cast:
+            return w._replace(transposed=casts.transpose(w.codes))
+        codes, transposed, _ = casts.cast(w.codes, w.scale, w.fmt.name == "e5m2")
+        return w._replace(codes=codes, transposed=transposed)
+    return w if is_cast else scaling.requantize(w.codes, w)
+
+
+def _by_kernels(spec: _Spec, role: Role, x: torch.Tensor) -> bool:
+    """Whether kernels cast a role's tensor for both its GEMMs at once."""
+    return role in spec.pairs and choice.resolve(spec.kernels, x.device)
 
 
 def _gemm(

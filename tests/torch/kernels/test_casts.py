@@ -80,6 +80,12 @@ def test_squares():
     assert torch.equal(inverse, want.scale_inv)
 
 
+def test_codes_transpose():
+    codes = scaling.quantize(tensor(), E4M3FN).codes
+    assert torch.equal(bits(casts.transpose(codes)), bits(codes.t()))
+    assert torch.equal(bits(casts.transpose(codes.t())), bits(codes))
+
+
 @pytest.mark.parametrize("special", [1.0, torch.inf, torch.nan])
 def test_observations_merge(special):
     x, seen, want = tensor(), torch.tensor([0.5, 0, 0]), torch.tensor([0.5, 0, 0])
@@ -104,3 +110,5 @@ def test_fake_results_have_the_shapes_of_real_ones():
     )
     for operator, arguments in calls:
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+    codes = scaling.quantize(x, E5M2).codes
+    torch.library.opcheck(casts.transpose, (codes,), test_utils="test_faketensor")
