@@ -144,14 +144,14 @@ def _always(answer):
 
 
 def _attention(q, k, v, *, is_causal: bool, enable_gqa: bool):
-    """What torch's build for CUDA calls: flash attention of repeated heads.
+    """What torch's build for CUDA calls: flash attention, which takes fewer heads of k and v than
+    of q as they are, as cuDNN's does (``sdp_utils.cpp``; pytorch#139586).
 
     The build for CPUs has no choice to make for CUDA.
     """
     import torch
 
-    groups = q.shape[1] // k.shape[1] if enable_gqa else 1
-    k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k, v))
+    assert enable_gqa or q.shape[1] == k.shape[1]
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
 
 
