@@ -145,6 +145,7 @@ class RoleState(nn.Module):
     idle      optimizer steps before the first update, while the linear was frozen.
     used      whether a pass has observed since the last update.
     updated   whether it was ever updated, loaded or told to forget.
+    ahead     whether the last update came before the optimizer step that it belongs to.
     scaled    whether Python saw an update, or a state that was loaded, set its scale.
     first     the state of the linear that reads this one's input first, alone in a tuple, so that
               it is no submodule (``shared_inputs``); () if it is this one.
@@ -177,6 +178,7 @@ class RoleState(nn.Module):
         self.version: int | None = None
         self.first: tuple[RoleState, ...] = ()
         self.used = self.updated = self.scaled = self.checked = self.compared = False
+        self.ahead = False
         self.notice, self.path = unset_scales.Notice(), ""
 
     @property
@@ -356,12 +358,14 @@ def _call(model: nn.Module, batch) -> None:
 
 
 @torch.no_grad()
-def update(model: nn.Module) -> None:
+def update(model: nn.Module, *, before_step: bool = False) -> None:
     """Roll a model's histories by the observed amaxes, compute new scales, clear observations.
 
     Call it once after each optimizer step. If the step was skipped, call ``forget`` instead. Ranks
     that share states (``RoleState.group``) all call it: an all-reduce merges their observations
     (H-4).
+    before_step  whether the optimizer's step follows. The scales are the same, and the kernel of
+                 ``states.AdamW`` casts weights by them (``linear.cast_once``).
     Specials: as advance: a role that was not seen, or whose amax was not finite, keeps its state
               (H-5).
     Raises:   ValueError, at a model's first update on several ranks: ranks that train one model
@@ -388,6 +392,8 @@ def update(model: nn.Module) -> None:
     for _, state in named:
         state.scaled |= state.used
     forget(model)
+    for _, state in named:
+        state.ahead = before_step
     uncompared = [(name, state) for name, state in named if compares and not state.compared]
     if uncompared and rank_checks.check_copies(model, uncompared):
         for _, state in uncompared:
@@ -413,6 +419,7 @@ def forget(model: nn.Module) -> None:
     role_states = [state for _, state in states(model)]
     for state in role_states:
         state.missed, state.version, state.used, state.updated = 0, None, False, True
+        state.ahead = False
     for seen in _by_device([state.seen for state in role_states]):
         torch._foreach_zero_(seen)
 

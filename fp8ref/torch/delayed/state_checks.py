@@ -31,6 +31,7 @@ class State(rank_checks.State, unset_scales.State, Protocol):
     version: int | None
     used: bool
     updated: bool
+    ahead: bool
 
 
 class Linear(Protocol):
@@ -131,6 +132,10 @@ def _count_step(optimizer: torch.optim.Optimizer) -> None:
         for state in states:
             # Of a gradient that no eager pass computed: a compiled one observed.
             state.used |= linear.training and stepped and state.version is None
+            if state.ahead and stepped:  # this step's update came before it
+                state.scaled |= state.used
+                state.used = state.ahead = False
+                continue
             # An optimizer of several parts passes by those without gradients, as where they train
             # in turns.
             if stepped or state.version not in (None, version):

@@ -81,14 +81,14 @@ def share(copy: Tensor, p: Tensor) -> None:
     _traces[copy].dtype = copy.dtype
 
 
-def fresh(p: Tensor) -> Left | None:
-    """What the last step left of a parameter, or of the one whose copy it is, in p's dtype; None if
-    an operation has changed the parameter since."""
+def fresh(p: Tensor, dtype: torch.dtype | None = None) -> Left | None:
+    """What the last step left of a parameter, or of the one whose copy it is, in a dtype, by
+    default p's; None if an operation has changed the parameter since."""
     known: Trace | None = _traces.get(p)
     source = None if known is None else known.parameter()
     if known is None or source is None or known.left is None:
         return None
-    same = known.left.weight.dtype == p.dtype and known.counted == versions(source)
+    same = known.left.weight.dtype == (dtype or p.dtype) and known.counted == versions(source)
     return known.left if same and known.counted else None
 
 

@@ -7,7 +7,7 @@
 
 Without it each forward pass casts its weights again. A weight whose last change was a step of
 ``states.AdamW`` by its Triton kernel has its amax from there; under delayed scaling its codes too,
-if ``delayed.update`` came before the step. The codes, in both orders, take two bytes a
+after ``delayed.update(model, before_step=True)``. The codes, in both orders, take two bytes a
 parameter until the context ends; compiled graphs take them as inputs.
 """
 

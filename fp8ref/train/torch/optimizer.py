@@ -9,6 +9,8 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fp8ref.spec.kernels import Choice
+from fp8ref.torch.kernels import weights
 from fp8ref.torch.states import health, states
 from fp8ref.torch.tensors.local_part import local_like, local_part
 from fp8ref.train.config.sections import OptimizerConfig
@@ -16,10 +18,12 @@ from fp8ref.train.run.train_state import FP8_BLOCK, MASTERS, MOMENTS, moments_in
 from fp8ref.train.torch.rank_parts import gather_ranks
 
 
-def build(params: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+def build(
+    params: Iterable[nn.Parameter], config: OptimizerConfig, kernels: Choice = "auto"
+) -> torch.optim.Optimizer:
     """The optimizer of config.kind, with weight decay on matrices only.
 
-    ``set_learning_rate`` sets its rate.
+    ``set_learning_rate`` sets its rate. kernels: as of ``states.AdamW``.
     """
     params = list(params)
     groups = [
@@ -28,7 +32,9 @@ def build(params: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.opti
     ]
     betas = (config.beta1, config.beta2)
     if config.moment_layout is not None:
-        return states.AdamW(groups, betas=betas, eps=config.eps, layout=config.moment_layout)
+        return states.AdamW(
+            groups, betas=betas, eps=config.eps, layout=config.moment_layout, kernels=kernels
+        )
     if config.kind == "adamw_fp8":
         from torchao.optim import AdamWFp8
 
@@ -107,6 +113,27 @@ def gradients(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
         ):
             p.grad = p.grad.redistribute(placements=p.placements)
     return [p.grad for p in trained if p.grad is not None]
+
+
+def rounded(p: nn.Parameter) -> torch.Tensor:
+    """A float32 parameter in bfloat16, as the optimizer's kernel wrote it if it did. Its gradient
+    goes to the parameter, widened."""
+    left = weights.fresh(p, torch.bfloat16)
+    copy = p.to(torch.bfloat16) if left is None else _Written.apply(p, left.weight)
+    weights.share(copy, p)
+    return copy
+
+
+class _Written(torch.autograd.Function):
+    """A parameter's copy in bfloat16, which is there already."""
+
+    @staticmethod
+    def forward(ctx, p: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        return copy.detach()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.float(), None
 
 
 def begin(optimizer: torch.optim.Optimizer, step: int | None = None) -> None:

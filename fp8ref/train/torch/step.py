@@ -72,7 +72,9 @@ class Step:
         self._model: Model = built(config, weights, mesh, self.context, device)
         self.model = self._model.module
         self.params = dict(self.model.named_parameters())
-        self.optimizer = optimizer.build(self.params.values(), config.optimizer)
+        self.optimizer = optimizer.build(
+            self.params.values(), config.optimizer, config.numerics.kernels
+        )
         for name, weight in self._model.weights.items():
             p = self.params[name]
             if self._keeps_masters and isinstance(self.optimizer, states.AdamW):
@@ -137,10 +139,14 @@ class Step:
                 [local_part(g) for g in grads],
                 torch.clamp(self.config.optimizer.max_norm / norm, max=1.0),
             )
-            optimizer.step(self.optimizer, finite, lr, measured)
             if skips:
                 delayed.forget_unless(self.model, finite)
-            delayed.update(self.model)
+            first = self.mesh is None  # ranks compare states after their first step (H-12)
+            if first:
+                delayed.update(self.model, before_step=True)
+            optimizer.step(self.optimizer, finite, lr, measured)
+            if not first:
+                delayed.update(self.model)
         else:
             # the observations of this step are as unusable as its gradients
             delayed.forget(self.model)
@@ -311,7 +317,7 @@ class Step:
             yield
             return
         rounded = {
-            p: p if name in self._model.unrounded else p.to(torch.bfloat16)
+            p: p if name in self._model.unrounded else optimizer.rounded(p)
             for name, p in self.params.items()
         }
         places = [

@@ -58,6 +58,27 @@ def test_a_forgotten_update_is_warned_of_then_refused(compiled):  # H-12
     model(x)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_update_before_its_step_is_silent(compiled):  # H-12
+    model, x = convert.convert(made(), "delayed"), torch.ones(8, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    forward = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            optimizer.zero_grad()
+            forward(x).square().mean().backward()
+            delayed.update(model, before_step=True)
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            model(x)
+        model.train()
+        step(model, optimizer, x)
+    with pytest.warns(UserWarning, match="an optimizer step was taken without one"):
+        model(x)
+
+
 def test_training_in_eval_mode_is_warned_of():  # H-12
     model, x = convert.convert(made(), "delayed"), torch.ones(8, 16)
     optimizer = torch.optim.AdamW(model.parameters())

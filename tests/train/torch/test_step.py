@@ -5,6 +5,9 @@ from helpers.states import adamw
 from helpers.training import microbatches
 
 from fp8ref.torch.delayed import delayed
+from fp8ref.torch.kernels import weights
+from fp8ref.train.data import loader
+from fp8ref.train.torch import optimizer
 from fp8ref.train.torch.step import Step
 from fp8ref.train.torch.trainer import Trainer
 
@@ -90,3 +93,37 @@ def test_a_step_that_is_not_finite_changes_nothing_whoever_decides(kind, small, 
         assert all(torch.equal(x, other._step.tensors()[key][name]) for name, x in value.items()), (
             key
         )
+
+
+@pytest.mark.parametrize("recipe", [pytest.param("tensorwise", marks=pytest.mark.slow), "delayed"])
+def test_the_kernel_of_adamw_trains_with_the_bits_of_plain_operations(recipe, small, monkeypatch):
+    """Steps of two microbatches, of which one is not finite; weights are rounded and cast by the
+    optimizer's step after the first."""
+    pytest.importorskip("triton")
+    honest, written, results = Step.loss, [], {}
+    wrote = optimizer._Written.apply
+    monkeypatch.setattr(
+        optimizer._Written, "apply", lambda p, copy: written.append(copy) or wrote(p, copy)
+    )
+    for kernels in ("plain", "triton"):
+        config = small.replace(
+            numerics={"recipe": recipe, "kernels": kernels},
+            model={"num_hidden_layers": 1, "vocab_size": 256},
+            data={"batch_size": 2, "microbatches": 2, "sequence_length": 8},
+            optimizer={"kind": "adamw_states", "layout": "float32", "max_norm": 0.1},
+        )
+        trainer, batches, found = Trainer(config), loader.open_batches(config), []
+        for i, factor in enumerate((1, np.inf, 1)):
+            monkeypatch.setattr(Step, "loss", lambda *args, by=factor: honest(*args) * by)
+            found.append(trainer.step(batches.step(i)))
+        assert bool(written) == (kernels == "triton")
+        traces = [weights.trace(p) for p in trainer._params.values() if p.ndim == 2]
+        cast = [trace.left is not None and bool(trace.left.codes) for trace in traces]
+        assert any(cast) == (recipe == "delayed" and kernels == "triton")
+        states = [getattr(s, f) for _, s in delayed.states(trainer.model) for f in s._buffers]
+        results[kernels] = found, trainer.weights(), [x.clone() for x in states]
+    (metrics, trained, states), (plain, expected, plain_states) = results.values()
+    np.testing.assert_equal(metrics, plain)
+    for name, weight in trained.items():
+        np.testing.assert_array_equal(weight, expected[name])
+    assert all(torch.equal(x, y) for x, y in zip(states, plain_states, strict=True))
