@@ -214,3 +214,7 @@ def merge_(seen: Tensor, parts: Tensor) -> None:
 @merge_.register_fake
 def _(seen: Tensor, parts: Tensor) -> None:
     return None
+
+
+AMAXES = frozenset({torch.ops.fp8ref.amax.default, torch.ops.fp8ref.amax_lines.default})
+"""The operators of ``amax`` and ``amax_lines``."""

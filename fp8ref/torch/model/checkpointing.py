@@ -26,6 +26,7 @@ from torch.utils.checkpoint import (
 from fp8ref.torch.experts import gemm as grouped_gemm
 from fp8ref.torch.gemm import blocks as block_gemm
 from fp8ref.torch.gemm import hardware
+from fp8ref.torch.kernels import casts
 
 __all__ = [
     "AMAXES",
@@ -98,7 +99,7 @@ linears    products with weights, in high precision or FP8, of experts too; and 
 attention  torch's fused kernels. What it composes of other operators, scores included, runs again
 """
 
-AMAXES = _found("amax", "max")
+AMAXES = _found("amax", "max") | casts.AMAXES
 """Always kept: a number or a few for each row, without which the tensor would be read once more."""
 
 _within_attention = contextvars.ContextVar("within_attention", default=False)

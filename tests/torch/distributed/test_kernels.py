@@ -44,9 +44,9 @@ def steps(axis: str, recipe: str, kernels: str, gather_fp8: bool, checkpointing:
     )
     model = parallelize(model, recipe, mesh=mesh, blocks=blocks, parallelism=parallelism)
 
-    def counted(x, *rest):
+    def counted(x, *rest, **keys):
         shapes.append(tuple(x.shape))
-        return quantize(x, *rest)
+        return quantize(x, *rest, **keys)
 
     both_orders.quantize = counted
     results, part = [], distributed.get_rank() if axis == "fsdp" else 0

@@ -6,9 +6,11 @@ import functools
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from helpers.processes.live_bytes import LiveBytes
 from helpers.processes.ranks import run
 from torch import distributed, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +25,7 @@ from fp8ref.spec.attention.call import Call
 from fp8ref.torch.attention import attention
 from fp8ref.torch.delayed import delayed
 from fp8ref.torch.experts import grouped
+from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.model import checkpointing, convert
 from fp8ref.torch.model.parallel import Parallelism, parallelize
 
@@ -366,3 +369,40 @@ def test_a_policy_serves_torchs_own_functions():
         again = step(model)
     assert equal(again, results)
     assert sum(counts.found[op] for op in checkpointing.OPERATORS["linears"]) == plain["linears"]
+
+
+def operators_of_compiled(kernels: str, mode: str) -> dict[str, list[int]]:
+    """How often the forward and the backward graph of a checkpointed rowwise linear call operators,
+    by name."""
+    graphs: list[collections.Counter] = []
+
+    def compiler(graph, _):
+        graphs.append(
+            collections.Counter(
+                node.target.name().split("::")[1].removesuffix(".default")
+                for node in graph.graph.nodes
+                if isinstance(node.target, torch._ops.OpOverload)
+            )
+        )
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition
+    )
+    linear = Linear.of(nn.Linear(64, 64, dtype=torch.bfloat16), "rowwise", kernels=kernels)
+    block = checkpointing.checkpointed(lambda x: linear(functional.silu(x)), mode)
+    torch._dynamo.reset()
+    x = torch.randn(32, 64).bfloat16().requires_grad_()
+    torch.compile(block, backend=backend, fullgraph=True)(x).sum().backward()
+    names = ("_scaled_mm", "amax_lines", "cast_lines")
+    return {name: [counted[name] for counted in graphs] for name in names}
+
+
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_compiled_checkpoints_know_the_operators_of_kernels(mode):
+    """Selective checkpointing keeps the GEMM and the amaxes; casts run again."""
+    pytest.importorskip("triton")
+    found = operators_of_compiled("triton", mode)
+    assert found["_scaled_mm"] == [1, 2]
+    assert found["amax_lines"] == [2, 1]
+    assert found["cast_lines"] == ([2, 1] if mode == "none" else [2, 3])
