@@ -164,26 +164,20 @@ def plan_conversion(
         expert_reasons=experts_selection.reasons(mixtures, expert_decisions, selection.rules),
         by_torchao=frozenset(),
     )
-    if shared:
-        return plan
-    return dataclasses.replace(
-        plan,
-        by_torchao=frozenset(
-            recipe
-            for recipe in plan.recipes
-            if torchao_linear.expresses(recipe) and not _by_kernels(plan, recipe, selection.kernels)
-        ),
-    )
+    return plan if shared else dataclasses.replace(plan, by_torchao=_by_torchao(plan, selection))
 
 
-def _by_kernels(plan: ConversionPlan, recipe: Recipe, choice: Choice) -> bool:
-    """Whether Triton kernels cast all operands of a recipe where the linears are, or, of linears
-    without memory, on this machine's GPU."""
+def _by_torchao(plan: ConversionPlan, selection: Selection) -> frozenset[Recipe]:
+    """The recipes whose linears are torchao's: those that it has, unless Triton kernels cast all
+    their operands where the linears are, or, of linears without memory, on this machine's GPU."""
     kinds = plan.devices
     if kinds == {"meta"}:
         kinds = {"cuda" if torch.cuda.is_available() else "cpu"}
-    return casts_by_kernels(recipe) and all(
-        kernel_choice.resolve(choice, torch.device(kind)) for kind in kinds
+    kernels = all(kernel_choice.resolve(selection.kernels, torch.device(kind)) for kind in kinds)
+    return frozenset(
+        recipe
+        for recipe in plan.recipes
+        if torchao_linear.expresses(recipe) and not (kernels and casts_by_kernels(recipe))
     )
 
 

@@ -59,9 +59,9 @@ def convert(
     experts: bool = False,
     kernels: Choice = "auto",
 ) -> nn.Module:
-    """Replace the chosen linears (spec R-2, R-4) by torchao's Float8Linear, or by ``Linear``
-    where Triton kernels cast, amax_group is given or torchao cannot express the recipe. A
-    ``GroupedLinear`` is chosen as a linear is, and takes the grouped recipe of its own (X-8).
+    """Replace the chosen linears (R-2, R-4) by torchao's Float8Linear, or by ``Linear`` where Triton
+    kernels cast, amax_group is given or torchao cannot express the recipe; a ``GroupedLinear`` too,
+    by the grouped recipe of its own (X-8).
 
     rules       change casts of single operands, one after the other (R-8): of linears, and of the
                 weights of experts, by the names of their Parameters.
@@ -72,12 +72,11 @@ def convert(
                 which filter_fqns may leave some out. A router stays in high precision: a linear
                 below a name "router" or "gate" with an output for each expert, unless fp8_fqns
                 names it.
-    kernels     what casts the operands of ``Linear``: Triton kernels on a GPU with FP8, else plain
-                operations ("auto"); one of them ("triton", "plain"). Both give the same bits.
+    kernels     what casts operands of ``Linear``, to the same bits: Triton kernels on a GPU with
+                FP8, else plain operations ("auto"); or one of them ("triton", "plain").
     Keeps:    the Parameter objects, tied ones tied, so an optimizer built before stays valid. Also
               attributes that were added to a linear (R-5).
-    Returns:  the model, changed in place (a model that is itself one nn.Linear: its replacement).
-              Recipe 'bf16' changes nothing.
+    Returns:  the model, changed in place (of one nn.Linear, another); by 'bf16' nothing changes.
     Sets:     torch._inductor.config.emulate_precision_casts for the process, if torchao's linears
               scale rows on another device than a CPU: compiled kernels then round where eager
               ones do, as torchtitan has them do (pytorch#150859).
@@ -86,16 +85,14 @@ def convert(
               transposed tensor. Off a CPU, which casts inductor fuses (``fusion.install``).
     Logs:     one line by ``logging``, of logger fp8ref.torch: what is in FP8 and what is not (R-7);
               a warning where matrices are outside linears, such as experts'. ``report`` has all.
-    Prints:   a short line at a terminal and in a notebook, where logging does not show that line;
-              none once you give this logger a level.
+    Prints:   a short line at a terminal and in a notebook, unless this logger has a level.
     Raises:   ValueError, and nothing is changed: as ``selection.linears.select`` and
               ``selection.rules.apply``; a lazy module, which has no shape yet; a recipe that
               neither can run; a model that is compiled, sharded or FP8 already; a chosen linear of
               which something would be lost or that its parent does not call (R-5), registered under
               two names, on a GPU without FP8, or on a CPU whose torch lacks the recipe's GEMMs.
-              With ``experts``: none that can be converted; rules by which no grouped linear can
-              run; amax_group with dynamic scaling, in which experts scale by their own rank's
-              amaxes.
+              With ``experts``: none that can be converted; rules by which no grouped linear runs;
+              amax_group with dynamic scaling, as experts scale by their own rank's amaxes.
     """
     resolved = recipes.by_name(recipe)
     _check_module(model)
