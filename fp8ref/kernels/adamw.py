@@ -41,17 +41,9 @@ def _zero_below(x, least: tl.constexpr):
 
 @triton.jit
 def _new(
-    p_ptr,
-    g_ptr,
-    m_ptr,
-    v_ptr,
-    numbers_ptr,
-    M,
-    N,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+    p_ptr, g_ptr, m_ptr, v_ptr, numbers_ptr, M, N, BM: tl.constexpr,
+    BN: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
     """This program's tile of the new weight and moments."""
     old = load_tile(p_ptr, N, 1, M, N, BM, BN, EVEN)
     old_m = load_tile(m_ptr, N, 1, M, N, BM, BN, EVEN)
@@ -77,6 +69,7 @@ def _new(
 
 @triton.jit
 def _store(
+<<<<<<< HEAD
     p,
     m,
     v,
@@ -91,6 +84,11 @@ def _store(
     EVEN: tl.constexpr,
     OWN: tl.constexpr,
 ):
+=======
+    p, m, v, p_ptr, m_ptr, v_ptr, weight_ptr, M, N, BM: tl.constexpr,
+    BN: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+>>>>>>> 799cea85 (kernels: write signatures on few lines; fewer guards)
     """Store a tile's state and its weight; return the weight as it is stored, float32."""
     if not OWN:
         store_tile(p, p_ptr, M, N, BM, BN, EVEN)
@@ -103,6 +101,7 @@ def _store(
 
 @triton.jit
 def _step(
+<<<<<<< HEAD
     p_ptr,
     g_ptr,
     m_ptr,
@@ -120,6 +119,12 @@ def _step(
     EVEN: tl.constexpr,
     OWN: tl.constexpr,
 ):
+=======
+    p_ptr, g_ptr, m_ptr, v_ptr, numbers_ptr, new_p_ptr, new_m_ptr, new_v_ptr,
+    weight_ptr, amax_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr,
+    EVEN: tl.constexpr
+):  # fmt: skip
+>>>>>>> 799cea85 (kernels: write signatures on few lines; fewer guards)
     p, m, v = _new(p_ptr, g_ptr, m_ptr, v_ptr, numbers_ptr, M, N, BM, BN, EVEN)
     w = _store(p, m, v, new_p_ptr, new_m_ptr, new_v_ptr, weight_ptr, M, N, BM, BN, EVEN, OWN)
     store_amax(w, amax_ptr)
@@ -127,6 +132,7 @@ def _step(
 
 @triton.jit
 def _step_and_cast(
+<<<<<<< HEAD
     p_ptr,
     g_ptr,
     m_ptr,
@@ -148,6 +154,12 @@ def _step_and_cast(
     OWN: tl.constexpr,
     E5M2: tl.constexpr,
 ):
+=======
+    p_ptr, g_ptr, m_ptr, v_ptr, numbers_ptr, scale_ptr, new_p_ptr, new_m_ptr,
+    new_v_ptr, weight_ptr, q_ptr, t_ptr, amax_ptr, M, N, BM: tl.constexpr,
+    BN: tl.constexpr, EVEN: tl.constexpr, E5M2: tl.constexpr
+):  # fmt: skip
+>>>>>>> 799cea85 (kernels: write signatures on few lines; fewer guards)
     p, m, v = _new(p_ptr, g_ptr, m_ptr, v_ptr, numbers_ptr, M, N, BM, BN, EVEN)
     w = _store(p, m, v, new_p_ptr, new_m_ptr, new_v_ptr, weight_ptr, M, N, BM, BN, EVEN, OWN)
     store_cast(w, tl.load(scale_ptr), q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)

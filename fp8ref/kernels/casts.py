@@ -135,17 +135,9 @@ def store_amax(x, amax_ptr):
 
 @triton.jit
 def store_cast(
-    x,
-    scale,
-    q_ptr,
-    t_ptr,
-    M,
-    N,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    EVEN: tl.constexpr,
-    E5M2: tl.constexpr,
-):
+    x, scale, q_ptr, t_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr,
+    EVEN: tl.constexpr, E5M2: tl.constexpr
+):  # fmt: skip
     """Cast a tile by a scale that broadcasts to it, and store the codes in both orders."""
     codes = codes_of(x * scale, E5M2)
     store_tile(codes, q_ptr, M, N, BM, BN, EVEN)
@@ -154,20 +146,9 @@ def store_cast(
 
 @triton.jit
 def _cast(
-    x_ptr,
-    scale_ptr,
-    q_ptr,
-    t_ptr,
-    amax_ptr,
-    stride_m,
-    stride_n,
-    M,
-    N,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    EVEN: tl.constexpr,
-    E5M2: tl.constexpr,
-):
+    x_ptr, scale_ptr, q_ptr, t_ptr, amax_ptr, stride_m, stride_n, M, N,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, E5M2: tl.constexpr
+):  # fmt: skip
     x = load_tile(x_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
     store_cast(x, tl.load(scale_ptr), q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)
     store_amax(x, amax_ptr)
@@ -175,24 +156,10 @@ def _cast(
 
 @triton.jit
 def _cast_by_amax(
-    x_ptr,
-    amax_ptr,
-    q_ptr,
-    t_ptr,
-    scale_ptr,
-    inverse_ptr,
-    stride_m,
-    stride_n,
-    M,
-    N,
-    COUNT: tl.constexpr,
-    PARTS: tl.constexpr,
-    EPS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    EVEN: tl.constexpr,
-    E5M2: tl.constexpr,
-):
+    x_ptr, amax_ptr, q_ptr, t_ptr, scale_ptr, inverse_ptr, stride_m, stride_n, M, N,
+    COUNT: tl.constexpr, PARTS: tl.constexpr, EPS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, EVEN: tl.constexpr, E5M2: tl.constexpr
+):  # fmt: skip
     part = tl.arange(0, PARTS)
     parts = tl.load(amax_ptr + part, mask=part < COUNT, other=0)
     scale = scale_of(tl.max(parts, 0), E5M2, EPS)
@@ -276,21 +243,10 @@ def _recast(
 
 @triton.jit
 def _cast_lines(
-    x_ptr,
-    rows_ptr,
-    columns_ptr,
-    q_ptr,
-    t_ptr,
-    stride_m,
-    stride_n,
-    M,
-    N,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    EVEN: tl.constexpr,
-    E5M2: tl.constexpr,
-    E5M2_T: tl.constexpr,
-):
+    x_ptr, rows_ptr, columns_ptr, q_ptr, t_ptr, stride_m, stride_n, M, N,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, E5M2: tl.constexpr,
+    E5M2_T: tl.constexpr
+):  # fmt: skip
     x = load_tile(x_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
     rows = load_lines(rows_ptr, 0, M, BM)[:, None]
     columns = load_lines(columns_ptr, 1, N, BN)[None, :]
@@ -312,16 +268,9 @@ def _transpose(
 
 @triton.jit
 def _amax(
-    x_ptr,
-    amax_ptr,
-    stride_m,
-    stride_n,
-    M,
-    N,
-    COUNT: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-):
+    x_ptr, amax_ptr, stride_m, stride_n, M, N, COUNT: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr
+):  # fmt: skip
     columns = tl.cdiv(N, BN)
     largest = tl.zeros((BM, BN), tl.int32)
     for tile in range(tl.program_id(0), tl.cdiv(M, BM) * columns, COUNT):
@@ -334,17 +283,9 @@ def _amax(
 
 @triton.jit
 def _amax_lines(
-    x_ptr,
-    rows_ptr,
-    columns_ptr,
-    stride_m,
-    stride_n,
-    M,
-    N,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+    x_ptr, rows_ptr, columns_ptr, stride_m, stride_n, M, N, BM: tl.constexpr,
+    BN: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
     bits = magnitude(load_tile(x_ptr, stride_m, stride_n, M, N, BM, BN, EVEN))
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     columns = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -361,21 +302,10 @@ def store_scales(scale, scale_ptr, inverse_ptr, at, mask):
 
 @triton.jit
 def _squares(
-    x_ptr,
-    q_ptr,
-    t_ptr,
-    scale_ptr,
-    inverse_ptr,
-    stride_m,
-    stride_n,
-    M,
-    N,
-    EPS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    EVEN: tl.constexpr,
-    E5M2: tl.constexpr,
-):
+    x_ptr, q_ptr, t_ptr, scale_ptr, inverse_ptr, stride_m, stride_n, M, N,
+    EPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
+    E5M2: tl.constexpr
+):  # fmt: skip
     x = load_tile(x_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
     scale = scale_of(tl.max(tl.max(magnitude(x), 1), 0), E5M2, EPS)
     place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
@@ -386,23 +316,10 @@ def _squares(
 
 @triton.jit
 def _lines(
-    x_ptr,
-    q_ptr,
-    t_ptr,
-    scale_ptr,
-    inverse_ptr,
-    scale_t_ptr,
-    inverse_t_ptr,
-    stride_m,
-    stride_n,
-    M,
-    N,
-    EPS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    EVEN: tl.constexpr,
-    E5M2: tl.constexpr,
-):
+    x_ptr, q_ptr, t_ptr, scale_ptr, inverse_ptr, scale_t_ptr, inverse_t_ptr,
+    stride_m, stride_n, M, N, EPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    EVEN: tl.constexpr, E5M2: tl.constexpr
+):  # fmt: skip
     x = load_tile(x_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
     bits = magnitude(x)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)

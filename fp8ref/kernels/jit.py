@@ -74,7 +74,7 @@ def interpret(launch: Launch, arrays: Sequence[np.ndarray], dtypes: Sequence[str
         builder.set_grid_dim(*grid)
         for place in itertools.product(*(range(n) for n in grid)):
             builder.set_grid_idx(*place)
-            launch.kernel(**arguments)
+            launch.kernel(*(arguments[name] for name in launch.kernel.arg_names))
 
 
 def _is_constant(kernel: triton.JITFunction, name: str) -> bool:

@@ -44,17 +44,9 @@ def _store_half(x, scale, q_ptr, t_ptr, rows, columns, M, N, E5M2: tl.constexpr)
 
 @triton.jit
 def _rotated(
-    g_ptr,
-    cos_ptr,
-    sin_ptr,
-    stride_b,
-    stride_t,
-    stride_h,
-    M,
-    T,
-    BM: tl.constexpr,
-    HALF: tl.constexpr,
-):
+    g_ptr, cos_ptr, sin_ptr, stride_b, stride_t, stride_h, M, T, BM: tl.constexpr,
+    HALF: tl.constexpr
+):  # fmt: skip
     """This program's rows of one head, both halves, rotated back."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     half = tl.arange(0, HALF)[None, :]
@@ -81,41 +73,18 @@ def _store_amax(first, second, amax_ptr):
 
 @triton.jit
 def _amax(
-    g_ptr,
-    cos_ptr,
-    sin_ptr,
-    amax_ptr,
-    stride_b,
-    stride_t,
-    stride_h,
-    M,
-    T,
-    BM: tl.constexpr,
-    HALF: tl.constexpr,
-):
+    g_ptr, cos_ptr, sin_ptr, amax_ptr, stride_b, stride_t, stride_h, M, T,
+    BM: tl.constexpr, HALF: tl.constexpr
+):  # fmt: skip
     first, second = _rotated(g_ptr, cos_ptr, sin_ptr, stride_b, stride_t, stride_h, M, T, BM, HALF)
     _store_amax(first, second, amax_ptr)
 
 
 @triton.jit
 def _cast(
-    g_ptr,
-    cos_ptr,
-    sin_ptr,
-    scale_ptr,
-    q_ptr,
-    t_ptr,
-    amax_ptr,
-    stride_b,
-    stride_t,
-    stride_h,
-    M,
-    N,
-    T,
-    BM: tl.constexpr,
-    HALF: tl.constexpr,
-    E5M2: tl.constexpr,
-):
+    g_ptr, cos_ptr, sin_ptr, scale_ptr, q_ptr, t_ptr, amax_ptr, stride_b, stride_t,
+    stride_h, M, N, T, BM: tl.constexpr, HALF: tl.constexpr, E5M2: tl.constexpr
+):  # fmt: skip
     first, second = _rotated(g_ptr, cos_ptr, sin_ptr, stride_b, stride_t, stride_h, M, T, BM, HALF)
     scale = tl.load(scale_ptr)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)

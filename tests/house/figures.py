@@ -41,6 +41,7 @@ ROOMS = {
     "linear": "jax torch",
     "proof": "jax torch",
     "kernels": "sim jax torch",
+    "blocks": "torch",
     "transforms": "jax",
     "flax": "jax",
     "delayed": "torch",

@@ -59,32 +59,31 @@ def convert(
     experts: bool = False,
     kernels: Choice = "auto",
 ) -> nn.Module:
-    """Replace the chosen linears (R-2, R-4) by torchao's Float8Linear, or by ``Linear`` where Triton
-    kernels cast, amax_group is given or torchao cannot express the recipe; a ``GroupedLinear`` too,
-    by the grouped recipe of its own (X-8).
+    """Replace the chosen linears (R-2, R-4) by torchao's Float8Linear, or by ``Linear`` where
+    Triton kernels cast, amax_group is given or torchao cannot express the recipe; a
+    ``GroupedLinear`` too, by the grouped recipe of its own (X-8).
 
     rules       change casts of single operands, one after the other (R-8): of linears, and of the
                 weights of experts, by the names of their Parameters.
     amax_group  ranks that hold parts of one batch and share the amaxes of input and grad_output
                 (P-2, scope global). Only ``Linear`` and ``GroupedLinear`` share amaxes. None: every
                 rank uses its own, as torchao does.
-    experts     convert modules of experts too (X-11): those of transformers and torchtitan, of
-                which filter_fqns may leave some out. A router stays in high precision: a linear
-                below a name "router" or "gate" with an output for each expert, unless fp8_fqns
-                names it.
+    experts     convert modules of experts too (X-11): of transformers and torchtitan, but those
+                of filter_fqns. A router stays in high precision unless fp8_fqns names it: a linear
+                below a name "router" or "gate" with an output for each expert.
     kernels     what casts operands of ``Linear``, to the same bits: Triton kernels on a GPU with
                 FP8, else plain operations ("auto"); or one of them ("triton", "plain").
-    Keeps:    the Parameter objects, tied ones tied, so an optimizer built before stays valid. Also
+    Keeps:    the Parameter objects, tied ones tied, so an optimizer built before stays valid; and
               attributes that were added to a linear (R-5).
-    Returns:  the model, changed in place (of one nn.Linear, another); by 'bf16' nothing changes.
+    Returns:  the model, changed in place (of one nn.Linear, another). 'bf16' changes nothing.
     Sets:     torch._inductor.config.emulate_precision_casts for the process, if torchao's linears
               scale rows on another device than a CPU: compiled kernels then round where eager
               ones do, as torchtitan has them do (pytorch#150859).
               torch._inductor.config.cpp.simdlen, under delayed scaling on a CPU with AVX-512, to
               256: inductor (torch 2.13) stores wrong codes there where two scales cast one
               transposed tensor. Off a CPU, which casts inductor fuses (``fusion.install``).
-    Logs:     one line by ``logging``, of logger fp8ref.torch: what is in FP8 and what is not (R-7);
-              a warning where matrices are outside linears, such as experts'. ``report`` has all.
+    Logs:     a line, of logger fp8ref.torch: what is in FP8 and what is not (R-7); a warning where
+              matrices are outside linears, such as experts'. ``report`` has all.
     Prints:   a short line at a terminal and in a notebook, unless this logger has a level.
     Raises:   ValueError, and nothing is changed: as ``selection.linears.select`` and
               ``selection.rules.apply``; a lazy module, which has no shape yet; a recipe that
@@ -94,13 +93,12 @@ def convert(
               With ``experts``: none that can be converted; rules by which no grouped linear runs;
               amax_group with dynamic scaling, as experts scale by their own rank's amaxes.
     """
-    resolved = recipes.by_name(recipe)
     _check_module(model)
     reports.check_shapes(model)
     selection = Selection(
         filter_fqns=filter_fqns, fp8_fqns=fp8_fqns, rules=rules, experts=experts, kernels=kernels
     )
-    plan = plan_conversion(model, resolved, selection, shared=amax_group is not None)
+    plan = plan_conversion(model, recipes.by_name(recipe), selection, shared=amax_group is not None)
     kind = type(model).__name__
     if not plan.is_empty:
         plan.check(model)

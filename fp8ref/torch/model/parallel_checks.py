@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from fp8ref import recipe as recipes
 from fp8ref.recipe import Recipe
 from fp8ref.selection.rules import Rule
+from fp8ref.shared.errors import require
 from fp8ref.torch.experts import parallel as expert_parallel
 from fp8ref.torch.linear.model_checks import check_model, check_no_optimizer
 from fp8ref.torch.model.parallelism import Parallelism, Ranks
@@ -150,22 +151,24 @@ def _check_blocks(blocks: Sequence[nn.Module], parallelism: Parallelism) -> None
 
 def _check_cuda_graphs(model: nn.Module, mesh: DeviceMesh | None, parallelism: Parallelism) -> None:
     """ValueError for CUDA graphs that would not be made, or that a pass could not replay."""
-    if parallelism.compile == "none" or parallelism.compile_backend != "inductor":
-        raise ValueError(
-            "cuda_graphs are of graphs that inductor compiles; got compile "
-            f"{parallelism.compile!r} and compile_backend {parallelism.compile_backend!r}. Use "
-            "compile='block'."
-        )
-    if mesh is not None and mesh.size() > 1:
-        raise ValueError(
-            "cuda_graphs need weights at fixed addresses, and no collectives; got a mesh of "
-            f"{mesh.size()}, which gathers them anew in each pass. Leave one of them out."
-        )
-    if kinds := {p.device.type for p in model.parameters()} - {"cuda", "meta"}:
-        raise ValueError(
-            f"cuda_graphs need a model on a GPU; got weights on {min(kinds)}. Move it there "
-            "first, or leave cuda_graphs out."
-        )
+    compile, backend = parallelism.compile, parallelism.compile_backend
+    require(
+        compile != "none" and backend == "inductor",
+        f"cuda_graphs are of graphs that inductor compiles; got compile {compile!r} and "
+        f"compile_backend {backend!r}. Use compile='block'.",
+    )
+    size = 1 if mesh is None else mesh.size()
+    require(
+        size == 1,
+        "cuda_graphs need weights at fixed addresses, and no collectives; got a mesh of "
+        f"{size}, which gathers them anew in each pass. Leave one of them out.",
+    )
+    kinds = {p.device.type for p in model.parameters()} - {"cuda", "meta"}
+    require(
+        not kinds,
+        f"cuda_graphs need a model on a GPU; got weights on {', '.join(kinds)}. Move it there "
+        "first, or leave cuda_graphs out.",
+    )
 
 
 def _check_no_cache(model: nn.Module) -> None:
