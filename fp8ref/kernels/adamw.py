@@ -69,26 +69,9 @@ def _new(
 
 @triton.jit
 def _store(
-<<<<<<< HEAD
-    p,
-    m,
-    v,
-    p_ptr,
-    m_ptr,
-    v_ptr,
-    weight_ptr,
-    M,
-    N,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    EVEN: tl.constexpr,
-    OWN: tl.constexpr,
-):
-=======
     p, m, v, p_ptr, m_ptr, v_ptr, weight_ptr, M, N, BM: tl.constexpr,
-    BN: tl.constexpr, EVEN: tl.constexpr
+    BN: tl.constexpr, EVEN: tl.constexpr, OWN: tl.constexpr
 ):  # fmt: skip
->>>>>>> 799cea85 (kernels: write signatures on few lines; fewer guards)
     """Store a tile's state and its weight; return the weight as it is stored, float32."""
     if not OWN:
         store_tile(p, p_ptr, M, N, BM, BN, EVEN)
@@ -101,30 +84,10 @@ def _store(
 
 @triton.jit
 def _step(
-<<<<<<< HEAD
-    p_ptr,
-    g_ptr,
-    m_ptr,
-    v_ptr,
-    numbers_ptr,
-    new_p_ptr,
-    new_m_ptr,
-    new_v_ptr,
-    weight_ptr,
-    amax_ptr,
-    M,
-    N,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    EVEN: tl.constexpr,
-    OWN: tl.constexpr,
-):
-=======
     p_ptr, g_ptr, m_ptr, v_ptr, numbers_ptr, new_p_ptr, new_m_ptr, new_v_ptr,
     weight_ptr, amax_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr,
-    EVEN: tl.constexpr
+    EVEN: tl.constexpr, OWN: tl.constexpr
 ):  # fmt: skip
->>>>>>> 799cea85 (kernels: write signatures on few lines; fewer guards)
     p, m, v = _new(p_ptr, g_ptr, m_ptr, v_ptr, numbers_ptr, M, N, BM, BN, EVEN)
     w = _store(p, m, v, new_p_ptr, new_m_ptr, new_v_ptr, weight_ptr, M, N, BM, BN, EVEN, OWN)
     store_amax(w, amax_ptr)
@@ -132,34 +95,10 @@ def _step(
 
 @triton.jit
 def _step_and_cast(
-<<<<<<< HEAD
-    p_ptr,
-    g_ptr,
-    m_ptr,
-    v_ptr,
-    numbers_ptr,
-    scale_ptr,
-    new_p_ptr,
-    new_m_ptr,
-    new_v_ptr,
-    weight_ptr,
-    q_ptr,
-    t_ptr,
-    amax_ptr,
-    M,
-    N,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    EVEN: tl.constexpr,
-    OWN: tl.constexpr,
-    E5M2: tl.constexpr,
-):
-=======
     p_ptr, g_ptr, m_ptr, v_ptr, numbers_ptr, scale_ptr, new_p_ptr, new_m_ptr,
     new_v_ptr, weight_ptr, q_ptr, t_ptr, amax_ptr, M, N, BM: tl.constexpr,
-    BN: tl.constexpr, EVEN: tl.constexpr, E5M2: tl.constexpr
+    BN: tl.constexpr, EVEN: tl.constexpr, OWN: tl.constexpr, E5M2: tl.constexpr
 ):  # fmt: skip
->>>>>>> 799cea85 (kernels: write signatures on few lines; fewer guards)
     p, m, v = _new(p_ptr, g_ptr, m_ptr, v_ptr, numbers_ptr, M, N, BM, BN, EVEN)
     w = _store(p, m, v, new_p_ptr, new_m_ptr, new_v_ptr, weight_ptr, M, N, BM, BN, EVEN, OWN)
     store_cast(w, tl.load(scale_ptr), q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)

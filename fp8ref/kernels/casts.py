@@ -172,21 +172,9 @@ def _cast_by_amax(
 
 @triton.jit
 def _cast_by_guess(
-    x_ptr,
-    guess_ptr,
-    q_ptr,
-    t_ptr,
-    amax_ptr,
-    used_ptr,
-    stride_m,
-    stride_n,
-    M,
-    N,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    EVEN: tl.constexpr,
-    E5M2: tl.constexpr,
-):
+    x_ptr, guess_ptr, q_ptr, t_ptr, amax_ptr, used_ptr, stride_m, stride_n, M, N,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, E5M2: tl.constexpr
+):  # fmt: skip
     x = load_tile(x_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
     guess = tl.load(guess_ptr)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
@@ -197,26 +185,10 @@ def _cast_by_guess(
 
 @triton.jit
 def _recast(
-    x_ptr,
-    amax_ptr,
-    used_ptr,
-    q_ptr,
-    t_ptr,
-    guess_ptr,
-    scale_ptr,
-    inverse_ptr,
-    stride_m,
-    stride_n,
-    M,
-    N,
-    COUNT,
-    PROGRAMS: tl.constexpr,
-    SIZE: tl.constexpr,
-    EPS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    E5M2: tl.constexpr,
-):
+    x_ptr, amax_ptr, used_ptr, q_ptr, t_ptr, guess_ptr, scale_ptr, inverse_ptr,
+    stride_m, stride_n, M, N, COUNT, PROGRAMS: tl.constexpr, SIZE: tl.constexpr,
+    EPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, E5M2: tl.constexpr
+):  # fmt: skip
     part, largest = tl.arange(0, SIZE), tl.zeros((SIZE,), tl.int32)
     for start in range(0, COUNT, SIZE):
         mask = start + part < COUNT

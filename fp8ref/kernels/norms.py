@@ -34,16 +34,9 @@ def _load_row(x_ptr, N: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _store_statistics(
-    h,
-    h_ptr,
-    weight_ptr,
-    factor_ptr,
-    amax_ptr,
-    eps,
-    N: tl.constexpr,
-    BN: tl.constexpr,
-    TWICE: tl.constexpr,
-):
+    h, h_ptr, weight_ptr, factor_ptr, amax_ptr, eps, N: tl.constexpr,
+    BN: tl.constexpr, TWICE: tl.constexpr
+):  # fmt: skip
     at = tl.arange(0, BN)
     mean = tl.div_rn(tl.sum(h * h, 0), N * 1.0)
     factor = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
@@ -55,38 +48,18 @@ def _store_statistics(
 
 @triton.jit
 def _statistics(
-    h_ptr,
-    weight_ptr,
-    factor_ptr,
-    amax_ptr,
-    eps,
-    N: tl.constexpr,
-    BN: tl.constexpr,
-    TWICE: tl.constexpr,
-):
+    h_ptr, weight_ptr, factor_ptr, amax_ptr, eps, N: tl.constexpr, BN: tl.constexpr,
+    TWICE: tl.constexpr
+):  # fmt: skip
     h = _load_row(h_ptr, N, BN)
     _store_statistics(h, h_ptr, weight_ptr, factor_ptr, amax_ptr, eps, N, BN, TWICE)
 
 
 @triton.jit
 def _statistics_of_sum(
-<<<<<<< HEAD
-    h_ptr,
-    residual_ptr,
-    weight_ptr,
-    sum_ptr,
-    factor_ptr,
-    amax_ptr,
-    eps,
-    N: tl.constexpr,
-    BN: tl.constexpr,
-    TWICE: tl.constexpr,
-):
-=======
     h_ptr, residual_ptr, weight_ptr, sum_ptr, factor_ptr, amax_ptr, eps,
-    N: tl.constexpr, BN: tl.constexpr
+    N: tl.constexpr, BN: tl.constexpr, TWICE: tl.constexpr
 ):  # fmt: skip
->>>>>>> 799cea85 (kernels: write signatures on few lines; fewer guards)
     h = (_load_row(h_ptr, N, BN) + _load_row(residual_ptr, N, BN)).to(h_ptr.dtype.element_ty)
     at = tl.arange(0, BN)
     tl.store(sum_ptr + tl.program_id(0).to(tl.int64) * N + at, h, mask=at < N)
@@ -96,30 +69,10 @@ def _statistics_of_sum(
 
 @triton.jit
 def _cast(
-<<<<<<< HEAD
-    h_ptr,
-    factor_ptr,
-    weight_ptr,
-    scale_ptr,
-    q_ptr,
-    t_ptr,
-    amax_ptr,
-    stride_m,
-    stride_n,
-    M,
-    N,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    EVEN: tl.constexpr,
-    TWICE: tl.constexpr,
-    E5M2: tl.constexpr,
-):
-=======
     h_ptr, factor_ptr, weight_ptr, scale_ptr, q_ptr, t_ptr, amax_ptr, stride_m,
     stride_n, M, N, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
-    E5M2: tl.constexpr
+    TWICE: tl.constexpr, E5M2: tl.constexpr
 ):  # fmt: skip
->>>>>>> 799cea85 (kernels: write signatures on few lines; fewer guards)
     h = load_tile(h_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
     factor = load_lines(factor_ptr, 0, M, BM)[:, None]
     weight = load_lines(weight_ptr, 1, N, BN).to(tl.float32)[None, :]

@@ -20,23 +20,9 @@ ROWS, COLUMNS = 64, 64
 
 @triton.jit
 def _product(
-<<<<<<< HEAD
-    gate_ptr,
-    up_ptr,
-    stride_m,
-    stride_n,
-    M,
-    N,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    EVEN: tl.constexpr,
-    TWICE: tl.constexpr,
-):
-=======
     gate_ptr, up_ptr, stride_m, stride_n, M, N, BM: tl.constexpr, BN: tl.constexpr,
-    EVEN: tl.constexpr
+    EVEN: tl.constexpr, TWICE: tl.constexpr
 ):  # fmt: skip
->>>>>>> 799cea85 (kernels: write signatures on few lines; fewer guards)
     """This program's tile of the product."""
     gate = load_tile(gate_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
     up = load_tile(up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
@@ -48,169 +34,65 @@ def _product(
 
 @triton.jit
 def _amax(
-<<<<<<< HEAD
-    gate_ptr,
-    up_ptr,
-    amax_ptr,
-    stride_m,
-    stride_n,
-    M,
-    N,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    EVEN: tl.constexpr,
-    TWICE: tl.constexpr,
-):
+    gate_ptr, up_ptr, amax_ptr, stride_m, stride_n, M, N, BM: tl.constexpr,
+    BN: tl.constexpr, EVEN: tl.constexpr, TWICE: tl.constexpr
+):  # fmt: skip
     y = _product(gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE)
     store_amax(y, amax_ptr)
-=======
-    gate_ptr, up_ptr, amax_ptr, stride_m, stride_n, M, N, BM: tl.constexpr,
-    BN: tl.constexpr, EVEN: tl.constexpr
-):  # fmt: skip
-    store_amax(_product(gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN), amax_ptr)
->>>>>>> 799cea85 (kernels: write signatures on few lines; fewer guards)
 
 
 @triton.jit
 def _cast(
-<<<<<<< HEAD
-    gate_ptr,
-    up_ptr,
-    scale_ptr,
-    q_ptr,
-    t_ptr,
-    amax_ptr,
-    stride_m,
-    stride_n,
-    M,
-    N,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    EVEN: tl.constexpr,
-    TWICE: tl.constexpr,
-    E5M2: tl.constexpr,
-):
-    y = _product(gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE)
-=======
     gate_ptr, up_ptr, scale_ptr, q_ptr, t_ptr, amax_ptr, stride_m, stride_n, M, N,
-    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, E5M2: tl.constexpr
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TWICE: tl.constexpr,
+    E5M2: tl.constexpr
 ):  # fmt: skip
-    y = _product(gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
->>>>>>> 799cea85 (kernels: write signatures on few lines; fewer guards)
+    y = _product(gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE)
     store_cast(y, tl.load(scale_ptr), q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)
     store_amax(y, amax_ptr)
 
 
 @triton.jit
 def _gradients(
-<<<<<<< HEAD
-    d_ptr,
-    gate_ptr,
-    up_ptr,
-    stride_m,
-    stride_n,
-    M,
-    N,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    EVEN: tl.constexpr,
-    TWICE: tl.constexpr,
-):
-=======
     d_ptr, gate_ptr, up_ptr, stride_m, stride_n, M, N, BM: tl.constexpr,
-    BN: tl.constexpr, EVEN: tl.constexpr
+    BN: tl.constexpr, EVEN: tl.constexpr, TWICE: tl.constexpr
 ):  # fmt: skip
->>>>>>> 799cea85 (kernels: write signatures on few lines; fewer guards)
     """This program's tiles of gate's gradient and of up's."""
     d = load_tile(d_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
     gate = load_tile(gate_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
     up = load_tile(up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
     sigmoid = tl.div_rn(tl.full(gate.shape, 1.0, tl.float32), 1.0 + tl.exp(-gate))
-<<<<<<< HEAD
     silu, of_silu = gate * sigmoid, d * up
     if TWICE:
         silu = silu.to(d_ptr.dtype.element_ty).to(tl.float32)
         of_silu = of_silu.to(d_ptr.dtype.element_ty).to(tl.float32)
-    of_gate = of_silu * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
-    of_up = d * silu
-    of_gate = of_gate.to(d_ptr.dtype.element_ty).to(tl.float32)
-    return of_gate, of_up.to(d_ptr.dtype.element_ty).to(tl.float32)
-=======
-    gate_gradient = d * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
-    up_gradient = d * (gate * sigmoid)
+    gate_gradient = of_silu * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
+    up_gradient = d * silu
     gate_gradient = gate_gradient.to(d_ptr.dtype.element_ty).to(tl.float32)
     return gate_gradient, up_gradient.to(d_ptr.dtype.element_ty).to(tl.float32)
->>>>>>> 799cea85 (kernels: write signatures on few lines; fewer guards)
 
 
 @triton.jit
 def _gradient_amaxes(
-<<<<<<< HEAD
-    d_ptr,
-    gate_ptr,
-    up_ptr,
-    gate_amax_ptr,
-    up_amax_ptr,
-    stride_m,
-    stride_n,
-    M,
-    N,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    EVEN: tl.constexpr,
-    TWICE: tl.constexpr,
-):
-    of_gate, of_up = _gradients(
-        d_ptr, gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE
-    )
-    store_amax(of_gate, gate_amax_ptr)
-    store_amax(of_up, up_amax_ptr)
-=======
     d_ptr, gate_ptr, up_ptr, gate_amax_ptr, up_amax_ptr, stride_m, stride_n, M, N,
-    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TWICE: tl.constexpr
 ):  # fmt: skip
     gate_gradient, up_gradient = _gradients(
-        d_ptr, gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN
+        d_ptr, gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE
     )
     store_amax(gate_gradient, gate_amax_ptr)
     store_amax(up_gradient, up_amax_ptr)
->>>>>>> 799cea85 (kernels: write signatures on few lines; fewer guards)
 
 
 @triton.jit
 def _cast_gradients(
-<<<<<<< HEAD
-    d_ptr,
-    gate_ptr,
-    up_ptr,
-    gate_scale_ptr,
-    up_scale_ptr,
-    gate_q_ptr,
-    gate_t_ptr,
-    up_q_ptr,
-    up_t_ptr,
-    gate_amax_ptr,
-    up_amax_ptr,
-    stride_m,
-    stride_n,
-    M,
-    N,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    EVEN: tl.constexpr,
-    TWICE: tl.constexpr,
-    E5M2: tl.constexpr,
-):
-    of_gate, of_up = _gradients(
-        d_ptr, gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE
-=======
     d_ptr, gate_ptr, up_ptr, gate_scale_ptr, up_scale_ptr, gate_q_ptr, gate_t_ptr,
     up_q_ptr, up_t_ptr, gate_amax_ptr, up_amax_ptr, stride_m, stride_n, M, N,
-    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, E5M2: tl.constexpr
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TWICE: tl.constexpr,
+    E5M2: tl.constexpr
 ):  # fmt: skip
     gate_gradient, up_gradient = _gradients(
-        d_ptr, gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN
->>>>>>> 799cea85 (kernels: write signatures on few lines; fewer guards)
+        d_ptr, gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE
     )
     scale = tl.load(gate_scale_ptr)
     store_cast(gate_gradient, scale, gate_q_ptr, gate_t_ptr, M, N, BM, BN, EVEN, E5M2)
