@@ -4,6 +4,7 @@ choice.resolve("auto", torch.device("cuda"))    # True on Hopper, if the self-ch
 """
 
 import functools
+import warnings
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -12,7 +13,7 @@ from fp8ref.spec import kernels
 from fp8ref.spec.kernels import CAPABILITY, Choice, Kernels
 from fp8ref.torch.kernels import self_check
 
-__all__ = ["explain", "resolve"]
+__all__ = ["checked", "explain", "resolve"]
 
 
 def resolve(choice: Choice, device: torch.device) -> bool:
@@ -31,6 +32,8 @@ def explain(choice: Choice, device: torch.device) -> Kernels:
     Raises:   ValueError: as ``kernels.check``; 'triton' on a device that has no such kernels, or
               where the self-check failed.
     """
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     return _explained(choice, device)
 
 
@@ -65,6 +68,21 @@ def _obstacle(device: torch.device) -> str:
         return f"{device.type} is no NVIDIA GPU"
     if (capability := torch.cuda.get_device_capability(device)) < CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} has no FP8 casts"
-    # A compiler may trace the first pass: the check runs on tensors with memory.
+    return checked(device)
+
+
+@functools.cache
+def checked(device: torch.device) -> str:
+    """``self_check.failure``, once a process and device, and a warning of one. While a compiler
+    traces, too, the check runs on tensors with memory.
+    """
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-        return self_check.failure(device)
+        failure = self_check.failure(device)
+    if failure:
+        warnings.warn(
+            f"plain operations cast on {device}, as Triton kernels failed their self-check there: "
+            f"{failure}. Please report it, with the versions of Triton and of the driver. Use "
+            "kernels 'plain', which gives the same bits, to end this warning.",
+            stacklevel=2,
+        )
+    return failure

@@ -17,9 +17,11 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(self_check, "failure", lambda device: "")
-    choice._explained.cache_clear()
+    for cache in (choice._explained, choice.checked):
+        cache.cache_clear()
     yield monkeypatch
-    choice._explained.cache_clear()
+    for cache in (choice._explained, choice.checked):
+        cache.cache_clear()
 
 
 def test_a_cpu_casts_by_plain_operations_unless_asked():
@@ -43,7 +45,9 @@ def test_an_old_gpu_casts_by_plain_operations(gpu):
 
 def test_a_failed_self_check_turns_triton_off(gpu):
     gpu.setattr(self_check, "failure", lambda device: "cast to e4m3fn has other codes")
-    assert choice.explain("auto", GPU) == kernels.Kernels(False, "cast to e4m3fn has other codes")
+    with pytest.warns(UserWarning, match="has other codes"):
+        explained = choice.explain("auto", GPU)
+    assert explained == kernels.Kernels(False, "cast to e4m3fn has other codes")
     with pytest.raises(ValueError, match="has other codes"):
         choice.resolve("triton", GPU)
 
@@ -55,14 +59,41 @@ def test_without_triton(gpu):
         choice.resolve("triton", CPU)
 
 
-def test_the_self_check_passes_here_and_sees_wrong_codes(monkeypatch):
-    assert self_check.failure(CPU) == ""
-    right = self_check.casts.cast
+def test_a_failed_self_check_is_warned_of_once_a_device(monkeypatch):
+    monkeypatch.setattr(self_check, "failure", lambda device: "codes differ")
+    choice.checked.cache_clear()
+    with pytest.warns(UserWarning, match=r"plain operations cast on cpu.*: codes differ\. Please"):
+        assert choice.checked(CPU) == "codes differ"
+    assert choice.checked(CPU) == "codes differ"  # without a warning, which would be an error
+    choice.checked.cache_clear()
 
-    def wrong(x, scale, e5m2):
-        codes, transposed, parts = right(x, scale, e5m2)
-        transposed.view(torch.uint8)[3, 5] ^= 1
-        return codes, transposed, parts
 
-    monkeypatch.setattr(self_check.casts, "cast", wrong)
-    assert self_check.failure(CPU) == "cast to e4m3fn, transposed, has other codes"
+def test_a_gpu_without_an_index_is_the_current_one(gpu):
+    gpu.setattr(torch.cuda, "current_device", lambda: 0)
+    assert choice.resolve("auto", torch.device("cuda"))
+    assert choice._explained.cache_info().currsize == 1
+
+
+@torch._dynamo.allow_in_graph
+class Checked(torch.autograd.Function):
+    """x, in whose passes the self-check runs."""
+
+    @staticmethod
+    def forward(ctx, x):
+        assert choice.checked(CPU) == ""
+        return x + 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_the_self_check_runs_on_real_tensors_while_a_compiler_traces(inference, monkeypatch):
+    monkeypatch.setattr(self_check, "SHAPES", ((64, 64),))
+    choice.checked.cache_clear()
+    f = torch.compile(lambda x: Checked.apply(x) * 2, fullgraph=True, backend="aot_eager")
+    with torch.inference_mode(inference):
+        x = torch.ones(3) if inference else torch.ones(3, requires_grad=True)
+        assert torch.equal(f(x), torch.full((3,), 4.0))
+    assert choice.checked.cache_info().misses == 1
