@@ -17,7 +17,6 @@ __all__ = [
     "blocks",
     "cast",
     "cast_by_amax",
-    "cast_by_guess",
     "cast_lines",
     "recast",
     "transpose",
@@ -158,29 +157,18 @@ def _cast(
 def _cast_by_amax(
     x_ptr, amax_ptr, q_ptr, t_ptr, scale_ptr, inverse_ptr, stride_m, stride_n, M, N,
     COUNT: tl.constexpr, PARTS: tl.constexpr, EPS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, EVEN: tl.constexpr, E5M2: tl.constexpr
+    BN: tl.constexpr, EVEN: tl.constexpr, E5M2: tl.constexpr, POWER: tl.constexpr
 ):  # fmt: skip
     part = tl.arange(0, PARTS)
     parts = tl.load(amax_ptr + part, mask=part < COUNT, other=0)
     scale = scale_of(tl.max(parts, 0), E5M2, EPS)
+    if POWER:
+        scale = power_of_two(scale)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale_ptr, scale)
         tl.store(inverse_ptr, tl.div_rn(1.0, scale))
     x = load_tile(x_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
     store_cast(x, scale, q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)
-
-
-@triton.jit
-def _cast_by_guess(
-    x_ptr, guess_ptr, q_ptr, t_ptr, amax_ptr, used_ptr, stride_m, stride_n, M, N,
-    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, E5M2: tl.constexpr
-):  # fmt: skip
-    x = load_tile(x_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
-    guess = tl.load(guess_ptr)
-    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(used_ptr, guess)
-    store_cast(x, guess, q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)
-    store_amax(x, amax_ptr)
 
 
 @triton.jit
@@ -341,23 +329,17 @@ def cast(shape: Shape, strides: Shape, *, e5m2: bool) -> Launch:
     return Launch(_cast, tiles(*shape), numbers)
 
 
-def cast_by_amax(shape: Shape, strides: Shape, *, e5m2: bool) -> Launch:
+def cast_by_amax(shape: Shape, strides: Shape, *, e5m2: bool, power: bool = False) -> Launch:
     """x and the partial amaxes of ``amax`` -> codes [M, N], codes [N, M], scale () and scale_inv
-    (), by policy torchao without a power of two (S-3)."""
+    (), by policy torchao (S-3); power: by torchao_pow2 (S-4)."""
     numbers = matrix(shape, strides) | {"COUNT": parts(shape), "PARTS": PARTS, "EPS": _EPS}
-    numbers |= {"E5M2": e5m2}
+    numbers |= {"E5M2": e5m2, "POWER": power}
     return Launch(_cast_by_amax, tiles(*shape), numbers)
 
 
-def cast_by_guess(shape: Shape, strides: Shape, *, e5m2: bool) -> Launch:
-    """As ``cast``, by a guess of the scale of policy torchao_pow2, such as the last step's; then
-    that guess once more, () float32, for ``recast``."""
-    return Launch(_cast_by_guess, tiles(*shape), matrix(shape, strides) | {"E5M2": e5m2})
-
-
 def recast(shape: Shape, strides: Shape, *, e5m2: bool) -> Launch:
-    """x, its partial amaxes and the guess that ``cast_by_guess`` used -> its codes in both orders,
-    the next guess, scale and scale_inv, each () float32.
+    """x, its partial amaxes and the scale by which ``cast`` cast it, a guess -> its codes in both
+    orders, the next guess, scale and scale_inv, each () float32.
 
     Order:    the scale is that of policy torchao_pow2 (S-4), whatever was guessed. Codes are
               written only if the guess is another: otherwise each program ends at once.

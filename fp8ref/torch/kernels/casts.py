@@ -91,17 +91,19 @@ def _empty_cast(x: Tensor, scale: Tensor, e5m2: bool) -> tuple[Tensor, Tensor, T
 
 
 @torch.library.custom_op("fp8ref::cast_by_amax", mutates_args=())
-def cast_by_amax(x: Tensor, parts: Tensor, e5m2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def cast_by_amax(
+    x: Tensor, parts: Tensor, e5m2: bool, power: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes of x by the partial amaxes of ``amax``, transposed codes, scale () and scale_inv (), of
-    policy torchao."""
+    policy torchao; power: of torchao_pow2."""
     out = _empty_cast_by_amax(x, parts, e5m2)
-    _run("cast_by_amax", x, (parts, *out), e5m2=e5m2)
+    _run("cast_by_amax", x, (parts, *out), e5m2=e5m2, power=power)
     return out
 
 
 @cast_by_amax.register_fake
 def _empty_cast_by_amax(
-    x: Tensor, parts: Tensor, e5m2: bool
+    x: Tensor, parts: Tensor, e5m2: bool, power: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scale, inverse = _floats(x, (), ())
     return *_codes(x, e5m2), scale, inverse
@@ -114,21 +116,15 @@ def cast_by_guess_(x: Tensor, guess: Tensor, e5m2: bool) -> tuple[Tensor, Tensor
 
     guess    (), int32: the bits of a float32 scale. It becomes the scale of x.
     """
-    codes, transposed, scale, inverse = out = _empty_cast_by_guess(x, guess, e5m2)
-    rows, columns = _tiles(x)
-    parts, (used,) = x.new_empty((rows * columns,), dtype=torch.int32), _floats(x, ())
-    scales = guess.view(torch.float32)
-    _run("cast_by_guess", x, (scales, codes, transposed, parts, used), e5m2=e5m2)
-    _run("recast", x, (parts, used, codes, transposed, scales, scale, inverse), e5m2=e5m2)
-    return out
+    used, bits = guess.clone().view(torch.float32), guess.view(torch.float32)
+    codes, transposed, parts = _empty_cast(x, used, e5m2)
+    scales = _floats(x, (), ())
+    _run("cast", x, (used, codes, transposed, parts), e5m2=e5m2)
+    _run("recast", x, (parts, used, codes, transposed, bits, *scales), e5m2=e5m2)
+    return codes, transposed, *scales
 
 
-@cast_by_guess_.register_fake
-def _empty_cast_by_guess(
-    x: Tensor, guess: Tensor, e5m2: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    scale, inverse = _floats(x, (), ())
-    return *_codes(x, e5m2), scale, inverse
+cast_by_guess_.register_fake(_empty_cast_by_amax)
 
 
 @torch.library.custom_op("fp8ref::transpose", mutates_args=())

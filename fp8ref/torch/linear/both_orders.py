@@ -133,10 +133,11 @@ def _by_one_scale(
     elif (
         amax is None
         and group is None
-        and spec.policy == POLICIES["torchao"]
+        and spec.policy in (POLICIES["torchao"], POLICIES["torchao_pow2"])
         and not torch.compiler.is_compiling()
     ):
-        codes, transposed, scale, scale_inv = casts.cast_by_amax(x, casts.amax(x), e5m2)
+        power = spec.policy.power_of_two is not None
+        codes, transposed, scale, scale_inv = casts.cast_by_amax(x, casts.amax(x), e5m2, power)
     else:
         if amax is None:
             # A compiler takes the amax in the kernel that makes x, which no kernel of ours is part

@@ -43,9 +43,8 @@ def _casts(dtype: str, e5m2: bool, transposed: bool) -> dict[str, Form]:
     cast = casts.cast(SHAPE, strides, e5m2=e5m2)
     by_amax = casts.cast_by_amax(SHAPE, strides, e5m2=e5m2)
     lines = casts.cast_lines(SHAPE, strides, e5m2=e5m2)
-    by_guess, recast = (
-        make(SHAPE, strides, e5m2=e5m2) for make in (casts.cast_by_guess, casts.recast)
-    )
+    recast = casts.recast(SHAPE, strides, e5m2=e5m2)
+    by_power = casts.cast_by_amax(SHAPE, strides, e5m2=e5m2, power=True)
     more = (*x, *PARTS, *ONE, *CODES, *ONE * 3)
     squares, of_lines = (
         casts.blocks(SHAPE, strides, e5m2=e5m2, square=square) for square in (True, False)
@@ -55,7 +54,7 @@ def _casts(dtype: str, e5m2: bool, transposed: bool) -> dict[str, Form]:
         "amax_lines": Form(casts.amax_lines(SHAPE, strides), (*x, *PARTS, *PARTS), **whole),
         "cast": Form(cast, (*x, *ONE, *CODES, *PARTS), codes=2, **whole),
         "cast_by_amax": Form(by_amax, (*x, *PARTS, *CODES, *ONE, *ONE), codes=2, **whole),
-        "cast_by_guess": Form(by_guess, (*x, *ONE, *CODES, *PARTS, *ONE), codes=2, **whole),
+        "cast_by_amax, power": Form(by_power, (*x, *PARTS, *CODES, *ONE * 2), codes=2, **whole),
         "recast": Form(recast, more, codes=2, **whole),
         "cast_lines": Form(lines, (*x, *ONE, *ONE, *CODES), codes=2, **whole),
         "squares": Form(squares, (*x, *CODES, *ONE * 2), **blocks),
