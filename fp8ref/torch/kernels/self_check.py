@@ -1,17 +1,19 @@
 """What the kernels compute on a device, compared with plain operations before they are used (M-11).
 
 Each kernel runs on planted tensors, of ragged and of whole tiles, with NaN, Inf, -0 and subnormals.
-Codes of both orders, scales and amaxes are compared bit by bit.
+Codes of both orders, scales and amaxes are compared bit by bit. On a GPU ``kernels.self_check``
+compares those kernels, too, that cast what they compute.
 """
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fp8ref.formats import E4M3FN, E5M2, Format
 from fp8ref.torch.delayed import delayed
-from fp8ref.torch.kernels import casts
+from fp8ref.torch.kernels import casts, launch
 from fp8ref.torch.quantize import scaling
 from fp8ref.torch.quantize.scaling import Quantized
 
@@ -33,10 +35,29 @@ def failure(device: torch.device) -> str:
             for what, result, plain in (*_observed(x), *_cast(x, E4M3FN), *_cast(x, E5M2)):
                 if not _same(result, plain):
                     return f"{what} differ from those of plain operations"
+        return "" if device.type == "cpu" else fused(device)
     except Exception as error:  # whatever a compiler or a driver raises
         reason = next(iter(str(error).splitlines()), "")
         return f"{type(error).__name__} where a kernel was compiled or run: {reason}"
-    return ""
+
+
+def fused(device: torch.device) -> str:
+    """As ``fp8ref.kernels.self_check.failure``, of launches on a device."""
+    from fp8ref.kernels import self_check
+
+    def run(made, inputs, outputs) -> list[np.ndarray]:
+        bits = [torch.from_numpy(x.view(f"i{x.itemsize}")) for x in inputs]
+        dtypes = [getattr(torch, x.dtype.name) for x in inputs]
+        tensors = [x.view(dtype).to(device) for x, dtype in zip(bits, dtypes, strict=True)]
+        results = [
+            torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+            for shape, dtype in outputs
+        ]
+        launch.run(made, *tensors, *results)
+        # NumPy has no bfloat16
+        return [(x.view(torch.int16) if x.itemsize == 2 else x).cpu().numpy() for x in results]
+
+    return self_check.failure(run)
 
 
 def planted(shape: tuple[int, int], device: torch.device) -> Tensor:

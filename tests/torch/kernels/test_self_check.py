@@ -68,3 +68,15 @@ def test_a_kernel_that_does_not_run_is_a_failure(monkeypatch):
     assert self_check.failure(CPU) == (
         "RuntimeError where a kernel was compiled or run: ptxas is missing"
     )
+
+
+def test_fused_kernels_run_by_the_launches_of_pytorch(monkeypatch):
+    assert self_check.fused(CPU) == ""
+    right = self_check.launch.run
+
+    def run(made, *tensors):
+        right(made, *tensors)
+        tensors[-1].view(torch.int32)[0] += 1 << 20
+
+    monkeypatch.setattr(self_check.launch, "run", run)
+    assert self_check.fused(CPU) == "results of a norm differ from those of plain operations"

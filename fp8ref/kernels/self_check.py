@@ -1,0 +1,109 @@
+"""What fused kernels compute on a device, compared with their interpretation on the host (M-11).
+
+NumPy's operations interpret them, each rounded. Results are compared bit by bit, except where a
+device approximates an exponential or sums in another order: there a result may be a neighbor.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from fp8ref.kernels import adamw, norms, rotary, swiglu
+from fp8ref.kernels.jit import Launch, interpret
+
+__all__ = ["Output", "failure"]
+
+Output = tuple[tuple[int, ...], str]
+"""Shape and dtype of an output."""
+
+_SHAPE, _ROWS = (128, 128), 8
+_HEADS = (1, 128, 2, 64)
+_BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def failure(run: Callable[[Launch, Sequence[np.ndarray], Sequence[Output]], Sequence[Any]]) -> str:
+    """The first kernel whose results on a device differ, in a few words; "" if none does.
+
+    run   runs a launch on inputs there, and returns outputs of these shapes and dtypes.
+    """
+    for name, approximate, launch, inputs, outputs in _launches():
+        expected = [np.zeros(shape, np.dtype(dtype)) for shape, dtype in outputs]
+        arrays = [*inputs, *expected]
+        interpret(launch, arrays, [x.dtype.name for x in arrays])
+        for result, plain in zip(run(launch, inputs, outputs), expected, strict=True):
+            if not _same(np.asarray(result), plain, approximate):
+                return f"results of {name} differ from those of plain operations"
+    return ""
+
+
+def _launches() -> Iterator[tuple[str, bool, Launch, list[np.ndarray], list[Output]]]:
+    """(name, whether it approximates, launch, inputs, outputs) of each kernel."""
+    x, y, z = (_planted(_SHAPE, seed) for seed in range(3))
+    few, one = (_ROWS, _SHAPE[1]), np.full((), 3.1415927, np.float32)
+    both: list[Output] = [(_SHAPE, "uint8"), (_SHAPE[::-1], "uint8")]
+    factors = np.abs(_planted(_SHAPE[:1], 3)).astype(np.float32)
+    of_rows: list[Output] = [((_ROWS,), "float32"), ((_ROWS,), "int32")]
+    for twice, e5m2 in ((False, False), (True, True)):
+        norm = norms.statistics(few, eps=1e-5, twice=twice)
+        yield "a norm", True, norm, [x, z[0]], of_rows
+        norm = norms.statistics(few, eps=1e-5, residual=True, twice=twice)
+        yield "a norm of a sum", True, norm, [x, y, z[0]], [(few, "bfloat16"), *of_rows]
+        cast = norms.cast(_SHAPE, e5m2=e5m2, twice=twice)
+        yield "a norm's cast", False, cast, [x, factors, z[0], one], [*both, _parts(cast)]
+        amax, cast = swiglu.amax(_SHAPE, twice=twice), swiglu.cast(_SHAPE, e5m2=e5m2, twice=twice)
+        yield "SwiGLU's amax", True, amax, [x, y], [_parts(amax)]
+        yield "SwiGLU", True, cast, [x, y, one], [*both, _parts(cast)]
+        amax = swiglu.gradient_amaxes(_SHAPE, twice=twice)
+        yield "SwiGLU's gradients' amaxes", True, amax, [z, x, y], [_parts(amax)] * 2
+        cast = swiglu.cast_gradients(_SHAPE, e5m2=e5m2, twice=twice)
+        outputs = [*both, *both, *[_parts(cast)] * 2]
+        yield "SwiGLU's gradients", True, cast, [z, x, y, one, one], outputs
+        yield from _of_heads(e5m2, one)
+        yield from _of_weights(e5m2, one, z)
+
+
+def _of_heads(e5m2: bool, one: np.ndarray):
+    g, matrix = _planted(_HEADS, 4), (_HEADS[1], _HEADS[2] * _HEADS[3])
+    cos, sin = (_planted((_HEADS[1], _HEADS[3]), seed).astype(np.float32) for seed in (5, 6))
+    strides = (g.size, matrix[1], _HEADS[3])
+    amax, cast = rotary.amax(_HEADS, strides), rotary.cast(_HEADS, strides, e5m2=e5m2)
+    yield "a rotary embedding", False, rotary.rotate(_HEADS), [g, cos, sin], [(_HEADS, "bfloat16")]
+    yield "a rotary gradient's amax", False, amax, [g, cos, sin], [_parts(amax)]
+    outputs = [(matrix, "uint8"), (matrix[::-1], "uint8"), _parts(cast)]
+    yield "a rotary gradient", False, cast, [g, cos, sin, one], outputs
+
+
+def _of_weights(e5m2: bool, one: np.ndarray, g: np.ndarray):
+    p, m, v = (_planted(_SHAPE, seed).astype(np.float32) for seed in (7, 8, 9))
+    numbers = np.array([0.9, 0.1, 0.95, 0.05, 1.5, 2.0, 1e-3, 1e-8, 0.1, 0.7], np.float32)
+    state = [p, g, m, np.abs(v), numbers]
+    new: list[Output] = [*[(_SHAPE, "float32")] * 3, (_SHAPE, "bfloat16")]
+    step, cast = adamw.step(_SHAPE), adamw.step_and_cast(_SHAPE, e5m2=e5m2)
+    yield "AdamW", False, step, state, [*new, _parts(step)]
+    codes: list[Output] = [(_SHAPE, "uint8"), (_SHAPE[::-1], "uint8")]
+    yield "AdamW's cast", False, cast, [*state, one], [*new, *codes, _parts(cast)]
+
+
+def _planted(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Finite numbers, bfloat16, with zeros of both signs and a subnormal in the first places."""
+    rng = np.random.default_rng(seed)
+    x = (rng.standard_normal(shape) * np.exp2(rng.integers(-6, 3, shape))).astype(_BF16)
+    x.reshape(-1)[:3] = 0.0, -0.0, 1e-40
+    return x
+
+
+def _parts(launch: Launch) -> Output:
+    return (launch.programs,), "int32"
+
+
+def _same(result: np.ndarray, plain: np.ndarray, approximate: bool) -> bool:
+    """Whether bits are the same; of approximate results, whether codes and bfloat16 numbers are
+    neighbors at most, rounded twice or once, and float32 numbers as near."""
+    if plain.dtype == np.float32 and approximate:
+        return bool(np.allclose(result, plain, rtol=2e-5, atol=0))
+    bits = np.dtype(f"i{plain.dtype.itemsize}")
+    distance = np.abs(result.view(bits).astype(np.int64) - plain.view(bits).astype(np.int64))
+    steps = {1: 1, 4: 2 << 16}.get(plain.dtype.itemsize, 0) if approximate else 0
+    return result.shape == plain.shape and bool((distance <= steps).all())

@@ -1,0 +1,80 @@
+"""The self-check of fused kernels sees a wrong number among any kernel's results."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from fp8ref.kernels import self_check
+from fp8ref.kernels.jit import interpret
+
+LAUNCHES = [(name, len(outputs)) for name, *_, outputs in self_check._launches()]
+
+
+def interpreted(launch, inputs, outputs):
+    results = [np.zeros(shape, np.dtype(dtype)) for shape, dtype in outputs]
+    arrays = [*inputs, *results]
+    interpret(launch, arrays, [x.dtype.name for x in arrays])
+    return results
+
+
+@pytest.fixture(scope="module")
+def right():
+    """The results of every launch, in order."""
+    return [interpreted(*launch) for _, _, *launch in self_check._launches()]
+
+
+def failure(monkeypatch, right, change) -> str:
+    """The failure of a device whose results of launch i are changed by ``change(i, results)``."""
+    runs, interprets = iter(enumerate(right)), iter(right)
+
+    def recorded(launch, arrays, dtypes):
+        results = next(interprets)
+        for array, result in zip(arrays[-len(results) :], results, strict=True):
+            array[...] = result
+
+    def run(launch, inputs, outputs):
+        i, results = next(runs)
+        results = [result.copy() for result in results]
+        change(i, results)
+        return results
+
+    monkeypatch.setattr(self_check, "interpret", recorded)
+    return self_check.failure(run)
+
+
+def test_interpreted_kernels_pass():
+    assert self_check.failure(interpreted) == ""
+
+
+def test_every_kernel_that_computes_what_it_casts_is_checked():
+    kernels = {launch.kernel.fn.__module__ for _, _, launch, *_ in self_check._launches()}
+    assert kernels == {f"fp8ref.kernels.{name}" for name in ("adamw", "norms", "rotary", "swiglu")}
+
+
+@pytest.mark.parametrize(
+    ("launch", "wrong"), [(i, j) for i, (_, count) in enumerate(LAUNCHES) for j in range(count)]
+)
+def test_a_wrong_number_is_seen(launch, wrong, monkeypatch, right):
+    def change(i, results):
+        if i == launch:
+            bits = results[wrong].reshape(-1).view(f"i{results[wrong].itemsize}")
+            bits[-1] ^= 1 << (8 * bits.itemsize - 3)
+
+    name = LAUNCHES[launch][0]
+    assert failure(monkeypatch, right, change) == (
+        f"results of {name} differ from those of plain operations"
+    )
+
+
+@pytest.mark.parametrize("launch", range(len(LAUNCHES)))
+def test_a_last_bit_is_seen_of_what_is_not_approximate(launch, monkeypatch, right):
+    approximate = [approximate for _, approximate, *_ in self_check._launches()]
+
+    def change(i, results):
+        if i == launch:
+            results[0].reshape(-1).view(f"i{results[0].itemsize}")[-1] ^= 1
+
+    assert (failure(monkeypatch, right, change) == "") == (
+        approximate[launch] and right[launch][0].dtype.itemsize != 2
+    )
