@@ -44,8 +44,8 @@ class Kernels:
             names = ", ".join(without)
             require(
                 choice != "triton",
-                "kernels 'triton' cast linears to e4m3fn or e5m2 by tensorwise, rowwise or "
-                f"blockwise scales; got recipe {names}. Use 'auto' or 'plain'.",
+                f"kernels 'triton' cast operands of some recipe; got recipe {names}. Use 'auto' "
+                "or 'plain'.",
             )
             return Kernels(False, f"no kernel casts recipe {names}")
         plain = [name for name, share in shares.items() if share < 1]

@@ -11,9 +11,9 @@ from fp8ref.jax.kernels.launch import Result, TritonKernels, run
 from fp8ref.jax.quantize import cast
 from fp8ref.jax.quantize.scales import Scales
 from fp8ref.jax.quantize.scaling import Quantized
-from fp8ref.recipe import CastSpec
+from fp8ref.recipe import CastSpec, Recipe
 
-__all__ = ["largest", "quantize", "quantized", "results", "takes"]
+__all__ = ["largest", "quantize", "quantized", "results", "share", "takes"]
 
 
 def takes(spec: CastSpec) -> bool:
@@ -24,6 +24,17 @@ def takes(spec: CastSpec) -> bool:
         and spec.granularity == "tensorwise"
         and spec.policy.stored != "scale_inv"
     )
+
+
+def share(recipe: Recipe) -> float:
+    """Of a linear's casts, the share that kernels make."""
+    made = [
+        takes(spec)
+        for gemm in recipe.gemms.values()
+        for spec in (gemm.a, gemm.b)
+        if spec is not None
+    ]
+    return sum(made) / max(1, len(made))
 
 
 def quantize(x: jax.Array, by: Scales, fmt: Format, axis: int, kernels: TritonKernels) -> Quantized:

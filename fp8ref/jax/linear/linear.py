@@ -1,11 +1,11 @@
 """One linear layer: three GEMMs (spec L), joined to JAX's autodiff by one custom_vjp.
 
 Read it from top to bottom. ``apply`` and ``contract`` have the arguments checked, and what is
-static of them collected in a ``Layer`` (``arguments``); ``_forward`` casts input and weight, runs
-the output GEMM, and returns what the backward pass needs; ``_backward`` runs grad_input and
+static of them collected in a ``Layer`` (``arguments``); ``forward`` casts input and weight, runs
+the output GEMM, and returns what the backward pass needs; ``backward`` runs grad_input and
 grad_weight. What a linear carries between them is in ``carried``. All three GEMMs go through
 ``three_gemms``: cast an operand along the axis that is reduced, unless its codes are there already
-(a tensorwise operand is cast once, in ``_forward`` or ``_backward``, for both its GEMMs); gather in
+(a tensorwise operand is cast once, in ``forward`` or ``backward``, for both its GEMMs); gather in
 FP8, multiply, round. ``operands`` casts and gathers, by ``scaling``, ``scales`` and ``cast``;
 ``gemm`` multiplies; ``placement`` says over which mesh axes; ``observer`` reports each GEMM to
 whoever asked.
@@ -112,33 +112,47 @@ def contract(
     out_dtype of the output; None: x's, which w's then is too.
     Raises:   as ``apply``; a name with '/', '(' or ')'.
     """
+    layer, scales, own_seen = bound(x, w, layer, state, seen, prepared, out_dtype)
+    if 0 in x.shape[:-1]:
+        # Nothing is observed: copies, as what a layer gives back unchanged could seem lost.
+        return _empty_output(x, w, layer), jax.tree.map(jnp.copy, seen)
+    x, w = (derivatives.reverse_only(v, layer.name) for v in (x, w))
+    y, merged = _linear(x, w, scales, own_seen, layer)
+    return y, carried.after(seen, *merged)
+
+
+def bound(
+    x: jax.Array,
+    w: jax.Array,
+    layer: Layer,
+    state: delayed.State | None,
+    seen: Seen | None,
+    prepared: Quantized | Scales | None,
+    out_dtype=None,
+) -> tuple[Layer, dict[Role, Scale], Observations]:
+    """The layer of these arguments, the scales that are settled, and what it observes on; raises as
+    ``contract``."""
     amaxes, statistics, mu = carried.observations(seen)
     layer = dataclasses.replace(layer, measures=statistics is not None)
     layer = arguments.resolved(layer, x, w, state, amaxes, out_dtype)
     if mu is not None:
         arguments.check_mu(mu, layer)
-    if 0 in x.shape[:-1]:
-        # Nothing is observed: copies, as what a layer gives back unchanged could seem lost.
-        return _empty_output(x, w, layer), jax.tree.map(jnp.copy, seen)
-    x, w = (derivatives.reverse_only(v, layer.name) for v in (x, w))
     scales: dict[Role, Scale] = dict(delayed.scales(state or {}, layer.recipe))
     if prepared is not None:
         scales["weight"] = arguments.checked_weight(prepared, w, layer)
-    own_seen = Observations(dict(amaxes or {}), statistics, mu)
-    y, merged = _linear(x, w, scales, own_seen, layer)
-    return y, carried.after(seen, *merged)
+    return layer, scales, Observations(dict(amaxes or {}), statistics, mu)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _linear(
     x: jax.Array, w: jax.Array, scales: dict[Role, Scale], seen: Observations, layer: Layer
 ):
-    """(output, (amaxes, statistics)); differentiated by ``_forward`` and ``_backward``."""
-    return _forward(x, w, scales, seen, layer, differentiated=False)[0]
+    """(output, (amaxes, statistics)); differentiated by ``forward`` and ``backward``."""
+    return forward(x, w, scales, seen, layer, differentiated=False)[0]
 
 
-def _forward(
-    x: jax.Array,
+def forward(
+    x: jax.Array | Quantized,
     w: jax.Array,
     scales: dict[Role, Scale],
     seen: Observations,
@@ -146,24 +160,29 @@ def _forward(
     *,
     differentiated: bool = True,
 ):
-    """The output GEMM: ((output, (amaxes, statistics)), residuals for ``_backward``)."""
-    if differentiated and layer.mode == "shard_map" and not sharding.checks_variance(x):
+    """The output GEMM: ((output, (amaxes, statistics)), residuals for ``backward``). x may be cast
+    already, by the kernel that made it."""
+    if differentiated and layer.mode == "shard_map" and not sharding.checks_variance(w):
         raise ValueError(
             f"{layer.name}: gradients of a linear inside shard_map need check_vma=True; else they "
             "are summed twice. Use jax.shard_map(..., check_vma=True)."
         )
     # What is saved for the backward pass is x itself, which other linears save too.
-    tensors: dict[Role, jax.Array] = {"input": x, "weight": w}
+    tensors: dict[Role, jax.Array] = {"weight": w}
+    if not isinstance(x, Quantized):
+        tensors = {"input": x, "weight": w}
     saved = {role: Operand(tensors.get(role), scales.get(role)) for role in ROLES}
     if differentiated:
         tensors = {role: derivatives.not_again(v, layer.name) for role, v in tensors.items()}
     roles = {role: saved[role]._replace(tensor=v) for role, v in tensors.items()}
+    if isinstance(x, Quantized):
+        roles["input"] = saved["input"]._replace(own=x)
     output = layer.recipe.output
     casts: dict[Role, CastSpec | None] = {"input": output.a, "weight": output.b}
     # ``proof`` reads layer and GEMM of a dot from this scope
     with jax.named_scope(f"{layer.name}/output"):
         for role, spec in casts.items():
-            if spec:
+            if spec and roles[role].own is None:
                 axis = layer.axis("output", role)
                 own = operands.quantize(roles[role], role, spec, axis, layer)
                 roles[role] = roles[role]._replace(own=own)
@@ -179,16 +198,18 @@ def _forward(
     residuals = derivatives.saved((saved, seen._replace(statistics=None)))
     # no None: jax 0.12's vmap takes it for an array
     total = () if seen.statistics is None else seen.statistics + stats.rows(measured)
-    observed = {role: _observable(v, roles[role]) for role, v in tensors.items()}
-    amaxes = _observed(seen.amaxes or {}, observed, seen, layer)
-    return (operands.unflattened(y, x, layer), (amaxes, total)), residuals
+    amaxes = _observed(seen.amaxes or {}, roles, seen, layer)
+    shape = x.codes.shape if isinstance(x, Quantized) else x.shape
+    return (operands.unflattened(y, shape, layer), (amaxes, total)), residuals
 
 
-def _backward(layer: Layer, residuals, cotangents):
+def backward(layer: Layer, residuals, cotangents):
     """grad_input and grad_weight, in the order of ``_linear``'s arguments. The cotangents of seen
-    and statistics hold those of later uses in ``later``; this use adds its own."""
+    and statistics hold those of later uses in ``later``; this use adds its own. That of the output
+    may be cast already, by the kernel that made it."""
     (saved, seen), (g, (later, statistics)) = residuals, cotangents
-    g = derivatives.not_again(g, layer.name)
+    if not isinstance(g, Quantized):
+        g = derivatives.not_again(g, layer.name)
     # Without a barrier XLA merges this gather with the equal one of the forward pass, and keeps the
     # whole tensor until then.
     barrier = functools.partial(jax.tree.map, lax.optimization_barrier)
@@ -198,27 +219,12 @@ def _backward(layer: Layer, residuals, cotangents):
         else v
         for role, v in saved.items()
     }
-    for_input = for_weight = roles["grad_output"]._replace(tensor=g)
-    first, second = layer.recipe.grad_input.a, layer.recipe.grad_weight.a
-    observed = g
     with jax.named_scope(f"{layer.name}/grad_input"):
-        if first is not None and first == second and first.granularity == "tensorwise":
-            # One scale for all of grad_output: its codes serve both GEMMs, whichever axis each
-            # reduces.
-            own = operands.quantize(for_input, "grad_output", first, -1, layer)
-            if own.amax is not None:
-                observed = own.amax
-            elif "grad_output" in seen.amaxes and layer.scales_own_results():
-                own, observed = _after_amax(own, g)
-            for_input = for_weight = for_input._replace(own=own)
-        elif first is not None and layer.gathers_pair():
-            # one gather serves both
-            by_rows, by_columns = (
-                operands.quantize(for_input, "grad_output", first, axis, layer) for axis in (-1, -2)
-            )
-            whole = operands.gathered_pair(by_rows, by_columns, "grad_output", layer)
-            for_input = for_input._replace(own=by_rows, whole=whole[0])
-            for_weight = for_weight._replace(own=by_columns, whole=whole[1])
+        if isinstance(g, Quantized):
+            for_input = for_weight = roles["grad_output"]._replace(own=g)
+        else:
+            operand = roles["grad_output"]._replace(tensor=g)
+            for_input, for_weight = _cast_for_both(operand, seen, layer)
         # [M, N] x [N, K] -> [M, K]
         roles["grad_output"] = for_input
         grad_input, measured, _ = three_gemms.run("grad_input", roles, layer)
@@ -226,10 +232,11 @@ def _backward(layer: Layer, residuals, cotangents):
         # [M, N] x [M, K] -> [N, K]
         roles["grad_output"] = for_weight
         grad_weight, more, saturated = three_gemms.run("grad_weight", roles, layer, seen.mu)
-    grad_input = operands.unflattened(grad_input, g, layer)
+    shape = g.codes.shape if isinstance(g, Quantized) else g.shape
+    grad_input = operands.unflattened(grad_input, shape, layer)
     if not isinstance(statistics, tuple):
         statistics = statistics + stats.rows(measured | more)
-    amaxes = _observed(later, {"grad_output": observed}, seen, layer)
+    amaxes = _observed(later, {"grad_output": for_input}, seen, layer)
     grad_scales = {
         role: jax.tree.map(jnp.zeros_like, v.scale)
         for role, v in saved.items()
@@ -243,29 +250,51 @@ def _backward(layer: Layer, residuals, cotangents):
     )
 
 
-derivatives.defvjp(_linear, _forward, _backward)
+derivatives.defvjp(_linear, forward, backward)
 
 
-def _after_amax(q: Quantized, x: jax.Array) -> tuple[Quantized, jax.Array]:
-    """(q, this device's amax of x); else XLA schedules the amax last and keeps x alive."""
+def _cast_for_both(operand: Operand, seen: Observations, layer: Layer) -> tuple[Operand, Operand]:
+    """grad_output as both backward GEMMs take it, with the codes that both need, or that one gather
+    moves."""
+    first, second = layer.recipe.grad_input.a, layer.recipe.grad_weight.a
+    if first is not None and first == second and first.granularity == "tensorwise":
+        # One scale for all of grad_output: its codes serve both GEMMs, whichever axis each reduces.
+        own = operands.quantize(operand, "grad_output", first, -1, layer)
+        asked = "grad_output" in (seen.amaxes or {}) and layer.scales_own_results()
+        if own.amax is None and asked:
+            assert operand.tensor is not None
+            own = _with_amax(own, operand.tensor)
+        return (operand._replace(own=own),) * 2
+    if first is not None and layer.gathers_pair():
+        by_rows, by_columns = (
+            operands.quantize(operand, "grad_output", first, axis, layer) for axis in (-1, -2)
+        )
+        rows, columns = operands.gathered_pair(by_rows, by_columns, "grad_output", layer)
+        return operand._replace(own=by_rows, whole=rows), operand._replace(
+            own=by_columns, whole=columns
+        )
+    return operand, operand
+
+
+def _with_amax(q: Quantized, x: jax.Array) -> Quantized:
+    """q, with this device's amax of x; else XLA schedules the amax last and keeps x alive."""
     scale_inv, amax = lax.optimization_barrier((q.scale_inv, scaling.amax(x)))
-    return dataclasses.replace(q, scale_inv=scale_inv), amax
-
-
-def _observable(x: jax.Array, operand: Operand) -> jax.Array:
-    """x, or its amax where a kernel has taken it."""
-    return x if operand.own is None or operand.own.amax is None else operand.own.amax
+    return dataclasses.replace(q, scale_inv=scale_inv, amax=amax)
 
 
 def _observed(
-    amaxes: delayed.Seen, tensors: Mapping[Role, jax.Array], seen: Observations, layer: Layer
+    amaxes: delayed.Seen, roles: Mapping[Role, Operand], seen: Observations, layer: Layer
 ) -> dict[Role, jax.Array]:
-    """Amaxes merged with those of tensors' roles; the largest over a vmapped axis."""
+    """Amaxes merged with those of these roles, which a cast may have taken; the largest over a
+    vmapped axis."""
     own_seen, merged = seen.amaxes or {}, {}
     for role, role_seen in amaxes.items():
-        if role in tensors:
+        if role in roles:
+            tensor, own = roles[role].tensor, roles[role].own
+            x = tensor if own is None or own.amax is None else own.amax
+            assert x is not None, "what has no tensor was cast with its amax"
             over = layer.over(role, "tensorwise", -1)
-            role_seen = delayed.larger(role_seen, delayed.observe(tensors[role], over=over))
+            role_seen = delayed.larger(role_seen, delayed.observe(x, over=over))
         merged[role] = delayed.over_batch(role_seen, own_seen[role])
     return merged
 

@@ -44,7 +44,7 @@ def quantize(operand: Operand, role: Role, cast: CastSpec, axis: int, layer: Lay
     )
     try:
         if layer.kernels and layer.by_kernel(role, cast):
-            by = _settled(scale) or dynamic_scales(scaling.amax(x), role, cast, layer)
+            by = settled(scale) or dynamic_scales(scaling.amax(x), role, cast, layer)
             return kernel_casts.quantize(x, by, cast.fmt, axis, layer.kernels)
         if isinstance(scale, scales.Scales):
             return quantized(x, axis=axis, by=scale)
@@ -72,7 +72,7 @@ def quantize(operand: Operand, role: Role, cast: CastSpec, axis: int, layer: Lay
         ) from error
 
 
-def _settled(scale: jax.Array | scales.Scales | None) -> scales.Scales | None:
+def settled(scale: jax.Array | scales.Scales | None) -> scales.Scales | None:
     """The scales that a state holds, or that were made before."""
     return scales.with_inverse(scale) if isinstance(scale, jax.Array) else scale
 
@@ -158,11 +158,11 @@ def flat(x: jax.Array, role: Role, layer: Layer) -> jax.Array:
     return x if layer.batched or role == "weight" else x.reshape(-1, x.shape[-1])
 
 
-def unflattened(result: jax.Array, like: jax.Array, layer: Layer) -> jax.Array:
-    """[M, columns] -> [..., rows, columns] with the leading dims of ``like``."""
+def unflattened(result: jax.Array, shape: tuple[int, ...], layer: Layer) -> jax.Array:
+    """[M, columns] -> [..., rows, columns] with the leading dims of a shape."""
     if layer.batched:
         return result
-    return result.reshape(*like.shape[:-2], -1, result.shape[-1])
+    return result.reshape(*shape[:-2], -1, result.shape[-1])
 
 
 def _scales_of_columns(scale: jax.Array, layer: Layer) -> jax.Array:

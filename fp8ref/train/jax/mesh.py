@@ -20,9 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 from fp8ref.jax.distributed import sharding
 from fp8ref.jax.distributed.sharding import Placement
+from fp8ref.jax.kernels import choice as kernel_choice
 from fp8ref.recipe import Role
 from fp8ref.shared.errors import ConfigError
 from fp8ref.spec import llama
+from fp8ref.spec.kernels import Choice, Kernels
 from fp8ref.train.config import checks as config_checks
 from fp8ref.train.config.config import Config
 from fp8ref.train.config.sections import ParallelConfig
@@ -110,6 +112,16 @@ class Layout:
     def on_gpu(self) -> bool:
         """Whether the devices are GPUs."""
         return self.devices[0].platform == "gpu"
+
+    def kernels(self, choice: Choice) -> Kernels:
+        """What casts operands of linears on each device; ConfigError as ``choice.explain``."""
+        partitioned = self.mesh is not None and not self.mapped
+        try:
+            return kernel_choice.explain(
+                choice, self.devices[0], partitioned=partitioned, abstract=self.abstract
+            )
+        except ValueError as error:
+            raise ConfigError(f"numerics.kernels: {error}") from error
 
     @property
     def description(self) -> str:

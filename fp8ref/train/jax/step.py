@@ -46,7 +46,7 @@ def compiler_options(platform: str) -> dict[str, bool]:
 
     On a GPU XLA would round the scales of cuBLASLt's GEMMs under that option, and Triton's GEMMs
     would multiply dequantized operands, so both are off (spec G-22). The model's own roundings
-    (M-3) hold under either (``train.jax.llama.elementwise.rounded``).
+    (M-3) hold under either (``jax.kernels.plain.rounded``).
     """
     return EVERY_ROUNDING if platform == "cpu" else {"xla_gpu_enable_triton_gemm": False}
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from fp8ref.jax.attention import observer as attention_observer
 from fp8ref.jax.gemm import hardware
+from fp8ref.jax.kernels import casts
 from fp8ref.jax.linear import linear
 from fp8ref.jax.quantize import stats
 from fp8ref.jax.states import health
@@ -87,11 +88,7 @@ class Trainer:
                 raise ConfigError(
                     f"numerics.accumulate {config.numerics.accumulate!r}: {error}"
                 ) from error
-        if config.numerics.kernels == "triton":
-            raise ConfigError(
-                "numerics.kernels 'triton' is of --backend torch; got it with jax, which casts by "
-                "XLA. Use 'auto' or 'plain', which give the same bits."
-            )
+        ran = _kernels(config, self._layout)
         # now: a recipe that the model refuses would end the run in its middle
         first, *others = (Step(config, self._layout, multiply, name) for name in config.recipes)
         specs: State
@@ -112,7 +109,7 @@ class Trainer:
         self._observer: Callable
         self._watcher: Callable
         self._count, self._store, self.device = 0, Store(), self._layout.description
-        self.kernels = {self.device: Kernels(False, "XLA casts")}
+        self.kernels = {self.device: ran}
 
     def switch(self, recipe: str) -> None:
         """Compute in this recipe of the config's from now on; the state stays (spec T-9).
@@ -390,3 +387,17 @@ class Trainer:
         return self._layout.put(
             self.config.data.parts(np.asarray(tokens, np.int32)), self._layout.parts
         )
+
+
+def _kernels(config: Config, layout: Layout) -> Kernels:
+    """What casts operands of linears on each device.
+
+    Raises:   ConfigError: as ``Layout.kernels`` and ``Kernels.of_recipes``.
+    """
+    decisions = [d for recipe in config.recipes for d in config.under(recipe).decisions() if d.fp8]
+    shares = {d.recipe.name: 0 if d.experts else casts.share(d.recipe) for d in decisions}
+    choice = config.numerics.kernels
+    try:
+        return layout.kernels(choice).of_recipes(shares, choice)
+    except ValueError as error:
+        raise ConfigError(f"numerics.kernels: {error}") from error

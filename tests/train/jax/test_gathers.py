@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from fp8ref.jax.kernels import plain
 from fp8ref.spec.llama import EMBEDDING, LlamaConfig
 from fp8ref.train.config.config import Config
 from fp8ref.train.jax import gathers
-from fp8ref.train.jax.llama import elementwise
 from fp8ref.train.jax.mesh import Layout
 
 CONFIG = Config(
@@ -33,7 +33,7 @@ def test_the_embedding_table_is_gathered_in_bfloat16_and_its_gradient_summed_in_
 
     def rows(whole):
         def loss(table, tokens):
-            found = elementwise.rounded(whole(table)[tokens], jnp.bfloat16).astype(jnp.float32)
+            found = plain.rounded(whole(table)[tokens], jnp.bfloat16).astype(jnp.float32)
             return layout.mean((found**3).mean())
 
         return jax.jit(

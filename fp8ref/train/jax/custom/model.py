@@ -11,6 +11,7 @@ from flax import nnx
 from fp8ref.jax import delayed
 from fp8ref.jax import flax as fj
 from fp8ref.jax.flax import nnx as nnx_hooks
+from fp8ref.jax.kernels import casting, choice
 from fp8ref.selection.report import quiet
 from fp8ref.shared.errors import ConfigError
 from fp8ref.spec import llama
@@ -31,6 +32,8 @@ class CustomModel(Model):
     def __init__(self, config: Config, layout: Layout, multiply: Multiply | None) -> None:
         """config: in one recipe, ``config.under`` that of a phase."""
         self._config, self.stacks = config, LayerStacks(0, layout)
+        ran = layout.kernels(config.numerics.kernels)
+        self._kernels = choice.kernels(ran, layout.devices[0])
         model = self._built()
         self.linears = {d.path: d.recipe for d in config.decisions() if d.fp8}
         self.keepers = self.linears
@@ -128,4 +131,5 @@ class CustomModel(Model):
         return cross_entropy(self._logits(model, tokens[:, :-1]), tokens[:, 1:]).mean()
 
     def _logits(self, model: nnx.Module, tokens: jax.Array) -> jax.Array:
-        return probe.logits_of(model(tokens), tokens, self._config.model.vocab_size)
+        with casting(self._kernels):
+            return probe.logits_of(model(tokens), tokens, self._config.model.vocab_size)

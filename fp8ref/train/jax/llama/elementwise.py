@@ -1,38 +1,12 @@
 """The elementwise operations of the trainer's Llama: each in float32, rounded once (spec M-3)."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
-
-def rounded(x: jax.Array, dtype) -> jax.Array:
-    """float32 x rounded to dtype, also where XLA fuses it with what reads it: a conversion to dtype
-    and back may be dropped there, ``reduce_precision`` is not (spec M-3)."""
-    info = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
+from fp8ref.jax.kernels.plain import recomputed, rounded
 
 
-# The backward pass computes the float32 values within these functions again, from bfloat16. A loop
-# over layers would keep all of them; elsewhere XLA finds the forward pass's own.
-_recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
-
-
-@functools.partial(_recomputed, static_argnums=2)
-def normed(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x * rsqrt(mean(x^2) + eps) * weight over the last dim, rounded once to x's dtype."""
-    wide = x.astype(jnp.float32)
-    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    return rounded(wide * jax.lax.rsqrt(mean_square + eps) * weight.astype(jnp.float32), x.dtype)
-
-
-@_recomputed
-def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) * up in float32, rounded once to gate's dtype."""
-    return rounded(jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32), gate.dtype)
-
-
-@_recomputed
+@recomputed
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotary embedding of [B, T, H, D] by float32 tables [T, D], rounded once to x's dtype."""
     wide = x.astype(jnp.float32)
@@ -53,4 +27,4 @@ def add(x: jax.Array, y: jax.Array) -> jax.Array:
 def _add_tangents(primals: tuple, tangents: tuple) -> tuple:
     """Both gradients are the sum's, unchanged: derived from the sum they would be rounded again,
     which changes no bit and costs a copy."""
-    return add(*primals), tangents[0] + tangents[1]
+    return add(*primals), jax.lax.optimization_barrier(tangents[0] + tangents[1])

@@ -4,8 +4,9 @@
 through it.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
@@ -22,7 +23,8 @@ from fp8ref.jax.attention.operands import casts as attention_casts
 from fp8ref.jax.experts import grouped
 from fp8ref.jax.experts.operands import Codes, Slot
 from fp8ref.jax.gemm import hardware
-from fp8ref.jax.linear import linear
+from fp8ref.jax.kernels import TritonKernels, casting
+from fp8ref.jax.linear import fused, linear
 from fp8ref.jax.linear.carried import Observations, Seen, observations
 from fp8ref.jax.quantize.scales import Scales
 from fp8ref.jax.quantize.scaling import Quantized
@@ -71,6 +73,7 @@ class Pass:
                what the backward pass finds of a layer: everything ("none"), what is ``KEPT``
                ("selective"), or its input ("full").
     multiply   simulated hardware for FP8 GEMMs; None: XLA's own.
+    kernels    Triton's kernels, which cast for linears; None: XLA does.
     prepared   of weights by linear: FP8 copies, which are multiplied in place of a cast (O-16), or
                scales, in place of an amax (P-9).
     mu         factors by which gradients of weights are exchanged in FP8, by linear (P-22).
@@ -87,6 +90,7 @@ class Pass:
     arithmetic: Arithmetic = "fast"
     checkpointing: Literal["none", "selective", "full"] = "none"
     multiply: Multiply | None = None
+    kernels: TritonKernels | None = None
     prepared: Mapping[str, Quantized | Scales] = field(default_factory=dict)
     mu: Mapping[str, jax.Array] = field(default_factory=dict)
     balance: dict[str, Balance] = field(default_factory=dict)
@@ -165,7 +169,7 @@ class Pass:
         linear ``name``."""
         placement = self.layout.placement(name) if self.layout else None
         observed = Observations(self.seen.get(name), self.taps.get(name), self.mu.get(name))
-        with hardware.simulating(self.multiply):
+        with self._computing():
             y, after = linear.apply(
                 x,
                 w,
@@ -178,6 +182,47 @@ class Pass:
             )
         self._observe(name, after)
         return checkpoint_name(y, "linear")
+
+    def reader(self, w: jax.Array, recipe: str | Recipe, name: str) -> fused.Reader:
+        """The linear ``name``, with its state, observations and placement."""
+        return fused.Reader(
+            w,
+            recipe,
+            name,
+            self.state.get(name),
+            Observations(self.seen.get(name), self.taps.get(name), self.mu.get(name)),
+            self.layout.placement(name) if self.layout else None,
+            self.prepared.get(name),
+        )
+
+    def fuses(self, h: jax.Array, readers: list[fused.Reader]) -> bool:
+        """Whether kernels cast what is before and between these linears (M-11)."""
+        with self._computing():
+            return fused.takes(h, readers)
+
+    def fused(
+        self,
+        h: jax.Array,
+        residual: jax.Array | None,
+        norm: fused.Norm,
+        readers: list[fused.Reader],
+        *,
+        swiglu: bool = False,
+    ) -> tuple[jax.Array | None, list[jax.Array]]:
+        """(h + residual, the outputs of linears that read its norm), as ``fused.apply``."""
+        with self._computing():
+            total, outputs, after = fused.apply(
+                h, readers, norm=norm, residual=residual, swiglu=swiglu
+            )
+        for reader, seen in zip(readers, after, strict=True):
+            self._observe(reader.name, seen)
+        return total, [checkpoint_name(y, "linear") for y in outputs]
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Within it linears are cast and multiplied by what the pass says."""
+        with hardware.simulating(self.multiply), casting(self.kernels):
+            yield
 
     def _observe(self, name: str, seen: Seen | None) -> None:
         """Replace what a linear or attention carries by what it gave back."""

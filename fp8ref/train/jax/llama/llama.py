@@ -12,11 +12,13 @@ from flax import nnx
 from jax import lax
 
 from fp8ref.jax.experts.operands import Codes, Slot
+from fp8ref.jax.kernels.plain import normed, rounded, swiglu
+from fp8ref.jax.linear.fused import Norm, Reader
 from fp8ref.recipe import Recipe
 from fp8ref.spec import llama
 from fp8ref.spec.llama import EXPERTS, ROUTER, SHARED, STACK, LlamaConfig, sinks_of
 from fp8ref.train.jax.llama import expert_dispatch, experts
-from fp8ref.train.jax.llama.elementwise import add, normed, rotate, rounded, swiglu
+from fp8ref.train.jax.llama.elementwise import add, rotate
 from fp8ref.train.jax.llama.experts import Balance
 from fp8ref.train.jax.llama.forward_pass import KEPT, Carried, Pass
 
@@ -38,6 +40,10 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array, run: Pass) -> jax.Array:
         return run.linear(x, self.weight[...], self.recipe, self.name)
 
+    def reader(self, run: Pass) -> Reader:
+        """This linear in a group (``Pass.fused``)."""
+        return run.reader(self.weight[...], self.recipe, self.name)
+
 
 class RMSNorm(nnx.Module):
     """x * rsqrt(mean(x^2) + eps) * weight over the last dim (spec M-3).
@@ -50,7 +56,11 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return normed(x, self.weight[...], self.eps)
+        return normed(x, *self.norm)
+
+    @property
+    def norm(self) -> Norm:
+        return Norm(self.weight[...], self.eps)
 
 
 class Embedding(nnx.Module):
@@ -68,7 +78,8 @@ class Embedding(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Causal rotary attention of [B, T, hidden], with grouped key and value heads (spec M-1)."""
+    """Causal rotary attention, with grouped key and value heads, of the outputs of ``projections``:
+    [B, T, hidden] (spec M-1)."""
 
     def __init__(self, name: str, config: LlamaConfig, weights: Weights, recipes: Recipes) -> None:
         self.head_dim, self.name = config.head_dim, name
@@ -84,8 +95,15 @@ class Attention(nnx.Module):
                     self, norm, RMSNorm(weights[f"{name}.{norm}.weight"], eps=config.rms_norm_eps)
                 )
 
-    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, run: Pass) -> jax.Array:
-        q, k, v = (p(x, run) for p in (self.q_proj, self.k_proj, self.v_proj))
+    @property
+    def projections(self) -> list[Linear]:
+        """The linears that read the layer's norm."""
+        return [self.q_proj, self.k_proj, self.v_proj]
+
+    def __call__(
+        self, projected: list[jax.Array], cos: jax.Array, sin: jax.Array, run: Pass
+    ) -> jax.Array:
+        q, k, v = projected
         batch, length, _ = q.shape
         # [B, T, H, D]
         q, k, v = (value.reshape(batch, length, -1, self.head_dim) for value in (q, k, v))
@@ -104,6 +122,10 @@ class MLP(nnx.Module):
     def __init__(self, name: str, weights: Weights, recipes: Recipes) -> None:
         for projection in ("gate_proj", "up_proj", "down_proj"):
             setattr(self, projection, Linear(f"{name}.{projection}", weights, recipes))
+
+    @property
+    def projections(self) -> list[Linear]:
+        return [self.gate_proj, self.up_proj, self.down_proj]
 
     def __call__(self, x: jax.Array, run: Pass) -> jax.Array:
         # Past the barrier XLA keeps these two for the backward pass, and not the float32 products
@@ -224,8 +246,21 @@ class Layer(nnx.Module):
         )
 
     def __call__(self, h: jax.Array, cos: jax.Array, sin: jax.Array, run: Pass) -> jax.Array:
-        h = add(h, self.self_attn(self.input_layernorm(h), cos, sin, run))
-        return add(h, self.mlp(self.post_attention_layernorm(h), run))
+        first, second = self.input_layernorm, self.post_attention_layernorm
+        readers = [p.reader(run) for p in self.self_attn.projections]
+        if run.fuses(h, readers):
+            projected = run.fused(h, None, first.norm, readers)[1]
+        else:
+            x = first(h)
+            projected = [p(x, run) for p in self.self_attn.projections]
+        y = self.self_attn(projected, cos, sin, run)
+        if isinstance(self.mlp, MLP):
+            readers = [p.reader(run) for p in self.mlp.projections]
+            if run.fuses(h, readers):
+                total, [y] = run.fused(h, y, second.norm, readers, swiglu=True)
+                return add(total, y)
+        h = add(h, y)
+        return add(h, self.mlp(second(h), run))
 
 
 class Decoder(nnx.Module):

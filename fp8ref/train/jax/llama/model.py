@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from fp8ref.jax import delayed
+from fp8ref.jax.kernels import choice as kernel_choice
 from fp8ref.jax.quantize import stats
 from fp8ref.jax.quantize.scales import Scales
 from fp8ref.spec import llama
@@ -63,6 +64,9 @@ class LlamaModel(Model):
             arithmetic=config.numerics.attention_arithmetic,
             checkpointing=config.parallel.checkpointing,
             multiply=multiply,
+            kernels=kernel_choice.kernels(
+                layout.kernels(config.numerics.kernels), layout.devices[0]
+            ),
             casts={layer: casts for layer, casts in operands.items() if casts is not None},
         )
 

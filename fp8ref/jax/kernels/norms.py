@@ -1,0 +1,50 @@
+"""RMSNorm with its cast, by Triton's kernels (spec M-11); ``plain.normed`` is its plain form."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from fp8ref.formats import Format
+from fp8ref.jax.kernels import casts
+from fp8ref.jax.kernels.launch import TritonKernels, run
+from fp8ref.jax.quantize.scales import Scales
+from fp8ref.jax.quantize.scaling import Quantized
+
+__all__ = ["quantize", "statistics"]
+
+
+def statistics(
+    h: jax.Array, residual: jax.Array | None, weight: jax.Array, eps: float, kernels: TritonKernels
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(h + residual, which is what is normed, each row's factor float32 [M], the norm's amax).
+
+    Shapes:   h and residual [..., N] of one dtype; weight [N].
+    """
+    from fp8ref.kernels import norms
+
+    shape = math.prod(h.shape[:-1]), h.shape[-1]
+    launch = norms.statistics(shape, eps=eps, residual=residual is not None)
+    rows = [x.reshape(shape) for x in (h, residual) if x is not None]
+    sums = [] if residual is None else [(shape, h.dtype)]
+    of_rows = [(shape[:1], jnp.float32), (shape[:1], jnp.int32)]
+    *total, factors, parts = run(launch, [*rows, weight], [*sums, *of_rows], kernels)
+    return (total[0].reshape(h.shape) if total else h), factors, casts.largest(parts)
+
+
+def quantize(
+    h: jax.Array,
+    factors: jax.Array,
+    weight: jax.Array,
+    by: Scales,
+    fmt: Format,
+    kernels: TritonKernels,
+) -> Quantized:
+    """The norm of h, rounded to its dtype, by ``casts.quantize``; factors of ``statistics``."""
+    from fp8ref.kernels import norms
+
+    shape = math.prod(h.shape[:-1]), h.shape[-1]
+    launch = norms.cast(shape, e5m2=fmt.name == "e5m2")
+    inputs = [h.reshape(shape), factors, weight, by.scale]
+    outputs = run(launch, inputs, casts.results(shape, launch.programs), kernels)
+    return casts.quantized(*outputs, by=by, fmt=fmt, shape=h.shape, axis=-1)

@@ -1,0 +1,223 @@
+"""Linears of one input with what is before and between them, in one custom_vjp, so that kernels
+cast what they make and write no tensor (spec M-11): RMSNorm before them, and SwiGLU between gate
+and up and down.
+
+The gradient of the norm is ``plain.normed``'s. Where kernels do not cast (``takes``), use
+``plain.normed``, ``linear.apply`` and ``plain.swiglu``.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from fp8ref.jax import delayed
+from fp8ref.jax.distributed.sharding import Placement
+from fp8ref.jax.kernels import norms, plain, swiglu
+from fp8ref.jax.linear import arguments, carried, linear, operands
+from fp8ref.jax.linear.carried import Layer, Seen
+from fp8ref.jax.quantize.scales import Scales
+from fp8ref.jax.quantize.scaling import Quantized
+from fp8ref.jax.transforms import derivatives
+from fp8ref.recipe import ROLES, CastSpec, Recipe, Role
+
+__all__ = ["Norm", "Reader", "apply", "takes"]
+
+
+class Norm(NamedTuple):
+    """RMSNorm: weight [K], and eps."""
+
+    weight: jax.Array
+    eps: float
+
+
+class Reader(NamedTuple):
+    """A linear of a group: w [N, K], and the rest as of ``linear.apply``."""
+
+    w: jax.Array
+    recipe: str | Recipe
+    name: str
+    state: delayed.State | None = None
+    seen: Seen | None = None
+    placement: Placement | None = None
+    prepared: Quantized | Scales | None = None
+
+
+@dataclass(frozen=True)
+class _Group:
+    """What is static of a group.
+
+    layers  of all that read the norm; under swiglu those of gate, up and down.
+    kept    the ``checkpoint_name`` of the outputs of gate and up.
+    """
+
+    layers: tuple[Layer, ...]
+    eps: float
+    swiglu: bool
+    kept: str
+
+    @property
+    def readers(self) -> int:
+        """How many read the norm."""
+        return 2 if self.swiglu else len(self.layers)
+
+
+class _Stream(NamedTuple):
+    """What is normed: h, and what is added to it before; the norm's weight."""
+
+    h: jax.Array
+    residual: jax.Array | None
+    weight: jax.Array
+
+
+def takes(h: jax.Array, readers: list[Reader]) -> bool:
+    """Whether ``apply`` computes these linears: of one recipe, all of whose operands kernels cast,
+    with features that no device cuts, on one device or inside shard_map, and without an observer or
+    statistics, which want tensors that are never written."""
+    layer = arguments.layer(readers[0].recipe, readers[0].name, readers[0].placement)
+    specs = [c for gemm in layer.recipe.gemms.values() for c in (gemm.a, gemm.b)]
+    return (
+        layer.observer is None
+        and all(r.recipe == readers[0].recipe for r in readers)
+        and all(carried.observations(r.seen).statistics is None for r in readers)
+        and all(c is not None and layer.by_kernel("input", c) for c in specs)
+        and all(layer.recipe.serves_both(role) for role in ROLES)
+        and all(_whole_features(h, r.placement) for r in readers)
+    )
+
+
+def apply(
+    h: jax.Array,
+    readers: list[Reader],
+    *,
+    norm: Norm,
+    residual: jax.Array | None = None,
+    swiglu: bool = False,
+    kept: str = "linear",
+) -> tuple[jax.Array | None, list[jax.Array], list[Seen | None]]:
+    """(h + residual, or None if there is none; the readers' outputs of its norm; their seen).
+
+    Shapes:   h and residual [..., K]; outputs [..., N].
+    swiglu    readers are gate, up and down, and the only output is down's.
+    Order:    M-11; each linear as ``linear.apply``. Under delayed scaling what readers share is
+              cast by the first one's state of it.
+    Gradient: as of ``linear.apply``. Those of the norm's readers are added from the last on.
+    """
+    assert takes(h, readers)
+    stream = _Stream(h, residual, norm.weight)
+    bound = [
+        linear.bound(
+            h, r.w, arguments.layer(r.recipe, r.name, r.placement), r.state, r.seen, r.prepared
+        )
+        for r in readers
+    ]
+    layers, scales, seen = zip(*bound, strict=True)
+    group = _Group(layers, norm.eps, swiglu, kept)
+    stream, weights = jax.tree.map(
+        functools.partial(derivatives.reverse_only, name=readers[0].name),
+        (stream, tuple(r.w for r in readers)),
+    )
+    total, outputs, observed = _linears(group, stream, weights, scales, seen)
+    after = [carried.after(r.seen, *each) for r, each in zip(readers, observed, strict=True)]
+    return total, list(outputs), after
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linears(group: _Group, stream: _Stream, weights: tuple, scales: tuple, seen: tuple):
+    """(h + residual or None, outputs, (amaxes, ()) of each)."""
+    return _forward(group, stream, weights, scales, seen)[0]
+
+
+def _forward(group: _Group, stream: _Stream, weights: tuple, scales: tuple, seen: tuple):
+    first = group.layers[0]
+    cast, kernels = _spec(first.recipe.output.a), first.kernels
+    assert kernels is not None
+    h, weight = (derivatives.not_again(x, first.name) for x in (stream.h, stream.weight))
+    h, factors, amax = norms.statistics(h, stream.residual, weight, group.eps, kernels)
+    by = _scales(scales[0], "input", amax, cast, first)
+    x = norms.quantize(h, factors, weight, by, cast.fmt, kernels)
+    calls = list(zip(weights, scales, seen, group.layers, strict=True))
+    passes = [linear.forward(x, *call) for call in calls[: group.readers]]
+    outputs = [output for (output, _), _ in passes]
+    between: tuple[jax.Array, ...] = ()
+    if group.swiglu:
+        between = gate, up = tuple(checkpoint_name(y, group.kept) for y in outputs)
+        down = group.layers[-1]
+        largest = None if "input" in scales[-1] else swiglu.amax(gate, up, kernels)
+        by = _scales(scales[-1], "input", largest, cast, down)
+        product = swiglu.quantize(gate, up, by, cast.fmt, kernels)
+        passes.append(linear.forward(product, *calls[-1]))
+        outputs = [passes[-1][0][0]]
+    observed = tuple(seen for (_, seen), _ in passes)
+    total = None if stream.residual is None else h
+    residuals = h, weight, between, tuple(kept for _, kept in passes)
+    return (total, tuple(outputs), observed), residuals
+
+
+def _backward(group: _Group, residuals, cotangents):
+    h, weight, between, kept = residuals
+    for_total, for_outputs, observed = cotangents
+    layers = group.layers
+    if group.swiglu:
+        down = linear.backward(layers[-1], kept[-1], (for_outputs[0], observed[-1]))
+        for_outputs = _cast_gradients(down[0], between, group, kept)
+    passes = [
+        linear.backward(layers[i], kept[i], (for_outputs[i], observed[i]))
+        for i in range(group.readers)
+    ]
+    gradient = functools.reduce(jnp.add, [each[0] for each in reversed(passes)])
+    by_norm = jax.vjp(lambda h, weight: plain.normed(h, weight, group.eps), h, weight)[1]
+    for_h, for_weight = by_norm(gradient)
+    for_residual = None
+    if for_total is not None:
+        for_h = for_residual = lax.optimization_barrier(for_total + for_h)
+    if group.swiglu:
+        passes.append(down)
+    _, for_weights, for_scales, for_seen = zip(*passes, strict=True)
+    return _Stream(for_h, for_residual, for_weight), for_weights, for_scales, for_seen
+
+
+derivatives.defvjp(_linears, _forward, _backward)
+
+
+def _cast_gradients(
+    d: jax.Array, between: tuple[jax.Array, ...], group: _Group, kept: tuple
+) -> tuple[Quantized, Quantized]:
+    """The gradients of gate and of up, cast; d is that of their product."""
+    (gate, up), layers = between, group.layers[:2]
+    cast, kernels = _spec(layers[0].recipe.grad_input.a), layers[0].kernels
+    assert kernels is not None
+    settled = [{"grad_output": saved["grad_output"].scale} for saved, _ in kept[:2]]
+    amaxes: tuple = (None, None)
+    if any(each["grad_output"] is None for each in settled):
+        amaxes = swiglu.gradient_amaxes(d, gate, up, kernels)
+    by = [
+        _scales(each, "grad_output", amax, cast, layer)
+        for each, amax, layer in zip(settled, amaxes, layers, strict=True)
+    ]
+    return swiglu.quantize_gradients((d, gate, up), (by[0], by[1]), cast.fmt, kernels)
+
+
+def _scales(
+    settled: dict, role: Role, amax: jax.Array | None, cast: CastSpec, layer: Layer
+) -> Scales:
+    """The scales that are settled of a role, or those of its amax."""
+    by = operands.settled(settled.get(role))
+    if by is None:
+        assert amax is not None
+        by = operands.dynamic_scales(amax, role, cast, layer)
+    return by
+
+
+def _spec(cast: CastSpec | None) -> CastSpec:
+    assert cast is not None
+    return cast
+
+
+def _whole_features(h: jax.Array, placement: Placement | None) -> bool:
+    inside = getattr(jax.typeof(h).sharding.mesh, "manual_axes", ())
+    return placement is None or bool(inside and not placement.n and not placement.k)

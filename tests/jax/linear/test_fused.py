@@ -1,0 +1,157 @@
+"""RMSNorm and SwiGLU with the casts of linears around them, interpreted, against their plain forms:
+exp and rsqrt may round a result to a neighbor, which shows as less than a unit of bfloat16 (M-11).
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+pytest.importorskip("triton")
+
+from fp8ref.jax import delayed
+from fp8ref.jax.distributed.sharding import Placement
+from fp8ref.jax.kernels import TritonKernels, casting, plain
+from fp8ref.jax.linear import fused, linear
+from fp8ref.jax.linear.carried import Observations
+from fp8ref.jax.linear.observer import observing
+from fp8ref.jax.quantize import stats
+
+KERNELS = TritonKernels()
+MLP = [(48, 32), (48, 32), (32, 48)]  # gate, up, down
+READERS = [(48, 32), (16, 32), (16, 32)]
+
+
+def tensor(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(0, 0.5, shape), jnp.bfloat16)
+
+
+def readers(weights, seen, recipe):
+    state = delayed.init(recipe) or None
+    return [
+        fused.Reader(w, recipe, f"linear{i}", state, one)
+        for i, (w, one) in enumerate(zip(weights, seen, strict=True))
+    ]
+
+
+def _is_mlp(weights):
+    return weights[-1].shape == MLP[-1]
+
+
+def by_kernels(recipe, stream, weights, seen):
+    norm = fused.Norm(stream["norm"], 1e-5)
+    total, outputs, after = fused.apply(
+        stream["h"],
+        readers(weights, seen, recipe),
+        norm=norm,
+        residual=stream.get("residual"),
+        swiglu=_is_mlp(weights),
+    )
+    return (stream["h"] if total is None else total, outputs), after
+
+
+def by_xla(recipe, stream, weights, seen):
+    total = stream["h"]
+    if "residual" in stream:
+        wide = total.astype(jnp.float32) + stream["residual"].astype(jnp.float32)
+        total = plain.rounded(wide, total.dtype)
+    x = plain.normed(total, stream["norm"], 1e-5)
+
+    def product(x, reader):
+        _, recipe, name, state, one, *_ = reader
+        return linear.apply(x, reader.w, recipe=recipe, state=state, seen=one, name=name)
+
+    linears = readers(weights, seen, recipe)
+    if not _is_mlp(weights):
+        outputs, after = zip(*(product(x, each) for each in linears), strict=True)
+        return (total, list(outputs)), list(after)
+    (gate, first), (up, second) = (product(x, each) for each in linears[:2])
+    y, third = product(plain.swiglu(gate, up), linears[2])
+    return (total, [y]), [first, second, third]
+
+
+def step(function, recipe, shapes, residual):
+    stream = {"h": tensor(0, 2, 40, 32), "norm": tensor(1, 32)}
+    if residual:
+        stream["residual"] = tensor(2, 2, 40, 32)
+    weights = [tensor(3 + i, *shape) for i, shape in enumerate(shapes)]
+    seen = [delayed.unseen(recipe) or None for _ in weights]
+
+    def run(stream, weights, seen):
+        y, pull, after = jax.vjp(
+            functools.partial(function, recipe), stream, weights, seen, has_aux=True
+        )
+        gradients = pull(jax.tree.map(lambda v: tensor(9, *v.shape), y))
+        return y, gradients, after
+
+    return jax.jit(run)(stream, weights, seen)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize(
+    ("shapes", "residual"), [(READERS, False), (MLP, True)], ids=["q k v", "swiglu"]
+)
+def test_a_group_computes_what_its_plain_form_does(shapes, residual, recipe):  # M-11
+    expected = step(by_xla, recipe, shapes, residual)
+    with casting(KERNELS):
+        found = step(by_kernels, recipe, shapes, residual)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for mine, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        mine, other = (np.asarray(v, np.float64) for v in (mine, other))
+        assert np.linalg.norm(mine - other) <= 2.0**-9 * np.linalg.norm(other)
+
+
+def test_what_a_group_reads_is_cast_once():
+    """Statistics of the norm and its cast, then three weights and three gradients: eight launches
+    where each linear alone needs three and the norm's own."""
+    weights = [tensor(1, *shape) for shape in READERS]
+
+    def loss(h, weights):
+        stream = {"h": h, "norm": jnp.ones(32, jnp.bfloat16)}
+        (_, outputs), _ = by_kernels("tensorwise", stream, weights, [None] * 3)
+        return sum((y.astype(jnp.float32) ** 2).sum() for y in outputs)
+
+    with casting(KERNELS):
+        text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(tensor(0, 40, 32), weights).as_text()
+    assert text.count("@xla_ffi_python_cpu_callback") == 8
+
+
+def test_what_kernels_do_not_fuse_is_left_to_plain_forms():
+    h, w = tensor(0, 40, 32), tensor(1, 48, 32)
+    one = fused.Reader(w, "tensorwise", "q")
+    assert not fused.takes(h, [one])  # no kernels were chosen
+    observed = Observations(statistics=jnp.zeros((len(stats.ROWS), stats.LENGTH)))
+    with casting(KERNELS):
+        assert fused.takes(h, [one, one._replace(name="k")])
+        assert not fused.takes(h, [one, one._replace(recipe="delayed")])
+        assert not fused.takes(h, [one._replace(recipe="rowwise")])
+        assert not fused.takes(h, [one._replace(seen=observed)])
+        assert not fused.takes(h, [one._replace(placement=Placement(m=("a",)))])  # plain jit
+        with observing(lambda *_: None):
+            assert not fused.takes(h, [one])
+
+
+@pytest.mark.parametrize("cut", ["m", "n"])
+def test_inside_shard_map_tokens_may_be_cut_and_features_not(cut):
+    mesh = jax.make_mesh((2,), ("a",), (AxisType.Auto,))
+    taken = []
+
+    def body(h):
+        placement = dataclasses.replace(Placement(), **{cut: ("a",)})
+        taken.append(
+            fused.takes(
+                h, [fused.Reader(tensor(1, 48, 32), "tensorwise", "q", placement=placement)]
+            )
+        )
+        return h
+
+    with casting(KERNELS):
+        jax.eval_shape(
+            jax.shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P("a")), tensor(0, 40, 32)
+        )
+    assert taken == [cut == "m"]
