@@ -52,8 +52,9 @@ from torch._inductor.virtualized import V
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from fp8ref.spec.kernels import Choice
-from fp8ref.spec.llama import LlamaConfig
+from fp8ref.spec.llama import FIRST_READER, LlamaConfig
 from fp8ref.spec.states.layouts import LAYOUTS, Scalars, by_name
+from fp8ref.torch.delayed import shared_inputs
 from fp8ref.torch.gemm import fusion
 from fp8ref.torch.kernels import self_check
 from fp8ref.torch.linear.linear import Linear
@@ -390,7 +391,9 @@ def converted(model: nn.Module, recipe: str, who: str) -> nn.Module:
                 setattr(model.get_submodule(parent), key, Linear.of(linear, recipe, None, "plain"))
         return model
     kernels: Choice = "triton" if who == "fp8ref, kernels" else "plain"
-    return convert.convert(model, recipe, kernels=kernels)
+    model = convert.convert(model, recipe, kernels=kernels)
+    shared_inputs.share(model, FIRST_READER)  # as the trainer does
+    return model
 
 
 def block(recipe: str, who: str, shape: Shape, config: LlamaConfig = MODEL) -> list[Graph]:
