@@ -25,6 +25,7 @@ compute dtype.
     model         convert and back, ``parallel`` (dtypes, groups), ``switch`` (recipes between
                   steps), ``checkpointing`` (what a block keeps), report
     linear        fp8ref's layer, and how tensor-parallel ranks share one
+    blocks        norms, SwiGLU and RoPE in the pass of their linears' casts; ``fuse`` of a model
     quantize      cast, scales, scaling: the parts, under the same names as in ``fp8ref.sim``
     gemm          torch._scaled_mm, or kernels of block scales; ``hardware`` simulates other
                   hardware

@@ -27,7 +27,7 @@ from fp8ref.torch.kernels import choice
 from fp8ref.torch.linear.linear import ROLES, Linear, _Spec
 from fp8ref.torch.tensors import linear_input
 
-__all__ = ["NormModule", "fuses", "mlp", "projections", "why_not"]
+__all__ = ["NormModule", "fuses", "hooked", "mlp", "projections", "unlike", "why_not"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 Tables = tuple[torch.Tensor, torch.Tensor]
@@ -112,15 +112,22 @@ def why_not(h: torch.Tensor, linears: Sequence[nn.Module], others: Sequence[nn.M
         return "torch.autocast is enabled"
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "hooks of all modules are registered"
-    for each in (*linears, *others):
-        if any(getattr(each, hooks) for hooks in _HOOKS):
-            return f"a {type(each).__name__} has hooks"
+    if any(map(hooked, (*linears, *others))):
+        return "modules have hooks"
     if any(each.training != linears[0].training for each in linears):
         return "some linears are in training mode, others are not"
-    return next((reason for each in linears if (reason := _unlike(each, h))), "")
+    for each in linears:
+        if reason := unlike(each) or _unlike_input(each, h):
+            return reason
+    return ""
 
 
-def _unlike(linear: nn.Module, h: torch.Tensor) -> str:
+def hooked(module: nn.Module) -> bool:
+    """Whether a module has hooks of its passes, which a part would not call."""
+    return any(getattr(module, hooks) for hooks in _HOOKS)
+
+
+def unlike(linear: nn.Module) -> str:
     """Why a linear cannot be a part's, or nothing."""
     if type(linear).forward is not Linear.forward or "forward" in vars(linear):
         return f"a linear is a {type(linear).__name__}, not fp8ref's own"
@@ -131,6 +138,10 @@ def _unlike(linear: nn.Module, h: torch.Tensor) -> str:
         return "tensor-parallel ranks share the linears"
     if "parametrizations" in linear._modules:
         return "a linear's weight is parametrized"
+    return ""
+
+
+def _unlike_input(linear: nn.Module, h: torch.Tensor) -> str:
     weight = linear.weight
     if not isinstance(weight, Float8TrainingTensor) and weight.dtype != h.dtype:
         return f"a weight is {weight.dtype} and the input {h.dtype}"

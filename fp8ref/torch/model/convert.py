@@ -13,7 +13,8 @@ To resume training, save the whole model.state_dict(): it holds the states of de
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypedDict, Unpack
 
 import torch
 import torch._inductor.config
@@ -26,6 +27,7 @@ from fp8ref import recipe as recipes
 from fp8ref.recipe import Recipe
 from fp8ref.selection.rules import Rule
 from fp8ref.spec.kernels import Choice
+from fp8ref.torch.blocks import fuse as fusing
 from fp8ref.torch.delayed import delayed, unset_scales
 from fp8ref.torch.experts import layer as grouped_linear
 from fp8ref.torch.experts import models as experts_models
@@ -44,7 +46,22 @@ from fp8ref.torch.model.convert_checks import (
     what_is_lost,
 )
 
-__all__ = ["convert", "deconvert", "weights"]
+__all__ = ["Casting", "convert", "deconvert", "weights"]
+
+
+class Casting(TypedDict, total=False):
+    """What casts the operands of ``Linear``, to the same bits.
+
+    kernels     Triton kernels on a GPU with FP8, else plain operations ("auto", the default); or
+                one of them ("triton", "plain").
+    fuse        True: where kernels cast, norms and SwiGLU are computed in the pass that casts them
+                for the linears that read them, in modules of the form of transformers' Llama,
+                Qwen3 and Mistral or torchtitan's Llama (``blocks.fuse``). The report says of each
+                linear whether it is, or why not. False is the default.
+    """
+
+    kernels: Choice
+    fuse: bool
 
 
 @torch.inference_mode(False)  # states that inference mode made could not observe in training
@@ -57,7 +74,7 @@ def convert(
     rules: Sequence[Rule] = (),
     amax_group: ProcessGroup | None = None,
     experts: bool = False,
-    kernels: Choice = "auto",
+    **casting: Unpack[Casting],
 ) -> nn.Module:
     """Replace the chosen linears (R-2, R-4) by torchao's Float8Linear, or by ``Linear`` where
     Triton kernels cast, amax_group is given or torchao cannot express the recipe; a
@@ -71,8 +88,7 @@ def convert(
     experts     convert modules of experts too (X-11): of transformers and torchtitan, but those
                 of filter_fqns. A router stays in high precision unless fp8_fqns names it: a linear
                 below a name "router" or "gate" with an output for each expert.
-    kernels     what casts operands of ``Linear``, to the same bits: Triton kernels on a GPU with
-                FP8, else plain operations ("auto"); or one of them ("triton", "plain").
+    casting     kernels and fuse: what casts operands of ``Linear``, as of ``Casting``.
     Keeps:    the Parameter objects, tied ones tied, so an optimizer built before stays valid; and
               attributes that were added to a linear (R-5).
     Returns:  the model, changed in place (of one nn.Linear, another). 'bf16' changes nothing.
@@ -95,6 +111,7 @@ def convert(
     """
     _check_module(model)
     reports.check_shapes(model)
+    kernels, fuse = _casting(casting)
     selection = Selection(
         filter_fqns=filter_fqns, fp8_fqns=fp8_fqns, rules=rules, experts=experts, kernels=kernels
     )
@@ -105,9 +122,16 @@ def convert(
         _set_up_compilers(plan)
         group = None if amax_group is None else amax_group.group_name
         model = _converted(model, plan, group, kernels)
-        _keep_reasons(model, plan)
+        _keep_reasons(model, plan, fusing.fuse(model) if fuse else {})
     reports.log(model, kind, plan.recipe)
     return model
+
+
+def _casting(casting: Casting) -> tuple[Choice, bool]:
+    """kernels and fuse; TypeError of anything else."""
+    if unknown := sorted(set(casting) - set(Casting.__annotations__)):
+        raise TypeError(f"convert() got an unexpected keyword argument {unknown[0]!r}")
+    return casting.get("kernels", "auto"), casting.get("fuse", False)
 
 
 def _set_up_compilers(plan: ConversionPlan) -> None:
@@ -170,8 +194,8 @@ def _converted(
     return model
 
 
-def _keep_reasons(model: nn.Module, plan: ConversionPlan) -> None:
-    """Keep with the model why its layers are in FP8 or not."""
+def _keep_reasons(model: nn.Module, plan: ConversionPlan, notes: Mapping[str, str]) -> None:
+    """Keep with the model why its layers are in FP8 or not. notes: which are fused, or why not."""
     # of a linear that was converted before, the reason of then
     before = {
         name: reason
@@ -179,6 +203,7 @@ def _keep_reasons(model: nn.Module, plan: ConversionPlan) -> None:
         if name not in plan.linear_recipes
     }
     reasons = {d.path: d.reason for d in plan.decisions} | before | dict(plan.expert_reasons)
+    reasons |= {path: f"{reasons.get(path, 'converted')}; {note}" for path, note in notes.items()}
     vars(model)[reports.REASONS] = reasons
 
 
@@ -210,6 +235,7 @@ def deconvert(model: nn.Module) -> nn.Module:
             raise ValueError(f"{label} {unusual}. Deconvert a model before you shard it.")
     for module in model.modules():
         vars(module).pop(reports.REASONS, None)
+    fusing.unfuse(model)
     experts_models.deconvert(mixtures)
     for grouped in grouped_linear.grouped_linears(model).values():
         grouped.convert("bf16")

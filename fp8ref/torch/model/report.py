@@ -89,6 +89,12 @@ class Report(fp8_report.Report):
         ]
 
     @property
+    def fused(self) -> list[Row]:
+        """The rows of linears that are cast with the norm or SwiGLU before them: of a model that
+        ``convert`` fused, where kernels cast (``blocks.fuse``)."""
+        return [row for row in self.rows if "; fused: " in row.reason]
+
+    @property
     def experts(self) -> list[Row]:
         """The rows of parameters of 3 and more dims outside linears: experts."""
         return [

@@ -245,7 +245,7 @@ def reasons():
         block.post_attention_layernorm.register_forward_pre_hook(lambda *_: None)
 
     return {
-        "has hooks": (hooked, observed),
+        "have hooks": (hooked, observed),
         "has a bias": (biased,),
         "is parametrized": (parametrized,),
         "training mode": (mixed,),

@@ -1,0 +1,236 @@
+"""Fuse the norms, linears and SwiGLU of a model's blocks into ``parts``, and undo it.
+
+Modules are found by structure: an MLP with gate_proj, up_proj and down_proj, or w1, w3 and w2, that
+computes SwiGLU; an attention that reads its input by q_proj, k_proj and v_proj, or wq, wk and wv;
+a block that calls a norm for one of them. So are those of transformers' Llama, Qwen3 and Mistral
+and of torchtitan's Llama. A module keeps its Parameters, its children and its name; its class gets
+a forward that calls a part where kernels are on, else what it was.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fp8ref.torch.blocks import forms, parts
+from fp8ref.torch.blocks.operations import Norm
+from fp8ref.torch.delayed import shared_inputs
+from fp8ref.torch.linear.linear import Linear
+
+__all__ = ["fuse", "unfuse"]
+
+MLPS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+READERS = (("q_proj", "k_proj", "v_proj"), ("wq", "wk", "wv"))
+_MADE_OF = "_fp8ref_fused"
+"""The attribute of a class made here: the arguments of ``_fused_class``, the class before first."""
+
+
+@dataclass(frozen=True)
+class _Fused:
+    """What a fused module knows. norm: alone in a tuple, so that it is no submodule; or ().
+    input: the name of its forward's parameter."""
+
+    names: tuple[str, ...]
+    norm: tuple["_Norm", ...] = ()
+    input: str = "x"
+
+
+class _Module(nn.Module):
+    """A module whose linears are a part of a block."""
+
+    fused: _Fused
+
+    @property
+    def linears(self) -> list[nn.Linear]:
+        """The part's linears."""
+        return [self._modules[name] for name in self.fused.names]  # type: ignore[misc]
+
+    def fuses(self, x: torch.Tensor) -> bool:
+        """Whether the part runs in a pass of x."""
+        norm = self.fused.norm
+        if any(each.weight.dtype != x.dtype for each in norm):
+            return False
+        return parts.fuses(x, self.linears, (self, *norm))
+
+    @property
+    def norm(self) -> "_Norm | None":
+        """The norm of the part, if it has one."""
+        return self.fused.norm[0] if self.fused.norm else None
+
+    def normalized(self, x: torch.Tensor) -> torch.Tensor:
+        """x as the module's own forward takes it."""
+        return x if self.norm is None else self.norm.normalize(x)
+
+
+class _MLP(_Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fuses(x):
+            return parts.mlp(x, self.linears, norm=self.norm, twice=True)[1]
+        return super().forward(self.normalized(x))
+
+
+class _Attention(_Module):
+    """Its forward finds results in place of the linears that a part has run."""
+
+    ready: dict | None = None
+
+    def forward(self, *args, **kwargs):
+        x = args[0] if args else kwargs[self.fused.input]
+        if not self.fuses(x):
+            x = self.normalized(x)
+        else:
+            _, outputs = parts.projections(x, self.linears, norm=self.norm)
+            named = zip(self.fused.names, outputs, strict=True)
+            self.ready = {name: functools.partial(_given, y) for name, y in named}
+        try:
+            if args:
+                return super().forward(x, *args[1:], **kwargs)
+            return super().forward(**(kwargs | {self.fused.input: x}))
+        finally:
+            self.ready = None
+
+
+def _given(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return y
+
+
+def _reading(name: str) -> property:
+    """A linear, or in a pass of ``_Attention`` what gives its result."""
+
+    def get(self: _Attention):
+        return self._modules[name] if self.ready is None else self.ready[name]
+
+    return property(get)
+
+
+class _Norm(nn.Module):
+    """A norm whose reader normalizes: it returns its input."""
+
+    constants: Norm
+    weight: nn.Parameter
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        """What the norm's class returned before."""
+        return super().forward(x)
+
+
+def fuse(model: nn.Module) -> dict[str, str]:
+    """Fuse what can be fused of a converted model, in place.
+
+    Under delayed scaling the linears of one input then share its state (``shared_inputs``).
+    Returns:  {path of a linear in FP8: the part that it is in, or why it is in none}.
+    """
+    notes: dict[str, str] = {}
+    for name, module, names, kind in list(_candidates(model)):
+        reason = _obstacle(module, names, kind)
+        if not reason:
+            block, _, key = name.rpartition(".")
+            norm = _deferred_norm(model.get_submodule(block), key) if name else None
+            _change(module, kind, names, norm)
+            first, *others = names[: 2 if kind is _MLP else 3]
+            shared_inputs.share(module, dict.fromkeys(others, first))
+        what = (
+            "its norm, the linears of one input" if norm_of(module) else "the linears of one input"
+        )
+        if kind is _MLP:
+            what = f"{what}, SwiGLU and down"
+        note = f"not fused: {reason}" if reason else f"fused: {what}"
+        prefix = f"{name}." if name else ""
+        notes |= {f"{prefix}{key}": note for key in names}
+    return notes
+
+
+def norm_of(module: nn.Module) -> "_Norm | None":
+    """The norm in a fused module's part."""
+    return module.norm if isinstance(module, _Module) else None
+
+
+def unfuse(model: nn.Module) -> None:
+    """Undo ``fuse``, in place."""
+    for module in model.modules():
+        if made_of := getattr(type(module), _MADE_OF, None):
+            module.__class__ = made_of[0]
+            for key in ("fused", "constants", "ready"):
+                vars(module).pop(key, None)
+
+
+def _candidates(
+    model: nn.Module,
+) -> Iterator[tuple[str, nn.Module, tuple[str, ...], type[_Module]]]:
+    """(path, module, names of its linears, what it would be) of modules with linears in FP8."""
+    for name, module in model.named_modules():
+        if hasattr(type(module), _MADE_OF):
+            continue
+        kinds = [(names, _MLP) for names in MLPS] + [(names, _Attention) for names in READERS]
+        for names, kind in kinds:
+            linears = [module._modules.get(key) for key in names]
+            if all(isinstance(each, nn.Linear) for each in linears):
+                yield name, module, names, kind
+
+
+def _obstacle(module: nn.Module, names: tuple[str, ...], kind: type[_Module]) -> str:
+    """Why a module is not fused, or nothing."""
+    linears = [module._modules[key] for key in names]
+    for key, linear in zip(names, linears, strict=True):
+        if not isinstance(linear, Linear):
+            return f"{key} is a {type(linear).__name__}, which casts by itself or not at all"
+        if reason := parts.unlike(linear):
+            return reason
+    first, *others = [each.spec for each in linears if isinstance(each, Linear)]
+    if any(spec != first for spec in others):
+        return "its linears differ in recipe"
+    if kind is _MLP and not forms.is_swiglu(module, names):  # type: ignore[arg-type]
+        return f"the forward of {type(module).__name__} is not down(silu(gate(x)) * up(x))"
+    if kind is _Attention and not forms.input_name(module, names):
+        return f"the forward of {type(module).__name__} reads its input by more than its linears"
+    hooked = next((each for each in (module, *linears) if each and parts.hooked(each)), None)
+    return f"a {type(hooked).__name__} has hooks" if hooked is not None else ""
+
+
+def _deferred_norm(block: nn.Module, reader: str) -> "_Norm | None":
+    """The norm that a block calls for its child ``reader``, which normalizes from now on; None if
+    there is none that a part computes."""
+    norm = block._modules.get(forms.norm_name(block, reader))
+    constants = None if norm is None or parts.hooked(norm) else forms.norm_constants(norm)
+    if norm is None or constants is None:
+        return None
+    norm.__class__ = _fused_class(type(norm), _Norm, ())
+    norm.constants = constants  # type: ignore[assignment]
+    return norm  # type: ignore[return-value]
+
+
+def _change(
+    module: nn.Module, kind: type[_Module], names: tuple[str, ...], norm: "_Norm | None"
+) -> None:
+    """Give a module the class of a fused one."""
+    of_input = "x" if kind is _MLP else forms.input_name(module, names)
+    module.__class__ = _fused_class(type(module), kind, names if kind is _Attention else ())
+    module.fused = _Fused(names, () if norm is None else (norm,), of_input)  # type: ignore[assignment]
+
+
+_classes: dict[tuple, type] = {}
+
+
+def _fused_class(base: type, kind: type, read: tuple[str, ...]) -> type:
+    """The class of fused modules of a class; read: the linears whose results it is given."""
+    key = base, kind, read
+    if key not in _classes:
+        names = {name: _reading(name) for name in read}
+        more = {"__module__": base.__module__, "__reduce__": _reduce, _MADE_OF: key}
+        _classes[key] = type(base.__name__, (kind, base), names | more)
+    return _classes[key]
+
+
+def _reduce(module: nn.Module) -> tuple:
+    """Reduce for copy and pickle, as the class has no importable name."""
+    return _empty, getattr(type(module), _MADE_OF), vars(module).copy()
+
+
+def _empty(base: type, kind: type, read: tuple[str, ...]) -> nn.Module:
+    fused = _fused_class(base, kind, read)
+    return fused.__new__(fused)  # type: ignore[call-overload]

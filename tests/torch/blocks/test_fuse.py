@@ -1,0 +1,315 @@
+"""Blocks of libraries' models, fused by ``convert``, against the same blocks unfused."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional
+
+import fp8ref.torch as ft
+from fp8ref.selection.rules import Rule
+from fp8ref.torch.blocks import forms, parts
+from fp8ref.torch.delayed import delayed
+
+TOKENS = torch.randint(0, 64, (1, 12), generator=torch.Generator().manual_seed(0))
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 16,
+}
+
+
+def library(name, **keys):
+    """A causal model of transformers, in bfloat16."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SIZES, **keys)
+    return getattr(transformers, f"{name}ForCausalLM")(config).bfloat16()
+
+
+class FeedForward(nn.Module):
+    """torchtitan's (models/llama3), with its names."""
+
+    def __init__(self, dim, hidden_dim):
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(functional.silu(self.w1(x)) * self.w3(x))
+
+
+class Attention(nn.Module):
+    """torchtitan's, without rotation."""
+
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.head_dim = dim // heads
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim, bias=False) for _ in "qkvo")
+
+    def forward(self, x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
+        bs, seqlen, _ = x.shape
+        xq, xk, xv = self.wq(x), self.wk(x), self.wv(x)
+        xq, xk, xv = (y.view(bs, seqlen, -1, self.head_dim) for y in (xq, xk, xv))
+        xq, xk, xv = ((y * freqs_cis).transpose(1, 2) for y in (xq, xk, xv))
+        output = functional.scaled_dot_product_attention(xq, xk, xv, is_causal=True)
+        return self.wo(output.transpose(1, 2).reshape(bs, seqlen, -1))
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, dim=64):
+        super().__init__()
+        self.attention, self.feed_forward = Attention(dim, 2), FeedForward(dim, 128)
+        self.attention_norm = nn.RMSNorm(dim, eps=1e-5)
+        self.ffn_norm = nn.RMSNorm(dim, eps=1e-5)
+
+    def forward(self, x: torch.Tensor, freqs_cis: torch.Tensor):
+        h = x + self.attention(self.attention_norm(x), freqs_cis)
+        out = h + self.feed_forward(self.ffn_norm(h))
+        return out
+
+
+class Titan(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tok_embeddings, self.layers = nn.Embedding(64, 64), nn.ModuleList([TransformerBlock()])
+        self.lm_head = nn.Linear(64, 64, bias=False)
+
+    def forward(self, tokens):
+        h = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            h = layer(h, torch.ones(1, dtype=h.dtype))
+        return self.lm_head(h)
+
+
+MODELS = {
+    "llama": lambda: library("Llama"),
+    "qwen3": lambda: library("Qwen3"),
+    "mistral": lambda: library("Mistral"),
+    "torchtitan": lambda: Titan().bfloat16(),
+}
+
+
+def results(model, steps=1):
+    """Outputs and gradients of steps on one batch, by name."""
+    found = {}
+    for step in range(steps):
+        model.zero_grad()
+        y = model(TOKENS)
+        y = getattr(y, "logits", y)
+        y.float().square().mean().backward()
+        found |= {f"{step} output": y.detach()}
+        found |= {f"{step} {name}": p.grad for name, p in model.named_parameters()}
+        delayed.update(model)
+    return found
+
+
+def differing(first, second):
+    assert first.keys() == second.keys()
+    return [name for name in first if not torch.equal(first[name], second[name])]
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The parts that ran, and whether with a norm."""
+    calls = []
+    for name in ("mlp", "projections"):
+        monkeypatch.setattr(parts, name, noted(calls, name, getattr(parts, name)))
+    return calls
+
+
+def noted(calls, name, part):
+    def run(*arguments, **options):
+        calls.append((name, options["norm"] is not None))
+        return part(*arguments, **options)
+
+    return run
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_fused_model_computes_what_it_did(name, recipe, ran):  # M-11, R-5
+    """By interpreted kernels; and as its modules do where kernels are off."""
+    steps = 2 if recipe == "delayed" else 1
+    options = {"filter_fqns": ["lm_head"], "kernels": "triton"}
+    plain = results(ft.convert(MODELS[name](), recipe, **options), steps)
+    fused = ft.convert(MODELS[name](), recipe, fuse=True, **options)
+    assert not ran
+    assert not differing(plain, results(fused, steps))
+    assert ran == [("projections", True), ("mlp", True)] * steps
+    rows = ft.report(fused).fused
+    assert len(rows) == 6  # q, k, v, gate, up, down
+    assert all("its norm" in row.reason for row in rows)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_fused_model_runs_its_modules_where_kernels_are_off(name, ran):
+    options = {"filter_fqns": ["lm_head"], "kernels": "plain"}
+    plain = results(ft.convert(MODELS[name](), "delayed", **options), 2)
+    assert not differing(
+        plain, results(ft.convert(MODELS[name](), "delayed", fuse=True, **options), 2)
+    )
+    assert not ran
+
+
+def test_deconvert_undoes_it():  # R-5
+    model = MODELS["llama"]()
+    kinds, keys = [type(m) for m in model.modules()], list(model.state_dict())
+    plain = results(model)
+    fused = ft.convert(model, "tensorwise", filter_fqns=["lm_head"], kernels="triton", fuse=True)
+    assert list(ft.weights(fused)) == keys
+    assert [type(m) for m in fused.modules()] != kinds
+    assert [type(m) for m in ft.deconvert(fused).modules()] == kinds
+    assert not differing(plain, results(model))
+
+
+def test_a_fused_model_is_copied_and_pickled():
+    fused = ft.convert(MODELS["torchtitan"](), "delayed", kernels="triton", fuse=True)
+    want = results(copy.deepcopy(fused))
+    for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        layer = other.layers[0]
+        assert layer.feed_forward.fused.norm[0] is layer.ffn_norm
+        assert not differing(want, results(other))
+
+
+def test_linears_of_one_input_share_its_state():
+    fused = ft.convert(MODELS["torchtitan"](), "delayed", kernels="triton", fuse=True)
+    attention, mlp = fused.layers[0].attention, fused.layers[0].feed_forward
+    for first, others in ((attention.wq, (attention.wk, attention.wv)), (mlp.w1, (mlp.w3,))):
+        assert all(each.state("input") is first.states["input"] for each in others)
+    assert mlp.w2.state("input") is mlp.w2.states["input"]
+
+
+def reasons(change, recipe="tensorwise", **options):
+    """Why linears are not fused, of a model changed before it is converted, by the part's name."""
+    model = Titan().bfloat16()
+    change(model.layers[0])
+    converted = ft.convert(model, recipe, kernels="triton", fuse=True, **options)
+    rows = {row.path: row.reason for row in ft.report(converted).rows}
+    return {
+        key: rows[f"layers.0.{key}"].partition("; ")[2]
+        for key in ("attention.wq", "feed_forward.w1")
+    }
+
+
+class Other(FeedForward):
+    def forward(self, x):
+        return self.w2(functional.gelu(self.w1(x)) * self.w3(x))
+
+
+class PeekingQueries(Attention):
+    def forward(self, x, freqs_cis):
+        return self.wo(self.wq(x) + self.wk(x) + self.wv(x) + x)
+
+
+def hook(block):
+    block.feed_forward.register_forward_hook(lambda *_: None)
+
+
+def bias(block):
+    block.feed_forward.w3 = nn.Linear(64, 128).bfloat16()
+
+
+def gelu(block):
+    block.feed_forward = Other(64, 128).bfloat16()
+
+
+def peek(block):
+    block.attention = PeekingQueries(64, 2).bfloat16()
+
+
+def replace(block):
+    block.feed_forward.forward = lambda x: x
+
+
+def nothing(block):
+    pass
+
+
+OTHER_FORMAT = Rule(layers=("w3",), roles=("grad_output",), format="e4m3fn")
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "part", "reason"),
+    [
+        (hook, {}, "feed_forward.w1", "a FeedForward has hooks"),
+        (bias, {}, "feed_forward.w1", "a linear has a bias"),
+        (gelu, {}, "feed_forward.w1", "is not down(silu(gate(x)) * up(x))"),
+        (replace, {}, "feed_forward.w1", "is not down(silu(gate(x)) * up(x))"),
+        (peek, {}, "attention.wq", "reads its input by more than its linears"),
+        (nothing, {"filter_fqns": ["w3"]}, "feed_forward.w1", "w3 is a Linear, which casts"),
+        (nothing, {"rules": [OTHER_FORMAT]}, "feed_forward.w1", "its linears differ in recipe"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_is_not_fused_is_named(change, options, part, reason):  # R-7
+    found = reasons(change, **options)
+    assert found[part].startswith("not fused: ")
+    assert reason in found[part]
+    (other,) = set(found) - {part}
+    assert found[other].startswith("fused: ")
+
+
+def test_torchaos_linears_are_not_fused():
+    found = ft.convert(Titan().bfloat16(), "tensorwise", kernels="plain", fuse=True)
+    (why,) = {row.reason for row in ft.report(found).rows if ".w1" in row.path}
+    assert "not fused: w1 is a Float8Linear, which casts by itself or not at all" in why
+
+
+def test_a_norm_that_others_read_stays_a_module():
+    class Reading(TransformerBlock):
+        def forward(self, x, freqs_cis):
+            y = self.attention_norm(x)
+            h = x + self.attention(y, freqs_cis) + y
+            return h + self.feed_forward(self.ffn_norm(h))
+
+    class Again(TransformerBlock):
+        def forward(self, x, freqs_cis):
+            h = x + self.attention(self.attention_norm(x), freqs_cis)
+            return h + self.feed_forward(self.ffn_norm(h)) + self.ffn_norm(x)
+
+    assert forms.norm_name(TransformerBlock(), "attention") == "attention_norm"
+    assert forms.norm_name(Reading(), "attention") == ""
+    assert forms.norm_name(Reading(), "feed_forward") == "ffn_norm"
+    assert forms.norm_name(Again(), "feed_forward") == ""
+
+
+def test_norms_of_other_forms_have_no_constants():
+    class Shifted(nn.RMSNorm):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    assert forms.norm_constants(nn.RMSNorm(8, eps=1e-6)).eps == 1e-6
+    assert not forms.norm_constants(nn.RMSNorm(8, eps=1e-6)).twice
+    assert forms.norm_constants(library("Llama").model.norm).twice
+    for norm in (
+        Shifted(8, eps=1e-6),
+        nn.RMSNorm(8),
+        nn.RMSNorm((2, 8), eps=1e-6),
+        nn.RMSNorm(8, eps=1e-6, elementwise_affine=False),
+        nn.LayerNorm(8),
+    ):
+        assert forms.norm_constants(norm) is None
+
+
+def test_an_unknown_option_is_an_error():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'fused'"):
+        ft.convert(Titan(), "tensorwise", fused=True)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's guards
+def test_a_compiled_fused_model_is_the_eager_one():
+    fused = ft.convert(MODELS["torchtitan"](), "delayed", kernels="triton", fuse=True)
+    eager = results(copy.deepcopy(fused))
+    for layer in fused.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    assert not differing(eager, results(fused))
