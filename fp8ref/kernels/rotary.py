@@ -95,6 +95,7 @@ def _cast(
 
 
 Heads = tuple[int, int, int, int]
+"""Sequences, tokens, heads, the width of a head."""
 
 
 def rotate(shape: Heads) -> Launch:

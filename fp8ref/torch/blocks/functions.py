@@ -16,6 +16,8 @@ from fp8ref.torch.blocks.sources import Codes, Source, fuses, operands
 from fp8ref.torch.kernels import choice, norms, rotary, swiglu
 from fp8ref.torch.linear.linear import _Operand, _Spec, _States, check_differentiated_once
 
+__all__ = ["FIRST", "Part", "Tables", "Tensors", "bind", "numbered"]
+
 FIRST = 5
 """How many tensors a function takes before those of its linears."""
 
@@ -24,6 +26,7 @@ Tensors = Sequence[Any]
 """Tensors, or None in place of those that a part does without."""
 
 Tables = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin of a rotary embedding, float32 [T, D]."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,11 @@ from fp8ref.torch.linear.linear import Linear
 __all__ = ["fuse", "unfuse"]
 
 MLPS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""Names of gate, up and down."""
+
 READERS = (("q_proj", "k_proj", "v_proj"), ("wq", "wk", "wv"))
+"""Names of the linears that read an attention's input."""
+
 _MADE_OF = "_fp8ref_fused"
 """The attribute of a class made here: the arguments of ``_fused_class``, the class before first."""
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from fp8ref.torch.blocks.functions import numbered
+from fp8ref.torch.blocks.functions import Tables, numbered
 from fp8ref.torch.blocks.operations import Norm
 from fp8ref.torch.blocks.projection import KEPT
 from fp8ref.torch.delayed import delayed
@@ -30,17 +30,20 @@ from fp8ref.torch.tensors import linear_input
 __all__ = ["NormModule", "fuses", "hooked", "mlp", "projections", "unlike", "why_not"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 class NormModule(Protocol):
     """A norm: its constants, and its weight [K]."""
 
     @property
-    def constants(self) -> Norm: ...
+    def constants(self) -> Norm:
+        """Its eps, and where it rounds."""
+        ...
 
     @property
-    def weight(self) -> torch.Tensor: ...
+    def weight(self) -> torch.Tensor:
+        """[K]."""
+        ...
 
 
 def projections(
