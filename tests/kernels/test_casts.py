@@ -228,3 +228,13 @@ def test_powers_of_two_are_those_of_a_rounded_logarithm(fmt, rng):  # S-4
     ]
     np.testing.assert_array_equal(found, expected)
     assert (expected != scale_from_amax(amaxes, fmt, "torchao_mask")).any()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_codes_are_transposed(layout):
+    codes = LAYOUTS[layout](
+        lambda m, n: np.random.default_rng(m).integers(0, 256, (m, n), np.uint8)
+    )
+    launch = casts.transpose(codes.shape, strides(codes))
+    (transposed,) = run(launch, [codes], [(codes.shape[::-1], "uint8")])
+    np.testing.assert_array_equal(transposed, codes.T)

@@ -50,10 +50,13 @@ def test_rows_have_their_factor_and_the_amax_of_the_rounded_norm(shape, dtype, r
         np.testing.assert_array_equal(amax_of(amax), scaling.amax(row))
 
 
-def of_factors(h, factors, weight):
-    """The norm of known factors, rounded to h's dtype (M-11)."""
+def of_factors(h, factors, weight, *, twice=False):
+    """The norm of known factors, rounded to h's dtype (M-11); twice: also before the weight."""
     with np.errstate(all="ignore"):
-        return (h.astype(np.float32) * factors[:, None] * weight.astype(np.float32)).astype(h.dtype)
+        normed = h.astype(np.float32) * factors[:, None]
+        if twice:
+            normed = normed.astype(h.dtype).astype(np.float32)
+        return (normed * weight.astype(np.float32)).astype(h.dtype)
 
 
 @pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf])
@@ -68,18 +71,18 @@ def test_a_row_that_is_not_finite_has_an_amax_that_is_not(special):  # S-2
     assert np.isfinite(amaxes[[0, 2]].view(np.float32)).all()
 
 
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("wide", "twice"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize(("shape", "dtype", "fmt"), cases(RAGGED, *SHAPES))
-def test_the_norm_is_rounded_and_then_cast(shape, dtype, fmt, wide):  # M-11
+def test_the_norm_is_rounded_and_then_cast(shape, dtype, fmt, wide, twice):  # M-11
     h = planted(*shape, dtype, wide=wide)
     weight = planted(1, shape[1], dtype, seed=2)[0]
     factors = np.abs(planted(shape[0], 1, "float32", seed=3))[:, 0]
     scale = np.float32(2.7)
-    launch = norms.cast(shape, e5m2=fmt == "e5m2")
+    launch = norms.cast(shape, e5m2=fmt == "e5m2", twice=twice)
     codes, transposed, amaxes = run(
         launch, [h, factors, weight, scale], [*both_orders(shape), ((launch.programs,), "int32")]
     )
-    norm = of_factors(h, factors, weight)
+    norm = of_factors(h, factors, weight, twice=twice)
     expected = scaling.quantize_with(norm, scales(scale), fmt).codes
     np.testing.assert_array_equal(codes, expected)
     np.testing.assert_array_equal(transposed, expected.T)

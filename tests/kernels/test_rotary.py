@@ -53,6 +53,17 @@ def test_the_gradient_is_rounded_and_then_cast(shape, order, dtype, fmt):  # M-1
         np.testing.assert_array_equal(run(alone, [g, *tables], [parts])[0], amaxes)
 
 
+@pytest.mark.parametrize(("shape", "dtype", "fmt"), cases(*SHAPES))
+def test_an_embedding_is_rotated_and_rounded(shape, dtype, fmt):  # M-3
+    x = gradient(shape, (0, 1, 2, 3), dtype, wide=True)
+    cos, sin = (planted(shape[1], shape[3], "float32", seed=seed) for seed in (5, 6))
+    (out,) = run(rotary.rotate(shape), [x, cos, sin], [(shape, dtype)])
+    # the gradient of the inverse rotation, of which the halves of sin change places
+    inverse = -np.roll(sin, shape[3] // 2, -1)
+    expected = rotated(x, cos, inverse)
+    np.testing.assert_array_equal(out.astype(np.float32), expected.astype(np.float32))
+
+
 def test_operations_are_in_the_stated_order():  # M-11
     """In float32 partial amaxes show a result to its last bit: each tile here has one number."""
     shape = (1, 64 * 16, 1, 2)

@@ -25,15 +25,22 @@ from fp8ref.sim.quantize import scaling
 ONE = np.float32(1)
 
 
-def plain(gate, up, d=None):
-    """The product, or the gradients of gate and of up, of gate's dtype: the steps of M-11."""
+def plain(gate, up, d=None, *, twice=False):
+    """The product, or the gradients of gate and of up, of gate's dtype: the steps of M-11.
+
+    twice   silu(gate) is rounded to that dtype before it is multiplied, as in transformers.
+    """
     g, u = gate.astype(np.float32), up.astype(np.float32)
+
+    def inner(x):
+        return x.astype(gate.dtype).astype(np.float32) if twice else x
+
     with np.errstate(all="ignore"):
         if d is None:
-            return (g / (ONE + np.exp(-g)) * u).astype(gate.dtype)
+            return (inner(g / (ONE + np.exp(-g))) * u).astype(gate.dtype)
         e, s = d.astype(np.float32), ONE / (ONE + np.exp(-g))
-        of_gate = (e * u) * (s * (ONE + g * (ONE - s)))
-        return of_gate.astype(gate.dtype), (e * (g * s)).astype(gate.dtype)
+        of_gate = inner(e * u) * (s * (ONE + g * (ONE - s)))
+        return of_gate.astype(gate.dtype), (e * inner(g * s)).astype(gate.dtype)
 
 
 def check(result, scale, fmt, codes, transposed, amaxes):
@@ -44,32 +51,34 @@ def check(result, scale, fmt, codes, transposed, amaxes):
     np.testing.assert_array_equal(amax_of(amaxes), scaling.amax(result))
 
 
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("wide", "twice"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize(("shape", "dtype", "fmt"), cases(RAGGED, *SHAPES))
-def test_the_product_is_rounded_and_then_cast(shape, dtype, fmt, wide):  # M-11
+def test_the_product_is_rounded_and_then_cast(shape, dtype, fmt, wide, twice):  # M-11
     gate, up = (planted(*shape, dtype, seed=seed, wide=wide) for seed in range(2))
     scale = np.float32(0.73)
-    launch = swiglu.cast(shape, e5m2=fmt == "e5m2")
+    launch = swiglu.cast(shape, e5m2=fmt == "e5m2", twice=twice)
     parts = ((launch.programs,), "int32")
     codes, transposed, amaxes = run(launch, [gate, up, scale], [*both_orders(shape), parts])
-    check(plain(gate, up), scale, fmt, codes, transposed, amaxes)
-    np.testing.assert_array_equal(run(swiglu.amax(shape), [gate, up], [parts])[0], amaxes)
+    check(plain(gate, up, twice=twice), scale, fmt, codes, transposed, amaxes)
+    np.testing.assert_array_equal(
+        run(swiglu.amax(shape, twice=twice), [gate, up], [parts])[0], amaxes
+    )
 
 
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("wide", "twice"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize(("shape", "dtype", "fmt"), cases(RAGGED, *SHAPES))
-def test_both_gradients_are_rounded_and_then_cast(shape, dtype, fmt, wide):  # M-11
+def test_both_gradients_are_rounded_and_then_cast(shape, dtype, fmt, wide, twice):  # M-11
     gate, up, d = (planted(*shape, dtype, seed=seed, wide=wide) for seed in range(3))
     of_scales = np.float32(0.73), np.float32(91)
-    launch = swiglu.cast_gradients(shape, e5m2=fmt == "e5m2")
+    launch = swiglu.cast_gradients(shape, e5m2=fmt == "e5m2", twice=twice)
     orders, parts = both_orders(shape), [((launch.programs,), "int32")] * 2
     *codes, gate_amaxes, up_amaxes = run(
         launch, [d, gate, up, *of_scales], [*orders, *orders, *parts]
     )
-    of_gate, of_up = plain(gate, up, d)
+    of_gate, of_up = plain(gate, up, d, twice=twice)
     check(of_gate, of_scales[0], fmt, *codes[:2], gate_amaxes)
     check(of_up, of_scales[1], fmt, *codes[2:], up_amaxes)
-    alone = swiglu.gradient_amaxes(shape)
+    alone = swiglu.gradient_amaxes(shape, twice=twice)
     for again, amaxes in zip(
         run(alone, [d, gate, up], parts), (gate_amaxes, up_amaxes), strict=True
     ):

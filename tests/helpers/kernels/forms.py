@@ -93,6 +93,21 @@ def _fused(dtype: str, e5m2: bool) -> dict[str, Form]:
         "swiglu's gradients": Form(
             gradients, (*x * 3, *ONE * 2, *CODES * 2, *PARTS * 2), small, 3 * small * size, codes=4
         ),
+        "swiglu, twice": Form(
+            swiglu.cast(SHAPE, e5m2=e5m2, twice=True),
+            (*x * 2, *ONE, *CODES, *PARTS),
+            tile,
+            2 * tile * size,
+            codes=2,
+        ),
+        "norm, cast twice": Form(
+            norms.cast(SHAPE, e5m2=e5m2, twice=True),
+            (*x, *ONE, *x, *ONE, *CODES, *PARTS),
+            tile,
+            tile * size,
+            codes=2,
+        ),
+        "rotary, forward": Form(rotary.rotate(HEADS), (*of_heads, *x), head, head * size),
         "rotary, amax": Form(rotary.amax(HEADS, strides), (*of_heads, *PARTS), head, head * size),
         "rotary": Form(
             rotary.cast(HEADS, strides, e5m2=e5m2),
