@@ -5,11 +5,13 @@ axis. Codes are uint8, [M, N] and [N, M], both contiguous. Amaxes are int32: the
 float32, whose integer maximum is S-2's, NaN before Inf before any number, in any order.
 """
 
+import math
+
 import numpy as np
 import triton
 import triton.language as tl
 
-from fp8ref.kernels.jit import Launch, Numbers
+from fp8ref.kernels.jit import Launch, Numbers, Output
 
 __all__ = [
     "amax",
@@ -319,14 +321,25 @@ def matrix(shape: Shape, strides: Shape, tile: tuple[int, int] = (ROWS, COLUMNS)
     }
 
 
+def codes(shape: Shape, e5m2: bool) -> tuple[Output, Output]:
+    """Codes in both orders, as outputs."""
+    fmt = "e5m2" if e5m2 else "e4m3fn"
+    return (shape, fmt), (shape[::-1], fmt)
+
+
+def parts_of(grid: tuple[int, ...]) -> tuple[Output]:
+    """A partial amax of each program, as an output."""
+    return (((math.prod(grid),), "int32"),)
+
+
 def cast(shape: Shape, strides: Shape, *, e5m2: bool) -> Launch:
     """x and a scale () -> codes [M, N], codes [N, M] and partial amaxes of x.
 
     Order:    RN32(f32(x) * scale), then to nearest even, saturating (S-5).
     Amaxes:   int32 [programs], of x itself.
     """
-    numbers = matrix(shape, strides) | {"E5M2": e5m2}
-    return Launch(_cast, tiles(*shape), numbers)
+    numbers, grid = matrix(shape, strides) | {"E5M2": e5m2}, tiles(*shape)
+    return Launch(_cast, grid, numbers, codes(shape, e5m2) + parts_of(grid))
 
 
 def cast_by_amax(shape: Shape, strides: Shape, *, e5m2: bool, power: bool = False) -> Launch:
@@ -334,7 +347,8 @@ def cast_by_amax(shape: Shape, strides: Shape, *, e5m2: bool, power: bool = Fals
     (), by policy torchao (S-3); power: by torchao_pow2 (S-4)."""
     numbers = matrix(shape, strides) | {"COUNT": parts(shape), "PARTS": PARTS, "EPS": _EPS}
     numbers |= {"E5M2": e5m2, "POWER": power}
-    return Launch(_cast_by_amax, tiles(*shape), numbers)
+    outputs = (*codes(shape, e5m2), ((), "float32"), ((), "float32"))
+    return Launch(_cast_by_amax, tiles(*shape), numbers, outputs)
 
 
 def recast(shape: Shape, strides: Shape, *, e5m2: bool) -> Launch:
@@ -355,26 +369,29 @@ def cast_lines(shape: Shape, strides: Shape, *, e5m2: bool, e5m2_t: bool | None 
     """x, a scale for each row [M] and for each column [N] -> codes [M, N] by rows, codes [N, M] by
     columns, which may be of another format."""
     other = e5m2 if e5m2_t is None else e5m2_t
-    return Launch(
-        _cast_lines, tiles(*shape), matrix(shape, strides) | {"E5M2": e5m2, "E5M2_T": other}
-    )
+    numbers = matrix(shape, strides) | {"E5M2": e5m2, "E5M2_T": other}
+    outputs = (codes(shape, e5m2)[0], codes(shape, other)[1])
+    return Launch(_cast_lines, tiles(*shape), numbers, outputs)
 
 
 def transpose(shape: Shape, strides: Shape) -> Launch:
     """Codes [M, N], uint8 -> the same codes [N, M]."""
-    return Launch(_transpose, tiles(*shape), matrix(shape, strides))
+    outputs = ((shape[::-1], "like"),)
+    return Launch(_transpose, tiles(*shape), matrix(shape, strides), outputs)
 
 
 def amax(shape: Shape, strides: Shape) -> Launch:
     """x -> partial amaxes, int32 [programs], at most PARTS."""
-    numbers = matrix(shape, strides) | {"COUNT": parts(shape)}
+    numbers, grid = matrix(shape, strides) | {"COUNT": parts(shape)}, (parts(shape),)
     del numbers["EVEN"]
-    return Launch(_amax, (parts(shape),), numbers)
+    return Launch(_amax, grid, numbers, parts_of(grid))
 
 
 def amax_lines(shape: Shape, strides: Shape) -> Launch:
     """x -> partial amaxes of rows, int32 [tiles along N, M], and of columns [tiles along M, N]."""
-    return Launch(_amax_lines, tiles(*shape), matrix(shape, strides))
+    rows, columns = grid = tiles(*shape)
+    outputs = (((columns, shape[0]), "int32"), ((rows, shape[1]), "int32"))
+    return Launch(_amax_lines, grid, matrix(shape, strides), outputs)
 
 
 def blocks(shape: Shape, strides: Shape, *, e5m2: bool, square: bool) -> Launch:
@@ -386,4 +403,9 @@ def blocks(shape: Shape, strides: Shape, *, e5m2: bool, square: bool) -> Launch:
     """
     tile = (BLOCK, BLOCK)
     numbers = matrix(shape, strides, tile) | {"EPS": _EPS, "E5M2": e5m2}
-    return Launch(_squares if square else _lines, tiles(*shape, tile), numbers)
+    rows, columns = grid = tiles(*shape, tile)
+    if square:
+        outputs = (*codes(shape, e5m2), *((grid, "float32"),) * 2)
+        return Launch(_squares, grid, numbers, outputs)
+    along, down = ((shape[0], columns), "float32"), ((rows, shape[1]), "float32")
+    return Launch(_lines, grid, numbers, (*codes(shape, e5m2), along, along, down, down))

@@ -33,12 +33,18 @@ Numbers = dict[str, int | float | bool]
 """Arguments of a kernel after its pointers, by name."""
 
 
+Output = tuple[tuple[int, ...], str]
+"""Shape and dtype of an output; dtypes are those of NumPy and FP8 formats by name, and "like", the
+dtype of the first input. Codes are uint8 to a kernel."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """One launch of a kernel.
 
     grid     its programs along each axis.
     numbers  its arguments after the pointers.
+    outputs  what it writes into new memory, in the order of their pointers.
     warps    of a program.
     The arguments before are pointers: inputs, then outputs. Multiplications and additions stay
     apart: a launch is compiled with enable_fp_fusion=False.
@@ -47,6 +53,7 @@ class Launch:
     kernel: triton.JITFunction
     grid: tuple[int, ...]
     numbers: Numbers = field(default_factory=dict)
+    outputs: tuple[Output, ...] = ()
     warps: int = 8
 
     @property

@@ -88,7 +88,11 @@ def statistics(shape: Shape, *, eps: float, residual: bool = False, twice: bool 
     Order:    the sum rounded to h's dtype; factor = RN32(1 / RN32(sqrt(mean(h^2) + eps))).
     """
     numbers = {"eps": eps, "N": shape[1], "BN": triton.next_power_of_2(shape[1]), "TWICE": twice}
-    return Launch(_statistics_of_sum if residual else _statistics, (shape[0],), numbers)
+    rows = shape[:1]
+    outputs = ((rows, "float32"), (rows, "int32"))
+    if residual:
+        return Launch(_statistics_of_sum, rows, numbers, ((shape, "like"), *outputs))
+    return Launch(_statistics, rows, numbers, outputs)
 
 
 def cast(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
@@ -99,4 +103,6 @@ def cast(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
     twice     whether RN32(h * factor) is rounded to h's dtype too, as in transformers.
     """
     numbers = casts.matrix(shape, (shape[1], 1)) | {"E5M2": e5m2, "TWICE": twice}
-    return Launch(_cast, casts.tiles(*shape), numbers)
+    grid = casts.tiles(*shape)
+    outputs = (*casts.codes(shape, e5m2), *casts.parts_of(grid))
+    return Launch(_cast, grid, numbers, outputs)

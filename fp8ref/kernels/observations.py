@@ -27,7 +27,7 @@ def _merge(parts_ptr, seen_ptr, COUNT, SIZE: tl.constexpr):
     tl.store(seen_ptr + 2, 1.0)
 
 
-def merge(count: int) -> Launch:
+def merge(shape: tuple[int]) -> Launch:
     """Partial amaxes, int32 [count] -> seen, float32 [3], which is changed in place: amax (of
     finite ones), not finite, seen."""
-    return Launch(_merge, (1,), {"COUNT": count, "SIZE": SIZE})
+    return Launch(_merge, (1,), {"COUNT": shape[0], "SIZE": SIZE})

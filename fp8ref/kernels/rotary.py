@@ -7,6 +7,7 @@ that made them takes its gradient as [B T, H D]. Each program has rows of one he
 import triton
 import triton.language as tl
 
+from fp8ref.kernels import casts
 from fp8ref.kernels.casts import codes_of, magnitude
 from fp8ref.kernels.jit import Launch, Numbers
 
@@ -105,35 +106,37 @@ def rotate(shape: Heads) -> Launch:
              float32, the result to x's dtype. D is a power of two.
     """
     numbers = _numbers(shape, (0, 0, 0))
-    return Launch(
-        _rotate, _grid(shape), {key: numbers[key] for key in ("M", "N", "T", "BM", "HALF")}
-    )
+    numbers = {key: numbers[key] for key in ("M", "N", "T", "BM", "HALF")}
+    return Launch(_rotate, _grid(shape), numbers, ((shape, "like"),))
 
 
-def amax(shape: Heads, strides: tuple[int, int, int]) -> Launch:
+def amax(shape: Heads, strides: tuple[int, ...]) -> Launch:
     """The gradient, cos and sin -> partial amaxes, for the scale of ``cast``; as there."""
     numbers = _numbers(shape, strides)
     del numbers["N"]
-    return Launch(_amax, _grid(shape), numbers)
+    return Launch(_amax, _grid(shape), numbers, casts.parts_of(_grid(shape)))
 
 
-def cast(shape: Heads, strides: tuple[int, int, int], *, e5m2: bool) -> Launch:
+def cast(shape: Heads, strides: tuple[int, ...], *, e5m2: bool) -> Launch:
     """The gradient [B, T, H, D], cos and sin float32 [T, D], and a scale () -> codes [B T, H D],
     codes [H D, B T], and partial amaxes.
 
-    strides  of B, T and H; D is contiguous, and a power of two.
+    strides  of B, T and H, first; D is contiguous, and a power of two.
     Order:   first half g1 cos1 + g2 sin2, second g2 cos2 - g1 sin1, each product and sum rounded to
              float32, the result to g's dtype; RN32(. * scale); cast.
     """
-    return Launch(_cast, _grid(shape), _numbers(shape, strides) | {"E5M2": e5m2})
+    numbers, grid = _numbers(shape, strides) | {"E5M2": e5m2}, _grid(shape)
+    matrix = shape[0] * shape[1], shape[2] * shape[3]
+    outputs = casts.codes(matrix, e5m2) + casts.parts_of(grid)
+    return Launch(_cast, grid, numbers, outputs)
 
 
 def _grid(shape: Heads) -> tuple[int, int]:
     return -(-shape[0] * shape[1] // ROWS), shape[2]
 
 
-def _numbers(shape: Heads, strides: tuple[int, int, int]) -> Numbers:
+def _numbers(shape: Heads, strides: tuple[int, ...]) -> Numbers:
     batch, tokens, heads, width = shape
-    numbers: Numbers = dict(zip(("stride_b", "stride_t", "stride_h"), strides, strict=True))
+    numbers: Numbers = dict(zip(("stride_b", "stride_t", "stride_h"), strides[:3], strict=True))
     numbers |= {"M": batch * tokens, "N": heads * width, "T": tokens}
     return numbers | {"BM": ROWS, "HALF": width // 2}

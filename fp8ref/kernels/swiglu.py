@@ -108,7 +108,8 @@ def amax(shape: Shape, *, twice: bool = False) -> Launch:
     twice    whether silu(gate) is rounded to its dtype too, as in transformers and torchtitan.
     """
     numbers = casts.matrix(shape, (shape[1], 1)) | {"TWICE": twice}
-    return Launch(_amax, casts.tiles(*shape), numbers)
+    grid = casts.tiles(*shape)
+    return Launch(_amax, grid, numbers, casts.parts_of(grid))
 
 
 def cast(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
@@ -117,14 +118,17 @@ def cast(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
     Order:   silu(gate) = gate / (1 + exp(-gate)); times up; rounded; RN32(. * scale); cast.
     """
     numbers = casts.matrix(shape, (shape[1], 1)) | {"TWICE": twice, "E5M2": e5m2}
-    return Launch(_cast, casts.tiles(*shape), numbers)
+    grid = casts.tiles(*shape)
+    outputs = (*casts.codes(shape, e5m2), *casts.parts_of(grid))
+    return Launch(_cast, grid, numbers, outputs)
 
 
 def gradient_amaxes(shape: Shape, *, twice: bool = False) -> Launch:
     """The product's gradient d, gate and up -> partial amaxes of gate's gradient, and of up's."""
     tile = (ROWS, COLUMNS)
     numbers = casts.matrix(shape, (shape[1], 1), tile) | {"TWICE": twice}
-    return Launch(_gradient_amaxes, casts.tiles(*shape, tile), numbers)
+    grid = casts.tiles(*shape, tile)
+    return Launch(_gradient_amaxes, grid, numbers, casts.parts_of(grid) * 2)
 
 
 def cast_gradients(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
@@ -138,4 +142,6 @@ def cast_gradients(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
     """
     tile = (ROWS, COLUMNS)
     numbers = casts.matrix(shape, (shape[1], 1), tile) | {"TWICE": twice, "E5M2": e5m2}
-    return Launch(_cast_gradients, casts.tiles(*shape, tile), numbers)
+    grid = casts.tiles(*shape, tile)
+    outputs = casts.codes(shape, e5m2) * 2 + casts.parts_of(grid) * 2
+    return Launch(_cast_gradients, grid, numbers, outputs)

@@ -172,7 +172,7 @@ def _on_host(call: _Call, inputs: list[np.ndarray]) -> list[np.ndarray]:
 
     outputs = [np.zeros(shape, dtype) for shape, dtype in call.outputs]
     arrays = [*inputs, *outputs]
-    launch = jit.Launch(call.kernel, call.grid, dict(call.numbers), call.warps)
+    launch = jit.Launch(call.kernel, call.grid, dict(call.numbers), warps=call.warps)
     jit.interpret(launch, arrays, [x.dtype.name for x in arrays])
     return outputs
 

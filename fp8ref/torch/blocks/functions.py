@@ -13,7 +13,7 @@ from fp8ref.torch.blocks import operations
 from fp8ref.torch.blocks.operations import Norm
 from fp8ref.torch.blocks.projection import TENSORS, Projection
 from fp8ref.torch.blocks.sources import Codes, Source, fuses, operands
-from fp8ref.torch.kernels import choice, norms, rotary, swiglu
+from fp8ref.torch.kernels import choice, fused
 from fp8ref.torch.linear.linear import _Operand, _Spec, _States, check_differentiated_once
 
 __all__ = ["FIRST", "Part", "Tables", "Tensors", "bind", "numbered"]
@@ -99,11 +99,14 @@ class _Input:
         if norm is None or not fuses(part.linears[0], "input", h.device):
             s = h if residual is None else h + residual
             return cls(norm, s, None if norm is None else norm.rstd(s), weight)
-        rows, constants = _rows(h).contiguous(), (weight, norm.eps, norm.twice)
+        rows = _rows(h).contiguous()
         if residual is None:
-            s, (factor, amax) = h, norms.statistics(rows, *constants)
+            s = h
+            factor, amax = fused.norm_statistics(rows, weight, eps=norm.eps, twice=norm.twice)
         else:
-            s, factor, amax = norms.add_statistics(rows, _rows(residual).contiguous(), *constants)
+            s, factor, amax = fused.sum_and_statistics(
+                rows, _rows(residual).contiguous(), weight, eps=norm.eps, twice=norm.twice
+            )
         return cls(norm, s.view(h.shape), factor.view(*h.shape[:-1], 1), weight, amax)
 
     @property
@@ -126,8 +129,8 @@ class _Input:
     def _cast(self, scale: torch.Tensor, e5m2: bool) -> Codes:
         assert self.norm is not None
         rows, factor = _rows(self.h), self.rstd.flatten()
-        codes = norms.cast(rows, factor, self.weight, scale, e5m2, self.norm.twice)
-        return Codes._make((*codes, self.amax))
+        tensors, twice = (rows, factor, self.weight, scale), self.norm.twice
+        return Codes._make((*fused.norm_cast(*tensors, e5m2=e5m2, twice=twice)[:2], self.amax))
 
     def gradients(
         self, g: torch.Tensor | None, grad_sum: torch.Tensor | None
@@ -190,7 +193,7 @@ def _projections_backward(ctx, part: Part, grads: Tensors):
 def _rotated(spec: _Spec, y: torch.Tensor, tables: Tables) -> torch.Tensor:
     """Heads [B, T, H, D], rotated by tables."""
     if choice.resolve(spec.kernels, y.device) and _is_power_of_two(y.shape[-1]):
-        return rotary.rotate(y, *tables)
+        return fused.rotate(y, *tables)
     return operations.rotate(y, *_by_head(tables))
 
 
@@ -213,8 +216,8 @@ def _output_gradient(g: torch.Tensor, tables: Tables | None) -> Source:
     return Source(
         g.device,
         plain,
-        lambda: rotary.gradient_amax(g, cos, sin),
-        lambda scale, e5m2: Codes._make(rotary.gradient_cast(g, cos, sin, scale, e5m2)),
+        lambda: fused.rotary_gradient_amax(g, cos, sin),
+        lambda scale, e5m2: Codes._make(fused.rotary_gradient_cast(g, cos, sin, scale, e5m2=e5m2)),
     )
 
 
@@ -269,8 +272,10 @@ def _product(part: Part, gate: torch.Tensor, up: torch.Tensor) -> Source:
     return Source(
         gate.device,
         lambda: operations.swiglu(gate, up, twice=part.twice),
-        lambda: swiglu.amax(gate, up, part.twice),
-        lambda scale, e5m2: Codes._make(swiglu.cast(gate, up, scale, e5m2, part.twice)),
+        lambda: fused.swiglu_amax(gate, up, twice=part.twice),
+        lambda scale, e5m2: Codes._make(
+            fused.swiglu_cast(gate, up, scale, e5m2=e5m2, twice=part.twice)
+        ),
     )
 
 
@@ -280,7 +285,7 @@ def _product_gradients(
     """The gradients of gate and up, [M, N], from that of their product, which one kernel casts."""
     gate, up = map(_rows, outputs)
     plain = functools.cache(lambda: operations.swiglu_gradient(d, gate, up, twice=part.twice))
-    amaxes = functools.cache(lambda: swiglu.gradient_amaxes(d, gate, up, part.twice))
+    amaxes = functools.cache(lambda: fused.swiglu_gradient_amaxes(d, gate, up, twice=part.twice))
     pair = [
         Source(d.device, lambda: plain()[0], lambda: amaxes()[0]),
         Source(d.device, lambda: plain()[1], lambda: amaxes()[1]),
@@ -296,7 +301,7 @@ def _product_gradients(
             source.scale("grad_output", each.spec, each.states)[0]
             for source, each in zip(pair, linears, strict=False)
         ]
-        return swiglu.gradient_cast(d, gate, up, scales, e5m2, part.twice)
+        return fused.swiglu_gradient_cast(d, gate, up, *scales, e5m2=e5m2, twice=part.twice)
 
     pair[0].cast = lambda _, e5m2: Codes._make(codes(e5m2)[i] for i in (0, 1, 4))
     pair[1].cast = lambda _, e5m2: Codes._make(codes(e5m2)[i] for i in (2, 3, 5))

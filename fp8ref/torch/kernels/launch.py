@@ -1,18 +1,38 @@
-"""Run one launch of a Triton kernel on tensors: on their GPU, or interpreted on a CPU."""
+"""Run a launch of a Triton kernel on tensors, on their GPU or interpreted on a CPU, and make an
+operator of PyTorch of it.
+
+Operators are opaque to compilers: equal ones of a graph merge, a policy of checkpointing names
+them, and a kernel is compiled as it was checked. What a launch takes and returns is stated by the
+function of ``fp8ref.kernels`` that makes it.
+"""
 
 import ctypes
-from typing import TYPE_CHECKING
+import functools
+import importlib
+import inspect
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from fp8ref.kernels.jit import Launch
 
-__all__ = ["run"]
+__all__ = ["memory", "operator", "prepared", "run", "text"]
+
+_DTYPES = {
+    "e4m3fn": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "float32": torch.float32,
+    "int32": torch.int32,
+    "uint8": torch.uint8,
+}
 
 
-def run(launch: "Launch", *tensors: torch.Tensor) -> None:
+def run(launch: "Launch", *tensors: Tensor) -> None:
     """Run a launch on its inputs, then its outputs, which are tensors of one device."""
     # kernels know codes as uint8
     tensors = tuple(x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in tensors)
@@ -20,7 +40,7 @@ def run(launch: "Launch", *tensors: torch.Tensor) -> None:
         from fp8ref.kernels import jit
 
         dtypes = [str(x.dtype).removeprefix("torch.") for x in tensors]
-        jit.interpret(launch, [_memory(x) for x in tensors], dtypes)
+        jit.interpret(launch, [_first_byte(x) for x in tensors], dtypes)
         return
     with torch.cuda.device(tensors[0].device):
         launch.kernel[launch.grid](
@@ -28,7 +48,66 @@ def run(launch: "Launch", *tensors: torch.Tensor) -> None:
         )
 
 
-def _memory(x: torch.Tensor) -> np.ndarray:
+def memory(launch: "Launch", like: Tensor) -> list[Tensor]:
+    """New tensors for what a launch writes, on a tensor's device."""
+    return [
+        like.new_empty(shape, dtype=like.dtype if dtype == "like" else _DTYPES[dtype])
+        for shape, dtype in launch.outputs
+    ]
+
+
+def prepared(room: str, name: str, x: Tensor, options: str) -> "Launch":
+    """The launch that a function of a module of ``fp8ref.kernels`` makes for a tensor of x's shape,
+    and strides if it takes them; else x is contiguous. options: its other arguments, as JSON."""
+    return _prepared(room, name, tuple(x.shape), x.stride(), options)
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepared(
+    room: str, name: str, shape: tuple[int, ...], strides: tuple[int, ...], options: str
+) -> "Launch":
+    make = getattr(importlib.import_module(f"fp8ref.kernels.{room}"), name)
+    if "strides" in inspect.signature(make).parameters:
+        make = functools.partial(make, strides=strides)
+    return make(shape, **json.loads(options))
+
+
+def text(**options: bool | float) -> str:
+    """Options as JSON, one text for equal ones."""
+    return json.dumps(options, sort_keys=True)
+
+
+def operator(room: str, name: str, *, called: str = "", **fixed: bool) -> Callable[..., Any]:
+    """The operator ``fp8ref::called`` of a function of a module of ``fp8ref.kernels``: it takes the
+    launch's inputs, by whose first the launch is prepared, and the function's other arguments by
+    name; it returns the outputs, one alone or a tuple.
+
+    fixed    arguments of the function that the operator does not take.
+    """
+
+    def launched(tensors: list[Tensor], options: str) -> list[Tensor]:
+        launch = prepared(room, name, tensors[0], options)
+        outputs = memory(launch, tensors[0])
+        run(launch, *tensors, *outputs)
+        return outputs
+
+    def empty(tensors: list[Tensor], options: str) -> list[Tensor]:
+        return memory(prepared(room, name, tensors[0], options), tensors[0])
+
+    schema = "(Tensor[] tensors, str options) -> Tensor[]"
+    custom = torch.library.custom_op(
+        f"fp8ref::{called or name}", launched, mutates_args=(), schema=schema
+    )
+    custom.register_fake(empty)
+
+    def call(*tensors: Tensor, **options: bool | float) -> Any:
+        outputs = custom(list(tensors), text(**fixed, **options))
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    return call
+
+
+def _first_byte(x: Tensor) -> np.ndarray:
     """An array whose first byte is a tensor's. Not ``Tensor.numpy``, after which FSDP2 cannot free
     the tensor's memory."""
     return np.ctypeslib.as_array((ctypes.c_ubyte * 1).from_address(x.data_ptr()))

@@ -91,12 +91,12 @@ def _cast(x: Tensor, fmt: Format) -> Results:
     e5m2, finite = fmt == E5M2, x.nan_to_num(0.0, 1.0, -1.0)
     scale = torch.tensor(3.1415927, device=x.device)
     for y in (x, finite.t()):
-        codes, transposed, parts = casts.cast(y, scale, e5m2)
+        codes, transposed, parts = casts.cast(y, scale, e5m2=e5m2)
         plain = scaling.quantize_with(y, scale, fmt)
         yield from _codes("one scale", codes, transposed, plain, plain)
         yield "amaxes beside codes", parts.amax().view(torch.float32), scaling.amax(y)
         yield "transposed codes", casts.transpose(codes).float(), transposed.float()
-    codes, transposed, own, inverse = casts.cast_by_amax(finite, casts.amax(finite), e5m2)
+    codes, transposed, own, inverse = casts.cast_by_amax(finite, casts.amax(finite), e5m2=e5m2)
     plain = scaling.quantize(finite, fmt)
     yield from _codes("an amax", codes, transposed, plain, plain)
     yield from _scales("an amax", own, inverse, plain)
@@ -110,18 +110,18 @@ def _cast(x: Tensor, fmt: Format) -> Results:
         yield from _scales("a guess", own, inverse, plain)
     yield from _in_blocks(x, fmt)
     rows, columns = _both(x, fmt, "rowwise")
-    codes, transposed = casts.cast_lines(x, rows.scale, columns.scale, e5m2)
+    codes, transposed = casts.cast_lines(x, rows.scale, columns.scale, e5m2=e5m2)
     yield from _codes("lines", codes, transposed, rows, columns)
 
 
 def _in_blocks(x: Tensor, fmt: Format) -> Results:
-    codes, transposed, scale, inverse, scale_t, inverse_t = casts.lines(x, fmt == E5M2)
+    codes, transposed, scale, inverse, scale_t, inverse_t = casts.lines(x, e5m2=fmt == E5M2)
     rows, columns = _both(x, fmt, "blockwise_1x128")
     yield from _codes("blocks", codes, transposed, rows, columns)
     yield from _scales("blocks", scale, inverse, rows)
     yield from _scales("transposed blocks", scale_t, inverse_t, columns)
     if x.shape[0] % 128 == x.shape[1] % 128 == 0:
-        codes, transposed, scale, inverse = casts.squares(x, fmt == E5M2)
+        codes, transposed, scale, inverse = casts.squares(x, e5m2=fmt == E5M2)
         square = scaling.quantize(x, fmt, granularity="blockwise_128x128")
         yield from _codes("squares", codes, transposed, square, square)
         yield from _scales("squares", scale, inverse, square)

@@ -108,10 +108,10 @@ def quantize(
     if spec.granularity == "rowwise":
         return _by_lines(x, uses, spec)
     if spec.granularity == "blockwise_128x128":
-        codes, transposed, *both = casts.squares(x, spec.fmt.name == "e5m2")
+        codes, transposed, *both = casts.squares(x, e5m2=spec.fmt.name == "e5m2")
         return pair(spec, (codes, *both, transposed, *both))
     if spec.granularity == "blockwise_1x128":
-        codes, transposed, *four = casts.lines(x, spec.fmt.name == "e5m2")
+        codes, transposed, *four = casts.lines(x, e5m2=spec.fmt.name == "e5m2")
         return pair(spec, (codes, *four[:2], transposed, *four[2:]))
     if guess is not None and amax is None and is_guessed(uses):
         codes, transposed, *both = casts.cast_by_guess_(x, guess, spec.fmt.name == "e5m2")
@@ -128,7 +128,7 @@ def _by_one_scale(
 ) -> Pair:
     e5m2, parts = spec.fmt.name == "e5m2", None
     if scale is not None:
-        codes, transposed, parts = casts.cast(x, scale, e5m2)
+        codes, transposed, parts = casts.cast(x, scale, e5m2=e5m2)
         scale_inv = scale.reciprocal()
     elif (
         amax is None
@@ -137,7 +137,9 @@ def _by_one_scale(
         and not torch.compiler.is_compiling()
     ):
         power = spec.policy.power_of_two is not None
-        codes, transposed, scale, scale_inv = casts.cast_by_amax(x, casts.amax(x), e5m2, power)
+        codes, transposed, scale, scale_inv = casts.cast_by_amax(
+            x, casts.amax(x), e5m2=e5m2, power=power
+        )
     else:
         if amax is None:
             # A compiler takes the amax in the kernel that makes x, which no kernel of ours is part
@@ -146,7 +148,7 @@ def _by_one_scale(
         if group is not None:
             amax = scaling.merge_amax(amax, group)
         scale, scale_inv = scales.scales_from_amax(amax, spec.fmt, spec.policy)
-        codes, transposed, _ = casts.cast(x, scale, e5m2)
+        codes, transposed, _ = casts.cast(x, scale, e5m2=e5m2)
     return pair(spec, (codes, scale, scale_inv, transposed, scale, scale_inv), parts)
 
 
@@ -163,7 +165,7 @@ def _by_lines(x: torch.Tensor, uses: tuple[Use, Use], spec: CastSpec) -> Pair:
         by_axis.append(scales.scales_from_amax(amax, spec.fmt, spec.policy))
     of_rows, of_columns = by_axis
     codes, transposed = casts.cast_lines(
-        x, of_rows.scale, of_columns.scale, spec.fmt.name == "e5m2"
+        x, of_rows.scale, of_columns.scale, e5m2=spec.fmt.name == "e5m2"
     )
     return pair(spec, (codes, *of_rows, transposed, *of_columns))
 

@@ -542,7 +542,7 @@ def _in_columns(spec: _Spec, w: Quantized) -> Quantized:
     if w.transposed is None and _by_kernels(spec, "weight", w.codes):
         if is_cast:
             return w._replace(transposed=casts.transpose(w.codes))
-        codes, transposed, _ = casts.cast(w.codes, w.scale, w.fmt.name == "e5m2")
+        codes, transposed, _ = casts.cast(w.codes, w.scale, e5m2=w.fmt.name == "e5m2")
         return w._replace(codes=codes, transposed=transposed)
     return w if is_cast else scaling.requantize(w.codes, w)
 

@@ -9,7 +9,7 @@ from fp8ref.recipe import RECIPES, trained_recipes
 from fp8ref.spec.llama import LlamaConfig
 from fp8ref.torch.blocks import operations, parts, sources
 from fp8ref.torch.delayed import delayed
-from fp8ref.torch.kernels import norms, rotary, swiglu
+from fp8ref.torch.kernels import fused as kernels
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.train.torch.llama.llama import Layer
 
@@ -123,17 +123,10 @@ def test_values_that_are_rounded_twice_are_transformers(recipe):
     )
 
 
-OPERATORS = {
-    "norms": ["cast", "statistics", "add_statistics"],
-    "swiglu": ["amax", "cast", "gradient_amaxes", "gradient_cast"],
-    "rotary": ["gradient_amax", "gradient_cast", "rotate"],
-}
-
-
 def recorded(names, name, operator):
-    def run(*arguments):
+    def run(*arguments, **options):
         names.add(name)
-        return operator(*arguments)
+        return operator(*arguments, **options)
 
     return run
 
@@ -142,16 +135,12 @@ def recorded(names, name, operator):
 def called(monkeypatch):
     """The names of the operators that ran."""
     names = set()
-    for module in (norms, swiglu, rotary):
-        short = module.__name__.rpartition(".")[2]
-        for key in OPERATORS[short]:
-            monkeypatch.setattr(
-                module, key, recorded(names, f"{short}.{key}", getattr(module, key))
-            )
+    for key in kernels.__all__:
+        monkeypatch.setattr(kernels, key, recorded(names, key, getattr(kernels, key)))
     return names
 
 
-AMAXES = {"swiglu.amax", "swiglu.gradient_amaxes", "rotary.gradient_amax"}
+AMAXES = {"swiglu_amax", "swiglu_gradient_amaxes", "rotary_gradient_amax"}
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
@@ -163,21 +152,21 @@ def test_interpreted_kernels_give_the_plain_forms_bits(recipe, called):  # M-11
     plain = results(layer(recipe), Layer.forward, steps, tokens=12)
     assert not called
     assert not differing(plain, results(layer(recipe, kernels="triton"), Layer.forward, steps, 12))
-    every = {f"{module}.{key}" for module, keys in OPERATORS.items() for key in keys}
+    every = set(kernels.__all__)
     assert called == (every - AMAXES if recipe == "delayed" else every)
 
 
 def test_interpreted_kernels_round_twice_where_transformers_does(called):
     models = [TransformersMLP(layer("tensorwise", kernels=k)) for k in ("plain", "triton")]
     assert not differing(mlp_results(models[0], twice), mlp_results(models[1], twice))
-    assert {"norms.cast", "swiglu.cast", "swiglu.gradient_cast"} <= called
+    assert {"norm_cast", "swiglu_cast", "swiglu_gradient_cast"} <= called
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_other_scales_are_cast_by_the_linears_own_kernels(recipe, called):
     plain = results(layer(recipe), Layer.forward, tokens=12)
     assert not differing(plain, results(layer(recipe, kernels="triton"), Layer.forward, tokens=12))
-    assert called == {"rotary.rotate"}
+    assert called == {"rotate"}
 
 
 def test_linears_with_one_state_cast_and_observe_once(monkeypatch):

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.torch.delayed import delayed
-from fp8ref.torch.kernels import casts
+from fp8ref.torch.kernels import casts, launch
 from fp8ref.torch.quantize import scaling
 
 FORMATS = (E4M3FN, E5M2)
@@ -27,7 +27,7 @@ def bits(codes: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_one_scale_casts_both_orders_and_observes(fmt):
     x, scale = tensor(), torch.tensor(3.1415927)
-    codes, transposed, parts = casts.cast(x, scale, fmt == E5M2)
+    codes, transposed, parts = casts.cast(x, scale, e5m2=fmt == E5M2)
     want = bits(scaling.quantize_with(x, scale, fmt).codes)
     assert torch.equal(bits(codes), want)
     assert torch.equal(bits(transposed), want.t())
@@ -37,7 +37,7 @@ def test_one_scale_casts_both_orders_and_observes(fmt):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_scale_of_partial_amaxes(dtype):
     for x in (tensor(dtype=dtype), tensor(dtype=dtype).t(), tensor(dtype=dtype)[:, ::2]):
-        codes, transposed, scale, scale_inv = casts.cast_by_amax(x, casts.amax(x), False)
+        codes, transposed, scale, scale_inv = casts.cast_by_amax(x, casts.amax(x), e5m2=False)
         want = scaling.quantize(x, E4M3FN)
         assert (scale, scale_inv) == (want.scale, want.scale_inv)
         assert torch.equal(bits(codes), bits(want.codes))
@@ -54,14 +54,14 @@ def test_amaxes_of_lines():
 def test_scales_of_lines():
     x = tensor()
     rows, columns = (scaling.quantize(x, E4M3FN, granularity="rowwise", axis=i) for i in (-1, -2))
-    codes, transposed = casts.cast_lines(x, rows.scale, columns.scale, False)
+    codes, transposed = casts.cast_lines(x, rows.scale, columns.scale, e5m2=False)
     assert torch.equal(bits(codes), bits(rows.codes))
     assert torch.equal(bits(transposed), bits(columns.codes.t()))
 
 
 def test_blocks_of_a_tile_along_both_axes():
     x = tensor(k=256)
-    codes, transposed, *scales = casts.lines(x, True)
+    codes, transposed, *scales = casts.lines(x, e5m2=True)
     for got, axis, (scale, inverse) in ((codes, -1, scales[:2]), (transposed.t(), -2, scales[2:])):
         granularity = "blockwise_1x128"
         want = scaling.quantize(x, E5M2, granularity=granularity, axis=axis, ragged=True)
@@ -72,7 +72,7 @@ def test_blocks_of_a_tile_along_both_axes():
 
 def test_squares():
     x = tensor(k=256)
-    codes, transposed, scale, inverse = casts.squares(x, False)
+    codes, transposed, scale, inverse = casts.squares(x, e5m2=False)
     want = scaling.quantize(x, E4M3FN, granularity="blockwise_128x128")
     assert torch.equal(bits(codes), bits(want.codes))
     assert torch.equal(bits(transposed), bits(want.codes.t()))
@@ -98,17 +98,20 @@ def test_observations_merge(special):
 def test_fake_results_have_the_shapes_of_real_ones():
     x, scale = tensor(), torch.ones(())
     lines = torch.ones(200, 1), torch.ones(1, 136)
+    ops, e5m2, parts = torch.ops.fp8ref, launch.text(e5m2=True), casts.amax(x)
     calls = (
-        (casts.amax, (x,)),
-        (casts.cast, (x, scale, True)),
-        (casts.cast_by_amax, (x, casts.amax(x), True)),
-        (casts.amax_lines, (x,)),
-        (casts.cast_lines, (x, *lines, True)),
-        (casts.squares, (x, True)),
-        (casts.lines, (x, True)),
-        (casts.merge_, (torch.zeros(3), casts.amax(x))),
+        (ops.amax, ([x], launch.text())),
+        (ops.cast, ([x, scale], e5m2)),
+        (ops.cast_by_amax, ([x, parts], e5m2)),
+        (ops.amax_lines, ([x], launch.text())),
+        (ops.cast_lines, ([x, *lines], e5m2)),
+        (ops.squares, ([x], launch.text(e5m2=True, square=True))),
+        (ops.lines, ([x], launch.text(e5m2=True, square=False))),
+        (ops.merge_, (torch.zeros(3), parts)),
+        (ops.cast_by_guess_, (x.nan_to_num(0, 1, -1), torch.ones((), dtype=torch.int32), True)),
     )
     for operator, arguments in calls:
-        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
-    codes = scaling.quantize(x, E5M2).codes
-    torch.library.opcheck(casts.transpose, (codes,), test_utils="test_faketensor")
+        tests = ("test_schema", "test_faketensor")
+        torch.library.opcheck(operator.default, arguments, test_utils=tests)
+    arguments = ([scaling.quantize(x, E5M2).codes], launch.text())
+    torch.library.opcheck(ops.transpose.default, arguments, test_utils="test_faketensor")

@@ -37,8 +37,8 @@ def test_a_wrong_bit_is_seen(name, wrong, monkeypatch):
     right = getattr(casts, name)
     monkeypatch.setattr(self_check, "SHAPES", ((256, 256),))
 
-    def operator(*arguments):
-        results = right(*arguments)
+    def operator(*arguments, **options):
+        results = right(*arguments, **options)
         result = results[wrong] if isinstance(results, tuple) else results
         bits = result.view(torch.uint8 if result.dtype.itemsize == 1 else torch.int32).flatten()
         # of partial amaxes the largest, which is the one that counts
@@ -61,7 +61,7 @@ def test_a_wrong_observation_is_seen(monkeypatch):
 
 
 def test_a_kernel_that_does_not_run_is_a_failure(monkeypatch):
-    def broken(*arguments):
+    def broken(*arguments, **options):
         raise RuntimeError("ptxas is missing\nmore")
 
     monkeypatch.setattr(casts, "cast", broken)

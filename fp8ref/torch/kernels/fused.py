@@ -1,0 +1,31 @@
+"""Norms, SwiGLU and rotary embeddings with their casts, each one operator of PyTorch (M-11).
+
+Inputs and outputs are those of the functions of ``fp8ref.kernels.norms``, ``swiglu`` and
+``rotary``. Their plain forms are ``fp8ref.torch.blocks.operations``, and casts of their results.
+"""
+
+from fp8ref.torch.kernels.launch import operator
+
+__all__ = [
+    "norm_cast",
+    "norm_statistics",
+    "rotary_gradient_amax",
+    "rotary_gradient_cast",
+    "rotate",
+    "sum_and_statistics",
+    "swiglu_amax",
+    "swiglu_cast",
+    "swiglu_gradient_amaxes",
+    "swiglu_gradient_cast",
+]
+
+norm_statistics = operator("norms", "statistics", called="norm_statistics")
+sum_and_statistics = operator("norms", "statistics", called="sum_and_statistics", residual=True)
+norm_cast = operator("norms", "cast", called="norm_cast")
+swiglu_amax = operator("swiglu", "amax", called="swiglu_amax")
+swiglu_cast = operator("swiglu", "cast", called="swiglu_cast")
+swiglu_gradient_amaxes = operator("swiglu", "gradient_amaxes", called="swiglu_gradient_amaxes")
+swiglu_gradient_cast = operator("swiglu", "cast_gradients", called="swiglu_gradient_cast")
+rotate = operator("rotary", "rotate")
+rotary_gradient_amax = operator("rotary", "amax", called="rotary_gradient_amax")
+rotary_gradient_cast = operator("rotary", "cast", called="rotary_gradient_cast")
