@@ -5,7 +5,7 @@ is, and the same computed by a framework's own operations.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +14,8 @@ from fp8ref.kernels import casts, norms, swiglu
 from fp8ref.kernels.jit import Launch
 from fp8ref.sim.quantize import scaling
 from fp8ref.sim.quantize.scaling import Scales
+from measuring import timing
+from measuring.timing import Call
 
 FORMATS = ("e4m3fn", "e5m2")
 PLAIN = ", plain"  # ends the name of a case that a framework computes by its own operations
@@ -22,22 +24,20 @@ Shape = tuple[int, ...]
 Typed = tuple[Shape, str]
 
 
-class Operations(Protocol):
-    """A framework's own. Each is rounded as its dtype says."""
+@dataclass(frozen=True, kw_only=True)
+class Operations:
+    """A framework's own, each rounded to its result's dtype.
 
-    def wide(self, x: Any) -> Any: ...  # to float32
+    codes    of (float32, format): clipped, to nearest even; amax of (x, axes), which stay.
+    """
 
-    def rounded(self, x: Any) -> Any: ...  # to bfloat16
-
-    def codes(self, x: Any, fmt: str) -> Any: ...  # clipped, to nearest even
-
-    def amax(self, x: Any, axes: Sequence[int]) -> Any: ...  # the axes kept
-
-    def transposed(self, x: Any) -> Any: ...  # contiguous
-
-    def silu(self, x: Any) -> Any: ...
-
-    def reshaped(self, x: Any, shape: Shape) -> Any: ...
+    float32: Callable[[Any], Any]
+    bfloat16: Callable[[Any], Any]
+    codes: Callable[[Any, str], Any]
+    amax: Callable[[Any, tuple[int, ...]], Any]
+    transposed: Callable[[Any], Any]
+    silu: Callable[[Any], Any]
+    reshaped: Callable[[Any, Shape], Any]
 
 
 @dataclass(frozen=True)
@@ -76,19 +76,19 @@ def cases(shape: tuple[int, int], fmt: str = FORMATS[0]) -> list[Case]:
     gated, normed = swiglu.cast(shape, e5m2=e5m2), norms.cast(shape, e5m2=e5m2)
 
     def in_both(ops: Operations, x: Any, scale: Any) -> tuple[Any, Any]:
-        codes = ops.codes(ops.wide(x) * scale, fmt)
+        codes = ops.codes(ops.float32(x) * scale, fmt)
         return codes, ops.transposed(codes)
 
     def by_tensor(ops: Operations, x: Any, scale: Any):
         return *in_both(ops, x, scale), ops.amax(x, (0, 1))
 
     def by_line(ops: Operations, x: Any, along: Any, down: Any):
-        wide = ops.wide(x)
+        wide = ops.float32(x)
         codes = ops.codes(wide * ops.reshaped(along, (m, 1)), fmt)
         return codes, ops.transposed(ops.codes(wide * ops.reshaped(down, (1, n)), fmt))
 
     def by_block(ops: Operations, x: Any, tile: tuple[int, int]):
-        cut = ops.wide(ops.reshaped(x, (m // tile[0], tile[0], n // tile[1], tile[1])))
+        cut = ops.float32(ops.reshaped(x, (m // tile[0], tile[0], n // tile[1], tile[1])))
         scale = LARGEST[fmt] / ops.amax(cut, (1, 3))
         return ops.reshaped(ops.codes(cut * scale, fmt), shape), scale
 
@@ -104,11 +104,11 @@ def cases(shape: tuple[int, int], fmt: str = FORMATS[0]) -> list[Case]:
         return codes, ops.transposed(codes), scale, 1 / scale
 
     def of_swiglu(ops: Operations, gate: Any, up: Any, scale: Any):
-        return by_tensor(ops, ops.rounded(ops.silu(ops.wide(gate)) * ops.wide(up)), scale)
+        return by_tensor(ops, ops.bfloat16(ops.silu(ops.float32(gate)) * ops.float32(up)), scale)
 
     def of_norm(ops: Operations, h: Any, factor: Any, weight: Any, scale: Any):
-        normal = ops.wide(h) * ops.reshaped(factor, (m, 1)) * ops.wide(weight)
-        return by_tensor(ops, ops.rounded(normal), scale)
+        normal = ops.float32(h) * ops.reshaped(factor, (m, 1)) * ops.float32(weight)
+        return by_tensor(ops, ops.bfloat16(normal), scale)
 
     scales = tuple((size, "float32") for size in ((m, columns), (m, columns), (rows, n), (rows, n)))
     return [
@@ -200,6 +200,23 @@ def _bits(x: np.ndarray) -> np.ndarray:
     if x.dtype != np.float32:
         return np.ascontiguousarray(x).view(np.uint8)
     return np.where(np.isnan(x), np.float32(np.nan), x).view(np.uint32)
+
+
+Calls = tuple[Call, Call, int]
+"""A call of the kernel, one of plain operations, and how many of either a call makes."""
+
+
+def timed(bench: Any, shapes: Sequence[tuple[int, int]], calls: Callable[[Case], Calls]) -> dict:
+    """Rows of kernels and of plain operations: seconds, and bytes that must move a second."""
+    rows = []
+    for shape in shapes:
+        for case in cases(shape):
+            name = f"{case.name}, {shape[0]} x {shape[1]}"
+            kernel, plain, each = calls(case)
+            measured = timing.each(bench.timed({name: kernel, name + PLAIN: plain}), each)
+            rows += rates(case, timing.rows(measured, name + PLAIN))
+            bench.free()
+    return {"rows": [], "kernels": rows}
 
 
 def rates(case: Case, rows: Sequence[dict]) -> list[dict]:

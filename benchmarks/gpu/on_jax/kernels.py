@@ -3,7 +3,7 @@ kernels of the same operations reach.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from fp8ref.jax.kernels import launch as launches
 from fp8ref.jax.kernels.launch import TritonKernels
 from fp8ref.kernels.jit import Launch
 from measuring import kernel_cases, timing
-from measuring.kernel_cases import PLAIN, Case, Typed
+from measuring.kernel_cases import Case, Typed
 from on_jax import ceilings
 from on_jax.bench import Bench
 
@@ -21,30 +21,20 @@ CHAINED = 8  # launches of one program, as in ``linears``
 FORMATS = {"e4m3fn": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
-class Operations:
-    """As ``kernel_cases.Operations``."""
+def codes(x: jax.Array, fmt: str) -> jax.Array:
+    limit = kernel_cases.LARGEST[fmt]
+    return jnp.clip(x, -limit, limit).astype(FORMATS[fmt])
 
-    def wide(self, x: jax.Array) -> jax.Array:
-        return x.astype(jnp.float32)
 
-    def rounded(self, x: jax.Array) -> jax.Array:
-        return x.astype(jnp.bfloat16)
-
-    def codes(self, x: jax.Array, fmt: str) -> jax.Array:
-        limit = kernel_cases.LARGEST[fmt]
-        return jnp.clip(x, -limit, limit).astype(FORMATS[fmt])
-
-    def amax(self, x: jax.Array, axes: Sequence[int]) -> jax.Array:
-        return jnp.max(jnp.abs(x), tuple(axes), keepdims=True)
-
-    def transposed(self, x: jax.Array) -> jax.Array:
-        return x.T
-
-    def silu(self, x: jax.Array) -> jax.Array:
-        return jax.nn.silu(x)
-
-    def reshaped(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        return x.reshape(shape)
+OPERATIONS = kernel_cases.Operations(
+    float32=lambda x: x.astype(jnp.float32),
+    bfloat16=lambda x: x.astype(jnp.bfloat16),
+    codes=codes,
+    amax=lambda x, axes: jnp.max(jnp.abs(x), axes, keepdims=True),
+    transposed=jnp.transpose,
+    silu=jax.nn.silu,
+    reshaped=jnp.reshape,
+)
 
 
 def bits(bench: Bench) -> dict:
@@ -58,30 +48,19 @@ def bits(bench: Bench) -> dict:
 
 
 def run(bench: Bench) -> dict:
-    """Rows of launches and of XLA's kernels: seconds, and bytes that must move a second."""
-    rows = []
-    for columns in bench.sizes.kernel_columns:
-        for case in kernel_cases.cases((bench.sizes.tokens, columns)):
-            name = f"{case.name}, {bench.sizes.tokens} x {columns}"
-            sets = [_inputs(bench, case) for _ in range(max(CHAINED, timing.sets(case.bytes)))]
-            calls = {
-                name: ceilings.rotated(bench, launched(case), sets, chained=CHAINED),
-                name + PLAIN: ceilings.rotated(
-                    bench, functools.partial(case.plain, Operations()), sets, chained=CHAINED
-                ),
-            }
-            measured = timing.each(bench.timed(calls), CHAINED)
-            rows += kernel_cases.rates(case, timing.rows(measured, name + PLAIN))
-    return {"rows": [], "kernels": rows}
+    """As ``kernel_cases.timed``; XLA compiles the plain operations."""
 
+    def calls(case: Case) -> kernel_cases.Calls:
+        def launch(*inputs: jax.Array) -> list[jax.Array]:
+            return launches.run(case.launch, inputs, case.outputs, TritonKernels())
 
-def launched(case: Case) -> Callable:
-    """Inputs -> outputs."""
+        sets = [_inputs(bench, case) for _ in range(max(CHAINED, timing.sets(case.bytes)))]
+        plain = functools.partial(case.plain, OPERATIONS)
+        chains = [ceilings.rotated(bench, f, sets, chained=CHAINED) for f in (launch, plain)]
+        return chains[0], chains[1], CHAINED
 
-    def launch(*inputs: jax.Array) -> list[jax.Array]:
-        return launches.run(case.launch, inputs, case.outputs, TritonKernels())
-
-    return launch
+    shapes = [(bench.sizes.tokens, columns) for columns in bench.sizes.kernel_columns]
+    return kernel_cases.timed(bench, shapes, calls)
 
 
 def _inputs(bench: Bench, case: Case) -> list[jax.Array]:

@@ -11,36 +11,26 @@ import torch
 from fp8ref.kernels.jit import Launch
 from fp8ref.torch.kernels import launch as launches
 from measuring import kernel_cases, timing
-from measuring.kernel_cases import PLAIN, Case, Typed
+from measuring.kernel_cases import Case, Typed
 from on_torch.bench import Bench
 
 FORMATS = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
-class Operations:
-    """As ``kernel_cases.Operations``."""
+def codes(x: torch.Tensor, fmt: str) -> torch.Tensor:
+    limit = kernel_cases.LARGEST[fmt]
+    return x.clamp(-limit, limit).to(FORMATS[fmt])
 
-    def wide(self, x: torch.Tensor) -> torch.Tensor:
-        return x.float()
 
-    def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        return x.bfloat16()
-
-    def codes(self, x: torch.Tensor, fmt: str) -> torch.Tensor:
-        limit = kernel_cases.LARGEST[fmt]
-        return x.clamp(-limit, limit).to(FORMATS[fmt])
-
-    def amax(self, x: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
-        return x.abs().amax(tuple(axes), keepdim=True)
-
-    def transposed(self, x: torch.Tensor) -> torch.Tensor:
-        return x.t().contiguous()
-
-    def silu(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.silu(x)
-
-    def reshaped(self, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        return x.reshape(shape)
+OPERATIONS = kernel_cases.Operations(
+    float32=torch.Tensor.float,
+    bfloat16=torch.Tensor.bfloat16,
+    codes=codes,
+    amax=lambda x, axes: x.abs().amax(axes, keepdim=True),
+    transposed=lambda x: x.t().contiguous(),
+    silu=torch.nn.functional.silu,
+    reshaped=torch.reshape,
+)
 
 
 def bits(bench: Bench) -> dict:
@@ -56,30 +46,21 @@ def bits(bench: Bench) -> dict:
 
 
 def run(bench: Bench) -> dict:
-    """Rows of launches and of inductor's kernels: seconds, and bytes that must move a second."""
-    rows = []
-    for columns in bench.sizes.kernel_columns:
-        for case in kernel_cases.cases((bench.sizes.tokens, columns)):
-            name = f"{case.name}, {bench.sizes.tokens} x {columns}"
-            measured = bench.timed({name: launched(bench, case), name + PLAIN: plain(bench, case)})
-            rows += kernel_cases.rates(case, timing.rows(measured, name + PLAIN))
-            torch._dynamo.reset()
-    return {"rows": [], "kernels": rows}
+    """As ``kernel_cases.timed``; inductor compiles the plain operations."""
 
+    def calls(case: Case) -> kernel_cases.Calls:
+        count = timing.sets(case.bytes)
+        sets = [_inputs(bench, case) for _ in range(count)]
+        outputs = [[_empty(bench, *typed) for typed in case.outputs] for _ in range(count)]
+        plain, operations = bench.compiled(called), functools.partial(case.plain, OPERATIONS)
+        return (
+            lambda i: launches.run(case.launch, *sets[i % count], *outputs[i % count]),
+            lambda i: plain(operations, *sets[i % count]),
+            1,
+        )
 
-def launched(bench: Bench, case: Case) -> timing.Call:
-    sets = [
-        (*_inputs(bench, case), *(_empty(bench, *typed) for typed in case.outputs))
-        for _ in range(timing.sets(case.bytes))
-    ]
-    return lambda i: launches.run(case.launch, *sets[i % len(sets)])
-
-
-def plain(bench: Bench, case: Case) -> timing.Call:
-    sets = [_inputs(bench, case) for _ in range(timing.sets(case.bytes))]
-    compiled = bench.compiled(called)
-    operations: Callable = functools.partial(case.plain, Operations())
-    return lambda i: compiled(operations, *sets[i % len(sets)])
+    shapes = [(bench.sizes.tokens, columns) for columns in bench.sizes.kernel_columns]
+    return kernel_cases.timed(bench, shapes, calls)
 
 
 def called(function: Callable, *tensors: torch.Tensor):
