@@ -13,6 +13,7 @@ from pathlib import Path
 RESULTS = Path(__file__).parents[1] / "results"
 TOKENS, HIDDEN, INNER, KEYS, BLOCKS = 8192, 4096, 14336, 1024, 4
 WEIGHTS = HIDDEN * (2 * HIDDEN + 2 * KEYS + 3 * INNER)
+ADAMW = 14  # bytes of a parameter: weight and moments twice, gradient, all bfloat16
 SHARE = 0.85  # of the bandwidth that a copy reaches
 # (tensor, elements, bytes of an element that one pass reads and writes, and that another one reads)
 PARTS = (
@@ -67,7 +68,7 @@ def rates() -> tuple[float, float, float]:
 
 
 def markdown() -> str:
-    """The table."""
+    """The table of one block in PyTorch."""
     bf16, fixed, bandwidth = rates()
     moved = counted()
 
@@ -79,8 +80,32 @@ def markdown() -> str:
         found = [moved.get((recipe, who)) for who in COUNTED]
         sizes = [f"{size / 1e9:.2f}" if size else "-" for size in (least(recipe), *found)]
         lines.append((f"`{recipe}`", *sizes, speed(least(recipe)), speed(found[-1])))
+    return _table(lines)
+
+
+def markdown_jax() -> str:
+    """The table of four blocks with AdamW in JAX; Flax scales by earlier steps, as ``delayed``."""
+    lines = [("linears", "floor", "counted"), ("---",) * 3]
+    for row in json.loads((RESULTS / "aot.json").read_text())["blocks"]:
+        name = row["linears"]
+        recipe = name.split()[1] if name.startswith("fp8ref") else "delayed"
+        floor = BLOCKS * (least(recipe) + ADAMW * WEIGHTS) / 1e9
+        lines.append((name, "-" if name == "bf16" else f"{floor:.1f}", f"{row['gb']:.1f}"))
+    return _table(lines)
+
+
+def filled(page: str) -> str:
+    """A page with the tables in the places of its two comments, as docs/scripts/hooks.py shows
+    it.
+    """
+    for comment, table in (("floor", markdown()), ("floor, JAX", markdown_jax())):
+        page = page.replace(f"<!-- {comment} -->\n", table)
+    return page
+
+
+def _table(lines: list[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 if __name__ == "__main__":
-    print(markdown(), end="")
+    print(markdown(), markdown_jax(), sep="\n", end="")

@@ -11,6 +11,7 @@ Usage: python benchmarks/gpu/gpu_torch.py [--section NAME ...] [--budget SECONDS
     ceilings     large GEMMs, a copy, launches
     linear:...   forward and backward of a Llama-8B block's linears on 8,192 tokens, and their GEMMs
                  alone, for the ledger
+    graphs:...   the blocks, and a model an eighth as wide, as CUDA graphs
     small        a step of a model an eighth as wide, where FP8 should lose
 
 Ratios are of one run: variants take turns, and times are medians of CUDA events, of random data. A
@@ -37,7 +38,7 @@ from measuring.timing import Budget, Wall
 from on_torch import blocks, ceilings, kernels, linears, profile
 from on_torch.bench import Bench
 from on_torch.clock import Events
-from on_torch.variants import MINIMAL, PLAIN, TORCHAO, TRANSFORMER_ENGINE
+from on_torch.variants import CUDA_GRAPHS, MINIMAL, PLAIN, TORCHAO, TRANSFORMER_ENGINE
 from reporting import estimates, report
 from reporting.report import OURS
 from reporting.targets import Target
@@ -58,6 +59,7 @@ NEEDED = {
     "shape": 200,
     "ceilings": 40,
     "linear": 150,
+    "graphs": 200,
     "small": 200,
 }
 TARGETS = (
@@ -91,6 +93,15 @@ def suite(of: Sizes) -> Suite:
         blocks.run, config=of.large, shape=(1, of.tokens), variants=by_shape
     )
     found["ceilings"] = ceilings.run
+    recorded = ["bf16", "bf16 again"]
+    recorded += [f"{name}{CUDA_GRAPHS}" for name in ("bf16", "fp8ref tensorwise", "fp8ref delayed")]
+    for name, config, tokens in (
+        ("blocks", of.blocks, of.tokens),
+        ("small", of.small, of.small_tokens),
+    ):
+        found[f"graphs:{name}"] = functools.partial(
+            blocks.run, config=config, shape=(1, tokens), variants=recorded
+        )
     for linear, section in report.LINEARS.items():
         found[section] = functools.partial(linears.run, shape=(of.tokens, *shapes[linear]))
     variants = [

@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fp8ref.kernels import casts, norms, swiglu
+from fp8ref.kernels import adamw, casts, norms, swiglu
 from fp8ref.kernels.jit import Launch
 from fp8ref.sim.quantize import scaling
 from fp8ref.sim.quantize.scaling import Scales
@@ -110,6 +110,14 @@ def cases(shape: tuple[int, int], fmt: str = FORMATS[0]) -> list[Case]:
         normal = ops.float32(h) * ops.reshaped(factor, (m, 1)) * ops.float32(weight)
         return by_tensor(ops, ops.bfloat16(normal), scale)
 
+    def of_adamw(ops: Operations, p: Any, g: Any, m: Any, v: Any, numbers: Any, scale: Any):
+        b1, a1, b2, a2, by_1, by_2, rate, eps, decay, _ = (numbers[i] for i in range(10))
+        g = ops.float32(g)
+        m, v = b1 * m + a1 * g, b2 * v + a2 * g * g
+        p = p - rate * (m * by_1 / ((v * by_2) ** 0.5 + eps) + decay * p)
+        return p, m, v, ops.bfloat16(p), *by_tensor(ops, ops.bfloat16(p), scale)
+
+    stepped, wide = adamw.step_and_cast(shape, e5m2=e5m2), (shape, "float32")
     scales = tuple((size, "float32") for size in ((m, columns), (m, columns), (rows, n), (rows, n)))
     return [
         Case(f"cast {fmt}", cast, (x, one), (*both, parts(cast)), by_tensor),
@@ -130,6 +138,13 @@ def cases(shape: tuple[int, int], fmt: str = FORMATS[0]) -> list[Case]:
             (x, ((m,), "float32"), ((n,), "bfloat16"), one),
             (*both, parts(normed)),
             of_norm,
+        ),
+        Case(
+            f"AdamW, cast {fmt}",
+            stepped,
+            (wide, x, wide, wide, ((len(adamw.NUMBERS),), "float32"), one),
+            (wide, wide, wide, x, *both, parts(stepped)),
+            of_adamw,
         ),
     ]
 

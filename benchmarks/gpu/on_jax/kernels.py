@@ -50,14 +50,16 @@ def bits(bench: Bench) -> dict:
 def run(bench: Bench) -> dict:
     """As ``kernel_cases.timed``; XLA compiles the plain operations."""
 
+    chained = 1 if bench.dry else CHAINED
+
     def calls(case: Case) -> kernel_cases.Calls:
         def launch(*inputs: jax.Array) -> list[jax.Array]:
             return launches.run(case.launch, inputs, case.outputs, TritonKernels())
 
-        sets = [_inputs(bench, case) for _ in range(max(CHAINED, timing.sets(case.bytes)))]
+        sets = [_inputs(bench, case) for _ in range(max(chained, timing.sets(case.bytes)))]
         plain = functools.partial(case.plain, OPERATIONS)
-        chains = [ceilings.rotated(bench, f, sets, chained=CHAINED) for f in (launch, plain)]
-        return chains[0], chains[1], CHAINED
+        chains = [ceilings.rotated(bench, f, sets, chained=chained) for f in (launch, plain)]
+        return chains[0], chains[1], chained
 
     shapes = [(bench.sizes.tokens, columns) for columns in bench.sizes.kernel_columns]
     return kernel_cases.timed(bench, shapes, calls)

@@ -56,14 +56,17 @@ class Bench:
         x = torch.randn(shape, device=self.device)
         return (x * (limit / x.abs().max())).to(dtype)
 
-    def compiled(self, function: Callable, *, whole: bool = True) -> Callable:
+    def compiled(
+        self, function: Callable, *, whole: bool = True, cuda_graphs: bool = False
+    ) -> Callable:
         """Compiled on its own: dynamo keeps graphs by code object, and variants that shared one
         would guard against each other. whole: as one graph.
         """
+        mode = "reduce-overhead" if cuda_graphs and not self.dry else None
         own = types.FunctionType(
             function.__code__.replace(), function.__globals__, function.__name__
         )
-        return torch.compile(own, dynamic=False, fullgraph=whole, backend=self.backend)
+        return torch.compile(own, dynamic=False, fullgraph=whole, mode=mode, backend=self.backend)
 
     def free(self) -> None:
         """Give back what a section held."""

@@ -20,7 +20,7 @@ from fp8ref.train.torch.llama.llama import Layer
 from measuring import rounding, timing
 from on_torch.bench import Bench
 from on_torch.linears import differences
-from on_torch.variants import BY_NVIDIA, compiled, convert
+from on_torch.variants import BY_NVIDIA, CUDA_GRAPHS, compiled, convert
 
 SETS = 3  # of inputs that are rotated
 MOST = 50  # steps of a row
@@ -69,14 +69,18 @@ class Blocks:
             )
         layers.load_state_dict(dict(self.shared.named_parameters()), assign=True)
         convert(layers, variant)
-        forward, tables = compiled(self.bench, called, variant), self.tables
+        graphs, tables = variant.endswith(CUDA_GRAPHS), self.tables
+        # a CUDA graph is of one layer's weights
+        forwards = [compiled(self.bench, called, variant) for _ in (layers if graphs else [0])]
         states = any(delayed.states(layers))
         delayed_checks.unwatch(layers)  # all variants train these weights
 
         def forward_backward(i: int) -> torch.Tensor:
             h = self.xs[i % SETS]
-            for layer in layers:
-                h = forward(layer, h, *tables)
+            if graphs:
+                torch.compiler.cudagraph_mark_step_begin()
+            for j, layer in enumerate(layers):
+                h = forwards[j % len(forwards)](layer, h, *tables)
             h.backward(self.gs[i % SETS])
             self.xs[i % SETS].grad = None
             return h.detach()

@@ -16,6 +16,7 @@ from reporting.report import OURS
 TORCHAO = tuple(name.value for name in Float8LinearRecipeName)
 MINIMAL = "minimal tensorwise"
 PLAIN = ", plain"  # ends the name of a variant whose casts are plain operations
+CUDA_GRAPHS = ", CUDA graphs"  # ends the name of one whose compiled graphs are recorded as such
 BY_NVIDIA = {
     "Transformer Engine delayed": "DelayedScaling",
     "Transformer Engine tensorwise": "Float8CurrentScaling",
@@ -35,7 +36,7 @@ ALL = (
 
 def convert(model: nn.Module, variant: str) -> nn.Module:
     """The model with its linears exchanged for those of a variant, of the very same Parameters."""
-    kind, _, recipe = variant.partition(" ")
+    kind, _, recipe = variant.removesuffix(CUDA_GRAPHS).partition(" ")
     if kind == "fp8ref":
         plain = recipe.endswith(PLAIN)
         return ft.convert(model, recipe.removesuffix(PLAIN), kernels="plain" if plain else "auto")
@@ -69,7 +70,8 @@ def compiled(bench: Bench, function: Callable, variant: str) -> Callable:
     """A function of a variant's model, compiled as one graph; under Transformer Engine's recipe,
     between its layers, which dynamo leaves out.
     """
-    run = bench.compiled(function, whole=variant not in BY_NVIDIA)
+    graphs = variant.endswith(CUDA_GRAPHS)
+    run = bench.compiled(function, whole=variant not in BY_NVIDIA, cuda_graphs=graphs)
     if variant not in BY_NVIDIA:
         return run
     import transformer_engine.pytorch as te
