@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fp8ref.kernels import adamw, norms, rotary, swiglu
+from fp8ref.kernels import adamw, norm_gradients, norms, rotary, swiglu
 from fp8ref.kernels.jit import Launch, interpret
 
 __all__ = ["Output", "failure"]
@@ -51,6 +51,11 @@ def _launches() -> Iterator[tuple[str, bool, Launch, list[np.ndarray], list[Outp
         norm = norms.statistics(few, eps=1e-5, residual=True, twice=twice)
         yield "a norm of a sum", True, norm, [x, y, z[0]], [(few, "bfloat16"), *of_rows]
         cast = norms.cast(_SHAPE, e5m2=e5m2, twice=twice)
+        of_norm = norm_gradients.gradient(few, 2 + twice)
+        parts: list[Output] = [(few, "bfloat16"), (few, "float32"), _parts(of_norm)]
+        gradients = [y, z][: 1 + twice]
+        inputs = [x, *gradients, z, x, factors, z[0]]
+        yield "a norm's gradient", True, of_norm, inputs, parts
         yield "a norm's cast", False, cast, [x, factors, z[0], one], [*both, _parts(cast)]
         amax, cast = swiglu.amax(_SHAPE, twice=twice), swiglu.cast(_SHAPE, e5m2=e5m2, twice=twice)
         yield "SwiGLU's amax", True, amax, [x, y], [_parts(amax)]

@@ -1,6 +1,7 @@
 """RMSNorm with its cast, by Triton's kernels (spec M-11); ``plain.normed`` is its plain form."""
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from fp8ref.jax.kernels.launch import TritonKernels, run
 from fp8ref.jax.quantize.scales import Scales
 from fp8ref.jax.quantize.scaling import Quantized
 
-__all__ = ["quantize", "statistics"]
+__all__ = ["gradient", "quantize", "statistics"]
 
 
 def statistics(
@@ -48,3 +49,24 @@ def quantize(
     inputs = [h.reshape(shape), factors, weight, by.scale]
     outputs = run(launch, inputs, casts.results(shape, launch.programs), kernels)
     return casts.quantized(*outputs, by=by, fmt=fmt, shape=h.shape, axis=-1)
+
+
+def gradient(
+    readers: Sequence[jax.Array],
+    total: jax.Array,
+    h: jax.Array,
+    factors: jax.Array,
+    weight: jax.Array,
+    kernels: TritonKernels,
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients of h, and of the norm's weight in float32, by those of two or three readers of
+    the norm, and of the sum that h goes into."""
+    from fp8ref.kernels import norm_gradients
+
+    shape = math.prod(h.shape[:-1]), h.shape[-1]
+    launch = norm_gradients.gradient(shape, len(readers))
+    kinds = [(shape, h.dtype), ((launch.programs, shape[1]), jnp.float32)]
+    rows = [x.reshape(shape) for x in (*readers, total, h)]
+    parts = ((launch.programs,), jnp.int32)
+    of_h, of_weight, _ = run(launch, [*rows, factors, weight], [*kinds, parts], kernels)
+    return of_h.reshape(h.shape), of_weight.sum(0)

@@ -2,8 +2,8 @@
 cast what they make and write no tensor (spec M-11): RMSNorm before them, and SwiGLU between gate
 and up and down.
 
-The gradient of the norm is ``plain.normed``'s. Where kernels do not cast (``takes``), use
-``plain.normed``, ``linear.apply`` and ``plain.swiglu``.
+Where kernels do not cast (``takes``), use ``plain.normed``, ``linear.apply`` and
+``plain.swiglu``.
 """
 
 import functools
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8ref.jax import delayed
+from fp8ref.jax.distributed import sharding
 from fp8ref.jax.distributed.sharding import Placement
-from fp8ref.jax.kernels import norms, plain, swiglu
+from fp8ref.jax.kernels import norms, swiglu
 from fp8ref.jax.linear import arguments, carried, linear, operands
 from fp8ref.jax.linear.carried import Layer, Seen
 from fp8ref.jax.quantize.scales import Scales
@@ -52,11 +52,13 @@ class _Group:
     """What is static of a group.
 
     layers  of all that read the norm; under swiglu those of gate, up and down.
+    adds    whether a residual is added before the norm.
     kept    the ``checkpoint_name`` of the outputs of gate and up.
     """
 
     layers: tuple[Layer, ...]
     eps: float
+    adds: bool
     swiglu: bool
     kept: str
 
@@ -75,13 +77,14 @@ class _Stream(NamedTuple):
 
 
 def takes(h: jax.Array, readers: list[Reader]) -> bool:
-    """Whether ``apply`` computes these linears: of one recipe, all of whose operands kernels cast,
-    with features that no device cuts, on one device or inside shard_map, and without an observer or
-    statistics, which want tensors that are never written."""
+    """Whether ``apply`` computes these linears: two or three of one recipe, all of whose operands
+    kernels cast, with features that no device cuts, on one device or inside shard_map, and without
+    an observer or statistics, which want tensors that are never written."""
     layer = arguments.layer(readers[0].recipe, readers[0].name, readers[0].placement)
     specs = [c for gemm in layer.recipe.gemms.values() for c in (gemm.a, gemm.b)]
     return (
-        layer.observer is None
+        len(readers) in (2, 3)
+        and layer.observer is None
         and all(r.recipe == readers[0].recipe for r in readers)
         and all(carried.observations(r.seen).statistics is None for r in readers)
         and all(c is not None and layer.by_kernel("input", c) for c in specs)
@@ -98,14 +101,15 @@ def apply(
     residual: jax.Array | None = None,
     swiglu: bool = False,
     kept: str = "linear",
-) -> tuple[jax.Array | None, list[jax.Array], list[Seen | None]]:
-    """(h + residual, or None if there is none; the readers' outputs of its norm; their seen).
+) -> tuple[jax.Array, list[jax.Array], list[Seen | None]]:
+    """(h + residual, or h; the readers' outputs of its norm; their seen). What else reads h reads
+    the first, so that one kernel adds its gradient.
 
     Shapes:   h and residual [..., K]; outputs [..., N].
     swiglu    readers are gate, up and down, and the only output is down's.
     Order:    M-11; each linear as ``linear.apply``. Under delayed scaling what readers share is
               cast by the first one's state of it.
-    Gradient: as of ``linear.apply``. Those of the norm's readers are added from the last on.
+    Gradient: as of ``linear.apply``; of the norm M-11.
     """
     assert takes(h, readers)
     stream = _Stream(h, residual, norm.weight)
@@ -116,7 +120,7 @@ def apply(
         for r in readers
     ]
     layers, scales, seen = zip(*bound, strict=True)
-    group = _Group(layers, norm.eps, swiglu, kept)
+    group = _Group(layers, norm.eps, residual is not None, swiglu, kept)
     stream, weights = jax.tree.map(
         functools.partial(derivatives.reverse_only, name=readers[0].name),
         (stream, tuple(r.w for r in readers)),
@@ -128,7 +132,7 @@ def apply(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linears(group: _Group, stream: _Stream, weights: tuple, scales: tuple, seen: tuple):
-    """(h + residual or None, outputs, (amaxes, ()) of each)."""
+    """(h + residual, outputs, (amaxes, ()) of each)."""
     return _forward(group, stream, weights, scales, seen)[0]
 
 
@@ -153,13 +157,12 @@ def _forward(group: _Group, stream: _Stream, weights: tuple, scales: tuple, seen
         passes.append(linear.forward(product, *calls[-1]))
         outputs = [passes[-1][0][0]]
     observed = tuple(seen for (_, seen), _ in passes)
-    total = None if stream.residual is None else h
-    residuals = h, weight, between, tuple(kept for _, kept in passes)
-    return (total, tuple(outputs), observed), residuals
+    residuals = h, factors, weight, between, tuple(kept for _, kept in passes)
+    return (h, tuple(outputs), observed), residuals
 
 
 def _backward(group: _Group, residuals, cotangents):
-    h, weight, between, kept = residuals
+    h, factors, weight, between, kept = residuals
     for_total, for_outputs, observed = cotangents
     layers = group.layers
     if group.swiglu:
@@ -169,16 +172,17 @@ def _backward(group: _Group, residuals, cotangents):
         linear.backward(layers[i], kept[i], (for_outputs[i], observed[i]))
         for i in range(group.readers)
     ]
-    gradient = functools.reduce(jnp.add, [each[0] for each in reversed(passes)])
-    by_norm = jax.vjp(lambda h, weight: plain.normed(h, weight, group.eps), h, weight)[1]
-    for_h, for_weight = by_norm(gradient)
-    for_residual = None
-    if for_total is not None:
-        for_h = for_residual = lax.optimization_barrier(for_total + for_h)
+    kernels = layers[0].kernels
+    assert kernels is not None
+    readers = [for_x for for_x, *_ in passes]
+    for_h, for_weight = norms.gradient(readers, for_total, h, factors, weight, kernels)
+    if axes := tuple(sharding.varying(for_weight) - sharding.varying(weight)):
+        for_weight = lax.psum(for_weight, axes)
+    stream = _Stream(for_h, for_h if group.adds else None, for_weight.astype(weight.dtype))
     if group.swiglu:
         passes.append(down)
     _, for_weights, for_scales, for_seen = zip(*passes, strict=True)
-    return _Stream(for_h, for_residual, for_weight), for_weights, for_scales, for_seen
+    return stream, for_weights, for_scales, for_seen
 
 
 derivatives.defvjp(_linears, _forward, _backward)

@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import dataclass
 
-from fp8ref.kernels import adamw, casts, norms, rotary, swiglu
+from fp8ref.kernels import adamw, casts, norm_gradients, norms, rotary, swiglu
 from fp8ref.kernels.jit import Launch
 
 
@@ -79,6 +79,15 @@ def _fused(dtype: str, e5m2: bool) -> dict[str, Form]:
             tile * size,
             codes=2,
         ),
+        **{
+            f"norm's gradient, {count} readers": Form(
+                norm_gradients.gradient(SHAPE, count),
+                (*x * (count + 2), *ONE, *x, *x, *ONE, *PARTS),
+                row,
+                (count + 2) * row * size,
+            )
+            for count in (2, 3)
+        },
         "swiglu, amax": Form(swiglu.amax(SHAPE), (*x * 2, *PARTS), tile, 2 * tile * size),
         "swiglu": Form(
             swiglu.cast(SHAPE, e5m2=e5m2),

@@ -208,8 +208,8 @@ class Pass:
         readers: list[fused.Reader],
         *,
         swiglu: bool = False,
-    ) -> tuple[jax.Array | None, list[jax.Array]]:
-        """(h + residual, the outputs of linears that read its norm), as ``fused.apply``."""
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """(h + residual or h, the outputs of linears that read its norm), as ``fused.apply``."""
         with self._computing():
             total, outputs, after = fused.apply(
                 h, readers, norm=norm, residual=residual, swiglu=swiglu

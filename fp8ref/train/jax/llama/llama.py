@@ -249,7 +249,7 @@ class Layer(nnx.Module):
         first, second = self.input_layernorm, self.post_attention_layernorm
         readers = [p.reader(run) for p in self.self_attn.projections]
         if run.fuses(h, readers):
-            projected = run.fused(h, None, first.norm, readers)[1]
+            h, projected = run.fused(h, None, first.norm, readers)
         else:
             x = first(h)
             projected = [p(x, run) for p in self.self_attn.projections]
@@ -257,8 +257,8 @@ class Layer(nnx.Module):
         if isinstance(self.mlp, MLP):
             readers = [p.reader(run) for p in self.mlp.projections]
             if run.fuses(h, readers):
-                total, [y] = run.fused(h, y, second.norm, readers, swiglu=True)
-                return add(total, y)
+                h, [y] = run.fused(h, y, second.norm, readers, swiglu=True)
+                return add(h, y)
         h = add(h, y)
         return add(h, self.mlp(second(h), run))
 
