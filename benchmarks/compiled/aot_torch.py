@@ -544,6 +544,13 @@ def text(shape: Shape) -> str:
     return "x".join(map(str, shape))
 
 
+def keep(found: dict) -> None:
+    """Write what was generated so far, and its tables."""
+    found |= {"torch": torch.__version__, "torchao": importlib.metadata.version("torchao")}
+    (RESULTS / "aot_torch.json").write_text(json.dumps(found, indent=1) + "\n")
+    (RESULTS / "aot_torch.md").write_text(markdown(found))
+
+
 def main() -> None:
     """Print the tables, and keep them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -593,15 +600,14 @@ def main() -> None:
                 (tuple(each["shape"]), each["recipe"], each["who"]): each
                 for each in found.get("rows", [])
             }
+            ordered = [(shape, *linears) for shape in SHAPES for linears in LINEARS]
             for shape, recipe, who in keys:
                 rows[shape, recipe, who] = row(shape, recipe, who, block(recipe, who, shape))
-            ordered = [(shape, *linears) for shape in SHAPES for linears in LINEARS]
-            found["rows"] = [rows[key] for key in ordered if key in rows]
+                found["rows"] = [rows[key] for key in ordered if key in rows]
+                keep(found)
         if "states" in arguments.parts:
             found["states"] = [state_row(layout) for layout in LAYOUTS]
-        found |= {"torch": torch.__version__, "torchao": importlib.metadata.version("torchao")}
-        kept_json.write_text(json.dumps(found, indent=1) + "\n")
-        (RESULTS / "aot_torch.md").write_text(markdown(found))
+        keep(found)
     print(markdown(found), end="")
 
 
