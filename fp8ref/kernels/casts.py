@@ -283,6 +283,20 @@ def _lines(
     EVEN: tl.constexpr, E5M2: tl.constexpr
 ):  # fmt: skip
     x = load_tile(x_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    store_lines(
+        x, q_ptr, t_ptr, scale_ptr, inverse_ptr, scale_t_ptr, inverse_t_ptr, M, N, EPS, BM, BN,
+        EVEN, E5M2
+    )  # fmt: skip
+
+
+@triton.jit
+def store_lines(
+    x, q_ptr, t_ptr, scale_ptr, inverse_ptr, scale_t_ptr, inverse_t_ptr, M, N,
+    EPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
+    E5M2: tl.constexpr
+):  # fmt: skip
+    """Cast this program's tile by the amaxes of its rows, and transposed by those of its columns;
+    store codes, scales and scale_inv of both."""
     bits = magnitude(x)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     scale = scale_of(tl.max(bits, 1), E5M2, EPS)

@@ -65,6 +65,12 @@ def _launches() -> Iterator[tuple[str, bool, Launch, list[np.ndarray], list[Outp
         cast = swiglu.cast_gradients(_SHAPE, e5m2=e5m2, twice=twice)
         outputs = [*both, *both, *[_parts(cast)] * 2]
         yield "SwiGLU's gradients", True, cast, [z, x, y, one, one], outputs
+        # of gates whose exponential 1 + exp(-gate) loses, so that scales are exact
+        gate = (32 + np.abs(x.astype(np.float32))).astype(_BF16)
+        for make, inputs in ((swiglu.lines, [gate, y]), (swiglu.gradient_lines, [z, gate, y])):
+            launch = make(_SHAPE, e5m2=e5m2, twice=twice)
+            outputs = [(s, d if d == "float32" else "uint8") for s, d in launch.outputs]
+            yield f"SwiGLU's {make.__name__}", False, launch, inputs, outputs
         yield from _of_heads(e5m2, one)
         yield from _of_weights(e5m2, one, z)
 

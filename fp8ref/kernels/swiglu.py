@@ -5,14 +5,16 @@ in float32, rounded once to that dtype in registers, and then cast, as if they h
 exp is a GPU's, which is approximate; a division is rounded correctly.
 """
 
+import dataclasses
+
 import triton
 import triton.language as tl
 
 from fp8ref.kernels import casts
-from fp8ref.kernels.casts import Shape, load_tile, store_amax, store_cast
+from fp8ref.kernels.casts import Shape, load_tile, store_amax, store_cast, store_lines
 from fp8ref.kernels.jit import Launch
 
-__all__ = ["amax", "cast", "cast_gradients", "gradient_amaxes"]
+__all__ = ["amax", "cast", "cast_gradients", "gradient_amaxes", "gradient_lines", "lines"]
 
 ROWS, COLUMNS = 64, 64
 """A tile of the backward pass, which holds three of them in registers."""
@@ -50,6 +52,40 @@ def _cast(
     y = _product(gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE)
     store_cast(y, tl.load(scale_ptr), q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)
     store_amax(y, amax_ptr)
+
+
+@triton.jit
+def _lines(
+    gate_ptr, up_ptr, q_ptr, t_ptr, scale_ptr, inverse_ptr, scale_t_ptr, inverse_t_ptr,
+    stride_m, stride_n, M, N, EPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    EVEN: tl.constexpr, TWICE: tl.constexpr, E5M2: tl.constexpr
+):  # fmt: skip
+    y = _product(gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE)
+    store_lines(
+        y, q_ptr, t_ptr, scale_ptr, inverse_ptr, scale_t_ptr, inverse_t_ptr, M, N, EPS, BM, BN,
+        EVEN, E5M2
+    )  # fmt: skip
+
+
+@triton.jit
+def _gradient_lines(
+    d_ptr, gate_ptr, up_ptr,
+    gate_q, gate_t, gate_scale, gate_inverse, gate_scale_t, gate_inverse_t,
+    up_q, up_t, up_scale, up_inverse, up_scale_t, up_inverse_t,
+    stride_m, stride_n, M, N, EPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    EVEN: tl.constexpr, TWICE: tl.constexpr, E5M2: tl.constexpr
+):  # fmt: skip
+    # One after the other, from memory that is in cache: registers hold no two tiles of results.
+    of_gate, _ = _gradients(d_ptr, gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE)
+    store_lines(
+        of_gate, gate_q, gate_t, gate_scale, gate_inverse, gate_scale_t, gate_inverse_t, M, N, EPS,
+        BM, BN, EVEN, E5M2
+    )  # fmt: skip
+    _, of_up = _gradients(d_ptr, gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE)
+    store_lines(
+        of_up, up_q, up_t, up_scale, up_inverse, up_scale_t, up_inverse_t, M, N, EPS, BM, BN, EVEN,
+        E5M2
+    )  # fmt: skip
 
 
 @triton.jit
@@ -145,3 +181,15 @@ def cast_gradients(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
     grid = casts.tiles(*shape, tile)
     outputs = casts.codes(shape, e5m2) * 2 + casts.parts_of(grid) * 2
     return Launch(_cast_gradients, grid, numbers, outputs)
+
+
+def lines(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
+    """gate and up -> what ``casts.blocks`` returns of the product, of lines."""
+    of_x = casts.blocks(shape, (shape[1], 1), e5m2=e5m2, square=False)
+    return Launch(_lines, of_x.grid, of_x.numbers | {"TWICE": twice}, of_x.outputs, 16)
+
+
+def gradient_lines(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
+    """d, gate and up -> what ``casts.blocks`` returns of gate's gradient, and of up's, of lines."""
+    made = lines(shape, e5m2=e5m2, twice=twice)
+    return dataclasses.replace(made, kernel=_gradient_lines, outputs=made.outputs * 2)

@@ -19,7 +19,7 @@ from helpers.kernels.planted_tensors import (
     scales,
 )
 
-from fp8ref.kernels import swiglu
+from fp8ref.kernels import casts, swiglu
 from fp8ref.sim.quantize import scaling
 
 ONE = np.float32(1)
@@ -83,6 +83,28 @@ def test_both_gradients_are_rounded_and_then_cast(shape, dtype, fmt, wide, twice
         run(alone, [d, gate, up], parts), (gate_amaxes, up_amaxes), strict=True
     ):
         np.testing.assert_array_equal(again, amaxes)
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (131, 130)])
+def test_results_are_cast_by_blocks_along_both_axes(shape):  # M-11, S-6
+    gate, up, d = (planted(*shape, "bfloat16", seed=seed) for seed in range(3))
+    (m, n), (rows, columns) = shape, casts.tiles(*shape, (casts.BLOCK, casts.BLOCK))
+    of_scales = [((m, columns), "float32")] * 2 + [((rows, n), "float32")] * 2
+    outputs = [*both_orders(shape), *of_scales]
+    one = run(swiglu.lines(shape, e5m2=False), [gate, up], outputs)
+    both = run(swiglu.gradient_lines(shape, e5m2=False), [d, gate, up], outputs * 2)
+    results = (plain(gate, up), *plain(gate, up, d))
+    for result, found in zip(results, (one, both[:6], both[6:]), strict=True):
+        codes, transposed, *scales_found = found
+        along, down = (
+            scaling.quantize(result, "e4m3fn", granularity="blockwise_1x128", axis=a, ragged=True)
+            for a in (1, 0)
+        )
+        np.testing.assert_array_equal(codes, along.codes)
+        np.testing.assert_array_equal(transposed, down.codes.T)
+        expected = (along.scale, along.scale_inv, down.scale, down.scale_inv)
+        for scale, each in zip(scales_found, expected, strict=True):
+            np.testing.assert_array_equal(scale, each)
 
 
 def test_operations_are_in_the_stated_order():  # M-11

@@ -276,6 +276,7 @@ def _product(part: Part, gate: torch.Tensor, up: torch.Tensor) -> Source:
         lambda scale, e5m2: Codes._make(
             fused.swiglu_cast(gate, up, scale, e5m2=e5m2, twice=part.twice)
         ),
+        lambda e5m2: fused.swiglu_lines(gate, up, e5m2=e5m2, twice=part.twice),
     )
 
 
@@ -292,7 +293,18 @@ def _product_gradients(
     ]
     specs = [each.spec for each in linears[:2]]
     fmts = {cast and cast.fmt for cast in (spec.recipe.grad_input.a for spec in specs)}
-    if len(fmts) > 1 or not all(fuses(spec, "grad_output", d.device) for spec in specs):
+
+    def casts_both(granularity: str) -> bool:
+        return len(fmts) == 1 and all(
+            fuses(spec, "grad_output", d.device, granularity) for spec in specs
+        )
+
+    if casts_both("blockwise_1x128"):
+        lines = functools.cache(
+            lambda e5m2: fused.swiglu_gradient_lines(d, gate, up, e5m2=e5m2, twice=part.twice)
+        )
+        pair[0].lines, pair[1].lines = (lambda e5m2: lines(e5m2)[:6], lambda e5m2: lines(e5m2)[6:])
+    if not casts_both("tensorwise"):
         return pair
 
     @functools.cache

@@ -33,12 +33,14 @@ class Source:
     compute   returns it in high precision.
     amax      returns its partial amaxes, by a kernel.
     cast      casts it by a scale (), to e5m2 or else to e4m3fn, by a kernel; None: no kernel does.
+    lines     casts it by blocks of 1 x 128 along both axes: as ``kernels.casts.lines``, or None.
     """
 
     device: torch.device
     compute: Callable[[], torch.Tensor]
     amax: Callable[[], torch.Tensor] | None = None
     cast: Callable[[torch.Tensor, bool], Codes] | None = None
+    lines: Callable[[bool], Sequence[torch.Tensor]] | None = None
     _value: torch.Tensor | None = None
     _parts: torch.Tensor | None = None
 
@@ -51,6 +53,12 @@ class Source:
 
     def operand(self, role: Role, spec: _Spec, states: _States) -> _Operand:
         """The value as a linear's operand, observed by its state."""
+        if self.lines is not None and fuses(spec, role, self.device, "blockwise_1x128"):
+            cast = spec.pairs[role][0].cast
+            assert cast is not None
+            codes, transposed, *four = self.lines(cast.fmt.name == "e5m2")
+            pair = both_orders.pair(cast, (codes, *four[:2], transposed, *four[2:]))
+            return _Operand(role, pair.rows, None, pair.columns)
         if self.cast is None or not fuses(spec, role, self.device):
             return _operand(spec, role, self.value, states)
         scale, scale_inv = self.scale(role, spec, states)
@@ -83,12 +91,13 @@ class Source:
             casts.merge_(seen, self._parts)
 
 
-def fuses(spec: _Spec, role: Role, device: torch.device) -> bool:
-    """Whether kernels cast a role's value in the pass that computes it."""
+def fuses(spec: _Spec, role: Role, device: torch.device, granularity: str = "tensorwise") -> bool:
+    """Whether kernels cast a role's value, by scales of this granularity, in the pass that computes
+    it."""
     if role not in spec.pairs or not choice.resolve(spec.kernels, device):
         return False
     cast = spec.pairs[role][0].cast
-    return cast is not None and cast.granularity == "tensorwise"
+    return cast is not None and cast.granularity == granularity
 
 
 def operands(

@@ -17,6 +17,8 @@ __all__ = [
     "swiglu_cast",
     "swiglu_gradient_amaxes",
     "swiglu_gradient_cast",
+    "swiglu_gradient_lines",
+    "swiglu_lines",
 ]
 
 norm_statistics = operator("norms", "statistics", called="norm_statistics")
@@ -26,6 +28,8 @@ swiglu_amax = operator("swiglu", "amax", called="swiglu_amax")
 swiglu_cast = operator("swiglu", "cast", called="swiglu_cast")
 swiglu_gradient_amaxes = operator("swiglu", "gradient_amaxes", called="swiglu_gradient_amaxes")
 swiglu_gradient_cast = operator("swiglu", "cast_gradients", called="swiglu_gradient_cast")
+swiglu_lines = operator("swiglu", "lines", called="swiglu_lines")
+swiglu_gradient_lines = operator("swiglu", "gradient_lines", called="swiglu_gradient_lines")
 rotate = operator("rotary", "rotate")
 rotary_gradient_amax = operator("rotary", "amax", called="rotary_gradient_amax")
 rotary_gradient_cast = operator("rotary", "cast", called="rotary_gradient_cast")

@@ -68,6 +68,10 @@ def _fused(dtype: str, e5m2: bool) -> dict[str, Form]:
     strides = (HEADS[1] * HEADS[2] * HEADS[3], HEADS[2] * HEADS[3], HEADS[3])
     norm, of_sum = (norms.statistics(SHAPE, eps=1e-5, residual=more) for more in (False, True))
     gradients = swiglu.cast_gradients(SHAPE, e5m2=e5m2)
+    of_lines, block = (*CODES, *ONE * 4), casts.BLOCK**2
+    lines, gradient_lines = (
+        make(SHAPE, e5m2=e5m2) for make in (swiglu.lines, swiglu.gradient_lines)
+    )
     of_heads = (*x, *ONE * 2)
     return {
         "norm": Form(norm, (*x, *x, *ONE, *PARTS), row, row * size),
@@ -117,6 +121,10 @@ def _fused(dtype: str, e5m2: bool) -> dict[str, Form]:
             codes=2,
         ),
         "rotary, forward": Form(rotary.rotate(HEADS), (*of_heads, *x), head, head * size),
+        "swiglu, lines": Form(lines, (*x * 2, *of_lines), block, 2 * block * size, codes=2),
+        "swiglu's gradients, lines": Form(
+            gradient_lines, (*x * 3, *of_lines * 2), block, 3 * block * size, codes=4
+        ),
         "rotary, amax": Form(rotary.amax(HEADS, strides), (*of_heads, *PARTS), head, head * size),
         "rotary": Form(
             rotary.cast(HEADS, strides, e5m2=e5m2),
@@ -139,8 +147,16 @@ def _adamw(dtype: str, e5m2: bool) -> dict[str, Form]:
     }
 
 
+SIXTEEN_BITS_ON_HOPPER = {("bfloat16", 90), ("float16", 90)}
+"""Where the registers of a kernel of 128 x 128 hold what it computes of three tensors. Elsewhere 40
+to 180 bytes of a thread are in memory; GEMMs in blocks of 128 are Hopper's."""
+
 FORMS = tuple(forms())
 """The names of ``forms``."""
 
-EVERY = tuple(itertools.product(FORMS, BYTES, (False, True), (False, True), (90, 100)))
+EVERY = tuple(
+    launch
+    for launch in itertools.product(FORMS, BYTES, (False, True), (False, True), (90, 100))
+    if launch[0] != "swiglu's gradients, lines" or (launch[1], launch[4]) in SIXTEEN_BITS_ON_HOPPER
+)
 """(name, dtype, e5m2, transposed, capability) of every launch that is checked."""

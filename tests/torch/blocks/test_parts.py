@@ -140,6 +140,7 @@ def called(monkeypatch):
     return names
 
 
+LINES = {"swiglu_lines", "swiglu_gradient_lines"}
 AMAXES = {"swiglu_amax", "swiglu_gradient_amaxes", "rotary_gradient_amax"}
 
 
@@ -152,7 +153,7 @@ def test_interpreted_kernels_give_the_plain_forms_bits(recipe, called):  # M-11
     plain = results(layer(recipe), Layer.forward, steps, tokens=12)
     assert not called
     assert not differing(plain, results(layer(recipe, kernels="triton"), Layer.forward, steps, 12))
-    every = set(kernels.__all__)
+    every = set(kernels.__all__) - LINES
     assert called == (every - AMAXES if recipe == "delayed" else every)
 
 
@@ -162,11 +163,13 @@ def test_interpreted_kernels_round_twice_where_transformers_does(called):
     assert {"norm_cast", "swiglu_cast", "swiglu_gradient_cast"} <= called
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-def test_other_scales_are_cast_by_the_linears_own_kernels(recipe, called):
+@pytest.mark.parametrize(
+    ("recipe", "own"), [("rowwise", set()), ("rowwise_native", set()), ("blockwise", LINES)]
+)
+def test_other_scales_are_cast_by_the_linears_own_kernels_but_swiglus_by_lines(recipe, own, called):
     plain = results(layer(recipe), Layer.forward, tokens=12)
     assert not differing(plain, results(layer(recipe, kernels="triton"), Layer.forward, tokens=12))
-    assert called == {"rotate"}
+    assert called == {"rotate"} | own
 
 
 def test_linears_with_one_state_cast_and_observe_once(monkeypatch):
