@@ -37,7 +37,6 @@ from jax.sharding import PartitionSpec as P
 
 import aot_attention
 import aot_blocks
-import aot_kernels
 import aot_moe
 import fp8ref.jax as fj
 from fp8ref.jax import proof
@@ -95,11 +94,7 @@ batch are cut along one axis, or along three: the batch by data and fsdp, weight
 collectives. Must move is the least on one device, if no kernel keeps a tensor for the next: a
 tensor is read for its amax, read again to be cast, and its codes are written once for each order in which a GEMM reads them; under `rowwise` a row
 or a column fits into registers, and is read once for each axis. By XLA is that of
-kernels as XLA fuses them: GELU's tanh is kept, a kernel takes maxima along one axis, and one that transposes takes none. The last rows quantize
-by kernels of Pallas (benchmarks/compiled/aot_kernels.py)
-what has codes by rows and by columns; turned: GELU's output in the order of its columns; GELU: a model
-of its own, whose kernels compute GELU and its gradient, hold whole rows or columns, and read the first layer's float32 master. What kernels of a
-`dot_general` must move counts what XLA writes for them, as they see neither GELU nor masters.
+kernels as XLA fuses them: GELU's tanh is kept, a kernel takes maxima along one axis, and one that transposes takes none.
 
 | layers | H200s | GEMMs write | outside GEMMs, GB in kernels | must move, GB | by XLA, GB | between devices, MiB | temporary, MiB |
 |---|---|---|---|---|---|---|---|"""
@@ -171,11 +166,6 @@ HOOKS = {"Flax, bfloat16": None, "Flax, FP8": fp8_ops.Fp8DirectDotGeneralOp} | {
     recipe: fj.flax.linen_dot_general(recipe)
     for recipe in ("bf16", "tensorwise", "rowwise", "delayed")
 }
-BY_KERNELS = {
-    "rowwise, kernels": aot_kernels.dot_general(False),
-    "rowwise, kernels, turned": aot_kernels.dot_general(True),
-}
-WITH_GELU = "rowwise, kernels, GELU"
 # model, layers, devices, recipe, checkpointing, loss
 LARGE = [
     ("llama-8b", 8, 8, "bf16", "full", "whole"),
@@ -424,11 +414,7 @@ def flax_layers(name: str, devices: int, *given) -> dict:
             weight, *((("tensor",), ("fsdp",)) if "down" in str(path) else (("fsdp",), ("tensor",)))
         )
 
-    model = (
-        aot_kernels.GeluMLP(MODEL.intermediate_size)
-        if name == WITH_GELU
-        else MLP((HOOKS | BY_KERNELS)[name])
-    )
+    model = MLP(HOOKS[name])
     x = jax.ShapeDtypeStruct((SEQUENCES * devices, LENGTH, MODEL.hidden_size), jnp.bfloat16)
     variables = jax.tree.map(shape, jax.eval_shape(model.init, jax.random.key(0), x))
     variables |= {"params": jax.tree_util.tree_map_with_path(cut, variables["params"])}
@@ -477,15 +463,8 @@ def _shapes(types: Iterable[hlo.Typed]) -> str:
 def must_move(name: str, *, by_xla: bool = False) -> float | None:
     """The least bytes, in GB, that kernels outside GEMMs move in the pass of ``flax_layers`` on one
     device; by_xla: of kernels as XLA fuses them, which keep GELU's tanh, take maxima along one axis
-    each, and none where they transpose. BY_KERNELS: of the best kernels of a ``dot_general``, which
-    sees neither GELU nor masters."""
-    if name not in (
-        "bf16",
-        "tensorwise",
-        "rowwise",
-        "delayed",
-        *([] if by_xla else [*BY_KERNELS, WITH_GELU]),
-    ):
+    each, and none where they transpose."""
+    if name not in ("bf16", "tensorwise", "rowwise", "delayed"):
         return None
     tokens = SEQUENCES * LENGTH
     weight, x, hidden = (
@@ -521,7 +500,7 @@ def must_move(name: str, *, by_xla: bool = False) -> float | None:
             # the amax's kernel writes tanh, the cast's reads it; the gradient is written by the
             # kernel that takes its amax
             of |= {"gelu": (2 + 2) + (4 + 2), "gelu's gradient": (6 + 2) + (2 + 1)}
-        if name in ("rowwise", WITH_GELU) and not by_xla:
+        if name == "rowwise" and not by_xla:
             # a row or a column fits into a program's registers: each axis is one reading, and the
             # second layer's weight has two
             of |= {
@@ -532,11 +511,6 @@ def must_move(name: str, *, by_xla: bool = False) -> float | None:
                 "loss and its gradient": 2 * (2 + 1),
             }
             of |= {"gelu's gradient": 4 + 1}
-        if name in BY_KERNELS:
-            # XLA's kernels write what ours read: weights rounded, GELU and its tanh, gradients;
-            # with maxima along one axis, where ours write codes along both from one reading
-            of |= {"up": (4 + 2) + (2 + 1), "down": (4 + 2) + (2 + 2), "gelu": (2 + 4) + (2 + 2)}
-            of |= {"loss and its gradient": (2 + 2) + (2 + 2), "gelu's gradient": (6 + 2) + (2 + 1)}
         if by_xla and name == "rowwise":
             # one kernel takes the first amax, and writes what is dear to make again; the cast by it
             # takes the second
@@ -844,7 +818,6 @@ def main() -> None:
                 flax_layers,
                 [
                     *((name, devices) for devices, name in itertools.product((1, 8), HOOKS)),
-                    *((name, 1) for name in (*BY_KERNELS, WITH_GELU)),
                     *((name, 8, AXES) for name in HOOKS),
                 ],
             ),
