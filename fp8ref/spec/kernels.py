@@ -4,13 +4,14 @@ Both give the same codes, scales and amaxes. Where they run differs, and how fas
 """
 
 import importlib.util
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fp8ref.shared.errors import one_of, require
 
-__all__ = ["Choice", "Kernels", "check", "installed"]
+__all__ = ["Choice", "Kernels", "broken", "check", "installed", "read", "warn"]
 
 Choice = Literal["auto", "plain", "triton"]
 """Triton where it is faster and passes its self-check; the framework's operations; Triton, on a CPU
@@ -79,4 +80,20 @@ def check(choice: str) -> None:
         choice != "triton" or installed(),
         "kernels 'triton' need the package triton, which is not installed. Install it with: pip "
         "install 'fp8ref[kernels]'. Or use 'auto' or 'plain', which give the same bits.",
+    )
+
+
+def broken(error: Exception) -> str:
+    """The failure of a self-check whose kernel did not compile or run, in one line."""
+    reason = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__} where a kernel was compiled or run: {reason}"
+
+
+def warn(device: str, failure: str) -> None:
+    """Warn that plain operations cast on a device whose self-check failed."""
+    warnings.warn(
+        f"plain operations cast on {device}, as Triton kernels failed their self-check there: "
+        f"{failure}. Please report it, with the versions of Triton and of the driver. Use kernels "
+        "'plain', which gives the same bits, to end this warning.",
+        stacklevel=3,
     )

@@ -160,9 +160,10 @@ def _compiled(*arrays: jax.Array, call: _Call) -> list[jax.Array]:
 
 def _interpreted(*arrays: jax.Array, call: _Call) -> list[jax.Array]:
     """On any other platform: on the host, in Triton's interpreter."""
+    thread = _thread()  # of a thread that XLA runs it would inherit that it flushes subnormals
 
     def on_host(*arrays: jax.Array) -> list[np.ndarray]:
-        return _thread().submit(_on_host, call, [np.ascontiguousarray(x) for x in arrays]).result()
+        return thread.submit(_on_host, call, [np.ascontiguousarray(x) for x in arrays]).result()
 
     return jax.pure_callback(on_host, call.shapes, *arrays, vmap_method="sequential")
 

@@ -4,7 +4,6 @@ choice.resolve("auto", torch.device("cuda"))    # True on Hopper, if the self-ch
 """
 
 import functools
-import warnings
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -79,10 +78,5 @@ def checked(device: torch.device) -> str:
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         failure = self_check.failure(device)
     if failure:
-        warnings.warn(
-            f"plain operations cast on {device}, as Triton kernels failed their self-check there: "
-            f"{failure}. Please report it, with the versions of Triton and of the driver. Use "
-            "kernels 'plain', which gives the same bits, to end this warning.",
-            stacklevel=2,
-        )
+        kernels.warn(str(device), failure)
     return failure

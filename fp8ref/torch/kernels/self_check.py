@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8ref.formats import E4M3FN, E5M2, Format
+from fp8ref.spec import kernels
 from fp8ref.torch.delayed import delayed
 from fp8ref.torch.kernels import casts, launch
 from fp8ref.torch.quantize import scaling
@@ -37,8 +38,7 @@ def failure(device: torch.device) -> str:
                     return f"{what} differ from those of plain operations"
         return "" if device.type == "cpu" else fused(device)
     except Exception as error:  # whatever a compiler or a driver raises
-        reason = next(iter(str(error).splitlines()), "")
-        return f"{type(error).__name__} where a kernel was compiled or run: {reason}"
+        return kernels.broken(error)
 
 
 def fused(device: torch.device) -> str:

@@ -86,4 +86,35 @@ def test_the_self_check_passes_here_and_sees_wrong_codes(monkeypatch):
         return right(codes, transposed ^ jnp.uint8(1), parts, **options)
 
     monkeypatch.setattr(choice.casts, "quantized", wrong)
-    assert choice.failure(CPU) == "cast to e4m3fn, transposed, has other codes"
+    with pytest.warns(UserWarning, match="plain operations cast on cpu.*transposed, has other"):
+        assert choice.failure(CPU) == "cast to e4m3fn, transposed, has other codes"
+
+
+def test_the_self_check_sees_wrong_amaxes_and_kernels_that_do_not_run(monkeypatch):
+    right = choice.casts.quantized
+
+    def wrong(codes, transposed, parts, **options):
+        return right(codes, transposed, jnp.minimum(parts, 7), **options)
+
+    def broken(*arguments, **options):
+        raise RuntimeError("ptxas is missing\nmore")
+
+    for quantized, failure in (
+        (wrong, "cast has another amax"),
+        (broken, "RuntimeError where a kernel was compiled or run: ptxas is missing"),
+    ):
+        monkeypatch.setattr(choice.casts, "quantized", quantized)
+        with pytest.warns(UserWarning, match=failure):
+            assert choice.failure(CPU) == failure
+
+
+def test_fused_kernels_run_by_the_launches_of_jax(monkeypatch):
+    assert choice.fused(CPU) == ""
+    right = choice.launch.run
+
+    def run(made, inputs, outputs, kernels):
+        *others, last = right(made, inputs, outputs, kernels)
+        return [*others, last + (last.dtype == jnp.int32) * (1 << 20)]
+
+    monkeypatch.setattr(choice.launch, "run", run)
+    assert choice.fused(CPU) == "results of a norm differ from those of plain operations"
