@@ -111,6 +111,7 @@ def test_states_wait_and_nobody_misses_their_updates():  # T-9, H-12
 
 @pytest.mark.parametrize("how", ["block", "model"])
 def test_each_recipe_is_compiled_once(how):  # T-9
+    torch._dynamo.reset()  # of what other tests compiled
     counter = CompileCounter()
     made = plain()
     model = parallelize(
