@@ -41,6 +41,7 @@ import aot_moe
 import fp8ref.jax as fj
 from fp8ref.jax import proof
 from fp8ref.jax.experts import operands as grouped_operands
+from fp8ref.jax.kernels import TritonKernels, casting
 from fp8ref.jax.proof import hlo
 from fp8ref.jax.states import states
 from fp8ref.recipe import RECIPES
@@ -116,7 +117,7 @@ STATES = """\
 A step of AdamW of one float32 matrix of 4096 x 4096 by optax and by `fp8ref.jax.states.step`, weights and states donated. Bytes a parameter are
 what kernels read and write; those that must move are the weight twice, its gradient, and both moments twice. A scale of a whole tensor
 needs the exact amax first: what makes it must be read once more. Layouts with a master of their own have it in the weight's place: no
-parameter is kept. Where both moments share scales by blocks of exact amaxes, the step is one Pallas kernel: XLA's own would read twice what a
+parameter is kept. Where both moments share scales by blocks of exact amaxes, the step is one Triton kernel: XLA's own would read twice what a
 block's amax is made of.
 
 | AdamW | bytes a parameter, in kernels | must move | ratio |
@@ -556,7 +557,8 @@ def of_states(layout: str, target: str) -> dict:
         return None if p is None else new, state
 
     given = (None if layout in WITH_MASTERS else p, state, p)
-    text = jax.jit(step, donate_argnums=(0, 1)).lower(*given).compile().as_text()
+    with casting(TritonKernels(capability=90)):
+        text = jax.jit(step, donate_argnums=(0, 1)).lower(*given).compile().as_text()
     moved = [sum(map(_bytes, (*one.types, *read))) for one, read in kernels(text)]
     least = by_name("float32" if layout == "optax" else layout).step_bytes(p.size)
     return {

@@ -20,12 +20,13 @@ NUMBERS = (
     "a2",
     "inverse1",
     "inverse2",
+    "bound",
     "learning_rate",
     "eps",
     "weight_decay",
     "factor",
 )
-"""The numbers of a step, float32 [10], in order: of ``spec.states.layouts.Scalars``, and the factor
+"""The numbers of a step, float32 [11], in order: of ``spec.states.layouts.Scalars``, and the factor
 of gradients, such as of clipping; NaN skips the step, so that nothing changes."""
 
 
@@ -34,9 +35,37 @@ TILE = (32, 64)
 
 
 @triton.jit
-def _zero_below(x, least: tl.constexpr):
+def zero_below(x, least: tl.constexpr):
     """x with +0 in place of magnitudes below a number; NaN stays."""
     return tl.where(tl.abs(x) < least, 0.0, x)
+
+
+@triton.jit
+def averages(g, m, v, numbers_ptr, LERP: tl.constexpr):
+    """The new moments, of a gradient that is put in range (O-2, O-5)."""
+    g = g * tl.load(numbers_ptr + 10)
+    g = tl.where(
+        tl.abs(g) <= 72057594037927936.0, zero_below(g, 1.3877787807814457e-17), float("nan")
+    )  # 2^56, 2^-56
+    a1, a2 = tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 3)
+    least: tl.constexpr = 7.888609052210118e-31 if LERP else 2.350988701644575e-38  # 2^-100, 2^-125
+    if LERP:
+        m, v = m + a1 * (g - m), v + a2 * (g * g - v)
+    else:
+        m, v = tl.load(numbers_ptr) * m + a1 * g, tl.load(numbers_ptr + 2) * v + a2 * (g * g)
+    return zero_below(m, least), zero_below(v, least)
+
+
+@triton.jit
+def changed(p, m, root, numbers_ptr, BOUNDED: tl.constexpr):
+    """The new weight, of the new moments and the root of v (O-6)."""
+    divisor = root * tl.load(numbers_ptr + 5) + tl.load(numbers_ptr + 8)
+    ratio = tl.div_rn(m * tl.load(numbers_ptr + 4), divisor)
+    if BOUNDED:
+        bound = tl.load(numbers_ptr + 6)
+        ratio = tl.where(ratio > bound, bound, tl.where(ratio < -bound, -bound, ratio))
+    change = tl.load(numbers_ptr + 7) * (ratio + tl.load(numbers_ptr + 9) * p)
+    return p - zero_below(change, 8.077935669463161e-28)  # 2^-90
 
 
 @triton.jit
@@ -45,26 +74,17 @@ def _new(
     BN: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
     """This program's tile of the new weight and moments."""
-    old = load_tile(p_ptr, N, 1, M, N, BM, BN, EVEN)
+    p = load_tile(p_ptr, N, 1, M, N, BM, BN, EVEN)
     old_m = load_tile(m_ptr, N, 1, M, N, BM, BN, EVEN)
     old_v = load_tile(v_ptr, N, 1, M, N, BM, BN, EVEN)
-    factor = tl.load(numbers_ptr + 9)
-    g = load_tile(g_ptr, N, 1, M, N, BM, BN, EVEN) * factor
-    g = tl.where(
-        tl.abs(g) <= 72057594037927936.0, _zero_below(g, 1.3877787807814457e-17), float("nan")
-    )  # 2^56, 2^-56
-    m = tl.load(numbers_ptr) * old_m + tl.load(numbers_ptr + 1) * g
-    v = tl.load(numbers_ptr + 2) * old_v + tl.load(numbers_ptr + 3) * (g * g)
-    m = _zero_below(m, 2.350988701644575e-38)  # 2^-125
-    v = _zero_below(v, 2.350988701644575e-38)
-    root = tl.sqrt_rn(v) * tl.load(numbers_ptr + 5) + tl.load(numbers_ptr + 7)
-    ratio = tl.div_rn(m * tl.load(numbers_ptr + 4), root)
+    g = load_tile(g_ptr, N, 1, M, N, BM, BN, EVEN)
+    m, v = averages(g, old_m, old_v, numbers_ptr, False)
     # O-4 reads a master that is no float32 parameter
-    read = old if p_ptr.dtype.element_ty == tl.float32 else _zero_below(old, 2.350988701644575e-38)
-    change = tl.load(numbers_ptr + 6) * (ratio + tl.load(numbers_ptr + 8) * read)
-    p = read - _zero_below(change, 8.077935669463161e-28)  # 2^-90
+    read = p if p_ptr.dtype.element_ty == tl.float32 else zero_below(p, 2.350988701644575e-38)
+    new = changed(read, m, tl.sqrt_rn(v), numbers_ptr, False)
+    factor = tl.load(numbers_ptr + 10)
     skipped = factor != factor
-    return tl.where(skipped, old, p), tl.where(skipped, old_m, m), tl.where(skipped, old_v, v)
+    return tl.where(skipped, p, new), tl.where(skipped, old_m, m), tl.where(skipped, old_v, v)
 
 
 @triton.jit

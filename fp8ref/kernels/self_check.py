@@ -10,7 +10,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fp8ref.kernels import adamw, norm_gradients, norms, rotary, swiglu
+from fp8ref.kernels import adamw, adamw_blocks, norm_gradients, norms, rotary, swiglu
+from fp8ref.kernels.adamw_blocks import Blocks
 from fp8ref.kernels.jit import Launch, interpret
 
 __all__ = ["Output", "failure"]
@@ -88,13 +89,31 @@ def _of_heads(e5m2: bool, one: np.ndarray):
 
 def _of_weights(e5m2: bool, one: np.ndarray, g: np.ndarray):
     p, m, v = (_planted(_SHAPE, seed).astype(np.float32) for seed in (7, 8, 9))
-    numbers = np.array([0.9, 0.1, 0.95, 0.05, 1.5, 2.0, 1e-3, 1e-8, 0.1, 0.7], np.float32)
+    numbers = np.array([0.9, 0.1, 0.95, 0.05, 1.5, 2.0, 1.0, 1e-3, 1e-8, 0.1, 0.7], np.float32)
     state = [p, g, m, np.abs(v), numbers]
     new: list[Output] = [*[(_SHAPE, "float32")] * 3, (_SHAPE, "bfloat16")]
     step, cast = adamw.step(_SHAPE), adamw.step_and_cast(_SHAPE, e5m2=e5m2)
     yield "AdamW", False, step, state, [*new, _parts(step)]
     codes: list[Output] = [(_SHAPE, "uint8"), (_SHAPE[::-1], "uint8")]
     yield "AdamW's cast", False, cast, [*state, one], [*new, *codes, _parts(cast)]
+    root = Blocks(block=_SHAPE[1], root=True, keep=True, bounded=True)
+    coat = Blocks(block=_SHAPE[1], floor=1e-30, divide=True, expansion=True, lerp=True)
+    for blocks in (root, coat) if e5m2 else ():
+        yield _in_blocks(blocks, [p.astype(np.float16), g], [*numbers, 1, 0.25, 4])
+
+
+def _in_blocks(blocks: Blocks, state: list[np.ndarray], numbers: list[float]):
+    """A step with moments of one block a row, and a float16 master."""
+    codes = _planted(_SHAPE, 10).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    scales = [np.abs(_planted(_SHAPE[:1], seed)).astype(np.float32) for seed in (11, 12)]
+    exponents = np.resize(np.array([0.5, 1, 2, 4], np.float32), _SHAPE[:1])
+    moment = [codes, scales[0], exponents, scales[1]]
+    more: Output = (_SHAPE[:1] if blocks.expansion else (0,), "float32")
+    kept: list[Output] = [(_SHAPE, "uint8"), (_SHAPE[:1], "float32"), more, more]
+    inputs = [*state, np.array(numbers, np.float32), *moment * 2]
+    outputs: list[Output] = [(_SHAPE, "float16"), *kept * 2, (_SHAPE[:1], "int32")]
+    step = adamw_blocks.step(_SHAPE[0], blocks)
+    return "AdamW in blocks", False, step, inputs, outputs
 
 
 def _planted(shape: tuple[int, ...], seed: int) -> np.ndarray:

@@ -14,8 +14,8 @@ from jax import lax
 
 from fp8ref.formats import E4M3FN, Format
 from fp8ref.jax.quantize import cast, scales, scaling
+from fp8ref.jax.quantize.division import product
 from fp8ref.jax.quantize.scaling import Quantized
-from fp8ref.jax.states.moments import product
 from fp8ref.policy import ScalePolicy
 from fp8ref.spec import gradient_reduction
 from fp8ref.spec.gradient_reduction import AutoScale, PreScale, Result

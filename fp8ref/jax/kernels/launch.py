@@ -79,6 +79,7 @@ class _Call:
     warps: int
     outputs: tuple[Result, ...]
     capability: int | None
+    aliases: tuple[tuple[int, int], ...] = ()
 
     @property
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
@@ -102,10 +103,25 @@ def run(
         arrays[0] = one_device.check(arrays[0], _ON_A_MESH)
     elif kernels.capability is None and jax.default_backend() == "cpu":
         hardware.check_devices(mesh.size, mapped=True, platform="cpu")
+    return bind(launch, arrays, outputs, kernels)
+
+
+def bind(
+    launch: "Launch",
+    inputs: Sequence[jax.Array],
+    outputs: Sequence[Result],
+    kernels: TritonKernels,
+    aliases: Sequence[tuple[int, int]] = (),
+) -> list[jax.Array]:
+    """``run`` without its checks of a mesh.
+
+    aliases   places of inputs, and of the outputs that are written over them.
+    """
     numbers = tuple(launch.numbers.items())
     kinds = tuple((tuple(shape), jnp.dtype(dtype)) for shape, dtype in outputs)
-    call = _Call(launch.kernel, launch.grid, numbers, launch.warps, kinds, kernels.capability)
-    return _launch.bind(*arrays, call=call)
+    capability, over = kernels.capability, tuple(aliases)
+    call = _Call(launch.kernel, launch.grid, numbers, launch.warps, kinds, capability, over)
+    return _launch.bind(*inputs, call=call)
 
 
 _launch = Primitive("fp8ref_kernel")
@@ -155,6 +171,7 @@ def _compiled(*arrays: jax.Array, call: _Call) -> list[jax.Array]:
         num_warps=call.warps,
         enable_fp_fusion=False,
         compute_capability=call.capability,
+        input_output_aliases=dict(call.aliases),
     )
 
 
@@ -172,6 +189,8 @@ def _on_host(call: _Call, inputs: list[np.ndarray]) -> list[np.ndarray]:
     from fp8ref.kernels import jit
 
     outputs = [np.zeros(shape, dtype) for shape, dtype in call.outputs]
+    for source, place in call.aliases:
+        outputs[place] = inputs[source].copy()
     arrays = [*inputs, *outputs]
     launch = jit.Launch(call.kernel, call.grid, dict(call.numbers), warps=call.warps)
     jit.interpret(launch, arrays, [x.dtype.name for x in arrays])

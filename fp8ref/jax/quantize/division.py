@@ -41,6 +41,12 @@ def barrier(x: jax.Array) -> jax.Array:
     return x if _in_kernel.get() else lax.optimization_barrier(x)
 
 
+def product(a, b) -> jax.Array:
+    """RN32(a * b), clipped to float32's range, which only keeps XLA from fusing it with a sum."""
+    largest = np.finfo(np.float32).max
+    return jnp.clip(a * b, -largest, largest)
+
+
 def divide(a, b) -> jax.Array:
     """RN32(a / b), of float32 arrays that broadcast against each other, or numbers.
 

@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from fp8ref.jax.quantize import cast, division
+from fp8ref.jax.quantize.division import product
 from fp8ref.jax.transforms import array_types
 from fp8ref.spec.states import layouts as states
 from fp8ref.spec.states.layouts import Layout, Moment
@@ -82,7 +83,7 @@ def master(p, layout: Layout) -> MomentState:
     moment, x = layout.master, cast.to_f32(p)
     if moment.scaling is None:
         return MomentState(_codes(x, x, moment, None))
-    scale, scale_inv = _scales(_group_max(jnp.abs(x), moment), moment)
+    scale, scale_inv = scales(_group_max(jnp.abs(x), moment), moment)
     codes = _codes(product(x, scale), x, moment, None)
     if moment.amax == "exact":
         return MomentState(codes, scale_inv)
@@ -117,6 +118,11 @@ def change(ratio, p, at: Scalars):
     """The decrease of a weight from the ratio of moments (O-6); of magnitudes a bound."""
     step = product(at.learning_rate, ratio + product(at.weight_decay, p))
     return jnp.where(jnp.abs(step) < states.STEP_MIN, jnp.float32(0), step)
+
+
+def predicted(master: MomentState, at: Scalars):
+    """The amax that makes the scale of the next master, from the last one's (O-15)."""
+    return master.amax + change(at.bound, master.amax, at)
 
 
 def extremes(x, g, moment: Moment, which: int) -> list[jax.Array]:
@@ -186,7 +192,7 @@ def store(
     if moment.scaling is None:
         return MomentState(_codes(x, x, moment, key))
     if which == 2 and moment.amax == "predicted":
-        maxima = [old.amax + change(at.bound, old.amax, at)]
+        maxima = [predicted(old, at)]
     own = amax = maxima[0]
     if moment.amax == "previous":
         assert old.amax is not None
@@ -197,7 +203,7 @@ def store(
         amax = division.sqrt(amax) if moment.root else amax
     if moment.expansion:
         return _store_expanded(x, amax, -maxima[1], moment, key)
-    scale, scale_inv = _scales(amax, moment)
+    scale, scale_inv = scales(amax, moment)
     divides = moment.scaling == "divide"
     scaled = (
         _over(x, _spread(scale_inv, x, moment))
@@ -215,7 +221,7 @@ def store(
 def _store_expanded(x, amax, smallest, moment: Moment, key) -> MomentState:
     """O-10."""
     floor = jnp.float32(moment.floor)
-    top = _not_below(amax, floor)
+    top = jnp.maximum(amax, floor)
     bottom = jnp.minimum(jnp.maximum(smallest, floor), top)
     center = product(division.sqrt(top), division.sqrt(bottom))
     ratio = division.divide(top, bottom)
@@ -252,9 +258,9 @@ def _signed(magnitude, sign):
     return jnp.where(jnp.signbit(sign), -magnitude, magnitude)
 
 
-def _scales(amax, moment: Moment):
+def scales(amax, moment: Moment):
     """(scale, scale_inv) (O-7); scale is None under ``divide``."""
-    amax = _not_below(amax, jnp.float32(moment.floor))
+    amax = jnp.maximum(amax, jnp.float32(moment.floor))
     top = jnp.float32(moment.fmt.max)
     if moment.scaling == "divide":
         return None, quotient(amax, top)
@@ -291,11 +297,6 @@ def above(x, limit: float, stored: MomentState, moment: Moment):
 
 def _group_max(x, moment: Moment, empty: float = 0.0):
     """() or [blocks]: the maximum of each group; empty pads, 0 for magnitudes, compared by bits."""
-    # [blocks, block], of magnitudes: by bits, NaN is the largest
-    if division.inside_kernel() and empty == 0:
-        return lax.bitcast_convert_type(
-            jnp.max(lax.bitcast_convert_type(x, jnp.int32), axis=-1), jnp.float32
-        )
     if empty == 0:
         return cast.from_magnitude_bits(_max_of_groups(cast.magnitude_bits(x), moment, 0), x.dtype)
     return _max_of_groups(x, moment, empty)
@@ -336,20 +337,6 @@ def _spread(group_values, x, moment: Moment):
     return array_types.like(
         jnp.repeat(group_values, block)[: int(np.prod(shape))].reshape(shape), x
     )
-
-
-def product(a, b):
-    """a * b, clipped to float32's range, which only keeps XLA from fusing it."""
-    if division.inside_kernel():
-        return jnp.where(jnp.abs(a * b) <= _LARGEST, a * b, jnp.nan)
-    return jnp.clip(a * b, -_LARGEST, _LARGEST)
-
-
-def _not_below(x, least):
-    """``jnp.maximum`` for x that may be NaN."""
-    if division.inside_kernel():
-        return jnp.where(jnp.isnan(x) | (x > least), x, least)
-    return jnp.maximum(x, least)
 
 
 def _over(x, group_values):

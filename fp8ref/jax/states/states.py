@@ -374,9 +374,9 @@ def _updated(leaf: _Leaf) -> tuple:
 
 def _stepped(leaf: _Leaf, *, factor: jax.Array, finite: jax.Array) -> tuple:
     """(new parameter, m, v), and its master if kept."""
-    from fp8ref.jax.states import kernel  # Pallas is slow to import
+    from fp8ref.jax.states import kernel  # whose launch imports what imports this package
 
-    own = leaf.layout
+    own, kernels = leaf.layout, kernel.chosen()
 
     def by_xla(p, g, stored, at, factor, finite):
         scaled = cast.to_f32(g) * factor
@@ -393,12 +393,13 @@ def _stepped(leaf: _Leaf, *, factor: jax.Array, finite: jax.Array) -> tuple:
     # Of a stack the kernel takes all blocks at once. Scales of masters, one for each of its
     # tensors, it does not. Its results have no types of a mesh.
     if (
-        not kernel.takes(leaf.p.shape[leaf.is_stack :], own)
+        kernels is None
+        or not kernel.takes(leaf.p.shape[leaf.is_stack :], own)
         or (leaf.is_stack and own.keeps_master)
         or any(map(array_types.on_a_mesh, (leaf.p, leaf.g)))
     ):
         return by_xla(*args)
-    on_gpu = functools.partial(kernel.step, layout=own)
+    on_gpu = functools.partial(kernel.step, layout=own, kernels=kernels)
     choice = functools.partial(lax.platform_dependent, cuda=on_gpu, default=by_xla)
     return parameter_stacks.batched_by(by_xla)(lambda *args: choice(*args))(*args)
 

@@ -288,7 +288,8 @@ def _on_device(piece: Work) -> Work:
         None if key is None else tuple(torch.tensor(key, device=piece.p.device).unbind())
         for key in piece.keys
     ]
-    return in_blocks(piece)._replace(at=_tensors(piece.at, piece.p.device), keys=tuple(keys))  # type: ignore[arg-type]
+    at = Scalars(*numbers(piece.at, piece.p.device).unbind())  # type: ignore[arg-type]
+    return in_blocks(piece)._replace(at=at, keys=tuple(keys))  # type: ignore[arg-type]
 
 
 def amaxes_first(layout: Layout) -> bool:
@@ -317,10 +318,6 @@ def in_blocks(piece: Work) -> Work:
 
 
 @functools.lru_cache(maxsize=8)
-def _tensors(at: Scalars, device: torch.device) -> Scalars:
-    return Scalars(*numbers(at, device).unbind())  # type: ignore[arg-type]
-
-
 def numbers(values: tuple[float, ...], device: torch.device) -> Tensor:
     """float32 of these numbers on a device."""
     tensor = torch.tensor(values, dtype=torch.float32, device="cpu")

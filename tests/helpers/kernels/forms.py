@@ -3,8 +3,9 @@
 import itertools
 from dataclasses import dataclass
 
-from fp8ref.kernels import adamw, casts, norm_gradients, norms, rotary, swiglu
+from fp8ref.kernels import adamw, adamw_blocks, casts, norm_gradients, norms, rotary, swiglu
 from fp8ref.kernels.jit import Launch
+from fp8ref.spec.states import layouts
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,12 @@ CODES, PARTS, ONE = ("uint8", "uint8"), ("int32",), ("float32",)
 
 def forms(dtype: str = "bfloat16", *, e5m2: bool = False, transposed: bool = False):
     """{name: form} of every kernel. transposed: x is a transposed view, where a kernel takes one."""
-    return _casts(dtype, e5m2, transposed) | _fused(dtype, e5m2) | _adamw(dtype, e5m2)
+    return (
+        _casts(dtype, e5m2, transposed)
+        | _fused(dtype, e5m2)
+        | _adamw(dtype, e5m2)
+        | _in_blocks(dtype)
+    )
 
 
 def _casts(dtype: str, e5m2: bool, transposed: bool) -> dict[str, Form]:
@@ -150,6 +156,23 @@ def _adamw(dtype: str, e5m2: bool) -> dict[str, Form]:
 SIXTEEN_BITS_ON_HOPPER = {("bfloat16", 90), ("float16", 90)}
 """Where the registers of a kernel of 128 x 128 hold what it computes of three tensors. Elsewhere 40
 to 180 bytes of a thread are in memory; GEMMs in blocks of 128 are Hopper's."""
+
+
+def _in_blocks(dtype: str) -> dict[str, Form]:
+    """AdamW with moments in blocks."""
+    forms = {}
+    for name in ("sqrt_e4m3", "torchao", "coat", "sqrt_e4m3_f16"):
+        layout = (layouts.LAYOUTS | layouts.WITH_MASTERS)[name]
+        p = "float16" if layout.keeps_master else "float32"
+        blocks = adamw_blocks.Blocks.of(layout)
+        tile = adamw_blocks.ROWS * blocks.block
+        launch = adamw_blocks.step(SHAPE[0] * SHAPE[1] // blocks.block, blocks)
+        moment = ("uint8", *ONE * 3)
+        read = tile * (BYTES[p] + BYTES[dtype] + 2)
+        dtypes = (p, dtype, *ONE, *moment * 2, p, *moment * 2, *PARTS)
+        forms[f"adamw, {name}"] = Form(launch, dtypes, tile, read, codes=2)
+    return forms
+
 
 FORMS = tuple(forms())
 """The names of ``forms``."""
