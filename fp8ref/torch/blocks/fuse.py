@@ -131,27 +131,18 @@ def fuse(model: nn.Module) -> dict[str, str]:
     """
     notes: dict[str, str] = {}
     for name, module, names, kind in list(_candidates(model)):
-        reason = _obstacle(module, names, kind)
+        note, reason = "", _obstacle(module, names, kind)
         if not reason:
             block, _, key = name.rpartition(".")
             norm = _deferred_norm(model.get_submodule(block), key) if name else None
             _change(module, kind, names, norm)
             first, *others = names[: 2 if kind is _MLP else 3]
             shared_inputs.share(module, dict.fromkeys(others, first))
-        what = (
-            "its norm, the linears of one input" if norm_of(module) else "the linears of one input"
-        )
-        if kind is _MLP:
-            what = f"{what}, SwiGLU and down"
-        note = f"not fused: {reason}" if reason else f"fused: {what}"
+            steps = [*names[:-1], "SwiGLU", names[-1]] if kind is _MLP else names
+            note = f"fused: {'norm, ' if norm else ''}{', '.join(steps)}"
         prefix = f"{name}." if name else ""
-        notes |= {f"{prefix}{key}": note for key in names}
+        notes |= {f"{prefix}{key}": note or f"not fused: {reason}" for key in names}
     return notes
-
-
-def norm_of(module: nn.Module) -> "_Norm | None":
-    """The norm in a fused module's part."""
-    return module.norm if isinstance(module, _Module) else None
 
 
 def unfuse(model: nn.Module) -> None:

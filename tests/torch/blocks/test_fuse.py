@@ -148,7 +148,7 @@ def test_a_fused_model_computes_what_it_did(name, recipe, ran):  # M-11, R-5
     assert ran == [("projections", True), ("mlp", True)] * steps
     rows = ft.report(fused).fused
     assert len(rows) == 6  # q, k, v, gate, up, down
-    assert all("its norm" in row.reason for row in rows)
+    assert all("; fused: norm, " in row.reason for row in rows)
 
 
 @pytest.mark.parametrize("name", MODELS)
