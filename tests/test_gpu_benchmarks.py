@@ -687,3 +687,20 @@ def test_cuda_events_are_a_clock():
         seconds, host = Events().seconds(lambda i: x @ x, 3, ahead=ahead)
         assert seconds > 0
         assert host > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"), [("fp8ref delayed", "auto"), ("fp8ref delayed, plain", "plain")]
+)
+def test_fp8refs_variants_in_jax_are_cast_as_in_the_trainer(monkeypatch, name, asked):
+    from fp8ref.jax.kernels import TritonKernels, choice
+    from fp8ref.spec.kernels import Kernels
+    from on_jax.variants import Variant
+
+    kernels, seen = TritonKernels(capability=90), []
+    monkeypatch.setattr(choice, "explain", lambda asked, device: Kernels(asked == "auto", asked))
+    monkeypatch.setattr(choice, "kernels", lambda ran, device: kernels if ran.triton else None)
+    variant = Variant(name)
+    variant.gradients(lambda params, x, run: seen.append(run.kernels) or x, 1.0, 1.0, 1.0, {})
+    assert variant.recipe.name == "delayed"
+    assert seen[0] is (kernels if asked == "auto" else None)

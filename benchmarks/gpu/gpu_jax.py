@@ -41,7 +41,7 @@ from measuring.timing import Budget
 from on_jax import blocks, ceilings, kernels, linears, profile
 from on_jax.bench import Bench
 from on_jax.clock import Blocked
-from on_jax.variants import BY_TRITON, EXACT, FLAX, MINIMAL, OTHERS
+from on_jax.variants import BY_TRITON, EXACT, FLAX, MINIMAL, OTHERS, PLAIN
 from reporting import report
 from reporting.report import OURS
 from reporting.targets import Target
@@ -114,7 +114,8 @@ def suite(of: Sizes) -> Suite:
 def _blocks(of: Sizes, recipe: str) -> Callable[[Bench], dict]:
     """A section of blocks: a recipe and its peers."""
     peers = {"tensorwise": [*OTHERS, EXACT], "delayed": [FLAX, *BY_TRITON]}.get(recipe, [])
-    variants = ["bf16", "bf16 again", f"fp8ref {recipe}", *peers]
+    ours = [f"fp8ref {recipe}", f"fp8ref {recipe}{PLAIN}"]
+    variants = ["bf16", "bf16 again", *ours, *peers]
     return functools.partial(blocks.run, config=of.blocks, shape=(1, of.tokens), variants=variants)
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8ref.jax import delayed
+from fp8ref.jax.kernels import choice
 from fp8ref.recipe import RECIPES
 from fp8ref.train.jax.llama import shared_inputs
 from fp8ref.train.jax.llama.forward_pass import Pass
@@ -26,6 +27,7 @@ from reporting.report import OURS
 
 FLAX, MINIMAL, EXACT = "flax Fp8DirectDotGeneralOp", "minimal tensorwise", "bf16, every rounding"
 QWIX = "qwix tensorwise"
+PLAIN = ", plain"  # ends the name of a variant whose casts are XLA's
 WITH_TRITON = ", Triton GEMMs"
 """Ends the name of a variant under XLA's own options, which allow GEMMs in Triton."""
 
@@ -67,13 +69,16 @@ PASSES = {MINIMAL: MinimalPass, QWIX: QwixPass}
 
 class Variant:
     """How one kind of linear is run, differentiated and advanced, and by which attention. state:
-    {linear: what it keeps}.
+    {linear: what it keeps}. fp8ref's linears are cast by the kernels that the trainer takes.
     """
 
     def __init__(self, name: str, attention: Literal["xla", "cudnn"] = "xla") -> None:
-        self.name, self.attention = name, attention
+        self.name, self.attention, device = name, attention, jax.devices()[0]
         self.linears = name.removesuffix(WITH_TRITON)
-        kind, _, recipe = name.partition(" ")
+        kind, _, recipe = name.removesuffix(PLAIN).partition(" ")
+        ours = kind == "fp8ref" and not name.endswith(PLAIN)
+        auto = choice.explain("auto" if ours else "plain", device)
+        self.kernels = choice.kernels(auto, device)
         self.recipe = RECIPES[recipe] if kind == "fp8ref" else RECIPES["bf16"]
         self.turned = self.linears == FLAX  # weights are [K, N]
         # None: those that fp8ref's trainer compiles with
@@ -108,7 +113,8 @@ class Variant:
         shared = shared_inputs.states(state, first)
 
         def of(params, x, seen):
-            run = PASSES.get(self.linears, Pass)(shared, dict(seen), attention=self.attention)
+            kind = PASSES.get(self.linears, Pass)
+            run = kind(shared, dict(seen), attention=self.attention, kernels=self.kernels)
             return function(params, x, run), run.seen
 
         unseen = {linear: delayed.unseen(self.recipe) for linear in state}
