@@ -93,6 +93,24 @@ assert len(study.judge(recording, ["rowwise"]).rows) == 6
 assert study.depth(model, lambda model: model(torch.ones(16, 128)), ["rowwise"]).outcomes["rowwise"].in_fp8 == 1
 """
 
+KERNELS = """
+import numpy as np
+from fp8ref.kernels import casts, jit
+x, scale = np.ones((32, 64), np.float32), np.ones((), np.float32)
+codes, transposed = np.zeros((32, 64), np.uint8), np.zeros((64, 32), np.uint8)
+arrays = [x, scale, codes, transposed, np.zeros(1, np.int32)]
+jit.interpret(casts.cast(x.shape, (64, 1), e5m2=False), arrays, [str(a.dtype) for a in arrays])
+assert (codes == 0x38).all() and (transposed == 0x38).all()
+"""
+JAX_KERNELS = """
+import jax.numpy as jnp
+from fp8ref import jax as fj
+from fp8ref.jax.kernels import TritonKernels, casting
+x, w = jnp.ones((32, 64), jnp.bfloat16), jnp.ones((48, 64), jnp.bfloat16)
+with casting(TritonKernels()):
+    y, _ = fj.linear.apply(x, w, recipe="tensorwise")
+assert (y == 64).all()
+"""
 PROPERTY = """
 import numpy as np
 from hypothesis import given, settings
@@ -154,6 +172,12 @@ USES: dict[str, list[Use]] = {
         missing("fp8ref.jax", "jax"),
         missing("fp8ref.train.loop", "train"),
     ],
+    "kernels": [
+        Use("Triton's interpreter", code=KERNELS),
+        missing("fp8ref.jax", "jax"),
+        missing("fp8ref.torch", "torch"),
+    ],
+    "jax-kernels": [Use("a linear that kernels cast, interpreted", code=JAX_KERNELS)],
     "conformance": [
         Use("property tests", code=PROPERTY),
         Use("conform", ("conform", "kernel:mycast", "--format", "e4m3fn"), says="saturating"),
