@@ -22,6 +22,8 @@ def gradients(steps):
     for step in range(steps):
         g = (rng.standard_normal(SHAPE) * 10.0 ** rng.integers(-6, 3, SHAPE)).astype(np.float32)
         g[3, :256] = 0
+        # rows whose expansions have every exponent (O-10)
+        g[5], g[6] = (rng.uniform(1, most, SHAPE[1]) for most in (9, 200))
         if step == steps - 1:
             g[0, 7], g[2, 200], g[4, 0] = np.nan, 1e30, -np.inf
         yield g
