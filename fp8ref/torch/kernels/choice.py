@@ -31,7 +31,7 @@ def explain(choice: Choice, device: torch.device) -> Kernels:
     Raises:   ValueError: as ``kernels.check``; 'triton' on a device that has no such kernels, or
               where the self-check failed.
     """
-    if device.type == "cuda" and device.index is None:
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     return _explained(choice, device)
 

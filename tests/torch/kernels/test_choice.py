@@ -69,8 +69,9 @@ def test_a_failed_self_check_is_warned_of_once_a_device(monkeypatch):
 
 
 def test_a_gpu_without_an_index_is_the_current_one(gpu):
+    gpu.setattr(torch.cuda, "is_available", lambda: True)
     gpu.setattr(torch.cuda, "current_device", lambda: 0)
-    assert choice.resolve("auto", torch.device("cuda"))
+    assert all(choice.resolve("auto", torch.device(name)) for name in ("cuda", "cuda:0"))
     assert choice._explained.cache_info().currsize == 1
 
 
