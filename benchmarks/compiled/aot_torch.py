@@ -122,7 +122,8 @@ EXPLANATION = """\
 # A Llama block that inductor compiles for an H200, without one
 
 Written by `make aot-torch`; kernels compiled, of which none has run. One block of an 8-billion-parameter Llama in bfloat16,
-forward and backward, on 8,192 tokens: sequences x tokens of each. torchao is its `Float8Linear` as its own recipes make it. Bytes are what all kernels
+forward and backward, on 8,192 tokens: sequences x tokens of each. torchao is its `Float8Linear` as its own recipes make it. `fp8ref, kernels` is what `convert` makes on
+such a GPU: Triton kernels cast, and compute norms and SwiGLU in the pass that casts them; in other rows of fp8ref plain operations cast. Bytes are what all kernels
 but GEMMs and flash attention read and write, with the number of these kernels. GB by sectors are of the sectors of 32 bytes that their loads and
 stores touch, each load and store by itself: a kernel that reads a buffer twice counts twice, though a cache may serve it. The kernels of `fp8ref.kernels`
 access 16 bytes at a time, and count what they read and write once. Scattered kernels have a load or a store of which a sector serves fewer than 8 bytes.
