@@ -98,11 +98,11 @@ def _gradients(
     gate = load_tile(gate_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
     up = load_tile(up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
     sigmoid = tl.div_rn(tl.full(gate.shape, 1.0, tl.float32), 1.0 + tl.exp(-gate))
-    silu, of_silu = gate * sigmoid, d * up
+    silu, silu_gradient = gate * sigmoid, d * up
     if TWICE:
         silu = silu.to(d_ptr.dtype.element_ty).to(tl.float32)
-        of_silu = of_silu.to(d_ptr.dtype.element_ty).to(tl.float32)
-    gate_gradient = of_silu * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
+        silu_gradient = silu_gradient.to(d_ptr.dtype.element_ty).to(tl.float32)
+    gate_gradient = silu_gradient * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
     up_gradient = d * silu
     gate_gradient = gate_gradient.to(d_ptr.dtype.element_ty).to(tl.float32)
     return gate_gradient, up_gradient.to(d_ptr.dtype.element_ty).to(tl.float32)

@@ -203,9 +203,9 @@ def _change(
     module: nn.Module, kind: type[_Module], names: tuple[str, ...], norm: "_Norm | None"
 ) -> None:
     """Give a module the class of a fused one."""
-    of_input = "x" if kind is _MLP else forms.input_name(module, names)
+    read = "x" if kind is _MLP else forms.input_name(module, names)
     module.__class__ = _fused_class(type(module), kind, names if kind is _Attention else ())
-    module.fused = _Fused(names, () if norm is None else (norm,), of_input)  # type: ignore[assignment]
+    module.fused = _Fused(names, () if norm is None else (norm,), read)  # type: ignore[assignment]
 
 
 _classes: dict[tuple, type] = {}

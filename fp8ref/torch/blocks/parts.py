@@ -10,6 +10,8 @@ Outputs, gradients and observations are those of the separate modules. Where ker
 both orders in the pass that computes them, and never their values (spec M-11).
 """
 
+import functools
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -90,11 +92,23 @@ def mlp(
 
 
 def fuses(h: torch.Tensor, linears: Sequence[nn.Linear], others: Sequence[nn.Module] = ()) -> bool:
-    """Whether kernels cast these linears' operands, and nothing keeps them apart (``why_not``)."""
+    """Whether kernels cast these linears' operands, and nothing keeps them apart (``why_not``).
+
+    Logs:     the reason, at level INFO of logger fp8ref.torch, the first time that it applies.
+    """
     for each in linears:
         if not isinstance(each, Linear) or not _kernels_cast(each.spec_number, h.device):
             return False
-    return not why_not(h, linears, others)
+    reason = why_not(h, linears, others)
+    if reason and not torch.compiler.is_compiling():
+        _log(reason)
+    return not reason
+
+
+@functools.cache
+def _log(reason: str) -> None:
+    """Log a reason the first time that it applies."""
+    logging.getLogger("fp8ref.torch").info("blocks run module by module: %s", reason)
 
 
 @torch.compiler.assume_constant_result

@@ -157,6 +157,15 @@ def test_interpreted_kernels_give_the_plain_forms_bits(recipe, called):  # M-11
     assert called == (every - AMAXES if recipe == "delayed" else every)
 
 
+@pytest.mark.parametrize(
+    "keys", [{"qk_norm": True}, {"num_experts": 16, "num_experts_per_tok": 1}], ids=str
+)
+def test_a_layer_of_another_form_fuses_what_it_can(keys, called):
+    plain, fused = (layer("tensorwise", kernels=k, **keys) for k in ("plain", "triton"))
+    assert not differing(*(results(block, Layer.forward, tokens=8) for block in (plain, fused)))
+    assert "norm_statistics" in called
+
+
 def test_interpreted_kernels_round_twice_where_transformers_does(called):
     models = [TransformersMLP(layer("tensorwise", kernels=k)) for k in ("plain", "triton")]
     assert not differing(mlp_results(models[0], twice), mlp_results(models[1], twice))
@@ -249,13 +258,17 @@ def reasons():
 @pytest.mark.parametrize(
     ("reason", "change"), [(why, f) for why, changes in reasons().items() for f in changes]
 )
-def test_modules_run_by_themselves_for_a_reason(reason, change):
+def test_modules_run_by_themselves_for_a_reason(reason, change, caplog):
     block, h = layer("tensorwise", kernels="triton"), torch.zeros(1, 8, 256).bfloat16()
     modules = (block.post_attention_layernorm, block.mlp)
     assert parts.fuses(h, block.mlp.linears, modules)
     change(block)
     assert reason in parts.why_not(h, block.mlp.linears, modules)
-    assert not parts.fuses(h, block.mlp.linears, modules)
+    with caplog.at_level("INFO", "fp8ref.torch"):
+        parts._log.cache_clear()
+        assert not any(parts.fuses(h, block.mlp.linears, modules) for _ in "ab")
+    if isinstance(block.mlp.up_proj, Linear):
+        assert [reason in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_a_pass_may_keep_them_apart():
