@@ -3,7 +3,16 @@
 import itertools
 from dataclasses import dataclass
 
-from fp8ref.kernels import adamw, adamw_blocks, casts, norm_gradients, norms, rotary, swiglu
+from fp8ref.kernels import (
+    adamw,
+    adamw_blocks,
+    casts,
+    norm_gradients,
+    norms,
+    observations,
+    rotary,
+    swiglu,
+)
 from fp8ref.kernels.jit import Launch
 from fp8ref.spec.states import layouts
 
@@ -15,7 +24,7 @@ class Form:
     dtypes  of its pointers.
     tile    elements of a program's tile.
     read    bytes of tensors that it reads, by 16 at a time; of lines and scales none.
-    codes   how many tiles of codes it writes.
+    codes   how many tiles of codes it writes; 1: codes that it moves.
     """
 
     launch: Launch
@@ -62,6 +71,8 @@ def _casts(dtype: str, e5m2: bool, transposed: bool) -> dict[str, Form]:
         "cast_by_amax": Form(by_amax, (*x, *PARTS, *CODES, *ONE, *ONE), codes=2, **whole),
         "cast_by_amax, power": Form(by_power, (*x, *PARTS, *CODES, *ONE * 2), codes=2, **whole),
         "recast": Form(recast, more, codes=2, **whole),
+        "transpose": Form(casts.transpose(SHAPE, (SHAPE[1], 1)), CODES, tile, tile, codes=1),
+        "merge": Form(observations.merge((4096,)), (*PARTS, *ONE), tile=1, read=0),
         "cast_lines": Form(lines, (*x, *ONE, *ONE, *CODES), codes=2, **whole),
         "squares": Form(squares, (*x, *CODES, *ONE * 2), **blocks),
         "lines": Form(of_lines, (*x, *CODES, *ONE * 4), **blocks),

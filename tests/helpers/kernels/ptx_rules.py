@@ -44,7 +44,7 @@ def _casts(form: Form, operations: list[str]) -> list[str]:
     faults = [f"{name}: another cast" for name in wrong]
     numbers, needed = 2 * len(casts) * _threads(form), form.codes * form.tile
     once = needed // 2  # codes that both orders share
-    if form.codes and numbers not in (once, needed):
+    if form.codes > 1 and numbers not in (once, needed):
         faults.append(f"{numbers} numbers are cast by cvt, of {once} or {needed}")
     return faults
 

@@ -9,6 +9,7 @@ import fp8ref.configs
 from fp8ref.recipe import trained_recipes
 from fp8ref.shared.errors import ConfigError
 from fp8ref.torch.delayed import delayed
+from fp8ref.train import loop
 from fp8ref.train.config import config as configs
 from fp8ref.train.data import loader
 from fp8ref.train.torch.trainer import Trainer
@@ -107,17 +108,20 @@ def test_two_ranks_hold_the_bits_of_one_process_at_the_widths_of_8b(text):  # M-
         assert (name, [one, other]) == expected
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
-def test_triton_kernels_train_with_the_bits_of_plain_operations(recipe, small):  # M-11
+@pytest.mark.parametrize(
+    ("recipe", "accumulate"),
+    [("tensorwise", None), ("delayed", None), ("rowwise", None), ("tensorwise", "hopper")],
+)
+def test_triton_kernels_train_with_the_bits_of_plain_operations(recipe, accumulate, small):  # M-11
     pytest.importorskip("triton")
     results = {}
     for kernels in ("plain", "triton"):
         config = small.replace(
-            numerics={"recipe": recipe, "kernels": kernels},
+            numerics={"recipe": recipe, "kernels": kernels, "accumulate": accumulate},
             model={"num_hidden_layers": 1},
             data={"batch_size": 1},
         )
-        trainer, batches = Trainer(config), loader.open_batches(config)
+        trainer, batches = loop.trainer("torch", config), loader.open_batches(config)
         assert [ran.triton for ran in trainer.kernels.values()] == [kernels == "triton"]
         results[kernels] = trainer.step(batches.step(0)), trainer.weights()
     (metrics, weights), (plain_metrics, plain_weights) = results["triton"], results["plain"]
