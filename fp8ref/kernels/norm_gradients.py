@@ -7,13 +7,14 @@ part of weight's gradient. Sums of a row, and of rows, are in no stated order.
 import triton
 import triton.language as tl
 
+from fp8ref.kernels import casts
 from fp8ref.kernels.casts import Shape, magnitude
 from fp8ref.kernels.jit import Launch, Numbers
 
 __all__ = ["PROGRAMS", "gradient"]
 
-PROGRAMS = 528
-"""Programs of a launch, at most: four for each of an H100's processors."""
+PROGRAMS = 264
+"""Programs of a launch, at most: two for each of an H100's processors."""
 
 
 @triton.jit
@@ -91,4 +92,6 @@ def gradient(shape: Shape, readers: int) -> Launch:
     count = min(shape[0], PROGRAMS)
     size = triton.next_power_of_2(shape[1])
     numbers: Numbers = {"M": shape[0], "COUNT": count, "N": shape[1], "BN": size}
-    return Launch(_gradient_of_three if readers == 3 else _gradient_of_two, (count,), numbers)
+    outputs = ((shape, "like"), ((count, shape[1]), "float32"), *casts.parts_of((count,)))
+    kernel = _gradient_of_three if readers == 3 else _gradient_of_two
+    return Launch(kernel, (count,), numbers, outputs)

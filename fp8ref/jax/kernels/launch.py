@@ -179,8 +179,6 @@ def _interpreted(*arrays: jax.Array, call: _Call) -> list[jax.Array]:
     """On any other platform: on the host, in Triton's interpreter."""
     thread = _thread()  # of a thread that XLA runs it would inherit that it flushes subnormals
 
-    thread = _thread()
-
     def on_host(*arrays: jax.Array) -> list[np.ndarray]:
         return thread.submit(_on_host, call, [np.ascontiguousarray(x) for x in arrays]).result()
 

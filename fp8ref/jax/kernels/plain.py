@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-__all__ = ["normed", "recomputed", "rounded", "swiglu"]
+__all__ = ["normed", "rotate", "rounded", "swiglu"]
 
 
 def rounded(x: jax.Array, dtype) -> jax.Array:
@@ -17,10 +17,10 @@ def rounded(x: jax.Array, dtype) -> jax.Array:
 
 # The backward pass computes the float32 values within these functions again, from bfloat16. A loop
 # over layers would keep all of them; elsewhere XLA finds the forward pass's own.
-recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
+_recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
-@functools.partial(recomputed, static_argnums=2)
+@functools.partial(_recomputed, static_argnums=2)
 def normed(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """x * rsqrt(mean(x^2) + eps) * weight over the last dim, rounded once to x's dtype."""
     wide = x.astype(jnp.float32)
@@ -28,7 +28,16 @@ def normed(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return rounded(wide * jax.lax.rsqrt(mean_square + eps) * weight.astype(jnp.float32), x.dtype)
 
 
-@recomputed
+@_recomputed
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """silu(gate) * up in float32, rounded once to gate's dtype."""
     return rounded(jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32), gate.dtype)
+
+
+@_recomputed
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding of [B, T, H, D] by float32 tables [T, D], rounded once to x's dtype."""
+    wide = x.astype(jnp.float32)
+    first, second = jnp.split(wide, 2, axis=-1)
+    half = jnp.concatenate([-second, first], axis=-1)
+    return rounded(wide * cos[:, None, :] + half * sin[:, None, :], x.dtype)

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8ref.jax import delayed
 from fp8ref.jax.distributed import sharding
 from fp8ref.jax.distributed.sharding import Placement
-from fp8ref.jax.kernels import norms, swiglu
+from fp8ref.jax.kernels import norms, plain, swiglu
+from fp8ref.jax.kernels import rotary as rotary_kernels
 from fp8ref.jax.linear import arguments, carried, linear, operands
 from fp8ref.jax.linear.carried import Layer, Seen
 from fp8ref.jax.quantize.scales import Scales
@@ -25,7 +27,7 @@ from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.jax.transforms import derivatives
 from fp8ref.recipe import ROLES, CastSpec, Recipe, Role
 
-__all__ = ["Norm", "Reader", "apply", "takes"]
+__all__ = ["Norm", "Reader", "Rotary", "apply", "takes"]
 
 
 class Norm(NamedTuple):
@@ -33,6 +35,13 @@ class Norm(NamedTuple):
 
     weight: jax.Array
     eps: float
+
+
+class Rotary(NamedTuple):
+    """Tables of a rotary embedding, float32 [T, D], D a power of two."""
+
+    cos: jax.Array
+    sin: jax.Array
 
 
 class Reader(NamedTuple):
@@ -54,6 +63,7 @@ class _Group:
     layers  of all that read the norm; under swiglu those of gate, up and down.
     adds    whether a residual is added before the norm.
     kept    the ``checkpoint_name`` of the outputs of gate and up.
+    rotates whether heads of the first two outputs are rotated.
     """
 
     layers: tuple[Layer, ...]
@@ -61,6 +71,7 @@ class _Group:
     adds: bool
     swiglu: bool
     kept: str
+    rotates: bool
 
     @property
     def readers(self) -> int:
@@ -69,11 +80,12 @@ class _Group:
 
 
 class _Stream(NamedTuple):
-    """What is normed: h, and what is added to it before; the norm's weight."""
+    """What is normed: h, and what is added to it before; the norm's weight; rotary tables."""
 
     h: jax.Array
     residual: jax.Array | None
     weight: jax.Array
+    tables: Rotary | None
 
 
 def takes(h: jax.Array, readers: list[Reader]) -> bool:
@@ -100,6 +112,7 @@ def apply(
     norm: Norm,
     residual: jax.Array | None = None,
     swiglu: bool = False,
+    rotary: Rotary | None = None,
     kept: str = "linear",
 ) -> tuple[jax.Array, list[jax.Array], list[Seen | None]]:
     """(h + residual, or h; the readers' outputs of its norm; their seen). What else reads h reads
@@ -107,12 +120,13 @@ def apply(
 
     Shapes:   h and residual [..., K]; outputs [..., N].
     swiglu    readers are gate, up and down, and the only output is down's.
+    rotary    heads of the first two outputs, [B, T, H D], are rotated.
     Order:    M-11; each linear as ``linear.apply``. Under delayed scaling what readers share is
               cast by the first one's state of it.
     Gradient: as of ``linear.apply``; of the norm M-11.
     """
     assert takes(h, readers)
-    stream = _Stream(h, residual, norm.weight)
+    stream = _Stream(h, residual, norm.weight, None)
     bound = [
         linear.bound(
             h, r.w, arguments.layer(r.recipe, r.name, r.placement), r.state, r.seen, r.prepared
@@ -120,11 +134,12 @@ def apply(
         for r in readers
     ]
     layers, scales, seen = zip(*bound, strict=True)
-    group = _Group(layers, norm.eps, residual is not None, swiglu, kept)
+    group = _Group(layers, norm.eps, residual is not None, swiglu, kept, rotary is not None)
     stream, weights = jax.tree.map(
         functools.partial(derivatives.reverse_only, name=readers[0].name),
         (stream, tuple(r.w for r in readers)),
     )
+    stream = stream._replace(tables=rotary)
     total, outputs, observed = _linears(group, stream, weights, scales, seen)
     after = [carried.after(r.seen, *each) for r, each in zip(readers, observed, strict=True)]
     return total, list(outputs), after
@@ -147,6 +162,9 @@ def _forward(group: _Group, stream: _Stream, weights: tuple, scales: tuple, seen
     calls = list(zip(weights, scales, seen, group.layers, strict=True))
     passes = [linear.forward(x, *call) for call in calls[: group.readers]]
     outputs = [output for (output, _), _ in passes]
+    if stream.tables is not None:
+        for i, y in enumerate(outputs[:2]):
+            outputs[i] = plain.rotate(_heads(y, stream.tables), *stream.tables).reshape(y.shape)
     between: tuple[jax.Array, ...] = ()
     if group.swiglu:
         between = gate, up = tuple(checkpoint_name(y, group.kept) for y in outputs)
@@ -157,17 +175,22 @@ def _forward(group: _Group, stream: _Stream, weights: tuple, scales: tuple, seen
         passes.append(linear.forward(product, *calls[-1]))
         outputs = [passes[-1][0][0]]
     observed = tuple(seen for (_, seen), _ in passes)
-    residuals = h, factors, weight, between, tuple(kept for _, kept in passes)
+    residuals = h, factors, weight, stream.tables, between, tuple(kept for _, kept in passes)
     return (h, tuple(outputs), observed), residuals
 
 
 def _backward(group: _Group, residuals, cotangents):
-    h, factors, weight, between, kept = residuals
+    h, factors, weight, tables, between, kept = residuals
     for_total, for_outputs, observed = cotangents
     layers = group.layers
     if group.swiglu:
         down = linear.backward(layers[-1], kept[-1], (for_outputs[0], observed[-1]))
         for_outputs = _cast_gradients(down[0], between, group, kept)
+    if tables is not None:
+        for_outputs = [
+            _cast_rotated(g, tables, layer, saved) if i < 2 else g
+            for i, (g, layer, (saved, _)) in enumerate(zip(for_outputs, layers, kept, strict=True))
+        ]
     passes = [
         linear.backward(layers[i], kept[i], (for_outputs[i], observed[i]))
         for i in range(group.readers)
@@ -178,7 +201,8 @@ def _backward(group: _Group, residuals, cotangents):
     for_h, for_weight = norms.gradient(readers, for_total, h, factors, weight, kernels)
     if axes := tuple(sharding.varying(for_weight) - sharding.varying(weight)):
         for_weight = lax.psum(for_weight, axes)
-    stream = _Stream(for_h, for_h if group.adds else None, for_weight.astype(weight.dtype))
+    for_residual, for_weight = for_h if group.adds else None, for_weight.astype(weight.dtype)
+    stream = _Stream(for_h, for_residual, for_weight, jax.tree.map(jnp.zeros_like, tables))
     if group.swiglu:
         passes.append(down)
     _, for_weights, for_scales, for_seen = zip(*passes, strict=True)
@@ -204,6 +228,21 @@ def _cast_gradients(
         for each, amax, layer in zip(settled, amaxes, layers, strict=True)
     ]
     return swiglu.quantize_gradients((d, gate, up), (by[0], by[1]), cast.fmt, kernels)
+
+
+def _cast_rotated(g: jax.Array, tables: Rotary, layer: Layer, saved: dict) -> Quantized:
+    """The gradient of rotated heads, rotated back and cast."""
+    cast, kernels, heads = _spec(layer.recipe.grad_input.a), layer.kernels, _heads(g, tables)
+    assert kernels is not None
+    settled = saved["grad_output"].scale
+    amax = rotary_kernels.amax(heads, *tables, kernels) if settled is None else None
+    by = _scales({"grad_output": settled}, "grad_output", amax, cast, layer)
+    return rotary_kernels.quantize(heads, tables, by, cast.fmt, kernels)
+
+
+def _heads(x: jax.Array, tables: Rotary) -> jax.Array:
+    """[B, T, H D] as [B, T, H, D]."""
+    return x.reshape(*x.shape[:-1], -1, tables.cos.shape[-1])
 
 
 def _scales(

@@ -23,6 +23,8 @@ from fp8ref.jax.linear.observer import observing
 from fp8ref.jax.quantize import stats
 
 KERNELS = TritonKernels()
+ANGLES = np.random.default_rng(3).uniform(0, 6, (40, 4)).astype(np.float32)
+TABLES = [jnp.asarray(np.tile(f(ANGLES), 2)) for f in (np.cos, np.sin)]  # [T, D] of heads of 8
 MLP = [(48, 32), (48, 32), (32, 48)]  # gate, up, down
 READERS = [(48, 32), (16, 32), (16, 32)]
 
@@ -51,6 +53,7 @@ def by_kernels(recipe, stream, weights, seen):
         norm=norm,
         residual=stream.get("residual"),
         swiglu=_is_mlp(weights),
+        rotary=fused.Rotary(*TABLES) if "rotated" in stream else None,
     )
     return (total, outputs), after
 
@@ -68,17 +71,19 @@ def by_xla(recipe, stream, weights, seen):
 
     linears = readers(weights, seen, recipe)
     if not _is_mlp(weights):
-        outputs, after = zip(*(product(x, each) for each in linears), strict=True)
-        return (total, list(outputs)), list(after)
+        outputs, after = map(list, zip(*(product(x, each) for each in linears), strict=True))
+        if "rotated" in stream:
+            for i, y in enumerate(outputs[:2]):
+                outputs[i] = plain.rotate(y.reshape(2, 40, -1, 8), *TABLES).reshape(y.shape)
+        return (total, outputs), after
     (gate, first), (up, second) = (product(x, each) for each in linears[:2])
     y, third = product(plain.swiglu(gate, up), linears[2])
     return (total, [y]), [first, second, third]
 
 
-def step(function, recipe, shapes, residual):
-    stream = {"h": tensor(0, 2, 40, 32), "norm": tensor(1, 32)}
-    if residual:
-        stream["residual"] = tensor(2, 2, 40, 32)
+def step(function, recipe, shapes, more):
+    """more: ``residual`` that is added before the norm, or ``rotated`` heads of 8."""
+    stream = {"h": tensor(0, 2, 40, 32), "norm": tensor(1, 32), more: tensor(2, 2, 40, 32)}
     weights = [tensor(3 + i, *shape) for i, shape in enumerate(shapes)]
     seen = [delayed.unseen(recipe) or None for _ in weights]
 
@@ -94,12 +99,14 @@ def step(function, recipe, shapes, residual):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 @pytest.mark.parametrize(
-    ("shapes", "residual"), [(READERS, False), (MLP, True)], ids=["q k v", "swiglu"]
+    ("shapes", "more"),
+    [(READERS, "plain"), (READERS, "rotated"), (MLP, "residual")],
+    ids=["q k v", "rotated", "swiglu"],
 )
-def test_a_group_computes_what_its_plain_form_does(shapes, residual, recipe):  # M-11
-    expected = step(by_xla, recipe, shapes, residual)
+def test_a_group_computes_what_its_plain_form_does(shapes, more, recipe):  # M-11
+    expected = step(by_xla, recipe, shapes, more)
     with casting(KERNELS):
-        found = step(by_kernels, recipe, shapes, residual)
+        found = step(by_kernels, recipe, shapes, more)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for mine, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         mine, other = (np.asarray(v, np.float64) for v in (mine, other))

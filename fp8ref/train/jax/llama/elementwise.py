@@ -3,16 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from fp8ref.jax.kernels.plain import recomputed, rounded
-
-
-@recomputed
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary embedding of [B, T, H, D] by float32 tables [T, D], rounded once to x's dtype."""
-    wide = x.astype(jnp.float32)
-    first, second = jnp.split(wide, 2, axis=-1)
-    half = jnp.concatenate([-second, first], axis=-1)
-    return rounded(wide * cos[:, None, :] + half * sin[:, None, :], x.dtype)
+from fp8ref.jax.kernels.plain import rounded
 
 
 @jax.custom_jvp

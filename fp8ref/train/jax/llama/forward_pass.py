@@ -208,11 +208,12 @@ class Pass:
         readers: list[fused.Reader],
         *,
         swiglu: bool = False,
+        rotary: fused.Rotary | None = None,
     ) -> tuple[jax.Array, list[jax.Array]]:
         """(h + residual or h, the outputs of linears that read its norm), as ``fused.apply``."""
         with self._computing():
             total, outputs, after = fused.apply(
-                h, readers, norm=norm, residual=residual, swiglu=swiglu
+                h, readers, norm=norm, residual=residual, swiglu=swiglu, rotary=rotary
             )
         for reader, seen in zip(readers, after, strict=True):
             self._observe(reader.name, seen)

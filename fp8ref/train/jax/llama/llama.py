@@ -12,13 +12,13 @@ from flax import nnx
 from jax import lax
 
 from fp8ref.jax.experts.operands import Codes, Slot
-from fp8ref.jax.kernels.plain import normed, rounded, swiglu
-from fp8ref.jax.linear.fused import Norm, Reader
+from fp8ref.jax.kernels.plain import normed, rotate, rounded, swiglu
+from fp8ref.jax.linear.fused import Norm, Reader, Rotary
 from fp8ref.recipe import Recipe
 from fp8ref.spec import llama
 from fp8ref.spec.llama import EXPERTS, ROUTER, SHARED, STACK, LlamaConfig, sinks_of
 from fp8ref.train.jax.llama import expert_dispatch, experts
-from fp8ref.train.jax.llama.elementwise import add, rotate
+from fp8ref.train.jax.llama.elementwise import add
 from fp8ref.train.jax.llama.experts import Balance
 from fp8ref.train.jax.llama.forward_pass import KEPT, Carried, Pass
 
@@ -78,8 +78,8 @@ class Embedding(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Causal rotary attention, with grouped key and value heads, of the outputs of ``projections``:
-    [B, T, hidden] (spec M-1)."""
+    """Causal rotary attention, with grouped key and value heads, of the outputs of ``projections``,
+    of which q and k may be rotated: [B, T, hidden] (spec M-1)."""
 
     def __init__(self, name: str, config: LlamaConfig, weights: Weights, recipes: Recipes) -> None:
         self.head_dim, self.name = config.head_dim, name
@@ -96,12 +96,23 @@ class Attention(nnx.Module):
                 )
 
     @property
+    def rotates_outputs(self) -> bool:
+        """Whether a kernel takes the gradients of rotated heads to those of linears."""
+        return not self.normalizes and self.head_dim & (self.head_dim - 1) == 0
+
+    @property
     def projections(self) -> list[Linear]:
         """The linears that read the layer's norm."""
         return [self.q_proj, self.k_proj, self.v_proj]
 
     def __call__(
-        self, projected: list[jax.Array], cos: jax.Array, sin: jax.Array, run: Pass
+        self,
+        projected: list[jax.Array],
+        cos: jax.Array,
+        sin: jax.Array,
+        run: Pass,
+        *,
+        rotated: bool,
     ) -> jax.Array:
         q, k, v = projected
         batch, length, _ = q.shape
@@ -110,9 +121,9 @@ class Attention(nnx.Module):
         if self.normalizes:
             q, k = self.q_norm(q), self.k_norm(k)
         sinks = self.sinks[...] if self.has_sinks else None
-        y = run.attended(
-            rotate(q, cos, sin), rotate(k, cos, sin), v, self.name, self.softcap, sinks
-        )
+        if not rotated:
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        y = run.attended(q, k, v, self.name, self.softcap, sinks)
         return self.o_proj(y.reshape(batch, length, -1), run)
 
 
@@ -247,13 +258,15 @@ class Layer(nnx.Module):
 
     def __call__(self, h: jax.Array, cos: jax.Array, sin: jax.Array, run: Pass) -> jax.Array:
         first, second = self.input_layernorm, self.post_attention_layernorm
-        readers = [p.reader(run) for p in self.self_attn.projections]
+        readers, rotary = [p.reader(run) for p in self.self_attn.projections], None
         if run.fuses(h, readers):
-            h, projected = run.fused(h, None, first.norm, readers)
+            if self.self_attn.rotates_outputs:
+                rotary = Rotary(cos, sin)
+            h, projected = run.fused(h, None, first.norm, readers, rotary=rotary)
         else:
             x = first(h)
             projected = [p(x, run) for p in self.self_attn.projections]
-        y = self.self_attn(projected, cos, sin, run)
+        y = self.self_attn(projected, cos, sin, run, rotated=rotary is not None)
         if isinstance(self.mlp, MLP):
             readers = [p.reader(run) for p in self.mlp.projections]
             if run.fuses(h, readers):

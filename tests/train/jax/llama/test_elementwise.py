@@ -24,7 +24,7 @@ def test_each_is_rounded_once(rng):  # M-3
             0,
         ),
         (
-            elementwise.rotate(x, jnp.asarray(cos), jnp.asarray(sin)),
+            plain.rotate(x, jnp.asarray(cos), jnp.asarray(sin)),
             wide * cos[:, None] + half * sin[:, None],
             np.abs(wide) + np.abs(half),
         ),

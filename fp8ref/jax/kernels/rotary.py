@@ -1,0 +1,47 @@
+"""The gradient of a rotary embedding with its cast, by Triton's kernels (spec M-11);
+``plain.rotate``'s is its plain form. g is [B, T, H, D], D a power of two; cos and sin [T, D]."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from fp8ref.formats import Format
+from fp8ref.jax.kernels import casts
+from fp8ref.jax.kernels.launch import TritonKernels, run
+from fp8ref.jax.quantize.scales import Scales
+from fp8ref.jax.quantize.scaling import Quantized
+
+__all__ = ["amax", "quantize"]
+
+
+def amax(g: jax.Array, cos: jax.Array, sin: jax.Array, kernels: TritonKernels) -> jax.Array:
+    """The amax, float32 (), of the rounded gradient."""
+    from fp8ref.kernels import rotary
+
+    launch = rotary.amax(*_heads(g))
+    [parts] = run(launch, [g, cos, sin], [((launch.programs,), jnp.int32)], kernels)
+    return casts.largest(parts)
+
+
+def quantize(
+    g: jax.Array,
+    tables: tuple[jax.Array, jax.Array],
+    by: Scales,
+    fmt: Format,
+    kernels: TritonKernels,
+) -> Quantized:
+    """The gradient [B, T, H D], rounded, by ``casts.quantize``; tables are cos and sin."""
+    from fp8ref.kernels import rotary
+
+    launch = rotary.cast(*_heads(g), e5m2=fmt.name == "e5m2")
+    shape = *g.shape[:2], math.prod(g.shape[2:])
+    kinds = casts.results((shape[0] * shape[1], shape[2]), launch.programs)
+    outputs = run(launch, [g, *tables, by.scale], kinds, kernels)
+    return casts.quantized(*outputs, by=by, fmt=fmt, shape=shape, axis=-1)
+
+
+def _heads(g: jax.Array) -> tuple[tuple[int, int, int, int], tuple[int, int, int]]:
+    """Shape and strides."""
+    batch, tokens, heads, width = g.shape
+    return (batch, tokens, heads, width), (tokens * heads * width, heads * width, width)
