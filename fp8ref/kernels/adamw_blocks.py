@@ -6,7 +6,6 @@ between the two. Results are written in place of what was read, and nothing is w
 that is not finite.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from fp8ref.kernels.adamw import averages, changed, zero_below
 from fp8ref.kernels.casts import codes_of, magnitude
 from fp8ref.kernels.jit import Launch, Numbers
 
-__all__ = ["NUMBERS", "Blocks", "step"]
+__all__ = ["NUMBERS", "step"]
 
 NUMBERS = 14
 """The length of the numbers of a step, float32: ``adamw.NUMBERS``; 1 if the step is finite, else 0;
@@ -151,42 +150,7 @@ def _step(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Blocks:
-    """How moments in e4m3fn share scales: fields of ``spec.states.layouts.Moment``; root and keep
-    are v's.
-
-    divide   whether a scale divides, or multiplies.
-    lerp     whether moments are averaged by lerp, or by products.
-    bounded  whether the ratio of moments is.
-    """
-
-    block: int
-    floor: float = 2.0**-90
-    divide: bool = False
-    root: bool = False
-    keep: bool = False
-    expansion: bool = False
-    lerp: bool = False
-    bounded: bool = False
-
-    @classmethod
-    def of(cls, layout: Any) -> "Blocks":
-        """Those of a ``spec.states.layouts.Layout``."""
-        v = layout.v
-        return cls(
-            block=v.block,
-            floor=v.floor,
-            divide=v.scaling == "divide",
-            root=v.root,
-            keep=v.keep,
-            expansion=v.expansion,
-            lerp=layout.average == "lerp",
-            bounded=layout.bounded,
-        )
-
-
-def step(count: int, blocks: Blocks) -> Launch:
+def step(count: int, layout: Any) -> Launch:
     """p, g, the numbers, and of m and v codes, scale_inv, exponents and centers -> all but g and
     the numbers, and the amax of each block of a master's codes, int32 [count].
 
@@ -195,18 +159,21 @@ def step(count: int, blocks: Blocks) -> Launch:
     p        float32, or the codes of a float16 master; else amaxes are not written.
     g        float32, float16 or bfloat16. codes are uint8.
     count    of the blocks; the last may not be shorter.
+    layout   a ``spec.states.layouts.Layout``: moments in e4m3fn by exact amaxes, alike but for root
+             and keep, which v has; scaling multiply or divide.
     Order:   spec O-2 to O-8, O-10 and O-15; each operation rounded to float32.
     """
+    moment = layout.v
     numbers: Numbers = {
         "BLOCKS": count,
-        "SIZE": blocks.block,
+        "SIZE": moment.block,
         "ROWS": ROWS,
-        "LERP": blocks.lerp,
-        "BOUNDED": blocks.bounded,
-        "FLOOR": int(np.float32(blocks.floor).view(np.int32)),
-        "DIVIDE": blocks.divide,
-        "ROOT": blocks.root,
-        "KEEP": blocks.keep,
-        "EXPANDED": blocks.expansion,
+        "LERP": layout.average == "lerp",
+        "BOUNDED": layout.bounded,
+        "FLOOR": int(np.float32(moment.floor).view(np.int32)),
+        "DIVIDE": moment.scaling == "divide",
+        "ROOT": moment.root,
+        "KEEP": moment.keep,
+        "EXPANDED": moment.expansion,
     }
     return Launch(_step, (-(-count // ROWS),), numbers, warps=4)

@@ -5,13 +5,13 @@ device approximates an exponential or sums in another order: there a result may 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from fp8ref.kernels import adamw, adamw_blocks, norm_gradients, norms, rotary, swiglu
-from fp8ref.kernels.adamw_blocks import Blocks
 from fp8ref.kernels.jit import Launch, interpret
 
 __all__ = ["Output", "failure"]
@@ -96,23 +96,30 @@ def _of_weights(e5m2: bool, one: np.ndarray, g: np.ndarray):
     yield "AdamW", False, step, state, [*new, _parts(step)]
     codes: list[Output] = [(_SHAPE, "uint8"), (_SHAPE[::-1], "uint8")]
     yield "AdamW's cast", False, cast, [*state, one], [*new, *codes, _parts(cast)]
-    root = Blocks(block=_SHAPE[1], root=True, keep=True, bounded=True)
-    coat = Blocks(block=_SHAPE[1], floor=1e-30, divide=True, expansion=True, lerp=True)
-    for blocks in (root, coat) if e5m2 else ():
-        yield _in_blocks(blocks, [p.astype(np.float16), g], [*numbers, 1, 0.25, 4])
+    for expansion in (False, True) if e5m2 else ():
+        yield _in_blocks(expansion, [p.astype(np.float16), g], [*numbers, 1, 0.25, 4])
 
 
-def _in_blocks(blocks: Blocks, state: list[np.ndarray], numbers: list[float]):
+def _in_blocks(expansion: bool, state: list[np.ndarray], numbers: list[float]):
     """A step with moments of one block a row, and a float16 master."""
+    v = SimpleNamespace(
+        block=_SHAPE[1],
+        floor=1e-30,
+        scaling="divide" if expansion else "multiply",
+        root=not expansion,
+        keep=not expansion,
+        expansion=expansion,
+    )
+    layout = SimpleNamespace(v=v, average="products", bounded=True)
     codes = _planted(_SHAPE, 10).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     scales = [np.abs(_planted(_SHAPE[:1], seed)).astype(np.float32) for seed in (11, 12)]
     exponents = np.resize(np.array([0.5, 1, 2, 4], np.float32), _SHAPE[:1])
     moment = [codes, scales[0], exponents, scales[1]]
-    more: Output = (_SHAPE[:1] if blocks.expansion else (0,), "float32")
+    more: Output = (_SHAPE[:1] if expansion else (0,), "float32")
     kept: list[Output] = [(_SHAPE, "uint8"), (_SHAPE[:1], "float32"), more, more]
     inputs = [*state, np.array(numbers, np.float32), *moment * 2]
     outputs: list[Output] = [(_SHAPE, "float16"), *kept * 2, (_SHAPE[:1], "int32")]
-    step = adamw_blocks.step(_SHAPE[0], blocks)
+    step = adamw_blocks.step(_SHAPE[0], layout)
     return "AdamW in blocks", False, step, inputs, outputs
 
 

@@ -44,9 +44,7 @@ class Stepper:
     def run(self, g, step, finite=1.0, factor=1.0):
         at = layouts.scalars(step, **HYPER)
         numbers = np.float32([*at, factor, finite, 1, 1])
-        launch = adamw_blocks.step(
-            self.p.size // self.layout.v.block, adamw_blocks.Blocks.of(self.layout)
-        )
+        launch = adamw_blocks.step(self.p.size // self.layout.v.block, self.layout)
         half = len(self.kept) // 2
         kept = [*self.kept[:half], *self.kept[half:]]
         if half == 2:

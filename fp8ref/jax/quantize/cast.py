@@ -10,7 +10,7 @@ from jax import lax
 
 from fp8ref import formats
 from fp8ref.formats import FLOAT32, Format
-from fp8ref.jax.quantize import division, philox
+from fp8ref.jax.quantize import philox
 
 __all__ = ["DTYPES", "decode", "encode", "to_f32", "to_fp8"]
 
@@ -91,26 +91,17 @@ def to_stored(
         if numbers is not None:
             codes = jnp.where((numbers != 0) & (codes & 0x7F == 0), codes | jnp.uint8(1), codes)
         return lax.bitcast_convert_type(codes, dtype)
-    codes = clip(x, -fmt.max, fmt.max).astype(dtype)
+    codes = jnp.clip(x, -fmt.max, fmt.max).astype(dtype)
     if numbers is not None:
         smallest = jnp.asarray(fmt.smallest_subnormal, dtype)
         signed = jnp.where(jnp.signbit(numbers), -smallest, smallest)
         codes = jnp.where((numbers != 0) & (codes == 0), signed, codes)
-    return division.barrier(codes)  # or XLA would leave out the cast and its reverse
+    return lax.optimization_barrier(codes)  # or XLA would leave out the cast and its reverse
 
 
 def from_stored(codes: jax.Array, fmt: Format) -> jax.Array:
     """The values of ``to_stored``, float32."""
     return decode(codes, fmt) if fmt.bits == 8 else codes.astype(jnp.float32)
-
-
-def clip(x, low, high):
-    """``jnp.clip``.
-
-    In kernels maxima and minima drop NaN: Pallas makes PTX's ``max.f32`` of them for a GPU.
-    """
-    clipped = jnp.clip(x, low, high)
-    return jnp.where(jnp.isnan(x), x, clipped) if division.inside_kernel() else clipped
 
 
 def to_f32(x: jax.Array) -> jax.Array:

@@ -7,38 +7,10 @@ On a CPU these are XLA's own. On an NVIDIA GPU XLA divides by PTX's ``div.full.f
 ``-nvptx-prec-divf32=1``). There they are computed in float64, whose instructions round correctly.
 """
 
-import contextlib
-from contextvars import ContextVar
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-
-_in_kernel: ContextVar[bool] = ContextVar("fp8ref_jax_in_kernel", default=False)
-
-
-@contextlib.contextmanager
-def in_kernel():
-    """While the body of a Pallas kernel is traced in this context, ``inside_kernel`` is true:
-    quotients and roots are computed in float64 on every platform, and ``barrier`` is none. Kernels
-    take neither choices by platform nor barriers, and no compiler rewrites them as XLA rewrites
-    programs."""
-    token = _in_kernel.set(True)
-    try:
-        yield
-    finally:
-        _in_kernel.reset(token)
-
-
-def inside_kernel() -> bool:
-    """Whether the body of a kernel is being traced (``in_kernel``)."""
-    return _in_kernel.get()
-
-
-def barrier(x: jax.Array) -> jax.Array:
-    """``lax.optimization_barrier``."""
-    return x if _in_kernel.get() else lax.optimization_barrier(x)
 
 
 def product(a, b) -> jax.Array:
@@ -54,15 +26,11 @@ def divide(a, b) -> jax.Array:
     """
     # Broadcast first: all branches then have one shape.
     a, b = jnp.broadcast_arrays(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32))
-    if _in_kernel.get():
-        return divide_in_float64(a, b)
     return lax.platform_dependent(a, b, cuda=divide_in_float64, default=lax.div)
 
 
 def sqrt(x: jax.Array) -> jax.Array:
     """RN32(sqrt(x)), float32 of any shape. Specials: as in IEEE 754."""
-    if _in_kernel.get():
-        return sqrt_in_float64(x)
     return lax.platform_dependent(x, cuda=sqrt_in_float64, default=lax.sqrt)
 
 

@@ -148,8 +148,7 @@ def _call(numbers, g, weight, *stored, layout: Layout, kernels: TritonKernels):
     """The kernel over one device's blocks; of a master also the largest codes by block, as bits."""
     from fp8ref.kernels import adamw_blocks
 
-    blocks = adamw_blocks.Blocks.of(layout)
-    made = adamw_blocks.step(weight.size // blocks.block, blocks)
+    made = adamw_blocks.step(weight.size // _block(layout), layout)
     dtype, half = stored[0].dtype, len(stored) // 2
     both = [
         [lax.bitcast_convert_type(codes, jnp.uint8), *rest]

@@ -100,7 +100,7 @@ def new(p, g, stored: list[MomentState], at: Scalars, layout: Layout):
     )
     step_ratio = ratio(m, v, at)
     if layout.bounded:
-        step_ratio = cast.clip(step_ratio, -at.bound, at.bound)
+        step_ratio = jnp.clip(step_ratio, -at.bound, at.bound)
     if layout.keeps_master:
         p = read(stored[2], layout.master, layout)
     delta = change(step_ratio, p, at)
@@ -238,7 +238,7 @@ def _store_expanded(x, amax, smallest, moment: Moment, key) -> MomentState:
 def expanded(x, center, exponent, scale_inv, moment: Moment):
     """The numbers that are rounded to codes under an expansion (O-10)."""
     of, k, inverse = (_spread(a, x, moment) for a in (center, exponent, scale_inv))
-    return _over(_signed(_power(cast.clip(_over(jnp.abs(x), of), 0, _LARGEST), k), x), inverse)
+    return _over(_signed(_power(jnp.clip(_over(jnp.abs(x), of), 0, _LARGEST), k), x), inverse)
 
 
 def _power(x, exponent):
@@ -272,7 +272,7 @@ def scales(amax, moment: Moment):
     if moment.scaling == "power_of_two":
         bits = lax.bitcast_convert_type(scale, jnp.uint32) & jnp.uint32(0xFF800000)
         scale = jnp.where(jnp.isnan(scale), scale, lax.bitcast_convert_type(bits, jnp.float32))
-    scale = division.barrier(scale)  # rewritten
+    scale = lax.optimization_barrier(scale)  # rewritten
     return scale, division.divide(1, scale)
 
 
@@ -348,4 +348,6 @@ def quotient(a, b):
     """a / b of an array and a number. A choice by a, and a barrier, hide that b is one number, for
     each tensor of a stack too; the other barrier hides that a quotient may divide what follows:
     rewritten."""
-    return division.barrier(division.divide(a, division.barrier(jnp.where(jnp.isnan(a), 1.0, b))))
+    return lax.optimization_barrier(
+        division.divide(a, lax.optimization_barrier(jnp.where(jnp.isnan(a), 1.0, b)))
+    )

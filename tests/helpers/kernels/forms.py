@@ -175,9 +175,9 @@ def _in_blocks(dtype: str) -> dict[str, Form]:
     for name in ("sqrt_e4m3", "torchao", "coat", "sqrt_e4m3_f16"):
         layout = (layouts.LAYOUTS | layouts.WITH_MASTERS)[name]
         p = "float16" if layout.keeps_master else "float32"
-        blocks = adamw_blocks.Blocks.of(layout)
-        tile = adamw_blocks.ROWS * blocks.block
-        launch = adamw_blocks.step(SHAPE[0] * SHAPE[1] // blocks.block, blocks)
+        assert layout.m.block is not None
+        tile = adamw_blocks.ROWS * layout.m.block
+        launch = adamw_blocks.step(SHAPE[0] * SHAPE[1] // layout.m.block, layout)
         moment = ("uint8", *ONE * 3)
         read = tile * (BYTES[p] + BYTES[dtype] + 2)
         dtypes = (p, dtype, *ONE, *moment * 2, p, *moment * 2, *PARTS)
