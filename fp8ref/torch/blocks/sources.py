@@ -103,21 +103,16 @@ def fuses(spec: _Spec, role: Role, device: torch.device, granularity: str = "ten
 def operands(
     source: Source, role: Role, linears: Sequence[tuple[_Spec, _States]]
 ) -> list[_Operand]:
-    """A value as an operand of several linears, observed by each; cast once for those that scale
-    it alike."""
+    """A value as an operand of several linears; those of one scale, whose state is one, or that
+    compute the same scale, cast and observe it once."""
     place = ROLES.index(role)
     cast: dict[tuple, _Operand] = {}
-    observed: list[torch.Tensor] = []
     found = []
     for spec, states in linears:
-        scale, seen = states.scales[place], states.seen[place]
+        scale = states.scales[place]
         uses = tuple(use for (_, each), use in spec.uses.items() if each == role)
         key = uses, spec.kernels, None if scale is None else id(scale)
         if key not in cast:
             cast[key] = source.operand(role, spec, states)
-        elif seen is not None and not any(seen is each for each in observed):
-            source.observe(seen)
-        if seen is not None:
-            observed.append(seen)
         found.append(cast[key])
     return found
