@@ -13,9 +13,13 @@ from pathlib import Path
 # and r stand for e4m3 and e5m2), CUTLASS, PyTorch and inductor, which writes the operators that it
 # fused into the name of a Triton kernel; XLA's own GEMMs in Triton are of FP8 or not, which their
 # names do not tell; of XLA's other fusions names tell little: a cast is one of "other (XLA)",
-# unless it is a transposition too.
+# unless it is a transposition too. Kernels of fp8ref.kernels have their functions' names.
 KINDS = (
-    ("optimizer", r"multi_tensor_apply|adam|_foreach"),
+    ("optimizer", r"multi_tensor_apply|adam|_foreach|^_step(_and_cast)?(_\d+)?$"),
+    (
+        "cast (fp8ref)",
+        r"^_(re)?cast|^_(amax|lines|squares|statistics|gradient|rotate|merge|transpose)(_|$)",
+    ),
     ("attention", r"flash|fmha|attention|sdpa"),
     ("gemm (XLA's Triton)", r"gemm_fusion|triton_gemm|nested_gemm"),
     ("cast/amax (triton)", r"^triton_(?!tem).*_(amax|abs|clamp|float8|_scaled_mm|reciprocal)(_|$)"),

@@ -288,7 +288,7 @@ def _floors(floors: list[dict]) -> Rows:
 
 def _kinds(sections: dict) -> Rows:
     return [
-        (row["name"], *(tables.duration(row["kinds"][kind]) for kind in breakdown.NAMES))
+        (row["name"], *(tables.duration(row["kinds"].get(kind)) for kind in breakdown.NAMES))
         for row in sections.get("profile", {}).get("rows", [])
         if "kinds" in row
     ]
