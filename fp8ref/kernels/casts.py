@@ -210,6 +210,15 @@ def _cast_lines(
     E5M2_T: tl.constexpr
 ):  # fmt: skip
     x = load_tile(x_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    store_cast_lines(x, rows_ptr, columns_ptr, q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2, E5M2_T)
+
+
+@triton.jit
+def store_cast_lines(
+    x, rows_ptr, columns_ptr, q_ptr, t_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr,
+    EVEN: tl.constexpr, E5M2: tl.constexpr, E5M2_T: tl.constexpr
+):  # fmt: skip
+    """Cast a tile by scales of its rows, and transposed by those of its columns; store both."""
     rows = load_lines(rows_ptr, 0, M, BM)[:, None]
     columns = load_lines(columns_ptr, 1, N, BN)[None, :]
     store_tile(codes_of(x * rows, E5M2), q_ptr, M, N, BM, BN, EVEN)
@@ -248,7 +257,16 @@ def _amax_lines(
     x_ptr, rows_ptr, columns_ptr, stride_m, stride_n, M, N, BM: tl.constexpr,
     BN: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    bits = magnitude(load_tile(x_ptr, stride_m, stride_n, M, N, BM, BN, EVEN))
+    x = load_tile(x_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    store_amax_lines(x, rows_ptr, columns_ptr, M, N, BM, BN)
+
+
+@triton.jit
+def store_amax_lines(
+    x, rows_ptr, columns_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """Store the amaxes of a tile's rows and of its columns at this program's places."""
+    bits = magnitude(x)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     columns = tl.program_id(1) * BN + tl.arange(0, BN)
     tl.store(rows_ptr + tl.program_id(1) * M + rows, tl.max(bits, 1), mask=rows < M)
@@ -403,9 +421,13 @@ def amax(shape: Shape, strides: Shape) -> Launch:
 
 def amax_lines(shape: Shape, strides: Shape) -> Launch:
     """x -> partial amaxes of rows, int32 [tiles along N, M], and of columns [tiles along M, N]."""
-    rows, columns = grid = tiles(*shape)
-    outputs = (((columns, shape[0]), "int32"), ((rows, shape[1]), "int32"))
-    return Launch(_amax_lines, grid, matrix(shape, strides), outputs)
+    grid = tiles(*shape)
+    return Launch(_amax_lines, grid, matrix(shape, strides), parts_of_lines(shape, grid))
+
+
+def parts_of_lines(shape: Shape, grid: Shape) -> tuple[Output, ...]:
+    """Partial amaxes of rows and of columns, from a grid of tiles."""
+    return ((grid[1], shape[0]), "int32"), ((grid[0], shape[1]), "int32")
 
 
 def blocks(shape: Shape, strides: Shape, *, e5m2: bool, square: bool) -> Launch:

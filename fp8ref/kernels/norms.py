@@ -9,10 +9,20 @@ import triton
 import triton.language as tl
 
 from fp8ref.kernels import casts
-from fp8ref.kernels.casts import Shape, load_lines, load_tile, magnitude, store_amax, store_cast
+from fp8ref.kernels.casts import (
+    Shape,
+    load_lines,
+    load_tile,
+    magnitude,
+    store_amax,
+    store_amax_lines,
+    store_cast,
+    store_cast_lines,
+    store_lines,
+)
 from fp8ref.kernels.jit import Launch
 
-__all__ = ["cast", "statistics"]
+__all__ = ["amax_lines", "cast", "cast_lines", "lines", "statistics"]
 
 
 @triton.jit
@@ -68,15 +78,55 @@ def _statistics_of_sum(
 
 
 @triton.jit
+def _tile(
+    h_ptr, factor_ptr, weight_ptr, stride_m, stride_n, M, N, BM: tl.constexpr, BN: tl.constexpr,
+    EVEN: tl.constexpr, TWICE: tl.constexpr
+):  # fmt: skip
+    """This program's tile of the norm."""
+    h = load_tile(h_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    factor = load_lines(factor_ptr, 0, M, BM)[:, None]
+    weight = load_lines(weight_ptr, 1, N, BN).to(tl.float32)[None, :]
+    return _normed(h, factor, weight, h_ptr, TWICE)
+
+
+@triton.jit
+def _amax_lines(
+    h_ptr, factor_ptr, weight_ptr, rows_ptr, columns_ptr, stride_m, stride_n, M, N,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TWICE: tl.constexpr
+):  # fmt: skip
+    y = _tile(h_ptr, factor_ptr, weight_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE)
+    store_amax_lines(y, rows_ptr, columns_ptr, M, N, BM, BN)
+
+
+@triton.jit
+def _cast_lines(
+    h_ptr, factor_ptr, weight_ptr, rows_ptr, columns_ptr, q_ptr, t_ptr, stride_m, stride_n, M, N,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TWICE: tl.constexpr, E5M2: tl.constexpr
+):  # fmt: skip
+    y = _tile(h_ptr, factor_ptr, weight_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE)
+    store_cast_lines(y, rows_ptr, columns_ptr, q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2, E5M2)
+
+
+@triton.jit
+def _lines(
+    h_ptr, factor_ptr, weight_ptr, q_ptr, t_ptr, scale_ptr, inverse_ptr, scale_t_ptr, inverse_t_ptr,
+    stride_m, stride_n, M, N, EPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    EVEN: tl.constexpr, TWICE: tl.constexpr, E5M2: tl.constexpr
+):  # fmt: skip
+    y = _tile(h_ptr, factor_ptr, weight_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE)
+    store_lines(
+        y, q_ptr, t_ptr, scale_ptr, inverse_ptr, scale_t_ptr, inverse_t_ptr, M, N, EPS, BM, BN,
+        EVEN, E5M2
+    )  # fmt: skip
+
+
+@triton.jit
 def _cast(
     h_ptr, factor_ptr, weight_ptr, scale_ptr, q_ptr, t_ptr, amax_ptr, stride_m,
     stride_n, M, N, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
     TWICE: tl.constexpr, E5M2: tl.constexpr
 ):  # fmt: skip
-    h = load_tile(h_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
-    factor = load_lines(factor_ptr, 0, M, BM)[:, None]
-    weight = load_lines(weight_ptr, 1, N, BN).to(tl.float32)[None, :]
-    y = _normed(h, factor, weight, h_ptr, TWICE)
+    y = _tile(h_ptr, factor_ptr, weight_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE)
     store_cast(y, tl.load(scale_ptr), q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)
     store_amax(y, amax_ptr)
 
@@ -106,3 +156,22 @@ def cast(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
     grid = casts.tiles(*shape)
     outputs = (*casts.codes(shape, e5m2), *casts.parts_of(grid))
     return Launch(_cast, grid, numbers, outputs)
+
+
+def amax_lines(shape: Shape, *, twice: bool = False) -> Launch:
+    """h, factors and weight -> what ``casts.amax_lines`` returns of the norm."""
+    grid, numbers = casts.tiles(*shape), casts.matrix(shape, (shape[1], 1)) | {"TWICE": twice}
+    return Launch(_amax_lines, grid, numbers, casts.parts_of_lines(shape, grid))
+
+
+def cast_lines(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
+    """h, factors, weight, and scales of rows [M] and columns [N] -> codes of the norm by rows
+    [M, N], and by columns [N, M]."""
+    numbers = casts.matrix(shape, (shape[1], 1)) | {"E5M2": e5m2, "TWICE": twice}
+    return Launch(_cast_lines, casts.tiles(*shape), numbers, casts.codes(shape, e5m2))
+
+
+def lines(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
+    """h, factors and weight -> what ``casts.blocks`` returns of the norm, of lines."""
+    of_x = casts.blocks(shape, (shape[1], 1), e5m2=e5m2, square=False)
+    return Launch(_lines, of_x.grid, of_x.numbers | {"TWICE": twice}, of_x.outputs)

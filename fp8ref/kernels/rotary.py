@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 
 from fp8ref.kernels import casts
-from fp8ref.kernels.casts import codes_of, magnitude
+from fp8ref.kernels.casts import codes_of, magnitude, scale_of, store_scales
 from fp8ref.kernels.jit import Launch, Numbers
 
-__all__ = ["amax", "cast", "rotate"]
+__all__ = ["amax", "amax_lines", "cast", "cast_lines", "lines", "rotate"]
 
 ROWS = 64
 """Tokens of a tile, which is as wide as a head."""
@@ -34,11 +34,11 @@ def _rotate(x_ptr, cos_ptr, sin_ptr, out_ptr, M, N, T, BM: tl.constexpr, HALF: t
 
 
 @triton.jit
-def _store_half(x, scale, q_ptr, t_ptr, rows, columns, M, N, E5M2: tl.constexpr):
-    """Cast a half [rows, columns] of a head and store its codes in both orders."""
-    codes = codes_of(x * scale, E5M2)
-    inside = rows[:, None] < M
+def _store_half(x, scale, scale_t, q_ptr, t_ptr, rows, columns, M, N, E5M2: tl.constexpr):
+    """Cast a half [rows, columns] of a head by one scale, and transposed by another; store both."""
+    codes, inside = codes_of(x * scale, E5M2), rows[:, None] < M
     tl.store(q_ptr + rows[:, None].to(tl.int64) * N + columns[None, :], codes, mask=inside)
+    codes = codes_of(x * scale_t, E5M2)
     at = columns[:, None].to(tl.int64) * M + rows[None, :]
     tl.store(t_ptr + at, tl.trans(codes), mask=rows[None, :] < M)
 
@@ -90,9 +90,65 @@ def _cast(
     scale = tl.load(scale_ptr)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     columns = tl.program_id(1) * (2 * HALF) + tl.arange(0, HALF)
-    _store_half(first, scale, q_ptr, t_ptr, rows, columns, M, N, E5M2)
-    _store_half(second, scale, q_ptr, t_ptr, rows, columns + HALF, M, N, E5M2)
+    _store_half(first, scale, scale, q_ptr, t_ptr, rows, columns, M, N, E5M2)
+    _store_half(second, scale, scale, q_ptr, t_ptr, rows, columns + HALF, M, N, E5M2)
     _store_amax(first, second, amax_ptr)
+
+
+@triton.jit
+def _amax_lines(
+    g_ptr, cos_ptr, sin_ptr, rows_ptr, columns_ptr, stride_b, stride_t, stride_h, M, N, T,
+    BM: tl.constexpr, HALF: tl.constexpr
+):  # fmt: skip
+    first, second = _rotated(g_ptr, cos_ptr, sin_ptr, stride_b, stride_t, stride_h, M, T, BM, HALF)
+    first, second = magnitude(first), magnitude(second)
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    largest = tl.maximum(tl.max(first, 1), tl.max(second, 1))
+    tl.store(rows_ptr + tl.program_id(1) * M + rows, largest, mask=rows < M)
+    at = columns_ptr + tl.program_id(0) * N + tl.program_id(1) * (2 * HALF) + tl.arange(0, HALF)
+    tl.store(at, tl.max(first, 0))
+    tl.store(at + HALF, tl.max(second, 0))
+
+
+@triton.jit
+def _cast_lines(
+    g_ptr, cos_ptr, sin_ptr, rows_ptr, columns_ptr, q_ptr, t_ptr, stride_b, stride_t, stride_h, M,
+    N, T, BM: tl.constexpr, HALF: tl.constexpr, E5M2: tl.constexpr
+):  # fmt: skip
+    first, second = _rotated(g_ptr, cos_ptr, sin_ptr, stride_b, stride_t, stride_h, M, T, BM, HALF)
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    columns = tl.program_id(1) * (2 * HALF) + tl.arange(0, HALF)
+    scale = tl.load(rows_ptr + rows, mask=rows < M, other=0.0)[:, None]
+    scale_t = tl.load(columns_ptr + columns)[None, :]
+    _store_half(first, scale, scale_t, q_ptr, t_ptr, rows, columns, M, N, E5M2)
+    scale_t = tl.load(columns_ptr + columns + HALF)[None, :]
+    _store_half(second, scale, scale_t, q_ptr, t_ptr, rows, columns + HALF, M, N, E5M2)
+
+
+@triton.jit
+def _lines(
+    g_ptr, cos_ptr, sin_ptr, q_ptr, t_ptr, scale_ptr, inverse_ptr, scale_t_ptr, inverse_t_ptr,
+    stride_b, stride_t, stride_h, M, N, T, BM: tl.constexpr, HALF: tl.constexpr,
+    E5M2: tl.constexpr, EPS: tl.constexpr
+):  # fmt: skip
+    first, second = _rotated(g_ptr, cos_ptr, sin_ptr, stride_b, stride_t, stride_h, M, T, BM, HALF)
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    columns = tl.program_id(1) * (2 * HALF) + tl.arange(0, HALF)
+    largest = tl.maximum(tl.max(magnitude(first), 1), tl.max(magnitude(second), 1))
+    scale = scale_of(largest, E5M2, EPS)
+    at = rows * tl.num_programs(1) + tl.program_id(1)
+    store_scales(scale, scale_ptr, inverse_ptr, at, rows < M)
+    at = tl.program_id(0) * N + columns
+    scale_t = scale_of(tl.max(magnitude(first), 0), E5M2, EPS)
+    store_scales(scale_t, scale_t_ptr, inverse_t_ptr, at, columns < N)
+    _store_half(
+        first, scale[:, None], scale_t[None, :], q_ptr, t_ptr, rows, columns, M, N, E5M2
+    )  # fmt: skip
+    scale_t = scale_of(tl.max(magnitude(second), 0), E5M2, EPS)
+    store_scales(scale_t, scale_t_ptr, inverse_t_ptr, at + HALF, columns < N)
+    _store_half(
+        second, scale[:, None], scale_t[None, :], q_ptr, t_ptr, rows, columns + HALF, M, N, E5M2
+    )  # fmt: skip
 
 
 Heads = tuple[int, int, int, int]
@@ -126,9 +182,34 @@ def cast(shape: Heads, strides: tuple[int, ...], *, e5m2: bool) -> Launch:
              float32, the result to g's dtype; RN32(. * scale); cast.
     """
     numbers, grid = _numbers(shape, strides) | {"E5M2": e5m2}, _grid(shape)
-    matrix = shape[0] * shape[1], shape[2] * shape[3]
-    outputs = casts.codes(matrix, e5m2) + casts.parts_of(grid)
+    outputs = casts.codes(_matrix(shape), e5m2) + casts.parts_of(grid)
     return Launch(_cast, grid, numbers, outputs)
+
+
+def amax_lines(shape: Heads, strides: tuple[int, ...]) -> Launch:
+    """The gradient, cos and sin -> partial amaxes of rows, int32 [H, B T], and of columns [tiles
+    along B T, H D]; as ``cast``."""
+    grid, matrix = _grid(shape), _matrix(shape)
+    outputs = ((grid[1], matrix[0]), "int32"), ((grid[0], matrix[1]), "int32")
+    return Launch(_amax_lines, grid, _numbers(shape, strides), outputs)
+
+
+def cast_lines(shape: Heads, strides: tuple[int, ...], *, e5m2: bool) -> Launch:
+    """As ``cast``, by scales of rows [B T] and of columns [H D]; without amaxes."""
+    numbers, outputs = _numbers(shape, strides) | {"E5M2": e5m2}, casts.codes(_matrix(shape), e5m2)
+    return Launch(_cast_lines, _grid(shape), numbers, outputs)
+
+
+def lines(shape: Heads, strides: tuple[int, ...], *, e5m2: bool) -> Launch:
+    """The gradient, cos and sin -> what ``casts.blocks`` returns of it, of lines; D is 128."""
+    matrix = _matrix(shape)
+    of_x = casts.blocks(matrix, (matrix[1], 1), e5m2=e5m2, square=False)
+    more = {"BM": casts.BLOCK, "E5M2": e5m2, "EPS": of_x.numbers["EPS"]}
+    return Launch(_lines, of_x.grid, _numbers(shape, strides) | more, of_x.outputs)
+
+
+def _matrix(shape: Heads) -> tuple[int, int]:
+    return shape[0] * shape[1], shape[2] * shape[3]
 
 
 def _grid(shape: Heads) -> tuple[int, int]:

@@ -68,12 +68,40 @@ def _launches() -> Iterator[tuple[str, bool, Launch, list[np.ndarray], list[Outp
         yield "SwiGLU's gradients", True, cast, [z, x, y, one, one], outputs
         # of gates whose exponential 1 + exp(-gate) loses, so that scales are exact
         gate = (32 + np.abs(x.astype(np.float32))).astype(_BF16)
-        for make, inputs in ((swiglu.lines, [gate, y]), (swiglu.gradient_lines, [z, gate, y])):
-            launch = make(_SHAPE, e5m2=e5m2, twice=twice)
-            outputs = [(s, d if d == "float32" else "uint8") for s, d in launch.outputs]
-            yield f"SwiGLU's {make.__name__}", False, launch, inputs, outputs
+        for name, launch, inputs in _by_lines([gate, x, y, z], factors, e5m2, twice):
+            yield f"{name} by lines", False, launch, inputs, _outputs(launch)
         yield from _of_heads(e5m2, one)
         yield from _of_weights(e5m2, one, z)
+
+
+def _by_lines(tensors: Sequence[np.ndarray], factors: np.ndarray, e5m2: bool, twice: bool):
+    gate, x, y, z = tensors
+    norm, product, gradients = [x, factors, z[0]], [gate, y], [z, gate, y]
+    scales, shape = [factors, factors[::-1].copy()], _SHAPE
+    yield "a norm's amaxes", norms.amax_lines(shape, twice=twice), norm
+    cast = norms.cast_lines(shape, e5m2=e5m2, twice=twice)
+    yield "a norm's cast", cast, [*norm, *scales]
+    yield "a norm", norms.lines(shape, e5m2=e5m2, twice=twice), norm
+    yield "SwiGLU's amaxes", swiglu.amax_lines(shape, twice=twice), product
+    cast = swiglu.cast_lines(shape, e5m2=e5m2, twice=twice)
+    yield "SwiGLU's cast", cast, [*product, *scales]
+    yield "SwiGLU", swiglu.lines(shape, e5m2=e5m2, twice=twice), product
+    yield "gradients' amaxes", swiglu.gradient_amax_lines(shape, twice=twice), gradients
+    cast = swiglu.cast_gradient_lines(shape, e5m2=e5m2, twice=twice)
+    yield "gradients' cast", cast, [*gradients, *scales * 2]
+    yield "gradients", swiglu.gradient_lines(shape, e5m2=e5m2, twice=twice), gradients
+    heads, tables = (1, shape[0], 1, shape[1]), [t.astype(np.float32) for t in (x, y)]
+    rotated, strides = [z.reshape(heads), *tables], (z.size, shape[1], shape[1])
+    yield "a rotary gradient's amaxes", rotary.amax_lines(heads, strides), rotated
+    cast = rotary.cast_lines(heads, strides, e5m2=e5m2)
+    yield "a rotary gradient's cast", cast, [*rotated, *scales]
+    yield "a rotary gradient", rotary.lines(heads, strides, e5m2=e5m2), rotated
+
+
+def _outputs(launch: Launch) -> list[Output]:
+    """What a launch writes; codes as uint8."""
+    kept = ("float32", "int32")
+    return [(shape, dtype if dtype in kept else "uint8") for shape, dtype in launch.outputs]
 
 
 def _of_heads(e5m2: bool, one: np.ndarray):

@@ -11,10 +11,29 @@ import triton
 import triton.language as tl
 
 from fp8ref.kernels import casts
-from fp8ref.kernels.casts import Shape, load_tile, store_amax, store_cast, store_lines
+from fp8ref.kernels.casts import (
+    Shape,
+    load_tile,
+    store_amax,
+    store_amax_lines,
+    store_cast,
+    store_cast_lines,
+    store_lines,
+)
 from fp8ref.kernels.jit import Launch
 
-__all__ = ["amax", "cast", "cast_gradients", "gradient_amaxes", "gradient_lines", "lines"]
+__all__ = [
+    "amax",
+    "amax_lines",
+    "cast",
+    "cast_gradient_lines",
+    "cast_gradients",
+    "cast_lines",
+    "gradient_amax_lines",
+    "gradient_amaxes",
+    "gradient_lines",
+    "lines",
+]
 
 ROWS, COLUMNS = 64, 64
 """A tile of the backward pass, which holds three of them in registers."""
@@ -89,6 +108,24 @@ def _gradient_lines(
 
 
 @triton.jit
+def _amax_lines(
+    gate_ptr, up_ptr, rows_ptr, columns_ptr, stride_m, stride_n, M, N, BM: tl.constexpr,
+    BN: tl.constexpr, EVEN: tl.constexpr, TWICE: tl.constexpr
+):  # fmt: skip
+    y = _product(gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE)
+    store_amax_lines(y, rows_ptr, columns_ptr, M, N, BM, BN)
+
+
+@triton.jit
+def _cast_lines(
+    gate_ptr, up_ptr, rows_ptr, columns_ptr, q_ptr, t_ptr, stride_m, stride_n, M, N,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TWICE: tl.constexpr, E5M2: tl.constexpr
+):  # fmt: skip
+    y = _product(gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE)
+    store_cast_lines(y, rows_ptr, columns_ptr, q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2, E5M2)
+
+
+@triton.jit
 def _gradients(
     d_ptr, gate_ptr, up_ptr, stride_m, stride_n, M, N, BM: tl.constexpr,
     BN: tl.constexpr, EVEN: tl.constexpr, TWICE: tl.constexpr
@@ -136,6 +173,33 @@ def _cast_gradients(
     scale = tl.load(up_scale_ptr)
     store_cast(up_gradient, scale, up_q_ptr, up_t_ptr, M, N, BM, BN, EVEN, E5M2)
     store_amax(up_gradient, up_amax_ptr)
+
+
+@triton.jit
+def _gradient_amax_lines(
+    d_ptr, gate_ptr, up_ptr, gate_rows, gate_columns, up_rows, up_columns, stride_m, stride_n, M, N,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TWICE: tl.constexpr
+):  # fmt: skip
+    gate_gradient, up_gradient = _gradients(
+        d_ptr, gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE
+    )
+    store_amax_lines(gate_gradient, gate_rows, gate_columns, M, N, BM, BN)
+    store_amax_lines(up_gradient, up_rows, up_columns, M, N, BM, BN)
+
+
+@triton.jit
+def _cast_gradient_lines(
+    d_ptr, gate_ptr, up_ptr, gate_rows, gate_columns, up_rows, up_columns,
+    gate_q, gate_t, up_q, up_t, stride_m, stride_n, M, N, BM: tl.constexpr,
+    BN: tl.constexpr, EVEN: tl.constexpr, TWICE: tl.constexpr, E5M2: tl.constexpr
+):  # fmt: skip
+    gate_gradient, up_gradient = _gradients(
+        d_ptr, gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE
+    )
+    store_cast_lines(
+        gate_gradient, gate_rows, gate_columns, gate_q, gate_t, M, N, BM, BN, EVEN, E5M2, E5M2
+    )
+    store_cast_lines(up_gradient, up_rows, up_columns, up_q, up_t, M, N, BM, BN, EVEN, E5M2, E5M2)
 
 
 def amax(shape: Shape, *, twice: bool = False) -> Launch:
@@ -193,3 +257,30 @@ def gradient_lines(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
     """d, gate and up -> what ``casts.blocks`` returns of gate's gradient, and of up's, of lines."""
     made = lines(shape, e5m2=e5m2, twice=twice)
     return dataclasses.replace(made, kernel=_gradient_lines, outputs=made.outputs * 2)
+
+
+def amax_lines(shape: Shape, *, twice: bool = False) -> Launch:
+    """gate and up -> what ``casts.amax_lines`` returns of the product."""
+    grid, numbers = casts.tiles(*shape), casts.matrix(shape, (shape[1], 1)) | {"TWICE": twice}
+    return Launch(_amax_lines, grid, numbers, casts.parts_of_lines(shape, grid))
+
+
+def cast_lines(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
+    """gate, up, and scales of rows [M] and columns [N] -> codes of the product by rows [M, N], and
+    by columns [N, M]."""
+    numbers = casts.matrix(shape, (shape[1], 1)) | {"TWICE": twice, "E5M2": e5m2}
+    return Launch(_cast_lines, casts.tiles(*shape), numbers, casts.codes(shape, e5m2))
+
+
+def gradient_amax_lines(shape: Shape, *, twice: bool = False) -> Launch:
+    """d, gate and up -> what ``casts.amax_lines`` returns of gate's gradient, and of up's."""
+    made = gradient_amaxes(shape, twice=twice)
+    outputs = casts.parts_of_lines(shape, casts.tiles(*shape, (ROWS, COLUMNS))) * 2
+    return dataclasses.replace(made, kernel=_gradient_amax_lines, outputs=outputs)
+
+
+def cast_gradient_lines(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
+    """d, gate, up, and scales of rows and columns of gate's gradient and of up's -> codes of gate's
+    gradient by rows and by columns, and of up's."""
+    made = cast_gradients(shape, e5m2=e5m2, twice=twice)
+    return dataclasses.replace(made, kernel=_cast_gradient_lines, outputs=made.outputs[:4])

@@ -2,7 +2,7 @@
 its rstd, codes, and what its linears computed; neither the norm nor the product of SwiGLU."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,15 @@ from torch.utils import _pytree as pytree
 from fp8ref.torch.blocks import operations
 from fp8ref.torch.blocks.operations import Norm
 from fp8ref.torch.blocks.projection import TENSORS, Projection
-from fp8ref.torch.blocks.sources import Codes, Source, fuses, operands
+from fp8ref.torch.blocks.sources import ByRows, Codes, Source, fuses, operands
 from fp8ref.torch.kernels import choice, fused
+from fp8ref.torch.linear import both_orders
 from fp8ref.torch.linear.linear import _Operand, _Spec, _States, check_differentiated_once
 
 __all__ = ["FIRST", "Part", "Tables", "Tensors", "bind", "numbered"]
+
+BLOCK = 128
+"""The width of a head that is a block of its line."""
 
 FIRST = 5
 """How many tensors a function takes before those of its linears."""
@@ -96,7 +100,8 @@ class _Input:
     def of(cls, part: Part, h: torch.Tensor, tensors: Tensors) -> "_Input":
         residual, weight = tensors[:2]
         norm = part.norm
-        if norm is None or not fuses(part.linears[0], "input", h.device):
+        kinds = ("tensorwise", "rowwise", "blockwise_1x128")
+        if norm is None or not any(fuses(part.linears[0], "input", h.device, k) for k in kinds):
             s = h if residual is None else h + residual
             return cls(norm, s, None if norm is None else norm.rstd(s), weight)
         rows = _rows(h).contiguous()
@@ -124,7 +129,15 @@ class _Input:
             lambda: _rows(norm.value(self.h, rstd, weight)),
             lambda: self.amax,
             self._cast,
+            lambda e5m2: self._by(fused.norm_lines)(e5m2=e5m2),
+            ByRows(lambda: self._by(fused.norm_amax_lines)(), self._by(fused.norm_cast_lines)),
         )
+
+    def _by(self, operator: Callable[..., Any]) -> Callable[..., Any]:
+        """An operator of the norm, which takes scales and options."""
+        assert self.norm is not None
+        tensors = _rows(self.h), self.rstd.flatten(), self.weight
+        return functools.partial(operator, *tensors, twice=self.norm.twice)
 
     def _cast(self, scale: torch.Tensor, e5m2: bool) -> Codes:
         assert self.norm is not None
@@ -218,7 +231,16 @@ def _output_gradient(g: torch.Tensor, tables: Tables | None) -> Source:
         plain,
         lambda: fused.rotary_gradient_amax(g, cos, sin),
         lambda scale, e5m2: Codes._make(fused.rotary_gradient_cast(g, cos, sin, scale, e5m2=e5m2)),
+        functools.partial(_rotated_lines, g, cos, sin) if g.shape[-1] == BLOCK else None,
+        ByRows(
+            lambda: fused.rotary_gradient_amax_lines(g, cos, sin),
+            functools.partial(fused.rotary_gradient_cast_lines, g, cos, sin),
+        ),
     )
+
+
+def _rotated_lines(g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, e5m2: bool):
+    return fused.rotary_gradient_lines(g, cos, sin, e5m2=e5m2)
 
 
 def _mlp(ctx, part: Part, h: torch.Tensor, tensors: Tensors):
@@ -277,6 +299,10 @@ def _product(part: Part, gate: torch.Tensor, up: torch.Tensor) -> Source:
             fused.swiglu_cast(gate, up, scale, e5m2=e5m2, twice=part.twice)
         ),
         lambda e5m2: fused.swiglu_lines(gate, up, e5m2=e5m2, twice=part.twice),
+        ByRows(
+            lambda: fused.swiglu_amax_lines(gate, up, twice=part.twice),
+            functools.partial(fused.swiglu_cast_lines, gate, up, twice=part.twice),
+        ),
     )
 
 
@@ -299,6 +325,25 @@ def _product_gradients(
             fuses(spec, "grad_output", d.device, granularity) for spec in specs
         )
 
+    if casts_both("rowwise"):
+        of_lines = functools.cache(
+            lambda: fused.swiglu_gradient_amax_lines(d, gate, up, twice=part.twice)
+        )
+
+        @functools.cache
+        def by_rows(e5m2: bool) -> tuple[torch.Tensor, ...]:
+            uses = [spec.pairs["grad_output"] for spec in specs]
+            lines = [
+                line.scale.contiguous()
+                for i in (0, 1)
+                for line in both_orders.line_scales(of_lines()[2 * i : 2 * i + 2], uses[i])
+            ]
+            return fused.swiglu_gradient_cast_lines(
+                d, gate, up, *lines, e5m2=e5m2, twice=part.twice
+            )
+
+        pair[0].by_rows = ByRows(lambda: of_lines()[:2], lambda *_, e5m2: by_rows(e5m2)[:2])
+        pair[1].by_rows = ByRows(lambda: of_lines()[2:], lambda *_, e5m2: by_rows(e5m2)[2:])
     if casts_both("blockwise_1x128"):
         lines = functools.cache(
             lambda e5m2: fused.swiglu_gradient_lines(d, gate, up, e5m2=e5m2, twice=part.twice)

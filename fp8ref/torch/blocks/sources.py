@@ -25,6 +25,17 @@ class Codes(NamedTuple):
     parts: torch.Tensor
 
 
+class ByRows(NamedTuple):
+    """Kernels that cast a value by rows and columns.
+
+    amaxes    as ``kernels.casts.amax_lines``.
+    cast      as ``kernels.casts.cast_lines``.
+    """
+
+    amaxes: Callable[[], Sequence[torch.Tensor]]
+    cast: Callable[..., Sequence[torch.Tensor]]
+
+
 @dataclass
 class Source:
     """A value [M, K] that is computed where it is needed.
@@ -34,6 +45,7 @@ class Source:
     amax      returns its partial amaxes, by a kernel.
     cast      casts it by a scale (), to e5m2 or else to e4m3fn, by a kernel; None: no kernel does.
     lines     casts it by blocks of 1 x 128 along both axes: as ``kernels.casts.lines``, or None.
+    by_rows   casts it by a scale for each row, and transposed for each column, or None.
     """
 
     device: torch.device
@@ -41,6 +53,7 @@ class Source:
     amax: Callable[[], torch.Tensor] | None = None
     cast: Callable[[torch.Tensor, bool], Codes] | None = None
     lines: Callable[[bool], Sequence[torch.Tensor]] | None = None
+    by_rows: ByRows | None = None
     _value: torch.Tensor | None = None
     _parts: torch.Tensor | None = None
 
@@ -58,6 +71,14 @@ class Source:
             assert cast is not None
             codes, transposed, *four = self.lines(cast.fmt.name == "e5m2")
             pair = both_orders.pair(cast, (codes, *four[:2], transposed, *four[2:]))
+            return _Operand(role, pair.rows, None, pair.columns)
+        if self.by_rows is not None and fuses(spec, role, self.device, "rowwise"):
+            cast = spec.pairs[role][0].cast
+            assert cast is not None
+            rows, columns = both_orders.line_scales(self.by_rows.amaxes(), spec.pairs[role])
+            factors = rows.scale.contiguous(), columns.scale.contiguous()
+            by_rows = self.by_rows.cast(*factors, e5m2=cast.fmt.name == "e5m2")
+            pair = both_orders.pair(cast, (by_rows[0], *rows, by_rows[1], *columns))
             return _Operand(role, pair.rows, None, pair.columns)
         if self.cast is None or not fuses(spec, role, self.device):
             return _operand(spec, role, self.value, states)

@@ -7,16 +7,26 @@ Inputs and outputs are those of the functions of ``fp8ref.kernels.norms``, ``swi
 from fp8ref.torch.kernels.launch import operator
 
 __all__ = [
+    "norm_amax_lines",
     "norm_cast",
+    "norm_cast_lines",
+    "norm_lines",
     "norm_statistics",
     "rotary_gradient_amax",
+    "rotary_gradient_amax_lines",
     "rotary_gradient_cast",
+    "rotary_gradient_cast_lines",
+    "rotary_gradient_lines",
     "rotate",
     "sum_and_statistics",
     "swiglu_amax",
+    "swiglu_amax_lines",
     "swiglu_cast",
+    "swiglu_cast_lines",
+    "swiglu_gradient_amax_lines",
     "swiglu_gradient_amaxes",
     "swiglu_gradient_cast",
+    "swiglu_gradient_cast_lines",
     "swiglu_gradient_lines",
     "swiglu_lines",
 ]
@@ -24,12 +34,26 @@ __all__ = [
 norm_statistics = operator("norms", "statistics", called="norm_statistics")
 sum_and_statistics = operator("norms", "statistics", called="sum_and_statistics", residual=True)
 norm_cast = operator("norms", "cast", called="norm_cast")
+norm_amax_lines = operator("norms", "amax_lines", called="norm_amax_lines")
+norm_cast_lines = operator("norms", "cast_lines", called="norm_cast_lines")
+norm_lines = operator("norms", "lines", called="norm_lines")
 swiglu_amax = operator("swiglu", "amax", called="swiglu_amax")
 swiglu_cast = operator("swiglu", "cast", called="swiglu_cast")
 swiglu_gradient_amaxes = operator("swiglu", "gradient_amaxes", called="swiglu_gradient_amaxes")
 swiglu_gradient_cast = operator("swiglu", "cast_gradients", called="swiglu_gradient_cast")
 swiglu_lines = operator("swiglu", "lines", called="swiglu_lines")
 swiglu_gradient_lines = operator("swiglu", "gradient_lines", called="swiglu_gradient_lines")
+swiglu_amax_lines = operator("swiglu", "amax_lines", called="swiglu_amax_lines")
+swiglu_cast_lines = operator("swiglu", "cast_lines", called="swiglu_cast_lines")
+swiglu_gradient_amax_lines = operator(
+    "swiglu", "gradient_amax_lines", called="swiglu_gradient_amax_lines"
+)
+swiglu_gradient_cast_lines = operator(
+    "swiglu", "cast_gradient_lines", called="swiglu_gradient_cast_lines"
+)
 rotate = operator("rotary", "rotate")
 rotary_gradient_amax = operator("rotary", "amax", called="rotary_gradient_amax")
 rotary_gradient_cast = operator("rotary", "cast", called="rotary_gradient_cast")
+rotary_gradient_amax_lines = operator("rotary", "amax_lines", called="rotary_gradient_amax_lines")
+rotary_gradient_cast_lines = operator("rotary", "cast_lines", called="rotary_gradient_cast_lines")
+rotary_gradient_lines = operator("rotary", "lines", called="rotary_gradient_lines")

@@ -106,7 +106,9 @@ def quantize(
     for use in uses:
         granularities.blocks(spec.granularity, tuple(x.shape), use.axis, ragged=use.ragged)
     if spec.granularity == "rowwise":
-        return _by_lines(x, uses, spec)
+        rows, columns = line_scales(casts.amax_lines(x), uses)
+        codes = casts.cast_lines(x, rows.scale, columns.scale, e5m2=spec.fmt.name == "e5m2")
+        return pair(spec, (codes[0], *rows, codes[1], *columns))
     if spec.granularity == "blockwise_128x128":
         codes, transposed, *both = casts.squares(x, e5m2=spec.fmt.name == "e5m2")
         return pair(spec, (codes, *both, transposed, *both))
@@ -156,18 +158,19 @@ def _amax(x: torch.Tensor) -> torch.Tensor:
     return casts.amax(x).amax().view(torch.float32)
 
 
-def _by_lines(x: torch.Tensor, uses: tuple[Use, Use], spec: CastSpec) -> Pair:
+def line_scales(
+    amaxes: Sequence[torch.Tensor], uses: tuple[Use, Use]
+) -> tuple[scales.Scales, scales.Scales]:
+    """The scales of rows [M, 1] and of columns [1, K], by the partial amaxes of
+    ``casts.amax_lines``."""
     by_axis = []
-    for parts, axis, use in zip(casts.amax_lines(x), (1, 0), uses, strict=True):
+    for parts, axis, use in zip(amaxes, (1, 0), uses, strict=True):
+        assert use.cast is not None
         amax = parts.amax(0).view(torch.float32).unsqueeze(axis)  # [M, 1] and [1, K]
         if use.group is not None:
             amax = scaling.merge_amax(amax, use.group)
-        by_axis.append(scales.scales_from_amax(amax, spec.fmt, spec.policy))
-    of_rows, of_columns = by_axis
-    codes, transposed = casts.cast_lines(
-        x, of_rows.scale, of_columns.scale, e5m2=spec.fmt.name == "e5m2"
-    )
-    return pair(spec, (codes, *of_rows, transposed, *of_columns))
+        by_axis.append(scales.scales_from_amax(amax, use.cast.fmt, use.cast.policy))
+    return by_axis[0], by_axis[1]
 
 
 def pair(

@@ -138,6 +138,7 @@ def _fused(dtype: str, e5m2: bool) -> dict[str, Form]:
             codes=2,
         ),
         "rotary, forward": Form(rotary.rotate(HEADS), (*of_heads, *x), head, head * size),
+        **_fused_lines(dtype, e5m2),
         "swiglu, lines": Form(lines, (*x * 2, *of_lines), block, 2 * block * size, codes=2),
         "swiglu's gradients, lines": Form(
             gradient_lines, (*x * 3, *of_lines * 2), block, 3 * block * size, codes=4
@@ -150,6 +151,37 @@ def _fused(dtype: str, e5m2: bool) -> dict[str, Form]:
             head * size,
             codes=2,
         ),
+    }
+
+
+def _fused_lines(dtype: str, e5m2: bool) -> dict[str, Form]:
+    """Amaxes and casts by rows and columns, and a norm and a rotary gradient by blocks."""
+    x, size = (dtype,), BYTES[dtype]
+    tile, small = casts.ROWS * casts.COLUMNS, swiglu.ROWS * swiglu.COLUMNS
+    head, block = rotary.ROWS * HEADS[3], casts.BLOCK**2
+    strides = (HEADS[1] * HEADS[2] * HEADS[3], HEADS[2] * HEADS[3], HEADS[3])
+    norm, heads, two, of_lines = (*x, *ONE, *x), (*x, *ONE * 2), ONE * 2, (*CODES, *ONE * 4)
+    cast_norm, of_norm = (f(SHAPE, e5m2=e5m2) for f in (norms.cast_lines, norms.lines))
+    cast, gradients = (f(SHAPE, e5m2=e5m2) for f in (swiglu.cast_lines, swiglu.cast_gradient_lines))
+    turned, of_turned = (f(HEADS, strides, e5m2=e5m2) for f in (rotary.cast_lines, rotary.lines))
+    of_heads, of_three = rotary.amax_lines(HEADS, strides), swiglu.gradient_amax_lines(SHAPE)
+    return {
+        "norm, amax lines": Form(norms.amax_lines(SHAPE), (*norm, *PARTS * 2), tile, tile * size),
+        "norm, cast lines": Form(cast_norm, (*norm, *two, *CODES), tile, tile * size, codes=2),
+        "norm, lines": Form(of_norm, (*norm, *of_lines), block, block * size, codes=2),
+        "swiglu, amax lines": Form(
+            swiglu.amax_lines(SHAPE), (*x * 2, *PARTS * 2), tile, 2 * tile * size
+        ),
+        "swiglu, cast lines": Form(cast, (*x * 2, *two, *CODES), tile, 2 * tile * size, codes=2),
+        "swiglu's gradients, amax lines": Form(
+            of_three, (*x * 3, *PARTS * 4), small, 3 * small * size
+        ),
+        "swiglu's gradients, cast lines": Form(
+            gradients, (*x * 3, *two * 2, *CODES * 2), small, 3 * small * size, codes=4
+        ),
+        "rotary, amax lines": Form(of_heads, (*heads, *PARTS * 2), head, head * size),
+        "rotary, cast lines": Form(turned, (*heads, *two, *CODES), head, head * size, codes=2),
+        "rotary, lines": Form(of_turned, (*heads, *of_lines), block, block * size, codes=2),
     }
 
 

@@ -140,7 +140,10 @@ def called(monkeypatch):
     return names
 
 
-LINES = {"swiglu_lines", "swiglu_gradient_lines"}
+LINES = {name for name in kernels.__all__ if name.endswith("_lines")}
+OF_NORMS = {"norm_statistics", "sum_and_statistics"}
+BY_ROWS = OF_NORMS | {name for name in LINES if name.endswith(("_amax_lines", "_cast_lines"))}
+IN_BLOCKS = OF_NORMS | (LINES - BY_ROWS)
 AMAXES = {"swiglu_amax", "swiglu_gradient_amaxes", "rotary_gradient_amax"}
 
 
@@ -173,9 +176,9 @@ def test_interpreted_kernels_round_twice_where_transformers_does(called):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "own"), [("rowwise", set()), ("rowwise_native", set()), ("blockwise", LINES)]
+    ("recipe", "own"), [("rowwise", BY_ROWS), ("rowwise_native", BY_ROWS), ("blockwise", IN_BLOCKS)]
 )
-def test_other_scales_are_cast_by_the_linears_own_kernels_but_swiglus_by_lines(recipe, own, called):
+def test_scales_of_lines_are_those_of_values_as_they_are_computed(recipe, own, called):
     plain = results(layer(recipe), Layer.forward, tokens=12)
     assert not differing(plain, results(layer(recipe, kernels="triton"), Layer.forward, tokens=12))
     assert called == {"rotate"} | own
