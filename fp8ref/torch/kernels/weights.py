@@ -22,13 +22,18 @@ class Left(NamedTuple):
     weight    in the dtype in which linears read it; the parameter's memory if that is its own.
     parts     int32, partial amaxes of ``weight``: bits of magnitudes, the largest are S-2's.
     codes     of ``weight`` and transposed, uint8; () if the step did not cast.
-    scaled    ``versions`` of the scale by which it did.
+    scale     float32 (), by which it did, and its ``versions`` then.
     """
 
     weight: Tensor
     parts: Tensor
     codes: tuple[Tensor, ...] = ()
+    scale: Tensor | None = None
     scaled: tuple[int, ...] = ()
+
+    def is_cast_by(self, scale: Tensor) -> bool:
+        """Whether codes are by a scale as it is now."""
+        return self.scale is scale and self.scaled == versions(scale)
 
     @property
     def amax(self) -> Tensor:
@@ -55,13 +60,12 @@ class Trace:
     left: Left | None = None
     counted: tuple[int, ...] = ()
 
-    def codes(self, scale: Tensor, *, e5m2: bool) -> tuple[Tensor, ...]:
-        """The codes of the weight by a scale, if the last step left them, else (); the next step
-        shall."""
-        known = self.left.codes if self.left is not None and self.scale is scale else ()
-        self.late |= self.left is not None and bool(known) and self.left.scaled != versions(scale)
+    def ask(self, scale: Tensor, *, e5m2: bool) -> None:
+        """Have the next steps cast by a scale, unless it changed after the last one had: steps are
+        then too early for it."""
+        left = self.left
+        self.late |= left is not None and left.scale is scale and not left.is_cast_by(scale)
         self.scale, self.e5m2 = (None if self.late or not versions(scale) else scale), e5m2
-        return () if self.late else known
 
 
 _traces = WeakTensorKeyDictionary()

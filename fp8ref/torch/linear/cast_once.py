@@ -72,10 +72,9 @@ def _pair(linear: Linear, w: torch.Tensor, scale: torch.Tensor | None) -> Pair:
     assert cast is not None
     left = weights.fresh(w)
     if scale is not None:
-        e5m2 = cast.fmt.name == "e5m2"
-        codes = weights.trace(w).codes(scale, e5m2=e5m2)
-        if left is not None and codes:
-            rows, columns = (x.view(DTYPES[cast.fmt.name]) for x in codes)
+        weights.trace(w).ask(scale, e5m2=cast.fmt.name == "e5m2")
+        if left is not None and left.is_cast_by(scale):
+            rows, columns = (x.view(DTYPES[cast.fmt.name]) for x in left.codes)
             both = (scale, scale.reciprocal())
             return both_orders.pair(cast, (rows, *both, columns, *both), left.parts)
     elif left is not None and cast.granularity == "tensorwise":

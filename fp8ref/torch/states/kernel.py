@@ -56,7 +56,8 @@ def step(p: Tensor, work: Work) -> None:
         codes = torch.empty_like(local, dtype=torch.uint8)
         transposed = codes.new_empty((codes.shape[1], codes.shape[0]))
         launch.run(made, *inputs, trace.scale, local, m, v, weight, codes, transposed, parts)
-        left = Left(weight, parts, (codes, transposed), weights.versions(trace.scale))
+        scaled = weights.versions(trace.scale)
+        left = Left(weight, parts, (codes, transposed), trace.scale, scaled)
     if not local.is_inference():
         torch.autograd.graph.increment_version([local, m, v])
     trace.left, trace.counted = left, weights.versions(p)

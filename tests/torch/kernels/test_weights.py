@@ -115,6 +115,22 @@ def test_scales_that_change_after_the_step_end_its_casts(monkeypatch):
     assert not trace.left.codes
 
 
+def test_codes_by_another_scale_are_not_taken():
+    """A scale that is replaced may have the version of the one before."""
+    training = Training("delayed")
+    for _ in range(2):
+        training.step()
+    state = training.linear.states["weight"]
+    state.scale = state.scale.clone() * 2
+    for _ in range(state.scale._version, weights.trace(training.linear.weight).left.scaled[0]):
+        state.scale.add_(0)
+    for _ in range(2):
+        with cast_once(training.linear):
+            codes = training.linear.kept.tensors[0].view(torch.uint8)
+        expected = casts.cast(training.linear.weight.detach(), state.scale, e5m2=False)[0]
+        assert torch.equal(codes, expected.view(torch.uint8))
+
+
 def test_a_copy_has_the_trace_of_its_parameter():
     p = nn.Parameter(torch.ones(48, 64))
     copy = p.detach().bfloat16()
