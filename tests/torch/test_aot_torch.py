@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import floor
 from fp8ref.spec.states.layouts import LAYOUTS, Scalars
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -235,6 +236,18 @@ def test_the_kept_table(shape):
         assert sum(row["gemms"].values()) == 21
         assert row["machine_code"] is None or row["machine_code"] > 0  # None: without Triton
         assert all(name.endswith(" bfloat16") for name in row["gemms"])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernels_move_little_more_than_they_must(shape):
+    """GB by sectors, at most; the fewest are those of benchmarks/compiled/floor.py."""
+    rows = rows_of(json.loads(KEPT.read_text())["rows"], shape)
+    moved = {key: sum(row["sectors"]) / 1e9 for key, row in rows.items()}
+    for recipe, most in {"tensorwise": 7.2, "delayed": 5.2, "tensorwise_pow2": 6.2}.items():
+        assert floor.least(recipe) / 1e9 <= moved[recipe, "fp8ref, kernels"] <= most, recipe
+        assert rows[recipe, "fp8ref, kernels"]["ours"] != [0, 0]
+    for recipe in ("tensorwise", "delayed", "blockwise"):
+        assert moved[recipe, "fp8ref, kernels"] <= 0.75 * moved[recipe, "fp8ref, Linear"], recipe
 
 
 @pytest.mark.parametrize("shape", SHAPES)
