@@ -9,6 +9,7 @@ import fp8ref.configs
 from fp8ref.recipe import trained_recipes
 from fp8ref.shared.errors import ConfigError
 from fp8ref.torch.delayed import delayed
+from fp8ref.torch.linear.linear import Linear
 from fp8ref.train import loop
 from fp8ref.train.config import config as configs
 from fp8ref.train.data import loader
@@ -141,3 +142,14 @@ def test_kernels_that_cast_no_operand_are_refused(small):
         ConfigError, match=r"numerics.kernels: kernels 'triton' .* got recipe mxfp8"
     ):
         Trainer(small.replace(numerics={"recipe": "mxfp8", "kernels": "triton"}))
+
+
+def test_linears_of_all_recipes_of_a_schedule_cast_by_the_choice(small):  # T-9
+    pytest.importorskip("triton")
+    schedule = ((0, "tensorwise"), (3, "delayed"))
+    trainer = Trainer(small.replace(numerics={"schedule": schedule, "kernels": "triton"}))
+    for recipe in ("tensorwise", "delayed"):
+        trainer.switch(recipe)
+        linears = [m for m in trainer.model.modules() if isinstance(m, Linear)]
+        assert len(linears) == sum(d.fp8 for d in trainer.decisions)
+        assert {m.kernels for m in linears} == {"triton"}

@@ -7,6 +7,7 @@ import torch
 from helpers.models.own_configurations import of, transformers
 
 from fp8ref.shared.errors import ConfigError
+from fp8ref.torch.linear.linear import Linear
 from fp8ref.train import loop
 from fp8ref.train.config.config import Config
 from fp8ref.train.config.sections import DataConfig, RunConfig
@@ -200,6 +201,13 @@ def test_simulated_hardware_multiplies_a_user_s_linears(config):
     trainer = loop.trainer("torch", config)
     assert np.isfinite(trainer.step(TOKENS[0])["loss"])
     assert {gemm["plan"] for gemm in trainer.prove(TOKENS[0])["simulated"]} == {"exact"}
+
+
+def test_linears_cast_by_the_choice_of_kernels(config):
+    pytest.importorskip("triton")
+    trainer = Trainer(config.replace(numerics={"recipe": "tensorwise", "kernels": "triton"}))
+    linears = [module for module in trainer.model.modules() if isinstance(module, Linear)]
+    assert [m.kernels for m in linears] == ["triton"] * sum(d.fp8 for d in trainer.decisions)
 
 
 def test_an_export_is_of_the_configuration_that_was_trained(config, tmp_path):  # K-7, T-10
