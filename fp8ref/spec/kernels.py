@@ -5,7 +5,7 @@ Both give the same codes, scales and amaxes. Where they run differs, and how fas
 
 import importlib.util
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -32,24 +32,27 @@ class Kernels:
     triton: bool
     reason: str
 
-    def of_recipes(self, shares: Mapping[str, float], choice: Choice) -> "Kernels":
+    def of_linears(self, linears: Iterable[tuple[str, float]], choice: Choice) -> "Kernels":
         """What casts the linears of a model.
 
-        shares    of a recipe's roles, the share that kernels can cast.
-        Raises:   ValueError: 'triton' with recipes of which kernels cast nothing.
+        linears   recipe, and the share of roles that kernels can cast, of each in FP8; of experts
+                  none.
+        Raises:   ValueError: 'triton' with linears of which kernels cast nothing.
         """
-        without = [name for name, share in shares.items() if share == 0]
+        shares: dict[str, list[float]] = {}
+        for recipe, share in linears:
+            shares.setdefault(recipe, []).append(share)
         if not self.triton or not shares:
             return self
-        if len(without) == len(shares):
-            names = ", ".join(without)
+        if not any(share for each in shares.values() for share in each):
+            names = ", ".join(shares)
             require(
                 choice != "triton",
                 f"kernels 'triton' cast operands of some recipe; got recipe {names}. Use 'auto' "
                 "or 'plain'.",
             )
             return Kernels(False, f"no kernel casts recipe {names}")
-        plain = [name for name, share in shares.items() if share < 1]
+        plain = [name for name, each in shares.items() if min(each) < 1]
         return Kernels(True, self.reason + f"; {', '.join(plain)} not in all operands" * any(plain))
 
     @property

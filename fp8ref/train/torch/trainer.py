@@ -405,16 +405,16 @@ class Trainer:
 def _kernels(config: Config, device: torch.device) -> Kernels:
     """What casts operands of linears on this process's device.
 
-    Raises:   ConfigError: as ``choice.explain`` and ``Kernels.of_recipes``.
+    Raises:   ConfigError: as ``choice.explain`` and ``Kernels.of_linears``.
     """
     decisions = [d for recipe in config.recipes for d in config.under(recipe).decisions() if d.fp8]
-    shares = {
-        d.recipe.name: 0 if d.experts else len(roles_by_kernels(d.recipe)) / len(ROLES)
+    shares = [
+        (d.recipe.name, 0 if d.experts else len(roles_by_kernels(d.recipe)) / len(ROLES))
         for d in decisions
-    }
+    ]
     keys = config.numerics
     try:
-        return choice.explain(keys.kernels, device).of_recipes(shares, keys.kernels)
+        return choice.explain(keys.kernels, device).of_linears(shares, keys.kernels)
     except ValueError as error:
         raise ConfigError(f"numerics.kernels: {error}") from error
 
