@@ -1,5 +1,6 @@
 """The fewest bytes of a block, and the tables that docs/concepts/speed.md shows of them."""
 
+import json
 import re
 from pathlib import Path
 
@@ -42,6 +43,16 @@ def test_a_prediction_is_of_what_an_h100_measured(monkeypatch):
     monkeypatch.setattr(floor, "rates", lambda: (10.0, 4.0, 100.0))
     monkeypatch.setattr(floor, "least", lambda recipe: 85.0)
     assert cells(floor.markdown())[0]["at the floor"] == "1.25"  # 10 / (4 + 4)
+
+
+def test_kernels_do_not_change_what_a_recipe_must_move(monkeypatch, tmp_path):
+    names = ("bf16", "fp8ref tensorwise", "fp8ref tensorwise, Triton's kernels", "fp8ref delayed")
+    rows = [{"linears": name, "gb": 50.0} for name in names]
+    (tmp_path / "aot.json").write_text(json.dumps({"blocks": rows}))
+    monkeypatch.setattr(floor, "RESULTS", tmp_path)
+    plain, ours, kernels, delayed = (row["floor"] for row in cells(floor.markdown_jax()))
+    assert plain == "-"
+    assert float(ours) == float(kernels) > float(delayed) > 0
 
 
 def test_the_page_shows_the_tables():
