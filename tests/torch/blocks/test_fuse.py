@@ -181,6 +181,16 @@ def test_a_fused_model_is_copied_and_pickled():
         assert not differing(want, results(other))
 
 
+def test_a_pass_by_modules_takes_no_result_of_a_fused_one():
+    options = {"kernels": "triton", "filter_fqns": ["lm_head"]}
+    plain = ft.convert(MODELS["torchtitan"](), "tensorwise", **options)
+    fused = ft.convert(MODELS["torchtitan"](), "tensorwise", fuse=True, **options)
+    with torch.no_grad():
+        fused(TOKENS)
+        fused.layers[0].attention.register_forward_hook(lambda *_: None)
+        assert torch.equal(fused(TOKENS.flip(1)), plain(TOKENS.flip(1)))
+
+
 def test_linears_of_one_input_share_its_state():
     fused = ft.convert(MODELS["torchtitan"](), "delayed", kernels="triton", fuse=True)
     attention, mlp = fused.layers[0].attention, fused.layers[0].feed_forward
