@@ -58,9 +58,9 @@ def gradient(
     factors: jax.Array,
     weight: jax.Array,
     kernels: TritonKernels,
-) -> tuple[jax.Array, jax.Array]:
-    """The gradients of h, and of the norm's weight in float32, by those of two or three readers of
-    the norm, and of the sum that h goes into."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradient of h, that of the norm's weight in float32, and the first's amax; by those of
+    two or three readers of the norm, and of the sum that h goes into."""
     from fp8ref.kernels import norm_gradients
 
     shape = math.prod(h.shape[:-1]), h.shape[-1]
@@ -68,5 +68,5 @@ def gradient(
     kinds = [(shape, h.dtype), ((launch.programs, shape[1]), jnp.float32)]
     rows = [x.reshape(shape) for x in (*readers, total, h)]
     parts = ((launch.programs,), jnp.int32)
-    of_h, of_weight, _ = run(launch, [*rows, factors, weight], [*kinds, parts], kernels)
-    return of_h.reshape(h.shape), of_weight.sum(0)
+    of_h, of_weight, amaxes = run(launch, [*rows, factors, weight], [*kinds, parts], kernels)
+    return of_h.reshape(h.shape), of_weight.sum(0), casts.largest(amaxes)

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from fp8ref.jax import delayed
 from fp8ref.jax.distributed import sharding
 from fp8ref.jax.distributed.sharding import Placement
-from fp8ref.jax.kernels import norms, plain, swiglu
+from fp8ref.jax.kernels import casts, norms, plain, swiglu
 from fp8ref.jax.kernels import rotary as rotary_kernels
 from fp8ref.jax.linear import arguments, carried, linear, operands
 from fp8ref.jax.linear.carried import Layer, Seen
@@ -60,7 +60,8 @@ class Reader(NamedTuple):
 class _Group:
     """What is static of a group.
 
-    layers  of all that read the norm; under swiglu those of gate, up and down.
+    layers  of all that read the norm; under swiglu those of gate, up, down, and of what makes the
+            residual.
     adds    whether a residual is added before the norm.
     kept    the ``checkpoint_name`` of the outputs of gate and up.
     rotates whether heads of the first two outputs are rotated.
@@ -89,13 +90,13 @@ class _Stream(NamedTuple):
 
 
 def takes(h: jax.Array, readers: list[Reader]) -> bool:
-    """Whether ``apply`` computes these linears: two or three of one recipe, all of whose operands
+    """Whether ``apply`` computes these linears: two to four of one recipe, all of whose operands
     kernels cast, with features that no device cuts, on one device or inside shard_map, and without
     an observer or statistics, which want tensors that are never written."""
     layer = arguments.layer(readers[0].recipe, readers[0].name, readers[0].placement)
     specs = [c for gemm in layer.recipe.gemms.values() for c in (gemm.a, gemm.b)]
     return (
-        len(readers) in (2, 3)
+        len(readers) in (2, 3, 4)
         and layer.observer is None
         and all(r.recipe == readers[0].recipe for r in readers)
         and all(carried.observations(r.seen).statistics is None for r in readers)
@@ -119,7 +120,8 @@ def apply(
     the first, so that one kernel adds its gradient.
 
     Shapes:   h and residual [..., K]; outputs [..., N].
-    swiglu    readers are gate, up and down, and the only output is down's.
+    swiglu    readers are gate, up, down, and the linear that makes the residual of what is given
+              as such; the only output is down's.
     rotary    heads of the first two outputs, [B, T, H D], are rotated.
     Order:    M-11; each linear as ``linear.apply``. Under delayed scaling what readers share is
               cast by the first one's state of it.
@@ -156,10 +158,16 @@ def _forward(group: _Group, stream: _Stream, weights: tuple, scales: tuple, seen
     cast, kernels = _spec(first.recipe.output.a), first.kernels
     assert kernels is not None
     h, weight = (derivatives.not_again(x, first.name) for x in (stream.h, stream.weight))
-    h, factors, amax = norms.statistics(h, stream.residual, weight, group.eps, kernels)
+    calls, last = list(zip(weights, scales, seen, group.layers, strict=True)), []
+    residual = stream.residual
+    if group.swiglu:
+        # what makes the residual: its gradient is the sum's, whose amax the norm's gradient takes
+        assert residual is not None
+        last = [linear.forward(residual, *calls[3])]
+        residual = checkpoint_name(last[0][0][0], group.kept)
+    h, factors, amax = norms.statistics(h, residual, weight, group.eps, kernels)
     by = _scales(scales[0], "input", amax, cast, first)
     x = norms.quantize(h, factors, weight, by, cast.fmt, kernels)
-    calls = list(zip(weights, scales, seen, group.layers, strict=True))
     passes = [linear.forward(x, *call) for call in calls[: group.readers]]
     outputs = [output for (output, _), _ in passes]
     if stream.tables is not None:
@@ -168,12 +176,12 @@ def _forward(group: _Group, stream: _Stream, weights: tuple, scales: tuple, seen
     between: tuple[jax.Array, ...] = ()
     if group.swiglu:
         between = gate, up = tuple(checkpoint_name(y, group.kept) for y in outputs)
-        down = group.layers[-1]
-        largest = None if "input" in scales[-1] else swiglu.amax(gate, up, kernels)
-        by = _scales(scales[-1], "input", largest, cast, down)
+        down = group.layers[2]
+        largest = None if "input" in scales[2] else swiglu.amax(gate, up, kernels)
+        by = _scales(scales[2], "input", largest, cast, down)
         product = swiglu.quantize(gate, up, by, cast.fmt, kernels)
-        passes.append(linear.forward(product, *calls[-1]))
-        outputs = [passes[-1][0][0]]
+        passes = [*passes, linear.forward(product, *calls[2]), *last]
+        outputs = [passes[2][0][0]]
     observed = tuple(seen for (_, seen), _ in passes)
     residuals = h, factors, weight, stream.tables, between, tuple(kept for _, kept in passes)
     return (h, tuple(outputs), observed), residuals
@@ -184,7 +192,7 @@ def _backward(group: _Group, residuals, cotangents):
     for_total, for_outputs, observed = cotangents
     layers = group.layers
     if group.swiglu:
-        down = linear.backward(layers[-1], kept[-1], (for_outputs[0], observed[-1]))
+        down = linear.backward(layers[2], kept[2], (for_outputs[0], observed[2]))
         for_outputs = _cast_gradients(down[0], between, group, kept)
     if tables is not None:
         for_outputs = [
@@ -198,13 +206,16 @@ def _backward(group: _Group, residuals, cotangents):
     kernels = layers[0].kernels
     assert kernels is not None
     readers = [for_x for for_x, *_ in passes]
-    for_h, for_weight = norms.gradient(readers, for_total, h, factors, weight, kernels)
+    for_h, for_weight, amax = norms.gradient(readers, for_total, h, factors, weight, kernels)
     if axes := tuple(sharding.varying(for_weight) - sharding.varying(weight)):
         for_weight = lax.psum(for_weight, axes)
-    for_residual, for_weight = for_h if group.adds else None, for_weight.astype(weight.dtype)
-    stream = _Stream(for_h, for_residual, for_weight, jax.tree.map(jnp.zeros_like, tables))
+    for_residual = for_h if group.adds else None
     if group.swiglu:
-        passes.append(down)
+        for_y = _cast_again(for_h, amax, layers[3], kept[3][0])
+        for_residual, *rest = linear.backward(layers[3], kept[3], (for_y, observed[3]))
+        passes = [*passes, down, (for_residual, *rest)]
+    for_weight = for_weight.astype(weight.dtype)
+    stream = _Stream(for_h, for_residual, for_weight, jax.tree.map(jnp.zeros_like, tables))
     _, for_weights, for_scales, for_seen = zip(*passes, strict=True)
     return stream, for_weights, for_scales, for_seen
 
@@ -228,6 +239,17 @@ def _cast_gradients(
         for each, amax, layer in zip(settled, amaxes, layers, strict=True)
     ]
     return swiglu.quantize_gradients((d, gate, up), (by[0], by[1]), cast.fmt, kernels)
+
+
+def _cast_again(g: jax.Array, amax: jax.Array, layer: Layer, saved: dict) -> jax.Array | Quantized:
+    """The gradient g of what made the residual, cast by its amax, which the norm's gradient has
+    taken; as it is where a state has its scale."""
+    cast, kernels = _spec(layer.recipe.grad_input.a), layer.kernels
+    assert kernels is not None
+    if saved["grad_output"].scale is not None:
+        return g
+    by = operands.dynamic_scales(amax, "grad_output", cast, layer)
+    return casts.quantize(g, by, cast.fmt, -1, kernels)
 
 
 def _cast_rotated(g: jax.Array, tables: Rotary, layer: Layer, saved: dict) -> Quantized:

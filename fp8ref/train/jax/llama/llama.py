@@ -79,7 +79,7 @@ class Embedding(nnx.Module):
 
 class Attention(nnx.Module):
     """Causal rotary attention, with grouped key and value heads, of the outputs of ``projections``,
-    of which q and k may be rotated: [B, T, hidden] (spec M-1)."""
+    of which q and k may be rotated: the input of o_proj, [B, T, H D] (spec M-1)."""
 
     def __init__(self, name: str, config: LlamaConfig, weights: Weights, recipes: Recipes) -> None:
         self.head_dim, self.name = config.head_dim, name
@@ -124,7 +124,7 @@ class Attention(nnx.Module):
         if not rotated:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = run.attended(q, k, v, self.name, self.softcap, sinks)
-        return self.o_proj(y.reshape(batch, length, -1), run)
+        return y.reshape(batch, length, -1)
 
 
 class MLP(nnx.Module):
@@ -268,11 +268,12 @@ class Layer(nnx.Module):
             projected = [p(x, run) for p in self.self_attn.projections]
         y = self.self_attn(projected, cos, sin, run, rotated=rotary is not None)
         if isinstance(self.mlp, MLP):
-            readers = [p.reader(run) for p in self.mlp.projections]
+            linears = [*self.mlp.projections, self.self_attn.o_proj]
+            readers = [p.reader(run) for p in linears]
             if run.fuses(h, readers):
                 h, [y] = run.fused(h, y, second.norm, readers, swiglu=True)
                 return add(h, y)
-        h = add(h, y)
+        h = add(h, self.self_attn.o_proj(y, run))
         return add(h, self.mlp(second(h), run))
 
 
