@@ -243,7 +243,8 @@ def test_kernels_move_little_more_than_they_must(shape):
     """GB by sectors, at most; the fewest are those of benchmarks/compiled/floor.py."""
     rows = rows_of(json.loads(KEPT.read_text())["rows"], shape)
     moved = {key: sum(row["sectors"]) / 1e9 for key, row in rows.items()}
-    for recipe, most in {"tensorwise": 7.2, "delayed": 5.2, "tensorwise_pow2": 6.2}.items():
+    limits = {"tensorwise": 7.2, "tensorwise_pow2": 6.2, "rowwise_native": 7.4}
+    for recipe, most in (limits | {"delayed": 5.2, "blockwise": 5.4}).items():
         assert floor.least(recipe) / 1e9 <= moved[recipe, "fp8ref, kernels"] <= most, recipe
         assert rows[recipe, "fp8ref, kernels"]["ours"] != [0, 0]
     for recipe in ("tensorwise", "delayed", "blockwise"):
