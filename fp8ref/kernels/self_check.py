@@ -45,18 +45,18 @@ def _launches() -> Iterator[tuple[str, bool, Launch, list[np.ndarray], list[Outp
     few, one = (_ROWS, _SHAPE[1]), np.full((), 3.1415927, np.float32)
     both: list[Output] = [(_SHAPE, "uint8"), (_SHAPE[::-1], "uint8")]
     factors = np.abs(_planted(_SHAPE[:1], 3)).astype(np.float32)
-    of_rows: list[Output] = [((_ROWS,), "float32"), ((_ROWS,), "int32")]
+    row_outputs: list[Output] = [((_ROWS,), "float32"), ((_ROWS,), "int32")]
     for twice, e5m2 in ((False, False), (True, True)):
         norm = norms.statistics(few, eps=1e-5, twice=twice)
-        yield "a norm", True, norm, [x, z[0]], of_rows
+        yield "a norm", True, norm, [x, z[0]], row_outputs
         norm = norms.statistics(few, eps=1e-5, residual=True, twice=twice)
-        yield "a norm of a sum", True, norm, [x, y, z[0]], [(few, "bfloat16"), *of_rows]
+        yield "a norm of a sum", True, norm, [x, y, z[0]], [(few, "bfloat16"), *row_outputs]
         cast = norms.cast(_SHAPE, e5m2=e5m2, twice=twice)
-        of_norm = norm_gradients.gradient(few, 2 + twice)
-        parts: list[Output] = [(few, "bfloat16"), (few, "float32"), _parts(of_norm)]
+        norm_gradient = norm_gradients.gradient(few, 2 + twice)
+        parts: list[Output] = [(few, "bfloat16"), (few, "float32"), _parts(norm_gradient)]
         gradients = [y, z][: 1 + twice]
         inputs = [x, *gradients, z, x, factors, z[0]]
-        yield "a norm's gradient", True, of_norm, inputs, parts
+        yield "a norm's gradient", True, norm_gradient, inputs, parts
         yield "a norm's cast", False, cast, [x, factors, z[0], one], [*both, _parts(cast)]
         amax, cast = swiglu.amax(_SHAPE, twice=twice), swiglu.cast(_SHAPE, e5m2=e5m2, twice=twice)
         yield "SwiGLU's amax", True, amax, [x, y], [_parts(amax)]
@@ -70,8 +70,8 @@ def _launches() -> Iterator[tuple[str, bool, Launch, list[np.ndarray], list[Outp
         gate = (32 + np.abs(x.astype(np.float32))).astype(_BF16)
         for name, launch, inputs in _by_lines([gate, x, y, z], factors, e5m2, twice):
             yield f"{name} by lines", False, launch, inputs, _outputs(launch)
-        yield from _of_heads(e5m2, one)
-        yield from _of_weights(e5m2, one, z)
+        yield from _rotary_launches(e5m2, one)
+        yield from _adamw_launches(e5m2, one, z)
 
 
 def _by_lines(tensors: Sequence[np.ndarray], factors: np.ndarray, e5m2: bool, twice: bool):
@@ -104,7 +104,7 @@ def _outputs(launch: Launch) -> list[Output]:
     return [(shape, dtype if dtype in kept else "uint8") for shape, dtype in launch.outputs]
 
 
-def _of_heads(e5m2: bool, one: np.ndarray):
+def _rotary_launches(e5m2: bool, one: np.ndarray):
     g, matrix = _planted(_HEADS, 4), (_HEADS[1], _HEADS[2] * _HEADS[3])
     cos, sin = (_planted((_HEADS[1], _HEADS[3]), seed).astype(np.float32) for seed in (5, 6))
     strides = (g.size, matrix[1], _HEADS[3])
@@ -115,7 +115,7 @@ def _of_heads(e5m2: bool, one: np.ndarray):
     yield "a rotary gradient", False, cast, [g, cos, sin, one], outputs
 
 
-def _of_weights(e5m2: bool, one: np.ndarray, g: np.ndarray):
+def _adamw_launches(e5m2: bool, one: np.ndarray, g: np.ndarray):
     p, m, v = (_planted(_SHAPE, seed).astype(np.float32) for seed in (7, 8, 9))
     numbers = np.array([0.9, 0.1, 0.95, 0.05, 1.5, 2.0, 1.0, 1e-3, 1e-8, 0.1, 0.7], np.float32)
     state = [p, g, m, np.abs(v), numbers]

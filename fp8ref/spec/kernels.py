@@ -32,7 +32,7 @@ class Kernels:
     triton: bool
     reason: str
 
-    def of_linears(self, linears: Iterable[tuple[str, float]], choice: Choice) -> "Kernels":
+    def over_linears(self, linears: Iterable[tuple[str, float]], choice: Choice) -> "Kernels":
         """What casts the linears of a model.
 
         linears   recipe, and the share of roles that kernels can cast, of each in FP8; of experts

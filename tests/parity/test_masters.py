@@ -204,8 +204,8 @@ def test_what_is_estimated_is_what_is_kept(backend, layout, small):  # O-14, K-2
         )
     assert "weights, float32 masters" not in lines
     parameters = sum(int(np.prod(s)) for s in llama.parameter_shapes(config.model).values())
-    of_linears = sum(int(np.prod(d.shape)) for d in config.decisions() if d.fp8)
-    assert lines["weights in use"][0] == of_linears + 2 * (parameters - of_linears)
+    over_linears = sum(int(np.prod(d.shape)) for d in config.decisions() if d.fp8)
+    assert lines["weights in use"][0] == over_linears + 2 * (parameters - over_linears)
     told = coverage.of(config, config.decisions())
     assert told["states"]["master"] == "float16"
     assert told["states"]["bytes_per_master"] == pytest.approx(2, rel=0.01)

@@ -35,26 +35,26 @@ def test_a_manifest_says_what_casts_and_why():
 
 def test_kernels_that_cast_a_part_say_so():
     triton = kernels.Kernels(True, "checked")
-    assert triton.of_linears([], "auto") == triton
-    assert triton.of_linears([("a", 1), ("b", 1)], "triton") == triton
-    assert triton.of_linears(
+    assert triton.over_linears([], "auto") == triton
+    assert triton.over_linears([("a", 1), ("b", 1)], "triton") == triton
+    assert triton.over_linears(
         [("a", 1), ("b", 2 / 3), ("c", 0), ("b", 1)], "triton"
     ) == kernels.Kernels(True, "checked; b, c not in all operands")
 
 
 def test_kernels_that_cast_nothing_are_plain_operations_or_refused():
     triton = kernels.Kernels(True, "checked")
-    assert triton.of_linears([("mxfp8", 0)], "auto").text == (
+    assert triton.over_linears([("mxfp8", 0)], "auto").text == (
         "plain operations (no kernel casts recipe mxfp8)"
     )
     with pytest.raises(ValueError, match=r"got recipe mxfp8\. Use 'auto' or 'plain'"):
-        triton.of_linears([("mxfp8", 0)], "triton")
+        triton.over_linears([("mxfp8", 0)], "triton")
     plain = kernels.Kernels(False, "asked for")
-    assert plain.of_linears([("mxfp8", 0)], "plain") == plain
+    assert plain.over_linears([("mxfp8", 0)], "plain") == plain
 
 
 def test_experts_beside_linears_of_one_recipe_are_a_part():
     triton = kernels.Kernels(True, "checked")
     part = kernels.Kernels(True, "checked; a not in all operands")
-    assert triton.of_linears([("a", 1), ("a", 0)], "triton") == part
-    assert triton.of_linears([("a", 0), ("a", 1)], "triton") == part
+    assert triton.over_linears([("a", 1), ("a", 0)], "triton") == part
+    assert triton.over_linears([("a", 0), ("a", 1)], "triton") == part

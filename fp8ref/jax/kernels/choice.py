@@ -124,7 +124,7 @@ def fused(device: jax.Device) -> str:
     launched = kernels(Kernels(True, ""), device)
     assert launched is not None
 
-    def run(made, inputs, outputs) -> list[jax.Array]:
-        return launch.run(made, [jax.device_put(x, device) for x in inputs], outputs, launched)
+    def run(each, inputs, outputs) -> list[jax.Array]:
+        return launch.run(each, [jax.device_put(x, device) for x in inputs], outputs, launched)
 
     return self_check.failure(run)

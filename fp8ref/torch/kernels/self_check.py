@@ -45,7 +45,7 @@ def fused(device: torch.device) -> str:
     """As ``fp8ref.kernels.self_check.failure``, of launches on a device."""
     from fp8ref.kernels import self_check
 
-    def run(made, inputs, outputs) -> list[np.ndarray]:
+    def run(each, inputs, outputs) -> list[np.ndarray]:
         bits = [torch.from_numpy(x.view(f"i{x.itemsize}")) for x in inputs]
         dtypes = [getattr(torch, x.dtype.name) for x in inputs]
         tensors = [x.view(dtype).to(device) for x, dtype in zip(bits, dtypes, strict=True)]
@@ -53,7 +53,7 @@ def fused(device: torch.device) -> str:
             torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
             for shape, dtype in outputs
         ]
-        launch.run(made, *tensors, *results)
+        launch.run(each, *tensors, *results)
         # NumPy has no bfloat16
         return [(x.view(torch.int16) if x.itemsize == 2 else x).cpu().numpy() for x in results]
 

@@ -392,12 +392,12 @@ class Trainer:
 def _kernels(config: Config, layout: Layout) -> Kernels:
     """What casts operands of linears on each device.
 
-    Raises:   ConfigError: as ``Layout.kernels`` and ``Kernels.of_linears``.
+    Raises:   ConfigError: as ``Layout.kernels`` and ``Kernels.over_linears``.
     """
     decisions = [d for recipe in config.recipes for d in config.under(recipe).decisions() if d.fp8]
     shares = [(d.recipe.name, 0 if d.experts else casts.share(d.recipe)) for d in decisions]
     choice = config.numerics.kernels
     try:
-        return layout.kernels(choice).of_linears(shares, choice)
+        return layout.kernels(choice).over_linears(shares, choice)
     except ValueError as error:
         raise ConfigError(f"numerics.kernels: {error}") from error

@@ -405,7 +405,7 @@ class Trainer:
 def _kernels(config: Config, device: torch.device) -> Kernels:
     """What casts operands of linears on this process's device.
 
-    Raises:   ConfigError: as ``choice.explain`` and ``Kernels.of_linears``.
+    Raises:   ConfigError: as ``choice.explain`` and ``Kernels.over_linears``.
     """
     decisions = [d for recipe in config.recipes for d in config.under(recipe).decisions() if d.fp8]
     shares = [
@@ -414,7 +414,7 @@ def _kernels(config: Config, device: torch.device) -> Kernels:
     ]
     keys = config.numerics
     try:
-        return choice.explain(keys.kernels, device).of_linears(shares, keys.kernels)
+        return choice.explain(keys.kernels, device).over_linears(shares, keys.kernels)
     except ValueError as error:
         raise ConfigError(f"numerics.kernels: {error}") from error
 

@@ -33,14 +33,14 @@ APART = Difference(element=(0,), a="", b="", differ=1, of=2, worst=1, unit="bflo
 
 
 def context(recipe="tensorwise", other=None, unobserved=()) -> Context:
-    of_linears = (
+    over_linears = (
         {d.path: RECIPES[r] if d.fp8 else d.recipe for d in Config().decisions()}
         for r in (recipe, other or recipe)
     )
     model = Config().model
     return Context(
         names=("a", "b"),
-        recipes=tuple(of_linears),
+        recipes=tuple(over_linears),
         states={},
         model=model,
         outputs={},
