@@ -86,8 +86,8 @@ def _store(
         inverse = tl.div_rn(_power(tl.div_rn(top, center), exponent), most)
         tl.store(exponent_ptr + groups, exponent, mask=within)
         tl.store(center_ptr + groups, center, mask=within)
-        of_each, power = tl.broadcast_to(center, x.shape), tl.broadcast_to(exponent, x.shape)
-        x = _signed(_power(tl.div_rn(tl.abs(x), of_each), power), x)
+        spread, power = tl.broadcast_to(center, x.shape), tl.broadcast_to(exponent, x.shape)
+        x = _signed(_power(tl.div_rn(tl.abs(x), spread), power), x)
     elif DIVIDE:
         inverse = tl.div_rn(top, most)
     else:

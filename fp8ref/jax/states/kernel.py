@@ -148,7 +148,7 @@ def _call(numbers, g, weight, *stored, layout: Layout, kernels: TritonKernels):
     """The kernel over one device's blocks; of a master also the largest codes by block, as bits."""
     from fp8ref.kernels import adamw_blocks
 
-    made = adamw_blocks.step(weight.size // _block(layout), layout)
+    built = adamw_blocks.step(weight.size // _block(layout), layout)
     dtype, half = stored[0].dtype, len(stored) // 2
     both = [
         [lax.bitcast_convert_type(codes, jnp.uint8), *rest]
@@ -164,7 +164,7 @@ def _call(numbers, g, weight, *stored, layout: Layout, kernels: TritonKernels):
         outputs[place] = (inputs[i].shape, inputs[i].dtype)
     lead = (*weight.shape[:-1], weight.shape[-1] // _block(layout))
     outputs.append((lead if layout.keeps_master else (1,), jnp.int32))
-    results = launch.bind(made, inputs, outputs, kernels, tuple(places.items()))
+    results = launch.bind(built, inputs, outputs, kernels, tuple(places.items()))
     new = [results[place] for place in places.values()]
     for i in (1, 1 + half):
         new[i] = lax.bitcast_convert_type(new[i], dtype)

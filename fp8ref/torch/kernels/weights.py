@@ -88,12 +88,12 @@ def share(copy: Tensor, p: Tensor) -> None:
 def fresh(p: Tensor, dtype: torch.dtype | None = None) -> Left | None:
     """What the last step left of a parameter, or of the one whose copy it is, in a dtype, by
     default p's; None if an operation has changed the parameter since."""
-    known: Trace | None = _traces.get(p)
-    source = None if known is None else known.parameter()
-    if known is None or source is None or known.left is None:
+    record: Trace | None = _traces.get(p)
+    source = None if record is None else record.parameter()
+    if record is None or source is None or record.left is None:
         return None
-    same = known.left.weight.dtype == (dtype or p.dtype) and known.counted == versions(source)
-    return known.left if same and known.counted else None
+    same = record.left.weight.dtype == (dtype or p.dtype) and record.counted == versions(source)
+    return record.left if same and record.counted else None
 
 
 def versions(p: Tensor) -> tuple[int, ...]:

@@ -47,15 +47,15 @@ def step(p: Tensor, work: Work) -> None:
     weight = local if own else torch.empty_like(local, dtype=trace.dtype)
     m, v = (kept.codes for kept in work.kept[:2])
     inputs = (local, work.g, m, v, update.numbers((*work.at, 1.0), local.device))
-    made = _launch(tuple(local.shape), own, trace.e5m2 if trace.scale is not None else None)
-    parts = local.new_empty(made.programs, dtype=torch.int32)
+    built = _launch(tuple(local.shape), own, trace.e5m2 if trace.scale is not None else None)
+    parts = local.new_empty(built.programs, dtype=torch.int32)
     if trace.scale is None:
-        launch.run(made, *inputs, local, m, v, weight, parts)
+        launch.run(built, *inputs, local, m, v, weight, parts)
         left = Left(weight, parts)
     else:
         codes = torch.empty_like(local, dtype=torch.uint8)
         transposed = codes.new_empty((codes.shape[1], codes.shape[0]))
-        launch.run(made, *inputs, trace.scale, local, m, v, weight, codes, transposed, parts)
+        launch.run(built, *inputs, trace.scale, local, m, v, weight, codes, transposed, parts)
         scaled = weights.versions(trace.scale)
         left = Left(weight, parts, (codes, transposed), trace.scale, scaled)
     if not local.is_inference():

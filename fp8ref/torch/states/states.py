@@ -26,7 +26,6 @@ from torch import Tensor, distributed
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref.spec.kernels import Choice
-from fp8ref.spec.kernels import check as check_kernels
 from fp8ref.spec.states import layouts as states
 from fp8ref.spec.states import saved as layout_decisions
 from fp8ref.spec.states.layouts import Layout, Scalars
@@ -45,9 +44,9 @@ class AdamW(torch.optim.Optimizer):
     compiled      whether ``torch.compile`` compiles the update of a parameter; the bits are the
                   same.
     seed          of a layout that rounds stochastically; saved with the states.
-    kernels       "auto": matrices by a Triton kernel (``kernel``) on a GPU with FP8, under layouts
-                  without scales; "plain": all by torch's operations; "triton": by the kernel on a
-                  CPU too, interpreted. The bits are the same.
+    kernels       an attribute. "auto": matrices by a Triton kernel (``kernel``) on a GPU with FP8,
+                  under layouts without scales; "plain": all by torch's operations; "triton": by the
+                  kernel on a CPU too, interpreted. The bits are the same.
 
     Shapes:       parameters float32, of any shape, on any device, plain or DTensors; under a layout
                   with masters also bfloat16; gradients float32, float16 or bfloat16.
@@ -58,15 +57,17 @@ class AdamW(torch.optim.Optimizer):
     Order:        spec O-2 to O-10, O-14, O-15.
     Specials:     a gradient that is not finite makes its weight NaN, and the moments of its group
                   (O-2). A parameter without a gradient keeps its weight and its state.
-    Raises:       ValueError: an unknown layout, or kernels that there are not; a seed of a layout
-                  that does not round stochastically; numbers outside their ranges (O-2); options of
-                  torch's AdamW that it lacks; parameters that are empty, or of a dtype that the
-                  layout does not take, at a step too, as of a model that is cast later; gradients
-                  that are sparse, or of another dtype; states of another layout at load, of the
-                  same name too; a DTensor that a layout with blocks is cut in another way than by
-                  Shard(0). Nothing is changed then.
+    Raises:       ValueError: an unknown layout, or kernels that there are not, at a step; a seed of
+                  a layout that does not round stochastically; numbers outside their ranges (O-2);
+                  options of torch's AdamW that it lacks; parameters that are empty, or of a dtype
+                  that the layout does not take, at a step too, as of a model that is cast later;
+                  gradients that are sparse, or of another dtype; states of another layout at load,
+                  of the same name too; a DTensor that a layout with blocks is cut in another way
+                  than by Shard(0). Nothing is changed then.
     Source:       spec O.
     """
+
+    kernels: Choice = "auto"
 
     def __init__(
         self,
@@ -79,12 +80,10 @@ class AdamW(torch.optim.Optimizer):
         layout: str | Layout = "sqrt_e4m3",
         compiled: bool = False,
         seed: int = 0,
-        kernels: Choice = "auto",
     ) -> None:
         self.layout = states.by_name(layout)
         states.check_seed(seed, self.layout)
-        check_kernels(kernels)
-        self._updates, self._kernels = Update(compiled), kernels
+        self._updates = Update(compiled)
         self._layout_of = functools.cache(self.layout.of)
         defaults: dict[str, Any] = {
             "lr": lr,
@@ -104,7 +103,7 @@ class AdamW(torch.optim.Optimizer):
         return super().__getstate__() | {
             "layout": self.layout,
             "_updates": self._updates,
-            "_kernels": self._kernels,
+            "kernels": self.kernels,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -195,6 +194,7 @@ class AdamW(torch.optim.Optimizer):
             parameter_groups.scalars(group, self.layout, 1)
             for p in group["params"]:
                 parameter_state.check_step(p, self.state.get(p, {}), self._layout(p))
+                kernel.takes(p, self._layout(p), self.kernels)
         cut: list[tuple[Work, tuple[distributed.ProcessGroup, ...]]] = []
         small: dict[tuple, list[Work]] = {}
         steps, apart = [], []
@@ -221,7 +221,7 @@ class AdamW(torch.optim.Optimizer):
                 kept = parameter_state.kept(p, state, flat, layout)
                 gradient, part = parameter_state.flat_gradient(p), Part(p.numel(), start)
                 work = Work(flat, gradient, kept, at, layout, part, keys)
-                if not in_fp8 and kernel.takes(p, layout, self._kernels):
+                if not in_fp8 and kernel.takes(p, layout, self.kernels):
                     kernel.step(p, work)
                 elif ranks:
                     cut.append((work, ranks))

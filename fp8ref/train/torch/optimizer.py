@@ -32,9 +32,9 @@ def build(
     ]
     betas = (config.beta1, config.beta2)
     if config.moment_layout is not None:
-        return states.AdamW(
-            groups, betas=betas, eps=config.eps, layout=config.moment_layout, kernels=kernels
-        )
+        adamw = states.AdamW(groups, betas=betas, eps=config.eps, layout=config.moment_layout)
+        adamw.kernels = kernels
+        return adamw
     if config.kind == "adamw_fp8":
         from torchao.optim import AdamWFp8
 

@@ -90,15 +90,9 @@ def trained(layout, steps: int, *, compiled=False, kernels="plain", **hyper) -> 
     betas = (hyper.get("b1", 0.9), hyper.get("b2", 0.95))
     seed = SEED * layout.stochastic
     optimizer = states.AdamW(
-        p.values(),
-        lr=1e-3,
-        betas=betas,
-        layout=layout,
-        compiled=compiled,
-        seed=seed,
-        kernels=kernels,
-        **HYPER,
+        p.values(), lr=1e-3, betas=betas, layout=layout, compiled=compiled, seed=seed, **HYPER
     )
+    optimizer.kernels = kernels
     total = 0
     for t, (q, state) in enumerate(simulated(layout, steps, **hyper)):
         for name, g in gradients_of(t, layout).items():

@@ -42,7 +42,8 @@ def sharded(kernels: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     model = fully_shard(nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 1)), mesh=mesh)
-    optimizer = states.AdamW(model.parameters(), lr=0.1, layout="bfloat16", kernels=kernels)
+    optimizer = states.AdamW(model.parameters(), lr=0.1, layout="bfloat16")
+    optimizer.kernels = kernels
     for _ in range(3):
         model(torch.randn(4, 8)).sum().backward()
         optimizer.step()
@@ -63,6 +64,20 @@ def test_autograd_sees_its_writes():
     p = nn.Parameter(torch.ones(4, 8))
     p.grad = torch.ones_like(p)
     loss = (p * p).sum()
-    states.AdamW([p], layout="float32", kernels="triton").step()
+    optimizer = states.AdamW([p], layout="float32")
+    optimizer.kernels = "triton"
+    optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_kernels_that_there_are_not_are_refused_before_anything_changes():
+    vector, matrix = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(4, 8))
+    optimizer = states.AdamW([vector, matrix], layout="float32")
+    optimizer.kernels = "other"
+    for p in (vector, matrix):
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match=r"kernels is one of .*; got 'other'"):
+        optimizer.step()
+    assert (vector == 1).all()
+    assert not optimizer.state
