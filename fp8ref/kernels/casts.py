@@ -158,7 +158,7 @@ def _cast(
 @triton.jit
 def _cast_by_amax(
     x_ptr, amax_ptr, q_ptr, t_ptr, scale_ptr, inverse_ptr, stride_m, stride_n, M, N,
-    COUNT: tl.constexpr, PARTS: tl.constexpr, EPS: tl.constexpr, BM: tl.constexpr,
+    COUNT, PARTS: tl.constexpr, EPS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, EVEN: tl.constexpr, E5M2: tl.constexpr, POWER: tl.constexpr
 ):  # fmt: skip
     part = tl.arange(0, PARTS)
@@ -239,7 +239,7 @@ def _transpose(
 
 @triton.jit
 def _amax(
-    x_ptr, amax_ptr, stride_m, stride_n, M, N, COUNT: tl.constexpr, BM: tl.constexpr,
+    x_ptr, amax_ptr, stride_m, stride_n, M, N, COUNT, BM: tl.constexpr,
     BN: tl.constexpr
 ):  # fmt: skip
     columns = tl.cdiv(N, BN)

@@ -52,7 +52,8 @@ def _rotated(
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     half = tl.arange(0, HALF)[None, :]
     token = rows % T
-    lines = (rows // T).to(tl.int64) * stride_b + token * stride_t + tl.program_id(1) * stride_h
+    lines = (rows // T).to(tl.int64) * stride_b + token.to(tl.int64) * stride_t
+    lines += tl.program_id(1).to(tl.int64) * stride_h
     inside = (rows < M)[:, None]
     at = g_ptr + lines[:, None] + half
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)

@@ -374,6 +374,9 @@ def update(model: nn.Module, *, before_step: bool = False) -> None:
     named = list(states(model))
     if sharing := [state for _, state in named if state.first]:
         torch._foreach_copy_([s.seen for s in sharing], [s.origin.seen for s in sharing])
+    held = {id(state) for _, state in named}
+    for state in sharing:  # by itself from now on, if the first linear was replaced
+        state.first = state.first if id(state.origin) in held else ()
     compares = rank_checks.several_ranks()
     unchecked = [(name, state) for name, state in named if compares and not state.checked]
     if unchecked:
@@ -420,7 +423,8 @@ def forget(model: nn.Module) -> None:
     for state in role_states:
         state.missed, state.version, state.used, state.updated = 0, None, False, True
         state.ahead = False
-    for seen in _by_device([state.seen for state in role_states]):
+    origins = [state.origin for state in role_states if state.first]
+    for seen in _by_device([state.seen for state in (*role_states, *origins)]):
         torch._foreach_zero_(seen)
 
 

@@ -59,7 +59,11 @@ def memory(launch: "Launch", like: Tensor) -> list[Tensor]:
 def prepared(room: str, name: str, x: Tensor, options: str) -> "Launch":
     """The launch that a function of a module of ``fp8ref.kernels`` makes for a tensor of x's shape,
     and strides if it takes them; else x is contiguous. options: its other arguments, as JSON."""
-    return _prepared(room, name, tuple(x.shape), x.stride(), options)
+    shape, strides = tuple(x.shape), x.stride()
+    # a compiler's symbol has no hash; what its launch asks of it guards the graph
+    known = all(type(n) is int for n in (*shape, *strides))
+    prepare = _prepared if known else _prepared.__wrapped__
+    return prepare(room, name, shape, strides, options)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -51,7 +51,8 @@ def quantize(
 
     It is kept until another input is cast, or x is freed.
     """
-    if not _is_kept(x, scale):
+    # Ranks merge amaxes once for each linear: one without tokens has no cast to reuse.
+    if uses[0].group or uses[1].group or not _is_kept(x, scale):
         return both_orders.quantize(rows, uses, scale, guess=guess)
     stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
     key = x._version, None if scale is None else scale._version, uses, stream
@@ -70,9 +71,13 @@ def _forget(tensor: weakref.ref) -> None:
 
 
 def _is_kept(x: torch.Tensor, scale: torch.Tensor | None) -> bool:
-    """Whether a cast may serve later linears: of plain tensors that count their changes. Not while
-    a CUDA graph is captured, whose replays see other values; nor within selective checkpointing,
-    which expects the same operators when it runs a block again."""
+    """Whether a cast may serve later linears: of plain tensors that an operation of autograd made,
+    which count their changes; buffers that others fill, as a collective does, may not. Not in
+    inference mode, whose tensors no backward pass can keep; nor while a CUDA graph is captured,
+    whose replays see other values; nor within selective checkpointing, which expects the same
+    operators when it runs a block again."""
+    if not x.requires_grad or torch.is_inference_mode_enabled():
+        return False
     tensors = [t for t in (x, scale) if t is not None]
     if torch.compiler.is_compiling() or any(
         type(t) not in (torch.Tensor, torch.nn.Parameter) or t.is_inference() for t in tensors

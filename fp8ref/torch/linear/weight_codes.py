@@ -41,10 +41,10 @@ class WeightCodes:
         """The tensors for a pass by the weight w; () if the pass has to cast it: another tensor, as
         under autocast, or a CUDA graph that is captured, which would keep these codes.
 
-        Raises as ``check``; in a compiled graph nothing is checked.
+        Raises as ``check``; in a compiled graph no change is seen.
         """
         if torch.compiler.is_compiling():
-            return self.tensors if w.dtype == self.weight.dtype else ()
+            return self.tensors if w is self.weight else ()
         if w is not self.weight or (w.is_cuda and torch.cuda.is_current_stream_capturing()):
             return ()
         self.check(name)

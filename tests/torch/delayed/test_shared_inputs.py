@@ -74,3 +74,14 @@ def test_states_that_differ_are_refused():
     model.k.states["input"].scale.fill_(2)
     with pytest.raises(ValueError, match="the scale of k is another than that of the first"):
         shared_inputs.share(model, READERS)
+
+
+def test_a_state_whose_first_linear_was_replaced_goes_on_by_itself():
+    separate, model = Attention(), shared(Attention())
+    for each in (separate, model):
+        train(each)
+        each.q = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+        nn.init.ones_(each.q.weight)
+    assert all(map(torch.equal, train(separate), train(model)))
+    assert model.k.states["input"].origin is model.k.states["input"]
+    assert torch.equal(model.k.states["input"].scale, separate.k.states["input"].scale)

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("triton")
 
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.torch.delayed import delayed
 from fp8ref.torch.kernels import casts, launch
+from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.quantize import scaling
 
 FORMATS = (E4M3FN, E5M2)
@@ -115,3 +117,24 @@ def test_fake_results_have_the_shapes_of_real_ones():
         torch.library.opcheck(operator.default, arguments, test_utils=tests)
     arguments = ([scaling.quantize(x, E5M2).codes], launch.text())
     torch.library.opcheck(ops.transpose.default, arguments, test_utils="test_faketensor")
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "tensorwise_pow2", "delayed", "rowwise_native"])
+def test_a_compiled_linear_takes_inputs_of_other_lengths(recipe):
+    """The second length makes a compiler trace the first dim as a symbol."""
+    torch._dynamo.reset()
+    plain, linear = (
+        Linear.of(nn.Linear(64, 48, dtype=torch.bfloat16), recipe, kernels=kernels)
+        for kernels in ("plain", "triton")
+    )
+    linear.load_state_dict(plain.state_dict())
+    compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
+    for rows in (32, 48, 200):
+        x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows)).bfloat16()
+        grads = []
+        for layer in (plain, compiled):
+            leaf = x.clone().requires_grad_()
+            layer(leaf).float().square().sum().backward()
+            grads.append(leaf.grad)
+        assert torch.equal(*grads)
+    assert torch.equal(plain.weight.grad, linear.weight.grad)

@@ -103,3 +103,12 @@ def test_plain_operations_keep_nothing():
     layers = model(kernels="plain")
     with cast_once(layers):
         assert layers[0].kept is None
+
+
+def test_compiled_passes_by_another_weight_take_no_codes_of_the_first():
+    layers, other = model(), model()
+    compiled = torch.compile(layers, backend="aot_eager", fullgraph=True)
+    with cast_once(layers):
+        compiled(X)
+        layers[0].weight, layers[0].bias = other[0].weight, other[0].bias
+        assert torch.equal(compiled(X), other(X))

@@ -13,6 +13,7 @@ from fp8ref.torch.delayed import delayed, shared_inputs
 from fp8ref.torch.linear import both_orders, recent_cast
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.model import checkpointing
+from fp8ref.torch.quantize import scaling
 
 
 def linear(recipe: str = "tensorwise", seed: int = 0, kernels: str = "triton") -> Linear:
@@ -35,7 +36,13 @@ def shapes(monkeypatch) -> list[tuple[int, ...]]:
 
 
 def x() -> torch.Tensor:
+    """A leaf."""
     return torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+
+
+def hidden() -> torch.Tensor:
+    """What another layer made."""
+    return x().requires_grad_().clone()
 
 
 def inputs(shapes: list[tuple[int, ...]]) -> int:
@@ -43,7 +50,7 @@ def inputs(shapes: list[tuple[int, ...]]) -> int:
 
 
 def test_the_input_is_cast_once_with_the_same_bits(shapes):
-    q, k, h = linear(), linear(seed=1), x()
+    q, k, h = linear(), linear(seed=1), hidden()
     outputs = q(h), k(h)
     assert inputs(shapes) == 1
     plain = [linear(seed=seed, kernels="plain")(h) for seed in (0, 1)]
@@ -51,7 +58,7 @@ def test_the_input_is_cast_once_with_the_same_bits(shapes):
 
 
 def test_a_changed_input_is_cast_again(shapes):
-    q, k, h = linear(), linear(seed=1), x()
+    q, k, h = linear(), linear(seed=1), hidden()
     q(h)
     h.mul_(2)
     assert torch.equal(k(h), linear(seed=1, kernels="plain")(h))
@@ -59,7 +66,7 @@ def test_a_changed_input_is_cast_again(shapes):
 
 
 def test_another_tensor_or_recipe_is_cast_by_itself(shapes):
-    h = x()
+    h = hidden()
     linear()(h)
     linear()(h.clone())
     linear("rowwise")(h)
@@ -67,7 +74,7 @@ def test_another_tensor_or_recipe_is_cast_by_itself(shapes):
 
 
 def test_delayed_states_share_a_cast_only_with_one_scale(shapes):
-    layers, h = nn.ModuleDict({"q": linear("delayed"), "k": linear("delayed", 1)}), x()
+    layers, h = nn.ModuleDict({"q": linear("delayed"), "k": linear("delayed", 1)}), hidden()
     for layer in layers.values():
         layer(h)
     assert inputs(shapes) == 2
@@ -88,11 +95,39 @@ def test_delayed_states_share_a_cast_only_with_one_scale(shapes):
 
 
 def test_nothing_outlives_the_input():
-    h = x()
+    h = hidden()
     linear()(h)
     assert recent_cast._recent.entry is not None
     del h
     assert recent_cast._recent.entry is None
+
+
+def test_a_buffer_that_others_may_fill_is_cast_by_each_linear(shapes):
+    """A collective, or NumPy, counts no change of it."""
+    q, k, h = linear(), linear(seed=1), x().float()
+    q, k = q.float(), k.float()
+    q(h)
+    h.numpy()[:] = 2
+    assert torch.equal(k(h), linear(seed=1, kernels="plain").float()(h))
+    assert inputs(shapes) == 2
+
+
+def test_a_cast_of_inference_serves_no_training():
+    q, h = linear(), hidden()
+    with torch.inference_mode():
+        q(h)
+    q(h).sum().backward()
+    assert q.weight.grad is not None
+
+
+def test_ranks_merge_amaxes_once_for_each_linear(shapes, monkeypatch):
+    """One without tokens has no cast to reuse."""
+    monkeypatch.setattr(scaling, "merge_amax", lambda amax, group: amax)
+    h = hidden()
+    for _ in "qk":
+        layer = nn.Linear(64, 48, dtype=torch.bfloat16)
+        Linear.of(layer, "tensorwise", group="ranks", kernels="triton")(h)
+    assert inputs(shapes) == 2
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
