@@ -131,7 +131,7 @@ fp8ref's rows fuse by `fp8ref.torch.gemm.fusion`, which keeps casts that transpo
 reductions; torch's and torchao's as inductor does by itself. Kept is what the forward pass writes and returns: what the backward
 pass reads, and the output. Recipes with rows compile under `emulate_precision_casts`, but for the row that says so. CUDA graphs are of the graphs that
 inductor's rules let become one (`mode="reduce-overhead"`), with the number of tensors that they write in place. The last column is of
-different kernels that Triton compiles to machine code, - where it was not asked."""
+inductor's different kernels that Triton compiles to machine code, - where it was not asked."""
 STATES = """\
 ## Optimizer states
 
