@@ -37,7 +37,7 @@ def _gradient(
     at, program = tl.arange(0, BN), tl.program_id(0)
     inside = at < N
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    of_weight = tl.zeros((BN,), tl.float32)
+    weight_gradient = tl.zeros((BN,), tl.float32)
     largest = tl.zeros((BN,), tl.int32)
     for index in range(program, M, COUNT):
         row = tl.full((), index, tl.int64)  # the interpreter's index is Python's
@@ -47,15 +47,15 @@ def _gradient(
         d = _rounded(d + _row(first_ptr, row, N, BN), first_ptr)
         factor = tl.load(factor_ptr + row)
         normed = _row(h_ptr, row, N, BN) * factor
-        of_weight += d * normed
+        weight_gradient += d * normed
         d = d * weight
         mean = tl.div_rn(tl.sum(d * normed, 0), N * 1.0)
-        of_h = _rounded(factor * (d - normed * mean), h_gradient_ptr)
-        of_h = _rounded(_row(total_ptr, row, N, BN) + of_h, h_gradient_ptr)
-        largest = tl.maximum(largest, magnitude(of_h))
+        h_gradient = _rounded(factor * (d - normed * mean), h_gradient_ptr)
+        h_gradient = _rounded(_row(total_ptr, row, N, BN) + h_gradient, h_gradient_ptr)
+        largest = tl.maximum(largest, magnitude(h_gradient))
         first = h_gradient_ptr + row * N
-        tl.store(first + at, of_h, mask=inside)
-    tl.store(weight_gradient_ptr + program * N + at, of_weight, mask=inside)
+        tl.store(first + at, h_gradient, mask=inside)
+    tl.store(weight_gradient_ptr + program * N + at, weight_gradient, mask=inside)
     tl.store(amax_ptr + program, tl.max(largest, 0))
 
 

@@ -28,8 +28,8 @@ def statistics(
     launch = norms.statistics(shape, eps=eps, residual=residual is not None)
     rows = [x.reshape(shape) for x in (h, residual) if x is not None]
     sums = [] if residual is None else [(shape, h.dtype)]
-    of_rows = [(shape[:1], jnp.float32), (shape[:1], jnp.int32)]
-    *total, factors, parts = run(launch, [*rows, weight], [*sums, *of_rows], kernels)
+    row_kinds = [(shape[:1], jnp.float32), (shape[:1], jnp.int32)]
+    *total, factors, parts = run(launch, [*rows, weight], [*sums, *row_kinds], kernels)
     return (total[0].reshape(h.shape) if total else h), factors, casts.largest(parts)
 
 
@@ -68,5 +68,7 @@ def gradient(
     kinds = [(shape, h.dtype), ((launch.programs, shape[1]), jnp.float32)]
     rows = [x.reshape(shape) for x in (*readers, total, h)]
     parts = ((launch.programs,), jnp.int32)
-    of_h, of_weight, amaxes = run(launch, [*rows, factors, weight], [*kinds, parts], kernels)
-    return of_h.reshape(h.shape), of_weight.sum(0), casts.largest(amaxes)
+    h_gradient, weight_gradient, amaxes = run(
+        launch, [*rows, factors, weight], [*kinds, parts], kernels
+    )
+    return h_gradient.reshape(h.shape), weight_gradient.sum(0), casts.largest(amaxes)
