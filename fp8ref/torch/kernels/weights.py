@@ -97,8 +97,9 @@ def fresh(p: Tensor, dtype: torch.dtype | None = None) -> Left | None:
 
 
 def versions(p: Tensor) -> tuple[int, ...]:
-    """torch's count of the operations that changed a tensor; no write through ``.data`` counts.
+    """torch's count of the operations that changed a tensor, and where its memory is: ``.data`` may
+    be other memory, but what is written through it counts no operation.
 
     () where not every operation is counted: of DTensors, and in inference mode.
     """
-    return () if isinstance(p, DTensor) or p.is_inference() else (p._version,)
+    return () if isinstance(p, DTensor) or p.is_inference() else (p._version, p.data_ptr())

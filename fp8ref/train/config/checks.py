@@ -26,6 +26,12 @@ def check(config: Sections) -> None:
         f"numerics.rules are for one device; parallel has {config.parallel.devices}. Leave one "
         "of them out.",
     )
+    require(
+        not config.parallel.cuda_graphs or config.optimizer.keeps_masters,
+        "parallel.cuda_graphs need weights at fixed addresses, and a step rounds float32 masters "
+        f"to new ones; got optimizer.kind {config.optimizer.kind!r}. Use adamw_states with a "
+        "layout that keeps masters, such as sqrt_e4m3_f16, or leave cuda_graphs out.",
+    )
     faults = [
         *architectures.faults(config),
         *config.numerics.unattended(config.model.head_dim),

@@ -284,7 +284,9 @@ class Step:
         That is in bfloat16, under its simulated hardware, if any, with weights cast once.
         """
         wide = self.copies.uncast() if self.copies and self._casts_anew else nullcontext()
-        kept = nullcontext() if self._casts_anew else cast_once(self.model)
+        # CUDA graphs need codes at fixed addresses, and cast weights themselves
+        anew = self._casts_anew or self.config.parallel.cuda_graphs
+        kept = nullcontext() if anew else cast_once(self.model)
         with hardware.simulating(self.multiply), self._rounded(), wide, kept:
             yield
 

@@ -13,6 +13,10 @@ from fp8ref.train.config.config import Config
 REFUSED = [
     ({"parallel": {"cuda_graphs": True}}, "are of parallel.compile, on one device"),
     (
+        {"parallel": {"cuda_graphs": True, "compile": "block"}},
+        "rounds float32 masters to new ones; got optimizer.kind 'adamw'",
+    ),
+    (
         {"parallel": {"cuda_graphs": True, "compile": "block", "fsdp": 2}},
         "got compile 'block' and 2 devices",
     ),
