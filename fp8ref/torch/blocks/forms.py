@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from fp8ref.torch.blocks.operations import Norm
 
-__all__ = ["input_name", "is_swiglu", "norm_constants", "norm_name"]
+__all__ = ["input_name", "norm_constants", "norm_name", "swiglu_input"]
 
 _ACTIVATIONS = {"SiLU", "SiLUActivation"}
 
@@ -36,17 +36,20 @@ def _text(forward: ast.FunctionDef) -> str:
     return "\n".join(map(ast.unparse, forward.body))
 
 
-def is_swiglu(mlp: nn.Module, names: tuple[str, str, str]) -> bool:
-    """Whether it returns down(silu(gate(x)) * up(x)); names: of gate, up and down."""
+def swiglu_input(mlp: nn.Module, names: tuple[str, ...]) -> str:
+    """The one parameter x of a forward that returns down(silu(gate(x)) * up(x)); "" of any other
+    forward. names: of gate, up and down."""
     forward = _forward(mlp)
     if forward is None:
-        return False
+        return ""
     gate, up, down = names
     text = re.sub(r"^(\w+) = (.*)\nreturn \1$", r"return \2", _text(forward))
     found = re.fullmatch(
         rf"return self\.{down}\((\S+)\(self\.{gate}\((\w+)\)\) \* self\.{up}\(\2\)\)", text
     )
-    return found is not None and _is_silu(mlp, found.group(1))
+    if found is None or [each.arg for each in forward.args.args[1:]] != [found.group(2)]:
+        return ""
+    return found.group(2) if _is_silu(mlp, found.group(1)) else ""
 
 
 def _is_silu(mlp: nn.Module, name: str) -> bool:

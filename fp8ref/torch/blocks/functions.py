@@ -1,6 +1,7 @@
 """The parts of a block as autograd.Functions: each keeps for its backward pass the residual stream,
 its rstd, codes, and what its linears computed; neither the norm nor the product of SwiGLU."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -101,12 +102,15 @@ class _Input:
         residual, weight = tensors[:2]
         norm = part.norm
         kinds = ("tensorwise", "rowwise", "blockwise_1x128")
-        if norm is None or not any(fuses(part.linears[0], "input", h.device, k) for k in kinds):
+        readers = part.linears[:2] if part.mlp else part.linears
+        if norm is None or not any(
+            fuses(spec, "input", h.device, k) for spec in readers for k in kinds
+        ):
             s = h if residual is None else h + residual
             return cls(norm, s, None if norm is None else norm.rstd(s), weight)
         rows = _rows(h).contiguous()
         if residual is None:
-            s = h
+            s = rows
             factor, amax = fused.norm_statistics(rows, weight, eps=norm.eps, twice=norm.twice)
         else:
             s, factor, amax = fused.sum_and_statistics(
@@ -178,7 +182,7 @@ def _projections(ctx, part: Part, h: torch.Tensor, tensors: Tensors):
             outputs[i] = _rotated(part.linears[i], outputs[i], tables)
     saved = [each.saved_input(a) for each, a in zip(linears, inputs, strict=True)]
     _keep(ctx, (x.tensors, tables, saved, weights), linears)
-    return _behind(h, x.h), *outputs
+    return _behind(tensors, x), *outputs
 
 
 def _projections_backward(ctx, part: Part, grads: Tensors):
@@ -194,7 +198,7 @@ def _projections_backward(ctx, part: Part, grads: Tensors):
             continue
         rotated_by = tables if i < part.rotated else None
         operand = linears[i].grad_operand(_output_gradient(g, rotated_by))
-        if ctx.needs_input_grad[0] or ctx.needs_input_grad[2]:
+        if any(ctx.needs_input_grad[:3]):
             one = linears[i].grad_input(operand, weights[i], g.dtype)
             total = one if total is None else total + one
         if ctx.needs_input_grad[FIRST + i * TENSORS]:
@@ -256,7 +260,7 @@ def _mlp(ctx, part: Part, h: torch.Tensor, tensors: Tensors):
     out, w_down = down.output(inputs[2], h.shape, h.dtype)
     saved = [each.saved_input(a) for each, a in zip(linears, inputs, strict=True)]
     _keep(ctx, (x.tensors, (y_gate, y_up), saved, (w_gate, w_up, w_down)), linears)
-    return _behind(h, x.h), out
+    return _behind(tensors, x), out
 
 
 def _mlp_backward(ctx, part: Part, grads: Tensors):
@@ -281,7 +285,7 @@ def _mlp_backward(ctx, part: Part, grads: Tensors):
     total = None
     for i in (1, 0):  # as autograd adds them up
         g = linears[i].grad_operand(pair[i])
-        if needs[0] or needs[2]:
+        if any(needs[:3]):
             one = linears[i].grad_input(g, weights[i], dtype)
             total = one if total is None else total + one
         weight_gradient(i, g)
@@ -317,6 +321,7 @@ def _product_gradients(
         Source(d.device, lambda: plain()[0], lambda: amaxes()[0]),
         Source(d.device, lambda: plain()[1], lambda: amaxes()[1]),
     ]
+    scaled = [dataclasses.replace(each) for each in pair]  # what pair refers to, without a cycle
     specs = [each.spec for each in linears[:2]]
     fmts = {cast and cast.fmt for cast in (spec.recipe.grad_input.a for spec in specs)}
 
@@ -356,7 +361,7 @@ def _product_gradients(
     def codes(e5m2: bool) -> tuple[torch.Tensor, ...]:
         scales = [
             source.scale("grad_output", each.spec, each.states)[0]
-            for source, each in zip(pair, linears, strict=False)
+            for source, each in zip(scaled, linears, strict=False)
         ]
         return fused.swiglu_gradient_cast(d, gate, up, *scales, e5m2=e5m2, twice=part.twice)
 
@@ -383,9 +388,9 @@ def _linears(part: Part, tensors: Tensors) -> list[Projection]:
     ]
 
 
-def _behind(h: torch.Tensor, s: torch.Tensor) -> torch.Tensor | None:
-    """The residual stream behind a part, which is its input where nothing was added."""
-    return None if s is h else s
+def _behind(tensors: Tensors, x: _Input) -> torch.Tensor | None:
+    """The residual stream behind a part; None where nothing was added to its input."""
+    return None if tensors[0] is None else x.h
 
 
 def _keep(ctx, tree: Any, linears: Sequence[Projection]) -> None:

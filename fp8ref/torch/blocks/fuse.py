@@ -8,6 +8,7 @@ a forward that calls a part where kernels are on, else what it was.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ class _Module(nn.Module):
     def fuses(self, x: torch.Tensor) -> bool:
         """Whether the part runs in a pass of x."""
         norm = self.fused.norm
-        if any(each.weight.dtype != x.dtype for each in norm):
+        if any(each.normalizes or each.weight.dtype != x.dtype for each in norm):
             return False
         return parts.fuses(x, self.linears, (self, *norm))
 
@@ -65,11 +66,12 @@ class _Module(nn.Module):
 
     def normalized(self, x: torch.Tensor) -> torch.Tensor:
         """x as the module's own forward takes it."""
-        return x if self.norm is None else self.norm.normalize(x)
+        return x if self.norm is None or self.norm.normalizes else self.norm.normalize(x)
 
 
 class _MLP(_Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, *args, **kwargs) -> torch.Tensor:
+        (x,) = args or (kwargs[self.fused.input],)
         if self.fuses(x):
             return parts.mlp(x, self.linears, norm=self.norm, twice=True)[1]
         return super().forward(self.normalized(x))
@@ -110,13 +112,16 @@ def _reading(name: str) -> property:
 
 
 class _Norm(nn.Module):
-    """A norm whose reader normalizes: it returns its input."""
+    """A norm whose reader normalizes: it returns its input, unless hooks read its result."""
 
     constants: Norm
     weight: nn.Parameter
+    normalizes: bool = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
+        if self.normalizes != (parts.hooked(self) or parts.any_hooked()):
+            self.normalizes = not self.normalizes
+        return super().forward(x) if self.normalizes else x
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         """What the norm's class returned before."""
@@ -130,11 +135,12 @@ def fuse(model: nn.Module) -> dict[str, str]:
     Returns:  {path of a linear in FP8: the part that it is in, or why it is in none}.
     """
     notes: dict[str, str] = {}
+    parents = Counter(child for each in model.modules() for child in each._modules.values())
     for name, module, names, kind in list(_candidates(model)):
         note, reason = "", _obstacle(module, names, kind)
         if not reason:
             block, _, key = name.rpartition(".")
-            norm = _deferred_norm(model.get_submodule(block), key) if name else None
+            norm = _deferred_norm(model.get_submodule(block), key, parents) if name else None
             _change(module, kind, names, norm)
             first, *others = names[: 2 if kind is _MLP else 3]
             shared_inputs.share(module, dict.fromkeys(others, first))
@@ -150,7 +156,7 @@ def unfuse(model: nn.Module) -> None:
     for module in model.modules():
         if made_of := getattr(type(module), _MADE_OF, None):
             module.__class__ = made_of[0]
-            for key in ("fused", "constants", "ready"):
+            for key in ("fused", "constants", "normalizes", "ready"):
                 vars(module).pop(key, None)
 
 
@@ -179,7 +185,7 @@ def _obstacle(module: nn.Module, names: tuple[str, ...], kind: type[_Module]) ->
     first, *others = [each.spec for each in linears if isinstance(each, Linear)]
     if any(spec != first for spec in others):
         return "its linears differ in recipe"
-    if kind is _MLP and not forms.is_swiglu(module, names):  # type: ignore[arg-type]
+    if kind is _MLP and not forms.swiglu_input(module, names):
         return f"the forward of {type(module).__name__} is not down(silu(gate(x)) * up(x))"
     if kind is _Attention and not forms.input_name(module, names):
         return f"the forward of {type(module).__name__} reads its input by more than its linears"
@@ -187,12 +193,12 @@ def _obstacle(module: nn.Module, names: tuple[str, ...], kind: type[_Module]) ->
     return f"a {type(hooked).__name__} has hooks" if hooked is not None else ""
 
 
-def _deferred_norm(block: nn.Module, reader: str) -> "_Norm | None":
+def _deferred_norm(block: nn.Module, reader: str, parents: Counter) -> "_Norm | None":
     """The norm that a block calls for its child ``reader``, which normalizes from now on; None if
-    there is none that a part computes."""
+    there is none that a part computes, or several modules have it (parents: how many have each)."""
     norm = block._modules.get(forms.norm_name(block, reader))
     constants = None if norm is None or parts.hooked(norm) else forms.norm_constants(norm)
-    if norm is None or constants is None:
+    if norm is None or constants is None or parents[norm] > 1:
         return None
     norm.__class__ = _fused_class(type(norm), _Norm, ())
     norm.constants = constants  # type: ignore[assignment]
@@ -203,7 +209,7 @@ def _change(
     module: nn.Module, kind: type[_Module], names: tuple[str, ...], norm: "_Norm | None"
 ) -> None:
     """Give a module the class of a fused one."""
-    read = "x" if kind is _MLP else forms.input_name(module, names)
+    read = (forms.swiglu_input if kind is _MLP else forms.input_name)(module, names)
     module.__class__ = _fused_class(type(module), kind, names if kind is _Attention else ())
     module.fused = _Fused(names, () if norm is None else (norm,), read)  # type: ignore[assignment]
 

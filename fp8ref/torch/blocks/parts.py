@@ -29,7 +29,7 @@ from fp8ref.torch.kernels import choice
 from fp8ref.torch.linear.linear import ROLES, Linear, _Spec
 from fp8ref.torch.tensors import linear_input
 
-__all__ = ["NormModule", "fuses", "hooked", "mlp", "projections", "unlike", "why_not"]
+__all__ = ["NormModule", "any_hooked", "fuses", "hooked", "mlp", "projections", "unlike", "why_not"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -127,7 +127,7 @@ def why_not(h: torch.Tensor, linears: Sequence[nn.Module], others: Sequence[nn.M
         return "there are no tokens (L-9)"
     if linear_input.autocast_dtype(h) is not None:
         return "torch.autocast is enabled"
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+    if any_hooked():
         return "hooks of all modules are registered"
     if any(map(hooked, (*linears, *others))):
         return "modules have hooks"
@@ -142,6 +142,11 @@ def why_not(h: torch.Tensor, linears: Sequence[nn.Module], others: Sequence[nn.M
 def hooked(module: nn.Module) -> bool:
     """Whether a module has hooks of its passes, which a part would not call."""
     return any(getattr(module, hooks) for hooks in _HOOKS)
+
+
+def any_hooked() -> bool:
+    """Whether hooks of all modules are registered."""
+    return any(getattr(torch_module, f"_global{hooks}") for hooks in _HOOKS)
 
 
 def unlike(linear: nn.Module) -> str:

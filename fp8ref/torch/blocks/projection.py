@@ -75,7 +75,7 @@ class Projection(NamedTuple):
         elif spec.cast_once["weight"] is not None:
             assert isinstance(b, Quantized)
             # The weight is kept, which the model has anyway, and cast again by the same scale.
-            saved = b if gathered else b._replace(codes=w)
+            saved = b if gathered else b._replace(codes=w, transposed=None)
         return torch.ops.aten._unsafe_view(y, (*shape[:-1], y.shape[-1])), saved
 
     def saved_input(self, x: _Operand) -> Operand | None:

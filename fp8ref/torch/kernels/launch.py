@@ -73,6 +73,8 @@ def _prepared(
     make = getattr(importlib.import_module(f"fp8ref.kernels.{room}"), name)
     if "strides" in inspect.signature(make).parameters:
         make = functools.partial(make, strides=strides)
+    else:
+        assert torch.empty_strided(shape, strides, device="meta").is_contiguous(), name
     return make(shape, **json.loads(options))
 
 
@@ -91,6 +93,7 @@ def operator(room: str, name: str, *, called: str = "", **fixed: bool) -> Callab
 
     def launched(tensors: list[Tensor], options: str) -> list[Tensor]:
         launch = prepared(room, name, tensors[0], options)
+        assert all(x.is_contiguous() for x in tensors[1:]), name
         outputs = memory(launch, tensors[0])
         run(launch, *tensors, *outputs)
         return outputs

@@ -311,6 +311,78 @@ def test_norms_of_other_forms_have_no_constants():
         assert forms.norm_constants(norm) is None
 
 
+class Pair(nn.Module):
+    """Two blocks that share a norm."""
+
+    def __init__(self, shared):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = TransformerBlock(), TransformerBlock()
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.5)
+        setattr(self.second, shared, getattr(self.first, shared))
+
+    def forward(self, x):
+        one = torch.ones(1, dtype=x.dtype)
+        return self.second(self.first(x, one), one)
+
+
+@pytest.mark.parametrize("shared", ["attention_norm", "ffn_norm"])
+def test_a_norm_of_several_blocks_stays_a_module(shared):
+    pairs = [
+        ft.convert(Pair(shared).bfloat16(), "tensorwise", kernels="triton", fuse=fuse)
+        for fuse in (False, True)
+    ]
+    x = torch.randn(1, 16, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        assert torch.equal(*(pair(x) for pair in pairs))
+
+
+@pytest.mark.parametrize("register", ["one", "every"])
+def test_a_hook_reads_what_a_norm_returned_before(register):
+    found = []
+    for fuse in (False, True):
+        torch.manual_seed(0)
+        block = TransformerBlock().bfloat16()
+        ft.convert(block, "tensorwise", kernels="triton", fuse=fuse)
+        outputs, handles = [], []
+
+        def hook(module, inputs, y, *, outputs=outputs, norm=block.ffn_norm, handles=handles):
+            if module is norm:
+                outputs.append(y)
+                handles.pop().remove()
+
+        x = torch.randn(1, 16, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+        if register == "one":
+            handles.append(block.ffn_norm.register_forward_hook(hook))
+        else:
+            handles.append(nn.modules.module.register_module_forward_hook(hook))
+        with torch.no_grad():
+            y, again = (block(x, torch.ones(1).bfloat16()) for _ in "ab")
+        assert torch.equal(y, again)
+        found.append((y, *outputs))
+    assert len(found[0]) == 2
+    assert all(map(torch.equal, *found))
+
+
+def test_a_fused_mlp_takes_its_input_by_name():
+    class Named(FeedForward):
+        def forward(self, hidden):
+            return self.w2(functional.silu(self.w1(hidden)) * self.w3(hidden))
+
+    class Second(FeedForward):
+        def forward(self, other, x):
+            return self.w2(functional.silu(self.w1(x)) * self.w3(x))
+
+    names = ("w1", "w3", "w2")
+    assert forms.swiglu_input(Second(64, 128), names) == ""
+    mlp = Named(64, 128).bfloat16()
+    assert forms.swiglu_input(mlp, names) == "hidden"
+    ft.convert(mlp, "tensorwise", kernels="triton", fuse=True)
+    x = torch.randn(1, 16, 64).bfloat16()
+    assert torch.equal(mlp(hidden=x), mlp(x))
+
+
 def test_an_unknown_option_is_an_error():
     with pytest.raises(TypeError, match="unexpected keyword argument 'fused'"):
         ft.convert(Titan(), "tensorwise", fused=True)

@@ -1,5 +1,7 @@
 """Parts of a block, against the modules that they stand for."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -279,13 +281,15 @@ def test_a_pass_may_keep_them_apart():
     assert "no tokens" in parts.why_not(h[:, :0], block.mlp.linears)
     with torch.autocast("cpu", dtype=torch.float16):
         assert "autocast" in parts.why_not(h, block.mlp.linears)
-    seen = []
-    hook = nn.modules.module.register_module_forward_hook(
-        lambda *_: seen.append(parts.why_not(h, block.mlp.linears))
-    )
-    nn.Identity()(h)
-    hook.remove()
-    assert seen == ["hooks of all modules are registered"]
+    for register in (
+        nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_full_backward_pre_hook,
+        nn.modules.module.register_module_full_backward_hook,
+    ):
+        hook = register(lambda *_: None)
+        reason = parts.why_not(h, block.mlp.linears)
+        hook.remove()
+        assert reason == "hooks of all modules are registered"
 
 
 def test_a_part_refuses_second_derivatives():  # L-8
@@ -305,6 +309,82 @@ def test_frozen_weights_have_no_gradient():
     assert found.pop("linears.1.weight") is None
     want.pop("linears.1.weight")
     assert not differing(want, found)
+
+
+@pytest.mark.parametrize("run", ["mlp", "projections"])
+def test_a_residual_alone_has_its_gradient(run):
+    """That of the residual stream, if it and the norm are frozen."""
+    found = []
+    for frozen in (False, True):
+        block = layer("tensorwise").requires_grad_(not frozen)
+        h, residual = torch.randn(
+            2, 1, 8, 256, generator=torch.Generator().manual_seed(0)
+        ).bfloat16()
+        residual.requires_grad_()
+        linears = (block.mlp if run == "mlp" else block.self_attn).linears
+        options = {"residual": residual, "norm": block.input_layernorm}
+        _, y = getattr(parts, run)(h, linears, **options)
+        (y if run == "mlp" else torch.cat(y, -1)).float().sum().backward()
+        found.append(residual.grad)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_a_residual_stream_of_strides_is_the_contiguous_one(recipe):
+    block = layer(recipe, kernels="triton")
+    whole = torch.randn(4, 2, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = []
+    for h in (whole[:, -1:], whole[:, -1:].contiguous()):
+        h = h.detach().requires_grad_()
+        _, y = parts.mlp(h, block.mlp.linears, norm=block.input_layernorm)
+        y.float().sum().backward()
+        found.append((y, h.grad))
+    assert all(map(torch.equal, *found))
+
+
+def test_a_launch_without_strides_refuses_a_strided_tensor():
+    x = torch.zeros(4, 16).bfloat16()
+    for tensors in ((x[:, :8], x[:, :8].contiguous()), (x[:, :8].contiguous(), x[:, :8])):
+        with pytest.raises(AssertionError, match="amax"):
+            kernels.swiglu_amax(*tensors, twice=False)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise_with_gw_hp", "mxfp8"])
+def test_linears_of_other_recipes_read_one_norm(recipe):
+    """Though kernels cast nothing of the first one's input."""
+    found = []
+    for choice in ("plain", "triton"):
+        block = layer("tensorwise", kernels=choice)
+        block.mlp.gate_proj = Linear.of(block.mlp.gate_proj, recipe, kernels=choice)
+        found.append(mlp_results(TransformersMLP(block), twice))
+    assert not differing(*found)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+def test_a_pass_leaves_no_cycle(recipe):
+    block, h = layer(recipe, kernels="triton"), torch.randn(1, 16, 256).bfloat16().requires_grad_()
+    _, y = parts.mlp(h, block.mlp.linears, norm=block.input_layernorm)
+    gc.collect()
+    gc.disable()
+    try:
+        y.float().sum().backward()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        assert not [each for each in gc.garbage if isinstance(each, (torch.Tensor, sources.Source))]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+def test_no_codes_of_a_sharded_weight_are_kept(monkeypatch):
+    block, kept = layer("tensorwise", kernels="triton"), []
+    for each in block.mlp.linears:
+        each._is_fsdp_managed_module = True
+    h = torch.randn(1, 16, 256).bfloat16().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda x: x):
+        parts.mlp(h, block.mlp.linears, norm=block.input_layernorm)
+    assert not [x for x in kept if x.dtype.itemsize == 1 and x.numel() == 128 * 256]
 
 
 @pytest.mark.parametrize("kernels", ["plain", "triton"])
