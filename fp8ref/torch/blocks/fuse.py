@@ -52,12 +52,12 @@ class _Module(nn.Module):
         """The part's linears."""
         return [self._modules[name] for name in self.fused.names]  # type: ignore[misc]
 
-    def fuses(self, x: torch.Tensor) -> bool:
-        """Whether the part runs in a pass of x."""
+    def fuses(self, x: torch.Tensor, *others: nn.Module) -> bool:
+        """Whether the part runs in a pass of x. others: children whose work it would do."""
         norm = self.fused.norm
         if any(each.normalizes or each.weight.dtype != x.dtype for each in norm):
             return False
-        return parts.fuses(x, self.linears, (self, *norm))
+        return parts.fuses(x, self.linears, (self, *norm, *others))
 
     @property
     def norm(self) -> "_Norm | None":
@@ -72,7 +72,7 @@ class _Module(nn.Module):
 class _MLP(_Module):
     def forward(self, *args, **kwargs) -> torch.Tensor:
         (x,) = args or (kwargs[self.fused.input],)
-        if self.fuses(x):
+        if self.fuses(x, *self.children()):
             return parts.mlp(x, self.linears, norm=self.norm, twice=True)[1]
         return super().forward(self.normalized(x))
 
@@ -112,14 +112,18 @@ def _reading(name: str) -> property:
 
 
 class _Norm(nn.Module):
-    """A norm whose reader normalizes: it returns its input, unless hooks read its result."""
+    """A norm whose reader normalizes: it returns its input, unless hooks read its result.
+
+    reader    alone in a tuple, so that it is no submodule.
+    """
 
     constants: Norm
+    reader: tuple[nn.Module]
     weight: nn.Parameter
     normalizes: bool = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.normalizes != (parts.hooked(self) or parts.any_hooked()):
+        if self.normalizes != (any(map(parts.hooked, (self, *self.reader))) or parts.any_hooked()):
             self.normalizes = not self.normalizes
         return super().forward(x) if self.normalizes else x
 
@@ -156,7 +160,7 @@ def unfuse(model: nn.Module) -> None:
     for module in model.modules():
         if made_of := getattr(type(module), _MADE_OF, None):
             module.__class__ = made_of[0]
-            for key in ("fused", "constants", "normalizes", "ready"):
+            for key in ("fused", "constants", "normalizes", "reader", "ready"):
                 vars(module).pop(key, None)
 
 
@@ -201,7 +205,7 @@ def _deferred_norm(block: nn.Module, reader: str, parents: Counter) -> "_Norm | 
     if norm is None or constants is None or parents[norm] > 1:
         return None
     norm.__class__ = _fused_class(type(norm), _Norm, ())
-    norm.constants = constants  # type: ignore[assignment]
+    norm.constants, norm.reader = constants, (block._modules[reader],)  # type: ignore[assignment]
     return norm  # type: ignore[return-value]
 
 

@@ -344,6 +344,7 @@ def test_a_hook_reads_what_a_norm_returned_before(register):
     for fuse in (False, True):
         torch.manual_seed(0)
         block = TransformerBlock().bfloat16()
+        nn.init.uniform_(block.ffn_norm.weight)
         ft.convert(block, "tensorwise", kernels="triton", fuse=fuse)
         outputs, handles = [], []
 
@@ -363,6 +364,20 @@ def test_a_hook_reads_what_a_norm_returned_before(register):
         found.append((y, *outputs))
     assert len(found[0]) == 2
     assert all(map(torch.equal, *found))
+
+
+def test_hooks_of_what_a_part_stands_for_are_called():
+    block = ft.convert(TransformerBlock().bfloat16(), "tensorwise", kernels="triton", fuse=True)
+    mlp = library("Llama").model.layers[0].mlp
+    ft.convert(mlp, "tensorwise", kernels="triton", fuse=True)
+    x, seen = torch.randn(1, 16, 64).bfloat16(), []
+    block.feed_forward.register_forward_pre_hook(lambda _, inputs: seen.extend(inputs))
+    mlp.act_fn.register_forward_hook(lambda *_: seen.append("called"))
+    with torch.no_grad():
+        block(5 * x, torch.ones(1).bfloat16())
+        mlp(x)
+    assert torch.isclose(seen[0].float().square().mean(), torch.tensor(1.0), rtol=0.1)  # normalized
+    assert seen[1:] == ["called"]
 
 
 def test_a_fused_mlp_takes_its_input_by_name():
