@@ -112,18 +112,22 @@ def _reading(name: str) -> property:
 
 
 class _Norm(nn.Module):
-    """A norm whose reader normalizes: it returns its input, unless hooks read its result.
+    """A norm whose reader normalizes: it returns its input, unless hooks read its result, or
+    another module has taken the reader's place.
 
-    reader    alone in a tuple, so that it is no submodule.
+    place     the block and its child's name: in a tuple, so that the block is no submodule.
     """
 
     constants: Norm
-    reader: tuple[nn.Module]
+    place: tuple[nn.Module, str]
     weight: nn.Parameter
     normalizes: bool = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.normalizes != (any(map(parts.hooked, (self, *self.reader))) or parts.any_hooked()):
+        reader = getattr(*self.place)
+        left = self in getattr(reader, "fused", _Fused(())).norm
+        hooked = parts.hooked(self) or parts.hooked(reader) or parts.any_hooked()
+        if self.normalizes != (hooked or not left):
             self.normalizes = not self.normalizes
         return super().forward(x) if self.normalizes else x
 
@@ -160,7 +164,7 @@ def unfuse(model: nn.Module) -> None:
     for module in model.modules():
         if made_of := getattr(type(module), _MADE_OF, None):
             module.__class__ = made_of[0]
-            for key in ("fused", "constants", "normalizes", "reader", "ready"):
+            for key in ("fused", "constants", "normalizes", "place", "ready"):
                 vars(module).pop(key, None)
 
 
@@ -205,7 +209,7 @@ def _deferred_norm(block: nn.Module, reader: str, parents: Counter) -> "_Norm | 
     if norm is None or constants is None or parents[norm] > 1:
         return None
     norm.__class__ = _fused_class(type(norm), _Norm, ())
-    norm.constants, norm.reader = constants, (block._modules[reader],)  # type: ignore[assignment]
+    norm.constants, norm.place = constants, (block, reader)  # type: ignore[assignment]
     return norm  # type: ignore[return-value]
 
 

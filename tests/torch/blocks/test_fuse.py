@@ -380,6 +380,18 @@ def test_hooks_of_what_a_part_stands_for_are_called():
     assert seen[1:] == ["called"]
 
 
+def test_a_module_in_a_readers_place_reads_the_norm():
+    x, one = torch.randn(1, 16, 64).bfloat16(), torch.ones(1).bfloat16()
+    blocks = [TransformerBlock().bfloat16() for _ in "ab"]
+    blocks[1].load_state_dict(blocks[0].state_dict())
+    other = Other(64, 128).bfloat16()
+    with torch.no_grad():
+        for block, fuse in zip(blocks, (False, True), strict=True):
+            ft.convert(block, "tensorwise", kernels="triton", fuse=fuse)
+            block.feed_forward = other
+        assert torch.equal(*(block(5 * x, one) for block in blocks))
+
+
 def test_a_fused_mlp_takes_its_input_by_name():
     class Named(FeedForward):
         def forward(self, hidden):
