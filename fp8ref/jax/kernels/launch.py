@@ -128,9 +128,13 @@ _launch = Primitive("fp8ref_kernel")
 _launch.multiple_results = True
 
 
-@_launch.def_impl
+@functools.partial(jax.jit, static_argnames="call")
 def _eager(*arrays: jax.Array, call: _Call) -> list[jax.Array]:
-    return jax.jit(functools.partial(_launch.bind, call=call))(*arrays)
+    """Compiled once for a call, however often it is made outside of a program."""
+    return _launch.bind(*arrays, call=call)
+
+
+_launch.def_impl(_eager)
 
 
 @_launch.def_abstract_eval

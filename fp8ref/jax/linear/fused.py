@@ -91,12 +91,13 @@ class _Stream(NamedTuple):
 
 def takes(h: jax.Array, readers: list[Reader]) -> bool:
     """Whether ``apply`` computes these linears: two to four of one recipe, all of whose operands
-    kernels cast, with features that no device cuts, on one device or inside shard_map, and without
-    an observer or statistics, which want tensors that are never written."""
+    kernels cast, of some tokens, with features that no device cuts, on one device or inside
+    shard_map, and without an observer or statistics, which want tensors that are never written."""
     layer = arguments.layer(readers[0].recipe, readers[0].name, readers[0].placement)
     specs = [c for gemm in layer.recipe.gemms.values() for c in (gemm.a, gemm.b)]
     return (
         len(readers) in (2, 3, 4)
+        and h.size > 0
         and layer.observer is None
         and all(r.recipe == readers[0].recipe for r in readers)
         and all(carried.observations(r.seen).statistics is None for r in readers)
@@ -150,25 +151,34 @@ def apply(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linears(group: _Group, stream: _Stream, weights: tuple, scales: tuple, seen: tuple):
     """(h + residual, outputs, (amaxes, ()) of each)."""
-    return _forward(group, stream, weights, scales, seen)[0]
+    return _forward(group, stream, weights, scales, seen, differentiated=False)[0]
 
 
-def _forward(group: _Group, stream: _Stream, weights: tuple, scales: tuple, seen: tuple):
+def _forward(
+    group: _Group,
+    stream: _Stream,
+    weights: tuple,
+    scales: tuple,
+    seen: tuple,
+    *,
+    differentiated: bool = True,
+):
     first = group.layers[0]
     cast, kernels = _spec(first.recipe.output.a), first.kernels
     assert kernels is not None
+    forward = functools.partial(linear.forward, differentiated=differentiated)
     h, weight = (derivatives.not_again(x, first.name) for x in (stream.h, stream.weight))
     calls, last = list(zip(weights, scales, seen, group.layers, strict=True)), []
     residual = stream.residual
     if group.swiglu:
         # what makes the residual: its gradient is the sum's, whose amax the norm's gradient takes
         assert residual is not None
-        last = [linear.forward(residual, *calls[3])]
+        last = [forward(residual, *calls[3])]
         residual = checkpoint_name(last[0][0][0], group.kept)
     h, factors, amax = norms.statistics(h, residual, weight, group.eps, kernels)
     by = _scales(scales[0], "input", amax, cast, first)
     x = norms.quantize(h, factors, weight, by, cast.fmt, kernels)
-    passes = [linear.forward(x, *call) for call in calls[: group.readers]]
+    passes = [forward(x, *call) for call in calls[: group.readers]]
     outputs = [output for (output, _), _ in passes]
     if stream.tables is not None:
         for i, y in enumerate(outputs[:2]):
@@ -180,7 +190,7 @@ def _forward(group: _Group, stream: _Stream, weights: tuple, scales: tuple, seen
         largest = None if "input" in scales[2] else swiglu.amax(gate, up, kernels)
         by = _scales(scales[2], "input", largest, cast, down)
         product = swiglu.quantize(gate, up, by, cast.fmt, kernels)
-        passes = [*passes, linear.forward(product, *calls[2]), *last]
+        passes = [*passes, forward(product, *calls[2]), *last]
         outputs = [passes[2][0][0]]
     observed = tuple(seen for (_, seen), _ in passes)
     residuals = h, factors, weight, stream.tables, between, tuple(kept for _, kept in passes)

@@ -22,13 +22,16 @@ from fp8ref.jax.kernels.launch import TritonKernels
 from fp8ref.jax.quantize import cast
 from fp8ref.jax.states import moments
 from fp8ref.jax.states.moments import MomentState, Scalars
+from fp8ref.spec.kernels import Choice
 from fp8ref.spec.states.layouts import Layout
 
 
-def chosen() -> TritonKernels | None:
-    """How the kernel is launched on a GPU: as the context says (``launch.casting``), else on the
-    process's own GPU, where kernels run; None without."""
-    device = jax.devices()[0]
+def chosen(asked: Choice) -> TritonKernels | None:
+    """How the kernel is launched on a GPU, unless plain operations are asked for: as the context
+    says (``launch.casting``), else on the process's own GPU, where kernels run; None without."""
+    device = jax.local_devices()[0]
+    if asked == "plain":
+        return None
     with jax.ensure_compile_time_eval():
         return launch.active() or choice.kernels(choice.explain("auto", device), device)
 

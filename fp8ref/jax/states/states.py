@@ -43,6 +43,7 @@ from fp8ref.jax.states.parameter_stacks import ALL_ALIKE, Parameters
 from fp8ref.jax.states.state import AdamWState
 from fp8ref.jax.transforms import array_types
 from fp8ref.recipe import Recipe
+from fp8ref.spec.kernels import Choice
 from fp8ref.spec.states import layouts as states
 from fp8ref.spec.states.layouts import Layout
 
@@ -53,6 +54,8 @@ __all__ = ["AdamW", "Parameters", "adamw", "copies", "decode", "step", "weights"
 class AdamW:
     """The numbers, the layout and the parameters of an AdamW, as ``adamw`` takes them; ``step``
     makes its steps.
+
+    kernels   plain: not by its kernel. Else by it on a GPU where kernels pass their self-check.
 
     Raises:   ValueError: as ``adamw``, before ``init``.
     """
@@ -65,6 +68,7 @@ class AdamW:
     layout: str | Layout = "sqrt_e4m3"
     parameters: Parameters = ALL_ALIKE
     seed: int = 0
+    kernels: Choice = "auto"
 
     def __post_init__(self) -> None:
         names = ("b1", "b2", "eps", "weight_decay", "seed")
@@ -176,7 +180,10 @@ def step(
     Source:   spec O.
     """
     factor, finite = jnp.asarray(factor, jnp.float32), jnp.asarray(finite)
-    stepped = functools.partial(_stepped, factor=factor, finite=finite)
+    from fp8ref.jax.states import kernel  # whose launch imports what imports this package
+
+    kernels = kernel.chosen(optimizer.kernels)
+    stepped = functools.partial(_stepped, factor=factor, finite=finite, kernels=kernels)
     new, after = _step_leaves(stepped, params, grads, state, optimizer)
     return new, after._replace(count=jnp.where(finite, after.count, state.count))
 
@@ -372,11 +379,11 @@ def _updated(leaf: _Leaf) -> tuple:
     return jax.vmap(updated)(p, leaf.g, leaf.stored, numbers)
 
 
-def _stepped(leaf: _Leaf, *, factor: jax.Array, finite: jax.Array) -> tuple:
+def _stepped(leaf: _Leaf, *, factor: jax.Array, finite: jax.Array, kernels) -> tuple:
     """(new parameter, m, v), and its master if kept."""
     from fp8ref.jax.states import kernel  # whose launch imports what imports this package
 
-    own, kernels = leaf.layout, kernel.chosen()
+    own = leaf.layout
 
     def by_xla(p, g, stored, at, factor, finite):
         scaled = cast.to_f32(g) * factor

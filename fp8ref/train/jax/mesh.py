@@ -113,12 +113,18 @@ class Layout:
         """Whether the devices are GPUs."""
         return self.devices[0].platform == "gpu"
 
+    @property
+    def own_device(self) -> jax.Device:
+        """The first device of this process: one of another process runs nothing here."""
+        process = jax.process_index()
+        return next((d for d in self.devices if d.process_index == process), self.devices[0])
+
     def kernels(self, choice: Choice) -> Kernels:
         """What casts operands of linears on each device; ConfigError as ``choice.explain``."""
         partitioned = self.mesh is not None and not self.mapped
         try:
             return kernel_choice.explain(
-                choice, self.devices[0], partitioned=partitioned, abstract=self.abstract
+                choice, self.own_device, partitioned=partitioned, abstract=self.abstract
             )
         except ValueError as error:
             raise ConfigError(f"numerics.kernels: {error}") from error

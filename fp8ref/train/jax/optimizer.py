@@ -17,7 +17,7 @@ from fp8ref.jax.states import state as adamw_state
 from fp8ref.jax.states.moments import MomentState
 from fp8ref.jax.states.state import AdamWState
 from fp8ref.recipe import Recipe
-from fp8ref.train.config.sections import OptimizerConfig
+from fp8ref.train.config.config import Config
 from fp8ref.train.jax.mesh import Layout
 from fp8ref.train.jax.parameter_trees import LayerStacks, is_stored, name_of, named
 from fp8ref.train.run import train_state
@@ -46,8 +46,10 @@ class Optimizer:
     specs            PartitionSpecs of masters and state.
     """
 
-    def __init__(self, keys: OptimizerConfig, layout: Layout, stacks: LayerStacks, params) -> None:
-        self._keys, self._layout, self._stacks, self._params = keys, layout, stacks, params
+    def __init__(self, config: Config, layout: Layout, stacks: LayerStacks, params) -> None:
+        keys = self._keys = config.optimizer
+        self._layout, self._stacks, self._params = layout, stacks, params
+        self._kernels = config.numerics.kernels
         self._moments = keys.moment_layout
         self._keeps_masters = keys.keeps_masters
         self._transformation = (
@@ -322,6 +324,7 @@ class Optimizer:
             weight_decay=keys.weight_decay,
             layout=self._moments or "float32",
             parameters=states.Parameters(mask=_matrices, stacked=_stacks),
+            kernels=self._kernels,
         )
 
     def _by_name(self, tree) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class Step:
         built = LlamaModel if config.architecture.kind == "llama" else CustomModel
         self.model: Model = built(own, layout, multiply)
         self.stacks = self.model.stacks
-        self.optimizer = Optimizer(config.optimizer, layout, self.stacks, self.model.params)
+        self.optimizer = Optimizer(config, layout, self.stacks, self.model.params)
         self._specs = self.optimizer.parameter_specs
 
     def begin(

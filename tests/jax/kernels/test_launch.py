@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 pytest.importorskip("triton")
 
 from fp8ref.jax.distributed.sharding import Placement
-from fp8ref.jax.kernels import TritonKernels, casting
+from fp8ref.jax.kernels import TritonKernels, casting, launch
 from fp8ref.jax.linear import linear
 
 KERNELS = TritonKernels(capability=90)
@@ -47,6 +47,15 @@ def test_each_device_casts_its_pieces(placement, in_specs, launches, rng):  # P-
     with casting(KERNELS):
         text = jax.jit(mapped).lower(*tensors(rng)).as_text()
     assert text.count("@xla_ffi_python_cpu_callback") == launches
+
+
+def test_outside_of_a_program_a_launch_is_compiled_once(rng):
+    compiled = []
+    with casting(TritonKernels()):
+        for _ in range(2):
+            linear.apply(*tensors(rng), recipe="tensorwise")
+            compiled.append(launch._eager._cache_size())
+    assert compiled[0] == compiled[1] > 0
 
 
 def test_devices_of_a_cpu_that_would_deadlock_are_refused(rng, monkeypatch):

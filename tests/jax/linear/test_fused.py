@@ -163,3 +163,33 @@ def test_inside_shard_map_tokens_may_be_cut_and_features_not(cut):
             jax.shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P("a")), tensor(0, 40, 32)
         )
     assert taken == [cut == "m"]
+
+
+def test_without_gradients_a_group_needs_no_checked_variance():
+    """As ``linear.apply``: what check_vma is for is the sum of gradients."""
+    mesh = jax.make_mesh((1,), ("a",), (AxisType.Auto,), devices=jax.devices()[:1])
+    placement, weights = Placement(m=("a",)), [tensor(i, 16, 32) for i in (0, 1)]
+
+    def outputs(h):
+        group = [
+            fused.Reader(w, "tensorwise", f"linear{i}", placement=placement)
+            for i, w in enumerate(weights)
+        ]
+        return fused.apply(h, group, norm=fused.Norm(jnp.ones(32), 1e-5))[1]
+
+    h = tensor(2, 1, 16, 32)
+    with casting(KERNELS):
+        found, unchecked = (
+            jax.shard_map(outputs, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=checked)(
+                h
+            )
+            for checked in (True, False)
+        )
+    for a, b in zip(found, unchecked, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_group_of_no_tokens_is_left_to_its_linears():  # L-9
+    group = [fused.Reader(tensor(i, 16, 32), "tensorwise", f"linear{i}") for i in (0, 1)]
+    with casting(KERNELS):
+        assert [fused.takes(tensor(0, rows, 32), group) for rows in (0, 1)] == [False, True]

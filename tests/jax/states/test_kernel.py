@@ -211,7 +211,19 @@ def test_on_an_nvidia_gpu_alone():
             traced = jax.jit(step).trace(p, p, state)
         assert str(traced.jaxpr).count("fp8ref_kernel") == (kernels is not None)
         assert "callback" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+    plain = functools.partial(states.step, optimizer=states.AdamW(**HYPER, kernels="plain"))
+    with casting(TritonKernels(capability=90)):
+        assert "fp8ref_kernel" not in str(jax.jit(plain).trace(p, p, state).jaxpr)
+
+
+def test_a_process_asks_for_its_own_device(monkeypatch):
+    asked = []
+    monkeypatch.setattr(jax, "local_devices", lambda: ["own"])
+    monkeypatch.setattr(adamw_kernel.choice, "explain", lambda *each: asked.append(each))
+    monkeypatch.setattr(adamw_kernel.choice, "kernels", lambda ran, device: None)
+    assert adamw_kernel.chosen("plain") is adamw_kernel.chosen("auto") is None
+    assert asked == [("auto", "own")]
 
 
 def test_a_process_without_a_gpu_chooses_none():
-    assert adamw_kernel.chosen() is None
+    assert adamw_kernel.chosen("auto") is None

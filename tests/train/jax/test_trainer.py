@@ -1,9 +1,14 @@
+import types
+
 import numpy as np
 import pytest
 
 from fp8ref.recipe import SHARED_RECIPES
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train.data import loader
+from fp8ref.train.jax import mesh
+from fp8ref.train.jax.mesh import Layout
+from fp8ref.train.jax.step import Step
 from fp8ref.train.jax.trainer import Trainer
 
 
@@ -38,6 +43,26 @@ def test_triton_kernels_train_as_plain_operations_do(recipe, small):  # M-11
 def test_what_casts_is_recorded_by_device(small):
     (device, ran), *more = Trainer(small).kernels.items()
     assert (device[:3], ran.text, more) == ("cpu", "plain operations (on a CPU)", [])
+
+
+def test_a_process_checks_kernels_on_a_device_of_its_own(small, monkeypatch):
+    """A device of another process runs nothing here: its check would fail, and the processes of a
+    step would compile different programs."""
+    layout, asked = Layout(small), []
+    layout.devices = [types.SimpleNamespace(process_index=i) for i in (1, 0)]
+    monkeypatch.setattr(
+        mesh.kernel_choice, "explain", lambda choice, device, **_: asked.append(device)
+    )
+    layout.kernels("auto")
+    assert [device.process_index for device in asked] == [0]
+
+
+def test_plain_kernels_are_the_optimizers_too(small):
+    config = small.replace(
+        numerics={"kernels": "plain"}, optimizer={"kind": "adamw_states", "learning_rate": 1e-3}
+    )
+    optimizer = Step(config, Layout(config), None).optimizer
+    assert optimizer._adamw(1e-3).kernels == "plain"
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ class CustomModel(Model):
         """config: in one recipe, ``config.under`` that of a phase."""
         self._config, self.stacks = config, LayerStacks(0, layout)
         ran = layout.kernels(config.numerics.kernels)
-        self._kernels = choice.kernels(ran, layout.devices[0])
+        self._kernels = choice.kernels(ran, layout.own_device)
         model = self._built()
         self.linears = {d.path: d.recipe for d in config.decisions() if d.fp8}
         self.keepers = self.linears

@@ -65,7 +65,7 @@ class LlamaModel(Model):
             checkpointing=config.parallel.checkpointing,
             multiply=multiply,
             kernels=kernel_choice.kernels(
-                layout.kernels(config.numerics.kernels), layout.devices[0]
+                layout.kernels(config.numerics.kernels), layout.own_device
             ),
             casts={layer: casts for layer, casts in operands.items() if casts is not None},
         )
