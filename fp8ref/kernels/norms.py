@@ -173,5 +173,5 @@ def cast_lines(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
 
 def lines(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
     """h, factors and weight -> what ``casts.blocks`` returns of the norm, of lines."""
-    of_x = casts.blocks(shape, (shape[1], 1), e5m2=e5m2, square=False)
-    return Launch(_lines, of_x.grid, of_x.numbers | {"TWICE": twice}, of_x.outputs)
+    blocks = casts.blocks(shape, (shape[1], 1), e5m2=e5m2, square=False)
+    return Launch(_lines, blocks.grid, blocks.numbers | {"TWICE": twice}, blocks.outputs)

@@ -204,9 +204,9 @@ def cast_lines(shape: Heads, strides: tuple[int, ...], *, e5m2: bool) -> Launch:
 def lines(shape: Heads, strides: tuple[int, ...], *, e5m2: bool) -> Launch:
     """The gradient, cos and sin -> what ``casts.blocks`` returns of it, of lines; D is 128."""
     matrix = _matrix(shape)
-    of_x = casts.blocks(matrix, (matrix[1], 1), e5m2=e5m2, square=False)
-    more = {"BM": casts.BLOCK, "E5M2": e5m2, "EPS": of_x.numbers["EPS"]}
-    return Launch(_lines, of_x.grid, _numbers(shape, strides) | more, of_x.outputs)
+    blocks = casts.blocks(matrix, (matrix[1], 1), e5m2=e5m2, square=False)
+    more = {"BM": casts.BLOCK, "E5M2": e5m2, "EPS": blocks.numbers["EPS"]}
+    return Launch(_lines, blocks.grid, _numbers(shape, strides) | more, blocks.outputs)
 
 
 def _matrix(shape: Heads) -> tuple[int, int]:

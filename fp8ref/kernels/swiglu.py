@@ -95,14 +95,14 @@ def _gradient_lines(
     EVEN: tl.constexpr, TWICE: tl.constexpr, E5M2: tl.constexpr
 ):  # fmt: skip
     # One after the other, from memory that is in cache: registers hold no two tiles of results.
-    of_gate, _ = _gradients(d_ptr, gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE)
+    gate, _ = _gradients(d_ptr, gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE)
     store_lines(
-        of_gate, gate_q, gate_t, gate_scale, gate_inverse, gate_scale_t, gate_inverse_t, M, N, EPS,
+        gate, gate_q, gate_t, gate_scale, gate_inverse, gate_scale_t, gate_inverse_t, M, N, EPS,
         BM, BN, EVEN, E5M2
     )  # fmt: skip
-    _, of_up = _gradients(d_ptr, gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE)
+    _, up = _gradients(d_ptr, gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE)
     store_lines(
-        of_up, up_q, up_t, up_scale, up_inverse, up_scale_t, up_inverse_t, M, N, EPS, BM, BN, EVEN,
+        up, up_q, up_t, up_scale, up_inverse, up_scale_t, up_inverse_t, M, N, EPS, BM, BN, EVEN,
         E5M2
     )  # fmt: skip
 
@@ -249,8 +249,8 @@ def cast_gradients(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
 
 def lines(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
     """gate and up -> what ``casts.blocks`` returns of the product, of lines."""
-    of_x = casts.blocks(shape, (shape[1], 1), e5m2=e5m2, square=False)
-    return Launch(_lines, of_x.grid, of_x.numbers | {"TWICE": twice}, of_x.outputs, 16)
+    blocks = casts.blocks(shape, (shape[1], 1), e5m2=e5m2, square=False)
+    return Launch(_lines, blocks.grid, blocks.numbers | {"TWICE": twice}, blocks.outputs, 16)
 
 
 def gradient_lines(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:

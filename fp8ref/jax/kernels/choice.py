@@ -16,6 +16,7 @@ from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.jax.kernels import casts, launch
 from fp8ref.jax.kernels.launch import TritonKernels
 from fp8ref.jax.quantize import scales, scaling
+from fp8ref.shared.errors import require
 from fp8ref.spec import kernels as kernel_choice
 from fp8ref.spec.kernels import CAPABILITY, Choice, Kernels
 
@@ -44,12 +45,12 @@ def explain(
         if on_cpu or (abstract and not reason):
             reason = "on a CPU" if on_cpu else "ahead of time nothing is checked"
         return Kernels(not reason, reason or "the self-check passed")
-    if reason:
-        raise ValueError(
-            "kernels 'triton' need an NVIDIA GPU whose casts pass the self-check, and shard_map "
-            f"on a mesh; on {device.device_kind}: {reason}. Use 'auto' or 'plain', which give the "
-            "same bits."
-        )
+    require(
+        not reason,
+        "kernels 'triton' need an NVIDIA GPU whose casts pass the self-check, and shard_map on a "
+        f"mesh; on {device.device_kind}: {reason}. Use 'auto' or 'plain', which give the same "
+        "bits.",
+    )
     return Kernels(True, "interpreted on a CPU" if on_cpu else "asked for")
 
 

@@ -331,7 +331,7 @@ def _product_gradients(
         )
 
     if casts_both("rowwise"):
-        of_lines = functools.cache(
+        line_amaxes = functools.cache(
             lambda: fused.swiglu_gradient_amax_lines(d, gate, up, twice=part.twice)
         )
 
@@ -341,14 +341,14 @@ def _product_gradients(
             lines = [
                 line.scale.contiguous()
                 for i in (0, 1)
-                for line in both_orders.line_scales(of_lines()[2 * i : 2 * i + 2], uses[i])
+                for line in both_orders.line_scales(line_amaxes()[2 * i : 2 * i + 2], uses[i])
             ]
             return fused.swiglu_gradient_cast_lines(
                 d, gate, up, *lines, e5m2=e5m2, twice=part.twice
             )
 
-        pair[0].by_rows = ByRows(lambda: of_lines()[:2], lambda *_, e5m2: by_rows(e5m2)[:2])
-        pair[1].by_rows = ByRows(lambda: of_lines()[2:], lambda *_, e5m2: by_rows(e5m2)[2:])
+        pair[0].by_rows = ByRows(lambda: line_amaxes()[:2], lambda *_, e5m2: by_rows(e5m2)[:2])
+        pair[1].by_rows = ByRows(lambda: line_amaxes()[2:], lambda *_, e5m2: by_rows(e5m2)[2:])
     if casts_both("blockwise_1x128"):
         lines = functools.cache(
             lambda e5m2: fused.swiglu_gradient_lines(d, gate, up, e5m2=e5m2, twice=part.twice)

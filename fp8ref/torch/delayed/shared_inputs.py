@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from fp8ref.shared.errors import require
 from fp8ref.torch.delayed.delayed import DelayedState, RoleState, RoleStates
 
 __all__ = ["check", "share"]
@@ -42,11 +43,11 @@ def check(model: nn.Module) -> None:
             continue
         for key in DelayedState._fields:
             mine, first = getattr(state, key), getattr(state.origin, key)
-            if not torch.equal(mine, first.to(mine.device)):
-                raise ValueError(
-                    f"linears that read one tensor have equal states of it; the {key} of {name} is "
-                    "another than that of the first. Load states that a run has saved."
-                )
+            require(
+                torch.equal(mine, first.to(mine.device)),
+                f"linears that read one tensor have equal states of it; the {key} of {name} is "
+                "another than that of the first. Load states that a run has saved.",
+            )
 
 
 def _input(module: nn.Module) -> RoleState | None:

@@ -8,6 +8,7 @@ import functools
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fp8ref.shared.errors import require
 from fp8ref.spec import kernels
 from fp8ref.spec.kernels import CAPABILITY, Choice, Kernels
 from fp8ref.torch.kernels import self_check
@@ -49,11 +50,11 @@ def _explained(choice: Choice, device: torch.device) -> Kernels:
         return Kernels(not reason, reason or "the self-check passed")
     if kind == "cpu":
         return Kernels(True, "interpreted on a CPU")
-    if reason:
-        raise ValueError(
-            f"kernels 'triton' need an NVIDIA GPU whose casts pass the self-check; on {kind}: "
-            f"{reason}. Use 'auto' or 'plain', which give the same bits."
-        )
+    require(
+        not reason,
+        f"kernels 'triton' need an NVIDIA GPU whose casts pass the self-check; on {kind}: "
+        f"{reason}. Use 'auto' or 'plain', which give the same bits.",
+    )
     return Kernels(True, "asked for")
 
 

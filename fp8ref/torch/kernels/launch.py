@@ -8,7 +8,6 @@ function of ``fp8ref.kernels`` that makes it.
 
 import ctypes
 import functools
-import importlib
 import inspect
 import json
 from collections.abc import Callable
@@ -70,7 +69,10 @@ def prepared(room: str, name: str, x: Tensor, options: str) -> "Launch":
 def _prepared(
     room: str, name: str, shape: tuple[int, ...], strides: tuple[int, ...], options: str
 ) -> "Launch":
-    make = getattr(importlib.import_module(f"fp8ref.kernels.{room}"), name)
+    from fp8ref.kernels import casts, norms, observations, rotary, swiglu
+
+    rooms = {each.__name__.rpartition(".")[2]: each for each in (casts, norms, rotary, swiglu)}
+    make = getattr((rooms | {"observations": observations})[room], name)
     if "strides" in inspect.signature(make).parameters:
         make = functools.partial(make, strides=strides)
     else:

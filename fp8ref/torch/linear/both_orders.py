@@ -57,8 +57,8 @@ class Pair(NamedTuple):
         """What ``pair`` makes it of."""
         rows, columns = self.rows, self.columns
         assert columns.transposed is not None
-        of_columns = (columns.transposed, columns.scale, columns.scale_inv)
-        return (rows.codes, rows.scale, rows.scale_inv, *of_columns)
+        by_columns = (columns.transposed, columns.scale, columns.scale_inv)
+        return (rows.codes, rows.scale, rows.scale_inv, *by_columns)
 
 
 def is_supported(uses: tuple[Use, Use]) -> bool:
@@ -178,11 +178,11 @@ def pair(
 ) -> Pair:
     """The Pair of ``Pair.tensors``: codes [M, K], scale and scale_inv; transposed codes [K, M],
     their scale and scale_inv."""
-    codes, *of_rows, transposed, scale, scale_inv = tensors
+    codes, *by_rows, transposed, scale, scale_inv = tensors
     fmt, kind = spec.fmt, spec.granularity
-    shares = transposed if of_rows[0] is scale else None
+    shares = transposed if by_rows[0] is scale else None
     return Pair(
-        Quantized(codes, of_rows[0], of_rows[1], fmt, kind, -1, shares),
+        Quantized(codes, by_rows[0], by_rows[1], fmt, kind, -1, shares),
         columns(spec, (transposed, scale, scale_inv)),
         parts,
     )

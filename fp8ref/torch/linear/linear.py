@@ -156,7 +156,7 @@ class Linear(nn.Linear):
             seen[1] = None  # fp8_gather.FP8Gather has observed this rank's shard already
         function = self._function_under_autocast
         if w.dtype == self.weight.dtype:
-            function = self._function_of_shards if is_sharded(self) else self._function
+            function = self._function_sharded if is_sharded(self) else self._function
         if delayed.calibrating():
             for state, tensor in zip(states[:2], (x, w), strict=True):
                 if state and not isinstance(tensor, Float8TrainingTensor):
@@ -236,11 +236,11 @@ class Linear(nn.Linear):
 
     def _bind(self) -> None:
         self.spec = _Spec(self.recipe, self.groups, self.kernels)
-        of_shards = dataclasses.replace(self.spec, sharded=True)
+        sharded_spec = dataclasses.replace(self.spec, sharded=True)
         self.spec_numbers = tuple(
-            _NUMBERS.setdefault(spec, len(_NUMBERS)) for spec in (self.spec, of_shards)
+            _NUMBERS.setdefault(spec, len(_NUMBERS)) for spec in (self.spec, sharded_spec)
         )
-        self._function, self._function_of_shards = _bind(self.spec), _bind(of_shards)
+        self._function, self._function_sharded = _bind(self.spec), _bind(sharded_spec)
         self._function_under_autocast = _bind(dataclasses.replace(self.spec, autocast=True))
 
     @property

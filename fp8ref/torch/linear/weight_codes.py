@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fp8ref.shared.errors import require
 from fp8ref.torch.linear.both_orders import Pair
 from fp8ref.torch.tensors import linear_input
 
@@ -30,12 +31,12 @@ class WeightCodes:
 
     def check(self, name: str) -> None:
         """ValueError if the weight, or the scale of its state, has changed since."""
-        if _versions(self.weight, self.scale) != self.versions:
-            raise ValueError(
-                "weights stay as they are within cast_once; the weight of "
-                f"{linear_input.named(name)}, or its scale, has changed. Leave the context before "
-                "the optimizer's step."
-            )
+        require(
+            _versions(self.weight, self.scale) == self.versions,
+            "weights stay as they are within cast_once; the weight of "
+            f"{linear_input.named(name)}, or its scale, has changed. Leave the context before the "
+            "optimizer's step.",
+        )
 
     def serving(self, w: torch.Tensor, name: str) -> tuple[torch.Tensor | None, ...]:
         """The tensors for a pass by the weight w; () if the pass has to cast it: another tensor, as
