@@ -44,7 +44,9 @@ faults: setup
 # What a part has done it does not do again, but for the tests: 'make gpu' goes on where it was cut off, and runs every part whatever became of
 # those before it, the most wanted first. 'make gpu PART=probe' is one part, of less than 9 minutes; it fails with 1 where something failed, with 3
 # where time ran out.
+# The benchmarks write to GPU_RESULTS: figures in benchmarks/results are of another machine or other packages, and one table has one of each.
 GPU_PYTHON ?= python3
+GPU_RESULTS ?= build/gpu
 ON_GPU = JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.gpu-jax PYTHONPATH=$(CURDIR):$(CURDIR)/.gpu-site$(if $(PYTHONPATH),:$(PYTHONPATH)) $(GPU_PYTHON)
 GPU_PARTS := kernels profile bench-torch bench-jax probe tests parity
 ifneq ($(filter-out $(GPU_PARTS),$(PART)),)
@@ -65,9 +67,10 @@ $(GPU_SITE):
 	$(ON_GPU) -c 'import fp8ref.jax, fp8ref.torch, fp8ref.train.loop, gfloat, hypothesis, matplotlib, mmaemu, pytest'
 	touch $@
 
-# Both frameworks, whatever became of the first: $(call gpu-both,OPTIONS,SECONDS)
-gpu-both = failed=0; for framework in torch jax; do \
-$(ON_GPU) benchmarks/gpu/gpu_$$framework.py $(1) --budget $(2) --resume || failed=$$?; done; exit $$failed
+# $(call gpu-bench,FRAMEWORK,OPTIONS,SECONDS)
+gpu-bench = $(ON_GPU) benchmarks/gpu/gpu_$(1).py $(2) --budget $(3) --resume --json $(GPU_RESULTS)/gpu_$(1).json
+# Both frameworks, whatever became of the first; what failed counts before time that ran out: $(call gpu-both,OPTIONS,SECONDS)
+gpu-both = code=0; $(call gpu-bench,torch,$(1),$(2)) || code=$$?; $(call gpu-bench,jax,$(1),$(2)) || { last=$$?; [ $$code = 1 ] || code=$$last; }; exit $$code
 
 gpu-kernels: $(GPU_SITE)
 	@$(call gpu-both,--section bits --section kernels,230)
@@ -82,10 +85,10 @@ gpu-tests: $(GPU_SITE)  # of the files that have such tests alone: others may wa
 	$(ON_GPU) -m pytest -p no:cacheprovider -W default -m gpu $$(grep -rl pytest.mark.gpu tests)
 
 gpu-bench-torch: $(GPU_SITE)
-	$(ON_GPU) benchmarks/gpu/gpu_torch.py --budget 400 --resume
+	$(call gpu-bench,torch,,400)
 
 gpu-bench-jax: $(GPU_SITE)
-	$(ON_GPU) benchmarks/gpu/gpu_jax.py --budget 350 --resume
+	$(call gpu-bench,jax,,350)
 
 gpu-parity: $(GPU_SITE)
 	$(ON_GPU) benchmarks/gpu/gpu_parity.py --budget 360

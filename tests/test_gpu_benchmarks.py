@@ -316,6 +316,45 @@ def test_bits_of_a_kernel_that_casts_otherwise_are_counted():
     ]
 
 
+def test_kernels_that_no_time_is_left_for_are_named():
+    pytest.importorskip("triton")
+    from measuring import kernel_cases
+
+    bench = types.SimpleNamespace(budget=Budget(kernel_cases.NEEDED - 1.0), dry=False)
+    found = kernel_cases.timed(bench, [(128, 128)], None)  # no case is built
+    assert {row["error"] for row in found["kernels"]} == {"no time was left"}
+    assert results.failed(found)[0] == "cast e4m3fn, 128 x 128: no time was left"
+
+
+@pytest.mark.parametrize("part", ["kernels", "profile", "bench-torch", "bench-jax"])
+def test_make_gpu_resumes_figures_of_its_own(part):
+    """benchmarks/results has those of another machine, with which Results mixes none."""
+    asked = subprocess.run(
+        ["make", "-n", f"gpu-{part}"], cwd=BENCHMARKS.parent, capture_output=True, text=True
+    ).stdout
+    written = re.findall(r"gpu_(torch|jax)\.py .*?--resume --json build/gpu/gpu_\1\.json", asked)
+    assert written == [part.removeprefix("bench-")] * (part[:5] == "bench") or written == [
+        "torch",
+        "jax",
+    ]
+    assert len(written) == asked.count("--resume")
+
+
+def test_what_failed_counts_before_time_that_ran_out(tmp_path):
+    """Exit codes of torch's benchmark and of JAX's, and of the part."""
+    for codes, expected in (((1, 3), 1), ((3, 1), 1), ((3, 0), 3), ((0, 3), 3), ((0, 0), 0)):
+        python = tmp_path / "python"
+        torch, jax = codes
+        python.write_text(f'#!/bin/sh\ncase "$1" in *jax.py) exit {jax};; *) exit {torch};; esac\n')
+        python.chmod(0o755)
+        options = [f"GPU_PYTHON={python}", f"GPU_SITE={tmp_path}", f"GPU_RESULTS={tmp_path}"]
+        ended = subprocess.run(
+            ["make", "gpu-profile", *options], cwd=BENCHMARKS.parent, capture_output=True, text=True
+        )
+        assert ended.returncode == (2 if expected else 0)  # make's own, of a part that failed
+        assert (f"Error {expected}" in ended.stderr) == bool(expected), ended.stderr
+
+
 def test_bytes_of_a_kernel_are_those_of_its_inputs_and_outputs():
     pytest.importorskip("triton")
     from measuring import kernel_cases

@@ -54,9 +54,11 @@ def _launches() -> Iterator[tuple[str, bool, Launch, list[np.ndarray], list[Outp
         cast = norms.cast(_SHAPE, e5m2=e5m2, twice=twice)
         norm_gradient = norm_gradients.gradient(few, 2 + twice)
         parts: list[Output] = [(few, "bfloat16"), (few, "float32"), _parts(norm_gradient)]
-        gradients = [y, z][: 1 + twice]
-        inputs = [x, *gradients, z, x, factors, z[0]]
-        yield "a norm's gradient", True, norm_gradient, inputs, parts
+        # of integers, whose sums are exact in any order
+        gradients = [_whole(few, seed, 256) for seed in range(2 + twice)]
+        powers = np.exp2(_whole(few[:1], 3, 1)).astype(np.float32)
+        inputs = [*gradients, z, _whole(few, 4, 8), powers, _whole(few[1:], 5, 2)]
+        yield "a norm's gradient", False, norm_gradient, inputs, parts
         yield "a norm's cast", False, cast, [x, factors, z[0], one], [*both, _parts(cast)]
         amax, cast = swiglu.amax(_SHAPE, twice=twice), swiglu.cast(_SHAPE, e5m2=e5m2, twice=twice)
         yield "SwiGLU's amax", True, amax, [x, y], [_parts(amax)]
@@ -159,12 +161,18 @@ def _planted(shape: tuple[int, ...], seed: int) -> np.ndarray:
     return x
 
 
+def _whole(shape: tuple[int, ...], seed: int, largest: int) -> np.ndarray:
+    """Integers up to one of at most 256, bfloat16."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(-largest, largest, shape, endpoint=True).astype(_BF16)
+
+
 def _parts(launch: Launch) -> Output:
     return (launch.programs,), "int32"
 
 
 def _same(result: np.ndarray, plain: np.ndarray, approximate: bool) -> bool:
-    """Whether bits are the same; of approximate results, whether codes and bfloat16 numbers are
+    """Whether bits are the same; of approximate results, whether codes, and amaxes of bfloat16, are
     neighbors at most, rounded twice or once, and float32 numbers as near."""
     if plain.dtype == np.float32 and approximate:
         return bool(np.allclose(result, plain, rtol=2e-5, atol=0))

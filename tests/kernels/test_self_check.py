@@ -57,6 +57,21 @@ def test_every_kernel_that_computes_what_it_casts_is_checked():
     assert kernels == {f"fp8ref.kernels.{name}" for name in names}
 
 
+def test_a_norms_gradient_is_the_same_in_any_order_of_sums():
+    """Products of a row are multiples of 1/2, and their magnitudes add up to less than 2^24 halves:
+    each partial sum is exact."""
+    gradients = [
+        inputs for name, _, _, inputs, _ in self_check._launches() if name == "a norm's gradient"
+    ]
+    assert len(gradients) == 2
+    for *readers, _total, h, factors, weight in gradients:
+        d = sum(np.abs(x.astype(np.float64)) for x in readers)
+        assert (d % 1 == 0).all()
+        products = d * np.abs(h.astype(np.float64)) * factors[:, None] * np.abs(weight)
+        assert (products * 2 % 1 == 0).all()
+        assert 2 * products.sum(1).max() < 2**24
+
+
 @pytest.mark.parametrize(
     ("launch", "wrong"), [(i, j) for i, (_, places) in enumerate(LAUNCHES) for j in places]
 )

@@ -19,6 +19,7 @@ from measuring.timing import Call
 
 FORMATS = ("e4m3fn", "e5m2")
 PLAIN = ", plain"  # ends the name of a case that a framework computes by its own operations
+NEEDED = 15  # seconds of a case, compiling included
 SCALE, BLOCK = np.float32(3.1415927), casts.BLOCK
 Shape = tuple[int, ...]
 Typed = tuple[Shape, str]
@@ -222,11 +223,16 @@ Calls = tuple[Call, Call, int]
 
 
 def timed(bench: Any, shapes: Sequence[tuple[int, int]], calls: Callable[[Case], Calls]) -> dict:
-    """Rows of kernels and of plain operations: seconds, and bytes that must move a second."""
+    """Rows of kernels and of plain operations: seconds, and bytes that must move a second. Without
+    time for a case, its error.
+    """
     rows = []
     for shape in shapes:
         for case in cases(shape):
             name = f"{case.name}, {shape[0]} x {shape[1]}"
+            if bench.budget.left < NEEDED and not bench.dry:
+                rows.append({"name": name, "error": "no time was left"})
+                continue
             kernel, plain, each = calls(case)
             measured = timing.each(bench.timed({name: kernel, name + PLAIN: plain}), each)
             rows += rates(case, timing.rows(measured, name + PLAIN))
