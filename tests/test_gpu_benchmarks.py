@@ -534,7 +534,7 @@ def test_a_dry_run_is_not_kept_among_results():
 class Bench:
     """What ``command`` asks of one; not dry, so that the budget counts."""
 
-    dry, clock = False, Wall()
+    dry, clock, casts = False, Wall(), "plain operations (a driver is missing)"
 
     def __init__(self, seconds):
         self.budget = Budget(seconds)
@@ -567,6 +567,9 @@ def test_sections_run_while_there_is_time_and_failures_are_told(tmp_path, capsys
     assert command.execute(Bench(100), asked, again, None) == results.LEFT
     assert command.execute(Bench(5000), asked, again, None) == 0
     assert list(json.loads((tmp_path / "r.json").read_text())["sections"]) == ["a:x", "a:y", "b"]
+    # a row of fp8ref whose kernels did not run is told from one whose did
+    said = "fp8ref's variants cast by plain operations (a driver is missing).\n"
+    assert said in (tmp_path / "r.md").read_text()
 
 
 def test_what_failed_is_tried_again_after_what_was_never_tried(tmp_path, capsys):
@@ -692,6 +695,7 @@ def test_one_section_dry_and_what_resume_skips(backend, tmp_path):
     data = json.loads(path.read_text())
     assert (data["dry"], data["device"], list(data["sections"])) == (True, "cpu", ["ceilings"])
     check(data["sections"]["ceilings"])
+    assert data["sections"]["ceilings"]["casts"] == "plain operations (on a CPU)"
     rates = {key: value for key, value in data["ceilings"].items() if isinstance(value, float)}
     assert {"bf16_flops", "fp8_flops", "bandwidth", "launch_seconds"} <= set(rates)
     assert all(math.isfinite(value) and value > 0 for value in rates.values())

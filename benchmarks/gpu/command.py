@@ -29,6 +29,11 @@ class Bench(Protocol):
     @property
     def dry(self) -> bool: ...
 
+    @property
+    def casts(self) -> str:
+        """What casts tensors of fp8ref's variants, and why."""
+        ...
+
     def free(self) -> None: ...
 
 
@@ -137,6 +142,7 @@ def _run(known: Bench, suite: Suite, kept: Results, name: str) -> bool:
         | {
             "timed_by": known.clock.kind,
             "took_seconds": took,
+            "casts": known.casts,
             "clocks": clocks,
             "revision": environment.revision(),
         },

@@ -9,6 +9,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from fp8ref.jax.kernels import choice
 from fp8ref.train.jax.step import compiler_options
 from measuring import timing
 from measuring.sizes import Sizes
@@ -25,6 +26,11 @@ class Bench:
     budget: Budget
     attention: Literal["xla", "cudnn"]
     keys: itertools.count = field(default_factory=itertools.count)
+
+    @property
+    def casts(self) -> str:
+        """What casts tensors of fp8ref's variants, and why."""
+        return choice.explain("auto", jax.devices()[0]).text
 
     def timed(
         self, variants: dict[str, Call], *, most: int = 20, row_seconds: float | None = None

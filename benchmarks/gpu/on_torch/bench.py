@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fp8ref.torch.kernels import choice
 from measuring import timing
 from measuring.sizes import Sizes
 from measuring.timing import Budget, Call, Clock, Rounds
@@ -25,6 +26,11 @@ class Bench:
     @property
     def dry(self) -> bool:
         return self.device == "cpu"
+
+    @property
+    def casts(self) -> str:
+        """What casts tensors of fp8ref's variants, and why."""
+        return choice.explain("auto", torch.device(self.device)).text
 
     def timed(
         self,

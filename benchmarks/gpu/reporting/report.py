@@ -82,6 +82,8 @@ def markdown(data: dict) -> str:
             f"Sections were measured with {len(revisions)} revisions of the code: "
             f"{', '.join(sorted(revisions))}.\n"
         )
+    casts = {section["casts"] for section in data["sections"].values() if "casts" in section}
+    said += "".join(f"fp8ref's variants cast by {each}.\n" for each in sorted(casts))
     return f"{said}{noise(data)}\n" + "".join(
         f"\n## {title}\n\n{tables.markdown(heads, rows)}"
         for title, heads, rows in everything(data)
