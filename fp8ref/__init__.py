@@ -29,6 +29,7 @@ arrays of PyTorch and JAX are quantized where they are. The rooms, which are imp
             what a run would take on a GPU: report.of, dry_run.show.
     sim     the specification in NumPy, under the names of jax and torch: quantize.scaling,
             gemm.gemm, linear.forward, attention.attention, delayed.step.
+    kernels Triton kernels, which torch and jax launch: casts.cast, swiglu.cast; jit.interpret.
     plots   figures as functions: arrays in, matplotlib's Axes out.
     formats, policy, recipe
             what users name: E4M3FN and E5M2; POLICIES and RECIPES.

@@ -24,6 +24,11 @@ FINITE = {
     "torch/experts/form.py: _unit": "classes of the program",
     "crosscheck/device_gemm.py: capability": "backends",
     "front/quantized.py: _say_rounded": "dtypes",
+    "jax/kernels/choice.py: explain": "choices, devices",
+    "torch/kernels/choice.py: _explained": "choices, devices",
+    "torch/kernels/choice.py: checked": "devices",
+    "torch/blocks/functions.py: codes": "formats, in one pass",
+    "torch/blocks/functions.py: by_rows": "formats, in one pass",
 }
 """{function kept forever by its arguments: why there are few of them}."""
 
@@ -80,7 +85,7 @@ def _linear(i: int):
     from fp8ref.torch.linear import linear
 
     return linear._bind(
-        linear._Spec(dataclasses.replace(RECIPES["rowwise"], name=f"recipe{i}"), None)
+        linear._Spec(dataclasses.replace(RECIPES["rowwise"], name=f"recipe{i}"), None, "plain")
     )
 
 

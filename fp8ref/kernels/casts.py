@@ -28,6 +28,7 @@ ROWS, COLUMNS = 128, 64
 """A tile, of which a warp reads and writes 16 bytes a lane in both orders."""
 
 Shape = tuple[int, int]
+"""Rows and columns, or their strides."""
 
 BLOCK = 128
 """The length of a block's line."""

@@ -20,13 +20,13 @@ SMALL: dict[str, tuple[tuple[float, float], ...]] = {
     "rowwise": ((2048, math.inf), (math.inf, 1024), (4096, 2048)),
     "delayed": ((1024, 4096),),
 }
-SMALL |= {"tensorwise_pow2": SMALL["tensorwise"], "rowwise_native": SMALL["rowwise"]}
 """Recipe -> limits of the weights [N, K] that are small: N and K no more than those of a pair.
 
 These are torchao 0.18's, float8/float8_linear_utils.py, _auto_filter_for_recipe: where FP8 gained
 too little on an H100. It states none for other recipes. ``delayed`` and ``tensorwise_pow2`` take
 tensorwise's, ``rowwise_native`` rowwise's: their GEMMs multiply the same operands.
 """
+SMALL |= {"tensorwise_pow2": SMALL["tensorwise"], "rowwise_native": SMALL["rowwise"]}
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -126,7 +126,7 @@ def test_epilogues_that_a_rule_gives(epilogue, small, monkeypatch):  # R-8, G-5,
 
 
 def test_a_history_that_stands_still_fails_and_is_located(small, monkeypatch):  # H-1
-    monkeypatch.setattr(torch_train.delayed, "update", lambda model: None)
+    monkeypatch.setattr(torch_train.delayed, "update", lambda model, **_: None)
     with pytest.warns(UserWarning, match="an optimizer step was taken without one"):
         report = run(small, "delayed", backends=("torch",), steps=1)
     failures = {f.name.rpartition("self_attn.")[2] for f in report.failures}

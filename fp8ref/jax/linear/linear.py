@@ -161,7 +161,7 @@ def forward(
     differentiated: bool = True,
 ):
     """The output GEMM: ((output, (amaxes, statistics)), residuals for ``backward``). x may be cast
-    already, by the kernel that made it."""
+    already, by the kernel that made it. ValueError inside shard_map without check_vma=True."""
     if differentiated and layer.mode == "shard_map" and not sharding.checks_variance(w):
         raise ValueError(
             f"{layer.name}: gradients of a linear inside shard_map need check_vma=True; else they "

@@ -105,7 +105,7 @@ def fuses(h: torch.Tensor, linears: Sequence[nn.Linear], others: Sequence[nn.Mod
     return not reason
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _log(reason: str) -> None:
     """Log a reason the first time that it applies."""
     logging.getLogger("fp8ref.torch").info("blocks run module by module: %s", reason)

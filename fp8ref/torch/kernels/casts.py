@@ -27,13 +27,21 @@ __all__ = [
 ]
 
 amax = operator("casts", "amax")
+"""x -> partial amaxes."""
 amax_lines = operator("casts", "amax_lines")
+"""x -> partial amaxes of rows and of columns."""
 cast = operator("casts", "cast")
+"""x and a scale -> codes in both orders, partial amaxes."""
 cast_by_amax = operator("casts", "cast_by_amax")
+"""x and partial amaxes -> codes in both orders, scale, scale_inv."""
 cast_lines = operator("casts", "cast_lines")
+"""x, scales of rows and of columns -> codes in both orders."""
 lines = operator("casts", "blocks", called="lines", square=False)
+"""x -> codes in both orders, scales of 1 x 128 and of 128 x 1."""
 squares = operator("casts", "blocks", called="squares", square=True)
+"""x -> codes in both orders, scales of 128 x 128."""
 transpose = operator("casts", "transpose")
+"""Codes -> the same codes, transposed."""
 
 AMAXES = frozenset({torch.ops.fp8ref.amax.default, torch.ops.fp8ref.amax_lines.default})
 """The operators of ``amax`` and ``amax_lines``."""
