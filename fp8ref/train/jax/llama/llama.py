@@ -60,6 +60,7 @@ class RMSNorm(nnx.Module):
 
     @property
     def norm(self) -> Norm:
+        """What the linears after it fuse."""
         return Norm(self.weight[...], self.eps)
 
 
@@ -136,6 +137,7 @@ class MLP(nnx.Module):
 
     @property
     def projections(self) -> list[Linear]:
+        """gate, up and down."""
         return [self.gate_proj, self.up_proj, self.down_proj]
 
     def __call__(self, x: jax.Array, run: Pass) -> jax.Array:
