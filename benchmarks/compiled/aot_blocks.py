@@ -42,7 +42,7 @@ HEADER = """
 
 The step that benchmarks/gpu measures, for one H200: four blocks of an 8-billion-parameter Llama without embedding and head, forward, backward and
 AdamW, of bfloat16 parameters and moments, with cuDNN's attention. AdamW alone moves 12.2 GB. Bytes are what kernels other than GEMMs and attention read
-and write.
+and write. A tensor that one kernel reads twice counts once: under `delayed` a norm's second reading is of the cache, if that holds the rows.
 
 | linears | FP8 GEMMs of cuBLASLt | GB in kernels | temporary, MiB |
 |---|---|---|---|"""

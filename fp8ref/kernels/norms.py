@@ -2,7 +2,8 @@
 
 The first launch reads h, adds a residual if there is one, and returns each row's factor and the
 amax of its rounded result; the second computes that result again, rounded once to h's dtype in
-registers, and casts it. h is [M, N], contiguous; weight is [N]. A row's sum is in no stated order.
+registers, and casts it. Where the scale is known before, one launch does both. h is [M, N],
+contiguous; weight is [N]. A row's sum is in no stated order.
 """
 
 import triton
@@ -11,6 +12,7 @@ import triton.language as tl
 from fp8ref.kernels import casts
 from fp8ref.kernels.casts import (
     Shape,
+    codes_of,
     load_lines,
     load_tile,
     magnitude,
@@ -22,7 +24,11 @@ from fp8ref.kernels.casts import (
 )
 from fp8ref.kernels.jit import Launch
 
-__all__ = ["amax_lines", "cast", "cast_lines", "lines", "statistics"]
+__all__ = ["amax_lines", "cast", "cast_lines", "lines", "statistics", "statistics_and_cast"]
+
+ROWS, COLUMNS, WARPS = 32, 256, 16
+"""Of a program of ``statistics_and_cast``: rows, whose transposed codes fill a sector; columns that
+it reads at a time; warps, so many that a processor runs one: a cache then holds all their rows."""
 
 
 @triton.jit
@@ -131,6 +137,56 @@ def _cast(
     store_amax(y, amax_ptr)
 
 
+@triton.jit
+def _statistics_and_cast_of_sum(
+    h_ptr, residual_ptr, weight_ptr, scale_ptr, sum_ptr, factor_ptr, q_ptr, t_ptr, amax_ptr, eps,
+    M, N, BM: tl.constexpr, BN: tl.constexpr, TWICE: tl.constexpr, E5M2: tl.constexpr,
+    ADDS: tl.constexpr
+):  # fmt: skip
+    """Of this program's rows. sum_ptr is h_ptr if nothing is added."""
+    row, chunk = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM), tl.arange(0, BN)
+    rows, squares = row[:, None], tl.zeros((BM, BN), tl.float32)
+    for start in range(0, N, BN):
+        columns = (start + chunk)[None, :]
+        at, mask = rows * N + columns, (rows < M) & (columns < N)
+        h = tl.load(h_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if ADDS:
+            total = h + tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            total = total.to(h_ptr.dtype.element_ty)
+            tl.store(sum_ptr + at, total, mask=mask)
+            h = total.to(tl.float32)
+        squares += h * h
+    mean = tl.div_rn(tl.sum(squares, 1), N * 1.0)
+    factor = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+    tl.store(factor_ptr + row, factor, mask=row < M)
+    tl.debug_barrier()  # other threads may have stored what a thread reads
+    scale, largest = tl.load(scale_ptr), tl.zeros((BM, BN), tl.int32)
+    for start in range(0, N, BN):
+        # the last columns first, which a cache still has
+        columns = (tl.cdiv(N, BN) * BN - BN - start + chunk)[None, :]
+        at, mask = rows * N + columns, (rows < M) & (columns < N)
+        h = tl.load(sum_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
+        y = tl.where(mask, _normed(h, factor[:, None], weight, h_ptr, TWICE), 0.0)
+        largest = tl.maximum(largest, magnitude(y))
+        codes = codes_of(y * scale, E5M2)
+        tl.store(q_ptr + at, codes, mask=mask)
+        turned = t_ptr + tl.trans(columns) * M + tl.trans(rows)
+        tl.store(turned, tl.trans(codes), mask=tl.trans(mask))
+    tl.store(amax_ptr + tl.program_id(0), tl.max(tl.max(largest, 1), 0))
+
+
+@triton.jit
+def _statistics_and_cast(
+    h_ptr, weight_ptr, scale_ptr, factor_ptr, q_ptr, t_ptr, amax_ptr, eps, M, N,
+    BM: tl.constexpr, BN: tl.constexpr, TWICE: tl.constexpr, E5M2: tl.constexpr, ADDS: tl.constexpr
+):  # fmt: skip
+    _statistics_and_cast_of_sum(
+        h_ptr, h_ptr, weight_ptr, scale_ptr, h_ptr, factor_ptr, q_ptr, t_ptr, amax_ptr, eps, M, N,
+        BM, BN, TWICE, E5M2, ADDS
+    )  # fmt: skip
+
+
 def statistics(shape: Shape, *, eps: float, residual: bool = False, twice: bool = False) -> Launch:
     """h, the residual if there is one, and weight -> h + residual if so, factors float32 [M], and
     the amax of each row of the norm, int32 [M].
@@ -156,6 +212,19 @@ def cast(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
     grid = casts.tiles(*shape)
     outputs = (*casts.codes(shape, e5m2), *casts.parts_of(grid))
     return Launch(_cast, grid, numbers, outputs)
+
+
+def statistics_and_cast(
+    shape: Shape, *, eps: float, e5m2: bool, residual: bool = False, twice: bool = False
+) -> Launch:
+    """h, the residual if there is one, weight and a scale () -> h + residual if so, factors, and
+    what ``cast`` returns: ``statistics``, then ``cast``, with h read from memory once."""
+    numbers = {"eps": eps, "M": shape[0], "N": shape[1], "BM": ROWS, "BN": COLUMNS}
+    numbers |= {"TWICE": twice, "E5M2": e5m2, "ADDS": residual}
+    kernel = _statistics_and_cast_of_sum if residual else _statistics_and_cast
+    grid = (triton.cdiv(shape[0], ROWS),)
+    outputs = ((shape[:1], "float32"), *casts.codes(shape, e5m2), *casts.parts_of(grid))
+    return Launch(kernel, grid, numbers, ((shape, "like"),) * residual + outputs, WARPS)
 
 
 def amax_lines(shape: Shape, *, twice: bool = False) -> Launch:

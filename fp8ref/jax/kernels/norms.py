@@ -12,7 +12,7 @@ from fp8ref.jax.kernels.launch import TritonKernels, run
 from fp8ref.jax.quantize.scales import Scales
 from fp8ref.jax.quantize.scaling import Quantized
 
-__all__ = ["gradient", "quantize", "statistics"]
+__all__ = ["gradient", "normed", "quantize", "statistics"]
 
 
 def statistics(
@@ -49,6 +49,28 @@ def quantize(
     inputs = [h.reshape(shape), factors, weight, by.scale]
     outputs = run(launch, inputs, casts.results(shape, launch.programs), kernels)
     return casts.quantized(*outputs, by=by, fmt=fmt, shape=h.shape, axis=-1)
+
+
+def normed(
+    h: jax.Array,
+    residual: jax.Array | None,
+    weight: jax.Array,
+    eps: float,
+    by: Scales,
+    fmt: Format,
+    kernels: TritonKernels,
+) -> tuple[jax.Array, jax.Array, Quantized]:
+    """(h + residual, factors, the norm by ``quantize``) in one launch: by is known before."""
+    from fp8ref.kernels import norms
+
+    shape, e5m2 = (math.prod(h.shape[:-1]), h.shape[-1]), fmt.name == "e5m2"
+    launch = norms.statistics_and_cast(shape, eps=eps, e5m2=e5m2, residual=residual is not None)
+    rows = [x.reshape(shape) for x in (h, residual) if x is not None]
+    sums = [(shape, h.dtype)] * len(rows[1:])
+    kinds = [*sums, (shape[:1], jnp.float32), *casts.results(shape, launch.programs)]
+    *total, factors, q, t, parts = run(launch, [*rows, weight, by.scale], kinds, kernels)
+    x = casts.quantized(q, t, parts, by=by, fmt=fmt, shape=h.shape, axis=-1)
+    return (total[0].reshape(h.shape) if total else h), factors, x
 
 
 def gradient(

@@ -175,9 +175,13 @@ def _forward(
         assert residual is not None
         last = [forward(residual, *calls[3])]
         residual = checkpoint_name(last[0][0][0], group.kept)
-    h, factors, amax = norms.statistics(h, residual, weight, group.eps, kernels)
-    by = _scales(scales[0], "input", amax, cast, first)
-    x = norms.quantize(h, factors, weight, by, cast.fmt, kernels)
+    by = operands.settled(scales[0].get("input"))
+    if by is None:
+        h, factors, amax = norms.statistics(h, residual, weight, group.eps, kernels)
+        by = operands.dynamic_scales(amax, "input", cast, first)
+        x = norms.quantize(h, factors, weight, by, cast.fmt, kernels)
+    else:
+        h, factors, x = norms.normed(h, residual, weight, group.eps, by, cast.fmt, kernels)
     passes = [forward(x, *call) for call in calls[: group.readers]]
     outputs = [output for (output, _), _ in passes]
     if stream.tables is not None:

@@ -100,6 +100,7 @@ def _fused(dtype: str, e5m2: bool) -> dict[str, Form]:
             tile * size,
             codes=2,
         ),
+        **_norms_at_once(dtype, e5m2),
         **{
             f"norm's gradient, {count} readers": Form(
                 norm_gradients.gradient(SHAPE, count),
@@ -151,6 +152,22 @@ def _fused(dtype: str, e5m2: bool) -> dict[str, Form]:
             head * size,
             codes=2,
         ),
+    }
+
+
+def _norms_at_once(dtype: str, e5m2: bool) -> dict[str, Form]:
+    """Statistics and cast in one launch, which reads its tile again."""
+    x, tile = (dtype,), norms.ROWS * norms.COLUMNS
+    size, made = tile * BYTES[dtype], (*ONE, *CODES, *PARTS)
+    norm, twice = (
+        norms.statistics_and_cast(SHAPE, eps=1e-5, e5m2=e5m2, twice=more) for more in (False, True)
+    )
+    of_sum = norms.statistics_and_cast(SHAPE, eps=1e-5, e5m2=e5m2, residual=True)
+    dtypes, of_two = (*x * 2, *ONE, *made), (*x * 3, *ONE, *x, *made)
+    return {
+        "norm and cast": Form(norm, dtypes, tile, 2 * size, codes=2),
+        "norm and cast twice": Form(twice, dtypes, tile, 2 * size, codes=2),
+        "norm and cast of a sum": Form(of_sum, of_two, tile, 3 * size, codes=2),
     }
 
 

@@ -114,18 +114,21 @@ def test_a_group_computes_what_its_plain_form_does(shapes, more, recipe):  # M-1
         assert np.linalg.norm(mine - other) <= 2.0**-9 * np.linalg.norm(other)
 
 
-def test_what_a_group_reads_is_cast_once():
-    """Statistics of the norm and its cast, three weights, three gradients, the norm's gradient."""
+@pytest.mark.parametrize(("recipe", "launches"), [("tensorwise", 9), ("delayed", 8)])
+def test_what_a_group_reads_is_cast_once(recipe, launches):
+    """Statistics of the norm and its cast, which are one launch where the scale is known before;
+    three weights, three gradients, the norm's gradient."""
     weights = [tensor(1, *shape) for shape in READERS]
+    seen = [delayed.unseen(recipe) or None for _ in weights]
 
     def loss(h, weights):
         stream = {"h": h, "norm": jnp.ones(32, jnp.bfloat16)}
-        (_, outputs), _ = by_kernels("tensorwise", stream, weights, [None] * 3)
+        (_, outputs), _ = by_kernels(recipe, stream, weights, seen)
         return sum((y.astype(jnp.float32) ** 2).sum() for y in outputs)
 
     with casting(KERNELS):
         text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(tensor(0, 40, 32), weights).as_text()
-    assert text.count("@xla_ffi_python_cpu_callback") == 9
+    assert text.count("@xla_ffi_python_cpu_callback") == launches
 
 
 def test_what_kernels_do_not_fuse_is_left_to_plain_forms():
