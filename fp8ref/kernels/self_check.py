@@ -53,7 +53,8 @@ def _launches() -> Iterator[tuple[str, bool, Launch, list[np.ndarray], list[Outp
         yield "a norm of a sum", True, norm, [x, y, z[0]], [(few, "bfloat16"), *row_outputs]
         norm = norms.statistics_and_cast(_SHAPE, eps=1e-5, e5m2=e5m2, residual=twice, twice=twice)
         outputs = [*[(_SHAPE, "bfloat16")] * twice, (_SHAPE[:1], "float32"), *both, _parts(norm)]
-        yield "a norm and its cast", True, norm, [x, *[y] * twice, z[0], one], outputs
+        whole = [_whole(_SHAPE, seed, 8) for seed in range(1 + twice)]  # exact squares
+        yield "a norm and its cast", False, norm, [*whole, z[0], one], outputs
         cast = norms.cast(_SHAPE, e5m2=e5m2, twice=twice)
         norm_gradient = norm_gradients.gradient(few, 2 + twice)
         parts: list[Output] = [(few, "bfloat16"), (few, "float32"), _parts(norm_gradient)]
