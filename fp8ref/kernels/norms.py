@@ -41,6 +41,13 @@ def _normed(h, factor, weight, like_ptr, TWICE: tl.constexpr):
 
 
 @triton.jit
+def _factor(squares, N, eps):
+    """Of rows by the sums of their squares."""
+    mean = tl.div_rn(squares, N * 1.0)
+    return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+
+
+@triton.jit
 def _load_row(x_ptr, N: tl.constexpr, BN: tl.constexpr):
     """This program's row, float32; zeros behind it."""
     at, inside = tl.arange(0, BN), tl.arange(0, BN) < N
@@ -54,8 +61,7 @@ def _store_statistics(
     BN: tl.constexpr, TWICE: tl.constexpr
 ):  # fmt: skip
     at = tl.arange(0, BN)
-    mean = tl.div_rn(tl.sum(h * h, 0), N * 1.0)
-    factor = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+    factor = _factor(tl.sum(h * h, 0), N, eps)
     weight = tl.load(weight_ptr + at, mask=at < N, other=0.0).to(tl.float32)
     tl.store(factor_ptr + tl.program_id(0), factor)
     largest = tl.max(magnitude(_normed(h, factor, weight, h_ptr, TWICE)), 0)
@@ -156,8 +162,7 @@ def _statistics_and_cast_of_sum(
             tl.store(sum_ptr + at, total, mask=mask)
             h = total.to(tl.float32)
         squares += h * h
-    mean = tl.div_rn(tl.sum(squares, 1), N * 1.0)
-    factor = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+    factor = _factor(tl.sum(squares, 1), N, eps)
     tl.store(factor_ptr + row, factor, mask=row < M)
     tl.debug_barrier()  # other threads may have stored what a thread reads
     scale, largest = tl.load(scale_ptr), tl.zeros((BM, BN), tl.int32)
