@@ -18,6 +18,8 @@ DYNAMIC = [
     "tensorwise",
     "rowwise",
     "rowwise_with_gw_hp",
+    "tensorwise_pow2",
+    "rowwise_native",
     "blockwise",
     "blockwise_deepgemm",
     "blockwise_ue8m0",
