@@ -647,7 +647,9 @@ def test_for_hopper_torchaos_kernels_compile_to_fp8_tensor_core_instructions(fus
     ops = run_script(PTX, TRITON_DEFAULT_FP_FUSION=fusion, TRITON_INTERPRET="0").split()
     assert ops.count("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3") == 4
     assert {op for op in ops if op.startswith(("mul", "fma", "add"))} == scaled
-    assert {op for op in ops if op.startswith("cvt")} == {"cvt.rn.bf16x2.f32"}
+    casts = {op for op in ops if op.startswith("cvt")}
+    assert casts
+    assert casts <= {"cvt.rn.bf16x2.f32", "cvt.rn.bf16.f32"}  # by Triton's version
 
 
 @pytest.mark.gpu
