@@ -50,7 +50,7 @@ _OWN = {
     "multiple",
     "_function",
     "_function_under_autocast",
-    "_function_of_shards",
+    "_function_sharded",
     "spec_numbers",
     "config",
     "linear_mm_config",
