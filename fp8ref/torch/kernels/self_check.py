@@ -63,10 +63,10 @@ def fused(device: torch.device) -> str:
 def planted(shape: tuple[int, int], device: torch.device) -> Tensor:
     """A bfloat16 tensor of numbers that are cast to zeros, subnormals, ties and the largest code,
     with NaN and Inf in its last rows and columns."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(shape, generator=generator)
-    x = x * torch.exp2(torch.randint(-14, 9, shape, generator=generator))
-    x[0, :6] = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 464.0, -6e4])
+    rng = np.random.default_rng(0)
+    numbers = rng.standard_normal(shape) * np.exp2(rng.integers(-14, 9, shape))
+    numbers[0, :6] = 0.0, -0.0, 1e-40, -1e-40, 464.0, -6e4
+    x = torch.from_numpy(numbers.astype(np.float32))
     x[-1, -1], x[-1, 0], x[0, -1] = torch.nan, torch.inf, -torch.inf
     return x.to(device=device, dtype=torch.bfloat16)
 
@@ -75,7 +75,7 @@ def _observed(x: Tensor) -> Results:
     """Amaxes, and the observations that they are merged into."""
     finite = x.nan_to_num(0.0, 1.0, -1.0)
     for y in (finite, x):
-        amax, seen = casts.amax(y), torch.zeros(3, device=x.device)
+        amax, seen = casts.amax(y), torch.zeros(3, dtype=torch.float32, device=x.device)
         yield "amaxes", amax.amax().view(torch.float32), scaling.amax(y)
         plain = torch.zeros_like(seen)
         casts.merge_(seen, amax)
@@ -89,7 +89,7 @@ def _observed(x: Tensor) -> Results:
 def _cast(x: Tensor, fmt: Format) -> Results:
     """Codes and scales of every kernel that casts."""
     e5m2, finite = fmt == E5M2, x.nan_to_num(0.0, 1.0, -1.0)
-    scale = torch.tensor(3.1415927, device=x.device)
+    scale = torch.tensor(3.1415927, dtype=torch.float32, device=x.device)
     for y in (x, finite.t()):
         codes, transposed, parts = casts.cast(y, scale, e5m2=e5m2)
         plain = scaling.quantize_with(y, scale, fmt)
