@@ -6,6 +6,7 @@ jit.interpret(launch, [*inputs, *outputs])
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +25,9 @@ _DTYPES = {
     "uint8": tl.uint8,
 }
 """{dtype of an array that a kernel reads or writes: Triton's}."""
+
+_lock = threading.Lock()
+"""Of what interpretation patches in Triton's modules. JAX calls back in threads of its own."""
 
 _LARGEST = {"fp8e4nv": 448.0, "fp8e5": 57344.0}
 """{Triton's name of an FP8 format: the magnitude at which cvt.rn.satfinite saturates}."""
@@ -69,6 +73,7 @@ def interpret(launch: Launch, arrays: Sequence[np.ndarray], dtypes: Sequence[str
     dtypes   their dtypes by name, since NumPy's has no bfloat16.
     Order:   as compiled; casts round to nearest even and saturate, where Triton's own interpreter
              truncates (triton#8322).
+    Threads: one at a time, since the interpreter keeps its state in Triton's modules.
     """
     pointers = [_pointer(x, dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
     names = [name for name in launch.kernel.arg_names if name not in launch.numbers]
@@ -77,7 +82,7 @@ def interpret(launch: Launch, arrays: Sequence[np.ndarray], dtypes: Sequence[str
         for name, value in launch.numbers.items()
     }
     builder, grid = interpreter.interpreter_builder, (*launch.grid, 1, 1)[:3]
-    with _interpreting(), np.errstate(all="ignore"):
+    with _lock, _interpreting(), np.errstate(all="ignore"):
         builder.set_grid_dim(*grid)
         for place in itertools.product(*(range(n) for n in grid)):
             builder.set_grid_idx(*place)
