@@ -6,11 +6,14 @@ grouped recipe is a ``Recipe``, and whether amaxes are of a group or of all of t
 """
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fp8ref.recipe import RECIPES, GemmSpec, Recipe, check_trained, trained_recipes
+from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe, Role, check_trained, trained_recipes
+from fp8ref.selection.rules import casts_of
 from fp8ref.shared import errors, registry
+from fp8ref.spec import granularity, support
 
 Amax = Literal["group", "all"]
 """Which elements a scale covers (spec X-3).
@@ -100,3 +103,25 @@ def by_name(recipe: str | Recipe | GroupedRecipe) -> GroupedRecipe:
     return registry.lookup(
         "a grouped recipe is a GroupedRecipe, a Recipe or", GROUPED_RECIPES, recipe, GroupedRecipe
     )
+
+
+def check_blocks(recipe: GroupedRecipe, backend: support.Backend) -> None:
+    """ValueError for blocks of several rows of input or grad_output."""
+    for (gemm, role), cast in casts_of(recipe.recipe).items():
+        if cast is not None and role != "weight":
+            kind, about = granularity.by_name(cast.granularity), recipe.name
+            support.require(
+                "blocks of experts' rows", backend, kind, role=role, gemm=gemm, recipe=about
+            )
+
+
+def moved_cast(recipes: Iterable[GroupedRecipe], role: Role) -> CastSpec | None:
+    """The one cast of input or grad_output that all GEMMs of these recipes take, if its codes may
+    move (X-14); else None: where GEMMs take other casts, or none, and where a scale is not of the
+    whole of a group's rows, or a state's."""
+    recipes = list(recipes)
+    used = {cast for r in recipes for (_, of), cast in casts_of(r.recipe).items() if of == role}
+    cast = used.pop()
+    if used or cast is None or cast.granularity != "tensorwise":
+        return None
+    return cast if cast.delayed or all(r.amax == "group" for r in recipes) else None

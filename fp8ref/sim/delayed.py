@@ -224,7 +224,8 @@ def _advance(
 
 def _select(condition: np.ndarray, a: DelayedState, b: DelayedState) -> DelayedState:
     """``a where condition else b``, for each element."""
-    stored, step = np.where(condition, a.stored, b.stored), np.where(condition, a.step, b.step)
+    stored = np.where(condition, a.stored, b.stored)
+    step = np.where(condition, a.step, b.step)
     return DelayedState(
         stored, np.where(condition[..., None], a.amax_history, b.amax_history), step
     )

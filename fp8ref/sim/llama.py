@@ -311,7 +311,8 @@ class _Pass:
         """The weighted sum of each token's experts (M-8)."""
         config, router = self.config, f"{name}{llama.ROUTER}"
         tokens = x.reshape(-1, x.shape[-1])
-        weight, master = self.weights[f"{router}.weight"], self.masters[f"{router}.weight"]
+        weight = self.weights[f"{router}.weight"]
+        master = self.masters[f"{router}.weight"]
         self.report(router, "weight", weight, parts={"float32 master": master})
         logits = in_range(tokens @ weight.T)
         factors = {"input": tokens, "weight": weight}

@@ -359,10 +359,8 @@ def check_weights(weights: Mapping[str, Weight], config: LlamaConfig) -> None:
     finite values. Other weights are not read."""
     expected = parameter_shapes(config)
     if weights.keys() != expected.keys():
-        missing, extra = (
-            sorted(expected.keys() - weights.keys()),
-            sorted(weights.keys() - expected.keys()),
-        )
+        missing = sorted(expected.keys() - weights.keys())
+        extra = sorted(weights.keys() - expected.keys())
         raise ValueError(
             f"weights are those of parameter_shapes; missing {missing[:3]}, unknown {extra[:3]}."
         )

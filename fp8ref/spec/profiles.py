@@ -41,7 +41,8 @@ class Profile:
     bits: int = 8
 
 
-_TE, _TE_COMMON = "Transformer Engine", "NVIDIA/TransformerEngine transformer_engine/common/"
+_TE = "Transformer Engine"
+_TE_COMMON = "NVIDIA/TransformerEngine transformer_engine/common/"
 
 PROFILES = {
     p.name: p

@@ -10,36 +10,21 @@ from fp8ref.jax.attention.operands import inputs as attention_inputs
 from fp8ref.jax.distributed import explicit_sharding, sharding
 from fp8ref.jax.gemm import hardware
 from fp8ref.jax.linear import linear
-from fp8ref.recipe import OPERANDS, Recipe
+from fp8ref.recipe import Recipe
 from fp8ref.selection import grouped as recipes
 from fp8ref.selection.grouped import GroupedRecipe
-from fp8ref.spec import support
-from fp8ref.spec.granularity import by_name
+from fp8ref.selection.rules import casts_of
 
 
 def check_recipe(recipe: str | Recipe | GroupedRecipe, name: str) -> GroupedRecipe:
     """The grouped recipe, if this backend runs it; ValueError, naming the layer, otherwise."""
     try:
         recipe = recipes.by_name(recipe)
+        recipes.check_blocks(recipe, "jax")
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     linear.check_recipe(recipe.recipe, name)
     hardware.refuse(name, "multiplies matrices, and no groups of rows; got grouped GEMMs")
-    for which, spec in recipe.recipe.gemms.items():
-        for role, cast in zip(OPERANDS[which], (spec.a, spec.b), strict=True):
-            if cast is None or role == "weight":
-                continue
-            granularity = by_name(cast.granularity)
-            fault = support.refusal(
-                "blocks of experts' rows",
-                "jax",
-                granularity,
-                role=role,
-                gemm=which,
-                recipe=recipe.name,
-            )
-            if fault is not None:
-                raise ValueError(f"{name}: {fault}")
     return recipe
 
 
@@ -60,13 +45,8 @@ def on_one_device(
             f"{name}: over has axes of shard_map that shard the rows; got {', '.join(unknown)}, "
             "along which no argument varies."
         )
-    casts = [
-        cast
-        for spec in recipe.recipe.gemms.values()
-        for cast in (spec.a, spec.b)
-        if cast is not None
-    ]
-    if axes and recipe.amax == "all" and any(cast.delayed is None for cast in casts):
+    dynamic = any(cast and cast.delayed is None for cast in casts_of(recipe.recipe).values())
+    if axes and recipe.amax == "all" and dynamic:
         raise ValueError(
             f"{name}: inside shard_map amaxes are per group; recipe {recipe.name!r} needs those of "
             f"all, over {', '.join(sorted(axes))}. Use amax 'group', or plain jit."

@@ -29,34 +29,15 @@ from fp8ref.jax.experts.operands import Codes, Segmented, Slot
 from fp8ref.jax.experts.parallel import Moved
 from fp8ref.jax.quantize import cast
 from fp8ref.jax.quantize.scaling import Quantized
-from fp8ref.recipe import OPERANDS, CastSpec, Role
-from fp8ref.selection.grouped import GroupedRecipe
+from fp8ref.recipe import CastSpec, Role
+from fp8ref.selection.grouped import GroupedRecipe, moved_cast
 
 __all__ = ["cast_of", "combine", "dispatch", "observed"]
 
 
 def cast_of(recipes: Sequence[GroupedRecipe], role: Role) -> CastSpec | None:
-    """The one cast of input or grad_output that all GEMMs of these linears take, if its codes may
-    move (X-14); else None: where GEMMs take other casts, or none, and where a scale is not of the
-    whole of a group's rows, or a state's."""
-    used = {
-        gemm_cast
-        for recipe in recipes
-        for which, spec in recipe.recipe.gemms.items()
-        for of, gemm_cast in zip(OPERANDS[which], (spec.a, spec.b), strict=True)
-        if of == role
-    }
-    if len(used) > 1:
-        return None
-    (shared_cast,) = used
-    by_groups = all(recipe.amax == "group" for recipe in recipes)
-    return (
-        shared_cast
-        if shared_cast is not None
-        and shared_cast.granularity == "tensorwise"
-        and (shared_cast.delayed is not None or by_groups)
-        else None
-    )
+    """``selection.grouped.moved_cast``: the cast of these linears whose codes may move, if any."""
+    return moved_cast(recipes, role)
 
 
 def dispatch(
@@ -128,9 +109,8 @@ def _own_scales(q: Quantized | Segmented, axis: str) -> tuple[jax.Array, jax.Arr
         return q.scale, q.scale_inv
     own = len(q.scale) // lax.axis_size(axis)
     first = lax.axis_index(axis) * own
-    return lax.dynamic_slice_in_dim(q.scale, first, own), lax.dynamic_slice_in_dim(
-        q.scale_inv, first, own
-    )
+    scale, scale_inv = (lax.dynamic_slice_in_dim(s, first, own) for s in (q.scale, q.scale_inv))
+    return scale, scale_inv
 
 
 def _nothing(like: jax.Array, rows: int) -> jax.Array:
@@ -146,7 +126,7 @@ def _sent(
     return _nothing(x, len(order)), parallel.sent(codes, places, order, axis)
 
 
-def _sent_forward(x: jax.Array, codes: jax.Array, places: jax.Array, order: jax.Array, axis: str):
+def _sent_forward(x, codes, places, order, axis: str):
     return _sent(x, codes, places, order, axis), (places, order)
 
 
@@ -171,20 +151,9 @@ def _returned(
     return parallel.combine(y, moved, settings[0])
 
 
-def _returned_forward(
-    y: jax.Array,
-    slot: Slot,
-    group_sizes: jax.Array,
-    moved: Moved,
-    scale: jax.Array | None,
-    settings: tuple,
-):
-    return _returned(y, slot, group_sizes, moved, scale, settings), (
-        group_sizes,
-        moved.order,
-        moved.places,
-        scale,
-    )
+def _returned_forward(y, slot, group_sizes, moved: Moved, scale, settings: tuple):
+    residuals = group_sizes, moved.order, moved.places, scale
+    return _returned(y, slot, group_sizes, moved, scale, settings), residuals
 
 
 def _returned_backward(settings: tuple, residuals, g: jax.Array):
@@ -192,20 +161,11 @@ def _returned_backward(settings: tuple, residuals, g: jax.Array):
     q = _quantized(g, group_sizes, axis, spec, scale, over)
     codes = parallel.sent(lax.bitcast_convert_type(q.codes, jnp.uint8), places, order, axis)
     seen = jnp.zeros(3, jnp.float32) if spec.delayed is None else observed(g, group_sizes)
-    scales = (attention_inputs.like(v, g) for v in _own_scales(q, axis))
-    own = Slot(
-        attention_inputs.like(lax.bitcast_convert_type(codes, cast.DTYPES[spec.fmt.name]), g),
-        *scales,
-        seen,
-    )  # type: ignore[call-arg]
+    native = lax.bitcast_convert_type(codes, cast.DTYPES[spec.fmt.name])
+    slot = Slot(*(attention_inputs.like(v, g) for v in (native, *_own_scales(q, axis))), seen)  # type: ignore[call-arg]
     moved_grads = Moved(*(None for _ in Moved._fields))  # type: ignore[arg-type]
-    return (
-        _nothing(g, len(order)),
-        own,
-        None,
-        moved_grads,
-        None if scale is None else jnp.zeros_like(scale),
-    )
+    scale_grad = None if scale is None else jnp.zeros_like(scale)
+    return _nothing(g, len(order)), slot, None, moved_grads, scale_grad
 
 
 _returned.defvjp(_returned_forward, _returned_backward)

@@ -31,6 +31,7 @@ from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.jax.transforms import derivatives
 from fp8ref.recipe import OPERANDS, CastSpec, Gemm, Recipe, Role
 from fp8ref.selection.grouped import GroupedRecipe
+from fp8ref.selection.rules import casts_of
 
 __all__ = ["CodedRows", "apply", "apply_codes", "quantize_operand"]
 
@@ -166,30 +167,19 @@ def quantize_operand(
     """A role's tensor as a GEMM takes it: x or g [M, columns], zeros in rows of no group, or w [E,
     K, N]; itself in high precision. scale is that of a delayed state, for a cast that has one; over
     as in ``apply``."""
-    spec, at = recipe.recipe.gemms[which], OPERANDS[which].index(role)
-    cast = (spec.a, spec.b)[at]
+    cast = casts_of(recipe.recipe)[which, role]
     if cast is None:
         return tensor
     scale = scale if cast.delayed else None
     if role == "weight":  # [E, K, N]: K is reduced by the output, N by grad_input
-        return operands.quantize_weights(
-            tensor, cast, -2 if which == "output" else -1, recipe.amax, scale
-        )
-    return operands.quantize_rows(
-        tensor, cast, -2 if which == "grad_weight" else -1, groups, recipe.amax, scale, over
-    )
+        axis = -2 if which == "output" else -1
+        return operands.quantize_weights(tensor, cast, axis, recipe.amax, scale)
+    axis = -2 if which == "grad_weight" else -1
+    return operands.quantize_rows(tensor, cast, axis, groups, recipe.amax, scale, over)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _grouped(
-    x: jax.Array,
-    w: jax.Array,
-    group_sizes: jax.Array,
-    scales: dict,
-    seen: Observations,
-    codes: Codes | None,
-    layer: Layer,
-):
+def _grouped(x, w, group_sizes, scales: dict, seen: Observations, codes, layer: Layer):
     """(output, (amaxes, statistics), slot); differentiated by ``_forward`` and ``_backward``."""
     return _forward(x, w, group_sizes, scales, seen, codes, layer, differentiated=False)[0]
 
@@ -244,10 +234,8 @@ def _backward(layer: Layer, residuals, cotangents):
     tensors: dict[Role, jax.Array | Codes] = {
         "input": groups.only(x) if codes is None else codes,
         "weight": w,
+        "grad_output": groups.only(g) if slot is None else Codes(*slot[:3]),
     }
-    tensors["grad_output"] = (
-        groups.only(g) if slot is None else Codes(slot.codes, slot.scale, slot.scale_inv)
-    )
     # [M, N] x [E, K, N] -> [M, K]
     grad_input, measured = _gemm("grad_input", tensors, groups, scales, layer)
     # [M, N] x [M, K] -> [E, K, N]
@@ -301,11 +289,7 @@ def _gemm(
                 else operands.dequantized(v).astype(w_dtype if role == "weight" else x_dtype)
                 for role, v in zip(roles, (a, b), strict=True)
             )
-            if which == "grad_weight":
-                return operands.rows_by_rows_hp(a, b, groups, dtype, scope=scope), {}
-            return operands.rows_by_weights_hp(
-                a, b, groups, which == "grad_input", dtype, scope=scope
-            ), {}
+            return operands.multiply_hp(which, a, b, groups, dtype, scope=scope), {}
         assert isinstance(a, Quantized | Segmented)
         assert isinstance(b, Quantized | Segmented)
         if which == "grad_weight":
@@ -337,10 +321,9 @@ def _observed(
     (X-9). FP8 tensors were observed before."""
     if not seen:
         return {}
-    used, merged = (
-        (lax.pmax(groups.ends[-1], layer.axes) if layer.axes else groups.ends[-1]) > 0,
-        {},
-    )
+    rows = groups.ends[-1]
+    used = (lax.pmax(rows, layer.axes) if layer.axes else rows) > 0
+    merged = {}
     for role, role_seen in seen.items():
         tensor = tensors.get(role)
         if tensor is not None and not isinstance(tensor, Codes):

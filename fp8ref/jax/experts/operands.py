@@ -24,7 +24,7 @@ from fp8ref.jax.gemm import gemm
 from fp8ref.jax.quantize import cast, scales, scaling
 from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.jax.transforms.eager import as_one_program
-from fp8ref.recipe import CastSpec, GemmSpec
+from fp8ref.recipe import CastSpec, Gemm, GemmSpec
 from fp8ref.selection.grouped import Amax
 from fp8ref.spec.granularity import by_name
 
@@ -79,17 +79,12 @@ class Codes(NamedTuple):
 
     def operand(self, spec: CastSpec, axis: int, groups: Groups) -> "Quantized | Segmented":
         """The rows as a GEMM takes them that reduces this axis, as of that cast."""
-        native = cast.DTYPES[spec.fmt.name]
-        codes = (
-            self.codes
-            if self.codes.dtype == native
-            else lax.bitcast_convert_type(self.codes, native)
-        )
-        rows = Segmented(
-            codes, self.scale, self.scale_inv, groups.group, spec.fmt, spec.granularity, axis
-        )
+        codes, native = self.codes, cast.DTYPES[spec.fmt.name]
+        if codes.dtype != native:
+            codes = lax.bitcast_convert_type(codes, native)
         if self.scale.ndim:
-            return rows
+            scales = self.scale, self.scale_inv
+            return Segmented(codes, *scales, groups.group, spec.fmt, spec.granularity, axis)
         return Quantized(
             codes=codes,
             scale=self.scale,
@@ -114,11 +109,13 @@ def groups_of(group_sizes: jax.Array, rows: int) -> Groups:
     """The groups of that many rows, one after another (X-1)."""
     sizes = group_sizes.astype(jnp.int32)
     ends = jnp.cumsum(sizes)
-    return Groups(
-        sizes,
-        ends,
-        (ends[None] <= jnp.arange(rows, dtype=jnp.int32)[:, None]).sum(axis=1, dtype=jnp.int32),
-    )
+    return Groups(sizes, ends, group_of_each(rows, ends))
+
+
+def group_of_each(count: int, ends: jax.Array) -> jax.Array:
+    """int32 [count]: the group of each row, or of each block of rows, that end at ends."""
+    after = ends[None] <= jnp.arange(count, dtype=jnp.int32)[:, None]
+    return after.sum(axis=1, dtype=jnp.int32)
 
 
 def quantize_rows(
@@ -255,20 +252,15 @@ def dequantized(q: Quantized | Segmented) -> jax.Array:
     return (jax.vmap(scaling.dequantize) if each else scaling.dequantize)(q)
 
 
-def rows_by_weights_hp(
-    x: jax.Array, w: jax.Array, groups: Groups, turned: bool, out_dtype, *, scope: str
+def multiply_hp(
+    which: Gemm, a: jax.Array, b: jax.Array, groups: Groups, out_dtype, *, scope: str
 ) -> jax.Array:
-    """``rows_by_weights`` in high precision (G-9)."""
-    return groups.only(
-        _rows_by_weights(x, w, groups, turned, lax.Precision.DEFAULT, scope).astype(out_dtype)
-    )
-
-
-def rows_by_rows_hp(
-    g: jax.Array, x: jax.Array, groups: Groups, out_dtype, *, scope: str
-) -> jax.Array:
-    """``rows_by_rows`` in high precision (G-9)."""
-    return _rows_by_rows(g, x, groups, lax.Precision.DEFAULT, scope).astype(out_dtype)
+    """One grouped GEMM in high precision (G-9)."""
+    precision = lax.Precision.DEFAULT
+    if which == "grad_weight":
+        return _rows_by_rows(a, b, groups, precision, scope).astype(out_dtype)
+    out = _rows_by_weights(a, b, groups, which == "grad_input", precision, scope)
+    return groups.only(out.astype(out_dtype))
 
 
 def _exact(spec: GemmSpec):
@@ -334,9 +326,8 @@ def _rows_by_rows(
             )
         return total.at[e].add(part), None
 
-    begin = attention_inputs.like(
-        jnp.zeros((len(groups.sizes), x.shape[1], g.shape[1]), jnp.float32), g
-    )
+    begin = jnp.zeros((len(groups.sizes), x.shape[1], g.shape[1]), jnp.float32)
+    begin = attention_inputs.like(begin, g)
     return lax.scan(step, begin, (blocks.of(g), blocks.of(x), blocks.group))[0]
 
 
@@ -350,11 +341,8 @@ class RowBlocks(NamedTuple):
 
     def of(self, x: jax.Array) -> jax.Array:
         """x [M, C] as blocks [B, R, C], with zeros where no row goes."""
-        padded = (
-            jnp.zeros((len(self.group) * self.size, x.shape[1]), x.dtype)
-            .at[self.to]
-            .set(x, mode="drop")
-        )
+        padded = jnp.zeros((len(self.group) * self.size, x.shape[1]), x.dtype)
+        padded = padded.at[self.to].set(x, mode="drop")
         return padded.reshape(len(self.group), self.size, x.shape[1])
 
 
@@ -365,13 +353,10 @@ def _row_blocks(groups: Groups) -> RowBlocks:
     size = _block_size(rows, experts)
     segment, count = _blocks(groups, size)
     ends = jnp.cumsum(-(-groups.sizes // size))  # of groups, in blocks
-    begin = groups.ends - groups.sizes
-    within = (
-        jnp.arange(rows, dtype=jnp.int32) - begin[jnp.minimum(groups.group, experts - 1)]
-    ) % size
+    begin = (groups.ends - groups.sizes)[jnp.minimum(groups.group, experts - 1)]
+    within = (jnp.arange(rows, dtype=jnp.int32) - begin) % size
     to = jnp.where(segment < count, segment * size + within, count * size)
-    group = (ends[None] <= jnp.arange(count, dtype=jnp.int32)[:, None]).sum(axis=1, dtype=jnp.int32)
-    return RowBlocks(to, jnp.minimum(group, experts - 1), size)
+    return RowBlocks(to, jnp.minimum(group_of_each(count, ends), experts - 1), size)
 
 
 def rows_multiplied(rows: int, experts: int) -> int:

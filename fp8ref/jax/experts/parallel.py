@@ -76,12 +76,8 @@ def dispatch_quantized(q: Quantized, group_sizes: jax.Array, axis: str) -> tuple
 def combine(y: jax.Array, moved: Moved, axis: str) -> jax.Array:
     """Send results [D M, N] of moved rows back, in the order of dispatch: [M, N]."""
     devices = lax.axis_size(axis)
-    received = (
-        jnp.zeros_like(y)
-        .at[moved.order]
-        .set(y, unique_indices=True)
-        .reshape(devices, -1, y.shape[-1])
-    )
+    received = jnp.zeros_like(y).at[moved.order].set(y, unique_indices=True)
+    received = received.reshape(devices, -1, y.shape[-1])
     returned = lax.all_to_all(received, axis, split_axis=0, concat_axis=0)  # [D, M, N]
     flat = returned.reshape(-1, y.shape[-1])
     return flat.at[moved.places].get(mode="fill", fill_value=0)
@@ -116,12 +112,8 @@ def plan(group_sizes: jax.Array, rows: int, axis: str) -> tuple[jax.Array, jax.A
 def sent(x: jax.Array, places: jax.Array, order: jax.Array, axis: str) -> jax.Array:
     """x [M, C] to the devices that have its rows' experts: [D M, C], in groups."""
     devices = lax.axis_size(axis)
-    buffers = (
-        jnp.zeros((devices * len(x), x.shape[1]), x.dtype)
-        .at[places]
-        .set(x, mode="drop", unique_indices=True)
-    )
-    received = lax.all_to_all(
-        buffers.reshape(devices, len(x), -1), axis, split_axis=0, concat_axis=0
-    )
+    buffers = jnp.zeros((devices * len(x), x.shape[1]), x.dtype)
+    buffers = buffers.at[places].set(x, mode="drop", unique_indices=True)
+    buffers = buffers.reshape(devices, len(x), -1)
+    received = lax.all_to_all(buffers, axis, split_axis=0, concat_axis=0)
     return received.reshape(devices * len(x), -1).at[order].get(unique_indices=True)

@@ -5,9 +5,9 @@ Q-8, X).
 linear's. ``measure`` measures all rows in groups, or all weights, together.
 """
 
-import functools
 import operator
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +40,12 @@ def observe(
         (x, lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale)
         for x, q in zip(tensors, operands, strict=True)
     ]
-    jax.debug.callback(
-        functools.partial(_report, observer, name, which, about), groups.ends, *arrays, out
-    )
+
+    def report(*arrays: Any) -> None:
+        for _, parts, group_out in group_gemms(which, about, *arrays):
+            observer(name, which, *parts, group_out)
+
+    jax.debug.callback(report, groups.ends, *arrays, out)
 
 
 def is_rows(q: Quantized | Segmented) -> bool:
@@ -57,11 +60,11 @@ def measure(x: jax.Array, q: Quantized | Segmented, groups: Groups) -> jax.Array
         assert isinstance(q, Quantized)
         scale, scale_inv = (_weight_scales(s, q) for s in (q.scale, q.scale_inv))
         inside = jnp.ones((1, 1, 1), bool)
-    elif isinstance(q, Segmented):
-        scale, scale_inv = (q.lines(s) for s in (q.scale, q.scale_inv))
-        inside = (groups.group < len(groups.sizes))[:, None]
     else:
-        scale, scale_inv = (scaling.spread(s, x.shape, q.blocks) for s in (q.scale, q.scale_inv))
+        scale, scale_inv = (
+            q.lines(s) if isinstance(q, Segmented) else scaling.spread(s, x.shape, q.blocks)
+            for s in (q.scale, q.scale_inv)
+        )
         inside = (groups.group < len(groups.sizes))[:, None]
     times = scales.times_e8m0 if q.granularity == "mx_1x32" else operator.mul
     return stats.measurement(
@@ -76,21 +79,6 @@ def _weight_scales(scale: jax.Array, q: Quantized) -> jax.Array:
     shape = q.codes.shape[1:]
     blocks = scaling.blocks(q.granularity, shape, q.axis)
     return jax.vmap(lambda s: jnp.broadcast_to(scaling.spread(s, shape, blocks), shape))(scale)
-
-
-def _report(
-    observer: Callable,
-    name: str,
-    which: Gemm,
-    about: tuple,
-    ends: np.ndarray,
-    a: tuple,
-    b: tuple,
-    out: np.ndarray,
-) -> None:
-    """Call the observer on the host, for each group."""
-    for _, parts, group_out in group_gemms(which, about, ends, a, b, out):
-        observer(name, which, *parts, group_out)
 
 
 def group_gemms(
@@ -139,8 +127,6 @@ def _part(
         return x, codes, scale[e].reshape(())
     if axis == -1:
         return x, codes, scale[begin:end]
-    return (
-        x,
-        codes,
-        scale[first : first + count] if size > 1 else scale[e if len(scale) > 1 else 0][None],
-    )
+    if size > 1:
+        return x, codes, scale[first : first + count]
+    return x, codes, scale[e if len(scale) > 1 else 0][None]

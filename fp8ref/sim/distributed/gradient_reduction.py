@@ -221,7 +221,8 @@ def ring_bound(codes: Sequence[np.ndarray], fmt: Format = E4M3FN) -> np.ndarray:
     """
     hops = len(codes) - 1
     size = np.sum([np.abs(cast.decode(c, fmt).astype(np.float64)) for c in codes], axis=0)
-    relative, least = 2.0 ** -(fmt.mantissa_bits + 1), 2.0 ** (fmt.emin - fmt.mantissa_bits - 1)
+    relative = 2.0 ** -(fmt.mantissa_bits + 1)
+    least = 2.0 ** (fmt.emin - fmt.mantissa_bits - 1)
     bound = ((1 + relative) ** hops - 1) * (size + least / relative)
     return np.where(size + bound > fmt.max, fmt.max + size, bound)
 

@@ -98,10 +98,8 @@ def amax(
     kept = tuple(name for name in layout.mesh.names if name not in merged)
     total: dict[Device, Amax] = {}
     for device in layout.mesh.devices:
-        mine, key = (
-            _local_amax(shards[device], granularity, axis, sizes, flag),
-            layout.mesh.along(device, kept),
-        )
+        mine = _local_amax(shards[device], granularity, axis, sizes, flag)
+        key = layout.mesh.along(device, kept)
         if key in total:
             mine = Amax(
                 maximum(total[key].amax, mine.amax),
@@ -167,11 +165,9 @@ def gather(shards: Mapping[Device, Quantized], layout: Layout) -> Quantized:
     check_replicas(shards, layout)
     shard = next(iter(shards.values()))
     shape = granularities.scale_shape(shard.granularity, layout.shape, shard.axis)
-    codes, scale, scale_inv = (
-        np.empty(layout.shape, np.uint8),
-        np.empty(shape, np.float32),
-        np.empty(shape, np.float32),
-    )
+    codes = np.empty(layout.shape, np.uint8)
+    scale = np.empty(shape, np.float32)
+    scale_inv = np.empty(shape, np.float32)
     for device, q in shards.items():
         if not q.codes.size:  # under local scope its scales are those of amax 0
             continue
@@ -213,7 +209,9 @@ def check_replicas(shards: Mapping[Device, Quantized], layout: Layout) -> None:
         firsts: dict[Device, Device] = {}
         for device in held:
             first = firsts.setdefault(layout.mesh.along(device, kept), device)
-            a, b, along = shards[first], shards[device], _differing(layout, first, device)
+            a = shards[first]
+            b = shards[device]
+            along = _differing(layout, first, device)
             if not (
                 np.array_equal(a.scale, b.scale, equal_nan=True)
                 and np.array_equal(a.scale_inv, b.scale_inv, equal_nan=True)

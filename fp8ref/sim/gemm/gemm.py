@@ -251,7 +251,8 @@ def _finish_float32(
     out = np.empty(acc.shape, np.float32)
 
     def rows(begin: int, end: int) -> None:
-        part, own = slice(begin, end), row_scales[begin:end] if row_scales.ndim else row_scales
+        part = slice(begin, end)
+        own = row_scales[begin:end] if row_scales.ndim else row_scales
         # each thread has its own error state
         with np.errstate(invalid="ignore", over="ignore", under="ignore"):
             np.multiply(*_factors(acc[part], own, column_scales, epilogue), out=out[part])

@@ -146,7 +146,8 @@ def step_plain(
     36.
     """
     products = a[:, None, :] * b[None, :, :]  # [M, 1, 16] x [1, N, 16] -> [M, N, 16]
-    a_exponents, b_exponents = exponents(a, fmt_a.emin, _LEAST), exponents(b, fmt_b.emin, _LEAST)
+    a_exponents = exponents(a, fmt_a.emin, _LEAST)
+    b_exponents = exponents(b, fmt_b.emin, _LEAST)
     product_exponents = a_exponents[:, None, :] + b_exponents[None, :, :]
     sums, tops = [], []
     for half in (slice(0, None, 2), slice(1, None, 2)):

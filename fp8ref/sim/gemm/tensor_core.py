@@ -310,10 +310,8 @@ def chain(
         np.ascontiguousarray(_kernel_exponents(b, fmt_b, unit).T),
     )
     acc = np.array(c, np.float64, order="C")
-    scaled, numbers = (
-        (np.ascontiguousarray(a_scales), np.ascontiguousarray(b_scales.T)),
-        (unit.fused_width, unit.fraction_bits, unit.output_bits),
-    )
+    scaled = (np.ascontiguousarray(a_scales), np.ascontiguousarray(b_scales.T))
+    numbers = (unit.fused_width, unit.fraction_bits, unit.output_bits)
     acc_limits = (
         unit.accumulator.emin,
         _LEAST if unit.zeros == "least" else _NONE,

@@ -205,7 +205,10 @@ def _maximum(row, begin, end):
 def _add(p, c, order, sums, lanes):
     """Multiply the sums of a row by c, then add its probabilities."""
     if order == QUAD:
-        a0, a1, a2, a3 = f32(sums[0] * c), f32(sums[1] * c), f32(sums[2] * c), f32(sums[3] * c)
+        a0 = f32(sums[0] * c)
+        a1 = f32(sums[1] * c)
+        a2 = f32(sums[2] * c)
+        a3 = f32(sums[3] * c)
         for j in range(0, p.size, 8):
             a0, a1 = f32(f32(a0 + p[j]) + p[j + 1]), f32(f32(a1 + p[j + 2]) + p[j + 3])
             a2, a3 = f32(f32(a2 + p[j + 4]) + p[j + 5]), f32(f32(a3 + p[j + 6]) + p[j + 7])
@@ -233,7 +236,8 @@ def round_values(p, scale, mantissa_bits, emin, largest, out):
     prefer_wide_vectors()
     clipped, lost = 0, 0
     places = u32(23 - mantissa_bits)
-    keep, half = u32(u32(0xFFFFFFFF) << places), u32((u32(1) << u32(places - u32(1))) - u32(1))
+    keep = u32(u32(0xFFFFFFFF) << places)
+    half = u32((u32(1) << u32(places - u32(1))) - u32(1))
     smallest, shift = f32(2.0**emin), f32(1.5 * 2.0 ** (23 + emin - mantissa_bits))
     for i in range(p.size):
         x = f32(p[i] * scale)

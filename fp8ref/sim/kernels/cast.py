@@ -83,7 +83,8 @@ def encoder(fmt: Format, rounding: str, saturate: bool) -> Callable:
             prefer_wide_vectors()
             for begin in range(0, bits.size, AT_A_TIME):
                 fetch_ahead(bits, begin, AT_A_TIME)
-                part, coded = bits[begin : begin + AT_A_TIME], out[begin : begin + AT_A_TIME]
+                part = bits[begin : begin + AT_A_TIME]
+                coded = out[begin : begin + AT_A_TIME]
                 for i in range(part.size):
                     coded[i] = np.uint8(nearest_even(part[i], to))
     else:
@@ -167,11 +168,9 @@ class Stochastic:
             count = 0
             for begin in range(0, bits.size, AT_A_TIME):
                 fetch_ahead(bits, begin, AT_A_TIME)
-                part, drawn, coded = (
-                    bits[begin : begin + AT_A_TIME],
-                    random[begin : begin + AT_A_TIME],
-                    out[begin : begin + AT_A_TIME],
-                )
+                part = bits[begin : begin + AT_A_TIME]
+                drawn = random[begin : begin + AT_A_TIME]
+                coded = out[begin : begin + AT_A_TIME]
                 for i in range(part.size):
                     b = part[i]
                     u = u32(b & u32(0x7FFFFFFF))

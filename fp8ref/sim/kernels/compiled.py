@@ -91,7 +91,8 @@ class _Files(IndexDataCacheFile):
         """
         with contextlib.suppress(OSError):
             self._save_data(self._name(key), data)
-            fresh, folder = f"{self._base}.{self._source_stamp[:12]}.", Path(self._cache_path)
+            fresh = f"{self._base}.{self._source_stamp[:12]}."
+            folder = Path(self._cache_path)
             for file in os.listdir(folder):
                 if file.startswith(f"{self._base}.") and not file.startswith(fresh):
                     (folder / file).unlink(missing_ok=True)

@@ -58,7 +58,8 @@ def finisher(order: str, round_first: bool) -> Callable:
         for i in range(begin, end):
             scale = row_scales[i]
             for j in range(out.shape[1]):
-                value, other = _rounded(acc[i, j]) if round_first else acc[i, j], column_scales[j]
+                value = _rounded(acc[i, j]) if round_first else acc[i, j]
+                other = column_scales[j]
                 if product:
                     value *= f32(scale * other)
                 elif rows:

@@ -63,7 +63,10 @@ def chain(
     emin, zero   of the accumulator; beyond: results from it on are infinite.
     """
     n = acc.shape[1]
-    largest, unit, factor, total = np.empty(n, np.int16), np.empty(n), np.empty(n), np.empty(n)
+    largest = np.empty(n, np.int16)
+    unit = np.empty(n)
+    factor = np.empty(n)
+    total = np.empty(n)
     for i in range(begin, end):
         for s in range(steps):
             for j in range(n):

@@ -38,10 +38,8 @@ def amax_of_columns(bits, group, width, out):
     """``amax`` of width 1."""
     for r in range(bits.shape[0]):
         for begin in range(0, bits.shape[1], AT_A_TIME):
-            part, largest = (
-                bits[r, begin : begin + AT_A_TIME],
-                out[group[r], begin : begin + AT_A_TIME],
-            )
+            part = bits[r, begin : begin + AT_A_TIME]
+            largest = out[group[r], begin : begin + AT_A_TIME]
             fetch_ahead(bits, r * bits.shape[1] + begin, part.size)
             for i in range(part.size):
                 magnitude = u32(part[i] & u32(0x7FFFFFFF))

@@ -39,10 +39,8 @@ def zeros(shape: tuple[int, ...], moment: Moment) -> MomentState:
     if moment.scaling is None:
         return MomentState(codes)
     groups = () if moment.block is None else (moment.groups(size),)
-    ones, amax = (
-        np.ones(groups, np.float32),
-        None if moment.amax == "exact" else np.zeros(groups, np.float32),
-    )
+    ones = np.ones(groups, np.float32)
+    amax = None if moment.amax == "exact" else np.zeros(groups, np.float32)
     return MomentState(
         codes,
         ones,

@@ -45,17 +45,13 @@ class Factors:
             raise ValueError(
                 "factors need weights with values; got the meta device. Call model.to_empty first."
             )
-        self.auto, self.names = (
-            auto,
-            [names[param._module_info.module] for _, param in reduced_weights],
-        )
+        self.auto = auto
+        self.names = [names[param._module_info.module] for _, param in reduced_weights]
         allowed = [auto.allowed(param.sharded_param.numel()) for _, param in reduced_weights]
         self._allowed = torch.tensor(allowed, dtype=torch.int64, device=device)
         self.mu = torch.ones(len(reduced_weights), device=device, dtype=torch.float32)
-        self.saturated, self._counts = (
-            torch.zeros_like(self._allowed),
-            torch.zeros_like(self._allowed),
-        )
+        self.saturated = torch.zeros_like(self._allowed)
+        self._counts = torch.zeros_like(self._allowed)
         self._cut: dict[tuple[distributed.ProcessGroup, ...], list[int]] = {}
         unit_indices: dict[FP8ReduceScatter, list[int]] = {}
         for i, (reduction, param) in enumerate(reduced_weights):

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from fp8ref.recipe import OPERANDS, Recipe, Role
+from fp8ref.recipe import Recipe, Role
 from fp8ref.selection import grouped as recipes
 from fp8ref.selection.grouped import GroupedRecipe
-from fp8ref.spec import support
-from fp8ref.spec.granularity import by_name
 from fp8ref.torch.delayed import delayed
 from fp8ref.torch.linear import linear
 from fp8ref.torch.quantize import cast
@@ -23,28 +21,13 @@ def check_recipe(recipe: str | Recipe | GroupedRecipe, name: str = "") -> Groupe
     name      what it is for: begins the error.
     """
     try:
-        return _checked(recipe)
+        recipe = recipes.by_name(recipe)
+        linear.check_recipe(recipe.recipe)
+        recipes.check_blocks(recipe, "torch")
     except ValueError as error:
         if not name:
             raise
         raise ValueError(f"{name}: {error}") from error
-
-
-def _checked(recipe: str | Recipe | GroupedRecipe) -> GroupedRecipe:
-    recipe = recipes.by_name(recipe)
-    linear.check_recipe(recipe.recipe)
-    for which, spec in recipe.recipe.gemms.items():
-        for role, one in zip(OPERANDS[which], (spec.a, spec.b), strict=True):
-            if one is None or role == "weight":
-                continue
-            support.require(
-                "blocks of experts' rows",
-                "torch",
-                by_name(one.granularity),
-                role=role,
-                gemm=which,
-                recipe=recipe.name,
-            )
     return recipe
 
 
@@ -65,16 +48,14 @@ def states_of(
 
 def check_kinds(x: object, w: object, offs: object, name: str) -> None:
     """ValueError for what is no tensor."""
-    for key, value in (("x", x), ("w", w)):
+    for key, value in (("x", x), ("w", w), ("offs", offs)):
         if not isinstance(value, torch.Tensor):
+            remedy = "torch.as_tensor"
+            if key == "offs":
+                remedy = "torch.tensor(offs, dtype=torch.int32, device=x.device)"
             raise ValueError(
-                f"{name} takes {key} as a tensor; got {type(value).__name__}. Use torch.as_tensor."
+                f"{name} takes {key} as a tensor; got {type(value).__name__}. Use {remedy}."
             )
-    if not isinstance(offs, torch.Tensor):
-        raise ValueError(
-            f"{name} takes offs as a tensor; got {type(offs).__name__}. Use torch.tensor(offs, "
-            "dtype=torch.int32, device=x.device)."
-        )
 
 
 def check_tensors(

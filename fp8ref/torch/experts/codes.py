@@ -17,7 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch.distributed import ProcessGroup
 
-from fp8ref.recipe import OPERANDS, CastSpec, Role
+from fp8ref.recipe import CastSpec, Role
+from fp8ref.selection.grouped import moved_cast
 from fp8ref.torch.delayed import delayed
 from fp8ref.torch.experts import grouped, operands, parallel
 from fp8ref.torch.experts.grouped import Slot
@@ -30,26 +31,11 @@ __all__ = ["Slot", "cast_of", "combine", "dispatch"]
 
 
 def cast_of(linears: Sequence[GroupedLinear], role: Role) -> CastSpec | None:
-    """The one cast of input or grad_output that all GEMMs of these linears take, if its codes may
-    move (X-14); else None: where GEMMs take other casts, or none, and where a scale is not of the
-    whole of a group's rows, or a state's."""
-    used = {
-        cast
-        for linear in linears
-        for which, spec in linear.recipe.recipe.gemms.items()
-        for of, cast in zip(OPERANDS[which], (spec.a, spec.b), strict=True)
-        if of == role
-    }
-    if len(used) > 1 or grouped.observers:  # what observes reads rows
+    """``selection.grouped.moved_cast`` of these linears' recipes; None while what observes reads
+    rows."""
+    if grouped.observers:
         return None
-    (cast,) = used
-    grouped_amax = all(linear.recipe.amax == "group" for linear in linears)
-    movable = (
-        cast is not None
-        and cast.granularity == "tensorwise"
-        and (cast.delayed is not None or grouped_amax)
-    )
-    return cast if movable else None
+    return moved_cast((linear.recipe for linear in linears), role)
 
 
 def dispatch(

@@ -9,7 +9,7 @@ the host, so ``gemm`` multiplies each group by itself there.
 import torch
 
 from fp8ref.recipe import GemmSpec
-from fp8ref.torch.experts.operands import Groups, padded_rows
+from fp8ref.torch.experts.operands import Groups, laid_out, padded_rows
 from fp8ref.torch.gemm import blocks as block_gemm
 from fp8ref.torch.quantize.scaling import Quantized
 
@@ -65,21 +65,13 @@ def multiply(
     """
     library = block_gemm.deep_gemm()
     assert library is not None
-
-    def laid(x: torch.Tensor, fill: int = 0) -> torch.Tensor:
-        return torch.full(
-            (total + 1, *x.shape[1:]), fill, dtype=x.dtype, device=x.device
-        ).index_copy(0, to, x)[:total]
-
-    codes, out = (
-        laid(codes_a.view(torch.uint8)).view(codes_a.dtype),
-        codes_a.new_empty(total, codes_b.shape[1], dtype=torch.bfloat16),
-    )
+    codes = laid_out(codes_a.view(torch.uint8), to, total).view(codes_a.dtype)
+    out = codes_a.new_empty(total, codes_b.shape[1], dtype=torch.bfloat16)
     library.m_grouped_fp8_gemm_nt_contiguous(
-        (codes, laid(scale_inv_a)),
+        (codes, laid_out(scale_inv_a, to, total)),
         (codes_b, scale_inv_b),
         out,
-        laid(group.to(torch.int32), NO_GROUP),
+        laid_out(group.to(torch.int32), to, total, NO_GROUP),
         recipe=(1, block_gemm.BLOCK, block_gemm.BLOCK),
     )
     return out[to.clamp(max=total - 1)]

@@ -9,7 +9,6 @@ by ``gemm.matmul``: as one operator, so that a compiled graph does not look into
 """
 
 import functools
-from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -17,7 +16,14 @@ import torch
 from fp8ref.recipe import Gemm, GemmSpec, Recipe
 from fp8ref.spec.granularity import by_name
 from fp8ref.torch.experts import deepgemm
-from fp8ref.torch.experts.operands import Groups, exact_values, padded_rows, parts_of
+from fp8ref.torch.experts.operands import (
+    Groups,
+    exact_values,
+    host_groups,
+    laid_out,
+    padded_rows,
+    parts_of,
+)
 from fp8ref.torch.gemm import blocks as block_gemm
 from fp8ref.torch.gemm import gemm, hardware
 from fp8ref.torch.gemm.kind import GemmKind
@@ -86,11 +92,6 @@ def multiply(
     )
 
 
-def multiply_hp(which: Gemm, a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """One grouped GEMM in high precision (G-9), of the dtype of its operands."""
-    return each_group_hp(which, a, b, groups.ends)
-
-
 @torch.library.custom_op("fp8ref::grouped_gemm", mutates_args=())
 def each_group(
     which: str,
@@ -132,9 +133,9 @@ def _(which, codes_a, scale_inv_a, codes_b, scale_inv_b, ends, kind, out_dtype):
 
 @torch.library.custom_op("fp8ref::grouped_gemm_hp", mutates_args=())
 def each_group_hp(which: str, a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """One GEMM in high precision for each group that has rows."""
+    """One GEMM in high precision (G-9) for each group that has rows, of its operands' dtype."""
     out = _empty(which, a, b, len(ends), a.dtype).zero_()
-    for e, begin, end in _host_groups(ends):
+    for e, begin, end in host_groups(ends.tolist()):
         if which == "grad_weight":
             out[e] = a[begin:end].t() @ b[begin:end]  # [N, M_e] @ [M_e, K]
         else:
@@ -199,16 +200,6 @@ def _empty(
     return a.new_empty(shape, dtype=dtype)
 
 
-def _host_groups(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    """(e, begin, end) of each non-empty group."""
-    host_ends = ends.tolist()
-    return (
-        (e, begin, end)
-        for e, (begin, end) in enumerate(zip([0, *host_ends], host_ends, strict=False))
-        if begin < end
-    )
-
-
 @functools.cache
 def _has_kernel(device: torch.device) -> bool:
     return (
@@ -240,7 +231,7 @@ def _rows_by_rows(a: Quantized, b: Quantized, groups: Groups, spec: GemmSpec) ->
     """bfloat16 [E, N, K] of a [M, N] and b [M, K], each group's rows reduced."""
     experts, rows = len(groups.sizes), len(a.codes)
     to, ends, total = padded_rows(groups, rows, ALIGNMENT)
-    codes_a, codes_b = (_laid(q.codes.view(torch.uint8), to, total) for q in (a, b))
+    codes_a, codes_b = (laid_out(q.codes.view(torch.uint8), to, total) for q in (a, b))
     scale_a, scale_b = (
         q.scale_inv.reshape(-1, 1).expand(experts, q.codes.shape[1])
         if q.granularity == "tensorwise"
@@ -259,7 +250,7 @@ def _bfloat16_gemm(which: Gemm, a: torch.Tensor, b: torch.Tensor, groups: Groups
     if which != "grad_weight":
         return groups.only(torch._grouped_mm(a, b.mT if which == "output" else b, offs=groups.ends))
     to, ends, total = padded_rows(groups, len(a), ALIGNMENT)
-    padded_a, padded_b = (_laid(x, to, total) for x in (a, b))
+    padded_a, padded_b = (laid_out(x, to, total) for x in (a, b))
     # [N, M] @ [M, K]
     return _zero_empty_groups(
         torch._grouped_mm(padded_a.t().contiguous(), padded_b, offs=ends), groups
@@ -271,11 +262,3 @@ def _zero_empty_groups(out: torch.Tensor, groups: Groups) -> torch.Tensor:
     return torch.where(
         (groups.sizes > 0)[:, None, None], out, torch.zeros((), dtype=out.dtype, device=out.device)
     )
-
-
-def _laid(x: torch.Tensor, to: torch.Tensor, total: int) -> torch.Tensor:
-    """The rows of x as ``padded_rows`` places them, zeros between: [total, C]; ungrouped rows share
-    one past the end."""
-    return torch.zeros(total + 1, x.shape[1], dtype=x.dtype, device=x.device).index_copy(0, to, x)[
-        :total
-    ]

@@ -307,7 +307,7 @@ def _gemm(
     a, b = (
         operands.dequantized(v, groups).to(dtype) if isinstance(v, Quantized) else v for v in (a, b)
     )
-    return grouped_gemm.multiply_hp(which, a, b, groups)
+    return grouped_gemm.each_group_hp(which, a, b, groups.ends)
 
 
 def _codes(

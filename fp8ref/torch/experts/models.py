@@ -80,21 +80,16 @@ class Experts(nn.Module):
     @property
     def recipes_in_fp8(self) -> str:
         """Of the recipes that multiply in FP8, for reports."""
-        return ", ".join(
-            dict.fromkeys(
-                recipe.name for recipe in self.grouped_recipes.values() if recipe.recipe.fp8
-            )
-        )
+        return ", ".join(dict.fromkeys(recipe.name for recipe in self._in_fp8()))
 
     def kernels(self) -> str:
         """What multiplies in FP8, for reports."""
         device = next(self.parameters(recurse=False)).device
-        used = (
-            gemm.kernels(recipe.recipe, device)
-            for recipe in self.grouped_recipes.values()
-            if recipe.recipe.fp8
-        )
+        used = (gemm.kernels(recipe.recipe, device) for recipe in self._in_fp8())
         return "; ".join(dict.fromkeys(used))
+
+    def _in_fp8(self) -> list[GroupedRecipe]:
+        return [recipe for recipe in self.grouped_recipes.values() if recipe.recipe.fp8]
 
     def __reduce__(self) -> tuple:
         kept = {key: value for key, value in vars(self).items() if key != "_bound"}
@@ -114,10 +109,8 @@ class Experts(nn.Module):
             if self.of_weights
             else {"recipe": self.recipe.name}
         )
-        base_repr = super().extra_repr()
-        return ", ".join(
-            [*([base_repr] if base_repr else []), *(f"{key}={name}" for key, name in named.items())]
-        )
+        parts = [super().extra_repr(), *(f"{key}={name}" for key, name in named.items())]
+        return ", ".join(filter(None, parts))
 
 
 class OfTransformers(Experts):
@@ -207,6 +200,7 @@ class ByWeights(Experts):
     """torchtitan's GroupedExperts before: silu(x w1) * (x w3), times w2, in bfloat16."""
 
     def _run(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        """Outputs [M, D] of rows [M, D], by rows per expert; zeros beyond them."""
         first, second, third = next(names for names in NAMES if hasattr(self, names[0]))
         ends = num_tokens_per_expert.cumsum(0).to(torch.int32)
 
@@ -223,18 +217,13 @@ class ByWeights(Experts):
 class ByForward(ByWeights):
     """Those whose forward pass takes rows that are sorted already."""
 
-    def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        """Outputs [M, D] of rows [M, D], by rows per expert; zeros beyond them."""
-        return self._run(x, num_tokens_per_expert)
+    forward = ByWeights._run
 
 
 class ByExpertsForward(ByWeights):
     """Those that dispatch tokens themselves."""
 
-    def _experts_forward(
-        self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor
-    ) -> torch.Tensor:
-        return self._run(x, num_tokens_per_expert)
+    _experts_forward = ByWeights._run
 
 
 KINDS = (OfTransformers, OfSortedRows, ByMethod, ByForward, ByExpertsForward)
@@ -277,9 +266,11 @@ def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
     return {key: p for key, p in module.named_parameters(recurse=False) if p.ndim == 3}
 
 
-def is_transposed(module: nn.Module) -> bool:
-    """Whether the weights of a module of experts are [E, K, N]."""
-    return getattr(module, "is_transposed", kind_of(module) is OfSortedRows)
+def shapes_of(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """[N, K] of each weight of a module of experts, by name; some modules keep [E, K, N]."""
+    transposed = getattr(module, "is_transposed", kind_of(module) is OfSortedRows)
+    shapes = {key: tuple(p.shape[1:]) for key, p in weights_of(module).items()}
+    return {key: (k, n) if transposed else (n, k) for key, (n, k) in shapes.items()}
 
 
 def convertible_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -311,11 +302,8 @@ def plan(
     }
     plans = {}
     for name, module in chosen.items():
-        weight_recipes = {
-            key: changed[f"{name}.{key}"]
-            for key in weights_of(module)
-            if f"{name}.{key}" in changed
-        }
+        paths = {key: f"{name}.{key}" for key in weights_of(module)}
+        weight_recipes = {key: changed[path] for key, path in paths.items() if path in changed}
         plans[name] = Plan(recipe, weight_recipes, _bound(recipe, weight_recipes))
     return plans
 
@@ -332,18 +320,13 @@ def convert(
         kind = kind_of(module)
         assert kind is not None
         device = next(module.parameters(recurse=False)).device
-        casts = {
-            key: delayed.casts(weight_recipes.get(key, recipe).recipe) for key in weights_of(module)
+        states = {
+            key: delayed.role_states(casts, device, group)
+            for key in weights_of(module)
+            if (casts := delayed.casts(weight_recipes.get(key, recipe).recipe))
         }
-        module.grouped_states = nn.ModuleDict(
-            {
-                key: delayed.role_states(key_casts, device, group)
-                for key, key_casts in casts.items()
-                if key_casts
-            }
-        )
+        module.grouped_states = nn.ModuleDict(states).train(module.training)
         vars(module).update(recipe=recipe, fqn=name, of_weights=weight_recipes, _bound=bound)
-        module.grouped_states.train(module.training)
         module.__class__ = _made(kind, type(module))  # type: ignore[arg-type]
         delayed_checks.watch(module)  # type: ignore[arg-type]
 

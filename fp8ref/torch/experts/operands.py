@@ -75,6 +75,13 @@ def padded_rows(
     return torch.where(groups.group < experts, to, total), ends.to(torch.int32), total
 
 
+def laid_out(x: torch.Tensor, to: torch.Tensor, total: int, fill: int = 0) -> torch.Tensor:
+    """The rows of x as ``padded_rows`` places them, fill between: [total, ...]; ungrouped rows
+    share one past the end."""
+    padded = torch.full((total + 1, *x.shape[1:]), fill, dtype=x.dtype, device=x.device)
+    return padded.index_copy(0, to, x)[:total]
+
+
 def quantize_rows(
     x: torch.Tensor,
     spec: CastSpec,
@@ -196,11 +203,16 @@ def group_part(q: Quantized, e: int, begin: int, end: int, first: int = 0) -> Qu
     return Quantized(codes, scale, scale_inv, q.fmt, q.granularity, q.axis + 2)
 
 
-def parts_of(q: Quantized, ends: Sequence[int]) -> Iterator[tuple[int, int, int, Quantized]]:
-    """(e, begin, end, ``group_part``) of each group that has rows, by the groups' ends on the
-    host."""
-    size, first = by_name(q.granularity).reduced or 1, 0
+def host_groups(ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(e, begin, end) of each group that has rows, by the groups' ends on the host."""
     for e, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if begin < end:
-            yield e, begin, end, group_part(q, e, begin, end, first)
-            first += -(-(end - begin) // size)
+            yield e, begin, end
+
+
+def parts_of(q: Quantized, ends: Sequence[int]) -> Iterator[tuple[int, int, int, Quantized]]:
+    """(e, begin, end, ``group_part``) of each group that has rows."""
+    size, first = by_name(q.granularity).reduced or 1, 0
+    for e, begin, end in host_groups(ends):
+        yield e, begin, end, group_part(q, e, begin, end, first)
+        first += -(-(end - begin) // size)

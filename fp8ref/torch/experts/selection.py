@@ -1,6 +1,7 @@
 """Which layers of experts of a PyTorch model a conversion takes, and why (spec X-11): what
 ``selection.linears`` is to linears."""
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -20,8 +21,8 @@ from fp8ref.torch.experts.models import (
     ByMethod,
     by_name,
     convertible_experts,
-    is_transposed,
     kind_of,
+    shapes_of,
     weights_of,
 )
 
@@ -64,14 +65,10 @@ def left_out(module: nn.Module, recipe: GroupedRecipe) -> str:
         math.lcm(16, by_granularity(spec.b.granularity).reduced or 1) if spec.b is not None else 1
         for spec in (recipe.recipe.output, recipe.recipe.grad_input)
     )
-    turned = is_transposed(module)
-    for key, p in weights_of(module).items():
-        n, k = p.shape[1:][::-1] if turned else p.shape[1:]
+    for key, (n, k) in shapes_of(module).items():
         if k % output or n % grad_input:
-            return (
-                f"{key} [{', '.join(map(str, p.shape))}] has no multiple of {output} inputs, "
-                f"or of {grad_input} outputs"
-            )
+            shape = list(weights_of(module)[key].shape)
+            return f"{key} {shape} has no multiple of {output} inputs, or of {grad_input} outputs"
     if recipe.recipe.delayed and kind_of(module) is ByMethod:
         return "its weights share one method, and delayed scaling keeps a state for each"
     return ""
@@ -103,20 +100,15 @@ def check(name: str, module: nn.Module) -> None:
 def planned(chosen: Mapping[str, nn.Module], recipe: GroupedRecipe) -> list[Decision]:
     """A decision of each weight that is multiplied by itself, as rules take them; those of one
     method are none."""
-    decisions = []
-    for name, module in chosen.items():
-        for key, p in weights_of(module).items() if kind_of(module) is not ByMethod else ():
-            n, k = p.shape[1:][::-1] if is_transposed(module) else p.shape[1:]
-            decisions.append(
-                Decision(
-                    path=f"{name}.{key}",
-                    shape=(n, k),
-                    recipe=recipe.recipe,
-                    reason="converted",
-                    experts=len(p),
-                )
-            )
-    return decisions
+    decision = Decision(path="", shape=(0, 0), recipe=recipe.recipe, reason="converted")
+    return [
+        dataclasses.replace(
+            decision, path=f"{name}.{key}", shape=shape, experts=len(weights_of(module)[key])
+        )
+        for name, module in chosen.items()
+        for key, shape in shapes_of(module).items()
+        if kind_of(module) is not ByMethod
+    ]
 
 
 def check_shared(
@@ -164,18 +156,16 @@ def reasons(
                 for i, rule in enumerate(rules, 1)
                 if any(linear_selection.matches(p, v) for p in rule.layers for v in paths.values())
             ]
-            more = (
-                f"its weights share one method, so that rule {', '.join(near)} does not change "
-                "them (X-16)"
-                if near
-                else ""
-            )
-            module_reasons[name] = f"converted; {more}" if near else "converted"
+            module_reasons[name] = "converted"
+            if near:
+                module_reasons[name] += (
+                    f"; its weights share one method, so that rule {', '.join(near)} does not "
+                    "change them (X-16)"
+                )
         else:
             key_reasons = {key: by_path[path] for key, path in paths.items()}
             changed = [f"{key}: {why}" for key, why in key_reasons.items() if why != "converted"]
-            distinct = set(key_reasons.values())
-            module_reasons[name] = (
-                distinct.pop() if len(distinct) == 1 else "; ".join(["converted", *changed])
-            )
+            every = set(key_reasons.values())
+            whole = "; ".join(["converted", *changed])
+            module_reasons[name] = every.pop() if len(every) == 1 else whole
     return module_reasons

@@ -48,12 +48,10 @@ class Copies:
         gathers: list[FP8Gather],
         optimizer: states.AdamW,
     ) -> None:
-        self.weights, self.gathers, self._model, self._optimizer = (
-            weights,
-            gathers,
-            model,
-            optimizer,
-        )
+        self.weights = weights
+        self.gathers = gathers
+        self._model = model
+        self._optimizer = optimizer
 
     @torch.no_grad()
     def refresh(self) -> None:

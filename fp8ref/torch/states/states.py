@@ -219,7 +219,8 @@ class AdamW(torch.optim.Optimizer):
                     apart.append((local_part(p), flat))
                 keys = parameter_state.keys(group["seed"], step, number, layout)
                 kept = parameter_state.kept(p, state, flat, layout)
-                gradient, part = parameter_state.flat_gradient(p), Part(p.numel(), start)
+                gradient = parameter_state.flat_gradient(p)
+                part = Part(p.numel(), start)
                 work = Work(flat, gradient, kept, at, layout, part, keys)
                 if not in_fp8 and kernel.takes(p, layout, self.kernels):
                     kernel.step(p, work)

@@ -48,7 +48,8 @@ def pack(a: np.ndarray, fmt: Format, width: int, fraction_bits: int, output_bits
     # Products lie below 2^(F + 2) units and the accumulator below 2^(F + 1).
     double = (width << (fraction_bits + 2)) + (1 << (fraction_bits + 1)) >= MOST_UNITS
     a = np.ascontiguousarray(a.reshape(len(a), a.shape[1] // width, width).swapaxes(0, 1))
-    numbers, exponents = np.empty(a.shape, np.float64 if double else f32), np.empty(a.shape, u32)
+    numbers = np.empty(a.shape, np.float64 if double else f32)
+    exponents = np.empty(a.shape, u32)
     bits = np.empty(a.size // 16, np.uint16)
     zero, _ = zero_and_bias(double)
     sizes = Sizes(
@@ -66,10 +67,8 @@ def pack(a: np.ndarray, fmt: Format, width: int, fraction_bits: int, output_bits
         zero,
         0,
     )
-    flat, size_array = (
-        (a.reshape(-1), numbers.reshape(-1), exponents.reshape(-1)),
-        np.array(sizes, np.int64),
-    )
+    flat = (a.reshape(-1), numbers.reshape(-1), exponents.reshape(-1))
+    size_array = np.array(sizes, np.int64)
     if a.size:
         threads.run(
             lambda i, j: decoded(*(x[16 * i : 16 * j] for x in flat), bits[i:j], size_array),
@@ -115,10 +114,8 @@ def columns(
     """
     (_, m, width), n, kind = a.numbers.shape, out.shape[1], a.numbers.dtype
     most = max(1, min(STEPS * f32().itemsize // kind.itemsize, len(ends)))
-    b_exponents, parts = (
-        aligned(most * width * LANES, u8),
-        aligned(most * PARTS * width * LANES, kind),
-    )
+    b_exponents = aligned(most * width * LANES, u8)
+    parts = aligned(most * PARTS * width * LANES, kind)
     acc = aligned(2 * m * LANES, f32)
     acc[:] = 0
     zero, one_byte = zero_and_bias(kind == np.float64)

@@ -96,11 +96,9 @@ def lay_out_rows(values, emin, zero, numbers, exponents, signs):
     steps, m, width = numbers.shape
     for s in range(steps):
         for i in range(m):
-            row, row_exponents, out = (
-                values[i, s * width : (s + 1) * width],
-                exponents[s, i],
-                numbers[s, i],
-            )
+            row = values[i, s * width : (s + 1) * width]
+            row_exponents = exponents[s, i]
+            out = numbers[s, i]
             negative = u32(0)
             for k in range(width):
                 bits = as_bits(row[k])

@@ -202,10 +202,8 @@ class Step(Vectors):
                 self._start(line, self._fields(register), places)
                 for line, register in zip(lines, ahead, strict=True)
             ]
-            some, following = (
-                rows_from(index),
-                rows_from(b.add(index, ir.Constant(I64, self.together))),
-            )
+            some = rows_from(index)
+            following = rows_from(b.add(index, ir.Constant(I64, self.together)))
             row_operands = [
                 (b.gep(a, [b.mul(row, width)]), b.load(b.gep(signs, [row]))) for row in some
             ]

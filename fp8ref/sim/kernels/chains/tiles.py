@@ -61,10 +61,8 @@ class Tile(Codes):
             bytes_ = self.exponents(four)
             # Of four numbers of LANES columns each: the first number, and the first of these 16
             # columns.
-            line, lane = (
-                b.mul(b.udiv(at, ir.Constant(I64, LANES)), ir.Constant(I64, 4)),
-                b.urem(at, ir.Constant(I64, LANES)),
-            )
+            line = b.mul(b.udiv(at, ir.Constant(I64, LANES)), ir.Constant(I64, 4))
+            lane = b.urem(at, ir.Constant(I64, LANES))
             for i in range(4):
                 k = b.mul(b.add(line, ir.Constant(I64, i)), ir.Constant(I64, LANES))
                 k_exponents = b.shuffle_vector(
@@ -103,11 +101,9 @@ class Tile(Codes):
     def _parts(self, code) -> tuple[list, ...]:
         """The lowest bytes of 16 codes as numbers: magnitudes, negatives, positives times -1."""
         b, lanes, zero = self.b, code.type, self.constant(ir.VectorType(F32, 16), 0.0)
-        value, negative = (
-            self.magnitudes(code),
-            b.icmp_unsigned(
-                "!=", b.and_(code, self.constant(lanes, 0x80)), self.constant(lanes, 0)
-            ),
+        value = self.magnitudes(code)
+        negative = b.icmp_unsigned(
+            "!=", b.and_(code, self.constant(lanes, 0x80)), self.constant(lanes, 0)
         )
         below = b.fsub(zero, value)
         return (

@@ -10,13 +10,11 @@ from numba.core import cgutils
 LANES = 64 if binding.get_host_cpu_features().get("avx512f") else 32
 """Columns of a tile: as many as keep float32 sums in registers."""
 
-I8, I16, I32, I64, F32 = (
-    ir.IntType(8),
-    ir.IntType(16),
-    ir.IntType(32),
-    ir.IntType(64),
-    ir.FloatType(),
-)
+I8 = ir.IntType(8)
+I16 = ir.IntType(16)
+I32 = ir.IntType(32)
+I64 = ir.IntType(64)
+F32 = ir.FloatType()
 
 
 class Sizes(NamedTuple):
