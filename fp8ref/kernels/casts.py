@@ -20,7 +20,10 @@ __all__ = [
     "cast",
     "cast_by_amax",
     "cast_lines",
+    "cast_lines_by_amaxes",
+    "merge",
     "recast",
+    "scaled",
     "transpose",
 ]
 
@@ -35,6 +38,12 @@ BLOCK = 128
 
 PARTS = 512
 """The most partial amaxes that ``amax`` returns."""
+
+LINE_PARTS = 16
+"""The most partial amaxes that ``amax_lines`` returns of a line, of up to 131,072 numbers."""
+
+LOADED = 2048
+"""How many partial amaxes are loaded at once."""
 
 PROGRAMS = 264
 """The most programs of ``recast``: two on each of a Hopper's processors."""
@@ -85,16 +94,23 @@ def power_of_two(scale):
 
 
 @triton.jit
+def load_at(
+    x_ptr, i, j, stride_m, stride_n, M, N, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr
+):
+    """The tile of x from row i and column j on; zeros outside."""
+    rows, columns = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
+    first = x_ptr + i.to(tl.int64) * stride_m + j.to(tl.int64) * stride_n
+    at = first + (rows * stride_m + columns * stride_n)
+    return tl.load(at) if EVEN else tl.load(at, mask=(i + rows < M) & (j + columns < N), other=0)
+
+
+@triton.jit
 def load_tile(
     x_ptr, stride_m, stride_n, M, N, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr
 ):
     """This program's tile of x, float32; zeros outside."""
     i, j = tl.program_id(0) * BM, tl.program_id(1) * BN
-    rows, columns = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
-    first = x_ptr + i.to(tl.int64) * stride_m + j.to(tl.int64) * stride_n
-    at = first + (rows * stride_m + columns * stride_n)
-    x = tl.load(at) if EVEN else tl.load(at, mask=(i + rows < M) & (j + columns < N), other=0.0)
-    return x.to(tl.float32)
+    return load_at(x_ptr, i, j, stride_m, stride_n, M, N, BM, BN, EVEN).to(tl.float32)
 
 
 @triton.jit
@@ -105,9 +121,8 @@ def load_lines(x_ptr, axis: tl.constexpr, N, SIZE: tl.constexpr):
 
 
 @triton.jit
-def store_tile(x, out_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr):
-    """Store this program's tile [BM, BN] in out [M, N], contiguous."""
-    i, j = tl.program_id(0) * BM, tl.program_id(1) * BN
+def store_at(x, out_ptr, i, j, M, N, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr):
+    """Store a tile [BM, BN] in out [M, N], contiguous, from row i and column j on."""
     rows, columns = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
     at = out_ptr + i.to(tl.int64) * N + j + (rows * N + columns)
     if EVEN:
@@ -117,15 +132,16 @@ def store_tile(x, out_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.co
 
 
 @triton.jit
+def store_tile(x, out_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr):
+    """Store this program's tile [BM, BN] in out [M, N], contiguous."""
+    store_at(x, out_ptr, tl.program_id(0) * BM, tl.program_id(1) * BN, M, N, BM, BN, EVEN)
+
+
+@triton.jit
 def store_transposed(codes, out_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr):
     """Store this program's tile of codes [BM, BN] in out [N, M]."""
     i, j = tl.program_id(0) * BM, tl.program_id(1) * BN
-    rows, columns = tl.arange(0, BM)[None, :], tl.arange(0, BN)[:, None]
-    at = out_ptr + j.to(tl.int64) * M + i + (columns * M + rows)
-    if EVEN:
-        tl.store(at, tl.trans(codes))
-    else:
-        tl.store(at, tl.trans(codes), mask=(i + rows < M) & (j + columns < N))
+    store_at(tl.trans(codes), out_ptr, j, i, N, M, BN, BM, EVEN)
 
 
 @triton.jit
@@ -162,9 +178,7 @@ def _cast_by_amax(
     COUNT, PARTS: tl.constexpr, EPS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, EVEN: tl.constexpr, E5M2: tl.constexpr, POWER: tl.constexpr
 ):  # fmt: skip
-    part = tl.arange(0, PARTS)
-    parts = tl.load(amax_ptr + part, mask=part < COUNT, other=0)
-    scale = scale_of(tl.max(parts, 0), E5M2, EPS)
+    scale = scale_of(load_amax(amax_ptr, COUNT, PARTS), E5M2, EPS)
     if POWER:
         scale = power_of_two(scale)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
@@ -175,16 +189,34 @@ def _cast_by_amax(
 
 
 @triton.jit
-def _recast(
-    x_ptr, amax_ptr, used_ptr, q_ptr, t_ptr, guess_ptr, scale_ptr, inverse_ptr,
-    stride_m, stride_n, M, N, COUNT, PROGRAMS: tl.constexpr, SIZE: tl.constexpr,
-    EPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, E5M2: tl.constexpr
-):  # fmt: skip
+def load_amax(parts_ptr, COUNT, SIZE: tl.constexpr):
+    """The largest of partial amaxes."""
     part, largest = tl.arange(0, SIZE), tl.zeros((SIZE,), tl.int32)
     for start in range(0, COUNT, SIZE):
         mask = start + part < COUNT
-        largest = tl.maximum(largest, tl.load(amax_ptr + start + part, mask=mask, other=0))
-    scale = power_of_two(scale_of(tl.max(largest, 0), E5M2, EPS))
+        largest = tl.maximum(largest, tl.load(parts_ptr + start + part, mask=mask, other=0))
+    return tl.max(largest, 0)
+
+
+@triton.jit
+def _merge(parts_ptr, seen_ptr, out_ptr, COUNT, SIZE: tl.constexpr):
+    bits = load_amax(parts_ptr, COUNT, SIZE)
+    finite = bits < 0x7F800000
+    amax = tl.where(finite, bits, 0).to(tl.float32, bitcast=True)
+    tl.store(out_ptr, tl.maximum(tl.load(seen_ptr), amax))
+    not_finite = tl.where(finite, 0.0, 1.0)
+    tl.store(out_ptr + 1, tl.maximum(tl.load(seen_ptr + 1), not_finite))
+    tl.store(out_ptr + 2, 1.0)
+
+
+@triton.jit
+def _recast(
+    x_ptr, amax_ptr, used_ptr, q_ptr, t_ptr, guess_ptr, scale_ptr, inverse_ptr,
+    stride_m, stride_n, M, N, COUNT, PROGRAMS: tl.constexpr, SIZE: tl.constexpr,
+    EPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
+    E5M2: tl.constexpr
+):  # fmt: skip
+    scale = power_of_two(scale_of(load_amax(amax_ptr, COUNT, SIZE), E5M2, EPS))
     if tl.program_id(0) == 0:
         tl.store(guess_ptr, scale)
         tl.store(scale_ptr, scale)
@@ -193,37 +225,79 @@ def _recast(
     if scale != tl.load(used_ptr):
         columns = tl.cdiv(N, BN)
         for tile in range(tl.program_id(0), tl.cdiv(M, BM) * columns, PROGRAMS):
-            rows = (tile // columns).to(tl.int64) * BM + tl.arange(0, BM)[:, None]
-            at = (tile % columns).to(tl.int64) * BN + tl.arange(0, BN)[None, :]
-            mask = (rows < M) & (at < N)
-            x = tl.load(x_ptr + rows * stride_m + at * stride_n, mask=mask, other=0.0)
+            i, j = tile // columns * BM, tile % columns * BN
+            x = load_at(x_ptr, i, j, stride_m, stride_n, M, N, BM, BN, EVEN)
             codes = codes_of(x.to(tl.float32) * scale, E5M2)
-            tl.store(q_ptr + rows * N + at, codes, mask=mask)
-            tl.store(
-                t_ptr + tl.trans(at) * M + tl.trans(rows), tl.trans(codes), mask=tl.trans(mask)
-            )
+            store_at(codes, q_ptr, i, j, M, N, BM, BN, EVEN)
+            store_at(tl.trans(codes), t_ptr, j, i, N, M, BN, BM, EVEN)
 
 
 @triton.jit
 def _cast_lines(
     x_ptr, rows_ptr, columns_ptr, q_ptr, t_ptr, stride_m, stride_n, M, N,
-    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, E5M2: tl.constexpr,
-    E5M2_T: tl.constexpr
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, E5M2: tl.constexpr
 ):  # fmt: skip
     x = load_tile(x_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
-    store_cast_lines(x, rows_ptr, columns_ptr, q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2, E5M2_T)
+    store_cast_lines(x, rows_ptr, columns_ptr, q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)
 
 
 @triton.jit
 def store_cast_lines(
     x, rows_ptr, columns_ptr, q_ptr, t_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr,
-    EVEN: tl.constexpr, E5M2: tl.constexpr, E5M2_T: tl.constexpr
+    EVEN: tl.constexpr, E5M2: tl.constexpr
 ):  # fmt: skip
     """Cast a tile by scales of its rows, and transposed by those of its columns; store both."""
     rows = load_lines(rows_ptr, 0, M, BM)[:, None]
     columns = load_lines(columns_ptr, 1, N, BN)[None, :]
     store_tile(codes_of(x * rows, E5M2), q_ptr, M, N, BM, BN, EVEN)
-    store_transposed(codes_of(x * columns, E5M2_T), t_ptr, M, N, BM, BN, EVEN)
+    store_transposed(codes_of(x * columns, E5M2), t_ptr, M, N, BM, BN, EVEN)
+
+
+@triton.jit
+def _cast_lines_by_amaxes(
+    x_ptr, rows_ptr, columns_ptr, q_ptr, scale_ptr, inverse_ptr, t_ptr, scale_t_ptr,
+    inverse_t_ptr, stride_m, stride_n, M, N, ROW_PARTS, COLUMN_PARTS, SIZE: tl.constexpr,
+    EPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
+    E5M2: tl.constexpr, POWER: tl.constexpr
+):  # fmt: skip
+    rows = scales_of_lines(
+        rows_ptr, scale_ptr, inverse_ptr, 0, M, ROW_PARTS, SIZE, EPS, BM, E5M2, POWER
+    )
+    columns = scales_of_lines(
+        columns_ptr, scale_t_ptr, inverse_t_ptr, 1, N, COLUMN_PARTS, SIZE, EPS, BN, E5M2, POWER
+    )
+    x = load_tile(x_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    store_tile(codes_of(x * rows[:, None], E5M2), q_ptr, M, N, BM, BN, EVEN)
+    store_transposed(codes_of(x * columns[None, :], E5M2), t_ptr, M, N, BM, BN, EVEN)
+
+
+@triton.jit
+def scales_of_lines(
+    parts_ptr, scale_ptr, inverse_ptr, axis: tl.constexpr, N, COUNT, PARTS: tl.constexpr,
+    EPS: tl.constexpr, SIZE: tl.constexpr, E5M2: tl.constexpr, POWER: tl.constexpr
+):  # fmt: skip
+    """The scales of this program's rows (axis 0) or columns (axis 1) by their partial amaxes
+    [COUNT, N]. The first program along the other axis stores them and scale_inv."""
+    part, at = tl.arange(0, PARTS)[:, None], tl.program_id(axis) * SIZE + tl.arange(0, SIZE)
+    mask = (part < COUNT) & (at < N)[None, :]
+    parts = tl.load(parts_ptr + part * N + at[None, :], mask=mask, other=0)
+    scale = scale_of(tl.max(parts, 0), E5M2, EPS)
+    if POWER:
+        scale = power_of_two(scale)
+    if tl.program_id(1 - axis) == 0:
+        store_scales(scale, scale_ptr, inverse_ptr, at, at < N)
+    return scale
+
+
+@triton.jit
+def _scaled(
+    x_ptr, rows_ptr, columns_ptr, out_ptr, stride_m, stride_n, M, N,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    x = load_tile(x_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
+    rows, columns = load_lines(rows_ptr, 0, M, BM), load_lines(columns_ptr, 1, N, BN)
+    y = x * (rows[:, None] * columns[None, :])
+    store_tile(y.to(out_ptr.dtype.element_ty), out_ptr, M, N, BM, BN, EVEN)
 
 
 @triton.jit
@@ -231,35 +305,40 @@ def _transpose(
     x_ptr, t_ptr, stride_m, stride_n, M, N, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr
 ):
     i, j = tl.program_id(0) * BM, tl.program_id(1) * BN
-    rows, columns = tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :]
-    first = x_ptr + i.to(tl.int64) * stride_m + j.to(tl.int64) * stride_n
-    at = first + (rows * stride_m + columns * stride_n)
-    codes = tl.load(at) if EVEN else tl.load(at, mask=(i + rows < M) & (j + columns < N), other=0)
+    codes = load_at(x_ptr, i, j, stride_m, stride_n, M, N, BM, BN, EVEN)
     store_transposed(codes, t_ptr, M, N, BM, BN, EVEN)
 
 
 @triton.jit
 def _amax(
     x_ptr, amax_ptr, stride_m, stride_n, M, N, COUNT, BM: tl.constexpr,
-    BN: tl.constexpr
+    BN: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
     columns = tl.cdiv(N, BN)
     largest = tl.zeros((BM, BN), tl.int32)
     for tile in range(tl.program_id(0), tl.cdiv(M, BM) * columns, COUNT):
-        rows = (tile // columns).to(tl.int64) * BM + tl.arange(0, BM)[:, None]
-        at = (tile % columns).to(tl.int64) * BN + tl.arange(0, BN)[None, :]
-        x = tl.load(x_ptr + rows * stride_m + at * stride_n, mask=(rows < M) & (at < N), other=0.0)
+        i, j = tile // columns * BM, tile % columns * BN
+        x = load_at(x_ptr, i, j, stride_m, stride_n, M, N, BM, BN, EVEN)
         largest = tl.maximum(largest, magnitude(x.to(tl.float32)))
     tl.store(amax_ptr + tl.program_id(0), tl.max(tl.max(largest, 1), 0))
 
 
 @triton.jit
 def _amax_lines(
-    x_ptr, rows_ptr, columns_ptr, stride_m, stride_n, M, N, BM: tl.constexpr,
+    x_ptr, rows_ptr, columns_ptr, stride_m, stride_n, M, N, TILES, BM: tl.constexpr,
     BN: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    x = load_tile(x_ptr, stride_m, stride_n, M, N, BM, BN, EVEN)
-    store_amax_lines(x, rows_ptr, columns_ptr, M, N, BM, BN)
+    j = tl.program_id(1) * BN
+    largest = tl.zeros((BM, BN), tl.int32)
+    start = tl.program_id(0) * TILES
+    for tile in range(tl.minimum(TILES, tl.cdiv(M, BM) - start)):
+        i = (start + tile) * BM
+        x = load_at(x_ptr, i, j, stride_m, stride_n, M, N, BM, BN, EVEN)
+        bits, rows = magnitude(x.to(tl.float32)), i + tl.arange(0, BM)
+        tl.store(rows_ptr + tl.program_id(1) * M + rows, tl.max(bits, 1), mask=rows < M)
+        largest = tl.maximum(largest, bits)
+    at = j + tl.arange(0, BN)
+    tl.store(columns_ptr + tl.program_id(0) * N + at, tl.max(largest, 0), mask=at < N)
 
 
 @triton.jit
@@ -380,7 +459,7 @@ def cast_by_amax(shape: Shape, strides: Shape, *, e5m2: bool, power: bool = Fals
     (), by policy torchao (S-3); power: by torchao_pow2 (S-4)."""
     numbers = matrix(shape, strides) | {"COUNT": parts(shape), "PARTS": PARTS, "EPS": _EPS}
     numbers |= {"E5M2": e5m2, "POWER": power}
-    outputs = (*codes(shape, e5m2), ((), "float32"), ((), "float32"))
+    outputs = (*codes(shape, e5m2), *(((), "float32"),) * 2)
     return Launch(_cast_by_amax, tiles(*shape), numbers, outputs)
 
 
@@ -392,19 +471,41 @@ def recast(shape: Shape, strides: Shape, *, e5m2: bool) -> Launch:
               written only if the guess is another: otherwise each program ends at once.
     """
     rows, columns = tiles(*shape)
-    numbers = matrix(shape, strides) | {"COUNT": rows * columns, "SIZE": 2048, "EPS": _EPS}
-    del numbers["EVEN"]
+    numbers = matrix(shape, strides) | {"COUNT": rows * columns, "SIZE": LOADED, "EPS": _EPS}
     programs = min(PROGRAMS, rows * columns)
-    return Launch(_recast, (programs,), numbers | {"PROGRAMS": programs, "E5M2": e5m2})
+    numbers |= {"PROGRAMS": programs, "E5M2": e5m2}
+    return Launch(_recast, (programs,), numbers, (*codes(shape, e5m2), *(((), "float32"),) * 3))
 
 
-def cast_lines(shape: Shape, strides: Shape, *, e5m2: bool, e5m2_t: bool | None = None) -> Launch:
+def cast_lines(shape: Shape, strides: Shape, *, e5m2: bool) -> Launch:
     """x, a scale for each row [M] and for each column [N] -> codes [M, N] by rows, codes [N, M] by
-    columns, which may be of another format."""
-    other = e5m2 if e5m2_t is None else e5m2_t
-    numbers = matrix(shape, strides) | {"E5M2": e5m2, "E5M2_T": other}
-    outputs = (codes(shape, e5m2)[0], codes(shape, other)[1])
-    return Launch(_cast_lines, tiles(*shape), numbers, outputs)
+    columns."""
+    numbers = matrix(shape, strides) | {"E5M2": e5m2}
+    return Launch(_cast_lines, tiles(*shape), numbers, codes(shape, e5m2))
+
+
+def cast_lines_by_amaxes(
+    shape: Shape, strides: Shape, *, e5m2: bool, power: bool = False
+) -> Launch:
+    """x and the partial amaxes of ``amax_lines`` -> codes [M, N], scale [M, 1] and scale_inv of
+    rows; codes [N, M], scale [1, N] and scale_inv of columns, by policy torchao (S-3); power: by
+    torchao_pow2 (S-4)."""
+    _, bands = _bands(shape)
+    numbers = matrix(shape, strides) | {"ROW_PARTS": bands[1], "COLUMN_PARTS": bands[0]}
+    numbers |= {"SIZE": triton.next_power_of_2(max(bands)), "EPS": _EPS}
+    numbers |= {"E5M2": e5m2, "POWER": power}
+    by_rows, by_columns = codes(shape, e5m2)
+    rows, columns = ((shape[0], 1), "float32"), ((1, shape[1]), "float32")
+    outputs = (by_rows, rows, rows, by_columns, columns, columns)
+    return Launch(_cast_lines_by_amaxes, tiles(*shape), numbers, outputs)
+
+
+def scaled(shape: Shape, strides: Shape) -> Launch:
+    """x [M, N], a factor for each row [M] and for each column [N] -> their product, in x's dtype.
+
+    Order:    RN32(row * column); RN32(f32(x) * it); rounded once to x's dtype (G-5).
+    """
+    return Launch(_scaled, tiles(*shape), matrix(shape, strides), ((shape, "like"),))
 
 
 def transpose(shape: Shape, strides: Shape) -> Launch:
@@ -416,14 +517,30 @@ def transpose(shape: Shape, strides: Shape) -> Launch:
 def amax(shape: Shape, strides: Shape) -> Launch:
     """x -> partial amaxes, int32 [programs], at most PARTS."""
     numbers, grid = matrix(shape, strides) | {"COUNT": parts(shape)}, (parts(shape),)
-    del numbers["EVEN"]
     return Launch(_amax, grid, numbers, parts_of(grid))
 
 
+def merge(shape: tuple[int]) -> Launch:
+    """Partial amaxes, int32 [count], and an observation, float32 [3] -> both merged: amax of finite
+    ones, not finite, seen (H-4). The output may be the observation's memory."""
+    return Launch(_merge, (1,), {"COUNT": shape[0], "SIZE": LOADED}, (((3,), "float32"),))
+
+
 def amax_lines(shape: Shape, strides: Shape) -> Launch:
-    """x -> partial amaxes of rows, int32 [tiles along N, M], and of columns [tiles along M, N]."""
-    grid = tiles(*shape)
-    return Launch(_amax_lines, grid, matrix(shape, strides), parts_of_lines(shape, grid))
+    """x -> partial amaxes of rows, int32 [parts, M], and of columns, int32 [parts, N]."""
+    tile, bands = _bands(shape)
+    count = tiles(*shape, tile)[0]
+    numbers = matrix(shape, strides, tile) | {"TILES": -(-count // bands[0])}
+    return Launch(_amax_lines, bands, numbers, parts_of_lines(shape, bands))
+
+
+def _bands(shape: Shape) -> tuple[Shape, Shape]:
+    """The tile of ``amax_lines``, as wide as LINE_PARTS ask for, and its programs: each reads tiles
+    that lie one below the other."""
+    width = min(ROWS * COLUMNS, max(COLUMNS, triton.next_power_of_2(-(-shape[1] // LINE_PARTS))))
+    tile = ROWS * COLUMNS // width, width
+    rows, columns = tiles(*shape, tile)
+    return tile, (-(-rows // -(-rows // LINE_PARTS)), columns)
 
 
 def parts_of_lines(shape: Shape, grid: Shape) -> tuple[Output, ...]:

@@ -116,7 +116,7 @@ def _cast_lines(
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TWICE: tl.constexpr, E5M2: tl.constexpr
 ):  # fmt: skip
     y = _tile(h_ptr, factor_ptr, weight_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE)
-    store_cast_lines(y, rows_ptr, columns_ptr, q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2, E5M2)
+    store_cast_lines(y, rows_ptr, columns_ptr, q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)
 
 
 @triton.jit

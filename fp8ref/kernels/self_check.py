@@ -1,9 +1,10 @@
-"""What fused kernels compute on a device, compared with their interpretation on the host (M-11).
+"""What kernels compute on a device, compared with their interpretation on the host (M-11).
 
 NumPy's operations interpret them, each rounded. Results are compared bit by bit, except where a
 device approximates an exponential or sums in another order: there a result may be a neighbor.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fp8ref.kernels import adamw, adamw_blocks, norm_gradients, norms, rotary, swiglu
+from fp8ref.kernels import adamw, adamw_blocks, casts, norm_gradients, norms, rotary, swiglu
 from fp8ref.kernels.jit import Launch, interpret
 
 __all__ = ["Output", "failure"]
@@ -41,6 +42,10 @@ def failure(run: Callable[[Launch, Sequence[np.ndarray], Sequence[Output]], Sequ
 
 def _launches() -> Iterator[tuple[str, bool, Launch, list[np.ndarray], list[Output]]]:
     """(name, whether it approximates, launch, inputs, outputs) of each kernel."""
+    for shape in (_SHAPE, (136, 72)):  # of whole tiles, and of ragged ones
+        for e5m2 in (False, True):
+            for name, launch, inputs in _cast_launches(shape, e5m2):
+                yield name, False, launch, inputs, _outputs(launch, inputs[0])
     x, y, z = (_planted(_SHAPE, seed) for seed in range(3))
     few, one = (_ROWS, _SHAPE[1]), np.full((), 3.1415927, np.float32)
     both: list[Output] = [(_SHAPE, "uint8"), (_SHAPE[::-1], "uint8")]
@@ -75,9 +80,46 @@ def _launches() -> Iterator[tuple[str, bool, Launch, list[np.ndarray], list[Outp
         # of gates whose exponential 1 + exp(-gate) loses, so that scales are exact
         gate = (32 + np.abs(x.astype(np.float32))).astype(_BF16)
         for name, launch, inputs in _by_lines([gate, x, y, z], factors, e5m2, twice):
-            yield f"{name} by lines", False, launch, inputs, _outputs(launch)
+            yield f"{name} by lines", False, launch, inputs, _outputs(launch, x)
         yield from _rotary_launches(e5m2, one)
         yield from _adamw_launches(e5m2, one, z)
+
+
+def _cast_launches(shape: tuple[int, int], e5m2: bool):
+    """Of a tensor with NaN and Inf in a row and a column, and of finite ones in other rows."""
+    finite, strides = _planted(shape, 13, exponents=(-14, 9)), (shape[1], 1)
+    one, x = np.full((), 3.1415927, np.float32), finite.copy()
+    x[3, :9], x[:9, 5] = np.nan, -np.inf
+    codes = x.view(np.uint8)[:, : shape[1]].copy()
+    parts = np.zeros(math.prod(casts.tiles(*shape)), np.int32)
+    parts[-1] = _bits(finite).max()
+    yield "a cast", casts.cast(shape, strides, e5m2=e5m2), [x, one]
+    turned = casts.cast(shape[::-1], strides[::-1], e5m2=e5m2)
+    yield "a cast of a transposed tensor", turned, [x, one]
+    yield "an amax", casts.amax(shape, strides), [x]
+    lines = casts.amax_lines(shape, strides)
+    yield "amaxes of lines", lines, [x]
+    of_rows, of_columns = (np.zeros(output, np.int32) for output, _ in lines.outputs)
+    of_rows[-1], of_columns[0] = _bits(x).max(1), _bits(x).max(0)
+    for power in (False, True):
+        cast = casts.cast_by_amax(shape, strides, e5m2=e5m2, power=power)
+        yield "a cast by its amax", cast, [finite, parts]
+        cast = casts.cast_lines_by_amaxes(shape, strides, e5m2=e5m2, power=power)
+        yield "a cast of lines by their amaxes", cast, [x, of_rows, of_columns]
+    yield "a cast by a guess", casts.recast(shape, strides, e5m2=e5m2), [finite, parts, one]
+    scales = [np.abs(_planted(shape[i : i + 1], 14)).astype(np.float32) for i in (0, 1)]
+    yield "a cast of lines", casts.cast_lines(shape, strides, e5m2=e5m2), [x, *scales]
+    yield "a scaled product", casts.scaled(shape, strides), [finite, *scales]
+    for square in (False, True):
+        cast = casts.blocks(shape, strides, e5m2=e5m2, square=square)
+        yield "a cast in blocks", cast, [x if e5m2 else finite]
+    yield "transposed codes", casts.transpose(shape, strides), [codes]
+    yield "merged amaxes", casts.merge(parts.shape), [parts, np.zeros(3, np.float32)]
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    """Bits of magnitudes of float32."""
+    return np.abs(x.astype(np.float32)).view(np.int32)
 
 
 def _by_lines(tensors: Sequence[np.ndarray], factors: np.ndarray, e5m2: bool, twice: bool):
@@ -104,10 +146,10 @@ def _by_lines(tensors: Sequence[np.ndarray], factors: np.ndarray, e5m2: bool, tw
     yield "a rotary gradient", rotary.lines(heads, strides, e5m2=e5m2), rotated
 
 
-def _outputs(launch: Launch) -> list[Output]:
+def _outputs(launch: Launch, like: np.ndarray) -> list[Output]:
     """What a launch writes; codes as uint8."""
-    kept = ("float32", "int32")
-    return [(shape, dtype if dtype in kept else "uint8") for shape, dtype in launch.outputs]
+    names = {"float32": "float32", "int32": "int32", "like": like.dtype.name}
+    return [(shape, names.get(dtype, "uint8")) for shape, dtype in launch.outputs]
 
 
 def _rotary_launches(e5m2: bool, one: np.ndarray):
@@ -157,10 +199,10 @@ def _in_blocks(expansion: bool, state: list[np.ndarray], numbers: list[float]):
     return "AdamW in blocks", False, step, inputs, outputs
 
 
-def _planted(shape: tuple[int, ...], seed: int) -> np.ndarray:
+def _planted(shape: tuple[int, ...], seed: int, exponents: tuple[int, int] = (-6, 3)) -> np.ndarray:
     """Finite numbers, bfloat16, with zeros of both signs and a subnormal in the first places."""
     rng = np.random.default_rng(seed)
-    x = (rng.standard_normal(shape) * np.exp2(rng.integers(-6, 3, shape))).astype(_BF16)
+    x = (rng.standard_normal(shape) * np.exp2(rng.integers(*exponents, shape))).astype(_BF16)
     x.reshape(-1)[:3] = 0.0, -0.0, 1e-40
     return x
 
@@ -180,7 +222,15 @@ def _same(result: np.ndarray, plain: np.ndarray, approximate: bool) -> bool:
     neighbors at most, rounded twice or once, and float32 numbers as near."""
     if plain.dtype == np.float32 and approximate:
         return bool(np.allclose(result, plain, rtol=2e-5, atol=0))
+    result, plain = _of_one_nan(result), _of_one_nan(plain)
     bits = np.dtype(f"i{plain.dtype.itemsize}")
     distance = np.abs(result.view(bits).astype(np.int64) - plain.view(bits).astype(np.int64))
     steps = {1: 1, 4: 2 << 16}.get(plain.dtype.itemsize, 0) if approximate else 0
     return result.shape == plain.shape and bool((distance <= steps).all())
+
+
+def _of_one_nan(x: np.ndarray) -> np.ndarray:
+    """Float32 numbers, or bits of magnitudes, with one NaN in place of any."""
+    if x.dtype == np.int32:
+        return np.minimum(x, 0x7F800001)
+    return np.where(np.isnan(x), np.float32(np.nan), x) if x.dtype == np.float32 else x

@@ -122,7 +122,7 @@ def _cast_lines(
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TWICE: tl.constexpr, E5M2: tl.constexpr
 ):  # fmt: skip
     y = _product(gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE)
-    store_cast_lines(y, rows_ptr, columns_ptr, q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2, E5M2)
+    store_cast_lines(y, rows_ptr, columns_ptr, q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)
 
 
 @triton.jit
@@ -197,9 +197,9 @@ def _cast_gradient_lines(
         d_ptr, gate_ptr, up_ptr, stride_m, stride_n, M, N, BM, BN, EVEN, TWICE
     )
     store_cast_lines(
-        gate_gradient, gate_rows, gate_columns, gate_q, gate_t, M, N, BM, BN, EVEN, E5M2, E5M2
+        gate_gradient, gate_rows, gate_columns, gate_q, gate_t, M, N, BM, BN, EVEN, E5M2
     )
-    store_cast_lines(up_gradient, up_rows, up_columns, up_q, up_t, M, N, BM, BN, EVEN, E5M2, E5M2)
+    store_cast_lines(up_gradient, up_rows, up_columns, up_q, up_t, M, N, BM, BN, EVEN, E5M2)
 
 
 def amax(shape: Shape, *, twice: bool = False) -> Launch:

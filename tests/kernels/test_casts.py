@@ -11,6 +11,7 @@ from helpers.kernels.planted_tensors import (
     LAYOUTS,
     amax_of,
     both_orders,
+    cases,
     planted,
     run,
     scales,
@@ -95,34 +96,77 @@ def test_a_cast_by_its_own_amax_has_the_scale_of_the_simulator(policy, largest, 
     np.testing.assert_array_equal(inverse, expected.scale_inv)
 
 
+LINES = {
+    **LAYOUTS,
+    "several bands": lambda make: make(2100, 67),
+    "wide tiles": lambda make: make(131, 1100),
+}
+"""Of more than one partial amax of a column, and of tiles wider than their least width."""
+
+
+def amax_lines(x):
+    """Partial amaxes of rows and of columns."""
+    launch = casts.amax_lines(x.shape, strides(x))
+    return run(launch, [x], launch.outputs)
+
+
+@pytest.mark.parametrize("layout", LINES)
+def test_amaxes_of_lines_are_the_simulators(layout):  # S-2
+    x = LINES[layout](lambda m, n: planted(m, n, wide=True))
+    for parts, axis in zip(amax_lines(x), (1, 0), strict=True):
+        assert len(parts) <= casts.LINE_PARTS
+        found, expected = parts.max(0).view(np.float32), scaling.amax(x, "rowwise", axis=axis)
+        np.testing.assert_array_equal(found, expected.ravel())
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_and_columns_have_scales_of_their_own(layout, fmt):  # S-6
     x = tensor(layout, "bfloat16", wide=False)
-    (m, n), (rows, columns) = x.shape, casts.tiles(*x.shape)
-    of_rows, of_columns = run(
-        casts.amax_lines(x.shape, strides(x)), [x], [((columns, m), "int32"), ((rows, n), "int32")]
-    )
     by_row, by_column = (
         scaling.quantize(x, fmt, granularity="rowwise", axis=axis) for axis in (1, 0)
     )
-    for parts, axis in ((of_rows, 1), (of_columns, 0)):
-        expected = scaling.amax(x, "rowwise", axis=axis).ravel()
-        np.testing.assert_array_equal(parts.max(0).view(np.float32), expected)
     launch = casts.cast_lines(x.shape, strides(x), e5m2=fmt == "e5m2")
     codes, transposed = run_both(launch, x, [by_row.scale, by_column.scale])
     np.testing.assert_array_equal(codes, by_row.codes)
     np.testing.assert_array_equal(transposed, by_column.codes.T)
 
 
-def test_both_orders_may_have_formats_of_their_own():
-    x = tensor("ragged", "bfloat16", wide=False)
-    by_row = scaling.quantize(x, "e4m3fn", granularity="rowwise", axis=1)
-    by_column = scaling.quantize(x, "e5m2", granularity="rowwise", axis=0)
-    launch = casts.cast_lines(x.shape, strides(x), e5m2=False, e5m2_t=True)
-    codes, transposed = run_both(launch, x, [by_row.scale, by_column.scale])
+@pytest.mark.parametrize("policy", ["torchao", "torchao_pow2"])
+@pytest.mark.parametrize(("layout", "dtype", "fmt"), cases("ragged", *LINES))
+# S-2 to S-6
+def test_lines_cast_by_their_own_amaxes_are_the_simulators(layout, dtype, fmt, policy):
+    x = LINES[layout](lambda m, n: planted(m, n, dtype))
+    x[0] = 0
+    x[-1, : x.shape[1] // 2] = np.nan
+    x[: x.shape[0] // 2, -1] = -np.inf
+    launch = casts.cast_lines_by_amaxes(
+        x.shape, strides(x), e5m2=fmt == "e5m2", power=policy == "torchao_pow2"
+    )
+    outputs = [(shape, "uint8" if dtype == fmt else dtype) for shape, dtype in launch.outputs]
+    codes, scale, inverse, transposed, scale_t, inverse_t = run(
+        launch, [x, *amax_lines(x)], outputs
+    )
+    by_row, by_column = (
+        scaling.quantize(x, fmt, granularity="rowwise", axis=axis, policy=policy) for axis in (1, 0)
+    )
     np.testing.assert_array_equal(codes, by_row.codes)
     np.testing.assert_array_equal(transposed, by_column.codes.T)
+    np.testing.assert_array_equal(scale, by_row.scale)
+    np.testing.assert_array_equal(inverse, by_row.scale_inv)
+    np.testing.assert_array_equal(scale_t, by_column.scale)
+    np.testing.assert_array_equal(inverse_t, by_column.scale_inv)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_product_is_scaled_by_rows_and_columns_in_one_rounding_of_each(layout, dtype):  # G-5
+    x, rng = tensor(layout, dtype), np.random.default_rng(0)
+    rows, columns = (np.exp2(rng.normal(0, 9, (n, 1))).astype(np.float32) for n in x.shape)
+    (found,) = run(casts.scaled(x.shape, strides(x)), [x, rows, columns], [(x.shape, dtype)])
+    with np.errstate(all="ignore"):
+        expected = (x.astype(np.float32) * (rows * columns.T)).astype(DTYPES[dtype])
+    np.testing.assert_array_equal(found.astype(np.float32), expected.astype(np.float32))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

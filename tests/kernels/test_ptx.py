@@ -1,9 +1,6 @@
 """What the kernels compile to for Hopper and Blackwell, on a machine without a GPU (spec M-11)."""
 
 import dataclasses
-import importlib
-import inspect
-import pkgutil
 
 import pytest
 
@@ -13,9 +10,8 @@ import triton
 import triton.language as tl
 from helpers.kernels import ptx_rules
 from helpers.kernels.compiled import compiled
-from helpers.kernels.forms import EVERY, FORMS, SHAPE, forms
+from helpers.kernels.forms import EVERY, FORMS, SHAPE, forms, launched_kernels
 
-from fp8ref import kernels
 from fp8ref.kernels import casts
 from fp8ref.kernels.casts import load_tile, store_amax, store_tile, store_transposed
 
@@ -27,19 +23,7 @@ def test_a_kernel_computes_on_hopper_what_the_interpreter_shows(name):
 
 
 def test_every_kernel_is_compiled():
-    """The kernels that a public function launches."""
-    modules = [
-        importlib.import_module(f"fp8ref.kernels.{module.name}")
-        for module in pkgutil.iter_modules(kernels.__path__)
-    ]
-    launched = {
-        value.fn
-        for module in modules
-        for function in map(vars(module).get, module.__all__)
-        if inspect.isfunction(function)
-        for value in map(vars(module).get, function.__code__.co_names)
-        if isinstance(value, triton.JITFunction)
-    }
+    launched = launched_kernels()
     assert len(launched) > 20
     assert {form.launch.kernel.fn for form in forms().values()} >= launched
 

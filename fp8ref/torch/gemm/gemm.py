@@ -12,6 +12,7 @@ from fp8ref.spec import support
 from fp8ref.spec.granularity import by_name
 from fp8ref.torch.gemm import blocks, hardware
 from fp8ref.torch.gemm.kind import GemmKind
+from fp8ref.torch.kernels import casts
 from fp8ref.torch.quantize import cast, float_values, scaling
 from fp8ref.torch.quantize.scaling import Quantized
 
@@ -31,11 +32,13 @@ def matmul(
     accumulate: str,
     epilogue: str = "scale_then_round",
     out_dtype: torch.dtype = torch.float32,
+    kernels: bool = False,
 ) -> torch.Tensor:
     """Multiply a and b along their reduced axes: [M, K] x [N, K] -> [M, N].
 
     With reduced axis 0, [K, M] serves as [M, K].
 
+    kernels   whether a Triton kernel scales a product of unit scales (G-5), to the same bits.
     Shapes:   codes of matrices; scale_inv of both over all of K, or of both in blocks of K of one
               length; out [M, N] of out_dtype. Under rowwise scales a device's kernel may support
               bfloat16 only (``output_dtype``).
@@ -73,6 +76,8 @@ def matmul(
         out_dtype=out_dtype,
         use_fast_accum=accumulate == "fast",
     )
+    if unit and kernels and scale_a.ndim and not torch.compiler.is_compiling():
+        return casts.scaled(out, scale_a, scale_b)
     # Into another tensor: selective checkpointing keeps the GEMM's result, and refuses one that was
     # written.
     return torch.mul(out, scale_a * scale_b, out=torch.empty_like(out)) if unit else out

@@ -20,8 +20,10 @@ __all__ = [
     "cast_by_amax",
     "cast_by_guess_",
     "cast_lines",
+    "cast_lines_by_amaxes",
     "lines",
     "merge_",
+    "scaled",
     "squares",
     "transpose",
 ]
@@ -36,10 +38,14 @@ cast_by_amax = operator("casts", "cast_by_amax")
 """x and partial amaxes -> codes in both orders, scale, scale_inv."""
 cast_lines = operator("casts", "cast_lines")
 """x, scales of rows and of columns -> codes in both orders."""
+cast_lines_by_amaxes = operator("casts", "cast_lines_by_amaxes")
+"""x and partial amaxes of rows and of columns -> codes, scale, scale_inv; the same transposed."""
 lines = operator("casts", "blocks", called="lines", square=False)
 """x -> codes in both orders, scales of 1 x 128 and of 128 x 1."""
 squares = operator("casts", "blocks", called="squares", square=True)
 """x -> codes in both orders, scales of 128 x 128."""
+scaled = operator("casts", "scaled")
+"""x, factors of rows and of columns -> their product."""
 transpose = operator("casts", "transpose")
 """Codes -> the same codes, transposed."""
 
@@ -72,7 +78,7 @@ def _(x: Tensor, guess: Tensor, e5m2: bool) -> tuple[Tensor, Tensor, Tensor, Ten
 @torch.library.custom_op("fp8ref::merge_", mutates_args=("seen",))
 def merge_(seen: Tensor, parts: Tensor) -> None:
     """Merge partial amaxes into an observation, float32 [3], in place (H-4)."""
-    launch.run(launch.prepared("observations", "merge", parts, launch.text()), parts, seen)
+    launch.run(launch.prepared("casts", "merge", parts, launch.text()), parts, seen, seen)
 
 
 @merge_.register_fake

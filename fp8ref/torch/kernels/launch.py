@@ -8,6 +8,7 @@ function of ``fp8ref.kernels`` that makes it.
 
 import ctypes
 import functools
+import importlib
 import inspect
 import json
 from collections.abc import Callable
@@ -69,10 +70,7 @@ def prepared(room: str, name: str, x: Tensor, options: str) -> "Launch":
 def _prepared(
     room: str, name: str, shape: tuple[int, ...], strides: tuple[int, ...], options: str
 ) -> "Launch":
-    from fp8ref.kernels import casts, norms, observations, rotary, swiglu
-
-    rooms = {each.__name__.rpartition(".")[2]: each for each in (casts, norms, rotary, swiglu)}
-    make = getattr((rooms | {"observations": observations})[room], name)
+    make = getattr(importlib.import_module(f"fp8ref.kernels.{room}"), name)
     if "strides" in inspect.signature(make).parameters:
         make = functools.partial(make, strides=strides)
     else:

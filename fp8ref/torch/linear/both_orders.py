@@ -74,13 +74,13 @@ def is_supported(uses: tuple[Use, Use]) -> bool:
 def is_guessed(uses: tuple[Use, Use]) -> bool:
     """Whether kernels may cast a role's tensor by a guess of its scale: one power of two, of this
     rank alone."""
-    spec, group = uses[0].cast, uses[0].group
+    spec = uses[0].cast
     return (
         is_supported(uses)
         and spec is not None
         and spec.granularity == "tensorwise"
         and spec.policy == POLICIES["torchao_pow2"]
-        and group is None
+        and uses[0].group is None
     )
 
 
@@ -105,39 +105,42 @@ def quantize(
     assert spec is not None
     for use in uses:
         granularities.blocks(spec.granularity, tuple(x.shape), use.axis, ragged=use.ragged)
-    if spec.granularity == "rowwise":
-        rows, columns = line_scales(casts.amax_lines(x), uses)
-        codes = casts.cast_lines(x, rows.scale, columns.scale, e5m2=spec.fmt.name == "e5m2")
-        return pair(spec, (codes[0], *rows, codes[1], *columns))
-    if spec.granularity == "blockwise_128x128":
-        codes, transposed, *both = casts.squares(x, e5m2=spec.fmt.name == "e5m2")
+    e5m2, kind = spec.fmt.name == "e5m2", spec.granularity
+    if kind == "rowwise":
+        parts, power = casts.amax_lines(x), spec.policy.power_of_two is not None
+        if _kernels_scale(uses):
+            return pair(spec, casts.cast_lines_by_amaxes(x, *parts, e5m2=e5m2, power=power))
+        rows, columns = line_scales(parts, uses)
+        codes, transposed = casts.cast_lines(x, rows.scale, columns.scale, e5m2=e5m2)
+        return pair(spec, (codes, *rows, transposed, *columns))
+    if kind == "blockwise_128x128":
+        codes, transposed, *both = casts.squares(x, e5m2=e5m2)
         return pair(spec, (codes, *both, transposed, *both))
-    if spec.granularity == "blockwise_1x128":
-        codes, transposed, *four = casts.lines(x, e5m2=spec.fmt.name == "e5m2")
+    if kind == "blockwise_1x128":
+        codes, transposed, *four = casts.lines(x, e5m2=e5m2)
         return pair(spec, (codes, *four[:2], transposed, *four[2:]))
     if guess is not None and amax is None and is_guessed(uses):
-        codes, transposed, *both = casts.cast_by_guess_(x, guess, spec.fmt.name == "e5m2")
+        codes, transposed, *both = casts.cast_by_guess_(x, guess, e5m2)
         return pair(spec, (codes, *both, transposed, *both))
-    return _by_one_scale(x, uses[0].group, spec, scale, amax)
+    return _by_one_scale(x, uses, scale, amax)
+
+
+def _kernels_scale(uses: tuple[Use, Use]) -> bool:
+    """Whether kernels make a role's scales of its amaxes, which are of this rank alone."""
+    policies = POLICIES["torchao"], POLICIES["torchao_pow2"]
+    return all(use.cast and use.cast.policy in policies and not use.group for use in uses)
 
 
 def _by_one_scale(
-    x: torch.Tensor,
-    group: str | None,
-    spec: CastSpec,
-    scale: torch.Tensor | None,
-    amax: torch.Tensor | None,
+    x: torch.Tensor, uses: tuple[Use, Use], scale: torch.Tensor | None, amax: torch.Tensor | None
 ) -> Pair:
-    e5m2, parts = spec.fmt.name == "e5m2", None
+    (spec, _, group, _), parts = uses[0], None
+    assert spec is not None
+    e5m2, compiles = spec.fmt.name == "e5m2", torch.compiler.is_compiling()
     if scale is not None:
         codes, transposed, parts = casts.cast(x, scale, e5m2=e5m2)
         scale_inv = scale.reciprocal()
-    elif (
-        amax is None
-        and group is None
-        and spec.policy in (POLICIES["torchao"], POLICIES["torchao_pow2"])
-        and not torch.compiler.is_compiling()
-    ):
+    elif amax is None and _kernels_scale(uses) and not compiles:
         power = spec.policy.power_of_two is not None
         codes, transposed, scale, scale_inv = casts.cast_by_amax(
             x, casts.amax(x), e5m2=e5m2, power=power
@@ -146,7 +149,7 @@ def _by_one_scale(
         if amax is None:
             # A compiler takes the amax in the kernel that makes x, which no kernel of ours is part
             # of.
-            amax = scaling.amax(x) if torch.compiler.is_compiling() else _amax(x)
+            amax = scaling.amax(x) if compiles else _amax(x)
         if group is not None:
             amax = scaling.merge_amax(amax, group)
         scale, scale_inv = scales.scales_from_amax(amax, spec.fmt, spec.policy)

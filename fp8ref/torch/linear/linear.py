@@ -567,7 +567,12 @@ def _multiply(spec: _Spec, which: Gemm, a: Operand, b: Operand, dtype: torch.dty
         assert gemm_spec.accumulate is not None
         out_dtype = gemm.output_dtype(gemm_spec, dtype)
         out = gemm.matmul(
-            a, b, accumulate=gemm_spec.accumulate, epilogue=gemm_spec.epilogue, out_dtype=out_dtype
+            a,
+            b,
+            accumulate=gemm_spec.accumulate,
+            epilogue=gemm_spec.epilogue,
+            out_dtype=out_dtype,
+            kernels=choice.resolve(spec.kernels, a.codes.device),
         ).to(dtype)
         for observer in observers:
             observer(which, a, b, out)

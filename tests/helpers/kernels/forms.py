@@ -1,18 +1,16 @@
 """The launches of every kernel, as a step of training has them: whole tiles, 16 bytes apart."""
 
+import importlib
+import inspect
 import itertools
+import pkgutil
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from fp8ref.kernels import (
-    adamw,
-    adamw_blocks,
-    casts,
-    norm_gradients,
-    norms,
-    observations,
-    rotary,
-    swiglu,
-)
+import triton
+
+from fp8ref import kernels
+from fp8ref.kernels import adamw, adamw_blocks, casts, norm_gradients, norms, rotary, swiglu
 from fp8ref.kernels.jit import Launch
 from fp8ref.spec.states import layouts
 
@@ -58,6 +56,9 @@ def _casts(dtype: str, e5m2: bool, transposed: bool) -> dict[str, Form]:
     cast = casts.cast(SHAPE, strides, e5m2=e5m2)
     by_amax = casts.cast_by_amax(SHAPE, strides, e5m2=e5m2)
     lines = casts.cast_lines(SHAPE, strides, e5m2=e5m2)
+    by_amaxes = casts.cast_lines_by_amaxes(SHAPE, strides, e5m2=e5m2, power=True)
+    code = CODES[:1]
+    of_lines_by_amaxes = (*x, *PARTS * 2, *code, *ONE * 2, *code, *ONE * 2)
     recast = casts.recast(SHAPE, strides, e5m2=e5m2)
     by_power = casts.cast_by_amax(SHAPE, strides, e5m2=e5m2, power=True)
     more = (*x, *PARTS, *ONE, *CODES, *ONE * 3)
@@ -67,12 +68,14 @@ def _casts(dtype: str, e5m2: bool, transposed: bool) -> dict[str, Form]:
     return {
         "amax": Form(casts.amax(SHAPE, strides), (*x, *PARTS), **whole),
         "amax_lines": Form(casts.amax_lines(SHAPE, strides), (*x, *PARTS, *PARTS), **whole),
+        "cast_lines_by_amaxes": Form(by_amaxes, of_lines_by_amaxes, codes=2, **whole),
+        "scaled": Form(casts.scaled(SHAPE, strides), (*x, *ONE, *ONE, *x), **whole),
         "cast": Form(cast, (*x, *ONE, *CODES, *PARTS), codes=2, **whole),
         "cast_by_amax": Form(by_amax, (*x, *PARTS, *CODES, *ONE, *ONE), codes=2, **whole),
         "cast_by_amax, power": Form(by_power, (*x, *PARTS, *CODES, *ONE * 2), codes=2, **whole),
         "recast": Form(recast, more, codes=2, **whole),
         "transpose": Form(casts.transpose(SHAPE, (SHAPE[1], 1)), CODES, tile, tile, codes=1),
-        "merge": Form(observations.merge((4096,)), (*PARTS, *ONE), tile=1, read=0),
+        "merge": Form(casts.merge((4096,)), (*PARTS, *ONE, *ONE), tile=1, read=0),
         "cast_lines": Form(lines, (*x, *ONE, *ONE, *CODES), codes=2, **whole),
         "squares": Form(squares, (*x, *CODES, *ONE * 2), **blocks),
         "lines": Form(of_lines, (*x, *CODES, *ONE * 4), **blocks),
@@ -243,3 +246,19 @@ EVERY = tuple(
     if launch[0] != "swiglu's gradients, lines" or (launch[1], launch[4]) in SIXTEEN_BITS_ON_HOPPER
 )
 """(name, dtype, e5m2, transposed, capability) of every launch that is checked."""
+
+
+def launched_kernels() -> set[Callable]:
+    """The kernels that a public function launches."""
+    modules = [
+        importlib.import_module(f"fp8ref.kernels.{module.name}")
+        for module in pkgutil.iter_modules(kernels.__path__)
+    ]
+    return {
+        value.fn
+        for module in modules
+        for function in map(vars(module).get, module.__all__)
+        if inspect.isfunction(function)
+        for value in map(vars(module).get, function.__code__.co_names)
+        if isinstance(value, triton.JITFunction)
+    }

@@ -61,6 +61,26 @@ def test_scales_of_lines():
     assert torch.equal(bits(transposed), bits(columns.codes.t()))
 
 
+@pytest.mark.parametrize("policy", ["torchao", "torchao_pow2"])
+def test_lines_cast_by_their_amaxes(policy):
+    x = tensor()
+    by_amaxes = casts.cast_lines_by_amaxes(
+        x, *casts.amax_lines(x), e5m2=True, power=policy == "torchao_pow2"
+    )
+    for axis, (codes, scale, inverse) in ((-1, by_amaxes[:3]), (-2, by_amaxes[3:])):
+        want = scaling.quantize(x, E5M2, granularity="rowwise", axis=axis, policy=policy)
+        assert torch.equal(bits(codes), bits(want.codes if axis == -1 else want.codes.t()))
+        assert torch.equal(scale, want.scale)
+        assert torch.equal(inverse, want.scale_inv)
+
+
+def test_a_product_is_scaled():
+    x = tensor()
+    rows, columns = (torch.rand(shape) for shape in ((200, 1), (1, 136)))
+    expected = torch.mul(x, rows * columns, out=torch.empty_like(x))
+    assert torch.equal(casts.scaled(x, rows, columns), expected)
+
+
 def test_blocks_of_a_tile_along_both_axes():
     x = tensor(k=256)
     codes, transposed, *scales = casts.lines(x, e5m2=True)
@@ -107,6 +127,8 @@ def test_fake_results_have_the_shapes_of_real_ones():
         (ops.cast_by_amax, ([x, parts], e5m2)),
         (ops.amax_lines, ([x], launch.text())),
         (ops.cast_lines, ([x, *lines], e5m2)),
+        (ops.cast_lines_by_amaxes, ([x, *casts.amax_lines(x)], e5m2)),
+        (ops.scaled, ([x, *lines], launch.text())),
         (ops.squares, ([x], launch.text(e5m2=True, square=True))),
         (ops.lines, ([x], launch.text(e5m2=True, square=False))),
         (ops.merge_, (torch.zeros(3), parts)),

@@ -3,6 +3,7 @@ each."""
 
 import pytest
 import torch
+from helpers.kernels.launches import of_linear
 from helpers.kernels.linears import steps
 
 pytest.importorskip("triton")
@@ -37,6 +38,26 @@ def test_steps_have_the_bits_of_plain_operations(recipe):
 def test_compiled_steps_have_the_bits_of_plain_operations(recipe):
     plain, by_kernels = steps(recipe, "plain"), steps(recipe, "triton", compiles=True)
     assert all(torch.equal(a, b) for a, b in zip(plain, by_kernels, strict=True))
+
+
+LAUNCHES = {
+    "tensorwise": (46, 9, 7),
+    "tensorwise_pow2": (55, 11, 8),
+    "delayed": (73, 12, 10),
+    "rowwise": (100, 11, 9),
+    "rowwise_native": (96, 9, 7),
+    "blockwise": (89, 12, 11),
+}
+"""{recipe: launches of a linear by plain operations, by kernels, by kernels that cast its weight
+before}."""
+
+
+@pytest.mark.parametrize("recipe", LAUNCHES)
+def test_a_linear_launches_at_most_twelve(recipe):
+    assert max(LAUNCHES[recipe][1:]) <= 12
+    plain, by_kernels = (len(of_linear(recipe, kernels)) for kernels in ("plain", "triton"))
+    kept = len(of_linear(recipe, "triton", keeps=True))
+    assert (plain, by_kernels, kept) == LAUNCHES[recipe]
 
 
 def test_which_recipes_kernels_cast():

@@ -394,7 +394,7 @@ def operators_of_compiled(kernels: str, mode: str) -> dict[str, list[int]]:
     torch._dynamo.reset()
     x = torch.randn(32, 64).bfloat16().requires_grad_()
     torch.compile(block, backend=backend, fullgraph=True)(x).sum().backward()
-    names = ("_scaled_mm", "amax_lines", "cast_lines")
+    names = ("_scaled_mm", "amax_lines", "cast_lines_by_amaxes")
     return {name: [counted[name] for counted in graphs] for name in names}
 
 
@@ -405,4 +405,4 @@ def test_compiled_checkpoints_know_the_operators_of_kernels(mode):
     found = operators_of_compiled("triton", mode)
     assert found["_scaled_mm"] == [1, 2]
     assert found["amax_lines"] == [2, 1]
-    assert found["cast_lines"] == ([2, 1] if mode == "none" else [2, 3])
+    assert found["cast_lines_by_amaxes"] == ([2, 1] if mode == "none" else [2, 3])
