@@ -6,7 +6,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from fp8ref.formats import E2M1FN, E4M3FN, E5M2, Format
 from fp8ref.policy import FP4_POLICIES, POLICIES
@@ -67,6 +67,15 @@ rank.
 _HIGH_PRECISION = GemmSpec()
 
 
+class OperandCast(NamedTuple):
+    """How a GEMM casts an operand, and the axis of its tensor that the GEMM reduces."""
+
+    gemm: Gemm
+    role: Role
+    cast: CastSpec
+    axis: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Three GEMMs of two operands, as a and b; all in high precision unless given.
@@ -96,11 +105,21 @@ class Recipe:
         return bool(self.casts)
 
     @property
+    def operand_casts(self) -> list[OperandCast]:
+        """Every operand that is cast, GEMM after GEMM."""
+        return [
+            OperandCast(which, role, cast, axis)
+            for which, spec in self.gemms.items()
+            for role, cast, axis in zip(
+                OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True
+            )
+            if cast is not None
+        ]
+
+    @property
     def casts(self) -> tuple[CastSpec, ...]:
         """Every operand's cast, GEMM after GEMM; none of a GEMM in high precision."""
-        return tuple(
-            cast for gemm in self.gemms.values() for cast in (gemm.a, gemm.b) if cast is not None
-        )
+        return tuple(operand.cast for operand in self.operand_casts)
 
     @property
     def simulated(self) -> bool:
@@ -138,13 +157,9 @@ class Recipe:
         """Whether both of a role's GEMMs take the same of it: no cast, or one scale of the whole
         tensor, in one format by one policy.
         """
-        first, second = (
-            c
-            for which, gemm in self.gemms.items()
-            for r, c in zip(OPERANDS[which], (gemm.a, gemm.b), strict=True)
-            if r == role
-        )
-        return first == second and (first is None or first.granularity == "tensorwise")
+        casts = [operand.cast for operand in self.operand_casts if operand.role == role]
+        whole = all(cast.granularity == "tensorwise" for cast in casts)
+        return whole and len(casts) != 1 and len(set(casts)) < 2
 
     @property
     def pairs_gradients(self) -> bool:
@@ -166,15 +181,10 @@ class Recipe:
         that no block is cut (spec P-5).
         """
         sizes = {1}
-        for which, gemm in self.gemms.items():
-            for role, cast, reduced in zip(
-                OPERANDS[which], (gemm.a, gemm.b), REDUCED_AXES[which], strict=True
-            ):
-                if cast is not None and role in CUT_AXES[style]:
-                    kind = granularity.by_name(cast.granularity)
-                    sizes.add(
-                        (kind.reduced if CUT_AXES[style][role] == reduced else kind.other) or 1
-                    )
+        for _, role, cast, axis in self.operand_casts:
+            if role in CUT_AXES[style]:
+                kind = granularity.by_name(cast.granularity)
+                sizes.add((kind.reduced if CUT_AXES[style][role] == axis else kind.other) or 1)
         return math.lcm(*sizes)
 
 
@@ -305,16 +315,13 @@ def delayed_casts(recipe: str | Recipe) -> dict[Role, tuple[Format, DelayedScali
     """
     casts: dict[Role, tuple[Format, DelayedScaling]] = {}
     recipe = by_name(recipe)
-    for which, gemm in recipe.gemms.items():
-        for role, spec in zip(OPERANDS[which], (gemm.a, gemm.b), strict=True):
-            if (
-                spec is not None
-                and spec.delayed is not None
-                and casts.setdefault(role, (spec.fmt, spec.delayed)) != (spec.fmt, spec.delayed)
-            ):
-                raise ValueError(
-                    f"recipe {recipe.name!r} has one {role} state, so it needs one cast; got two."
-                )
+    for _, role, spec, _ in recipe.operand_casts:
+        if spec.delayed is None:
+            continue
+        if casts.setdefault(role, (spec.fmt, spec.delayed)) != (spec.fmt, spec.delayed):
+            raise ValueError(
+                f"recipe {recipe.name!r} has one {role} state, so it needs one cast; got two."
+            )
     return casts
 
 

@@ -146,7 +146,7 @@ def _llama_config(recipe: str) -> configs.Config:
         data={"batch_size": 8, "microbatches": 1},
         parallel={"checkpointing": "selective", "compile": "block"},
     )
-    return base.replace(numerics={"recipe": recipe})
+    return base.replace(numerics={"recipe": recipe, "kernels": "plain"})
 
 
 def verdicts(recipe: str) -> dict[tuple[int, int, int], tuple[bool, float]]:

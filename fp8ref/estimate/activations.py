@@ -2,6 +2,8 @@
 scores and logits.
 """
 
+from fp8ref.estimate import kernels
+from fp8ref.recipe import Recipe
 from fp8ref.train.config.config import Config
 from fp8ref.train.config.device_shapes import tokens
 
@@ -33,10 +35,10 @@ def kept(config: Config, backend: str) -> tuple[int, str]:
     last = (4 if backend == "jax" or keys.compile != "none" else 10) * h
     norm_formula = f"{last / h:.0f} H"
     if keys.checkpointing == "none":
-        whole, formula = _layer(config, backend)
-        return int(
-            count * (layers * whole + last)
-        ), f"tokens x (layers x {formula} + {norm_formula}) bytes"
+        whole = [_layer(config, backend, recipe) for recipe in first_recipes(config)]
+        size = count * (sum(layer for layer, _ in whole) + last)
+        formulas = " or ".join(dict.fromkeys(formula for _, formula in whole))
+        return int(size), f"tokens x (layers x {formulas} + {norm_formula}) bytes"
     if keys.checkpointing == "full":
         return int(
             count * (layers * 2 * h + last)
@@ -50,9 +52,14 @@ def kept(config: Config, backend: str) -> tuple[int, str]:
 
 
 def layer_activations(config: Config, backend: str) -> tuple[int, str]:
-    """(bytes, formula) of all activations of one layer."""
-    whole, formula = _layer(config, backend)
+    """(bytes, formula) of all activations of the largest layer."""
+    whole, formula = max(_layer(config, backend, recipe) for recipe in first_recipes(config))
     return int(tokens(config) * whole), f"tokens x {formula} bytes"
+
+
+def first_recipes(config: Config) -> list[Recipe]:
+    """The recipe of each layer's first linear, which stands for the layer."""
+    return [d.recipe for d in config.decisions() if d.path.endswith("q_proj")]
 
 
 def _features(config: Config, backend: str) -> tuple[float, float, float, int]:
@@ -71,12 +78,20 @@ def _features(config: Config, backend: str) -> tuple[float, float, float, int]:
     return a, kv, f, copies
 
 
-def _layer(config: Config, backend: str) -> tuple[float, str]:
+def _layer(config: Config, backend: str, recipe: Recipe) -> tuple[float, str]:
     """(bytes a token, formula) of a layer's activations."""
     keys, model = config.parallel, config.model
     h = model.hidden_size / (keys.tensor if keys.sequence else 1)
     a, kv, f, copies = _features(config, backend)
-    if backend == "jax" or keys.compile != "none":
+    own_amax = recipe.grad_weight.fp8 and recipe.shared
+    if kernels.fuses(recipe, config, backend) and not model.num_experts:
+        # bf16: the inputs of both norms; q, k, v; attention's output; gate and up. Codes of what
+        # linears read, transposed
+        layer, formula = 6 * h + 5 * a + 4 * kv + 5 * f, "(6 H + 5 A + 4 KV + 5 F)"
+    elif backend == "torch" and keys.compile != "none" and own_amax:
+        # inductor casts anew what linears read, by its own amax, and keeps what it makes it of
+        layer, formula = 4 * (h + a + kv + f), "4 (H + A + KV + F)"
+    elif backend == "jax" or keys.compile != "none":
         # bf16: the inputs of both norms and what they give; q, k, v; attention's output; gate, up
         # and their product
         layer, formula = 2 * (4 * h + 2 * a + 2 * kv + 3 * f), "2 (4 H + 2 A + 2 KV + 3 F)"

@@ -292,9 +292,8 @@ def _break_even(config: Config, backend: str) -> Table:
             f"SLOWER in FP8 on {' and '.join(slower)}: name it in filter_fqns" if slower else ""
         )
         table.add_row(roofline.short_name(kind[0]), *cells, advice)
-    if kernels.fusion(config, backend) != "eager":
-        eager = ""
-    else:
+    eager = ""
+    if kernels.fusion(config, backend) == "eager" and not kernels.casts_by_triton(config, backend):
         eager = "; casts not fused, as without parallel.compile"
     table.caption = (
         f"Estimates from published rates, not measurements{eager}; fp8ref estimate says what "

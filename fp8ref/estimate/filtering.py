@@ -24,12 +24,13 @@ def kind(decision: Decision) -> Kind:
     ), decision.recipe
 
 
-def slower(ledgers: Sequence[tuple[Decision, Ledger]], backend: str) -> list[set[Kind]]:
+def slower(ledgers: Sequence[tuple[Decision, Ledger]], *, cast_once: bool) -> list[set[Kind]]:
     """The kinds of linears that take longer in FP8, by the last of each, in sets that are left out
     together.
 
-    XLA quantizes an input once for the linears that share it, and the cost is with the first of
-    them. So the others are judged by their own costs, and the first together with those that gain.
+    cast_once: an input is quantized once for the linears that share it, and the cost is with the
+    first of them. So the others are judged by their own costs, and the first together with those
+    that gain.
     """
     groups: dict[tuple, dict[Kind, tuple[bool, Ledger]]] = {}
     for decision, ledger in ledgers:
@@ -37,7 +38,7 @@ def slower(ledgers: Sequence[tuple[Decision, Ledger]], backend: str) -> list[set
             path, recipe = kind(decision)
             parent, _, name = path.rpartition(".")
             first = name
-            if backend == "jax" and decision.experts is None:
+            if cast_once and decision.experts is None:
                 first = FIRST_READER.get(name, name)
             groups.setdefault((parent, first, recipe), {})[path, recipe] = (name == first, ledger)
     lost: list[set[Kind]] = []

@@ -1,16 +1,16 @@
 """The kernels that quantize a linear's FP8 operands, and the bytes that each moves.
 
-Their number depends on the compiler that fuses them. Bytes assume bfloat16 tensors and one byte a
-code:
+Their number depends on what casts. Bytes assume bfloat16 tensors and one byte a code:
 
+triton    fp8ref's own kernels, by default. A cast reads a tensor once and writes its codes in both
+          orders, 2 + 2 bytes an element. Scales that need the amax first cost another reading. The
+          pass that makes a tensor writes its codes in the tensor's place, as many bytes: ``FUSED``.
 inductor  torchao's own list, testing/training/roofline_utils.py of 0.18. Tensorwise: an amax, a
           scale, and a cast that writes codes in every order that a GEMM wants, a weight's once in
           the forward and once in the backward pass. Rowwise: amax and cast in one, along memory;
           across it after a transpose in bfloat16.
-xla       counted in programs compiled for an H200 (benchmarks/results/aot.md), whose kernels a test
-          compares. Amax and cast are two kernels, a cast writes both orders at once. Which amax the
-          kernel computes that makes the tensor, and what a cast reads, depends on the linear's
-          place in a Llama: ``_xla``.
+xla       amax and cast are two kernels, a cast writes both orders. What makes a tensor takes one
+          amax along: ``_taken_by_maker``.
 eager     PyTorch without torch.compile: every operation of a cast is a kernel, and each GEMM has
           its operands made anew.
 
@@ -18,13 +18,15 @@ Operands in blocks: torchao's Triton kernels read a tensor once; where no kernel
 (spec G-16), they are dequantized.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, CastSpec, Gemm, GemmSpec, Recipe, Role
-from fp8ref.spec import granularity, llama
+from fp8ref.policy import POLICIES
+from fp8ref.recipe import ROLES, CastSpec, Gemm, GemmSpec, OperandCast, Recipe, Role
+from fp8ref.spec import granularity
 from fp8ref.train.config.config import Config
+from fp8ref.train.config.device_shapes import sharded
 
 Part = Literal["amax", "scale", "cast", "layout", "rescale"]
 """The purpose of a kernel.
@@ -42,6 +44,23 @@ Fusion = Literal["inductor", "xla", "eager"]
 GEMMS: tuple[Gemm, ...] = ("output", "grad_input", "grad_weight")
 """The three GEMMs of a linear, in the order in which a step computes them."""
 
+SWIGLU = ("gate_proj", "up_proj")  # the linears whose outputs SwiGLU multiplies
+
+FUSED: dict[tuple[Role, str], int] = {
+    ("input", "q_proj"): 2,  # the residual
+    ("input", "gate_proj"): 2,
+    ("input", "down_proj"): 4,  # gate and up
+    ("grad_output", "gate_proj"): 3,  # gate, up and the gradient of their product, by two
+    ("grad_output", "up_proj"): 3,
+    ("grad_output", "q_proj"): 2,
+    ("grad_output", "k_proj"): 2,
+}
+"""What the pass that computes it casts in a Llama: norms, SwiGLU, gradients of SwiGLU and RoPE. The
+bytes an element that an amax reads before."""
+
+
+_SUMS = {("input", "down_proj"), ("grad_output", "o_proj"), ("grad_output", "down_proj")}
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -54,46 +73,29 @@ class Kernel:
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Where a linear is in a Llama on a mesh, which says what its casts read and send. The default
-    is a linear by itself, whose tensors are there in bfloat16.
+    is a linear by itself, whose tensors are there in bfloat16 and which no Triton kernel casts.
 
-    linear      its name, such as up_proj: XLA fuses kernels with those around them.
+    linear      its name, such as up_proj: kernels are fused with those around them.
     roles       the roles that it quantizes: its input may come quantized from another linear.
     parts       devices by role that quantize a part each, whose codes are then all-gathered.
     sent        GEMMs whose results are sums' parts in bfloat16, sent to other devices.
-    norm_bytes  bytes an element of what XLA computes a norm's result from again: the residual in
-                float32, or what is added up to it.
-    pieces      whether each of several sequences is cut over tensor. Then the rows of an operand
-                whose products are scattered are put in order of pieces for that GEMM, and in their
-                own order for grad_weight, by a kernel each; and gathered gradients of o and down
-                are written in order of pieces, by kernels that take no amax.
+    by_triton   the roles that fp8ref's Triton kernels cast (``by_triton``).
+    guessed     those of them whose scales are guessed, so that no amax is needed first.
+    fused       whether the passes of ``FUSED`` cast what they make.
+    freed       whether codes of the weight are freed, and cast again in the backward pass.
     """
 
     linear: str = ""
     roles: tuple[Role, ...] = ROLES
     parts: Mapping[Role, int] = field(default_factory=dict)
     sent: tuple[Gemm, ...] = ()
-    norm_bytes: float = 4
-    pieces: bool = False
+    by_triton: tuple[Role, ...] = ()
+    guessed: tuple[Role, ...] = ()
+    fused: bool = False
+    freed: bool = False
 
 
 ALONE = Place()  # a linear by itself
-
-_Served = tuple[Gemm, CastSpec, int]
-"""A GEMM that an operand serves, its cast, and the axis that the GEMM reduces."""
-
-SWIGLU = ("gate_proj", "up_proj")  # the linears whose outputs SwiGLU multiplies
-
-_SOURCES: dict[tuple[Role, str], str] = {
-    ("input", "q_proj"): "norm",
-    ("input", "gate_proj"): "norm",
-    ("input", "o_proj"): "attention",
-    ("input", "down_proj"): "elementwise",
-    ("grad_output", "k_proj"): "attention",
-    ("grad_output", "v_proj"): "attention",
-    ("grad_output", "o_proj"): "elementwise",
-    ("grad_output", "down_proj"): "elementwise",
-}
-"""What makes an operand in a Llama, where XLA's kernels depend on it."""
 
 
 def fusion(config: Config, backend: str) -> Fusion:
@@ -101,6 +103,56 @@ def fusion(config: Config, backend: str) -> Fusion:
     if backend == "jax":
         return "xla"
     return "eager" if config.parallel.compile == "none" else "inductor"
+
+
+def by_triton(recipe: Recipe, config: Config, backend: str) -> tuple[Role, ...]:
+    """The roles that fp8ref's Triton kernels cast on a GPU, where they are installed: those whose
+    two GEMMs take the same cast, in JAX by one scale. Under plain jit on a mesh XLA casts."""
+    keys = config.parallel
+    partitioned = backend == "jax" and keys.through == "jit" and keys.devices > 1
+    if config.numerics.kernels == "plain" or partitioned:
+        return ()
+    blocks = ("blockwise_1x128", "blockwise_128x128")
+    supported = ("tensorwise",) if backend == "jax" else ("tensorwise", "rowwise", *blocks)
+    roles = []
+    for role, operands in _casts(recipe).items():
+        casts = {operand.cast for operand in operands}
+        if len(operands) == 2 and len(casts) == 1 and casts.pop().granularity in supported:
+            roles.append(role)
+    return tuple(roles)
+
+
+def casts_by_triton(config: Config, backend: str) -> bool:
+    """Whether Triton kernels cast operands of some linear."""
+    recipes = {d.recipe for d in config.decisions() if d.experts is None}
+    return any(by_triton(recipe, config, backend) for recipe in recipes)
+
+
+def fuses(recipe: Recipe, config: Config, backend: str) -> bool:
+    """Whether the passes of ``FUSED`` cast what they make for linears of one recipe: where Triton
+    kernels cast all operands, and no device cuts features."""
+    return config.parallel.tensor == 1 and by_triton(recipe, config, backend) == ROLES
+
+
+def guesses(recipe: Recipe, roles: Sequence[Role], backend: str) -> tuple[Role, ...]:
+    """Of roles that Triton kernels cast those whose scales PyTorch guesses (spec R)."""
+    spec = recipe.output.a
+    guessed = (
+        backend == "torch"
+        and spec is not None
+        and spec.granularity == "tensorwise"
+        and spec.policy == POLICIES["torchao_pow2"]
+    )
+    return tuple(role for role in roles if guessed and role != "grad_output")
+
+
+def code_bytes(recipe: Recipe, config: Config, backend: str) -> int:
+    """Bytes an element of the codes of a weight that Triton kernels cast, as the backward pass
+    finds them: PyTorch casts a weight once a step and keeps both orders; JAX, and a CUDA graph,
+    keep the transposed one of each pass. Sharded weights are gathered, and no codes kept."""
+    if "weight" not in by_triton(recipe, config, backend) or sharded(config, backend):
+        return 0
+    return 1 if backend == "jax" or config.parallel.cuda_graphs else 2
 
 
 def multiplies_fp8(spec: GemmSpec, backend: str) -> bool:
@@ -115,6 +167,12 @@ def multiplies_fp8(spec: GemmSpec, backend: str) -> bool:
     )
 
 
+def _casts(recipe: Recipe, gemms: Sequence[Gemm] = GEMMS) -> dict[Role, list[OperandCast]]:
+    """What GEMMs take of each role, but for high precision."""
+    casts = [operand for operand in recipe.operand_casts if operand.gemm in gemms]
+    return {role: [operand for operand in casts if operand.role == role] for role in ROLES}
+
+
 def linear_kernels(
     recipe: Recipe,
     sizes: Mapping[Role, float],
@@ -127,45 +185,31 @@ def linear_kernels(
     sizes     elements of each role's tensor, of which this device may quantize a part.
     gemms     the GEMMs that run: ("output",) is a forward pass alone.
     """
-    gathered = {role: sizes[role] for role in place.parts}
-    sizes = {role: size / place.parts.get(role, 1) for role, size in sizes.items()}
     backend = "jax" if fusion == "xla" else "torch"
-    role_casts: dict[Role, list[_Served]] = {}
     kernels: list[Kernel] = []
-    for which in gemms:
-        spec = recipe.gemms[which]
-        for role, cast, axis in zip(
-            OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True
-        ):
-            if cast is None or role not in place.roles:
-                continue
-            if multiplies_fp8(spec, backend):
-                role_casts.setdefault(role, []).append((which, cast, axis))
-            else:
-                kernels += _dequantized(sizes[role], fusion)
-    for role, served in role_casts.items():
-        whole = gathered.get(role)
-        paired = fusion == "xla" and role == "grad_output" and recipe.pairs_gradients
-        if paired and whole is not None:
-            kernels += _paired(sizes[role], whole)
-        elif fusion == "xla":
-            kernels += _xla(role, served, sizes[role], whole, place)
-        else:
-            kernels += _role_kernels(role, served, sizes[role], fusion, whole)
+    for role, casts in _casts(recipe, gemms).items():
+        if role not in place.roles or not casts:
+            continue
+        n = sizes[role] / place.parts.get(role, 1)
+        gathered = sizes[role] if role in place.parts else None
+        if role in place.by_triton and gathered is None:
+            kernels += _triton(role, casts[0].cast, n, place)
+            continue
+        served = [one for one in casts if multiplies_fp8(recipe.gemms[one.gemm], backend)]
+        kernels += _dequantized(n, fusion) * (len(casts) - len(served))
+        if served and fusion == "xla":
+            kernels += _xla(role, served, n, gathered, place.linear)
+        elif served:
+            kernels += _torch(role, served, n, fusion, gathered)
     return kernels
 
 
-def copies_weight(recipe: Recipe, fusion: Fusion, linear: str, *, gathered: bool = False) -> bool:
-    """Whether a linear's weight is written in bfloat16.
-
-    XLA quantizes from float32 what it can. gathered: of pieces.
-    """
-    specs = {
-        spec.b.granularity
-        for spec in (recipe.output, recipe.grad_input)
-        if spec.b is not None and multiplies_fp8(spec, "jax")
-    }
-    return fusion != "xla" or not specs or _copies(specs, linear, gathered=gathered)
+def copies_weight(recipe: Recipe, config: Config, backend: str) -> bool:
+    """Whether a linear's weight is written in bfloat16: XLA casts by one scale from float32."""
+    if backend != "jax" or "weight" in by_triton(recipe, config, backend):
+        return True
+    casts = _casts(recipe)["weight"]
+    return not casts or any(one.cast.granularity != "tensorwise" for one in casts)
 
 
 def scaled_after(spec: GemmSpec, fusion: Fusion) -> bool:
@@ -175,13 +219,7 @@ def scaled_after(spec: GemmSpec, fusion: Fusion) -> bool:
 
 
 def rescale(
-    recipe: Recipe,
-    which: Gemm,
-    outputs: float,
-    fusion: Fusion,
-    linear: str = "",
-    *,
-    sent: bool = False,
+    recipe: Recipe, which: Gemm, outputs: float, fusion: Fusion, place: Place = ALONE
 ) -> list[Kernel]:
     """The kernels that only scale a GEMM's result. XLA scales it in the kernel that uses it, but
     for outputs that SwiGLU multiplies, which the backward pass uses too, and for what is sent to
@@ -190,14 +228,9 @@ def rescale(
     if not scaled_after(spec, fusion):
         return []
     if fusion == "xla":
-        fused = (
-            linear in (*llama.COLUMN, *llama.ROW)
-            and not (linear in SWIGLU and which == "output")
-            and not sent
-        )
-        # gradients of q, k and v are one array, which q's kernel reads, and one of k and v
-        times = 2 if which == "grad_weight" and linear in llama.COLUMN[:3] else 1
-        return [] if fused else [Kernel("rescale", (times * writes(spec, fusion) + 2) * outputs)]
+        twice = not place.linear or (place.linear in SWIGLU and which == "output")
+        written = (writes(spec, fusion) + 2) * outputs
+        return [Kernel("rescale", written)] if twice or which in place.sent else []
     # eager writes the product of both scales in float32 first
     if fusion == "inductor":
         return [Kernel("rescale", 4 * outputs)]
@@ -211,12 +244,24 @@ def writes(spec: GemmSpec, fusion: Fusion) -> int:
     return 2 if fusion != "xla" or rounds else 4
 
 
-def _role_kernels(
-    role: Role, served: list[_Served], n: float, fusion: Fusion, gathered: float | None
+def _triton(role: Role, cast: CastSpec, n: float, place: Place) -> list[Kernel]:
+    again = FUSED.get((role, place.linear)) if place.fused else None
+    in_blocks = granularity.by_name(cast.granularity).reduced is not None
+    kernels = []
+    if cast.delayed is not None:
+        kernels = [Kernel("scale", 0)] * 2  # the state's scale, and its observation
+    elif not in_blocks and role not in place.guessed:
+        kernels = [Kernel("amax", (again or 2) * n)]
+    times = 2 if role == "weight" and place.freed else 1
+    return kernels + [Kernel("cast", 4 * n)] * (times if again is None else 0)
+
+
+def _torch(
+    role: Role, served: list[OperandCast], n: float, fusion: Fusion, gathered: float | None
 ) -> list[Kernel]:
     kernels: list[Kernel] = []
-    whole = [one for one in served if one[1].granularity == "tensorwise"]
-    for which, cast, axis in served:
+    whole = [one for one in served if one.cast.granularity == "tensorwise"]
+    for which, _, cast, axis in served:
         transposed = axis == 0
         if gathered is not None and transposed:
             # gathered codes are row-major, and this GEMM needs them column-major
@@ -227,13 +272,13 @@ def _role_kernels(
             kernels += [*_eager_amax(n), *_eager_cast(n)]
             kernels += [Kernel("layout", 2 * n)] * (transposed and gathered is None)
         elif cast.granularity == "rowwise":
-            turned, after = transposed and gathered is None, which != served[0][0]
+            turned, after = transposed and gathered is None, which != served[0].gemm
             kernels += _rowwise(role, n, transposed=turned, after=after)
     if fusion == "eager" or not whole:
         return kernels
     # Tensorwise, not eager: one amax (none under delayed scaling, which scales by its history), one
     # scale, and casts that write the codes in each memory order that a GEMM needs.
-    delayed = whole[0][1].delayed is not None
+    delayed = whole[0].cast.delayed is not None
     kernels += [Kernel("scale", 0)] if delayed else [Kernel("amax", 2 * n), Kernel("scale", 0)]
     if gathered is not None:
         kernels.append(Kernel("cast", 3 * n))
@@ -254,108 +299,34 @@ def _rowwise(role: Role, n: float, *, transposed: bool, after: bool) -> list[Ker
 
 
 def _xla(
-    role: Role, served: list[_Served], n: float, gathered: float | None, place: Place
+    role: Role, served: list[OperandCast], n: float, gathered: float | None, linear: str
 ) -> list[Kernel]:
-    """Kernels that XLA compiles, but those that also make the tensor: bfloat16 weights from masters
-    (with an amax across memory), norms, SwiGLU and sums (with an amax along memory)."""
-    linear, pieces = place.linear, place.pieces
-    source = _SOURCES.get((role, linear), "") if role != "weight" else "masters" if linear else ""
-    whole, rows = (
-        [one for one in served if one[1].granularity == name] for name in ("tensorwise", "rowwise")
-    )
-    delayed = bool(whole) and whole[0][1].delayed is not None
-    copied = source == "masters" and _copies(
-        {cast.granularity for _, cast, _ in served}, linear, gathered=gathered is not None
-    )
-    # A norm whose amax is needed before its cast is computed again.
-    again = source == "norm" and whole
-    read = place.norm_bytes if again else 4 if source == "masters" and not copied else 2
-    # XLA multiplies q, k and v's input by one array, of their codes under scales of rows
-    joined = bool(rows) and linear in llama.COLUMN[:3]
-    scattered = pieces and linear in {"input": llama.ROW, "grad_output": llama.COLUMN}.get(role, ())
-    with_maker = source == "elementwise" and not (pieces and role == "grad_output")
-    kernels = [Kernel("scale", 0) for _ in range(bool(whole) + len(rows))]
-    if whole and not rows and not with_maker and not (delayed and source in ("masters", "norm")):
-        kernels.append(Kernel("amax", read * n))
-    for *_, axis in rows:
-        along = axis == 1
-        # taken by what makes the tensor; where each order has a kernel of its own, and none turns
-        # it, by the other order's cast
-        by_cast = (copied and gathered is not None and not whole) or (
-            scattered and role == "grad_output" and linear in SWIGLU
-        )
-        by_others = source in ("elementwise", "norm") or by_cast if along else copied
-        if not by_others:
-            # attention's output is in the order of heads: the kernel of one amax writes magnitudes
-            # in that of tokens, for the other's
-            both = role == "input" and along and len(rows) == 2
-            turned = 2 if source == "attention" and both and not pieces else 0
-            kernels.append(Kernel("amax", (read + turned) * n))
-    orders = 1 if gathered is not None and not rows else len(served)
-    apart = (
-        source == "attention"
-        or (role == "weight" and joined)
-        or scattered
-        or (gathered is not None and rows and not (whole and copied))
-    )
-    if orders == 2 and scattered and whole:
-        kernels += _in_pieces(n, read, linear, heads=source == "attention")
-    elif (
-        orders == 2 and apart
-    ):  # heads are transposed; weights of one input are joined; each order is gathered
-        turns = source == "attention" and not rows and linear != "v_proj"
-        kernels += [
-            Kernel("cast", (read + 1) * n),
-            Kernel("layout", 2 * n) if turns else Kernel("cast", (read + 1) * n),
-        ]
-    else:
-        kernels.append(Kernel("cast", (read + orders) * n))
-    if source == "attention" and role == "input" and scattered and rows:
-        kernels.append(Kernel("layout", 2 * n))  # from the order of tokens to that of pieces
-    if role == "grad_output" and linear == "q_proj" and len(rows) == 2 and not pieces:
-        # the kernel that casts gradients of k and v into the joined array also copies q's codes
-        kernels.append(Kernel("cast", 2 * n))
+    """One scale of the whole tensor or one for each order, an amax for each but the one that the
+    tensor's maker takes, and a cast. Gathered codes of one scale are laid out in the other order;
+    those of rows each have been cast apart."""
+    rows = sum(one.cast.granularity == "rowwise" for one in served)
+    whole = next((one.cast for one in served if one.cast.granularity == "tensorwise"), None)
+    scales = rows + (whole is not None)
+    masters = role == "weight" and linear and not rows  # read in float32
+    read = 4 if masters else 2
+    amaxes = scales - _taken_by_maker(role, linear, rows, whole)
+    kernels = [Kernel("scale", 0)] * scales + [Kernel("amax", read * n)] * amaxes
+    orders = len(served) if gathered is None or rows else 1
+    kernels.append(Kernel("cast", (read + orders) * n))
     if gathered is not None:
-        # rows of a weight are gathered in order, tokens of several sequences are not; joined
-        # weights are laid out
-        kernels += [
-            Kernel("layout", 2 * gathered)
-            for *_, axis in served
-            if axis == 0 or role != "weight" or joined
-        ]
+        turned = sum(one.axis == 0 or role != "weight" for one in served)
+        kernels += [Kernel("layout", 2 * gathered)] * turned
     return kernels
 
 
-def _paired(n: float, gathered: float) -> list[Kernel]:
-    """Codes of rows and of columns that are gathered as one of them and a bit an element (P-6):
-    both amaxes, codes, bits; and both codes of what is gathered, of which one kernel reads codes
-    twice, of both neighbours, and writes bytes beside."""
-    sent = [Kernel("scale", 0), Kernel("amax", 2 * n)] * 2 + [
-        Kernel("cast", 3 * n),
-        Kernel("cast", (2 + 1 / 8) * n),
-    ]
-    return [*sent, Kernel("layout", (2 + 1 / 8) * gathered), Kernel("layout", 4 * gathered)]
-
-
-def _in_pieces(n: float, read: float, linear: str, *, heads: bool) -> list[Kernel]:
-    """Codes by one scale in order of pieces and in their own: of what has heads from codes in order
-    of tokens, which v's cast writes in its own order too."""
-    if not heads:
-        return [Kernel("cast", (read + 1) * n)] * 2
-    if linear == "v_proj":
-        return [Kernel("cast", (read + 2) * n), Kernel("layout", 2 * n)]
-    return [Kernel("cast", (read + 1) * n)] + [Kernel("layout", 2 * n)] * 2
-
-
-def _copies(granularities: Collection[str], linear: str, *, gathered: bool) -> bool:
-    """Whether XLA writes a weight in bfloat16 before it quantizes it: for a scale of rows. Beside
-    one of the whole tensor, as compiled, not where the float32 master's kernel takes both: of q, o
-    and down, or of pieces those of attention."""
-    if "rowwise" not in granularities or "tensorwise" not in granularities:
-        return "rowwise" in granularities
-    if gathered:
-        return linear.endswith(("gate_proj", "up_proj", "down_proj"))
-    return linear not in ("q_proj", "o_proj", "down_proj")
+def _taken_by_maker(role: Role, linear: str, rows: int, whole: CastSpec | None) -> bool:
+    """Whether the kernel that writes a tensor in a Llama takes one of its amaxes: SwiGLU's and
+    those of sums; of a norm and of a weight's bfloat16 copy only amaxes of rows, because they are
+    computed again once a scale is known; under delayed scaling, where it is, any."""
+    if (role, linear) in _SUMS:
+        return True
+    made = linear and (role == "weight" or (role == "input" and linear in ("q_proj", "gate_proj")))
+    return bool(made and (rows or (whole is not None and whole.delayed is not None)))
 
 
 def _dequantized(n: float, fusion: Fusion) -> list[Kernel]:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple, get_args
 
-from fp8ref.estimate import activations, attention
+from fp8ref.estimate import activations, attention, kernels
 from fp8ref.spec import llama
 from fp8ref.train.config.config import Config
 from fp8ref.train.config.device_shapes import at_rest, copied, in_fp8, sharded, used
@@ -94,6 +94,7 @@ def lines(config: Config, backend: str, recipe: str | None = None) -> dict[str, 
         **state,
         "FP8 states": fp8_states,
         **_weights(config, backend, kept_in_fp8),
+        **_codes(config, backend),
         "activations, kept": Line(*kept, MOMENTS[:2]),
         "activations of a layer": Line(*layer_kept, at),
         **scores,
@@ -251,6 +252,20 @@ def _weights(config: Config, backend: str, kept: Collection[str]) -> dict[str, L
             2 * table, "2 bytes an element: bf16", MOMENTS[:1]
         )
     return memory_lines
+
+
+def _codes(config: Config, backend: str) -> dict[str, Line]:
+    """Codes of weights that Triton kernels have cast, which the backward pass takes."""
+    sizes = {
+        d.path: math.prod(used(d.path, d.shape, config))
+        * kernels.code_bytes(d.recipe, config, backend)
+        for d in config.decisions()
+        if d.experts is None
+    }
+    if not any(sizes.values()):
+        return {}
+    how = "1 byte an element of each order, written by Triton kernels"
+    return {"codes of weights": Line(sum(sizes.values()), how, BACKWARD)}
 
 
 def _gathered(config: Config, backend: str, table: int) -> dict[str, Line]:

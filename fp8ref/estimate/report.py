@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fp8ref.estimate import filtering, roofline
+from fp8ref.estimate import filtering, kernels, roofline
 from fp8ref.estimate.gpu_rates import Ceilings
 from fp8ref.estimate.ledger import Ledger, Step
 from fp8ref.shared import console as consoles
@@ -48,6 +48,7 @@ class Forecast(Result):
     ceilings: Ceilings
     rows: list[Row]
     step: Step
+    by_triton: bool  # whether Triton kernels cast
     fused: bool  # or cannot be
     named: bool  # whether fp8_fqns names a linear that FP8 makes slower
     to_filter: list[str]  # patterns of the linears that FP8 makes slower, for filter_fqns
@@ -85,7 +86,8 @@ class Forecast(Result):
                 "FILTER" if row.loses else "",
             )
         title = (
-            f"Linears under recipe {self.recipe!r} with {self.backend}, microseconds per "
+            f"Linears under recipe {self.recipe!r} with {self.backend}, cast by "
+            f"{'Triton kernels' if self.by_triton else 'plain operations'}, microseconds per "
             "device and microbatch, PREDICTED"
         )
         console.print(Text(title, style="bold"), table, Text(self._advice()), "", sep="\n")
@@ -113,6 +115,7 @@ class Forecast(Result):
         return {
             "backend": self.backend,
             "recipe": self.recipe,
+            "casts": "triton" if self.by_triton else "plain",
             "ceilings": dataclasses.asdict(self.ceilings) | {"measured": self.ceilings.measured},
             "parameters": {"all": self.parameters, "active": self.active},
             "linears": rows,
@@ -211,8 +214,11 @@ def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
             decision.experts,
             kind in lost,
         )
+    by_triton = kernels.casts_by_triton(config, backend)
     # experts run eagerly alone
-    fused = backend == "jax" or config.parallel.compile != "none" or bool(config.model.num_experts)
+    fused = (
+        by_triton or kernels.fusion(config, backend) != "eager" or bool(config.model.num_experts)
+    )
     named = any(
         d.reason.startswith("named by fp8_fqns") and filtering.kind(d) in lost
         for d in config.decisions()
@@ -223,6 +229,7 @@ def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
         ceilings,
         list(rows.values()),
         roofline.predict_step(config, backend, ceilings, lost),
+        by_triton,
         fused,
         named,
         filtering.patterns(lost, ledgers),

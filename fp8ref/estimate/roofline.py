@@ -12,7 +12,7 @@ validation and checkpoints.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -55,18 +55,19 @@ def losing(config: Config, backend: str, ceilings: Ceilings) -> set[Kind]:
         step = _unfiltered_step(filtering.without(config, lost, ledgers), backend, ceilings)
         return step.configured + sum(step.rest.values())
 
-    return filtering.worthwhile(filtering.slower(ledgers, backend), seconds)
+    cast_once = backend == "jax" or kernels.casts_by_triton(config, backend)
+    return filtering.worthwhile(filtering.slower(ledgers, cast_once=cast_once), seconds)
 
 
 def _unfiltered_step(config: Config, backend: str, ceilings: Ceilings) -> Step:
     """The step, in which nothing is filtered."""
     parts, again = config.data.microbatches, config.parallel.checkpointing == "full"
-    bf16 = configured = saved = 0.0
-    forward = linears(config, backend, ceilings, gemms=("output",))
-    recipes = {decision.path: decision.recipe for decision, _ in forward}
-    scaled = scaled_first(config) if backend == "jax" else {}
+    bf16 = configured = 0.0
+    once = _once(config, backend)
     for (decision, whole), (_, first) in zip(
-        linears(config, backend, ceilings), forward, strict=True
+        linears(config, backend, ceilings),
+        linears(config, backend, ceilings, gemms=("output",)),
+        strict=True,
     ):
         spent = [whole]
         layer = decision.path.startswith("model.layers.")
@@ -74,32 +75,43 @@ def _unfiltered_step(config: Config, backend: str, ceilings: Ceilings) -> Step:
         chunked = config.parallel.loss == "chunked" and decision.path == "lm_head"
         if (again and layer and twice) or chunked:
             spent.append(first)
-        bf16 += sum(ledger.bf16 for ledger in spent)
-        configured += sum(ledger.seconds for ledger in spent)
-        if decision.path in scaled:  # a step takes the amax of its weight once
-            amax = _weight_amax(decision, config, ceilings, recipes)
-            saved += (parts * len(spent) - 1) * amax
+        bf16 += parts * sum(ledger.bf16 for ledger in spent)
+        saved = (parts * len(spent) - 1) * _seconds(once.get(decision.path, ()), ceilings)
+        configured += parts * sum(ledger.seconds for ledger in spent) - saved
     rest, variant = outside_linears.seconds(config, backend, ceilings), config.attention_variant
     in_bf16 = outside_linears.seconds(filtering.in_bf16(config), backend, ceilings)
     if variant is not None:
         rest["attention"] = config.model.num_hidden_layers * attention.seconds(
             config, variant, backend, ceilings
         )
-    return Step(parts * bf16, parts * configured - saved, parts * configured - saved, rest, in_bf16)
+    return Step(bf16, configured, configured, rest, in_bf16)
 
 
-def _weight_amax(
-    decision: Decision, config: Config, ceilings: Ceilings, recipes: Mapping[str, Recipe]
-) -> float:
-    """Seconds that XLA's kernels take for the amax of a linear's weight."""
-    sizes = [_size(s) for s in gemm_shapes(decision, config, "jax") if s.which == "output"]
-    place = linear_place.of(decision, config, "jax", recipes)
-    place = dataclasses.replace(place, roles=("weight",))
-    return sum(
-        max(kernel.bytes / ceilings.bandwidth, ceilings.launch)
-        for kernel in quantizing(decision.recipe, sizes, "xla", place)
-        if kernel.part == "amax"
-    )
+def _once(config: Config, backend: str) -> dict[str, list[Kernel]]:
+    """{linear: the kernels that quantize its weight once a step}: in JAX those of scales that are
+    made first (P-9), in PyTorch Triton's, whose codes a step keeps."""
+    scaled, fusion = scaled_first(config), kernels.fusion(config, backend)
+    decisions = [d for d in config.decisions() if d.experts is None]
+    recipes = {d.path: d.recipe for d in decisions}
+    once = {}
+    for d in decisions:
+        kept = kernels.code_bytes(d.recipe, config, backend) == 2
+        if not kept and (backend == "torch" or d.path not in scaled):
+            continue
+        sizes = [_size(shape) for shape in gemm_shapes(d, config, backend)]
+        place = linear_place.of(d, config, backend, recipes)
+        once[d.path] = [
+            kernel
+            for kernel in kernels.linear_kernels(
+                d.recipe, _elements(sizes), fusion, dataclasses.replace(place, roles=("weight",))
+            )
+            if kept or kernel.part == "amax"
+        ]
+    return once
+
+
+def _seconds(beside: Iterable[Kernel], ceilings: Ceilings) -> float:
+    return sum(max(kernel.bytes / ceilings.bandwidth, ceilings.launch) for kernel in beside)
 
 
 def with_tied(config: Config) -> list[Decision]:
@@ -240,9 +252,7 @@ def quantizing(
     rescales = [
         kernel
         for which, m, n, _ in sizes
-        for kernel in kernels.rescale(
-            recipe, which, m * n, fusion, place.linear, sent=which in place.sent
-        )
+        for kernel in kernels.rescale(recipe, which, m * n, fusion, place)
     ]
     gemms = [which for which, *_ in sizes]
     return rescales + kernels.linear_kernels(recipe, _elements(sizes), fusion, place, gemms)

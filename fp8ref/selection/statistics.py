@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8ref.recipe import OPERANDS, CastSpec, Gemm, Role
+from fp8ref.recipe import CastSpec, Gemm, Role
 from fp8ref.selection.linears import Decision
 from fp8ref.spec.attention.products import AttentionOperand
 
@@ -56,9 +56,8 @@ def planned(decisions: Iterable[Decision]) -> list[Operand]:
     return [
         Operand(d.path, gemm, role, cast)
         for d in decisions
-        for gemm, spec in d.recipe.gemms.items()
-        for role, cast in zip(OPERANDS[gemm], (spec.a, spec.b), strict=True)
-        if spec.fp8 and cast is not None
+        for gemm, role, cast, _ in d.recipe.operand_casts
+        if d.recipe.gemms[gemm].fp8
     ]
 
 

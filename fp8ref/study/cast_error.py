@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -17,7 +17,7 @@ from fp8ref.recipe import (
     REDUCED_AXES,
     ROLES,
     CastSpec,
-    Gemm,
+    OperandCast,
     Recipe,
     Role,
     trained_recipes,
@@ -247,19 +247,18 @@ def judge(
     absent = dict.fromkeys(left_out if recording.titles else ())
     with console.library_bar("judge", len(recording.layers)) as advance:
         for layer in recording.layers:
-            for name, cast in ((name, cast) for name, each in casts.items() for cast in each):
-                role, axis = cast.role, cast.axis
+            every = ((name, *each) for name, operands in casts.items() for each in operands)
+            for name, gemm, role, spec, axis in every:
                 operand = recording.operands.get(f"{layer}/{role}")
                 if operand is None:
                     if not recording.titles:  # a tensor of no model has one role
                         absent[f"{layer}/{role}"] = None
                     continue
-                spec = cast.spec
                 own_axis = None if spec.granularity == "tensorwise" else axis
                 key = layer, role, spec.fmt.name, spec.granularity, spec.policy, own_axis
                 if key not in once:
                     once[key] = _measure(operand, spec, axis)
-                rows.append(Row(recipe=name, layer=layer, gemm=cast.gemm, role=role, **once[key]))
+                rows.append(Row(recipe=name, layer=layer, gemm=gemm, role=role, **once[key]))
             advance(layer)
     bad = {name: cast_rows.non_finite(one) for name, one in recording.operands.items()}
     judged = Judged(
@@ -272,7 +271,7 @@ def judge(
 
 
 def _causes(
-    judged: Judged, recording: Recording, casts: Mapping[str, "list[_Cast]"]
+    judged: Judged, recording: Recording, casts: Mapping[str, list[OperandCast]]
 ) -> dict[tuple[str, str, Role], str]:
     """Why the operand that loses most elements does: one more cast, or two."""
     row = max(cast_rows.worse_gemms(judged.rows), key=lambda row: row.lost, default=None)
@@ -284,23 +283,14 @@ def _causes(
         operand,
         "row" if row.role == "weight" else "token",
         row.lost,
-        lambda other: _measure(other, cast.spec, cast.axis)["lost"],
+        lambda other: _measure(other, cast.cast, cast.axis)["lost"],
     )
     return {(row.recipe, row.layer, row.role): why}
 
 
-class _Cast(NamedTuple):
-    """How a GEMM casts an operand; axis: that it reduces."""
-
-    gemm: Gemm
-    role: Role
-    spec: CastSpec
-    axis: int
-
-
 def _casts(
     recipes: Sequence[str | Recipe] | Mapping[str, CastSpec] | None,
-) -> dict[str, list[_Cast]]:
+) -> dict[str, list[OperandCast]]:
     """The casts of operands in FP8 by recipe, as ``judge`` takes recipes."""
     if isinstance(recipes, Mapping):
         if other := [name for name, spec in recipes.items() if not isinstance(spec, CastSpec)]:
@@ -314,7 +304,11 @@ def _casts(
                 "fp8ref.sim.linear.quantize_operands."
             )
         return {
-            name: [cast for gemm in OPERANDS for cast in _gemm_casts(gemm, spec, spec)]
+            name: [
+                OperandCast(gemm, role, spec, axis)
+                for gemm, roles in OPERANDS.items()
+                for role, axis in zip(roles, REDUCED_AXES[gemm], strict=True)
+            ]
             for name, spec in recipes.items()
         }
     named = trained_recipes() if recipes is None else recipes
@@ -330,20 +324,7 @@ def _casts(
         raise ValueError(
             f"a study judges casts to FP8; recipe {plain[0]!r} has none. Leave it out."
         )
-    return {
-        recipe.name: [
-            cast
-            for gemm, spec in recipe.gemms.items()
-            for cast in _gemm_casts(gemm, spec.a, spec.b)
-        ]
-        for recipe in chosen
-    }
-
-
-def _gemm_casts(gemm: Gemm, a: CastSpec | None, b: CastSpec | None) -> Iterator[_Cast]:
-    for role, spec, axis in zip(OPERANDS[gemm], (a, b), REDUCED_AXES[gemm], strict=True):
-        if spec is not None:
-            yield _Cast(gemm, role, spec, axis)
+    return {recipe.name: recipe.operand_casts for recipe in chosen}
 
 
 def _measure(operand: Operand, spec: CastSpec, axis: int) -> dict[str, Any]:

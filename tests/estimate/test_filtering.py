@@ -6,6 +6,7 @@ import pytest
 
 from fp8ref.estimate import filtering, report, roofline
 from fp8ref.estimate.gpu_rates import PUBLISHED
+from fp8ref.recipe import RECIPES
 from fp8ref.selection.rules import Rule
 from fp8ref.train.config import config as configs
 
@@ -17,7 +18,8 @@ EXPERTS = configs.load("qwen3-30b-a3b").replace(
 )
 
 
-COMPILED = SMALL.replace(parallel={"compile": "block"})
+PLAIN = {"kernels": "plain"}
+COMPILED = SMALL.replace(parallel={"compile": "block"}, numerics=PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -52,11 +54,9 @@ def test_under_rules_a_linear_is_left_out_by_another():
     )
 
 
-def test_what_costs_a_linear_and_spares_a_norm_more_is_not_filtered():
-    """XLA's norm of a linear in FP8 writes no result in bfloat16: q's casts read the residual, and
-    cost more than q gains.
-    """
-    found = report.of(configs.load("llama-125m"), "jax", H100)
+def test_what_costs_a_linear_and_spares_others_more_is_not_filtered():
+    """q's casts are also k's and v's, which gain by them."""
+    found = report.of(configs.load("llama-125m").replace(numerics=PLAIN), "jax", H100)
     by_name = {row.linear: row for row in found.rows}
     assert by_name["q_proj"].ledger.ratio < 1
     assert not by_name["q_proj"].loses
@@ -64,16 +64,22 @@ def test_what_costs_a_linear_and_spares_a_norm_more_is_not_filtered():
 
 
 def test_linears_that_share_an_input_are_judged_together():
-    """gate_proj quantizes the input of both and loses alone; with up_proj it gains. q, k and v lose
-    together.
+    """q_proj quantizes the input of all three and loses alone; with k_proj and v_proj it gains. By
+    themselves all four lose in PyTorch.
     """
-    found = roofline.linears(configs.load("llama-125m"), "jax", H100)
+    config = configs.load("llama-125m").replace(numerics=PLAIN)
+    found = roofline.linears(config, "jax", H100)
     ratios = {decision.path.split(".")[-1]: one.ratio for decision, one in found}
-    assert ratios["gate_proj"] < 1 < min(ratios["k_proj"], ratios["v_proj"], ratios["up_proj"])
-    names = [sorted(path for path, _ in group) for group in filtering.slower(found, "jax")]
-    assert names == [
-        ["self_attn.k_proj", "self_attn.q_proj", "self_attn.v_proj"],
-        ["self_attn.o_proj"],
+    assert ratios["q_proj"] < 1 < min(ratios["k_proj"], ratios["v_proj"], ratios["up_proj"])
+    groups = filtering.slower(found, cast_once=True)
+    assert groups == [{(path, RECIPES["tensorwise"])} for path in ["self_attn.o_proj"]]
+    rowwise = config.replace(numerics={"recipe": "rowwise"})
+    groups = filtering.slower(roofline.linears(rowwise, "jax", H100), cast_once=True)
+    names = [sorted(path for path, _ in group) for group in groups]
+    assert ["self_attn.k_proj", "self_attn.q_proj", "self_attn.v_proj"] in names
+    alone = filtering.slower(roofline.linears(COMPILED, "torch", H100), cast_once=False)
+    assert [[path for path, _ in group] for group in alone] == [
+        [f"self_attn.{name}_proj"] for name in "qkvo"
     ]
 
 

@@ -1,4 +1,3 @@
-import collections
 import dataclasses
 import json
 from pathlib import Path
@@ -8,9 +7,11 @@ from helpers.models import sizes
 
 from fp8ref.estimate import kernels, linear_place, roofline
 from fp8ref.estimate.kernels import Kernel
+from fp8ref.jax.kernels import casts
 from fp8ref.policy import POLICIES
 from fp8ref.recipe import RECIPES, ROLES
 from fp8ref.spec.llama import LlamaConfig
+from fp8ref.torch.linear import linear
 from fp8ref.train.config.config import Config
 
 COMPILED = json.loads((Path(__file__).parents[2] / "benchmarks/results/aot.json").read_text())
@@ -19,6 +20,18 @@ QUANTIZED = [
     for r in COMPILED["rows"]
     if r["recipe"] != "bf16" and not any("triton" in k for k in r["kernels"])
 ]
+
+
+def compiled(row: dict) -> Config:
+    """The config that a row of the recorded compile is of, in which XLA casts."""
+    model = COMPILED["model"] | row.get("model", {})
+    length, sequences = model.pop("sequence_length"), model.pop("sequences_per_device")
+    config = Config(model=LlamaConfig(**model)).replace(
+        numerics={"recipe": row["recipe"], "kernels": "plain"}, parallel=row["mesh"]
+    )
+    return config.replace(
+        data={"sequence_length": length, "batch_size": sequences * config.parallel.devices}
+    )
 
 
 def moved(recipe, how, role, gemms=kernels.GEMMS, **keys):
@@ -75,27 +88,86 @@ def test_bytes_that_xlas_kernels_move(recipe, alone, masters):
     assert moved(recipe, "xla", "weight", linear="up_proj") == masters
 
 
-def test_what_xla_fuses_depends_on_the_linears_place():
-    """An amax of SwiGLU's products costs nothing; a norm is computed again; heads are
-    transposed.
-    """
+def test_what_makes_a_tensor_takes_an_amax_along():
+    """SwiGLU's products and sums any; norms one of rows, or of a scale that is known."""
     assert moved("tensorwise", "xla", "input", linear="down_proj") == {"cast": 4}
-    assert moved("tensorwise", "xla", "input", linear="q_proj") == {"amax": 4, "cast": 6}
-    # of a small table
-    assert moved("tensorwise", "xla", "input", linear="q_proj", norm_bytes=1) == {
-        "amax": 1,
-        "cast": 3,
-    }
-    assert moved("tensorwise", "xla", "input", linear="o_proj") == {
-        "amax": 2,
-        "cast": 3,
-        "layout": 2,
-    }
-    assert moved("rowwise", "xla", "grad_output", linear="k_proj") == {"amax": 4, "cast": 6}
-    assert [
-        kernels.copies_weight(RECIPES[name], "xla", "up_proj")
-        for name in ("bf16", "tensorwise", "rowwise", "delayed")
-    ] == [True, False, True, False]
+    assert moved("rowwise", "xla", "grad_output", linear="o_proj") == {"amax": 2, "cast": 4}
+    assert moved("tensorwise", "xla", "input", linear="q_proj") == {"amax": 2, "cast": 4}
+    assert moved("rowwise", "xla", "input", linear="q_proj") == {"amax": 2, "cast": 4}
+    assert moved("delayed", "xla", "input", linear="q_proj") == {"cast": 4}
+
+
+def triton(recipe, role, backend="torch", **keys):
+    config = sizes.config(recipe).replace(numerics={"kernels": "auto"})
+    roles = kernels.by_triton(RECIPES[recipe], config, backend)
+    guessed = kernels.guesses(RECIPES[recipe], roles, backend)
+    fusion = kernels.fusion(config, backend)
+    return moved(recipe, fusion, role, by_triton=roles, guessed=guessed, **keys)
+
+
+# docs/concepts/speed.md: one pass, or two where the amax of the whole is needed first.
+@pytest.mark.parametrize(
+    ("recipe", "amaxes"),
+    [
+        ("tensorwise", (2, 2, 2)),
+        ("rowwise_native", (2, 2, 2)),
+        ("rowwise", (2, 2, 2)),
+        ("tensorwise_pow2", (0, 0, 2)),  # guessed but for gradients
+        ("delayed", (0, 0, 0)),
+        ("blockwise", (0, 0, 0)),
+    ],
+)
+def test_tritons_kernels_read_a_tensor_and_write_both_orders(recipe, amaxes):
+    for role, amax in zip(ROLES, amaxes, strict=True):
+        assert triton(recipe, role) == {"cast": 4} | ({"amax": amax} if amax else {})
+
+
+@pytest.mark.parametrize(("recipe", "launches"), [("tensorwise", 9), ("delayed", 12)])
+def test_launches_of_an_eager_linear(recipe, launches):
+    """With its three GEMMs: docs/how-to/kernels.md, "What it saves"."""
+    place = kernels.Place(by_triton=ROLES)
+    beside = kernels.linear_kernels(RECIPES[recipe], dict.fromkeys(ROLES, 1), "eager", place)
+    assert len(beside) + len(kernels.GEMMS) == launches
+
+
+def test_what_a_pass_makes_it_casts():
+    """Its codes are as many bytes as its bfloat16 result; an amax computes it once more."""
+    assert triton("tensorwise", "input", linear="down_proj", fused=True) == {"amax": 4}
+    assert triton("tensorwise", "grad_output", linear="up_proj", fused=True) == {"amax": 3}
+    assert triton("delayed", "input", linear="q_proj", fused=True) == {}
+    assert triton("delayed", "input", linear="o_proj", fused=True) == {"cast": 4}
+
+
+def test_a_weight_whose_codes_are_freed_is_cast_again():
+    assert triton("rowwise", "weight", freed=True) == {"amax": 2, "cast": 8}
+    assert triton("rowwise", "input", freed=True) == {"amax": 2, "cast": 4}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend", "roles"),
+    [
+        ("rowwise", "jax", ()),
+        ("tensorwise", "jax", ROLES),
+        ("rowwise_with_gw_hp", "torch", ()),
+        ("mxfp8", "torch", ()),
+        ("bf16", "torch", ()),
+        ("blockwise", "torch", ROLES),
+        ("blockwise", "jax", ()),
+    ],
+)
+def test_roles_that_tritons_kernels_cast(recipe, backend, roles):
+    """Those of the backends themselves."""
+    config = sizes.config().replace(numerics={"kernels": "auto"})
+    made = kernels.by_triton(RECIPES[recipe], config, backend)
+    assert made == roles
+    if backend == "torch":
+        assert set(made) == linear.roles_by_kernels(RECIPES[recipe])
+    else:
+        assert bool(made) == (casts.share(RECIPES[recipe]) == 1)
+    plain = config.replace(numerics={"kernels": "plain"})
+    assert kernels.by_triton(RECIPES[recipe], plain, backend) == ()
+    partitioned = config.replace(parallel={"through": "jit", "fsdp": 2})
+    assert kernels.by_triton(RECIPES[recipe], partitioned, "jax") == ()
 
 
 def test_blocks_have_kernels_in_torch_alone():
@@ -151,73 +223,12 @@ def test_what_is_gathered_is_laid_out_afterwards():
         "amax": 4,
         "cast": 5,
     }
-    # the amax of columns is taken with the bfloat16 copy, that of rows by the cast of columns
+    # the amax of columns is taken with the bfloat16 copy
     assert moved("rowwise", "xla", "weight", parts=parts, linear="up_proj") == {
         "layout": 16,
-        "cast": 6,
-    }
-    # joined weights of q, k and v are laid out in both orders
-    assert moved("rowwise", "xla", "weight", parts=parts, linear="k_proj") == {
-        "layout": 32,
-        "cast": 6,
-    }
-
-
-def test_pieces_of_sequences_have_a_kernel_for_each_order():
-    """Codes of down's input, read twice; of attention's output from the order of tokens to both;
-    o's gradient has an amax of its own.
-    """
-    assert moved("tensorwise", "xla", "input", linear="down_proj", pieces=True) == {"cast": 3 + 3}
-    assert moved("tensorwise", "xla", "input", linear="o_proj", pieces=True) == {
-        "amax": 2,
-        "cast": 3,
-        "layout": 2 + 2,
-    }
-    assert moved("tensorwise", "xla", "grad_output", linear="v_proj", pieces=True) == {
-        "amax": 2,
-        "cast": 4,
-        "layout": 2,
-    }
-    assert moved("tensorwise", "xla", "grad_output", linear="o_proj", pieces=True) == {
         "amax": 2,
         "cast": 4,
     }
-    assert moved("rowwise", "xla", "grad_output", linear="up_proj", pieces=True) == {
-        "amax": 2,
-        "cast": 3 + 3,
-    }
-    assert moved("rowwise", "xla", "input", linear="o_proj", pieces=True) == {
-        "amax": 2 + 2,
-        "cast": 3 + 3,
-        "layout": 2,
-    }
-
-
-def test_paired_codes_of_a_gathered_gradient():  # P-6
-    """Of 1 of 2 elements two amaxes, codes, and a bit; of both in bfloat16's place codes, bits and
-    codes, and then codes twice, codes and bytes.
-    """
-    found = moved("rowwise", "xla", "grad_output", linear="o_proj", parts={"grad_output": 2})
-    assert found == {"amax": 4, "cast": 3 + 2.125, "layout": 2 * 2.125 + 2 * 4}
-
-
-def test_joined_gradients_are_read_by_two_kernels():
-    """q's, and one of k and v: where they are sent, scaled by a kernel of their own."""
-    row = RECIPES["rowwise"]
-    assert kernels.rescale(row, "grad_weight", 1, "xla", "k_proj", sent=True) == [
-        Kernel("rescale", 2 * 2 + 2)
-    ]
-    assert kernels.rescale(row, "grad_weight", 1, "xla", "up_proj", sent=True) == [
-        Kernel("rescale", 2 + 2)
-    ]
-
-
-def test_a_scale_of_rows_of_what_has_another_order():
-    """Of attention's output the kernel of one amax writes magnitudes for the other; of q's gradient
-    codes are copied beside those of k and v.
-    """
-    assert moved("rowwise", "xla", "input", linear="o_proj") == {"amax": 6, "cast": 6}
-    assert moved("rowwise", "xla", "grad_output", linear="q_proj") == {"amax": 4, "cast": 4 + 2}
 
 
 def test_results_scaled_afterwards():
@@ -233,12 +244,15 @@ def test_results_scaled_afterwards():
     ]
     # of a bfloat16 result: scales are powers of two (G-22)
     assert kernels.rescale(row, "output", 1, "xla") == [Kernel("rescale", 4)]
-    assert kernels.rescale(row, "output", 1, "xla", "up_proj") == [Kernel("rescale", 4)]
+    q, up = (kernels.Place(linear=name) for name in ("q_proj", "up_proj"))
+    assert kernels.rescale(row, "output", 1, "xla", up) == [Kernel("rescale", 4)]
     assert (
-        kernels.rescale(row, "output", 1, "xla", "q_proj")
-        == kernels.rescale(row, "grad_input", 1, "xla", "up_proj")
+        kernels.rescale(row, "output", 1, "xla", q)
+        == kernels.rescale(row, "grad_input", 1, "xla", up)
         == []
     )
+    sent = dataclasses.replace(q, sent=("output",))
+    assert kernels.rescale(row, "output", 1, "xla", sent) == [Kernel("rescale", 4)]
     exact = dataclasses.replace(
         row.output, a=dataclasses.replace(row.output.a, policy=POLICIES["torchao"])
     )
@@ -257,49 +271,22 @@ def test_who_fuses():
 
 
 @pytest.mark.parametrize("row", QUANTIZED, ids=lambda row: f"{row['recipe']} {row['mesh']}")
-def test_kernels_are_those_that_xla_compiles_for_h200s(row):
-    """Of a mebibyte and more. What is left: operands that are not of the tensors themselves, scales
-    and amaxes of rows, 0.2 %; under delayed scaling how the last amax is taken, 0.3 %; under
-    rowwise_with_gw_hp how the first norm reads the table, 0.9 %; at 2048 features a layout of a
-    gradient that is a cast, 1.7 % of casts; under plain jit, where XLA writes codes of an input
-    that several linears share for each of them, and takes amaxes of norms with other kernels, 1.5
-    %, of one part 4.1 %. With sequences cut over tensor rowwise_with_gw_hp takes amaxes of norms by
-    kernels of their own, 11.4 % of all, and delayed scaling casts fewer inputs apart, 4.5 %, of one
-    part 6.3 %. Kernels are a fifth more or fewer: XLA makes one of several linears' casts, amaxes
-    of a mebibyte of a row's parts are kernels there."""
-    model = COMPILED["model"] | row.get("model", {})
-    length, sequences = model.pop("sequence_length"), model.pop("sequences_per_device")
-    config = Config(model=LlamaConfig(**model)).replace(
-        numerics={"recipe": row["recipe"]}, parallel=row["mesh"]
+def test_kernels_are_near_those_that_xla_compiles_for_h200s(row):
+    """At most a fifth below and none above. They are a third of the bytes outside of GEMMs at most,
+    whose seconds are not known better than by a quarter (``test_outside_linears``): a fifth of a
+    third is 7 %. Not counted are what orders of heads and of pieces cost, and joined weights."""
+    config = compiled(row)
+    estimated = sum(
+        kernel.bytes
+        for decision in config.decisions()
+        if decision.fp8
+        for kernel in roofline.quantizing(
+            decision.recipe,
+            [(g.which, g.m, g.n, g.k) for g in roofline.gemm_shapes(decision, config, "jax")],
+            "xla",
+            linear_place.of(decision, config, "jax"),
+        )
     )
-    config = config.replace(
-        data={"sequence_length": length, "batch_size": sequences * config.parallel.devices}
-    )
-    made, count = collections.Counter(), 0
-    for decision in config.decisions():
-        if decision.fp8:
-            gemms = [
-                (g.which, g.m, g.n, g.k) for g in roofline.gemm_shapes(decision, config, "jax")
-            ]
-            for kernel in roofline.quantizing(
-                decision.recipe, gemms, "xla", linear_place.of(decision, config, "jax")
-            ):
-                made[kernel.part] += kernel.bytes / 1e9
-                count += kernel.bytes >= 2**20
-    found = row["quantizing"]
-    whole = sum(part["gb"] for part in found.values())
-    jit, other = "through" in row["mesh"], row["recipe"] == "rowwise_with_gw_hp" or "model" in row
-    of_one = 0.003 if row["recipe"] == "delayed" else 0.002
-    apart = (
-        {"delayed": 0.045, "rowwise_with_gw_hp": 0.115}.get(row["recipe"], 0)
-        if "sequence" in row["mesh"]
-        else 0
-    )
-    assert made.total() == pytest.approx(
-        whole, rel=apart or (0.015 if jit else 0.01 if other else of_one)
-    )
-    assert count == pytest.approx(sum(part["kernels"] for part in found.values()), rel=0.2)
-    assert {part: made[part] for part in found} == pytest.approx(
-        {part: of["gb"] for part, of in found.items()},
-        abs=max(0.041 if jit else 0.017, 1.4 * apart) * whole,
-    )
+    recorded = sum(part["gb"] for part in row["quantizing"].values())
+    assert recorded < row["outside_gemms"]["gb"] / 3
+    assert 0.8 <= estimated / 1e9 / recorded <= 1

@@ -2,35 +2,16 @@
 256 words.
 """
 
-import pytest
 from helpers.models import sizes
 
 from fp8ref.estimate import linear_place
+from fp8ref.selection.rules import Rule
 
 
-def place(path, recipe="tensorwise", sequences=8, **parallel):
-    config = sizes.config(recipe, **parallel).replace(data={"batch_size": sequences})
+def place(path, recipe="tensorwise", backend="jax", kernels="plain", rules=None, **parallel):
+    config = sizes.config(recipe, **parallel).replace(numerics={"kernels": kernels, "rules": rules})
     [decision] = [d for d in config.decisions() if d.path.endswith(path)]
-    return linear_place.of(decision, config, "jax")
-
-
-@pytest.mark.parametrize(
-    ("path", "one", "gathered"),
-    [
-        # 256 words of 1,024 tokens, in float32; of 512 in bfloat16
-        ("0.self_attn.q_proj", 4 / 4, 2 / 2),
-        ("0.mlp.gate_proj", 4 / 4 + 2, 2 / 2 + 2),  # and o's output
-        ("1.self_attn.q_proj", 4, 2 / 2 + 2 + 2),  # and down's
-        ("1.mlp.gate_proj", 4, 4),
-    ],
-)
-def test_what_a_norm_is_computed_from(path, one, gathered):
-    assert place(path, sequences=32).norm_bytes == one
-    assert place(path, sequences=32, fsdp=2).norm_bytes == gathered
-
-
-def test_no_more_rows_of_a_table_are_read_than_there_are_tokens():
-    assert place("0.self_attn.q_proj", sequences=2).norm_bytes == 4
+    return linear_place.of(decision, config, backend)
 
 
 def test_linears_that_share_an_input():
@@ -53,7 +34,17 @@ def test_what_is_sent():
     assert place("1.mlp.up_proj", fsdp=2, reduce_dtype="bfloat16").sent == ("grad_weight",)
 
 
-def test_pieces_of_several_sequences():
-    assert place("1.mlp.up_proj", tensor=2, sequence=True).pieces
-    assert not place("1.mlp.up_proj", tensor=2).pieces
-    assert not place("1.mlp.up_proj", data=8, tensor=2, sequence=True).pieces  # of one sequence
+def test_what_tritons_kernels_cast_in_one_pass_with_what_makes_it():
+    """Of linears that read one input, all of one recipe."""
+    assert place("1.mlp.up_proj", kernels="auto").fused
+    assert not place("1.mlp.up_proj", kernels="auto", tensor=2).fused
+    assert not place("1.mlp.up_proj").fused
+    assert not place("1.mlp.up_proj", "rowwise", kernels="auto").fused  # no kernel of JAX's
+    rules = (Rule(layers=("layers.1.mlp.gate_proj",), recipe="delayed"),)
+    assert not place("1.mlp.down_proj", kernels="auto", rules=rules).fused
+    assert place("1.self_attn.q_proj", kernels="auto", rules=rules).fused
+
+
+def test_pytorch_frees_the_codes_of_a_weight_that_is_gathered():
+    assert place("1.mlp.up_proj", backend="torch", kernels="auto", fsdp=2).freed
+    assert not place("1.mlp.up_proj", backend="torch", kernels="auto").freed

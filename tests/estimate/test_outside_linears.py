@@ -4,13 +4,14 @@ from pathlib import Path
 import pytest
 from helpers.models import sizes
 
-from fp8ref.estimate import linear_place, outside_linears, roofline
+from fp8ref.estimate import kernels, linear_place, outside_linears, roofline
 from fp8ref.estimate.gpu_rates import PUBLISHED
 from fp8ref.spec.llama import LlamaConfig
 from fp8ref.train.config.config import Config
 
 H100 = PUBLISHED["h100"]
-COMPILED = json.loads((Path(__file__).parents[2] / "benchmarks/results/aot.json").read_text())
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+COMPILED = json.loads((RESULTS / "aot.json").read_text())
 MESHES: dict[str, dict] = {
     "one": {},
     "data": {"data": 2},
@@ -19,48 +20,92 @@ MESHES: dict[str, dict] = {
     "accumulators": {"fsdp": 2, "reduce": "accumulators"},
     "jit": {"fsdp": 2, "through": "jit"},
 }
+TRITON = [
+    row
+    for row in json.loads((RESULTS / "aot_torch.json").read_text())["rows"]
+    if row["who"] == "fp8ref, kernels"
+]
+BLOCKS = [row for row in COMPILED["blocks"] if "Triton" in row["linears"]] + COMPILED["blocks"][:1]
 ROWS = [row for row in COMPILED["rows"] if not any("triton" in kernel for kernel in row["kernels"])]
 
 
 def compiled(row: dict) -> Config:
-    """The config that a row of the recorded compile is of."""
+    """The config that a row of the recorded compile is of, in which XLA casts."""
     model = COMPILED["model"] | row.get("model", {})
     length, sequences = model.pop("sequence_length"), model.pop("sequences_per_device")
     config = Config(model=LlamaConfig(**model)).replace(
-        numerics={"recipe": row["recipe"]}, parallel=row["mesh"]
+        numerics={"recipe": row["recipe"], "kernels": "plain"}, parallel=row["mesh"]
     )
     return config.replace(
         data={"sequence_length": length, "batch_size": sequences * config.parallel.devices}
     )
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['recipe']} {row['mesh']}")
-def test_bytes_of_all_kernels_are_those_that_xla_compiles_for_h200s(row):
-    """Of all kernels but GEMMs and collectives: at most 2 % below and 1 % above, under plain jit
-    too; of bf16 under tensor parallelism, where XLA also moves pieces of heads that the estimate
-    does not count, at most 2.6 % below, and of rowwise_with_gw_hp there 2.8 %. No error is derived:
-    these are the recorded rows' own, rounded up (0.980 of bf16 at 2048 features, 1.0095 of
-    tensorwise with bfloat16 sums, 0.975 of bf16 with tensor 2). They hold a change of what is
-    counted; the rows of other blocks, to which no constant was fitted, hold the constants."""
-    config = compiled(row)
-    made = sum(outside_linears.moved(config, "jax").values())
-    for decision in config.decisions():
-        if decision.fp8:
-            gemms = [
-                (g.which, g.m, g.n, g.k) for g in roofline.gemm_shapes(decision, config, "jax")
-            ]
-            made += sum(
-                kernel.bytes
-                for kernel in roofline.quantizing(
-                    decision.recipe, gemms, "xla", linear_place.of(decision, config, "jax")
-                )
-            )
-    least = (
-        {"bf16": 0.974, "rowwise_with_gw_hp": 0.972}.get(row["recipe"], 0.98)
-        if config.parallel.tensor > 1
-        else 0.98
+def quantizing(config: Config, backend: str) -> float:
+    """Bytes of all kernels that quantize."""
+    return sum(
+        kernel.bytes
+        for decision in config.decisions()
+        if decision.fp8
+        for kernel in roofline.quantizing(
+            decision.recipe,
+            [(g.which, g.m, g.n, g.k) for g in roofline.gemm_shapes(decision, config, backend)],
+            kernels.fusion(config, backend),
+            linear_place.of(decision, config, backend),
+        )
     )
-    assert least <= made / 1e9 / row["outside_gemms"]["gb"] <= 1.01
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['recipe']} {row['mesh']}")
+def test_bytes_of_all_kernels_are_near_those_that_xla_compiles_for_h200s(row):
+    """Of all kernels but GEMMs and collectives: at most 14 % below and none above. Seconds are
+    these bytes at the rate of a copy, and an H100's AdamW reached 70 % of it
+    (``test_a_copys_rate_is_not_every_kernels``): a byte is not worth more than half of that error.
+    Not counted are what XLA computes twice, orders of heads, and joined weights of q, k and v, most
+    of all their joined gradient in float32 of bf16 under plain jit."""
+    config = compiled(row)
+    estimated = sum(outside_linears.moved(config, "jax").values()) + quantizing(config, "jax")
+    assert 0.86 <= estimated / 1e9 / row["outside_gemms"]["gb"] <= 1
+
+
+def test_a_copys_rate_is_not_every_kernels():
+    """Four blocks' AdamW in bfloat16, 14 bytes of 218,103,808 parameters each, by an H100."""
+    results = json.loads((RESULTS / "gpu_torch.json").read_text())
+    profiles = {row["name"]: row for row in results["sections"]["profile"]["rows"]}
+    rate = 4 * 14 * 218_103_808 / profiles["bf16"]["kinds"]["optimizer"]
+    assert 0.70 < rate / results["ceilings"]["bandwidth"] < 0.71
+
+
+def block(recipe, kernels, layers=1) -> Config:
+    """Llama-8B blocks of 8,192 tokens on one device, as benchmarks/compiled compiles them."""
+    model = COMPILED["model"] | {"num_hidden_layers": layers}
+    del model["sequence_length"], model["sequences_per_device"]
+    return Config(model=LlamaConfig(**model)).replace(
+        numerics={"recipe": recipe, "kernels": kernels},
+        parallel={"attention": "cudnn"},
+        data={"sequence_length": 8192, "batch_size": 1},
+    )
+
+
+@pytest.mark.parametrize("row", TRITON, ids=lambda row: f"{row['recipe']} {row['shape']}")
+def test_bytes_with_tritons_kernels_are_those_that_inductor_compiles_for_an_h200(row):
+    """No constant was fitted to them. Within 4 %: counted, but not moved, are o's gradient for its
+    amax, which the norm's kernel takes, and a second reading of the gradient of the block's output,
+    67 MB each of 5.0 to 6.9 GB; moved, but not counted, are rotary tables, and amaxes of rows."""
+    config = block(row["recipe"], "auto").replace(parallel={"attention": "xla"})
+    made = outside_linears.moved(config, "torch")["norms, rotations, SwiGLU, sums"]
+    assert made + quantizing(config, "torch") == pytest.approx(sum(row["bytes"]), rel=0.04)
+
+
+@pytest.mark.parametrize("row", BLOCKS, ids=lambda row: row["linears"])
+def test_bytes_with_tritons_kernels_are_those_that_xla_compiles_for_an_h200(row):
+    """Four blocks and AdamW, 14 bytes a parameter. In bf16 XLA writes 1 % more."""
+    recipe = row["linears"].removeprefix("fp8ref ").partition(",")[0]
+    config = block(recipe, "auto", layers=4)
+    made = outside_linears.moved(config, "jax")["norms, rotations, SwiGLU, sums"]
+    adamw = 4 * 14 * 218_103_808
+    recorded = row["gb"] * 1e9 - adamw
+    assert made + quantizing(config, "jax") == pytest.approx(recorded, rel=0.04)
 
 
 def test_gradients_are_widened_where_devices_sum_them_in_float32():
@@ -79,16 +124,18 @@ def test_gradients_are_widened_where_devices_sum_them_in_float32():
 
 def test_pieces_of_several_sequences_are_put_in_order():
     """Read and written, of 128 tokens in 4 sequences and 2 layers, H = A = 64, KV 32, F 128, halves
-    of A, KV and F on a device. In bfloat16 six gathers of a layer, and rows of what q, k, v, gate
-    and up's grad_inputs and o's output are made of; FP8's are among what quantizes."""
+    of A, KV and F on a device: six gathers of a layer of H, and rows of what q, k, v, gate and up's
+    grad_inputs and o's and down's outputs are made of, in bfloat16 or codes."""
     put, keys = "pieces of sequences, put in order", {"data": 2, "tensor": 2, "sequence": True}
-    rows = 32 + 16 + 16 + 64 + 64 + 32
-    of = {
-        name: outside_linears.moved(sizes.config(recipe=name, **keys), "jax")
+    rows = 32 + 16 + 16 + 64 + 64 + 32 + 64
+    moved = {
+        name: outside_linears.moved(sizes.config(recipe=name, **keys), "jax")[put]
         for name in ("bf16", "rowwise", "rowwise_with_gw_hp")
     }
-    assert [found.get(put, 0) for found in of.values()] == [
-        128 * 2 * 2 * n for n in (2 * (6 * 64 + rows), 0, 4 * 2 * 64)
+    gathered = 8 * 64
+    assert list(moved.values()) == [
+        128 * 2 * 2 * n
+        for n in (2 * (gathered + rows), gathered + rows, gathered + gathered // 2 + rows)
     ]
     one = sizes.config(recipe="bf16", **keys).replace(data={"batch_size": 2})
     assert put not in outside_linears.moved(one, "jax")
@@ -136,71 +183,32 @@ def test_a_loss_in_parts_adds_gradients_and_multiplies_once_more():  # P-29
     ).configured == pytest.approx(again)
 
 
-def test_heads_are_read_together_where_their_weights_are_joined():
-    """A token and layer of H = A = 64, KV 32, F 128, and once 256 tokens. Joined, four kernels of
-    the forward pass and one of the backward pass read 2 bytes of A + 2 KV; in bfloat16 attention's
-    output and the gradients are put in order, and a layer's weights are joined."""
-    norms, joined, loss = (
-        "norms, rotations, SwiGLU, sums",
-        "weights of q, k and v, joined",
-        "embedding and loss",
+def test_heads_are_put_in_order_for_xlas_attention():
+    """Read and written, H = A = 64, KV 32: q, k, v and the output, and their gradients."""
+    norms = "norms, rotations, SwiGLU, sums"
+    xla, cudnn = (
+        outside_linears.moved(sizes.config(attention=name), "jax")[norms]
+        for name in ("xla", "cudnn")
     )
-    of = {
-        name: outside_linears.moved(sizes.config(recipe=name), "jax")
-        for name in ("bf16", "tensorwise", "rowwise")
-    }
-    read, swiglu = 2 * (64 + 2 * 32), 16 * 128
-    heads = {
-        "bf16": 5 * read + 6 * 64 + 12 * 32 + 18 * 64 + (6 + 6 + 4) * 32 + 2 * read,
-        "tensorwise": 4 * 64 + 18 * 32 + 18 * 64 + 14 * 32,
-        "rowwise": 5 * read + 2 * 64 + 12 * 32 + 18 * 64 + 12 * 32,
-    }
-    layer = {"bf16": 62, "tensorwise": 59, "rowwise": 71}
-    assert {name: found[norms] for name, found in of.items()} == {
-        name: 256 * 2 * (layer[name] * 64 + swiglu + size) for name, size in heads.items()
-    }
-    assert [found.get(joined, 0) for found in of.values()] == [2 * 4 * 64 * (64 + 2 * 32), 0, 0]
-    assert of["bf16"][loss] - of["tensorwise"][loss] == 2 * 256 * 64
-    pieces = outside_linears.moved(sizes.config(recipe="bf16", tensor=2, sequence=True), "jax")
-    assert joined not in pieces  # gathered in bfloat16, they are not joined
-    weights = 2 * 64 * (64 + 2 * 32)
-    assert (
-        outside_linears.moved(sizes.config(recipe="bf16", fsdp=2, through="jit"), "jax")[joined]
-        == (4 + 3 * 4 + 4) * weights
-    )
+    assert xla - cudnn == 256 * 2 * 2 * 4 * (2 * 64 + 2 * 32)
+    assert cudnn == outside_linears.moved(sizes.config(), "torch")[norms]
 
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_each_layer_counts_by_its_own_recipe(layer):
-    """One of two layers in bfloat16: half of the bytes of each recipe."""
-    configs = {name: sizes.config(recipe=name, tensor=2) for name in ("bf16", "tensorwise")}
+    """One of two layers in bfloat16: half of the bytes of each recipe. Triton's kernels of norms
+    and of what is summed for them move 10 H fewer."""
+    configs = {
+        name: sizes.config(recipe=name).replace(numerics={"kernels": "auto"})
+        for name in ("bf16", "tensorwise")
+    }
     configs["mixed"] = configs["tensorwise"].replace(
         numerics={"filter_fqns": ("lm_head", f"layers.{layer}")}
     )
     of = {name: outside_linears.moved(config, "jax") for name, config in configs.items()}
-    for what in (
-        "norms, rotations, SwiGLU, sums",
-        "weights of q, k and v, joined",
-        "grad_inputs, added before their sum",
-    ):
-        half = (of["bf16"][what] + of["tensorwise"].get(what, 0)) / 2
-        assert of["mixed"][what] == half != of["tensorwise"].get(what, 0), what
-
-
-def test_grad_inputs_of_one_input_are_added_before_their_sum():
-    """gate's and up's, 2 bytes read each and written, and in FP8 q's, k's and v's, of 256 tokens
-    and 64 features; the norm's kernel, of half of them, reads one fewer, or two."""
-    added, keys = "grad_inputs, added before their sum", {"tensor": 2, "sequence": True}
-    of = {
-        name: outside_linears.moved(sizes.config(recipe=name, **keys), "jax")
-        for name in ("bf16", "rowwise")
-    }
-    assert of["bf16"][added] == 256 * 2 * (6 * 64 - 2 * 32)
-    assert of["rowwise"][added] == 256 * 2 * ((6 + 8) * 64 - (2 + 4) * 32)
-    assert all(
-        added not in outside_linears.moved(sizes.config(recipe="bf16", **other), "jax")
-        for other in ({}, keys | {"reduce": "accumulators"})
-    )
+    what = "norms, rotations, SwiGLU, sums"
+    assert of["mixed"][what] == (of["bf16"][what] + of["tensorwise"][what]) / 2
+    assert of["bf16"][what] - of["tensorwise"][what] == 256 * 2 * 10 * 64
 
 
 def test_moments_in_fp8_move_less():

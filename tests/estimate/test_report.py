@@ -13,7 +13,7 @@ from fp8ref.train.config import config as configs
 
 H200 = PUBLISHED["h200"]
 LARGE = configs.load("llama-8b").replace(
-    parallel={"checkpointing": "selective", "compile": "block"}
+    parallel={"checkpointing": "selective", "compile": "block"}, numerics={"kernels": "plain"}
 )
 
 
@@ -82,6 +82,18 @@ def test_linears_that_lose_are_named():
 )
 def test_the_advice(config, said):
     assert said in " ".join(printed(report.of(config, "torch", H200)).split())
+
+
+def test_the_report_says_what_casts():
+    """Triton's kernels fuse without a compiler, and gain more."""
+    eager = LARGE.replace(parallel={"compile": "none"}, numerics={"kernels": "auto"})
+    by_triton = report.of(eager, "torch", H200)
+    assert "with torch, cast by Triton kernels" in printed(by_triton)
+    assert "Casts are not fused" not in printed(by_triton)
+    plain = report.of(LARGE, "torch", H200)
+    assert "with torch, cast by plain operations" in printed(plain)
+    assert by_triton.step.ratio > plain.step.ratio
+    assert [found.to_dict()["casts"] for found in (by_triton, plain)] == ["triton", "plain"]
 
 
 def test_a_model_with_experts_is_not_told_to_compile():

@@ -287,6 +287,32 @@ def test_amaxes_of_weights_are_taken_once_a_step():  # P-9
     assert apart.bf16 == first.bf16
 
 
+def test_pytorch_casts_weights_once_a_step_by_tritons_kernels():
+    """In two microbatches whose layers run again, three of four casts are saved, but not of weights
+    that are gathered, nor in CUDA graphs."""
+    config = configs.load("llama-8b").replace(
+        parallel={**FULL, "fsdp": 1}, data={"microbatches": 2, "batch_size": 2}
+    )
+
+    def linears(config) -> tuple[float, float]:
+        step = roofline.predict_step(config, "torch", H100)
+        passes = (
+            ledger.seconds
+            for gemms in (("output", "grad_input", "grad_weight"), ("output",))
+            for decision, ledger in roofline.linears(config, "torch", H100, gemms=gemms)
+            if len(gemms) > 1 or decision.fp8
+        )
+        return step.configured, 2 * sum(passes)
+
+    once, each = linears(config)
+    weights = sum(math.prod(d.shape) for d in config.decisions() if d.fp8)
+    assert each - once == pytest.approx(3 * (2 + 4) * weights / H100.bandwidth)
+    masters = {"kind": "adamw_states", "layout": "sqrt_e4m3_f16"}
+    for keys in ({"fsdp": 2}, {"cuda_graphs": True}):
+        once, each = linears(config.replace(parallel=keys, optimizer=masters))
+        assert once == pytest.approx(each)
+
+
 def test_rules_make_several_recipes_of_one_name():
     """R-8: which of two layers has which of two rules changes no time."""
     rules = [
@@ -307,9 +333,7 @@ def test_rules_make_several_recipes_of_one_name():
 
 @pytest.mark.parametrize("filtered", [(), ("layers.0.self_attn.q_proj",)])
 def test_equal_linears_in_other_places_have_costs_of_their_own(filtered):
-    """XLA computes inputs of the first layers from rows of the embedding, and quantizes a shared
-    input with its first linear in FP8.
-    """
+    """XLA quantizes a shared input with its first linear in FP8."""
     config = configs.load("llama-125m").replace(
         model={"num_hidden_layers": 3}, numerics={"filter_fqns": filtered}
     )

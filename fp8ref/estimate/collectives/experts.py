@@ -11,19 +11,11 @@ forward pass shares again what it casts by, and not what it has observed.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
-from fp8ref.recipe import OPERANDS, REDUCED_AXES, Gemm, Role
+from fp8ref.recipe import Role
 from fp8ref.selection.linears import Decision
 from fp8ref.spec import granularity
-from fp8ref.spec.gemm import CastSpec
 from fp8ref.train.config.config import Config
-
-GEMMS: dict[Literal["forward", "backward"], tuple[Gemm, ...]] = {
-    "forward": ("output",),
-    "backward": ("grad_input", "grad_weight"),
-}
-"""The GEMMs of each pass."""
 
 
 @dataclass(frozen=True)
@@ -75,26 +67,16 @@ def _observed(projections: dict[str, Decision], config: Config) -> Iterator[tupl
     barrier = keys.fsdp > 1 or keys.checkpointing == "full"
     seen: set[tuple] = set()
     for last, decision in projections.items():
-        for which, spec in decision.recipe.gemms.items():
-            for role, cast in zip(OPERANDS[which], (spec.a, spec.b), strict=True):
-                if cast is None or cast.delayed is None:
-                    continue
-                seen.add(("amax", role, _owner(role, last, apart=False)))
-                if _moves(role, last, moved):
-                    continue  # observed before it moves, without that question
-                if which == "output":
-                    seen.add(("rows", "forward"))
-                elif role == "grad_output":
-                    seen.add(
-                        (
-                            "rows",
-                            *(
-                                ("backward", last if keys.fsdp > 1 else "")
-                                if barrier
-                                else ("forward",)
-                            ),
-                        )
-                    )
+        for which, role, cast, _ in decision.recipe.operand_casts:
+            if cast.delayed is None:
+                continue
+            seen.add(("amax", role, _owner(role, last, apart=False)))
+            if _moves(role, last, moved):
+                continue  # observed before it moves, without that question
+            if which == "output" or (role == "grad_output" and not barrier):
+                seen.add(("rows", "forward"))
+            elif role == "grad_output":
+                seen.add(("rows", "backward", last if keys.fsdp > 1 else ""))
     yield keys.devices, len(seen)
 
 
@@ -106,7 +88,10 @@ def _scaled(projections: dict[str, Decision], config: Config) -> Iterator[tuple[
     for last, decision in projections.items():
         experts = decision.experts or 0
         n, k = decision.shape
-        for when, role, cast, axis in _casts(decision):
+        for which, role, cast, axis in decision.recipe.operand_casts:
+            if role == "weight":
+                continue  # whose amaxes are its device's own
+            forward = which == "output"
             kind = granularity.by_name(cast.granularity)
             if (
                 cast.delayed is not None
@@ -115,33 +100,17 @@ def _scaled(projections: dict[str, Decision], config: Config) -> Iterator[tuple[
             ):
                 continue  # a state's, of blocks, or of each row by itself
             moves = _moves(role, last, moved)
-            apart = keys.fsdp > 1 and not moves and when == "backward"
-            key = (role, cast, _owner(role, last, apart), when if apart else "")
+            apart = keys.fsdp > 1 and not moves and not forward
+            key = (role, cast, _owner(role, last, apart), apart)
             if key in seen:
                 continue
             seen.add(key)
-            times = 2 if again and when == "forward" else 1
+            times = 2 if again and forward else 1
             if moves:
                 yield copies * keys.expert, times * experts
             else:
                 columns = 1 if cast.granularity == "tensorwise" else k if role == "input" else n
                 yield copies, times * experts // keys.expert * columns
-
-
-def _casts(
-    decision: Decision,
-) -> Iterator[tuple[Literal["forward", "backward"], Role, CastSpec, int]]:
-    """(pass, role, cast, reduced axis of [rows, columns]) of rows; a weight's amaxes are its
-    device's own.
-    """
-    for when, gemms in GEMMS.items():
-        for which in gemms:
-            spec = decision.recipe.gemms[which]
-            for role, cast, axis in zip(
-                OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True
-            ):
-                if cast is not None and role != "weight":
-                    yield when, role, cast, axis % 2
 
 
 def _owner(role: Role, last: str, apart: bool) -> str:

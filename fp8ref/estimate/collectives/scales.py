@@ -17,15 +17,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fp8ref.estimate.collectives import experts
-from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, Gemm, Recipe, Role
+from fp8ref.recipe import ROLES, Role
 from fp8ref.selection.linears import Decision
 from fp8ref.spec import llama
-from fp8ref.spec.gemm import CastSpec
 from fp8ref.train.config.config import Config
 from fp8ref.train.config.device_shapes import runs_output_again, scaled_first, tokens, used
-
-SHARED_INPUT = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
-"""{linear: another one of its layer that reads the same input}."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +80,9 @@ def _linear_amaxes(
     again = runs_output_again(decision.path, config, "jax")
     for role in roles:
         sizes, cut = _sizes(role, decision, config), _cut(role, last, config)
-        owner = SHARED_INPUT.get(last, last) if role == "input" and not jit else last
-        for which, cast, axis in _casts(decision.recipe, role):
-            if cast.granularity not in ("tensorwise", "rowwise"):
+        owner = llama.FIRST_READER.get(last, last) if role == "input" and not jit else last
+        for which, of, cast, axis in decision.recipe.operand_casts:
+            if of != role or cast.granularity not in ("tensorwise", "rowwise"):
                 continue  # no layout cuts a block (P-5)
             whole = cast.granularity == "tensorwise"
             key = (layer, owner, role, cast, None if whole else axis)
@@ -118,16 +114,6 @@ def _linear_amaxes(
                 yield Shared(
                     gathered, times * gathered * sizes[0] * (1 + pair), "all-gather", "float32"
                 )
-
-
-def _casts(recipe: Recipe, role: Role) -> Iterator[tuple[Gemm, CastSpec, int]]:
-    """(GEMM, cast, reduced axis) of a role's FP8 casts."""
-    for which, spec in recipe.gemms.items():
-        for of, cast, axis in zip(
-            OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True
-        ):
-            if of == role and cast is not None:
-                yield which, cast, axis % 2
 
 
 def _sizes(role: Role, decision: Decision, config: Config) -> tuple[float, float]:

@@ -2,12 +2,12 @@
 
 Hidden 64, inner 128, 4 heads of 16 and 2 for keys and values (32 features), 2 layers, 256 tokens in
 the vocabulary. A layer: q and o 4096, k and v 2048, gate, up and down 8192 each: 36864. Embedding
-and lm_head 16384 each, 5 norms of 64. 8 sequences of 32 tokens.
+and lm_head 16384 each, 5 norms of 64. 8 sequences of 32 tokens. Plain operations cast.
 """
 
 from fp8ref.spec.llama import LlamaConfig
 from fp8ref.train.config.config import Config
-from fp8ref.train.config.sections import DataConfig
+from fp8ref.train.config.sections import DataConfig, NumericsConfig
 
 LAYER, TABLE, NORMS = 36864, 16384, 320
 CONFIG = Config(
@@ -19,6 +19,7 @@ CONFIG = Config(
         num_key_value_heads=2,
     ),
     data=DataConfig(source="nowhere", sequence_length=32, batch_size=8),
+    numerics=NumericsConfig(kernels="plain"),
 )
 MESH = {"fsdp": 2, "tensor": 2, "sequence": True, "amax_scope": "local"}
 
