@@ -68,11 +68,12 @@ def codes_of(x, E5M2: tl.constexpr):
 
 
 @triton.jit
-def scale_of(amax, E5M2: tl.constexpr, EPS: tl.constexpr):
-    """RN32(fmt.max / max(amax, eps)) of an amax's bits (S-3)."""
+def scale_of(amax, E5M2: tl.constexpr, EPS: tl.constexpr, POWER: tl.constexpr = False):
+    """RN32(fmt.max / max(amax, eps)) of an amax's bits (S-3), or its power of two."""
     largest: tl.constexpr = 57344.0 if E5M2 else 448.0
     floored = tl.maximum(amax, EPS).to(tl.float32, bitcast=True)
-    return tl.div_rn(tl.full(floored.shape, largest, tl.float32), floored)
+    scale = tl.div_rn(tl.full(floored.shape, largest, tl.float32), floored)
+    return power_of_two(scale) if POWER else scale
 
 
 @triton.jit
@@ -178,9 +179,7 @@ def _cast_by_amax(
     COUNT, PARTS: tl.constexpr, EPS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, EVEN: tl.constexpr, E5M2: tl.constexpr, POWER: tl.constexpr
 ):  # fmt: skip
-    scale = scale_of(load_amax(amax_ptr, COUNT, PARTS), E5M2, EPS)
-    if POWER:
-        scale = power_of_two(scale)
+    scale = scale_of(load_amax(amax_ptr, COUNT, PARTS), E5M2, EPS, POWER)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale_ptr, scale)
         tl.store(inverse_ptr, tl.div_rn(1.0, scale))
@@ -216,7 +215,7 @@ def _recast(
     EPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
     E5M2: tl.constexpr
 ):  # fmt: skip
-    scale = power_of_two(scale_of(load_amax(amax_ptr, COUNT, SIZE), E5M2, EPS))
+    scale = scale_of(load_amax(amax_ptr, COUNT, SIZE), E5M2, EPS, True)
     if tl.program_id(0) == 0:
         tl.store(guess_ptr, scale)
         tl.store(scale_ptr, scale)
@@ -281,9 +280,7 @@ def scales_of_lines(
     part, at = tl.arange(0, PARTS)[:, None], tl.program_id(axis) * SIZE + tl.arange(0, SIZE)
     mask = (part < COUNT) & (at < N)[None, :]
     parts = tl.load(parts_ptr + part * N + at[None, :], mask=mask, other=0)
-    scale = scale_of(tl.max(parts, 0), E5M2, EPS)
-    if POWER:
-        scale = power_of_two(scale)
+    scale = scale_of(tl.max(parts, 0), E5M2, EPS, POWER)
     if tl.program_id(1 - axis) == 0:
         store_scales(scale, scale_ptr, inverse_ptr, at, at < N)
     return scale

@@ -17,15 +17,6 @@ from triton.runtime import interpreter
 
 __all__ = ["Launch", "interpret"]
 
-_DTYPES = {
-    "float32": tl.float32,
-    "float16": tl.float16,
-    "bfloat16": tl.bfloat16,
-    "int32": tl.int32,
-    "uint8": tl.uint8,
-}
-"""{dtype of an array that a kernel reads or writes: Triton's}."""
-
 _lock = threading.Lock()
 """Of what interpretation patches in Triton's modules. JAX calls back in threads of its own."""
 
@@ -96,7 +87,7 @@ def _is_constant(kernel: triton.JITFunction, name: str) -> bool:
 
 def _pointer(x: np.ndarray, dtype: str) -> tl.tensor:
     """A pointer to an array's first element."""
-    kind = tl.pointer_type(_DTYPES[dtype])
+    kind = tl.pointer_type(getattr(tl, dtype))
     address = np.array([x.__array_interface__["data"][0]], dtype=np.uint64)
     return tl.tensor(interpreter.TensorHandle(address, kind), kind)
 

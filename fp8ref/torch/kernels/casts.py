@@ -13,21 +13,6 @@ from torch import Tensor
 from fp8ref.torch.kernels import launch
 from fp8ref.torch.kernels.launch import operator
 
-__all__ = [
-    "amax",
-    "amax_lines",
-    "cast",
-    "cast_by_amax",
-    "cast_by_guess_",
-    "cast_lines",
-    "cast_lines_by_amaxes",
-    "lines",
-    "merge_",
-    "scaled",
-    "squares",
-    "transpose",
-]
-
 amax = operator("casts", "amax")
 """x -> partial amaxes."""
 amax_lines = operator("casts", "amax_lines")

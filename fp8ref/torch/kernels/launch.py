@@ -18,18 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fp8ref.torch.quantize.cast import DTYPES
+
 if TYPE_CHECKING:
     from fp8ref.kernels.jit import Launch
 
 __all__ = ["memory", "operator", "prepared", "run", "text"]
-
-_DTYPES = {
-    "e4m3fn": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
-    "float32": torch.float32,
-    "int32": torch.int32,
-    "uint8": torch.uint8,
-}
 
 
 def run(launch: "Launch", *tensors: Tensor) -> None:
@@ -51,9 +45,13 @@ def run(launch: "Launch", *tensors: Tensor) -> None:
 def memory(launch: "Launch", like: Tensor) -> list[Tensor]:
     """New tensors for what a launch writes, on a tensor's device."""
     return [
-        like.new_empty(shape, dtype=like.dtype if dtype == "like" else _DTYPES[dtype])
+        like.new_empty(shape, dtype=like.dtype if dtype == "like" else _dtype(dtype))
         for shape, dtype in launch.outputs
     ]
+
+
+def _dtype(name: str) -> torch.dtype:
+    return DTYPES.get(name) or getattr(torch, name)
 
 
 def prepared(room: str, name: str, x: Tensor, options: str) -> "Launch":
@@ -84,10 +82,11 @@ def text(**options: bool | float) -> str:
 
 
 def operator(room: str, name: str, *, called: str = "", **fixed: bool) -> Callable[..., Any]:
-    """The operator ``fp8ref::called`` of a function of a module of ``fp8ref.kernels``: it takes the
+    """The operator of PyTorch of a function of a module of ``fp8ref.kernels``: it takes the
     launch's inputs, by whose first the launch is prepared, and the function's other arguments by
     name; it returns the outputs, one alone or a tuple.
 
+    called   its name after fp8ref::; by default the function's, after that of its room.
     fixed    arguments of the function that the operator does not take.
     """
 
@@ -101,10 +100,9 @@ def operator(room: str, name: str, *, called: str = "", **fixed: bool) -> Callab
     def empty(tensors: list[Tensor], options: str) -> list[Tensor]:
         return memory(prepared(room, name, tensors[0], options), tensors[0])
 
+    called = called or (name if room == "casts" else f"{room.removesuffix('s')}_{name}")
     schema = "(Tensor[] tensors, str options) -> Tensor[]"
-    custom = torch.library.custom_op(
-        f"fp8ref::{called or name}", launched, mutates_args=(), schema=schema
-    )
+    custom = torch.library.custom_op(f"fp8ref::{called}", launched, mutates_args=(), schema=schema)
     custom.register_fake(empty)
 
     def call(*tensors: Tensor, **options: bool | float) -> Any:

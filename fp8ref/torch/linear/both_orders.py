@@ -149,16 +149,12 @@ def _by_one_scale(
         if amax is None:
             # A compiler takes the amax in the kernel that makes x, which no kernel of ours is part
             # of.
-            amax = scaling.amax(x) if compiles else _amax(x)
+            amax = scaling.amax(x) if compiles else casts.amax(x).amax().view(torch.float32)
         if group is not None:
             amax = scaling.merge_amax(amax, group)
         scale, scale_inv = scales.scales_from_amax(amax, spec.fmt, spec.policy)
         codes, transposed, _ = casts.cast(x, scale, e5m2=e5m2)
     return pair(spec, (codes, scale, scale_inv, transposed, scale, scale_inv), parts)
-
-
-def _amax(x: torch.Tensor) -> torch.Tensor:
-    return casts.amax(x).amax().view(torch.float32)
 
 
 def line_scales(
