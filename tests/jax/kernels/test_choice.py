@@ -117,4 +117,4 @@ def test_fused_kernels_run_by_the_launches_of_jax(monkeypatch):
         return [*others, last + (last.dtype == jnp.int32) * (1 << 20)]
 
     monkeypatch.setattr(choice.launch, "run", run)
-    assert choice.fused(CPU) == "results of a norm differ from those of plain operations"
+    assert choice.fused(CPU) == "results of a cast differ from those of plain operations"
