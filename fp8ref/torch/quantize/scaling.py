@@ -190,26 +190,17 @@ def merge_amax(amax: torch.Tensor, group: str) -> torch.Tensor:
     """The elementwise maximum of every rank's amax, float32 of any shape (P-2).
 
     Specials: Inf or NaN on any rank is Inf or NaN on all, NaN before Inf. A flag is reduced beside
-              each amax, because gloo's maximum loses NaNs (P-3).
+              each amax, 1 for Inf and 2 for NaN, because gloo's maximum loses NaNs (P-3).
     """
-    return _unflagged(all_reduce_max(_flagged(amax), group))
+    flag = torch.where(amax.isnan(), 2.0, torch.where(amax.isinf(), 1.0, 0.0)).to(amax.dtype)
+    flagged = torch.stack([torch.where(flag > 0, 0.0, amax), flag])
+    merged, flag = all_reduce_max(flagged, group).unbind()
+    return torch.where(flag == 2, math.nan, torch.where(flag == 1, math.inf, merged))
 
 
 def all_reduce_max(x: torch.Tensor, group: str) -> torch.Tensor:
     """The elementwise maximum of finite values over the ranks of a process group, by name."""
     return _c10d.wait_tensor(_c10d.all_reduce(x, "max", group))
-
-
-def _flagged(amax: torch.Tensor) -> torch.Tensor:
-    """[2, ...]: amaxes, 0 unless finite, and flags: 1 for Inf, 2 for NaN, else 0."""
-    flag = torch.where(amax.isnan(), 2.0, torch.where(amax.isinf(), 1.0, 0.0)).to(amax.dtype)
-    return torch.stack([torch.where(flag > 0, 0.0, amax), flag])
-
-
-def _unflagged(merged: torch.Tensor) -> torch.Tensor:
-    """The amaxes of ``_flagged``, merged: Inf or NaN where a flag says so."""
-    amax, flag = merged.unbind()
-    return torch.where(flag == 2, math.nan, torch.where(flag == 1, math.inf, amax))
 
 
 @dataclass(frozen=True, kw_only=True)
