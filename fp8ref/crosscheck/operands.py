@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from fp8ref.conformance.kit.compare import Report, compare_codes, compare_scales
-from fp8ref.conformance.libraries.profiles import fp8ref_jax_cast, fp8ref_torch_cast, on_torch
+from fp8ref.conformance.libraries.functions import fp8ref_jax_cast, fp8ref_torch_cast, on_torch
 from fp8ref.crosscheck import device_gemm
 from fp8ref.crosscheck.attention.attention import (
     AttentionPass,

@@ -9,28 +9,11 @@ import functools
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 
-from fp8ref.conformance.libraries import cuda_header
-from fp8ref.conformance.libraries.functions import (
-    Run,
-    flax_cast,
-    flax_scale,
-    fp8ref_jax_cast,
-    fp8ref_jax_scale,
-    fp8ref_torch_cast,
-    fp8ref_torch_scale,
-    gfloat_cast,
-    gfloat_scale,
-    jax_cast,
-    ml_dtypes_cast,
-    on_torch,
-    torch_cast,
-    torchao_adamw_scale,
-    torchao_cast,
-    torchao_mx_scale,
-    torchao_scale,
-)
+from fp8ref.conformance.libraries import cuda_header, functions
+from fp8ref.conformance.libraries.functions import Run, on_torch
 from fp8ref.conformance.libraries.transcriptions import TRANSCRIPTIONS
 from fp8ref.formats import E4M3FN, E5M2, FP8_FORMATS, Format
 
@@ -85,32 +68,25 @@ def casts(fmt: Format) -> dict[str, Function]:
 
     Raises:   ImportError: none is installed.
     """
-    functions = []
+    casts: dict[str, Function] = {}
+
+    def add(library: str, run: Run, call: str) -> None:
+        ours = library.startswith("fp8ref.")
+        casts[library] = Function(library, fmt, run, call=call, saturates=ours)
+
     if _installed("ml_dtypes"):
-        functions.append(Function("ml_dtypes", fmt, ml_dtypes_cast(fmt), call="`x.astype(dtype)`"))
+        add("ml_dtypes", functions.ml_dtypes_cast(fmt), "`x.astype(dtype)`")
     for suffix, run in _torch_devices():
-        functions.append(
-            Function(f"torch{suffix}", fmt, run(torch_cast(fmt)), call="`x.to(dtype)`")
-        )
+        add(f"torch{suffix}", run(functions.torch_cast(fmt)), "`x.to(dtype)`")
         if _installed("torchao"):
-            ours = run(fp8ref_torch_cast(fmt))
-            functions.append(
-                Function(
-                    f"fp8ref.torch{suffix}", fmt, ours, call="`cast.encode(x, fmt)`", saturates=True
-                )
-            )
+            ours = run(functions.fp8ref_torch_cast(fmt))
+            add(f"fp8ref.torch{suffix}", ours, "`cast.encode(x, fmt)`")
     if _installed("jax"):
-        functions.append(
-            Function(f"jax{_jax_device()}", fmt, jax_cast(fmt), call="`x.astype(dtype)`, jitted")
-        )
+        add(f"jax{_jax_device()}", functions.jax_cast(fmt), "`x.astype(dtype)`, jitted")
     if _installed("jax", "flax", "optax"):
-        call = "`cast.encode(x, fmt)`, jitted"
-        functions.append(
-            Function(
-                f"fp8ref.jax{_jax_device()}", fmt, fp8ref_jax_cast(fmt), call=call, saturates=True
-            )
-        )
-    return _by_library(functions)
+        ours = functions.fp8ref_jax_cast(fmt)
+        add(f"fp8ref.jax{_jax_device()}", ours, "`cast.encode(x, fmt)`, jitted")
+    return _some(casts)
 
 
 @functools.lru_cache(maxsize=64)
@@ -120,22 +96,17 @@ def scales(fmt: Format, policy: str) -> dict[str, Function]:
 
     Raises:   ImportError: none is installed.
     """
-    functions = []
+    runs: dict[str, Run] = {}
     for suffix, run in _torch_devices() if _installed("torchao") else ():
         if policy != "torchao_mask":  # torchao has no such rounding
-            scale = run(torchao_scale(fmt, power_of_two=policy == "torchao_pow2"))
-            functions.append(Function(f"torchao{suffix}", fmt, scale, made="scale"))
+            scale = functions.torchao_scale(fmt, power_of_two=policy == "torchao_pow2")
+            runs[f"torchao{suffix}"] = run(scale)
         else:
-            functions.append(
-                Function(
-                    f"fp8ref.torch{suffix}", fmt, run(fp8ref_torch_scale(fmt, policy)), made="scale"
-                )
-            )
+            runs[f"fp8ref.torch{suffix}"] = run(functions.fp8ref_torch_scale(fmt, policy))
     if _installed("jax", "flax", "optax"):
-        functions.append(
-            Function(f"fp8ref.jax{_jax_device()}", fmt, fp8ref_jax_scale(fmt, policy), made="scale")
-        )
-    return _by_library(functions)
+        runs[f"fp8ref.jax{_jax_device()}"] = functions.fp8ref_jax_scale(fmt, policy)
+    scale_of = {name: Function(name, fmt, run, made="scale") for name, run in runs.items()}
+    return _some(scale_of)
 
 
 def every_cast() -> Iterator[Function]:
@@ -144,12 +115,10 @@ def every_cast() -> Iterator[Function]:
         # a device stands behind a blank
         yield from (f for name, f in casts(fmt).items() if " " not in name)
     for fmt in (E4M3FN, E5M2):
-        saturated = on_torch("cpu")(torchao_cast(fmt))
-        quantize = functools.partial(flax_cast, fmt=fmt)
         yield Function(
             "torchao",
             fmt,
-            saturated,
+            on_torch("cpu")(functions.torchao_cast(fmt)),
             variant="saturated",
             call="`to_fp8_saturated(x, dtype)`",
             source="float8/float8_utils.py",
@@ -157,34 +126,29 @@ def every_cast() -> Iterator[Function]:
         yield Function(
             "flax",
             fmt,
-            quantize,
+            partial(functions.flax_cast, fmt=fmt),
             variant="quantize",
             call="`fp8_ops.quantize(x, dtype, 1, float32)`",
             source="linen/fp8_ops.py",
         )
         for saturate in (False, True):
-            call = f"`encode_ndarray(fi, round_ndarray(fi, x, sat={saturate}))`"
-            run = functools.partial(gfloat_cast, fmt=fmt, saturate=saturate)
             yield Function(
                 "gfloat",
                 fmt,
-                run,
+                partial(functions.gfloat_cast, fmt=fmt, saturate=saturate),
                 variant="sat" if saturate else "",
-                call=call,
+                call=f"`encode_ndarray(fi, round_ndarray(fi, x, sat={saturate}))`",
                 source="round_ndarray.py",
             )
     if cuda_header.available():
         for fmt, saturate in itertools.product((E4M3FN, E5M2), (False, True)):
-            call = (
-                f"`__nv_cvt_float_to_fp8(x, {'__NV_SATFINITE' if saturate else '__NV_NOSAT'}, "
-                "kind)`"
-            )
+            mode = "__NV_SATFINITE" if saturate else "__NV_NOSAT"
             yield Function(
                 CUDA_HEADER,
                 fmt,
-                functools.partial(cuda_header.encode, fmt=fmt, saturate=saturate),
+                partial(cuda_header.encode, fmt=fmt, saturate=saturate),
                 variant="sat" if saturate else "",
-                call=call,
+                call=f"`__nv_cvt_float_to_fp8(x, {mode}, kind)`",
                 source="include/cuda_fp8.hpp",
             )
 
@@ -197,48 +161,30 @@ def every_scale() -> Iterator[Function]:
 
 
 def _torchao_scales(fmt: Format) -> Iterator[Function]:
-    torchao = Function(
-        "torchao",
-        fmt,
-        on_torch("cpu")(torchao_scale(fmt)),
-        made="scale",
-        variant="amax_to_scale",
-        call="`amax_to_scale(amax, dtype)`",
-        source="float8/float8_utils.py",
-    )
-    yield torchao
-    yield replace(
-        torchao,
-        variant="amax_to_scale_pow2",
-        call="`amax_to_scale(amax, dtype, round_scales_to_power_of_2=True)`",
-        run=on_torch("cpu")(torchao_scale(fmt, power_of_two=True)),
-    )
+    utils, mx = "float8/float8_utils.py", "prototype/mx_formats/mx_tensor.py"
+    amax_to_scale = "`amax_to_scale(amax, dtype)`"
+    powers = "`amax_to_scale(amax, dtype, round_scales_to_power_of_2=True)`"
+    scale = functions.torchao_scale
+    rows: list[tuple[str, str, Callable, str, str]] = [
+        ("amax_to_scale", amax_to_scale, scale(fmt), "scale", utils),
+        ("amax_to_scale_pow2", powers, scale(fmt, power_of_two=True), "scale", utils),
+    ]
     for mode in ("floor", "rceil", "ceil", "even"):
         call = f"`to_mx(x, dtype, 32, {mode.upper()})`"
-        yield replace(
-            torchao,
-            variant=f"mx_{mode}",
-            call=call,
-            run=on_torch("cpu")(torchao_mx_scale(fmt, mode)),
-            made="e8m0",
-            source="prototype/mx_formats/mx_tensor.py",
-        )
+        rows.append((f"mx_{mode}", call, functions.torchao_mx_scale(fmt, mode), "e8m0", mx))
     if fmt is E4M3FN:  # the format of AdamWFp8's moments
-        yield replace(
-            torchao,
-            variant="adamw_fp8",
-            call="`quantize_fp8(x, block)`",
-            run=on_torch("cpu")(torchao_adamw_scale),
-            made="scale_inv",
-            source="optim/subclass_fp8.py",
-        )
+        call, file = "`quantize_fp8(x, block)`", "optim/subclass_fp8.py"
+        rows.append(("adamw_fp8", call, functions.torchao_adamw_scale, "scale_inv", file))
+    for variant, call, function, made, source in rows:
+        run = on_torch("cpu")(function)
+        yield Function("torchao", fmt, run, variant=variant, call=call, made=made, source=source)
 
 
 def _other_scales(fmt: Format) -> Iterator[Function]:
     yield Function(
         "flax",
         fmt,
-        functools.partial(flax_scale, fmt=fmt),
+        partial(functions.flax_scale, fmt=fmt),
         variant="compute_scale",
         call="`fp8_ops.compute_scale(amax, 1, max)`",
         made="scale_inv",
@@ -247,7 +193,7 @@ def _other_scales(fmt: Format) -> Iterator[Function]:
     yield Function(
         "gfloat",
         fmt,
-        functools.partial(gfloat_scale, fmt=fmt),
+        partial(functions.gfloat_scale, fmt=fmt),
         variant="compute_scale_amax",
         call="`compute_scale_amax(fi.emax, x)`",
         made="e8m0",
@@ -265,25 +211,13 @@ def _other_scales(fmt: Format) -> Iterator[Function]:
             source=transcription.source,
             transcribed=True,
         )
-    for policy in (
-        "torchao",
-        "torchao_pow2",
-        "torchao_mask",
-        "mx_floor",
-        "mx_rceil",
-        "te_mxfp8",
-        "te_mxfp8_2.13",
-    ):
-        ours = Function(
-            "fp8ref.torch",
-            fmt,
-            on_torch("cpu")(fp8ref_torch_scale(fmt, policy)),
-            variant=policy,
-            call=f"`scaling.scale_from_amax(amax, fmt, {policy!r})`",
-            made="scale",
-        )
-        yield ours
-        yield replace(ours, library="fp8ref.jax", run=fp8ref_jax_scale(fmt, policy))
+    powers = ("torchao", "torchao_pow2", "torchao_mask")
+    for policy in (*powers, "mx_floor", "mx_rceil", "te_mxfp8", "te_mxfp8_2.13"):
+        call = f"`scaling.scale_from_amax(amax, fmt, {policy!r})`"
+        torch = on_torch("cpu")(functions.fp8ref_torch_scale(fmt, policy))
+        runs = {"torch": torch, "jax": functions.fp8ref_jax_scale(fmt, policy)}
+        for name, run in runs.items():
+            yield Function(f"fp8ref.{name}", fmt, run, variant=policy, call=call, made="scale")
 
 
 def one_thread() -> None:
@@ -319,10 +253,10 @@ def _installed(*modules: str) -> bool:
     return all(importlib.util.find_spec(m) is not None for m in modules)
 
 
-def _by_library(functions: list[Function]) -> dict[str, Function]:
-    if not functions:
+def _some(by_library: dict[str, Function]) -> dict[str, Function]:
+    if not by_library:
         raise ImportError(
             "a certificate compares libraries with the simulator; none is installed. Install "
             "fp8ref[all]."
         )
-    return {function.library: function for function in functions}
+    return by_library

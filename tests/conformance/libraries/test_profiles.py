@@ -3,6 +3,7 @@ import importlib.util
 import numpy as np
 import pytest
 
+from fp8ref.conformance.libraries import functions
 from fp8ref.conformance.libraries import profiles as libraries
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.sim.quantize import scales
@@ -43,7 +44,7 @@ def test_compiled_is_eager():
 
     x = np.float32([0, -0.0, 1, 1.0625, -3.3, 200, 2.0**-9, 447.9])
     eager, compiled = (
-        libraries.on_torch("cpu", compiled=how)(libraries.fp8ref_torch_cast(E4M3FN))
+        functions.on_torch("cpu", compiled=how)(functions.fp8ref_torch_cast(E4M3FN))
         for how in (False, True)
     )
     np.testing.assert_array_equal(compiled(x), eager(x))
