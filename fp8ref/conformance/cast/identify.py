@@ -28,14 +28,7 @@ from fp8ref.conformance.inputs import cast_inputs, dtypes
 from fp8ref.conformance.inputs.dtypes import rounded
 from fp8ref.conformance.kit import subject as subjects
 from fp8ref.conformance.kit.explain import simplest
-from fp8ref.conformance.kit.finding import (
-    Counterexample,
-    Finding,
-    Outcome,
-    bits_of,
-    other_devices,
-    show,
-)
+from fp8ref.conformance.kit.finding import Counterexample, Finding, Outcome, bits_of, show
 from fp8ref.conformance.kit.subject import ConformanceError, RefusedError, Subject
 from fp8ref.formats import Format
 from fp8ref.sim.quantize import cast
@@ -207,7 +200,7 @@ def _identify_repeating(
         unlike=unlike,
         expected=expect,
         differences=differences,
-        limits=other_devices(subject.framework, subject.device),
+        limits=subject.other_devices,
     )
 
 
@@ -265,10 +258,7 @@ def _identify_four_bits(subject: Subject, fmt: Format, source: str, expect: str 
         unlike=unlike,
         expected=expect,
         differences=differences if expect is not None else [],
-        limits=[
-            "other dtypes, shapes and strides",
-            *other_devices(subject.framework, subject.device),
-        ],
+        limits=["other dtypes, shapes and strides", *subject.other_devices],
     )
 
 

@@ -15,7 +15,7 @@ from fp8ref.conformance.kit.finding import (
     show,
     strides_finding,
 )
-from fp8ref.conformance.kit.subject import VIEWS, RefusedError, Subject
+from fp8ref.conformance.kit.subject import Subject, compare_each
 
 SHAPES: tuple[tuple[int, ...], ...] = (
     (),
@@ -64,17 +64,14 @@ def check_shapes(
     subject: Subject, a: Responses, cast_behavior: Behavior
 ) -> tuple[Finding, list[Counterexample]]:
     """Compare arrays of other shapes with the behavior found. A shape that raises is no fault."""
-    accepted, refused, wrong = [], [], list[Counterexample]()
-    for shape in SHAPES:
+
+    def compare(shape: tuple[int, ...]) -> list[Counterexample]:
         # at maps each element to the input in a.x whose code is known.
         at = np.arange(int(np.prod(shape))) % a.x.size
-        try:
-            output = outputs.ask(subject, a.x[at].reshape(shape), a.source)
-        except RefusedError:
-            refused.append(shape)
-            continue
-        accepted.append(shape)
-        wrong = wrong or _counterexample(a, at.reshape(shape), output, cast_behavior)
+        output = outputs.ask(subject, a.x[at].reshape(shape), a.source)
+        return _counterexample(a, at.reshape(shape), output, cast_behavior)
+
+    accepted, refused, wrong = compare_each(SHAPES, compare)
     return shapes_finding(accepted, refused, wrong, "the same codes"), wrong
 
 
@@ -84,16 +81,13 @@ def check_strides(
     """Compare arrays that are not contiguous in memory with the behavior found."""
     # a step of 7: next to each other are unrelated numbers
     at = np.arange(33 * 65).reshape(33, 65) * 7 % a.x.size
-    accepted, refused, wrong = [], [], list[Counterexample]()
-    for view in VIEWS if subject.framework != "jax" else ():
-        x = a.x[at]
-        try:
-            output = outputs.read(subject, subject.ask(x, a.source, view=view), x, a.source)
-        except RefusedError:
-            refused.append(view)
-            continue
-        accepted.append(view)
-        wrong = wrong or _counterexample(a, at, output, cast_behavior, f", {view} in memory")
+    x = a.x[at]
+
+    def compare(view: str) -> list[Counterexample]:
+        output = outputs.read(subject, subject.ask(x, a.source, view=view), x, a.source)
+        return _counterexample(a, at, output, cast_behavior, f", {view} in memory")
+
+    accepted, refused, wrong = compare_each(subject.views, compare)
     return strides_finding(accepted, refused, wrong), wrong
 
 

@@ -17,14 +17,7 @@ from fp8ref.conformance.cast.outputs import Output, Responses
 from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.inputs.dtypes import rounded
 from fp8ref.conformance.kit.explain import simplest
-from fp8ref.conformance.kit.finding import (
-    Counterexample,
-    Finding,
-    Outcome,
-    bits_of,
-    other_devices,
-    show,
-)
+from fp8ref.conformance.kit.finding import Counterexample, Finding, Outcome, bits_of, show
 from fp8ref.conformance.kit.subject import ConformanceError, Subject
 from fp8ref.formats import Format
 from fp8ref.sim.quantize import cast
@@ -232,7 +225,7 @@ def identify(
         limits=[
             "probabilities in steps below 2^-8",
             "other dtypes, shapes and strides",
-            *other_devices(subject.framework, subject.device),
+            *subject.other_devices,
         ],
     )
 

@@ -88,22 +88,15 @@ def _in_framework(
 
 def _arguments(function: Callable[..., Any]) -> tuple[int, bool]:
     """(how many arguments besides ``bias`` have no default, whether one is called bias)."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a builtin without a signature
+    names = subject.parameters(function)
+    if not names:  # a builtin without a signature
         return 4, False
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [
-        p
-        for p in parameters.values()
-        if p.name != "bias" and p.default is p.empty and p.kind in positional
-    ]
-    return len(needed), "bias" in parameters
+    return len(set(subject.needed(function)) - {"bias"}), "bias" in names
 
 
 def _with_bias(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with a bias of zeros where none is given, if it needs one."""
-    if inspect.signature(function).parameters["bias"].default is not inspect.Parameter.empty:
+    if subject.parameters(function)["bias"].default is not inspect.Parameter.empty:
         return function
     return lambda a, b, bias=None: function(
         a, b, bias=np.zeros(len(b.codes), np.float32) if bias is None else bias

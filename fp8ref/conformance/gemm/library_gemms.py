@@ -1,7 +1,6 @@
 """The scaled GEMMs of PyTorch and JAX by name, and any other as ``module:function``."""
 
 import importlib
-import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 from fp8ref.conformance.gemm.scaled_gemm import OUT_DTYPES, ScaledGemm
+from fp8ref.conformance.kit.subject import parameters
 from fp8ref.sim.quantize.scaling import Quantized
 
 KNOWN = ("torch-scaled-mm", "torch-rowwise", "jax-dot")  # names of the libraries' GEMMs
@@ -140,10 +140,6 @@ def _jax_dot(fast: bool, out_dtype: str) -> ScaledGemm:
 
 def _custom(name: str, granularity: str) -> ScaledGemm:
     function = load(name)
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a builtin without a signature
-        parameters = {}  # type: ignore[assignment]
     if granularity not in ("tensorwise", "rowwise"):
         raise ValueError(f"--granularity is tensorwise or rowwise; got {granularity!r}.")
     about = {"numpy": version("numpy")}
@@ -151,7 +147,7 @@ def _custom(name: str, granularity: str) -> ScaledGemm:
         name=name,
         function=function,
         granularity=granularity,
-        bias="bias" in parameters,
+        bias="bias" in parameters(function),
         about=about,
     )
 

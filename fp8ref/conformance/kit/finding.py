@@ -166,11 +166,6 @@ def strides_finding(
     return Finding("strides", not counterexamples, evidence, words=text, unasked=unasked)
 
 
-def other_devices(framework: str, device: str) -> list[str]:
-    """The devices that a function was not asked on; none of NumPy's arrays."""
-    return [] if framework == "numpy" else [f"devices other than {device}"]
-
-
 class Described(Result):
     """A result that is printed as a table, of rows if it has them, and a ``message``."""
 

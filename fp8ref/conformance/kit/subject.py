@@ -8,14 +8,14 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from fp8ref.conformance.kit import arrays
-from fp8ref.conformance.kit.finding import bits_of
+from fp8ref.conformance.kit.finding import Counterexample, bits_of
 from fp8ref.formats import Format
 from fp8ref.sim.quantize import packing
 
@@ -30,6 +30,8 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 SHAPE = (256, 384)
 """The shape [M, K] of the tensors with which a function is classified, and a quantizer is asked."""
+
+_Case = TypeVar("_Case")
 
 Make = Callable[[np.ndarray], Any]
 """A function that makes a framework's array of a NumPy array."""
@@ -67,6 +69,16 @@ class Subject:
     function: Callable[..., Any] = field(repr=False)
     framework: str = "numpy"
     device: str = "cpu"
+
+    @property
+    def views(self) -> list[str]:
+        """The names of VIEWS that its framework has."""
+        return [] if self.framework == "jax" else list(VIEWS)
+
+    @property
+    def other_devices(self) -> list[str]:
+        """The devices that it is not asked on, in words; none of NumPy's arrays."""
+        return [] if self.framework == "numpy" else [f"devices other than {self.device}"]
 
     def ask(self, x: np.ndarray, dtype: str = "float32", *, view: str = "contiguous") -> Any:
         """Call it with x, as an array of a dtype and a view, and return what it returns.
@@ -115,6 +127,26 @@ class Subject:
         if self.framework == "torch":
             return arrays.as_torch(array, self.device)
         return arrays.as_jax(array)
+
+
+def compare_each(
+    cases: Iterable[_Case], compare: Callable[[_Case], list[Counterexample]]
+) -> tuple[list[_Case], list[_Case], list[Counterexample]]:
+    """The cases that are taken, those for which ``compare`` raises a RefusedError, and its first
+    counterexamples.
+    """
+    accepted: list[_Case] = []
+    refused: list[_Case] = []
+    wrong: list[Counterexample] = []
+    for case in cases:
+        try:
+            counterexamples = compare(case)
+        except RefusedError:
+            refused.append(case)
+        else:
+            accepted.append(case)
+            wrong = wrong or counterexamples
+    return accepted, refused, wrong
 
 
 def check_no_reuse(
@@ -204,7 +236,7 @@ def kind_of(
 
     Raises:   ValueError: as wrap.
     """
-    if _operands(function) == 2:
+    if len(needed(function)) == 2:
         return "gemm"
     try:
         subject = wrap(name, function, framework=framework, device=device, shape=SHAPE)
@@ -232,16 +264,19 @@ def kind_of(
     return "cast" if alone else "quantizer"
 
 
-def _operands(function: Callable[..., Any]) -> int:
-    """How many arguments have no default."""
+def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The arguments of a callable by name; none of a builtin without a signature."""
     try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin without a signature
-        return 1
-    return sum(
-        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        for p in parameters
-    )
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return {}
+
+
+def needed(function: Callable[..., Any]) -> list[str]:
+    """The names of the positional arguments without a default."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    named = parameters(function).items()
+    return [name for name, p in named if p.default is p.empty and p.kind in positional]
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -11,7 +11,6 @@ Learning rate, betas, eps and decay are passed to those that take them by name.
 """
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp8ref.conformance.kit import arrays
-from fp8ref.conformance.kit.subject import ConformanceError, RefusedError
+from fp8ref.conformance.kit.subject import ConformanceError, RefusedError, needed, parameters
 from fp8ref.conformance.optimizer.forms import Numbers
 
 KINDS = ("torch", "optax", "function")  # what an optimizer is handed over as
@@ -94,10 +93,11 @@ def kind_of(optimizer: Any) -> str | None:
     is_class = torch is not None and isinstance(optimizer, type)
     if is_class and issubclass(optimizer, torch.optim.Optimizer):  # type: ignore[union-attr]
         return "torch"
-    required = [parameter for parameter in _parameters(optimizer) if parameter not in NUMBERS]
+    required = [name for name in needed(optimizer) if name not in NUMBERS]
     if required and required[0] == "params":
         return "torch"
-    if "learning_rate" in _names(optimizer) and "state" not in _names(optimizer):
+    names = parameters(optimizer)
+    if "learning_rate" in names and "state" not in names:
         return "optax"
     return "function" if len(required) == 3 else None
 
@@ -266,30 +266,8 @@ def _field(of: Any, name: str) -> Any:
     return of.get(name) if isinstance(of, Mapping) else getattr(of, name, None)
 
 
-def _names(function: Any) -> list[str]:
-    try:
-        return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # a builtin without a signature
-        return []
-
-
-def _parameters(function: Any) -> list[str]:
-    """The arguments without a default."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    needed = [p for p in parameters if p.default is p.empty]
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in needed if p.kind in kinds]
-
-
 def _accepted(function: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers that a callable takes by name."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return {}
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return dict(numbers)
-    return {name: value for name, value in numbers.items() if name in {p.name for p in parameters}}
+    names = parameters(function)
+    every = any(p.kind is p.VAR_KEYWORD for p in names.values())
+    return {name: value for name, value in numbers.items() if every or name in names}

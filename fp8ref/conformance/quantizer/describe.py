@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from fp8ref.conformance.cast.behavior import Behavior
-from fp8ref.conformance.kit.finding import Counterexample, Finding, Outcome, other_devices
+from fp8ref.conformance.kit.finding import Counterexample, Finding, Outcome
 from fp8ref.conformance.kit.subject import SHAPE
 from fp8ref.conformance.quantizer import counterexamples
 from fp8ref.conformance.quantizer.granularity import FoundGranularity
@@ -178,7 +178,7 @@ def limits(quantizer: Quantizer) -> list[str]:
     kept = []
     if quantizer.memory:
         kept = ["what it keeps after zero, infinite and NaN amaxes: one call cannot show it"]
-    return [*kept, *other_devices(quantizer.subject.framework, quantizer.subject.device)]
+    return [*kept, *quantizer.subject.other_devices]
 
 
 def without_granularity(

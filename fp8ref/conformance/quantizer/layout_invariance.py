@@ -7,7 +7,7 @@ blocks.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from fp8ref.conformance.kit.finding import (
     show,
     strides_finding,
 )
-from fp8ref.conformance.kit.subject import VIEWS, RefusedError
+from fp8ref.conformance.kit.subject import RefusedError, compare_each
 from fp8ref.conformance.quantizer import (
     candidates,
     counterexamples,
@@ -112,17 +112,16 @@ def check_shapes(
     if layout.granularity == "tensorwise" and not comparison.quantizer.memory:
         sizes.append(planted_tensors.WHOLE)
     shapes = [shape[::-1] if layout.axis == 0 else shape for shape in sizes]
-    compared = _compared(comparison, shapes)
+    accepted, refused, wrong, lost = _compared(comparison, shapes)
     same = (
         "the same policy, also with the largest element, a NaN or an infinity of either sign last "
         "in its group or inside"
     )
-    finding = shapes_finding(compared.accepted, compared.refused, compared.wrong, same, most=large)
-    lost = [
-        Finding("NaN inside", False, str(w), words="lost where XLA's max loses it")
-        for w in compared.lost
-    ]
-    return [finding, *lost], compared.wrong
+    findings = [shapes_finding(accepted, refused, wrong, same, most=large)]
+    if lost:
+        words = "lost where XLA's max loses it"
+        findings.append(Finding("NaN inside", False, str(lost[0]), words=words))
+    return findings, wrong
 
 
 def check_ragged_blocks(
@@ -151,36 +150,34 @@ def check_ragged_blocks(
     return [finding], wrong
 
 
-class _Compared(NamedTuple):
-    """The shapes taken and refused, the first counterexample, and the first of a lost NaN (P-3)."""
-
-    accepted: list[tuple[int, int]]
-    refused: list[tuple[int, int]]
-    wrong: list[Counterexample]
-    lost: list[Counterexample]
-
-
-def _compared(comparison: Comparison, shapes: Sequence[tuple[int, int]]) -> _Compared:
+def _compared(
+    comparison: Comparison, shapes: Sequence[tuple[int, int]]
+) -> tuple[
+    list[tuple[int, int]], list[tuple[int, int]], list[Counterexample], list[Counterexample]
+]:
+    """(shapes taken, shapes refused, the first counterexample, those of a lost NaN (P-3))."""
     quantizer, layout = comparison.quantizer, comparison.scale_layout
-    compared = _Compared([], [], [], [])
-    for shape in shapes:
-        try:
-            for tensor in planted_tensors.tensors(shape, layout, quantizer):
-                unexplained = _counterexample(comparison, tensor, quantizer.ask(tensor.x))
-                padded = ragged_blocks.padded(tensor.x, layout)
-                nan = unexplained and "NaN" in tensor.planted
-                is_lost = nan and policy_match.loses_nan(quantizer, padded, layout)
-                first = compared.lost if is_lost else compared.wrong
-                first += [] if first else unexplained
-        except RefusedError:
-            compared.refused.append(shape)
-        except WrongShapeError:
-            if not ragged_blocks.is_ragged(shape, layout):
-                raise
-            compared.refused.append(shape)
-        else:
-            compared.accepted.append(shape)
-    return compared
+    lost: list[Counterexample] = []
+
+    def compare(shape: tuple[int, int]) -> list[Counterexample]:
+        wrong: list[Counterexample] = []
+        for tensor in planted_tensors.tensors(shape, layout, quantizer):
+            try:
+                output = quantizer.ask(tensor.x)
+            except WrongShapeError as error:
+                if not ragged_blocks.is_ragged(shape, layout):
+                    raise
+                raise RefusedError(str(error)) from error
+            unexplained = _counterexample(comparison, tensor, output)
+            padded = ragged_blocks.padded(tensor.x, layout)
+            nan = unexplained and "NaN" in tensor.planted
+            if nan and policy_match.loses_nan(quantizer, padded, layout):
+                lost.extend(unexplained)
+            else:
+                wrong = wrong or unexplained
+        return wrong
+
+    return *compare_each(shapes, compare), lost
 
 
 def check_strides(
@@ -192,20 +189,14 @@ def check_strides(
         planted_tensors.random((128, 256), quantizer),
         *planted_tensors.tensors((128, 256), comparison.scale_layout, quantizer),
     ]
-    accepted, refused, counterexamples = [], [], list[Counterexample]()
-    for view in VIEWS if quantizer.subject.framework != "jax" else ():
-        try:
-            outputs_of_view = [quantizer.ask(tensor.x, view=view) for tensor in tensors]
-        except RefusedError:
-            refused.append(view)
-            continue
-        accepted.append(view)
-        for tensor, output in zip(tensors, outputs_of_view, strict=True):
-            counterexamples = counterexamples or [
-                replace(w, input=f"{w.input}, {view} in memory")
-                for w in _counterexample(comparison, tensor, output)
-            ]
-    return [strides_finding(accepted, refused, counterexamples)], counterexamples
+
+    def compare(view: str) -> list[Counterexample]:
+        answers = [(tensor, quantizer.ask(tensor.x, view=view)) for tensor in tensors]
+        wrong = (w for answer in answers for w in _counterexample(comparison, *answer))
+        return [replace(w, input=f"{w.input}, {view} in memory") for w in wrong][:1]
+
+    accepted, refused, wrong = compare_each(quantizer.subject.views, compare)
+    return [strides_finding(accepted, refused, wrong)], wrong
 
 
 def check_dtype(

@@ -14,14 +14,7 @@ import numpy as np
 
 from fp8ref.conformance.inputs import dtypes, fp4_inputs
 from fp8ref.conformance.kit import subject as subjects
-from fp8ref.conformance.kit.finding import (
-    Counterexample,
-    Finding,
-    Outcome,
-    bits_of,
-    other_devices,
-    show,
-)
+from fp8ref.conformance.kit.finding import Counterexample, Finding, Outcome, bits_of, show
 from fp8ref.conformance.kit.subject import ConformanceError, Subject
 from fp8ref.conformance.quantizer import outputs
 from fp8ref.conformance.quantizer.candidates import Expected
@@ -223,10 +216,7 @@ def identify(subject: Subject, fmt: Format, expected: Expected) -> Outcome:
         and match.packing != "high first",
         unlike=unlike,
         differences=_differences(answers, match, expected) if expected.policy else [],
-        limits=[
-            "other shapes, strides and ragged blocks",
-            *other_devices(subject.framework, subject.device),
-        ],
+        limits=["other shapes, strides and ragged blocks", *subject.other_devices],
     )
 
 
