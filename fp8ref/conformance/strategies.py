@@ -218,6 +218,19 @@ def _plant(
         )
 
 
+def repeatable(most: int, *phases: hypothesis.Phase) -> hypothesis.settings:
+    """Settings for at most so many examples, the same in every call, which keep nothing."""
+    return hypothesis.settings(
+        max_examples=most,
+        phases=phases,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        report_multiple_bugs=False,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+
+
 def examples(strategy: st.SearchStrategy[_T], most: int) -> list[_T]:
     """At most so many examples of a strategy, the same in every call.
 
@@ -227,14 +240,7 @@ def examples(strategy: st.SearchStrategy[_T], most: int) -> list[_T]:
         raise ValueError(f"examples is an integer of at least 1; got {most!r}.")
     drawn_examples: list[_T] = []
 
-    @hypothesis.settings(
-        max_examples=most,
-        phases=[hypothesis.Phase.generate],
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
+    @repeatable(most, hypothesis.Phase.generate)
     @hypothesis.given(strategy)
     def collect(example: _T) -> None:
         drawn_examples.append(example)

@@ -28,7 +28,7 @@ __all__ = ["DelayedMachine"]
 _USED = [
     amax
     for name in ("zero", "infinite", "nan", "tiny")
-    for step in DIFFICULTIES[name].operations
+    for step in DIFFICULTIES[name].special
     if not isinstance(step, str)
     for amax in step
 ]

@@ -12,6 +12,7 @@ from fp8ref.conformance.delayed.comparison import Asked, Departure, departure
 from fp8ref.conformance.delayed.identify import field_of, identify_subject
 from fp8ref.conformance.delayed.sequences import DIFFICULTIES, drawn, fixed, rule_history
 from fp8ref.conformance.delayed.subject import Subject, subject_of
+from fp8ref.conformance.kit.difficulty import check_without
 from fp8ref.formats import E4M3FN, Format
 from fp8ref.spec.delayed import DelayedScaling, by_name
 
@@ -84,11 +85,7 @@ def departures(
 
     Raises:   ValueError: an unknown difficulty; ``ordinary`` cannot be left out.
     """
-    if unknown := sorted(set(without) - set(DIFFICULTIES) | {"ordinary"} & set(without)):
-        raise ValueError(
-            f"without names difficulties, of {', '.join(list(DIFFICULTIES)[1:])}; got "
-            f"{', '.join(unknown)}."
-        )
+    check_without(without, DIFFICULTIES)
     history = rule_history(asked.rule)
     short = min(history, sequences.LONGEST)
     # Ordinary sequences first and alone: they may be much longer than all others.

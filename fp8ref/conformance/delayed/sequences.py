@@ -7,17 +7,11 @@ words ``save``, ``load`` (of the last save, into a new object) and ``reset``.
 
 import functools
 import math
-from dataclasses import dataclass
 
 from fp8ref.conformance import strategies
-from fp8ref.shared import extras
+from fp8ref.conformance.kit.difficulty import Difficulty
+from fp8ref.conformance.strategies import st
 from fp8ref.spec.delayed import DelayedScaling
-
-try:
-    from hypothesis import strategies as st
-except ImportError:
-    extras.require("conformance", "fp8ref.conformance.delayed", "hypothesis")
-    raise
 
 Operation = tuple[float, ...] | str
 """A step, as its amaxes, or a word: save, load, reset."""
@@ -30,33 +24,20 @@ ORDINARY = (2.0, 8.0, 1.0, 0.5, 3.0, 7.3, 448.0, 1024.0, 1e-3, 3e38)
 LONGEST = 32  # the length of the history that sequences other than ordinary ones exceed
 
 
-@dataclass(frozen=True)
-class Difficulty:
-    """What sequences may have beside ordinary steps of one use.
-
-    operations  that they have, the simplest first.
-    words       what it is, for messages; clause: that decides it.
-    """
-
-    operations: Sequence
-    words: str
-    clause: str
-
-
 DIFFICULTIES = {
-    "ordinary": Difficulty((), "ordinary amaxes", "H-3"),
-    "uses": Difficulty(((4.0, 1.0), (1.0, 4.0), (2.0, 8.0, 3.0)), "several uses in a step", "H-4"),
-    "unused": Difficulty(((),), "a step without use", "H-5"),
-    "zero": Difficulty(((0.0,),), "an amax of 0", "H-5"),
-    "infinite": Difficulty(((math.inf,),), "an infinite amax", "H-5"),
-    "nan": Difficulty(((math.nan,),), "a NaN amax", "H-5"),
+    "ordinary": Difficulty("ordinary amaxes", "H-3"),
+    "uses": Difficulty("several uses in a step", "H-4", ((4.0, 1.0), (1.0, 4.0), (2.0, 8.0, 3.0))),
+    "unused": Difficulty("a step without use", "H-5", ((),)),
+    "zero": Difficulty("an amax of 0", "H-5", ((0.0,),)),
+    "infinite": Difficulty("an infinite amax", "H-5", ((math.inf,),)),
+    "nan": Difficulty("a NaN amax", "H-5", ((math.nan,),)),
     "tiny": Difficulty(
-        ((1e-36,), (1.4e-36,), (1e-12,), (1e-40,), (2.0**-149,)),
         "an amax so small that it, its scale or scale_inv leaves float32's normal numbers",
         "S-12",
+        ((1e-36,), (1.4e-36,), (1e-12,), (1e-40,), (2.0**-149,)),
     ),
-    "load": Difficulty(("save", "load"), "a state that is saved and loaded", "H-13"),
-    "reset": Difficulty(("reset",), "a state that is reset", "H-2"),
+    "load": Difficulty("a state that is saved and loaded", "H-13", ("save", "load")),
+    "reset": Difficulty("a state that is reset", "H-2", ("reset",)),
 }
 """Kinds of sequences by name, ``ordinary`` first. Every other one has ordinary steps as well."""
 
@@ -90,7 +71,7 @@ def fixed(difficulty: str, history: int) -> list[Sequence]:
             ((64.0,), (2.0,), "save", "load", *forget),
             ((2.0,), "save", (64.0,), (1.0,), "load", *forget),
         ]
-    special: list[Sequence] = [(operation,) for operation in DIFFICULTIES[difficulty].operations]
+    special: list[Sequence] = [(operation,) for operation in DIFFICULTIES[difficulty].special]
     sequences = [*special, *(((2.0,), *one) for one in special)]
     sequences += [((2.0,), (8.0,), *one, (4.0,)) for one in special]
     sequences += [((2.0,), *one, *one, (4.0,), *forget) for one in special[:1]]
@@ -108,7 +89,7 @@ def drawn(difficulty: str, history: int, examples: int) -> list[Sequence]:
         lambda pair: (pair[0],) * pair[1]
     )
     parts: list[st.SearchStrategy[Sequence]] = [ordinary.map(lambda step: (step,)), repeated]
-    if operations := DIFFICULTIES[difficulty].operations:
+    if operations := DIFFICULTIES[difficulty].special:
         parts += 2 * [st.sampled_from(operations).map(lambda operation: (operation,))]
     whole = st.lists(st.one_of(parts), min_size=1, max_size=8).map(
         lambda pieces: tuple(operation for part in pieces for operation in part)

@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 
 from fp8ref.conformance.delayed.sequences import Operation, Sequence
-from fp8ref.conformance.kit.arrays import as_jax, as_numpy, as_torch
-
-FRAMEWORKS = {"numpy": lambda x: x, "torch": as_torch, "jax": as_jax}
-"""How amaxes and tensors are given, by framework."""
+from fp8ref.conformance.kit.arrays import as_numpy
+from fp8ref.conformance.kit.subject import FRAMEWORKS, check_framework
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +124,7 @@ class Subject:
         if self.takes == "tensor":
             small = x / 2 if np.isfinite(x) else np.float32(1)
             x = np.array([[small, 0, -small], [0, -x, small]], np.float32)
-        return FRAMEWORKS[self.framework](np.asarray(x) if self.framework != "numpy" else x)
+        return FRAMEWORKS[self.framework](x)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,8 +183,7 @@ def subject_of(implementation: Any, *, takes: str = "amax", framework: str = "nu
     """
     if takes not in ("amax", "tensor"):
         raise ValueError(f"takes is 'amax' or 'tensor'; got {takes!r}.")
-    if framework not in FRAMEWORKS:
-        raise ValueError(f"framework is one of {', '.join(FRAMEWORKS)}; got {framework!r}.")
+    check_framework(framework)
     if isinstance(implementation, Subject):
         return implementation
     if not isinstance(implementation, Functions) and not callable(implementation):

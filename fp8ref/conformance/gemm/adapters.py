@@ -58,8 +58,7 @@ def wrap(
             "a GEMM takes (a, b) or (codes of a, codes of b, scale_inv of a, scale_inv of b); "
             f"{name} takes {count} arguments."
         )
-    if framework not in (None, *subject.FRAMEWORKS):
-        raise ValueError(f"framework is one of {', '.join(subject.FRAMEWORKS)}; got {framework!r}.")
+    subject.check_framework(framework)
     imported = [one for one in subject.FRAMEWORKS if one == "numpy" or one in sys.modules]
     return _in_framework(scaled, [framework] if framework else imported, device, formats)
 

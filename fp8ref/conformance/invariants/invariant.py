@@ -10,15 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from fp8ref.conformance.strategies import hypothesis, repeatable, st
 from fp8ref.formats import E4M3FN, Format
-from fp8ref.shared import extras
-
-try:
-    import hypothesis
-    from hypothesis import strategies as st
-except ImportError:
-    extras.require("conformance", "fp8ref.conformance.invariants", "hypothesis")
-    raise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,15 +93,7 @@ def _counterexample(implementation: Any, invariant: Invariant, fmt: Format, exam
     """The simplest inputs found that break an invariant, in words; "" if none do."""
     last = ""
 
-    @hypothesis.settings(
-        max_examples=examples,
-        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
-        derandomize=True,
-        database=None,
-        deadline=None,
-        report_multiple_bugs=False,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
+    @repeatable(examples, hypothesis.Phase.generate, hypothesis.Phase.shrink)
     @hypothesis.given(invariant.inputs(fmt))
     def holds(inputs: Any) -> None:
         nonlocal last

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from fp8ref.conformance.invariants.invariant import Invariant, stated, text
-from fp8ref.conformance.kit.arrays import as_numpy
+from fp8ref.conformance.kit.arrays import as_numpy, equal
 from fp8ref.formats import Format
 
 _F32 = np.float32
@@ -21,15 +21,11 @@ def _merged(function: Any, a: Any, b: Any) -> np.float32:
     return _F32(as_numpy(function(_F32(a), _F32(b))).reshape(-1)[0])
 
 
-def _same(a: np.float32, b: np.float32) -> bool:
-    return bool(a == b or (np.isnan(a) and np.isnan(b)))
-
-
 def _associative(function: Any, fmt: Format, inputs: tuple[float, float, float]) -> str:
     a, b, c = inputs
     left = _merged(function, _merged(function, a, b), c)
     right = _merged(function, a, _merged(function, b, c))
-    if _same(left, right):
+    if equal(left, right):
         return ""
     return (
         f"{text(a)}, {text(b)}, {text(c)} merge to {text(left)} from the left and "
@@ -40,21 +36,21 @@ def _associative(function: Any, fmt: Format, inputs: tuple[float, float, float])
 def _commutative(function: Any, fmt: Format, inputs: tuple[float, float]) -> str:
     a, b = inputs
     first, other = _merged(function, a, b), _merged(function, b, a)
-    if _same(first, other):
+    if equal(first, other):
         return ""
     return f"{text(a)} and {text(b)} merge to {text(first)}, the other way round to {text(other)}"
 
 
 def _idempotent(function: Any, fmt: Format, inputs: float) -> str:
     merged = _merged(function, inputs, inputs)
-    if _same(merged, _F32(inputs)):
+    if equal(merged, _F32(inputs)):
         return ""
     return f"{text(inputs)} and {text(inputs)} merge to {text(merged)}"
 
 
 def _identity(function: Any, fmt: Format, inputs: float) -> str:
     merged = _merged(function, inputs, 0.0)
-    if np.isnan(inputs) or _same(merged, _F32(inputs)):
+    if np.isnan(inputs) or equal(merged, _F32(inputs)):
         return ""
     return f"{text(inputs)} and 0 merge to {text(merged)}"
 

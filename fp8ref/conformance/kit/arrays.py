@@ -54,7 +54,7 @@ def _read_torch(x: Any) -> tuple[np.ndarray, str]:
     return np.array(x.numpy()), name
 
 
-def equal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def equal(a: np.ndarray | np.floating, b: np.ndarray | np.floating) -> Any:
     """Where numbers are equal, or both are NaN."""
     return (a == b) | (np.isnan(a) & np.isnan(b))
 

@@ -22,8 +22,12 @@ from fp8ref.sim.quantize import packing
 Kind = Literal["cast", "quantizer", "gemm"]  # what a function under test is
 KINDS: tuple[Kind, ...] = ("cast", "quantizer", "gemm")  # the values of ``Kind``
 
-FRAMEWORKS = ("numpy", "torch", "jax")
-"""The frameworks whose arrays a subject may take, in the order in which they are tried."""
+FRAMEWORKS: dict[str, Callable[[Any], Any]] = {
+    "numpy": lambda x: x,
+    "torch": arrays.as_torch,
+    "jax": arrays.as_jax,
+}
+"""{framework: how it makes an array of NumPy's}, in the order in which they are tried."""
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 """The dtypes that a cast is asked with."""
@@ -122,11 +126,9 @@ class Subject:
             array = x.astype(arrays.numpy_dtype(dtype))
         except ImportError as error:
             raise RefusedError(str(error)) from error
-        if self.framework == "numpy":
-            return array
         if self.framework == "torch":
             return arrays.as_torch(array, self.device)
-        return arrays.as_jax(array)
+        return FRAMEWORKS[self.framework](array)
 
 
 def compare_each(
@@ -183,8 +185,7 @@ def wrap(
     """
     if not callable(function):
         raise ValueError(f"what is asked is a function of an array; got {type(function).__name__}.")
-    if framework is not None and framework not in FRAMEWORKS:
-        raise ValueError(f"framework is one of {', '.join(FRAMEWORKS)}; got {framework!r}.")
+    check_framework(framework)
     if framework is not None and importlib.util.find_spec(framework) is None:
         raise ImportError(
             f"arrays of {framework} need {framework}, which is not installed. Install "
@@ -210,6 +211,12 @@ def wrap(
             else:
                 return _in_framework_of_output(subject, output, x, dtype)
     raise RefusedError("\n".join(dict.fromkeys(refused)))
+
+
+def check_framework(framework: str | None) -> None:
+    """ValueError for a framework that is none of FRAMEWORKS."""
+    if framework not in (None, *FRAMEWORKS):
+        raise ValueError(f"framework is one of {', '.join(FRAMEWORKS)}; got {framework!r}.")
 
 
 def _in_framework_of_output(subject: Subject, output: Any, x: np.ndarray, dtype: str) -> Subject:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fp8ref.conformance.kit.arrays import equal
 from fp8ref.formats import BFLOAT16, FLOAT16, Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim.quantize import cast, scaling
@@ -102,32 +103,18 @@ def _in(
     return lambda x: cast.round_to(x, fmt, rounding=rounding)
 
 
-def _scale_change(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Scales], Scales]:
+def _change(kind: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Scales], Scales]:
+    """A change of ``scale`` or ``scale_inv``; the other becomes its reciprocal."""
+    other = "scale_inv" if kind == "scale" else "scale"
+
     def scales(own: Scales) -> Scales:
-        scale = change(own.scale)
-        return Scales(
-            scale,
-            np.where(_equal(scale, own.scale), own.scale_inv, scale_inv_from_scale(scale))[()],
-        )
+        before = getattr(own, kind)
+        after = change(before)
+        kept = equal(after, before)
+        reciprocal = np.where(kept, getattr(own, other), scale_inv_from_scale(after))[()]
+        return Scales(**{kind: after, other: reciprocal})
 
     return scales
-
-
-def _scale_inv_change(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Scales], Scales]:
-    def scales(own: Scales) -> Scales:
-        scale_inv = change(own.scale_inv)
-        return Scales(
-            np.where(_equal(scale_inv, own.scale_inv), own.scale, scale_inv_from_scale(scale_inv))[
-                ()
-            ],
-            scale_inv,
-        )
-
-    return scales
-
-
-def _equal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return (a == b) | (np.isnan(a) & np.isnan(b))
 
 
 def _changed(change: Callable[[Scales], Scales]) -> ChangeScales:
@@ -135,8 +122,8 @@ def _changed(change: Callable[[Scales], Scales]) -> ChangeScales:
 
 
 def _scales_change(kind: str, change: Callable[[np.ndarray], np.ndarray]) -> ChangeScales:
-    """A change of ``scale`` or ``scale_inv``; the other becomes its reciprocal."""
-    return _changed((_scale_change if kind == "scale" else _scale_inv_change)(change))
+    """As ``_change``, of the scales that codes are made by."""
+    return _changed(_change(kind, change))
 
 
 def _power_of_two(rounding: Callable[[np.ndarray], np.ndarray]) -> ChangeScales:
@@ -304,11 +291,11 @@ NAMED = (
     ),
     Deviation(
         f"the scale that it returns is rounded to bfloat16, and {_UNROUNDED}",
-        returned=_scale_change(_in(BFLOAT16)),
+        returned=_change("scale", _in(BFLOAT16)),
     ),
     Deviation(
         f"the scale_inv that it returns is rounded to bfloat16, and {_UNROUNDED}",
-        returned=_scale_inv_change(_in(BFLOAT16)),
+        returned=_change("scale_inv", _in(BFLOAT16)),
     ),
     Deviation(
         "its scale_inv is amax / max, not the reciprocal of the scale", scales=_quotient_alone

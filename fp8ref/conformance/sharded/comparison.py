@@ -6,16 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref.conformance.kit.arrays import as_jax, as_numpy, as_torch, written
+from fp8ref.conformance.kit.arrays import as_numpy, written
 from fp8ref.conformance.kit.finding import bits_of, show
+from fp8ref.conformance.kit.subject import FRAMEWORKS
 from fp8ref.conformance.sharded.inputs import DIFFICULTIES, Case, arrays, named, valid_for, whole
 from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim.quantize import scaling
 from fp8ref.sim.quantize.scales import scales_from_amax
-
-FRAMEWORKS: dict[str, Callable] = {"numpy": lambda x: x, "torch": as_torch, "jax": as_jax}
-"""How shards are given, by framework."""
 
 
 @dataclass(frozen=True, kw_only=True)

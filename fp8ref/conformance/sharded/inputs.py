@@ -8,18 +8,12 @@ this order.
 
 import functools
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
 from fp8ref.conformance import strategies
-from fp8ref.shared import extras
-
-try:
-    from hypothesis import strategies as st
-except ImportError:
-    extras.require("conformance", "fp8ref.conformance.sharded", "hypothesis")
-    raise
+from fp8ref.conformance.kit.difficulty import Difficulty
+from fp8ref.conformance.strategies import st
 
 Row = tuple[float, ...]  # a row of a tensor
 Microbatch = tuple[Row, ...]  # rows of a rank in one microbatch; none of an empty shard
@@ -29,32 +23,18 @@ ORDINARY = (1.0, -2.0, 0.5, 3.0, -7.3, 0.0, 448.0, 1e-3, -3e38)
 """Numbers whose amaxes have normal scales."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difficulty:
-    """What shards have beside ordinary numbers in equal numbers of rows.
-
-    numbers     that some elements are; words: for messages; clause: that decides it.
-    """
-
-    numbers: tuple[float, ...] = ()
-    words: str
-    clause: str
-
-
 DIFFICULTIES = {
-    "ordinary": Difficulty(words="equal shards of ordinary numbers", clause="P-2"),
-    "uneven": Difficulty(words="shards of different lengths", clause="P-1, P-2"),
-    "empty": Difficulty(words="empty shards", clause="P-2"),
-    "infinite": Difficulty(
-        numbers=(math.inf, -math.inf), words="an infinity on some ranks", clause="P-3"
-    ),
-    "nan": Difficulty(numbers=(math.nan,), words="a NaN on some ranks", clause="P-3"),
+    "ordinary": Difficulty("equal shards of ordinary numbers", "P-2"),
+    "uneven": Difficulty("shards of different lengths", "P-1, P-2"),
+    "empty": Difficulty("empty shards", "P-2"),
+    "infinite": Difficulty("an infinity on some ranks", "P-3", (math.inf, -math.inf)),
+    "nan": Difficulty("a NaN on some ranks", "P-3", (math.nan,)),
     "tiny": Difficulty(
-        numbers=(1e-12, 1e-36, -1e-40, 2.0**-149),
-        words="numbers so small that they or a scale are subnormal",
-        clause="S-12",
+        "numbers so small that they or a scale are subnormal",
+        "S-12",
+        (1e-12, 1e-36, -1e-40, 2.0**-149),
     ),
-    "microbatches": Difficulty(words="several microbatches", clause="H-4"),
+    "microbatches": Difficulty("several microbatches", "H-4"),
 }
 """Kinds of shards by name, ``ordinary`` first."""
 
@@ -105,7 +85,7 @@ def fixed(difficulty: str) -> list[Case]:
             ((one, two, one), (one, one, one)),
         ]
     special: list[Case] = []
-    for number in DIFFICULTIES[difficulty].numbers:
+    for number in DIFFICULTIES[difficulty].special:
         special.append(((((number,),),),))
         for ranks in (2, 3):
             special += [
@@ -119,8 +99,8 @@ def fixed(difficulty: str) -> list[Case]:
 def drawn(difficulty: str, examples: int) -> list[Case]:
     """Random cases of a kind, drawn by hypothesis, the same in every call."""
     numbers = st.sampled_from(ORDINARY)
-    if DIFFICULTIES[difficulty].numbers:
-        numbers = st.one_of(numbers, numbers, st.sampled_from(DIFFICULTIES[difficulty].numbers))
+    if special := DIFFICULTIES[difficulty].special:
+        numbers = st.one_of(numbers, numbers, st.sampled_from(special))
 
     @st.composite
     def cases(draw) -> Case:

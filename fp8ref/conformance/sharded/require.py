@@ -7,7 +7,9 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from fp8ref import policy as policies
-from fp8ref.conformance.sharded.comparison import FRAMEWORKS, Collective, Departure, departure
+from fp8ref.conformance.kit.difficulty import check_without
+from fp8ref.conformance.kit.subject import FRAMEWORKS
+from fp8ref.conformance.sharded.comparison import Collective, Departure, departure
 from fp8ref.conformance.sharded.inputs import DIFFICULTIES, drawn, fixed
 from fp8ref.formats import E4M3FN
 from fp8ref.policy import ScalePolicy
@@ -76,11 +78,7 @@ def departures(
 
     Raises:   ValueError: an unknown word or axis; ``ordinary`` cannot be left out.
     """
-    if unknown := sorted(set(without) - set(DIFFICULTIES) | {"ordinary"} & set(without)):
-        raise ValueError(
-            f"without names difficulties, of {', '.join(list(DIFFICULTIES)[1:])}; got "
-            f"{', '.join(unknown)}."
-        )
+    check_without(without, DIFFICULTIES)
     words = {"made": ("amax", "scale", "scale_inv"), "axis": (0, 1), "framework": tuple(FRAMEWORKS)}
     for key, allowed in words.items():
         if getattr(collective, key) not in allowed:

@@ -16,7 +16,7 @@ import numpy as np
 
 from fp8ref.conformance.gemm.scaled_gemm import OUT_DTYPES, ProbeError, RefusedError, read_array
 from fp8ref.conformance.kit.finding import Described
-from fp8ref.conformance.kit.subject import FRAMEWORKS, Subject, name_of, native_array
+from fp8ref.conformance.kit.subject import Subject, check_framework, name_of, native_array
 from fp8ref.formats import E4M3FN, Format
 from fp8ref.sim.quantize import cast
 
@@ -189,8 +189,7 @@ def grade_offsets(
     """
     if which not in ("output", "grad_weight"):
         raise ValueError(f"which is 'output' or 'grad_weight'; got {which!r}.")
-    if framework not in FRAMEWORKS:
-        raise ValueError(f"framework is one of {', '.join(FRAMEWORKS)}; got {framework!r}.")
+    check_framework(framework)
     if rest < 0 or (sizes is not None and (not any(sizes) or min(sizes) < 0)):
         raise ValueError(
             "groups have sizes of 0 or more rows, and one has rows; got "
