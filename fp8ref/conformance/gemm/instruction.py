@@ -14,7 +14,7 @@ import numpy as np
 
 from fp8ref.conformance.gemm import plans, step
 from fp8ref.conformance.gemm.scaled_gemm import ScaledGemm
-from fp8ref.conformance.gemm.stimulus import Bench, finite_codes
+from fp8ref.conformance.gemm.stimulus import Bench, Pairs, coded, finite_codes
 from fp8ref.conformance.gemm.wgmma import Multiply
 from fp8ref.conformance.kit.finding import Finding, table
 from fp8ref.formats import E5M2, Format
@@ -161,13 +161,11 @@ def identify(
         step.units(bench, width.value) if isinstance(width.value, int) else ([], [])
     )
     findings = [width, *step_findings]
-    groups, compared, equal = [], 0, 0
-    for group, (a, b, c) in _groups(fmt_a, fmt_b):
-        groups.append(
-            InstructionGroup(
-                group=group, a=a, b=b, c=c, d=_diagonal(multiply, a, b, c, fmt_a, fmt_b)
-            )
-        )
+    compared, equal = 0, 0
+    groups = [
+        InstructionGroup(group=group, a=a, b=b, c=c, d=_diagonal(multiply, a, b, c, fmt_a, fmt_b))
+        for group, (a, b, c) in _groups(fmt_a, fmt_b)
+    ]
     if units:
         zeros = next(group for group in groups if group.group == ZERO_PRODUCTS)
         units, zeros_finding = _zero_factor_units(units, zeros, fmt_a, fmt_b)
@@ -217,10 +215,8 @@ def _zero_factor_units(
         unit = dataclasses.replace(units[0], zeros=rule)  # type: ignore[arg-type]
         d = results(of.a, of.b, of.c, unit, fmt_a, fmt_b)
         right[rule] = int(np.sum(d.view(np.uint32) == of.d.view(np.uint32)))
-    evidence = (
-        "tiny accumulators next to zero products: "
-        f"{', '.join(f'{n} of {of.d.size} as {rule!r}' for rule, n in right.items())}"
-    )
+    counts = ", ".join(f"{n} of {of.d.size} as {rule!r}" for rule, n in right.items())
+    evidence = f"tiny accumulators next to zero products: {counts}"
     fits = [rule for rule, n in right.items() if n == of.d.size]
     zeros = fits[0] if fits else None
     if zeros == "least":  # only where exponents are coded (G-18)
@@ -246,20 +242,12 @@ def random_operands(
         any_code = finite_codes(rng, (side, K_STEP), fmt)
         few = np.where(rng.random((side, K_STEP)) < 0.1, any_code, np.uint8(0))
         codes.append(np.choose(rng.integers(0, 3, (side, 1)), [near_one, any_code, few]))
-    c = (rng.standard_normal((side, side)) * 2.0 ** rng.integers(-30, 36, (side, side))).astype(
-        np.float32
-    )
+    wide = rng.standard_normal((side, side)) * 2.0 ** rng.integers(-30, 36, (side, side))
+    c = wide.astype(np.float32)
     bits = rng.integers(0, 1 << 32, c.shape, dtype=np.uint32)
-    any_bits = np.where(bits >> 23 & 0xFF == 0xFF, bits & np.uint32(0xBFFFFFFF), bits).view(
-        np.float32
-    )
-    return (
-        codes[0],
-        codes[1],
-        np.choose(
-            rng.integers(0, 8, c.shape), [c, c, c, c, c, any_bits, any_bits, np.zeros_like(c)]
-        ),
-    )
+    finite = np.where(bits >> 23 & 0xFF == 0xFF, bits & np.uint32(0xBFFFFFFF), bits)
+    of_8 = [*[c] * 5, *[finite.view(np.float32)] * 2, np.zeros_like(c)]
+    return codes[0], codes[1], np.choose(rng.integers(0, 8, c.shape), of_8)
 
 
 def _random(
@@ -277,11 +265,8 @@ def _diagonal(
     diagonals = []
     for i in range(0, len(a), SIDE):
         part = slice(i, i + SIDE)
-        diagonals.append(
-            np.diagonal(
-                multiply(a[part], b[part], np.diag(c[part]).astype(np.float32), fmt_a, fmt_b)
-            )
-        )
+        d = multiply(a[part], b[part], np.diag(c[part]).astype(np.float32), fmt_a, fmt_b)
+        diagonals.append(np.diagonal(d))
     return np.concatenate(diagonals)
 
 
@@ -347,10 +332,8 @@ def _groups(
     yield ("NaN accumulators", (a, b, np.tile(payloads, 2)))
 
 
-def _specials(
-    fmt_a: Format, fmt_b: Format, one_a: int, one_b: int
-) -> list[dict[int, tuple[int, int]]]:
-    terms: list[dict[int, tuple[int, int]]] = [
+def _specials(fmt_a: Format, fmt_b: Format, one_a: int, one_b: int) -> list[Pairs]:
+    terms: list[Pairs] = [
         {0: (fmt_a.nan_code, one_b)},
         {31: (one_a, fmt_b.nan_code)},
         {0: (fmt_a.nan_code, 0)},
@@ -370,11 +353,6 @@ def _specials(
     return terms
 
 
-def _operands(
-    stimuli: Sequence[tuple[dict[int, tuple[int, int]], float]],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    a, b = (np.zeros((len(stimuli), K_STEP), np.uint8) for _ in range(2))
-    for i, (terms, _) in enumerate(stimuli):
-        for k, (x, y) in terms.items():
-            a[i, k], b[i, k] = x, y
-    return a, b, np.array([c for _, c in stimuli], np.float32)
+def _operands(stimuli: Sequence[tuple[Pairs, float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    codes = coded([pairs for pairs, _ in stimuli], K_STEP)
+    return *codes, np.array([c for _, c in stimuli], np.float32)

@@ -6,7 +6,7 @@ which holds operands and results.
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,10 +62,7 @@ class Recordings(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """As --json writes it."""
-        recordings = [
-            {"path": str(recording.path), "compared": recording.compared, "equal": recording.equal}
-            for recording in self.verified
-        ]
+        recordings = [asdict(one) | {"path": str(one.path)} for one in self.verified]
         return {"ok": self.ok, "recordings": recordings, "damaged": list(self.damaged)}
 
     def render(self, console: "Console") -> None:
@@ -98,50 +95,31 @@ def record_gemm(identified: Identified, folder: Path, *, seed: int = 1) -> Path:
     a, b, out = epilogues.under_scales(bench, [identified.drawn.a, identified.drawn.b], rng)
     rows, columns = (np.sort(rng.permutation(count)[:ROWS]) for count in out.shape)
     a, b = rows_of(a, rows), rows_of(b, columns)
-    sampled = {"rows": bench.sampled[0][rows], "columns": bench.sampled[1][columns]}
-    scales = {"scale_a": a.scale, "scale_b": b.scale}
-    arrays = {
-        **sampled,
-        "a": a.codes,
-        "b": b.codes,
-        **scales,
-        "out": out[np.ix_(rows, columns)].view(np.uint32),
-    }
-    words = [
-        bench.gemm.name,
-        *(bench.gemm.about[key] for key in ("accumulate", "out_dtype") if key in bench.gemm.about),
-    ]
-    words += [
-        bench.gemm.granularity,
-        f"{bench.m}x{bench.n}x{bench.k}",
-        bench.fmt_a.name,
-        bench.fmt_b.name,
-    ]
-    return _write(folder, "-".join(words), {"kind": "gemm", **identified.to_dict()}, arrays)
+    arrays = {"rows": bench.sampled[0][rows], "columns": bench.sampled[1][columns]}
+    arrays |= {"a": a.codes, "b": b.codes, "scale_a": a.scale, "scale_b": b.scale}
+    arrays["out"] = out[np.ix_(rows, columns)].view(np.uint32)
+    about = bench.gemm.about
+    words = [about[key] for key in ("accumulate", "out_dtype") if key in about]
+    words += [bench.gemm.granularity, f"{bench.m}x{bench.n}x{bench.k}"]
+    name = "-".join([bench.gemm.name, *words, bench.fmt_a.name, bench.fmt_b.name])
+    return _write(folder, name, {"kind": "gemm", **identified.to_dict()}, arrays)
 
 
 def record_instruction(
     identified: Instruction, multiply: Multiply, folder: Path, *, count: int = 4000, seed: int = 1
 ) -> Path:
     """Record the groups of instructions that were run, and ``count`` random ones."""
-    arrays = {
-        key: np.concatenate([getattr(group, key) for group in identified.groups])
-        for key in ("a", "b", "c", "d")
-    }
+    fmt_a, fmt_b = identified.fmt_a, identified.fmt_b
+    parts = {key: [getattr(group, key) for group in identified.groups] for key in "abcd"}
     for i in range(-(-count // SIDE)):
-        a, b, c = random_operands(identified.fmt_a, identified.fmt_b, seed + i)
-        d = np.diagonal(multiply(a, b, c, identified.fmt_a, identified.fmt_b))
-        arrays = {
-            key: np.concatenate([arrays[key], value])
-            for key, value in (("a", a), ("b", b), ("c", np.diagonal(c)), ("d", d))
-        }
-    arrays |= {key: arrays[key].view(np.uint32) for key in ("c", "d")}
-    return _write(
-        folder,
-        f"{identified.name}-{identified.fmt_a}-{identified.fmt_b}",
-        {"kind": "instruction", **identified.to_dict()},
-        arrays,
-    )
+        a, b, c = random_operands(fmt_a, fmt_b, seed + i)
+        d = multiply(a, b, c, fmt_a, fmt_b)
+        for key, part in zip("abcd", (a, b, np.diagonal(c), np.diagonal(d)), strict=True):
+            parts[key].append(part)
+    arrays = {key: np.concatenate(own) for key, own in parts.items()}
+    arrays |= {key: arrays[key].view(np.uint32) for key in "cd"}
+    name, plan = f"{identified.name}-{fmt_a}-{fmt_b}", identified.to_dict()
+    return _write(folder, name, {"kind": "instruction", **plan}, arrays)
 
 
 def verify(path: Path) -> Verified:
@@ -165,9 +143,8 @@ def verify(path: Path) -> Verified:
             f"{path} is not a complete recording of a probe ({why}). A recording is a "
             f"{FORMAT!r} file with an .npz file next to it. Record it again."
         ) from error
-    return Verified(
-        path=path, compared=recorded.size, equal=int((computed.view(np.uint32) == recorded).sum())
-    )
+    equal = int((computed.view(np.uint32) == recorded).sum())
+    return Verified(path=path, compared=recorded.size, equal=equal)
 
 
 def _instruction(

@@ -1,11 +1,13 @@
 """The scaled GEMM that is probed: a function of two quantized operands, called safely."""
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from fp8ref.conformance.kit import arrays
 from fp8ref.formats import BFLOAT16, E4M3FN, E8M0FNU, FLOAT16, FLOAT32, Format
 from fp8ref.sim.quantize import cast, scaling
 from fp8ref.sim.quantize.scaling import Quantized
@@ -87,20 +89,11 @@ class ScaledGemm:
     def _once(
         self, a: Quantized, b: Quantized, with_bias: dict[str, np.ndarray]
     ) -> tuple[np.ndarray, Format]:
-        arrays = (a.codes, a.scale, a.scale_inv, b.codes, b.scale, b.scale_inv)
-        copies = [np.copy(part) for part in arrays]
-        try:
-            with np.errstate(all="ignore"):  # stimuli hold NaN and overflow
-                values, dtype = read_array(self.function(a, b, **with_bias))
-        except ProbeError as error:
-            raise ProbeError(f"{self.name} {error}") from error
-        except (Exception, SystemExit) as error:  # a custom function may raise anything
-            text = f": {error}" if str(error) else ""
-            raise RefusedError(
-                f"{self.name} raised {type(error).__name__} for {_of(a, b)}{text}. Call it on "
-                "such operands alone to find the cause."
-            ) from error
-        pairs = zip(copies, arrays, strict=True)
+        operands = (a.codes, a.scale, a.scale_inv, b.codes, b.scale, b.scale_inv)
+        copies = [np.copy(part) for part in operands]
+        call = functools.partial(self.function, a, b, **with_bias)
+        values, dtype = called(self.name, call, f" for {_of(a, b)}")
+        pairs = zip(copies, operands, strict=True)
         if not all(np.array_equal(before, after, equal_nan=True) for before, after in pairs):
             raise ProbeError(f"{self.name} changed its operands, {_of(a, b)}. Let it use copies.")
         if values.shape != (len(a.codes), len(b.codes)):
@@ -163,21 +156,35 @@ def rows_of(q: Quantized, rows: np.ndarray) -> Quantized:
     return q._replace(codes=q.codes[rows], scale=scale, scale_inv=scale_inv)
 
 
-def read_array(array: Any) -> tuple[np.ndarray, Format]:
-    """A framework's array as a float32 copy, which no later call writes to, and its dtype."""
-    if hasattr(array, "detach"):  # PyTorch's tensors
-        dtype = str(array.dtype).removeprefix("torch.")
-        array = array.detach().float().cpu().resolve_conj().resolve_neg().numpy()
-    elif hasattr(array, "dtype"):
-        dtype, array = np.dtype(array.dtype).name, np.asarray(array)
-    else:
+def called(name: str, call: Callable[[], Any], operands: str = "") -> tuple[np.ndarray, Format]:
+    """What a call of a GEMM returns, as a float32 copy, which no later call writes to, and its
+    dtype.
+
+    Raises:   RefusedError: it raises; ProbeError: it gives no such array.
+    """
+    try:
+        with np.errstate(all="ignore"):  # stimuli hold NaN and overflow
+            return _read_array(call())
+    except ProbeError as error:
+        raise ProbeError(f"{name} {error}") from error
+    except (Exception, SystemExit) as error:  # a custom function may raise anything
+        text = f": {error}" if str(error) else ""
+        raise RefusedError(
+            f"{name} raised {type(error).__name__}{operands}{text}. Call it on such operands "
+            "alone to find the cause."
+        ) from error
+
+
+def _read_array(array: Any) -> tuple[np.ndarray, Format]:
+    if not hasattr(array, "dtype"):
         raise ProbeError(
             f"gives one array [M, N] of NumPy, PyTorch or JAX; got {type(array).__name__}. "
             "Return the array alone."
         )
+    values, dtype = arrays.named(array)
     if dtype not in OUT_DTYPES:
         raise ProbeError(f"gives {', '.join(OUT_DTYPES)}; got {dtype}. Convert what it returns.")
-    return np.array(array, np.float32, order="C", ndmin=0, copy=True), OUT_DTYPES[dtype]
+    return np.array(values, np.float32, order="C"), OUT_DTYPES[dtype]
 
 
 def _of(a: Quantized, b: Quantized) -> str:

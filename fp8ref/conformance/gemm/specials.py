@@ -7,7 +7,7 @@ import numpy as np
 
 from fp8ref.conformance.gemm import epilogues, plans
 from fp8ref.conformance.gemm.scaled_gemm import unscaled
-from fp8ref.conformance.gemm.stimulus import Bench
+from fp8ref.conformance.gemm.stimulus import Bench, Pairs, coded
 from fp8ref.conformance.kit.finding import Finding
 from fp8ref.formats import Format
 from fp8ref.sim.gemm import gemm
@@ -38,7 +38,7 @@ def specials(bench: Bench) -> list[Finding]:
     """Find ``nan``, ``infinities`` and ``zeros of sums``: as G-6 states them, or other values."""
     one_a, one_b = _code(bench.fmt_a, 1.0), _code(bench.fmt_b, 1.0)
     nan_a, nan_b = bench.fmt_a.nan_code, bench.fmt_b.nan_code
-    stimuli: dict[str, tuple[dict[int, tuple[int, int]], str]] = {
+    stimuli: dict[str, tuple[Pairs, str]] = {
         "NaN x 1": ({0: (nan_a, one_b)}, "nan"),
         "1 x NaN": ({0: (one_a, nan_b)}, "nan"),
         "NaN x 0": ({0: (nan_a, 0)}, "nan"),
@@ -50,20 +50,15 @@ def specials(bench: Bench) -> list[Finding]:
         stimuli |= _infinities("a", bench.fmt_a.inf_code, one_b, left=True)
     if bench.fmt_b.inf_code is not None:
         stimuli |= _infinities("b", bench.fmt_b.inf_code, one_a, left=False)
-    a, b = (np.zeros((len(stimuli), bench.k), np.uint8) for _ in range(2))
-    for row, (terms, _) in enumerate(stimuli.values()):
-        for k, (x, y) in terms.items():
-            a[row, k], b[row, k] = x, y
-    results = bench.run_codes(a, b)
+    results = bench.run_codes(*coded((pairs for pairs, _ in stimuli.values()), bench.k))
     got = {name: _read(x) for name, x in zip(stimuli, results, strict=True)}
     findings = []
-    for what, expected in (
-        ("nan", {"nan"}),
-        ("infinities", {"inf", "-inf", "nan"}),
-        ("zeros of sums", {"+0"}),
-    ):
-        names = [n for n, (_, e) in stimuli.items() if e in expected]
-        names = [n for n in names if ("Inf" in n) == (what == "infinities")]
+    groups = {
+        "nan": [n for n, (_, e) in stimuli.items() if e == "nan" and "Inf" not in n],
+        "infinities": [n for n in stimuli if "Inf" in n],
+        "zeros of sums": [n for n, (_, e) in stimuli.items() if e == "+0"],
+    }
+    for what, names in groups.items():
         if not names:
             continue
         wrong = {n: got[n] for n in names if got[n] != stimuli[n][1]}
@@ -114,9 +109,7 @@ def extremes(
     return findings
 
 
-def _infinities(
-    who: str, inf: int, one: int, *, left: bool
-) -> dict[str, tuple[dict[int, tuple[int, int]], str]]:
+def _infinities(who: str, inf: int, one: int, *, left: bool) -> dict[str, tuple[Pairs, str]]:
     def pair(x: int, y: int) -> tuple[int, int]:
         return (x, y) if left else (y, x)
 

@@ -6,7 +6,7 @@ to stimulus i then stands at every place [r, c] with r = c = i modulo the number
 these must be equal, which exposes a GEMM whose arithmetic differs between tiles of its result.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +21,10 @@ SAMPLED = 256  # the most rows, and the most columns, that the simulator compute
 
 Terms = Mapping[int, tuple[float, float]]
 """A stimulus: index in K -> the two factors of its product; elsewhere zeros."""
+
+
+Pairs = Mapping[int, tuple[int, int]]
+"""A stimulus in codes: index in K -> the two codes of its product; elsewhere zeros."""
 
 
 class VariesError(ProbeError):
@@ -135,6 +139,16 @@ class Bench:
                 "N, of one tile."
             )
         return results
+
+
+def coded(stimuli: Iterable[Pairs], k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Codes [Q, K] of a and of b for Q stimuli in codes."""
+    rows = list(stimuli)
+    codes = np.zeros((2, len(rows), k), np.uint8)
+    for i, pairs in enumerate(rows):
+        for at, pair in pairs.items():
+            codes[:, i, at] = pair
+    return codes[0], codes[1]
 
 
 def finite_codes(rng: np.random.Generator, shape: tuple[int, ...], fmt: Format) -> np.ndarray:

@@ -5,10 +5,9 @@ Compiled on first use.
 
 import ctypes
 import functools
-import importlib.util
+import itertools
 import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from fp8ref.conformance.gemm.scaled_gemm import ProbeError
+from fp8ref.conformance.kit import native
 from fp8ref.formats import E4M3FN, E5M2, Format
 from fp8ref.sim.quantize import cast
 
@@ -24,12 +24,7 @@ SOURCE = Path(__file__).with_suffix(".cu")  # the CUDA source of the kernel
 TILE_M, TILE_N, K = 64, 8, 32
 HOPPER = 90  # the compute capability of the GPUs with this instruction, 9.0, times ten
 
-PAIRS: tuple[tuple[Format, Format], ...] = (
-    (E4M3FN, E4M3FN),
-    (E4M3FN, E5M2),
-    (E5M2, E4M3FN),
-    (E5M2, E5M2),
-)
+PAIRS = tuple(itertools.product((E4M3FN, E5M2), repeat=2))
 """The formats of a and b, in the order in which the CUDA source numbers them."""
 
 LAYOUTS = ((128, 256), (256, 128))
@@ -47,19 +42,9 @@ def nvcc() -> str:
 
     Raises:   ProbeError: there is none.
     """
-    spec = importlib.util.find_spec("nvidia")
-    packages = [
-        folder / "bin"
-        for root in (spec.submodule_search_locations if spec else []) or []
-        for folder in sorted(Path(root).glob("cu*"))
-    ]
     home = os.environ.get("CUDA_HOME")
-    places = [
-        *([Path(home) / "bin"] if home else []),
-        *os.get_exec_path(),
-        Path("/usr/local/cuda/bin"),
-        *packages,
-    ]
+    own, others = [Path(home) / "bin"] if home else [], native.packaged("cu*/bin")
+    places = [*own, *os.get_exec_path(), Path("/usr/local/cuda/bin"), *others]
     path = shutil.which("nvcc", path=os.pathsep.join(map(str, places)))
     if not path:
         raise ProbeError(
@@ -74,24 +59,10 @@ def build(folder: Path) -> Path:
 
     Raises:   ProbeError: the compiler fails.
     """
-    library = folder / "wgmma.so"
-    command = [
-        nvcc(),
-        "-O2",
-        "-gencode=arch=compute_90a,code=sm_90a",
-        "-shared",
-        "-Xcompiler",
-        "-fPIC",
-        "-o",
-        str(library),
-        str(SOURCE),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise ProbeError(
-            f"nvcc cannot compile {SOURCE.name} ({(done.stderr or done.stdout).strip()}). Use "
-            "CUDA 12.0 or later."
-        )
+    command = [nvcc(), "-O2", "-gencode=arch=compute_90a,code=sm_90a", "-Xcompiler", "-fPIC"]
+    library, failure = native.shared_library(SOURCE, folder, command)
+    if failure:
+        raise ProbeError(f"nvcc cannot compile {SOURCE.name} ({failure}). Use CUDA 12.0 or later.")
     return library
 
 
@@ -111,12 +82,9 @@ def device() -> dict[str, str]:
     """
     library = load()
     name = ctypes.create_string_buffer(256)
-    capability = ctypes.c_int()
-    driver = ctypes.c_int()
-    _check(
-        library,
-        library.fp8ref_device(name, len(name), ctypes.byref(capability), ctypes.byref(driver)),
-    )
+    capability, driver = ctypes.c_int(), ctypes.c_int()
+    integers = ctypes.byref(capability), ctypes.byref(driver)
+    _check(library, library.fp8ref_device(name, len(name), *integers))
     if capability.value != HOPPER:
         raise ProbeError(
             f"wgmma is an instruction of compute capability 9.0; {name.value.decode()} has "
@@ -152,13 +120,8 @@ def right_on_integers(multiply: Multiply) -> bool:
         a = rng.integers(-4, 5, (2 * TILE_M, K))
         b = rng.integers(-4, 5, (3 * TILE_N, K))
         c = rng.integers(-100, 101, (len(a), len(b)))
-        sums = multiply(
-            cast.encode(a.astype(np.float32), fmt_a),
-            cast.encode(b.astype(np.float32), fmt_b),
-            c.astype(np.float32),
-            fmt_a,
-            fmt_b,
-        )
+        x, y = (cast.encode(v.astype(np.float32), fmt) for v, fmt in ((a, fmt_a), (b, fmt_b)))
+        sums = multiply(x, y, c.astype(np.float32), fmt_a, fmt_b)
         if not np.array_equal(sums, a @ b.T + c):
             return False
     return True
@@ -181,29 +144,20 @@ def tiles(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.n
 def untiled(d: np.ndarray, m: int, n: int) -> np.ndarray:
     """Join tiles [tiles, 64, 8] into a matrix [M, N]."""
     rows, columns = -(-m // TILE_M), -(-n // TILE_N)
-    return (
-        d.reshape(rows, columns, TILE_M, TILE_N)
-        .transpose(0, 2, 1, 3)
-        .reshape(rows * TILE_M, columns * TILE_N)[:m, :n]
-    )
+    d = d.reshape(rows, columns, TILE_M, TILE_N).transpose(0, 2, 1, 3)
+    return d.reshape(rows * TILE_M, columns * TILE_N)[:m, :n]
 
 
 def _multiply(
-    a: np.ndarray,
-    b: np.ndarray,
-    c: np.ndarray,
-    fmt_a: Format,
-    fmt_b: Format,
-    layout: tuple[int, int],
+    a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format, layout: tuple
 ) -> np.ndarray:
     library = load()
     cut_a, cut_b, cut_c = tiles(a, b, np.asarray(c, np.float32))
     # a NaN that no sum gives: unwritten results show
     d = np.full(cut_c.shape, 0x7FC0DEAD, np.uint32).view(np.float32)
     pointers = (x.ctypes.data_as(ctypes.c_void_p) for x in (cut_a, cut_b, cut_c, d))
-    _check(
-        library, library.fp8ref_wgmma(PAIRS.index((fmt_a, fmt_b)), *pointers, len(cut_c), *layout)
-    )
+    pair = PAIRS.index((fmt_a, fmt_b))
+    _check(library, library.fp8ref_wgmma(pair, *pointers, len(cut_c), *layout))
     return np.ascontiguousarray(untiled(d, len(a), len(b)))
 
 

@@ -6,16 +6,15 @@ The header states what NVIDIA's conversion instructions give, in C++ that runs w
 
 import ctypes
 import functools
-import importlib.util
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
 import numpy as np
 
+from fp8ref.conformance.kit import native
 from fp8ref.formats import E4M3FN, E5M2, Format
 
 SOURCE = Path(__file__).with_suffix(".cpp")  # the C++ source of the array functions
@@ -33,16 +32,8 @@ def include_folders() -> list[Path]:
 
     Raises:   NoHeaderError: one of the two is in no installed package and no toolkit.
     """
-    spec = importlib.util.find_spec("nvidia")
-    packages = [
-        p
-        for root in (spec.submodule_search_locations if spec else []) or []
-        for p in sorted(Path(root).glob("*/include"))
-    ]
-    homes = [
-        Path(home) / "include" for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home
-    ]
-    places = [*packages, *homes]
+    homes = filter(None, (os.environ.get("CUDA_HOME"), "/usr/local/cuda"))
+    places = [*native.packaged("*/include"), *(Path(home) / "include" for home in homes)]
     folders = []
     for needed in ("cuda_fp8.hpp", "nv/target"):
         folder = next((place for place in places if (place / needed).is_file()), None)
@@ -60,14 +51,9 @@ def version() -> str:
     Raises:   NoHeaderError: as include_folders.
     """
     for folder in include_folders():
-        match = (
-            re.search(
-                r"#define CUDA_VERSION (\d+)", (folder / "cuda.h").read_text(errors="replace")
-            )
-            if (folder / "cuda.h").is_file()
-            else None
-        )
-        if match:
+        header = folder / "cuda.h"
+        text = header.read_text(errors="replace") if header.is_file() else ""
+        if match := re.search(r"#define CUDA_VERSION (\d+)", text):
             return f"CUDA {int(match[1]) // 1000}.{int(match[1]) % 1000 // 10}"
     return "CUDA"
 
@@ -96,26 +82,14 @@ def load() -> ctypes.CDLL:
             "cuda_fp8.hpp needs a C++ compiler; c++, g++ and clang++ are not on the PATH. "
             "Install one."
         )
+    # No contraction and no fast mathematics: the host computes as the source says.
+    command = [compiler, "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", *includes]
     with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "cuda_header.so"
-        # No contraction and no fast mathematics: the host computes as the source says.
-        command = [
-            compiler,
-            "-std=c++17",
-            "-O1",
-            "-ffp-contract=off",
-            "-shared",
-            "-fPIC",
-            *includes,
-            "-o",
-            str(library),
-            str(SOURCE),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
+        library, failure = native.shared_library(SOURCE, Path(folder), command)
+        if failure:
             raise NoHeaderError(
-                f"{compiler} cannot compile {SOURCE.name}: {done.stderr.strip()[-800:]}. Use "
-                "headers of CUDA 12.8 or later."
+                f"{compiler} cannot compile {SOURCE.name}: {failure[-800:]}. Use headers of CUDA "
+                "12.8 or later."
             )
         return ctypes.CDLL(str(library))
 
@@ -143,15 +117,8 @@ def encode_bits(bits: np.ndarray, source: str, fmt: Format, *, saturate: bool) -
             "cuda_fp8.hpp casts float32, or uint16 bits of bfloat16 and float16, to e4m3fn and "
             f"e5m2; got {bits.dtype} as {source}, {fmt}."
         )
-    inputs, codes = np.ascontiguousarray(bits), np.empty(bits.shape, np.uint8)
-    load().fp8ref_cast(
-        *_pointers(inputs, codes),
-        ctypes.c_int64(inputs.size),
-        _SOURCES.index(source),
-        _FORMATS.index(fmt),
-        int(saturate),
-    )
-    return codes
+    options = _SOURCES.index(source), _FORMATS.index(fmt), int(saturate)
+    return _filled("cast", bits, np.uint8, *options)
 
 
 def decode(codes: np.ndarray, fmt: Format) -> np.ndarray:
@@ -160,21 +127,18 @@ def decode(codes: np.ndarray, fmt: Format) -> np.ndarray:
         raise ValueError(
             f"cuda_fp8.hpp decodes uint8 codes of e4m3fn and e5m2; got {codes.dtype}, {fmt}."
         )
-    inputs, values = np.ascontiguousarray(codes), np.empty(codes.shape, np.float16)
-    load().fp8ref_decode(
-        *_pointers(inputs, values), ctypes.c_int64(inputs.size), _FORMATS.index(fmt)
-    )
-    return values
+    return _filled("decode", codes, np.float16, _FORMATS.index(fmt))
 
 
 def encode_e8m0(x: np.ndarray, *, up: bool, saturate: bool) -> np.ndarray:
     """The e8m0 codes of float32 numbers, rounded up or toward zero; uint8 of that shape."""
-    inputs, codes = np.ascontiguousarray(x, np.float32), np.empty(np.shape(x), np.uint8)
-    load().fp8ref_e8m0(
-        *_pointers(inputs, codes), ctypes.c_int64(inputs.size), int(up), int(saturate)
-    )
-    return codes
+    return _filled("e8m0", np.asarray(x, np.float32), np.uint8, int(up), int(saturate))
 
 
-def _pointers(*arrays: np.ndarray) -> list[ctypes.c_void_p]:
-    return [a.ctypes.data_as(ctypes.c_void_p) for a in arrays]
+def _filled(name: str, inputs: np.ndarray, dtype: type, *options: int) -> np.ndarray:
+    """What a function of the library makes of each input, of the inputs' shape."""
+    inputs = np.ascontiguousarray(inputs)
+    out: np.ndarray = np.empty(inputs.shape, dtype)
+    pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (inputs, out)]
+    getattr(load(), f"fp8ref_{name}")(*pointers, ctypes.c_int64(inputs.size), *options)
+    return out

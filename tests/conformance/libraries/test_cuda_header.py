@@ -2,6 +2,8 @@
 input.
 """
 
+import importlib.util
+
 import numpy as np
 import pytest
 
@@ -104,7 +106,7 @@ def test_what_it_does_not_cast():
 
 
 def test_no_header_is_said(monkeypatch):
-    monkeypatch.setattr(cuda_header.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(cuda_header, "Path", lambda *parts: __import__("pathlib").Path("/nowhere"))
     assert not cuda_header.available()
     with pytest.raises(cuda_header.NoHeaderError, match=r"pip install 'fp8ref\[cuda\]'"):

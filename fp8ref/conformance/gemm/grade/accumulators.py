@@ -4,6 +4,7 @@ The sums are of integers, which float32 adds exactly in any order. So all bits f
 accumulator is rounded, and from nothing else.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -99,9 +100,8 @@ class Narrow:
         bits = self.fmt.mantissa_bits + 1
         spacing = np.exp2(np.maximum(np.frexp(x)[1] - bits, 0))
         scaled = x / spacing
-        rounded = (
-            np.rint(scaled) if self.rounding == "nearest_even" else np.trunc(scaled)
-        ) * spacing
+        integer = np.rint if self.rounding == "nearest_even" else np.trunc
+        rounded = integer(scaled) * spacing
         return np.where(np.abs(rounded) > self.fmt.max, np.copysign(np.inf, x), rounded)
 
 
@@ -113,18 +113,16 @@ def candidates(k: int) -> Iterator[list[Narrow]]:
 
 def _format_candidates(fmt: Format, rounding: str, k: int) -> Iterator[Narrow]:
     every = [n for n in EVERY if n < k]
-    for n in every:
-        yield Narrow(fmt=fmt, every=n, rounding=rounding)
-    for n in every:
-        yield Narrow(fmt=fmt, every=n, promotion=n, rounding=rounding)
+    narrow = functools.partial(Narrow, fmt=fmt, rounding=rounding)
+    yield from (narrow(every=n) for n in every)
+    yield from (narrow(every=n, promotion=n) for n in every)
     for n, promotion in itertools.product(every, PROMOTIONS):
         if FEWEST <= n < promotion < k:
-            yield Narrow(fmt=fmt, every=n, promotion=promotion, rounding=rounding)
-    for count, narrow in itertools.product(SPLITS, (False, True)):
-        yield Narrow(fmt=fmt, every=None, split_k=count, narrow_sum=narrow, rounding=rounding)
-        for n in every:
-            if FEWEST <= n < k // count:
-                yield Narrow(fmt=fmt, every=n, split_k=count, narrow_sum=narrow, rounding=rounding)
+            yield narrow(every=n, promotion=promotion)
+    for count, narrow_sum in itertools.product(SPLITS, (False, True)):
+        lengths = [n for n in every if FEWEST <= n < k // count]
+        for length in (None, *lengths):
+            yield narrow(every=length, split_k=count, narrow_sum=narrow_sum)
 
 
 def fitting(
@@ -144,13 +142,8 @@ def fitting(
     with np.errstate(all="ignore"):
         for where in (corner, (slice(None), slice(None))):
             some, expected = products[where], results[where]
-            tried = [
-                narrow
-                for narrow in tried
-                if np.array_equal(
-                    cast.round_to((narrow.sums(some, k) * scale).astype(np.float32), out), expected
-                )
-            ]
+            sums = ((one, (one.sums(some, k) * scale).astype(np.float32)) for one in tried)
+            tried = [one for one, x in sums if np.array_equal(cast.round_to(x, out), expected)]
     return list(tried)
 
 

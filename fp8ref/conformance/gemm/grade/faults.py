@@ -5,6 +5,7 @@ They are simulated on operands whose sums every accumulator of 8 bits has exactl
 products of matrices give all bits.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fp8ref.conformance.gemm.grade.stimuli import Stimulus
-from fp8ref.formats import FP8_FORMATS
+from fp8ref.formats import FP8_FORMATS, Format
 from fp8ref.sim.quantize import cast, scaling
 from fp8ref.sim.quantize.scaling import Quantized
 
@@ -20,11 +21,15 @@ Scales = Callable[[np.ndarray], np.ndarray]
 """scale_inv of an operand -> the scales that a fault multiplies by."""
 
 
+Gives = Callable[[Stimulus], np.ndarray | None]
+"""Operands -> the results [M, N] of a fault; None where shapes do not allow it."""
+
+
 class Fault(NamedTuple):
-    """A fault by name, with the results [M, N] that it gives; None where shapes do not allow it."""
+    """A fault by name, with what it gives."""
 
     name: str
-    gives: Callable[[Stimulus], np.ndarray | None]
+    gives: Gives
 
 
 SCALES: dict[str, Scales] = {
@@ -64,18 +69,12 @@ def product(
     """a [M, K] times b [N, K] under the stimulus's scales, or others: float32 [M, N]."""
     with np.errstate(all="ignore"):
         inverses = (stimulus.a.scale_inv, stimulus.b.scale_inv) if scales is None else scales
-        operands = (stimulus.a, stimulus.b)
-        # no blocks
-        if all(
-            s.ndim == 0 or s.shape == (len(q.codes), 1)
-            for s, q in zip(inverses, operands, strict=True)
-        ):
+        pairs = list(zip((stimulus.a, stimulus.b), inverses, strict=True))
+        if all(s.ndim == 0 or s.shape == (len(q.codes), 1) for q, s in pairs):  # no blocks
             result = a @ b.T * inverses[0] * inverses[1].T
         else:
-            left, right = (
-                x * spread(q, s) for x, q, s in zip((a, b), operands, inverses, strict=True)
-            )
-            result = left @ right.T
+            left, right = (spread(*pair) for pair in pairs)
+            result = (a * left) @ (b * right).T
         return (result if stimulus.bias is None else result + stimulus.bias) + np.float32(0)
 
 
@@ -123,17 +122,8 @@ def _swapped(s: Stimulus) -> np.ndarray | None:
 
 
 def _operand_faults() -> Iterator[Fault]:
-    def reshaped(which: int) -> Callable[[Stimulus], np.ndarray]:
-        def gives(s: Stimulus) -> np.ndarray:
-            operands = list(values(s))
-            # memory of [rows, K] read as [K, rows]
-            operands[which] = operands[which].reshape(operands[which].shape[::-1]).T
-            return product(s, operands[0], operands[1])
-
-        return gives
-
-    yield Fault("b transposed: its memory is read as [K, N]", reshaped(1))
-    yield Fault("a transposed: its memory is read as [K, M]", reshaped(0))
+    yield Fault("b transposed: its memory is read as [K, N]", _with(1, _as_transposed))
+    yield Fault("a transposed: its memory is read as [K, M]", _with(0, _as_transposed))
     yield Fault(
         "the result transposed", lambda s: expected(s).T if s.shape[0] == s.shape[1] else None
     )
@@ -154,24 +144,31 @@ def _operand_faults() -> Iterator[Fault]:
             yield Fault(f"codes of {who} read as {fmt}", _read_as(which, fmt))
     for which, who in enumerate("ab"):
         for step in (-1, 1):
-            yield Fault(f"rows of {who} shifted by {-step}", _rolled(which, step))
+            rolled = functools.partial(np.roll, shift=step, axis=0)
+            yield Fault(f"rows of {who} shifted by {-step}", _with(which, rolled))
 
 
-def _read_as(which: int, fmt) -> Callable[[Stimulus], np.ndarray | None]:
-    def gives(s: Stimulus) -> np.ndarray | None:
-        q = (s.a, s.b)[which]
+def _with(which: int, change: Callable[[np.ndarray], np.ndarray]) -> Gives:
+    """Products of the operands, of which one is changed."""
+
+    def gives(s: Stimulus) -> np.ndarray:
         operands = list(values(s))
-        operands[which] = cast.decode(q.codes, fmt)
-        return None if fmt == q.fmt else product(s, operands[0], operands[1])
+        operands[which] = change(operands[which])
+        return product(s, operands[0], operands[1])
 
     return gives
 
 
-def _rolled(which: int, step: int) -> Callable[[Stimulus], np.ndarray]:
-    def gives(s: Stimulus) -> np.ndarray:
-        operands = list(values(s))
-        operands[which] = np.roll(operands[which], step, axis=0)
-        return product(s, operands[0], operands[1])
+def _as_transposed(x: np.ndarray) -> np.ndarray:
+    """Memory of [rows, K] read as [K, rows]."""
+    return x.reshape(x.shape[::-1]).T
+
+
+def _read_as(which: int, fmt: Format) -> Gives:
+    def gives(s: Stimulus) -> np.ndarray | None:
+        q = (s.a, s.b)[which]
+        read = functools.partial(cast.decode, q.codes, fmt)
+        return None if fmt == q.fmt else _with(which, lambda _: read())(s)
 
     return gives
 
@@ -188,9 +185,7 @@ def _dropped(n: int, last: bool) -> Fault:
 
 
 def _bias_faults() -> Iterator[Fault]:
-    def of(
-        added: Callable[[Stimulus, np.ndarray], np.ndarray],
-    ) -> Callable[[Stimulus], np.ndarray | None]:
+    def of(added: Callable[[Stimulus, np.ndarray], np.ndarray]) -> Gives:
         """Sums without a bias, with what a fault adds of (the operands, their bias)."""
         return lambda s: (
             None
@@ -216,6 +211,5 @@ def _bias_faults() -> Iterator[Fault]:
 
 def spread(q: Quantized, scales: np.ndarray) -> np.ndarray:
     """Scales of any shape that q may have, an element each."""
-    return np.broadcast_to(
-        scaling.spread(np.ascontiguousarray(scales), q.codes.shape, q.blocks), q.codes.shape
-    )
+    each = scaling.spread(np.ascontiguousarray(scales), q.codes.shape, q.blocks)
+    return np.broadcast_to(each, q.codes.shape)

@@ -16,6 +16,7 @@ from fp8ref.conformance.gemm.grade.grading import grade_gemm
 from fp8ref.conformance.gemm.grade.verdict import Grade
 from fp8ref.conformance.gemm.scaled_gemm import RefusedError, ScaledGemm, operand
 from fp8ref.conformance.kit.finding import Described
+from fp8ref.conformance.kit.subject import name_of
 from fp8ref.formats import E4M3FN, Format
 from fp8ref.sim.quantize.scaling import Quantized
 
@@ -37,10 +38,8 @@ class GroupedGrade(Described):
     @property
     def verdict(self) -> str:
         """The gravest of all groups."""
-        return max(
-            (grade.verdict for grade in self.grades.values()),
-            key=("right", "imprecise", "wrong").index,
-        )
+        verdicts = {grade.verdict for grade in self.grades.values()}
+        return max(verdicts, key=("right", "imprecise", "wrong").index)
 
     @property
     def ok(self) -> bool:
@@ -50,15 +49,11 @@ class GroupedGrade(Described):
     @property
     def message(self) -> str:
         """The grade of the groups that are not right, or of the first."""
-        shown = [grade for grade in self.grades.values() if not grade.ok] or list(
-            self.grades.values()
-        )[:1]
-        return "\n".join(
-            [
-                f"{self.name}, groups of {', '.join(map(str, self.sizes))} rows, is {self.verdict}",
-                *(g.message for g in shown),
-            ]
-        )
+        grades = list(self.grades.values())
+        shown = [grade for grade in grades if not grade.ok] or grades[:1]
+        sizes = ", ".join(map(str, self.sizes))
+        title = f"{self.name}, groups of {sizes} rows, is {self.verdict}"
+        return "\n".join([title, *(grade.message for grade in shown)])
 
     def to_dict(self) -> dict[str, Any]:
         """What --json writes."""
@@ -98,7 +93,7 @@ def grade_grouped(
         raise ValueError(
             f"groups have sizes of 0 or more rows, and one has rows; got {list(sizes)}."
         )
-    name = name or str(getattr(function, "__qualname__", type(function).__name__))
+    name = name or name_of(function)
     both = granularity, granularity_b or granularity
     grades = {}
     for g, size in enumerate(sizes):

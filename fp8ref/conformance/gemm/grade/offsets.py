@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from fp8ref.conformance.gemm.scaled_gemm import OUT_DTYPES, ProbeError, RefusedError, read_array
+from fp8ref.conformance.gemm.scaled_gemm import OUT_DTYPES, ProbeError, RefusedError, called
 from fp8ref.conformance.kit.finding import Described
 from fp8ref.conformance.kit.subject import Subject, check_framework, name_of, native_array
 from fp8ref.formats import E4M3FN, Format
@@ -109,7 +109,6 @@ class OffsetsGrade(Described):
             "gemm": self.which,
             "sizes": list(self.sizes),
             "rest": self.rest,
-        } | {
             "faults": [asdict(fault) for fault in self.faults],
             "refused": self.refused,
             "others": self.others,
@@ -146,19 +145,12 @@ class Operands:
         """Group e's exact result, float64; or with another's weight, scales or rows."""
         rows = self.rows(e) if rows is None else rows
         scaled = e if scaled is None else scaled
+        weight = e if weight is None else weight
         if self.which == "grad_weight":
-            # [N, M_e] x [M_e, K]
-            return (
-                (self.a[rows].T @ self.b[rows])
-                * self.scale_a[scaled][:, None]
-                * self.scale_b[scaled]
-            )
-        return (
-            self.a[rows]
-            @ self.b[e if weight is None else weight].T
-            * self.scale_a[rows]
-            * self.scale_b[scaled].T
-        )
+            sums = self.a[rows].T @ self.b[rows]  # [N, M_e] x [M_e, K]
+            return sums * self.scale_a[scaled][:, None] * self.scale_b[scaled]
+        sums = self.a[rows] @ self.b[weight].T  # [M_e, K] x [K, N]
+        return sums * self.scale_a[rows] * self.scale_b[scaled].T
 
 
 def grade_offsets(
@@ -198,16 +190,28 @@ def grade_offsets(
     if not isinstance(function, Subject):
         function = Subject(name=name_of(function), function=function, framework=framework)
     ask = functools.partial(_asked, function, which, fmt=fmt)
+    question, refused, others = Question(tuple(sizes or SIZES), rest, n, k), "", 0
     if sizes is not None:
-        question = Question(tuple(sizes), rest, n, k)
-        return _grade(function.name, which, question, ask(question))
-    return _grade_usual(function.name, which, Question(SIZES, rest, n, k), ask)
+        faults = ask(question)
+    else:
+        question, faults, refused, others = _usual(question, ask)
+    return OffsetsGrade(
+        name=function.name,
+        which=which,
+        sizes=question.sizes,
+        rest=question.rest,
+        faults=tuple(faults),
+        refused=refused,
+        others=others,
+    )
 
 
-def _grade_usual(
-    name: str, which: Which, first: Question, ask: Callable[[Question], dict[Fault, None]]
-) -> OffsetsGrade:
-    """The grade by the usual groups, and then by many and by none without a group."""
+def _usual(
+    first: Question, ask: Callable[[Question], dict[Fault, None]]
+) -> tuple[Question, dict[Fault, None], str, int]:
+    """(question, faults, what was refused, how many others were asked) by the usual groups, and
+    then by many and by none without a group.
+    """
     refused = ""
     try:
         faults = ask(first)
@@ -216,7 +220,7 @@ def _grade_usual(
         first = first._replace(sizes=ALIGNED_SIZES)
         faults = ask(first)
     if faults:
-        return _grade(name, which, first, faults, refused)
+        return first, faults, refused, 0
     aligned = 16 if refused else 1
     many = Question(
         tuple(-(-size // aligned) * aligned for size in MANY),
@@ -233,27 +237,8 @@ def _grade_usual(
             continue
         others += 1
         if faults:
-            return _grade(name, which, question, faults, refused, others)
-    return _grade(name, which, first, {}, refused, others)
-
-
-def _grade(
-    name: str,
-    which: Which,
-    question: Question,
-    faults: dict[Fault, None],
-    refused: str = "",
-    others: int = 0,
-) -> OffsetsGrade:
-    return OffsetsGrade(
-        name=name,
-        which=which,
-        sizes=question.sizes,
-        rest=question.rest,
-        faults=tuple(faults),
-        refused=refused,
-        others=others,
-    )
+            return question, faults, refused, others
+    return first, {}, refused, others
 
 
 def _rows_of(sizes: Sequence[int], rest: int) -> str:
@@ -296,67 +281,33 @@ def _operands(which: Which, question: Question) -> Operands:
     m, e = sum(question.sizes) + question.rest, len(question.sizes)
 
     def integers(shape: tuple[int, ...], largest: int) -> np.ndarray:
-        return rng.integers(-largest, largest + 1, shape) * (rng.random(shape) < 0.25).astype(
-            np.float64
-        )
+        drawn = rng.integers(-largest, largest + 1, shape)
+        return drawn * (rng.random(shape) < 0.25).astype(np.float64)
 
-    def powers(*shape: int) -> np.ndarray:
-        return 2.0 ** rng.integers(-3, 4, shape)
-
-    ends = np.cumsum(question.sizes).astype(np.int32)
+    shapes: list[tuple[int, ...]] = [(m, k), (e, n, k), (m, 1), (e, n, 1)]
     if which == "grad_weight":
-        operands = Operands(
-            which=which,
-            a=integers((m, n), 3),
-            b=integers((m, k), 2),
-            scale_a=powers(e, n),
-            scale_b=powers(e, k),
-            ends=ends,
-        )
-        operands.b[ends[-1] :] = np.nan
-    else:
-        operands = Operands(
-            which=which,
-            a=integers((m, k), 3),
-            b=integers((e, n, k), 2),
-            scale_a=powers(m, 1),
-            scale_b=powers(e, n, 1),
-            ends=ends,
-        )
-        operands.scale_a[ends[-1] :] = np.nan
-    operands.a[ends[-1] :] = np.nan
-    return operands
+        shapes = [(m, n), (m, k), (e, n), (e, k)]
+    a, b = integers(shapes[0], 3), integers(shapes[1], 2)
+    scale_a, scale_b = (2.0 ** rng.integers(-3, 4, shape) for shape in shapes[2:])
+    ends = np.cumsum(question.sizes).astype(np.int32)
+    for of_rows in (a, b if which == "grad_weight" else scale_a):
+        of_rows[ends[-1] :] = np.nan
+    return Operands(which=which, a=a, b=b, scale_a=scale_a, scale_b=scale_b, ends=ends)
 
 
 def _called(
     tested: Subject, operands: Operands, fmt: Format, shape: tuple[int, ...]
 ) -> tuple[np.ndarray, Format]:
     """The function's result and its dtype, in memory that held NaN if a framework reuses it."""
-    codes = [
-        native_array(tested, cast.encode(x.astype(np.float32), fmt), fmt)
-        for x in (operands.a, operands.b)
-    ]
-    scales = [
-        tested.make_array(x.astype(np.float32), "float32")
-        for x in (operands.scale_a, operands.scale_b)
-    ]
+    a, b = (cast.encode(x.astype(np.float32), fmt) for x in (operands.a, operands.b))
+    codes = [native_array(tested, x, fmt) for x in (a, b)]
+    scales = [tested.make_array(x, "float32") for x in (operands.scale_a, operands.scale_b)]
     offs = tested.make_array(operands.ends, "int32")
-    held = [
-        tested.make_array(np.full(shape, np.nan, np.float32), dtype)
-        for dtype in OUT_DTYPES
-        for _ in range(3)
-    ]
+    nan = np.full(shape, np.nan, np.float32)
+    held = [tested.make_array(nan, dtype) for dtype in OUT_DTYPES for _ in range(3)]
     del held
-    try:
-        with np.errstate(all="ignore"):
-            output, dtype = read_array(tested.function(*codes, *scales, offs))
-    except ProbeError as error:
-        raise ProbeError(f"{tested.name} {error}") from error
-    except (Exception, SystemExit) as error:
-        raise RefusedError(
-            f"{tested.name} raised {type(error).__name__}: {error}. Call it on such operands "
-            "alone to find the cause."
-        ) from error
+    call = functools.partial(tested.function, *codes, *scales, offs)
+    output, dtype = called(tested.name, call)
     if output.shape != shape:
         raise ProbeError(f"{tested.name} gives {list(shape)}; got shape {list(output.shape)}.")
     return output, dtype
