@@ -10,12 +10,13 @@ import numpy as np
 from fp8ref import formats
 from fp8ref.conformance.inputs import dtypes, kinds
 from fp8ref.conformance.kit import arrays
+from fp8ref.conformance.kit.explain import Rules
 from fp8ref.conformance.vectors import scale as scales_asked
-from fp8ref.conformance.vectors.cast import Cast, Rules
+from fp8ref.conformance.vectors.cast import Cast
 from fp8ref.conformance.vectors.quantize import Quantize
 from fp8ref.formats import Format
 from fp8ref.shared import extras
-from fp8ref.sim.quantize import cast, scaling
+from fp8ref.sim.quantize import scaling
 
 __all__ = ["casts", "quantizers", "scales"]
 
@@ -51,7 +52,7 @@ def casts(
     question = Cast(format=fmt.name, source=source, count=count, seed=seed)
     bits = question.inputs()
     kind_indices, x = question.kinds(bits), _array(bits, source)
-    codes = cast.encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
+    codes = rules.encode(x, fmt)
     return _of_kinds(f"{fmt}-{source}", kinds.CASTS, kind_indices, x, codes)
 
 
@@ -118,9 +119,8 @@ def quantizers(
     for i, (kind, bits) in enumerate(question.tensors()):
         x = _array(bits, source)
         q = scaling.quantize(x, fmt, granularity=granularity, policy=policy, axis=axis)
-        parameters.append(
-            pytest.param(x, q, id=f"{fmt}-{granularity}-{kind.replace(' ', '_')}-{i}")
-        )
+        title = f"{fmt}-{granularity}-{kind.replace(' ', '_')}-{i}"
+        parameters.append(pytest.param(x, q, id=title))
     return parameters
 
 

@@ -13,10 +13,9 @@ from fp8ref import policy as policies
 from fp8ref.conformance.inputs import dtypes, kinds
 from fp8ref.conformance.kit import explain
 from fp8ref.conformance.kit.arrays import as_numpy, named
+from fp8ref.conformance.kit.explain import Rules
 from fp8ref.conformance.vectors import quantize, scale
-from fp8ref.conformance.vectors.cast import Rules
 from fp8ref.formats import E8M0FNU, Format
-from fp8ref.sim.quantize import cast
 from fp8ref.spec import granularity as granularities
 
 __all__ = ["Inverses", "require_cast", "require_quantized", "require_scales"]
@@ -37,10 +36,7 @@ def require_cast(
     """
     rules, fmt = Rules(rounding=rounding, saturate=saturate), formats.by_name(fmt)
     x, codes = as_numpy(x), _codes(found_codes, as_numpy(x).shape, fmt)
-    # few elements by the definition, which compiles nothing: tests of many examples have deadlines
-    encode = cast.encode_plain if x.size <= 1 << 16 else cast.encode
-    expected = encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
-    differ = (cast.canonical_nans(codes, fmt) != expected) & explain.has_code(x, fmt)
+    differ = rules.differ(x, codes, fmt)
     if not differ.any():
         return
     i = explain.simplest(x, differ)
@@ -49,13 +45,12 @@ def require_cast(
     place = f"bits {_bits(value)}{_at(i, x.shape)} ({kind})"
     lines = {
         "input": f"{x.dtype.name} {explain.decimal(value[0])}, {place}",
-        "expected": explain.code(int(expected.reshape(-1)[i]), fmt),
+        "expected": explain.code(int(rules.encode(value, fmt)[0]), fmt),
         "got": explain.code(int(codes.reshape(-1)[i]), fmt),
-        "rule": explain.cast_rule(kind, fmt, rounding=rounding, saturate=saturate),
+        "rule": rules.rule(kind, fmt),
     }
     title = f"{int(differ.sum())} of {x.size} codes of {fmt} differ; the simplest:"
-    note = explain.cast_note(x, codes, fmt, rounding=rounding, saturate=saturate)
-    raise AssertionError(_message(title, lines, note))
+    raise AssertionError(_message(title, lines, rules.note(x, codes, fmt)))
 
 
 def require_scales(
@@ -136,33 +131,26 @@ def require_quantized(
         raise ValueError(
             "quantized codes need scales; got none. Give scale, or inverses with scale_inv or e8m0."
         )
-    _require_tensor_scale(x, inverses.tensor_scale_inv, fmt, policy)
+    way = quantize.Way(fmt, policies.by_name(policy), granularity, axis)
+    _require_tensor_scale(x, inverses.tensor_scale_inv, way)
     codes = _codes(found_codes, x.shape, fmt)
     shape = granularities.scale_shape(granularity, x.shape, axis)
     for scale_kind, value in scales.items():
         if value is None:
             continue
-        why = quantize.difference(
-            x,
-            codes,
-            _scales(value, scale_kind, shape),
-            fmt,
-            scale_kind=scale_kind,
-            policy=policy,
-            granularity=granularity,
-            axis=axis,
-        )
+        bits = _scales(value, scale_kind, shape)
+        why = quantize.difference(x, codes, bits, scale_kind, way)
         if why is not None:
             raise _differs(f"{granularity} {fmt} of shape {x.shape} differs:", why)
 
 
-def _require_tensor_scale(x: np.ndarray, tensor_scale_inv, fmt: Format, policy: str) -> None:
+def _require_tensor_scale(x: np.ndarray, tensor_scale_inv, way: quantize.Way) -> None:
     """Check the tensor's scale_inv; ValueError unless the policy has one (S-22)."""
-    rule = policies.by_name(policy).two_level
+    rule = way.policy.two_level
     if (rule is not None and rule.tensor != "none") != (tensor_scale_inv is not None):
         need = "needs" if tensor_scale_inv is None else "has no"
         raise ValueError(
-            f"policy {policy!r} {need} tensor_scale_inv (S-22). "
+            f"policy {way.policy.name!r} {need} tensor_scale_inv (S-22). "
             f"{'Give it' if tensor_scale_inv is None else 'Leave it out'}."
         )
     if tensor_scale_inv is None:
@@ -170,8 +158,8 @@ def _require_tensor_scale(x: np.ndarray, tensor_scale_inv, fmt: Format, policy: 
     got = as_numpy(tensor_scale_inv)
     if got.dtype != np.float32 or got.size != 1:
         raise ValueError(f"tensor_scale_inv is one float32 number; got {got.dtype} {got.shape}.")
-    if why := quantize.tensor_difference(x, got.reshape(-1).view(np.uint32)[0], fmt, policy):
-        raise _differs(f"tensor_scale_inv of {fmt} differs:", why)
+    if why := quantize.tensor_difference(x, got.reshape(-1).view(np.uint32)[0], way):
+        raise _differs(f"tensor_scale_inv of {way.fmt} differs:", why)
 
 
 def _differs(title: str, why: dict[str, str]) -> AssertionError:

@@ -1,5 +1,7 @@
 """Explain a cast's code or a policy's scale: the rule and the clause that decide it."""
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 
 from fp8ref import policy as policies
@@ -12,104 +14,130 @@ _ROUNDS = {
     "nearest_away": "to the nearest number, and of two to the larger magnitude",
     "toward_zero": "to the next number toward zero",
     "to_odd": "to itself where it is a number, else to the neighbor with the odd code",
-    "stochastic": "to a neighbor, by random bits",
 }
 
+ROUNDINGS = tuple(_ROUNDS)
+"""The roundings that give each input one code: all of C-2 but ``stochastic``."""
 
-def cast_rule(kind: str, fmt: Format, *, rounding: str, saturate: bool) -> str:
-    """The rule, with its clause, that decides the code of an input of a kind of ``kinds.CASTS``."""
-    if kind == "NaN":
-        return f"NaN becomes 0x{fmt.nan_code:02X} (C-5)"
-    if not fmt.signed and kind in ("zero", "negative"):
-        return f"zero and negative values have no code in {fmt}: NaN (C-7)"
-    if kind in ("infinite", "above max"):
-        over = "Inf" if fmt.inf_code is not None else "NaN"
-        if kind == "above max" and rounding in ("toward_zero", "to_odd"):
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How a cast is judged; not stochastic rounding, which has several right answers to an input.
+    ValueError for unknown rounding.
+    """
+
+    rounding: str = "nearest_even"
+    saturate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(
+                f"rounding is one of {', '.join(ROUNDINGS)}, which give each input one code; "
+                f"got {self.rounding!r}."
+            )
+        if not isinstance(self.saturate, bool | np.bool_):
+            raise ValueError(f"saturate is True or False; got {self.saturate!r}.")
+
+    def encode(self, x: np.ndarray, fmt: Format) -> np.ndarray:
+        """The specified codes. Few elements are cast by the definition, which compiles nothing:
+        tests of many examples have deadlines.
+        """
+        encode = cast.encode_plain if np.size(x) <= 1 << 16 else cast.encode
+        return encode(x, fmt, rounding=self.rounding, saturate=self.saturate)  # type: ignore[arg-type]
+
+    def differ(self, x: np.ndarray, codes: np.ndarray, fmt: Format) -> np.ndarray:
+        """Where codes are not those specified. All NaN codes count as equal (C-5); any code of a
+        NaN does in a format without NaN (C-9).
+        """
+        return (cast.canonical_nans(codes, fmt) != self.encode(x, fmt)) & has_code(x, fmt)
+
+    def rule(self, kind: str, fmt: Format) -> str:
+        """The rule, with its clause, that decides the code of an input of a kind of
+        ``kinds.CASTS``.
+        """
+        if kind == "NaN":
+            return f"NaN becomes 0x{fmt.nan_code:02X} (C-5)"
+        if not fmt.signed and kind in ("zero", "negative"):
+            return f"zero and negative values have no code in {fmt}: NaN (C-7)"
+        if kind in ("infinite", "above max"):
+            return self._rule_above_max(kind, fmt)
+        if not fmt.signed:
             return (
-                f"rounding {rounding} keeps finite values at max, 0x{fmt.max_code:02X}, or "
+                "to the nearest power of two, halfway upwards, and no lower than "
+                f"{fmt.smallest_normal:g} (C-7)"
+            )
+        positive = fmt.specials == "fnuz"
+        if kind == "zero":
+            return (
+                f"both zeros become +0 in {fmt} (C-6)" if positive else "zero keeps its sign (C-6)"
+            )
+        if kind == "number":
+            return "a number of the format is its own code (C-1)"
+        sentence = f"rounded once, {_ROUNDS[self.rounding]} (C-1, C-2)"
+        if kind == "underflow":
+            sentence += f"; an underflow {'is +0' if positive else 'keeps its sign'} (C-6)"
+        if kind == "subnormal":
+            sentence += f"; numbers below {fmt.smallest_normal:g} are subnormal, and kept (F-1)"
+        return sentence
+
+    def _rule_above_max(self, kind: str, fmt: Format) -> str:
+        if kind == "above max" and self.rounding in ("toward_zero", "to_odd"):
+            return (
+                f"rounding {self.rounding} keeps finite values at max, 0x{fmt.max_code:02X}, or "
                 "below (C-4)"
             )
-        if saturate:
+        if self.saturate:
             return f"saturating, a value that rounds above max, {fmt.max:g}, becomes max (C-3)"
+        over = "Inf" if fmt.inf_code is not None else "NaN"
         return f"not saturating, a value that rounds above max, {fmt.max:g}, becomes {over} (C-4)"
-    if not fmt.signed:
-        return (
-            "to the nearest power of two, halfway upwards, and no lower than "
-            f"{fmt.smallest_normal:g} (C-7)"
-        )
-    if kind == "zero":
-        if fmt.specials != "fnuz":
-            return "zero keeps its sign (C-6)"
-        return f"both zeros become +0 in {fmt} (C-6)"
-    if kind == "number":
-        return "a number of the format is its own code (C-1)"
-    sentence = f"rounded once, {_ROUNDS[rounding]} (C-1, C-2)"
-    if kind == "underflow":
-        if fmt.specials != "fnuz":
-            sentence += "; an underflow keeps its sign (C-6)"
-        else:
-            sentence += "; an underflow is +0 (C-6)"
-    if kind == "subnormal":
-        sentence += f"; numbers below {fmt.smallest_normal:g} are subnormal, and kept (F-1)"
-    return sentence
 
+    def guess(self, x: np.ndarray, codes: np.ndarray, fmt: Format) -> list[str]:
+        """Other rules that give exactly the codes found for x, by name, the likeliest first."""
+        expected = self.encode(x, fmt)
+        roundings = ROUNDINGS if fmt.signed else ("nearest_even", "toward_zero")
+        others = {
+            f"rounding {other}": replace(self, rounding=other).encode(x, fmt)
+            for other in roundings
+            if other != self.rounding
+        }
+        if fmt.has_nan:
+            name = "not saturating" if self.saturate else "saturating"
+            others[name] = replace(self, saturate=not self.saturate).encode(x, fmt)
+        others |= {
+            f"rounding to {first} first": self.encode(cast.round_to(x, first), fmt)
+            for first in (BFLOAT16, FLOAT16, FLOAT32)
+        }
+        if fmt.signed:
+            magnitude = expected & ~np.uint8(fmt.sign_bit)
+            sign = expected & np.uint8(fmt.sign_bit)
+            subnormal = (magnitude > 0) & (magnitude < 1 << fmt.mantissa_bits)
+            others["flushing subnormals to zero"] = np.where(subnormal, sign, expected)
+            others["flushing subnormals to +0"] = np.where(subnormal, 0, expected)
+            others["losing the sign"] = magnitude
+            others["losing the sign of zero"] = np.where(magnitude == 0, 0, expected)
+            others["negating"] = expected ^ np.uint8(fmt.sign_bit)
+        others["NaN"] = np.full_like(expected, fmt.nan_code)
+        others["zero"] = np.zeros_like(expected)
+        codes = cast.canonical_nans(codes, fmt)
+        return [
+            name
+            for name, other in others.items()
+            if np.array_equal(cast.canonical_nans(other.astype(np.uint8), fmt), codes)
+        ]
 
-def cast_guess(
-    x: np.ndarray, codes: np.ndarray, fmt: Format, *, rounding: str, saturate: bool
-) -> list[str]:
-    """Other rules that give exactly the codes found for x, by name, the likeliest first."""
-    named = "nearest_even" if rounding == "stochastic" else rounding
-
-    def of(x, rounding: str = named, saturate: bool = saturate) -> np.ndarray:
-        return cast.encode(x, fmt, rounding=rounding, saturate=saturate)  # type: ignore[arg-type]
-
-    expected = of(x)
-    roundings: tuple[str, ...] = ("nearest_even", "toward_zero")
-    if fmt.signed:
-        roundings = ("nearest_even", "nearest_away", "toward_zero", "to_odd")
-    others = {f"rounding {other}": of(x, other) for other in roundings if other != rounding}
-    if fmt.has_nan:
-        others["not saturating" if saturate else "saturating"] = of(x, saturate=not saturate)
-    others |= {
-        f"rounding to {first} first": of(cast.round_to(x, first))
-        for first in (BFLOAT16, FLOAT16, FLOAT32)
-    }
-    if fmt.signed:
-        magnitude = expected & ~np.uint8(fmt.sign_bit)
-        sign = expected & np.uint8(fmt.sign_bit)
-        subnormal = (magnitude > 0) & (magnitude < 1 << fmt.mantissa_bits)
-        others["flushing subnormals to zero"] = np.where(subnormal, sign, expected)
-        others["flushing subnormals to +0"] = np.where(subnormal, 0, expected)
-        others["losing the sign"] = magnitude
-        others["losing the sign of zero"] = np.where(magnitude == 0, 0, expected)
-        others["negating"] = expected ^ np.uint8(fmt.sign_bit)
-    others["NaN"] = np.full_like(expected, fmt.nan_code)
-    others["zero"] = np.zeros_like(expected)
-    codes = cast.canonical_nans(codes, fmt)
-    return [
-        name
-        for name, other_codes in others.items()
-        if np.array_equal(cast.canonical_nans(other_codes.astype(np.uint8), fmt), codes)
-    ]
+    def note(self, x: np.ndarray, codes: np.ndarray, fmt: Format) -> str:
+        """A sentence: which other rule gives all codes found, or all wrong ones; '' if none."""
+        x, codes = np.atleast_1d(x), np.atleast_1d(codes)
+        wrong = self.differ(x, codes, fmt)
+        for which, what in ((slice(None), "All codes are"), (wrong, "All that differ are")):
+            if guess := self.guess(x[which], codes[which], fmt):
+                return f"{what} what {' or '.join(guess)} gives."
+        return ""
 
 
 def has_code(x: np.ndarray, fmt: Format) -> np.ndarray:
     """Where a cast of x to fmt has a right code: not at a NaN, if fmt has no NaN (C-9)."""
     return np.full(np.shape(x), True) if fmt.has_nan else ~np.isnan(cast.exact(x))
-
-
-def cast_note(
-    x: np.ndarray, codes: np.ndarray, fmt: Format, *, rounding: str, saturate: bool
-) -> str:
-    """A sentence: which other rule gives all codes found, or all wrong ones; '' if none does."""
-    named = "nearest_even" if rounding == "stochastic" else rounding
-    x, codes = np.atleast_1d(x), np.atleast_1d(codes)
-    expected = cast.encode(x, fmt, rounding=named, saturate=saturate)  # type: ignore[arg-type]
-    wrong = (cast.canonical_nans(codes, fmt) != expected) & has_code(x, fmt)
-    for which, what in ((slice(None), "All codes are"), (wrong, "All that differ are")):
-        if guess := cast_guess(x[which], codes[which], fmt, rounding=rounding, saturate=saturate):
-            return f"{what} what {' or '.join(guess)} gives."
-    return ""
 
 
 def simplicity(x: np.ndarray) -> np.ndarray:

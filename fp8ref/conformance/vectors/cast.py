@@ -12,17 +12,14 @@ import numpy as np
 
 from fp8ref.conformance.inputs import cast_inputs, dtypes, kinds
 from fp8ref.conformance.kit import explain
+from fp8ref.conformance.kit.explain import Rules as Rules
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors.verdict import Verdict
 from fp8ref.formats import FORMATS, Format
-from fp8ref.sim.quantize import cast
 
 FIELDS, ANSWERS = ("value",), ("code",)
 NAMES = tuple(f.name for f in FORMATS.values() if f.bits <= 8)
 """The names of the formats of 8 bits, and of 4."""
-
-ROUNDINGS = tuple(r for r in cast.ROUNDINGS if r != "stochastic")
-"""The roundings that give each input one code: all of C-2 but ``stochastic``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +48,14 @@ class Cast:
 
     def inputs(self) -> np.ndarray:
         """The bits of all inputs, each once; uint64."""
-        return cast_inputs.vector_bits(
-            self.fmt, dtypes.by_name(self.source), seed=self.seed, count=self.count
-        )
+        source = dtypes.by_name(self.source)
+        return cast_inputs.vector_bits(self.fmt, source, seed=self.seed, count=self.count)
 
     def vectors(self) -> Iterator[tuple[str, str]]:
         """(kind, line) of each input."""
         inputs = self.inputs()
-        return zip(
-            (kinds.CASTS[kind] for kind in self.kinds(inputs)), self.lines(inputs), strict=True
-        )
+        names = (kinds.CASTS[kind] for kind in self.kinds(inputs))
+        return zip(names, self.lines(inputs), strict=True)
 
     def lines(self, bits: np.ndarray) -> list[str]:
         """The line of each input."""
@@ -72,25 +67,6 @@ class Cast:
         return kinds.cast_kinds(dtypes.values(bits, source), source, self.fmt)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """How a cast is judged; not stochastic rounding, which has several right answers to a line.
-    ValueError for unknown rounding.
-    """
-
-    rounding: str = "nearest_even"
-    saturate: bool = True
-
-    def __post_init__(self) -> None:
-        if self.rounding not in ROUNDINGS:
-            raise ValueError(
-                f"rounding is one of {', '.join(ROUNDINGS)}, which give each input one code; "
-                f"got {self.rounding!r}."
-            )
-        if not isinstance(self.saturate, bool | np.bool_):
-            raise ValueError(f"saturate is True or False; got {self.saturate!r}.")
-
-
 def verify(question: Cast, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
     """Judge every vector, and record it in the verdict. All NaN codes count as equal (C-5); any
     code of a NaN does in a format without NaN (C-9)."""
@@ -100,37 +76,27 @@ def verify(question: Cast, rules: Rules, vectors: Iterator[text.Vector], verdict
         bits = np.array([v.number(0, source.bits, f"a {source.name}") for v in batch], np.uint64)
         codes = np.array([v.number(1, fmt.bits, f"a code of {fmt}") for v in batch], np.uint8)
         x = dtypes.values(bits, source)
-        expected = cast.encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
-        differ = (cast.canonical_nans(codes, fmt) != expected) & explain.has_code(x, fmt)
+        differ = rules.differ(x, codes, fmt)
         lines, kind_indices = question.lines(bits), question.kinds(bits)
         answered.append((x, codes))
         for i, vector in enumerate(batch):
             kind = kinds.CASTS[kind_indices[i]]
             if verdict.add(vector.line, lines[i], kind, differs=differ[i]):
-                verdict.show(
-                    vector.line, kind, _why(question, rules, kind, lines[i], x[i], int(codes[i]))
-                )
+                why = _why(question, rules, kind, lines[i], x[i], int(codes[i]))
+                verdict.show(vector.line, kind, why)
     if verdict.differ:  # only all answers together can tell which other rule was followed
         x, codes = (np.concatenate(parts) for parts in zip(*answered, strict=True))
-        note = explain.cast_note(x, codes, fmt, rounding=rules.rounding, saturate=rules.saturate)
-        verdict.notes.extend([note] if note else [])
+        verdict.notes += filter(None, [rules.note(x, codes, fmt)])
 
 
 def _why(question: Cast, rules: Rules, kind: str, line: str, x, code: int) -> dict[str, str]:
     fmt = question.fmt
-    expected = cast.encode(x, fmt, rounding=rules.rounding, saturate=rules.saturate)  # type: ignore[arg-type]
-    guess = explain.cast_guess(
-        np.reshape(x, 1),
-        np.full(1, code, np.uint8),
-        fmt,
-        rounding=rules.rounding,
-        saturate=rules.saturate,
-    )
+    expected = rules.encode(x, fmt)
+    guess = rules.guess(np.reshape(x, 1), np.full(1, code, np.uint8), fmt)
     sentence = f" The answer is what {' or '.join(guess)} gives." if guess else ""
-    rule = explain.cast_rule(kind, fmt, rounding=rules.rounding, saturate=rules.saturate)
     return {
         "vector": f"{line}, {question.source} {explain.decimal(x)} ({kind})",
         "expected": explain.code(int(expected), fmt),
         "got": explain.code(code, fmt),
-        "rule": f"{rule}.{sentence}",
+        "rule": f"{rules.rule(kind, fmt)}.{sentence}",
     }

@@ -1,7 +1,9 @@
 """Test vectors of a scaled GEMM: codes and scales of two operands, and their product (spec G)."""
 
+import functools
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,13 +83,10 @@ class Gemm:
         """(pattern, a [M, K], b [N, K]), patterns taking turns."""
         m, n, k = self.dims
         for i in range(self.count):
-            pattern = PATTERNS[i % len(PATTERNS)]
-            seed = (self.seed << 32) + 2 * i
-            yield (
-                pattern,
-                _operand(pattern, (m, k), self.format, self.granularity, seed),
-                _operand(pattern, (n, k), self.format_b, self.granularity, seed + 1),
-            )
+            pattern, seed = PATTERNS[i % len(PATTERNS)], (self.seed << 32) + 2 * i
+            a = _operand(pattern, (m, k), self.format, self.granularity, seed)
+            b = _operand(pattern, (n, k), self.format_b, self.granularity, seed + 1)
+            yield pattern, a, b
 
     def vectors(self) -> Iterator[tuple[str, str]]:
         """(pattern, line) of each product."""
@@ -95,11 +94,11 @@ class Gemm:
 
     def line(self, a: Quantized, b: Quantized) -> str:
         """The line of a product of these operands."""
-        sides = [
-            f"{text.join(q.codes, 8)} {text.join(np.atleast_1d(q.scale_inv).view(np.uint32), 32)}"
-            for q in (a, b)
-        ]
-        return f"{len(a.codes)},{len(b.codes)},{a.codes.shape[1]} {' '.join(sides)}"
+        fields = [f"{len(a.codes)},{len(b.codes)},{a.codes.shape[1]}"]
+        for q in (a, b):
+            scale_bits = np.atleast_1d(q.scale_inv).view(np.uint32)
+            fields += [text.join(q.codes, 8), text.join(scale_bits, 32)]
+        return " ".join(fields)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,18 +134,12 @@ def verify(question: Gemm, rules: Rules, vectors: Iterator[text.Vector], verdict
         m, n, k = vector.shape(0, FIELDS[0])
         a = _read(vector, 1, (m, k), question.format, question.granularity, "a")
         b = _read(vector, 3, (n, k), question.format_b, question.granularity, "b")
-        value_bits = vector.numbers(
-            5, out.bits, (m, n), f"the values, {out.name}, of M x N = {m} x {n}"
-        )
+        name = f"the values, {out.name}, of M x N = {m} x {n}"
+        value_bits = vector.numbers(5, out.bits, (m, n), name)
         values = dtypes.values(value_bits, out).astype(np.float32)
+        multiply = functools.partial(gemm.matmul, a, b, out_dtype=FORMATS[question.out_dtype])
         with vector.named():
-            expected = gemm.matmul(
-                a,
-                b,
-                accumulate=rules.accumulate,
-                epilogue=rules.epilogue,
-                out_dtype=FORMATS[question.out_dtype],
-            )
+            expected = multiply(accumulate=rules.accumulate, epilogue=rules.epilogue)
         differ = _differ(values, expected)
         if rules.bound:
             distance = _distance(a, b, values, expected, rules, out)
@@ -161,7 +154,7 @@ def verify(question: Gemm, rules: Rules, vectors: Iterator[text.Vector], verdict
                 "expected": _shown(expected.ravel()[i], out),
                 "got": _shown(values.ravel()[i], out),
                 "rule": f"{_rule(rules, question)}. {int(differ.sum())} of {differ.size} values "
-                f"differ. {_guess(a, b, values, rules, question)}".strip(),
+                f"differ. {_guess(multiply, values)}".strip(),
             }
             if rules.bound:
                 why["rule"] = f"{distance.ravel()[i]:.3g} of the bound (B-1). {why['rule']}"
@@ -200,33 +193,21 @@ def _rule(rules: Rules, question: Gemm) -> str:
         "product_then_round": "G-14",
         "unit_round_scale_round": "G-5",
     }[rules.epilogue]
-    blocks = ""
+    sums = sum_texts.get(rules.accumulate, f"{rules.accumulate} (G-10, G-12)")
     if granularities.by_name(question.granularity).reduced:
-        blocks = ", block by block (G-13)"
-    return (
-        f"{sum_texts.get(rules.accumulate, f'{rules.accumulate} (G-10, G-12)')}{blocks}, then "
-        f"{rules.epilogue} ({clause})"
-    )
+        sums += ", block by block (G-13)"
+    return f"{sums}, then {rules.epilogue} ({clause})"
 
 
-def _guess(a: Quantized, b: Quantized, values: np.ndarray, rules: Rules, question: Gemm) -> str:
+def _guess(multiply: Callable[..., np.ndarray], values: np.ndarray) -> str:
     """A sentence: which other accumulation and epilogue give these values; '' if none do."""
-    for accumulation in ACCUMULATE:
-        for epilogue in EPILOGUES:
-            try:
-                other = gemm.matmul(
-                    a,
-                    b,
-                    accumulate=accumulation,
-                    epilogue=epilogue,
-                    out_dtype=FORMATS[question.out_dtype],
-                )
-            except ValueError:  # an accumulation that does not take such operands
-                continue
-            if not _differ(values, other).any():
-                return (
-                    f"The answer is what --accumulate {accumulation} --epilogue {epilogue} gives."
-                )
+    for accumulation, epilogue in itertools.product(ACCUMULATE, EPILOGUES):
+        try:
+            other = multiply(accumulate=accumulation, epilogue=epilogue)
+        except ValueError:  # an accumulation that does not take such operands
+            continue
+        if not _differ(values, other).any():
+            return f"The answer is what --accumulate {accumulation} --epilogue {epilogue} gives."
     return ""
 
 
@@ -293,10 +274,6 @@ def _operand(
     group_bits = dtypes.random(seed ^ 1 << 63, math.prod(groups)).reshape(groups)
     # scale_inv between 2^-8 and 1, of random mantissas where the granularity's scales have any
     field = np.uint64(119) + (group_bits >> np.uint64(61))
-    drawn = (
-        (field << np.uint64(23) | group_bits & np.uint64(0x7FFFFF))
-        .astype(np.uint32)
-        .view(np.float32)
-    )
-    inverses = hardware_scales(granularity, drawn)
+    drawn = (field << np.uint64(23) | group_bits & np.uint64(0x7FFFFF)).astype(np.uint32)
+    inverses = hardware_scales(granularity, drawn.view(np.float32))
     return Quantized(codes, inverses, inverses, fmt, granularity, -1)

@@ -27,16 +27,19 @@ class Operation(NamedTuple):
     answers: tuple[str, ...]
 
 
+_QUESTIONS: dict[type, Any] = {
+    cast.Cast: cast,
+    scale.Scale: scale,
+    quantize.Quantize: quantize,
+    gemm.Gemm: gemm,
+    attention.Attention: attention,
+}
+
 OPERATIONS = {
-    "cast": Operation(cast.Cast, cast.Rules, cast.verify, cast.FIELDS, cast.ANSWERS),
-    "scale": Operation(scale.Scale, scale.Rules, scale.verify, scale.FIELDS, scale.ANSWERS),
-    "quantize": Operation(
-        quantize.Quantize, quantize.Rules, quantize.verify, quantize.FIELDS, quantize.ANSWERS
-    ),
-    "gemm": Operation(gemm.Gemm, gemm.Rules, gemm.verify, gemm.FIELDS, gemm.ANSWERS),
-    "attention": Operation(
-        attention.Attention, attention.Rules, attention.verify, attention.FIELDS, attention.ANSWERS
-    ),
+    question.__name__.lower(): Operation(
+        question, module.Rules, module.verify, module.FIELDS, module.ANSWERS
+    )
+    for question, module in _QUESTIONS.items()
 }
 """The operations of ``fp8ref vectors``, by name."""
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from fp8ref.conformance.vectors import scale
 from fp8ref.conformance.vectors.scale import Rules as Rules
 from fp8ref.conformance.vectors.verdict import Verdict
 from fp8ref.formats import FLOAT32, FP4_FORMATS, FP8_FORMATS, QUANTIZED_FORMATS, Format
+from fp8ref.policy import ScalePolicy
 from fp8ref.sim.quantize import cast, scaling, two_level
 from fp8ref.sim.quantize.scales import Scales, scales_from_amax
 from fp8ref.spec import granularity as granularities
@@ -47,15 +49,13 @@ class Quantize:
                 f"a quantizer's format is one of {', '.join(QUANTIZED_FORMATS)}; got "
                 f"{self.format!r}."
             )
-        if policies.by_name(self.policy).two_level is not None and self.format not in FP4_FORMATS:
+        two_level = policies.by_name(self.policy).two_level is not None
+        if two_level and self.format not in FP4_FORMATS:
             raise ValueError(
                 f"policy {self.policy!r} is of {', '.join(FP4_FORMATS)}; got {self.format!r}. "
                 "Use another policy."
             )
-        if (
-            policies.by_name(self.policy).two_level is not None
-            and self.granularity not in _TWO_LEVEL
-        ):
+        if two_level and self.granularity not in _TWO_LEVEL:
             raise ValueError(
                 f"policy {self.policy!r} scales blocks of 16 under a tensor's scale (S-22); got "
                 f"granularity {self.granularity!r}. Use {' or '.join(_TWO_LEVEL)}."
@@ -68,9 +68,10 @@ class Quantize:
         granularities.blocks(self.granularity, self.dims, self.axis)
 
     @property
-    def fmt(self) -> Format:
-        """The format itself."""
-        return QUANTIZED_FORMATS[self.format]
+    def way(self) -> "Way":
+        """How tensors are quantized."""
+        fmt = QUANTIZED_FORMATS[self.format]
+        return Way(fmt, policies.by_name(self.policy), self.granularity, self.axis)
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -79,13 +80,10 @@ class Quantize:
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """(pattern, bits uint64 of the shape), patterns taking turns."""
-        source = dtypes.by_name(self.source)
+        source, patterns = dtypes.by_name(self.source), quantizer_inputs.PATTERNS
         for i in range(self.count):
-            pattern = quantizer_inputs.PATTERNS[i % len(quantizer_inputs.PATTERNS)]
-            yield (
-                pattern,
-                quantizer_inputs.filled(pattern, self.dims, source, (self.seed << 32) + i),
-            )
+            pattern, seed = patterns[i % len(patterns)], (self.seed << 32) + i
+            yield pattern, quantizer_inputs.filled(pattern, self.dims, source, seed)
 
     def vectors(self) -> Iterator[tuple[str, str]]:
         """(pattern, line) of each tensor."""
@@ -93,9 +91,8 @@ class Quantize:
 
     def line(self, bits: np.ndarray) -> str:
         """The line of a tensor."""
-        return (
-            f"{','.join(map(str, bits.shape))} {text.join(bits, dtypes.by_name(self.source).bits)}"
-        )
+        numbers = text.join(bits, dtypes.by_name(self.source).bits)
+        return f"{','.join(map(str, bits.shape))} {numbers}"
 
 
 def dims(shape: str, axes: str = "") -> tuple[int, ...]:
@@ -115,14 +112,14 @@ def verify(
     """Judge every vector, and record it in the verdict. Lines may differ in shape. ValueError as
     ``scale.check_made``, or for another ``made`` than scale_inv under a policy of two levels."""
     scale.check_made(question.policy, rules.made)
-    levels = policies.by_name(question.policy).two_level
-    tensor = _has_tensor_scale(question.policy)
+    way, levels = question.way, question.way.policy.two_level
+    tensor = levels is not None and levels.tensor != "none"
     if levels is not None and rules.made != "scale_inv":
         raise ValueError(
             f"scales of policy {question.policy!r} are compared as scale_inv (S-22); got "
             f"{rules.made!r}. Use made scale_inv."
         )
-    source, fmt = dtypes.by_name(question.source), question.fmt
+    source = dtypes.by_name(question.source)
     for vector in vectors:
         shape = vector.shape(0)
         with vector.named():
@@ -130,7 +127,7 @@ def verify(
         bits = vector.numbers(
             1, source.bits, shape, f"the values, {source.name}, of shape {list(shape)}"
         )
-        codes = vector.numbers(2, fmt.bits, shape, f"the codes of shape {list(shape)}")
+        codes = vector.numbers(2, way.fmt.bits, shape, f"the codes of shape {list(shape)}")
         name = f"the {rules.made}s of {question.granularity} groups, shape {list(scales_shape)},"
         count = (math.prod(scales_shape),)
         if tensor:
@@ -139,17 +136,8 @@ def verify(
         x = dtypes.values(bits, source)
         why = None
         if tensor:
-            why = tensor_difference(x, scale_bits[-1], fmt, question.policy)
-        why = why or difference(
-            x,
-            codes,
-            scale_bits[:-1] if tensor else scale_bits,
-            fmt,
-            scale_kind=rules.made,
-            policy=question.policy,
-            granularity=question.granularity,
-            axis=question.axis,
-        )
+            why, scale_bits = tensor_difference(x, scale_bits[-1], way), scale_bits[:-1]
+        why = why or difference(x, codes, scale_bits, rules.made, way)
         inputs = question.line(bits)
         kind = verdict.kind(inputs)
         if verdict.add(vector.line, inputs, kind, differs=why is not None) and why is not None:
@@ -157,16 +145,32 @@ def verify(
             verdict.show(vector.line, kind, why)
 
 
+class Way(NamedTuple):
+    """How tensors are quantized."""
+
+    fmt: Format
+    policy: ScalePolicy
+    granularity: str
+    axis: int
+
+    def quantize(self, x: np.ndarray) -> scaling.Quantized:
+        """``scaling.quantize``; of few elements by its definitions, which compile nothing: tests
+        that draw many examples have deadlines.
+        """
+        fmt, policy, granularity, axis = self
+        if x.size > 1 << 16 or fmt.name not in FP8_FORMATS:  # it refuses other formats
+            return scaling.quantize(x, fmt, granularity=granularity, policy=policy, axis=axis)
+        value = x if policy.compute == FLOAT32 else cast.round_to(x, policy.compute)
+        blocks = granularities.lengths(granularity, x.ndim, axis)
+        amaxes = scaling.block_amax_plain(scaling.tensor(value), blocks)
+        shape = granularities.scale_shape(granularity, x.shape, axis)
+        scales = scales_from_amax(amaxes.reshape(shape)[()], fmt, policy)
+        codes = scaling.quantize_blocks_plain(value, scales, fmt, blocks, policy.divides_in)
+        return scaling.Quantized(codes, scales.scale, scales.scale_inv, fmt, granularity, axis)
+
+
 def difference(
-    x: np.ndarray,
-    codes: np.ndarray,
-    made_bits: np.ndarray,
-    fmt: Format,
-    *,
-    scale_kind: str,
-    policy: str,
-    granularity: str,
-    axis: int,
+    x: np.ndarray, codes: np.ndarray, made_bits: np.ndarray, scale_kind: str, way: Way
 ) -> dict[str, str] | None:
     """Describe where a quantized tensor differs from the simulator's; None where it agrees.
 
@@ -178,10 +182,10 @@ def difference(
     Shapes:   x and codes alike; made_bits, of the scales, flat, as
               ``scale.expected_bits`` returns them.
     """
-    q = _quantized(x, fmt, policy=policy, granularity=granularity, axis=axis)
-    specified = scale.stored_bits(
-        Scales(np.ravel(q.scale), np.ravel(q.scale_inv)), policy, scale_kind
-    ).ravel()
+    fmt, policy, granularity, axis = way
+    q = way.quantize(x)
+    pair = Scales(np.ravel(q.scale), np.ravel(q.scale_inv))
+    specified = scale.stored_bits(pair, policy, scale_kind).ravel()
     wrong = ~scale.same(made_bits, specified, scale_kind)
     if wrong.any():
         amaxes = np.ravel(scaling.amax(x, granularity, axis=axis))
@@ -197,7 +201,7 @@ def difference(
             "scales differ.",
         }
     # scales agree from here on, so that a wrong code comes from the multiplication or the cast
-    divides = policies.by_name(policy).stored == "scale_inv"
+    divides = policy.stored == "scale_inv"
     factors = scaling.spread(q.scale_inv if divides else q.scale, x.shape, q.blocks)
     with np.errstate(all="ignore"):
         every = x.astype(np.float32) / factors if divides else x.astype(np.float32) * factors
@@ -219,49 +223,22 @@ def difference(
     }
 
 
-def tensor_difference(
-    x: np.ndarray, bits: np.uint32, fmt: Format, policy: str
-) -> dict[str, str] | None:
+def tensor_difference(x: np.ndarray, bits: np.uint32, way: Way) -> dict[str, str] | None:
     """Describe how the bits of the tensor's scale_inv differ, of a policy that makes one (S-22);
     None where they agree.
     """
     amax = scaling.amax(x)
-    expected = np.float32(
-        two_level.scales_from_amaxes(amax, amax, fmt, policy).tensor_scale_inv
-    ).view(np.uint32)
+    scales = two_level.scales_from_amaxes(amax, amax, way.fmt, way.policy)
+    expected = np.float32(scales.tensor_scale_inv).view(np.uint32)
     if scale.same(np.atleast_1d(bits), np.atleast_1d(expected), "scale_inv")[0]:
         return None
+    rule = explain.scale_rule("in range", way.policy)
     return {
         "vector": f"scale_inv of the tensor, of amax {explain.decimal(amax)}",
         "expected": scale.scale_text(int(expected), "scale_inv"),
         "got": scale.scale_text(int(bits), "scale_inv"),
-        "rule": f"{explain.scale_rule('in range', policy)}. The scales of blocks follow from it.",
+        "rule": f"{rule}. The scales of blocks follow from it.",
     }
-
-
-def _quantized(
-    x: np.ndarray, fmt: Format, *, policy: str, granularity: str, axis: int
-) -> scaling.Quantized:
-    """``scaling.quantize``; of few elements by its definitions, which compile nothing: tests that
-    draw many examples have deadlines.
-    """
-    if x.size > 1 << 16 or fmt.name not in FP8_FORMATS:  # scaling.quantize refuses other formats
-        return scaling.quantize(x, fmt, granularity=granularity, policy=policy, axis=axis)
-    compute = policies.by_name(policy).compute
-    value = x if compute == FLOAT32 else cast.round_to(x, compute)
-    blocks = granularities.lengths(granularity, x.ndim, axis)
-    amaxes = scaling.block_amax_plain(scaling.tensor(value), blocks)
-    shape = granularities.scale_shape(granularity, x.shape, axis)
-    scales = scales_from_amax(amaxes.reshape(shape)[()], fmt, policy)
-    divides_in = policies.by_name(policy).divides_in
-    codes = scaling.quantize_blocks_plain(value, scales, fmt, blocks, divides_in)
-    return scaling.Quantized(codes, scales.scale, scales.scale_inv, fmt, granularity, axis)
-
-
-def _has_tensor_scale(policy: str) -> bool:
-    """Whether a policy's quantizer returns a scale of the tensor too."""
-    rule = policies.by_name(policy).two_level
-    return rule is not None and rule.tensor != "none"
 
 
 def at(index: int, shape: tuple[int, ...]) -> str:

@@ -17,7 +17,7 @@ from fp8ref.conformance.kit import explain
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors.verdict import Verdict
 from fp8ref.formats import E8M0FNU, QUANTIZED_FORMATS, Format
-from fp8ref.policy import POLICIES
+from fp8ref.policy import POLICIES, ScalePolicy
 from fp8ref.sim.quantize import cast, scales
 
 FIELDS, ANSWERS = ("amax",), ("scale",)
@@ -63,11 +63,8 @@ class Scale:
     def vectors(self) -> Iterator[tuple[str, str]]:
         """(kind, line) of each amax."""
         inputs = self.inputs()
-        return zip(
-            (kinds.AMAXES[kind] for kind in self.kinds(inputs)),
-            text.hexadecimal(inputs, 32),
-            strict=True,
-        )
+        names = (kinds.AMAXES[kind] for kind in self.kinds(inputs))
+        return zip(names, text.hexadecimal(inputs, 32), strict=True)
 
     def kinds(self, bits: np.ndarray) -> np.ndarray:
         """For each amax, an index of kinds.AMAXES."""
@@ -90,7 +87,7 @@ def expected_bits(amax: np.ndarray, fmt: Format, policy: str, scale_kind: str) -
     return stored_bits(scales.scales_from_amax(amax, fmt, policy), policy, scale_kind)
 
 
-def stored_bits(pair: scales.Scales, policy: str, scale_kind: str) -> np.ndarray:
+def stored_bits(pair: scales.Scales, policy: str | ScalePolicy, scale_kind: str) -> np.ndarray:
     """The bits of ``scale`` or ``scale_inv`` of a pair, uint32, or the e8m0 codes of scale_inv,
     uint8. Raises as ``check_made``.
     """
@@ -100,14 +97,15 @@ def stored_bits(pair: scales.Scales, policy: str, scale_kind: str) -> np.ndarray
     return np.atleast_1d(np.asarray(getattr(pair, scale_kind), np.float32)).view(np.uint32)
 
 
-def check_made(policy: str, scale_kind: str) -> None:
+def check_made(policy: str | ScalePolicy, scale_kind: str) -> None:
     """Raise ValueError unless scale_kind is one of MADE and the policy has it."""
     if scale_kind not in MADE:
         raise ValueError(f"made is one of {', '.join(MADE)}; got {scale_kind!r}.")
-    if scale_kind == "e8m0" and policies.by_name(policy).e8m0 is None:
+    policy = policies.by_name(policy)
+    if scale_kind == "e8m0" and policy.e8m0 is None:
         names = ", ".join(p.name for p in POLICIES.values() if p.e8m0 is not None)
         raise ValueError(
-            f"e8m0 needs a policy with e8m0 scales, {names}; got {policy!r}. Compare scale or "
+            f"e8m0 needs a policy with e8m0 scales, {names}; got {policy.name!r}. Compare scale or "
             "scale_inv."
         )
 
@@ -141,9 +139,8 @@ def verify(question: Scale, rules: Rules, vectors: Iterator[text.Vector], verdic
                 raise text.MalformedError(
                     vector.line, f"an amax is not negative; got {amax:08X}. Clear its sign."
                 )
-        scale_bits = np.array(
-            [v.number(1, width, f"a {rules.made}") for v in batch], f"uint{width}"
-        )
+        made = [v.number(1, width, f"a {rules.made}") for v in batch]
+        scale_bits = np.array(made, f"uint{width}")
         specified = expected_bits(bits.view(np.float32), question.fmt, question.policy, rules.made)
         differ = ~same(scale_bits, specified, rules.made)
         lines = text.hexadecimal(bits, 32)

@@ -112,15 +112,14 @@ def test_the_clauses_of_a_cast_are_those_of_its_rules(kind):
     cited = {
         c
         for fmt, rounding, saturate in ways
-        for c in clauses(explain.cast_rule(kind, fmt, rounding=rounding, saturate=saturate))
+        for c in clauses(explain.Rules(rounding=rounding, saturate=saturate).rule(kind, fmt))
     }
     assert cited == clauses(kinds.CAST_CLAUSES[kind])
 
 
 def test_the_clause_of_a_negative_value_to_an_unsigned_format():
-    assert clauses(
-        explain.cast_rule("negative", E8M0FNU, rounding="nearest_even", saturate=True)
-    ) == clauses(kinds.CAST_CLAUSES["negative"])
+    rule = explain.Rules().rule("negative", E8M0FNU)
+    assert clauses(rule) == clauses(kinds.CAST_CLAUSES["negative"])
 
 
 @pytest.mark.parametrize("kind", kinds.AMAXES)
