@@ -24,16 +24,33 @@ def rounding(a: Responses, b: Behavior) -> Finding:
     fmt, magnitude = a.fmt, np.abs(a.x)
     relevant = a.among(cast_inputs.coarse(fmt)) & (magnitude >= fmt.smallest_normal)
     relevant &= magnitude <= fmt.max
-    behaviors = {r: dataclasses.replace(b, rounding=r) for r in ROUNDINGS}
-    matches = [r for r, other in behaviors.items() if not a.mismatches(other, relevant).any()]
-    # Only one rounding explains all of these inputs. None may, if the function is no cast.
-    differs = a.mismatches(b, relevant)
     about = f"{int(relevant.sum())} numbers, quarter points and ties"
-    if differs.any():
-        shown = a.counterexample(simplest(a.x, differs), b, "C-2")
-        value = matches[0] if matches else None
-        return Finding("rounding", value, f"{about}: {shown}", witness=shown)
-    return Finding("rounding", "nearest_even", f"{about}")
+    # Only one rounding explains all of these inputs. None may, if the function is no cast.
+    finding = _decided("rounding", ROUNDINGS, a, b, relevant, about, "C-2")
+    if finding.witness:
+        finding = dataclasses.replace(finding, evidence=f"{about}: {finding.witness}")
+    return finding
+
+
+def _decided(
+    name: str,
+    values: tuple[str, ...],
+    a: Responses,
+    b: Behavior,
+    relevant: np.ndarray,
+    about: str,
+    clause: str,
+) -> Finding:
+    """The first value of a decision, which b has, if it explains the relevant codes; else the one
+    that does, and the simplest input that shows it.
+    """
+    differs = a.mismatches(b, relevant)
+    if not differs.any():
+        return Finding(name, values[0], about)
+    behaviors = {v: dataclasses.replace(b, **{name: v}) for v in values}  # type: ignore[arg-type]
+    matches = [v for v, other in behaviors.items() if not a.mismatches(other, relevant).any()]
+    shown = a.counterexample(simplest(a.x, differs), b, clause)
+    return Finding(name, matches[0] if matches else None, str(shown), witness=shown)
 
 
 def nearest_rounding(
@@ -57,16 +74,9 @@ def subnormals(a: Responses, b: Behavior) -> Finding:
     """Whether subnormals are kept or flushed, from inputs below the smallest normal number."""
     relevant = a.among(cast_inputs.coarse(a.fmt)) & (a.x != 0)
     relevant &= np.abs(a.x) < a.fmt.smallest_normal
-    behaviors = {
-        s: dataclasses.replace(b, subnormals=s) for s in ("kept", "flushed", "flushed_before")
-    }
-    matches = [s for s, other in behaviors.items() if not a.mismatches(other, relevant).any()]
-    differs = a.mismatches(b, relevant)
-    if differs.any():
-        shown = a.counterexample(simplest(a.x, differs), b, "F-1")
-        return Finding("subnormals", matches[0] if matches else None, str(shown), witness=shown)
-    evidence = f"{int(relevant.sum())} inputs below {a.fmt.smallest_normal:g}"
-    return Finding("subnormals", "kept", evidence)
+    about = f"{int(relevant.sum())} inputs below {a.fmt.smallest_normal:g}"
+    kinds = ("kept", "flushed", "flushed_before")
+    return _decided("subnormals", kinds, a, b, relevant, about, "F-1")
 
 
 def negative_zero(a: Responses, b: Behavior) -> Finding:
@@ -81,11 +91,9 @@ def negative_zero(a: Responses, b: Behavior) -> Finding:
         value = "lost" if a.codes[under] == 0 else "lost_at_zero"
     elif code == a.fmt.sign_bit and a.fmt.specials != "fnuz":
         value = "kept"
-    if value == ("lost" if a.fmt.specials == "fnuz" else "kept"):
-        wrong = None
-    else:
-        wrong = a.counterexample(at, b, "C-6")
-    return Finding("negative_zero", value, evidence, witness=wrong)
+    right = value == ("lost" if a.fmt.specials == "fnuz" else "kept")
+    witness = None if right else a.counterexample(at, b, "C-6")
+    return Finding("negative_zero", value, evidence, witness=witness)
 
 
 def overflow(a: Responses, b: Behavior) -> Finding:
@@ -112,17 +120,13 @@ def _beyond(name: str, a: Responses, at: int, b: Behavior) -> Finding:
     """Whether the input at this index gives max, Inf or NaN."""
     code = int(a.codes[at])
     kinds = {a.fmt.max_code: "max", a.fmt.inf_code: "inf"}
-    value = kinds.get(
-        code,
-        "nan"
-        if code >= 0 and np.isnan(cast.decode(np.array([code], np.uint8), a.fmt)[0])
-        else None,
-    )
+    value = kinds.get(code)
+    if value is None and code >= 0 and np.isnan(cast.decode(np.uint8(code), a.fmt)):
+        value = "nan"
     shown, bits = number_text(a.x, at, a.source)
     wrong = None if value == "max" else a.counterexample(at, b, "C-3")
-    return Finding(
-        name, value, f"{shown} ({bits}) gives {output_text(a.output, at, a.fmt)}", witness=wrong
-    )
+    evidence = f"{shown} ({bits}) gives {output_text(a.output, at, a.fmt)}"
+    return Finding(name, value, evidence, witness=wrong)
 
 
 def nans(a: Responses, b: Behavior) -> tuple[Finding, tuple[int, int] | None]:
@@ -133,10 +137,8 @@ def nans(a: Responses, b: Behavior) -> tuple[Finding, tuple[int, int] | None]:
         for negative in (False, True)
     ]
     if a.output.values_only and by_sign == [[a.fmt.nan_code]] * 2:
-        code = a.fmt.nan_code
-        return Finding(
-            "nan_code", None, "NaN stays NaN; values do not show its code", words="NaN"
-        ), (code, code)
+        evidence = "NaN stays NaN; values do not show its code"
+        return Finding("nan_code", None, evidence, words="NaN"), (a.fmt.nan_code,) * 2
     # Codes may differ by the payload: then no pair of codes describes them.
     shown = " and ".join(
         ", ".join(f"0x{c:02X}" if c >= 0 else "no code" for c in codes) for codes in by_sign
@@ -147,10 +149,8 @@ def nans(a: Responses, b: Behavior) -> tuple[Finding, tuple[int, int] | None]:
     pair = by_sign[0][0], by_sign[1][0]
     differs = a.mismatches(b, nan)
     wrong = a.counterexample(int(np.argmax(differs)), b, "C-5") if differs.any() else None
-    if pair[0] == pair[1]:
-        word = f"0x{pair[0] & 255:02X}"
-    else:
-        word = f"0x{pair[0] & 255:02X}, of -NaN 0x{pair[1] & 255:02X}"
+    word = f"0x{pair[0] & 255:02X}"
+    word += f", of -NaN 0x{pair[1] & 255:02X}" if pair[0] != pair[1] else ""
     return Finding("nan_code", pair[0], evidence, words=word, witness=wrong), pair
 
 
@@ -170,21 +170,14 @@ def double_rounding(
         for d in narrower
     ]
     # Not "explains all": other decisions, such as overflow, may be wrong in this dtype too.
-    misses = {
-        c: int(a.mismatches(with_double_rounding(b, a.source, c), relevant).sum())
-        for c in candidates
-    }
-    through = min(
-        misses, key=lambda c: misses[c]
-    )  # of equals the first, which is no double rounding
+    tried = {c: with_double_rounding(b, a.source, c) for c in candidates}
+    misses = {c: int(a.mismatches(one, relevant).sum()) for c, one in tried.items()}
+    # of equals the first, which is no double rounding
+    through = min(misses, key=misses.__getitem__)
     name = "double_rounding" if a.source == "float32" else f"double_rounding of {a.source}"
     if through is None:
-        return Finding(
-            name,
-            None,
-            f"{int(relevant.sum()):,} inputs, those next to ties among them",
-            words="none",
-        ), None
+        evidence = f"{int(relevant.sum()):,} inputs, those next to ties among them"
+        return Finding(name, None, evidence, words="none"), None
     shown = a.counterexample(simplest(a.x, a.mismatches(b, relevant)), b, "C-1")
     return Finding(name, str(through), str(shown), witness=shown), through
 

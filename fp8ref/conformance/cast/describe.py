@@ -20,7 +20,8 @@ def result_dict(b: Behavior, findings: list[Finding], a: Responses) -> dict[str,
     by = {f.what: f.value for f in findings}
     inf = int(a.codes[np.flatnonzero(np.isposinf(a.x))[0]])
     nan = b.nan[1] if not a.output.values_only and by["nan_code"] is not None else None
-    asked = [s for s in subjects.DTYPES if _was_asked(s, a.source, by, findings)]
+    tested = [f.what for f in findings if f.text != "not tested"]
+    asked = [a.source, *(w.removeprefix("double_rounding of ") for w in tested)]
     return {
         "format": a.fmt.name,
         "behavior": [],
@@ -35,16 +36,12 @@ def result_dict(b: Behavior, findings: list[Finding], a: Responses) -> dict[str,
         "subnormals": by["subnormals"],
         "negative_zero": by["negative_zero"],
         "double_rounding": _dtype(b.double_rounding.get(a.source)),
-        "double_roundings": {s: _dtype(b.double_rounding.get(s)) for s in asked},
+        "double_roundings": {
+            s: _dtype(b.double_rounding.get(s)) for s in subjects.DTYPES if s in asked
+        },
         "policy": None,
         "gives": a.output.dtype,
     }
-
-
-def _was_asked(source: str, first: str, by: dict[str, Any], findings: list[Finding]) -> bool:
-    return source == first or any(
-        f.what == f"double_rounding of {source}" and f.text != "not tested" for f in findings
-    )
 
 
 def _dtype(through: DoubleRounding | None) -> str | None:
@@ -66,9 +63,9 @@ def summary(b: Behavior, a: Responses, fmt: Format, *, complete: bool, everywher
     complete    every output is explained by the behavior found; everywhere: in other shapes too.
     """
     found_fmt = a.fmt
-    of = f"a cast to {found_fmt}" + (
-        f" (max {found_fmt.max:g}), not {fmt} (max {fmt.max:g})," if found_fmt is not fmt else ""
-    )
+    of = f"a cast to {found_fmt}"
+    if found_fmt is not fmt:
+        of += f" (max {found_fmt.max:g}), not {fmt} (max {fmt.max:g}),"
     if complete and not everywhere:
         return f"{of} that gives other codes in arrays of other shapes"
     if not complete:
@@ -80,9 +77,8 @@ def summary(b: Behavior, a: Responses, fmt: Format, *, complete: bool, everywher
         decision_text += ", -0 becomes 0"
     if not np.isnan(decoded := decode(np.array(b.nan, np.uint8), found_fmt)).all():
         decision_text += f", NaN becomes {decoded[0]:g}"
-    decision_text += "".join(
-        f", {source} is rounded to {through} first" for source, through in b.double_rounding.items()
-    )
+    for source, through in b.double_rounding.items():
+        decision_text += f", {source} is rounded to {through} first"
     equal, but_for_nan = names(a)
     if equal:
         return f"{of.rstrip(',')}, equal to {' and '.join(equal)}: {decision_text}"
@@ -95,12 +91,11 @@ def summary(b: Behavior, a: Responses, fmt: Format, *, complete: bool, everywher
 def findings_of_four_bits(a: Responses, rounding: str, nans: tuple[int, int]) -> list[Finding]:
     """The findings on a cast to e2m1fn, which has no code of NaN (C-9)."""
     asked = f"{a.x.size} numbers of {a.fmt}, midpoints, neighbors and infinities"
+    no_nan = "the codes of NaN and -NaN, where no code is NaN (C-9)"
     return [
         Finding("rounding", rounding, asked),
         Finding("packing", a.output.packing, "the shape of its output"),
-        Finding(
-            "NaN", f"{nans[0]}, {nans[1]}", "the codes of NaN and -NaN, where no code is NaN (C-9)"
-        ),
+        Finding("NaN", f"{nans[0]}, {nans[1]}", no_nan),
     ]
 
 

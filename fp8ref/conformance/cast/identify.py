@@ -143,12 +143,8 @@ def _explained(subject: Subject, first: Responses) -> _Explained:
         s: a.mismatches(cast_behavior, canonical=by_payload or s != first.source)
         for s, a in responses.items()
     }
-    return _Explained(
-        behavior=cast_behavior,
-        findings=[*decided, *dtype_findings],
-        responses=responses,
-        wrong=wrong,
-    )
+    findings = [*decided, *dtype_findings]
+    return _Explained(behavior=cast_behavior, findings=findings, responses=responses, wrong=wrong)
 
 
 def _identify_repeating(
@@ -228,15 +224,10 @@ def _identify_four_bits(subject: Subject, fmt: Format, source: str, expect: str 
     names = [n for n, b in known.items() if b.nan == pair and usual and not unlike]
     differences = list(unlike)
     if expect is not None and not unlike and expect not in names:
-        differences = [
-            Counterexample(
-                "NaN" if usual else "a tie",
-                f"codes {pair}" if usual else f"rounding {rounding}",
-                f"codes {known[expect].nan}" if usual else "nearest_even",
-                "C-9" if usual else "C-2",
-                dtype=source,
-            )
-        ]
+        words = ("NaN", f"codes {pair}", f"codes {known[expect].nan}", "C-9")
+        if not usual:
+            words = ("a tie", f"rounding {rounding}", "nearest_even", "C-2")
+        differences = [Counterexample(*words, dtype=source)]
     summary = f"a cast to {fmt}, {rounding}, NaN to code {pair[0]}"
     summary += f": {names[0]}" if names else ""
     return Outcome(
@@ -319,9 +310,8 @@ def check_all_inputs(
         # Nearly always all are equal: one comparison then, without those of NaNs and infinities.
         same = np.array_equal(codes, behavior.encode(x, fmt, cast_behavior))
         differs = np.zeros(x.shape, bool) if same else responses.mismatches(cast_behavior)
-        return differs, lambda at: responses.counterexample(
-            at, cast_behavior, "by the behavior found"
-        )
+        by = "by the behavior found"
+        return differs, lambda at: responses.counterexample(at, cast_behavior, by)
 
     wrong, example = all_inputs.simplest_difference(differing, inputs=inputs)
     total = all_inputs.INPUTS if inputs is None else inputs
@@ -334,12 +324,7 @@ def _check_no_reuse(subject: Subject, a: Responses) -> None:
     """ConformanceError where a later call overwrites the output of an earlier one."""
     # a.x is sorted by its bits: these have all exponents and both signs
     some = a.x[:: a.x.size // 64]
-    subjects.check_no_reuse(subject, some, some[::-1], a.source, _arrays)
-
-
-def _arrays(raw_output: Any) -> list[np.ndarray]:
-    named_array = subjects.read_array(raw_output)
-    return [named_array[0]] if named_array else []
+    subjects.check_no_reuse(subject, some, some[::-1], a.source)
 
 
 def check_format(fmt: Format) -> None:
@@ -383,14 +368,10 @@ def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, 
         )
         evidence += f"; {witness}"
     if found_fmt is None:
-        text = ""
-    elif found_fmt is fmt:
-        text = f"{found_fmt}"
-    else:
-        text = f"{found_fmt}, max {found_fmt.max:g}, not {fmt}"
-    return found_fmt, Finding(
-        "format", found_fmt and found_fmt.name, evidence, words=text, witness=witness
-    )
+        return None, Finding("format", None, evidence, witness=witness)
+    text = f"{found_fmt}"
+    text += f", max {found_fmt.max:g}, not {fmt}" if found_fmt is not fmt else ""
+    return found_fmt, Finding("format", found_fmt.name, evidence, words=text, witness=witness)
 
 
 def _ask(subject: Subject, source: str, found_fmt: Format) -> tuple[Responses, int | None]:
@@ -420,10 +401,9 @@ def _scaled(subject: Subject, fmt: Format, source: str) -> str:
     with np.errstate(all="ignore"):
         ratio = np.where(codes >= 0, cast.decode((codes & 255).astype(np.uint8), fmt), np.nan) / x
     most = float(np.median(ratio[np.isfinite(ratio)])) if np.isfinite(ratio).any() else 1.0
-    half = np.mean(ratio == most) > 0.5 and most not in (0, 1)
-    return (
-        f"; read as {fmt}, most of {fmt}'s numbers come back multiplied by {most:g}" if half else ""
-    )
+    if np.mean(ratio == most) <= 0.5 or most in (0, 1):
+        return ""
+    return f"; read as {fmt}, most of {fmt}'s numbers come back multiplied by {most:g}"
 
 
 def _without_format(

@@ -83,7 +83,8 @@ class Responses:
         different = codes != expected
         # Where an infinity becomes NaN, any NaN code will do.
         if not canonical:
-            different &= ~np.isinf(self.x) | (self.canonical(codes) != self.canonical(expected))
+            alike = self.canonical(codes) == self.canonical(expected)
+            different &= ~(np.isinf(self.x) & alike)
         return different if among is None else different & among
 
     def canonical(self, codes: np.ndarray) -> np.ndarray:
@@ -100,17 +101,11 @@ class Responses:
         """One input with the code it got, and the code that a behavior gives."""
         value, bits = number_text(self.x, index, self.source)
         code = behavior.encode(self.x[index : index + 1], self.fmt, expected, source=self.source)
-        shown = cast.decode(code, self.fmt)[0] if self.output.values_only else None
-        return Counterexample(
-            value,
-            output_text(self.output, index, self.fmt),
-            f"{shown:.9g}"
-            if shown is not None
-            else output_text(Output(array=code, dtype="uint8"), 0, self.fmt),
-            clause,
-            bits=(bits,),
-            dtype=self.source,
-        )
+        wanted = code_text(code[0], self.fmt)
+        if self.output.values_only:
+            wanted = f"{cast.decode(code, self.fmt)[0]:.9g}"
+        got = output_text(self.output, index, self.fmt)
+        return Counterexample(value, got, wanted, clause, bits=(bits,), dtype=self.source)
 
 
 def ask(subject: Subject, x: np.ndarray, source: str) -> Output:
@@ -121,7 +116,7 @@ def ask(subject: Subject, x: np.ndarray, source: str) -> Output:
     try:
         raw_output = subject.ask(x, source)
     except RefusedError:
-        part = _smallest_refused(subject, x, source)
+        part = subjects.smallest_refused(subject, x, source)
         subject.ask(part, source)  # its message names that part
         raise
     return read(subject, raw_output, x, source)
@@ -145,11 +140,7 @@ def read(subject: Subject, raw_output: Any, x: np.ndarray, source: str) -> Outpu
             f"{subject.name} gives shape {list(array.shape)} {of}; a cast keeps the shape. "
             "Return one code for each number."
         )
-    if (
-        dtype != "uint8"
-        and dtype not in FLOATS
-        and dtype.removeprefix("float8_") not in CAST_FORMATS
-    ):
+    if dtype not in ("uint8", *FLOATS, *(f"float8_{name}" for name in CAST_FORMATS)):
         raise ConformanceError(
             f"{subject.name} gives {dtype} {of}; codes are uint8 or float8 "
             f"({', '.join(CAST_FORMATS)}), values {', '.join(FLOATS)}. View other codes as "
@@ -199,12 +190,11 @@ def ask_four_bits(subject: Subject, x: np.ndarray, source: str, fmt: Format) -> 
 def ask_twice(subject: Subject, x: np.ndarray, source: str) -> tuple[Output, int | None]:
     """The output for x, and the first index where a second call with x gives another."""
     first, again = ask(subject, x, source), ask(subject, x, source)
-    different = first.array.view(np.uint8).reshape(x.size, -1) != again.array.view(
-        np.uint8
-    ).reshape(x.size, -1)
-    if first.dtype != again.dtype or not different.any():
+    if first.dtype != again.dtype:
         return first, None
-    return first, int(np.argmax(different.any(axis=1)))
+    bits = [output.array.view(np.uint8).reshape(x.size, -1) for output in (first, again)]
+    different = (bits[0] != bits[1]).any(axis=1)
+    return first, int(np.argmax(different)) if different.any() else None
 
 
 def identify_format(output: Output, x: np.ndarray, fmt: Format) -> tuple[Format | None, str]:
@@ -226,22 +216,19 @@ def identify_format(output: Output, x: np.ndarray, fmt: Format) -> tuple[Format 
         scores[found_fmt.name] = (int(right[is_number].sum()), int(is_number.sum()))
     best = max(scores, key=lambda name: scores[name][0] / scores[name][1])
     right, of = scores[best]
-    return (
-        CAST_FORMATS[best] if right > of / 2 else None
-    ), f"{right} of {of} numbers come back as {best}'s"
+    evidence = f"{right} of {of} numbers come back as {best}'s"
+    return CAST_FORMATS[best] if right > of / 2 else None, evidence
 
 
 def codes_of_values(values: np.ndarray, fmt: Format) -> np.ndarray:
     """The codes of values, int64: NaN by C-5; NO_CODE where fmt does not have the value."""
-    table = cast.decode(
-        np.arange(fmt.max_code + 1 + (fmt.inf_code is not None), dtype=np.uint8), fmt
-    )
+    count = fmt.max_code + 1 + (fmt.inf_code is not None)
+    table = cast.decode(np.arange(count, dtype=np.uint8), fmt)
     magnitude = np.abs(values)
     # Codes count the magnitudes upwards, so that the place in the table is the code.
     at = np.minimum(np.searchsorted(table, magnitude), len(table) - 1)
-    codes = np.where(
-        table[at] == magnitude, at | np.where(np.signbit(values), fmt.sign_bit, 0), NO_CODE
-    )
+    signed = at | np.where(np.signbit(values), fmt.sign_bit, 0)
+    codes = np.where(table[at] == magnitude, signed, NO_CODE)
     if fmt.specials == "fnuz":
         codes = np.where(values == 0, 0, codes)
     return np.where(np.isnan(values), fmt.nan_code, codes).astype(np.int64)
@@ -257,19 +244,6 @@ def output_text(output: Output, index: int, fmt: Format) -> str:
 def code_text(code: int, fmt: Format) -> str:
     """A code and its value as text: 0x38 = 1."""
     return f"0x{int(code):02X} = {show(cast.decode(np.array([code], np.uint8), fmt)[0])}"
-
-
-def _smallest_refused(subject: Subject, x: np.ndarray, source: str) -> np.ndarray:
-    """A part of x for which the cast raises too, halved while it can be."""
-
-    def fails(part: np.ndarray) -> bool:
-        try:
-            subject.ask(part, source)
-        except RefusedError:
-            return True
-        return False
-
-    return subjects.smaller_part(x, fails) if x.ndim == 1 else x
 
 
 def number_text(x: np.ndarray, index: int, source: str) -> tuple[str, str]:

@@ -52,6 +52,10 @@ NOT_ASKED = ("behavior_but_for_nan_codes", "double_rounding", "double_roundings"
 """The keys of a result that are left out for a cast that rounds stochastically."""
 
 
+NOT_TESTED = ("probabilities in steps below 2^-8", "other dtypes, shapes and strides")
+"""What is not asked of a cast that rounds stochastically."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoundingRates:
     """How often numbers between two neighbors of the format are rounded away from zero.
@@ -119,11 +123,6 @@ def measure_rates(subject: Subject, source: str, fmt: Format) -> RoundingRates:
     return _rates(subject, source, fmt, (0, fmt.smallest_subnormal, 1, 12), FRACTIONS, REPEATS)
 
 
-def measure_fine_rates(subject: Subject, source: str, fmt: Format) -> RoundingRates:
-    """Rates at FINE_FRACTIONS, which few random bits cannot tell: above zero and 1, both signs."""
-    return _rates(subject, source, fmt, (0, 1), FINE_FRACTIONS, FINE_REPEATS)
-
-
 def _rates(
     subject: Subject,
     source: str,
@@ -139,12 +138,8 @@ def _rates(
     x, every = np.concatenate([x, -x]), np.tile(fractions, 2 * at.size)
     exact = rounded(x, source) == x
     x = rounded(x[exact], source)
-    return RoundingRates(
-        x=x,
-        fractions=every[exact],
-        responses=ask_repeatedly(subject, x, repeats, source, fmt),
-        repeats=repeats,
-    )
+    responses = ask_repeatedly(subject, x, repeats, source, fmt)
+    return RoundingRates(x=x, fractions=every[exact], responses=responses, repeats=repeats)
 
 
 def ask_repeatedly(
@@ -186,19 +181,17 @@ def identify(
     rates = measure_rates(subject, a.source, a.fmt)
     if not rates.random.any():
         raise _no_chance(subject, a, position, rates)
-    differs_again = bool(
-        (measure_rates(subject, a.source, a.fmt).responses.codes != rates.responses.codes).any()
-    )
-    fine = measure_fine_rates(subject, a.source, a.fmt)
-    without_chance = ask_repeatedly(
-        subject, _inputs_without_chance(a.fmt, a.source), REPEATS_OF_SPECIALS, a.source, a.fmt
-    )
+    again = measure_rates(subject, a.source, a.fmt)
+    differs_again = bool((again.responses.codes != rates.responses.codes).any())
+    # above zero and 1, of both signs: few random bits cannot tell these
+    fine = _rates(subject, a.source, a.fmt, (0, 1), FINE_FRACTIONS, FINE_REPEATS)
+    specials = _inputs_without_chance(a.fmt, a.source)
+    without_chance = ask_repeatedly(subject, specials, REPEATS_OF_SPECIALS, a.source, a.fmt)
     truncated = _truncated(without_chance)
     decided, cast_behavior = _decide(truncated)
     # These inputs must be explained: those without chance, those of the rates, and a.x.
-    unexplained = _neither_neighbor(
-        subject, (without_chance, rates.responses, fine.responses, a), cast_behavior
-    )
+    responses = (without_chance, rates.responses, fine.responses, a)
+    unexplained = _neither_neighbor(subject, responses, cast_behavior)
     rounding = _rounding(rates, fine, differs_again)
     findings = [*findings, rounding, *decided]
     names, names_but_for_nan, nearest = _behaviors(truncated)
@@ -222,11 +215,7 @@ def identify(
         unlike=[*([rounding.witness] if rounding.witness else []), *unexplained],
         expected=expect,
         differences=_differences(rates, truncated, expect, fmt, findings) if expect else [],
-        limits=[
-            "probabilities in steps below 2^-8",
-            "other dtypes, shapes and strides",
-            *subject.other_devices,
-        ],
+        limits=[*NOT_TESTED, *subject.other_devices],
     )
 
 
@@ -246,9 +235,8 @@ def _truncated(a: Responses) -> Responses:
     # Without the sign bit, codes count the magnitudes upwards.
     nearest = np.argmin((a.codes & 0x7F).reshape(-1, REPEATS_OF_SPECIALS), axis=1)
     at = np.arange(nearest.size) * REPEATS_OF_SPECIALS + nearest
-    return dataclasses.replace(
-        a, x=a.x[at], output=Output(array=a.output.array[at], dtype=a.output.dtype)
-    )
+    output = Output(array=a.output.array[at], dtype=a.output.dtype)
+    return dataclasses.replace(a, x=a.x[at], output=output)
 
 
 def _decide(a: Responses) -> tuple[list[Finding], Behavior]:
@@ -295,9 +283,8 @@ def _neither_neighbor(
     """
     shown = []
     for a in responses:
-        wrong = a.mismatches(cast_behavior) & a.mismatches(
-            dataclasses.replace(cast_behavior, rounding="away_from_zero")
-        )
+        away = dataclasses.replace(cast_behavior, rounding="away_from_zero")
+        wrong = a.mismatches(cast_behavior) & a.mismatches(away)
         magnitude = np.abs(a.x)
         # A zero of the wrong sign is a fault, but still a rounding.
         sign = ((a.codes & 0x7F) == 0) & (magnitude < a.fmt.smallest_subnormal)
@@ -317,11 +304,8 @@ def _rounding(rates: RoundingRates, fine: RoundingRates, differs_again: bool) ->
     a = rates.responses
     evidence = (
         f"{REPEATS} times each, {rates.x.size} {a.source} numbers at "
-        f"{', '.join(f'{f:g}' for f in FRACTIONS)} between neighbors, of both signs, "
-    )
-    evidence += (
-        f"two binades and subnormals, and {FINE_REPEATS} times each, {fine.x.size} at 1/512 "
-        "and 511/512; "
+        f"{', '.join(f'{f:g}' for f in FRACTIONS)} between neighbors, of both signs, two binades "
+        f"and subnormals, and {FINE_REPEATS} times each, {fine.x.size} at 1/512 and 511/512; "
     )
     rates = rates if rates.depart.any() else fine
     depart = np.flatnonzero(rates.depart)
@@ -334,21 +318,13 @@ def _rounding(rates: RoundingRates, fine: RoundingRates, differs_again: bool) ->
         evidence += f"the rates away from zero were {', '.join(shown)}{more}"
     else:
         evidence += "each was rounded away from zero at that rate"
-    if differs_again:
-        evidence += "; a second call gives different codes"
-    else:
-        evidence += "; a second call gives the same codes: by position, from a fixed seed"
-    witness = None
-    if depart.size:
-        at = simplest(rates.x, rates.depart)
-        witness = rates.counterexample(at, f"{rates.fractions[at]:g} of the time")
-    return Finding(
-        "rounding",
-        None if witness else "stochastic",
-        evidence,
-        words="at random" if witness else "",
-        witness=witness,
-    )
+    same = "the same codes: by position, from a fixed seed"
+    evidence += f"; a second call gives {'different codes' if differs_again else same}"
+    if not depart.size:
+        return Finding("rounding", "stochastic", evidence)
+    at = simplest(rates.x, rates.depart)
+    witness = rates.counterexample(at, f"{rates.fractions[at]:g} of the time")
+    return Finding("rounding", None, evidence, words="at random", witness=witness)
 
 
 def _summary(
@@ -360,9 +336,9 @@ def _summary(
     names_but_for_nan: list[str],
 ) -> str:
     of, wrong = rates.responses.fmt, int(rates.depart.sum()) + int(fine.depart.sum())
-    found_fmt = f"{of}" + (
-        f" (max {of.max:g}), not {fmt} (max {fmt.max:g})," if of is not fmt else ""
-    )
+    found_fmt = f"{of}"
+    if of is not fmt:
+        found_fmt += f" (max {of.max:g}), not {fmt} (max {fmt.max:g}),"
     probability = "with the probability of C-2 at the"
     if wrong:
         probability = f"but not by the distance (C-2) at {wrong} of the"
@@ -430,19 +406,11 @@ def unlike_four_bits(
     The fractions are nine from 0 to 0.5, and three between each two neighbors. 1/512 is one that 8
     random bits do not tell from 0 or 1/256: 128 of the 2^16 choices, 11 a standard deviation.
     """
-    fractions = np.concatenate(
-        [np.arange(1, 9) / 16, [1 / 512], np.tile([0.25, 0.5, 0.75], 2 * (_LARGEST_OF_4_BITS - 1))]
-    )
-    toward_zero = np.concatenate(
-        [
-            np.zeros(9, np.uint8),
-            np.repeat(np.r_[0 : _LARGEST_OF_4_BITS - 1, 8 : 8 + _LARGEST_OF_4_BITS - 1], 3),
-        ]
-    ).astype(np.uint8)
-    lower, upper = (
-        cast.decode(codes, fmt).astype(np.float64)
-        for codes in (toward_zero, toward_zero + np.uint8(1))
-    )
+    below = np.r_[0 : _LARGEST_OF_4_BITS - 1, 8 : 8 + _LARGEST_OF_4_BITS - 1]
+    quarters = np.tile([0.25, 0.5, 0.75], below.size)
+    fractions = np.concatenate([np.arange(1, 9) / 16, [1 / 512], quarters])
+    toward_zero = np.concatenate([np.zeros(9), np.repeat(below, 3)]).astype(np.uint8)
+    lower, upper = (cast.decode(toward_zero + np.uint8(i), fmt).astype(np.float64) for i in (0, 1))
     numbers = (lower + fractions * (upper - lower)).astype(np.float32)  # no dtype here rounds them
     times = np.array([256] * 9 + [32] * (len(numbers) - 9))
     inputs = np.concatenate([np.repeat(numbers, times), x])
@@ -463,13 +431,8 @@ def unlike_four_bits(
     if not off.any():
         return []
     i = int(np.argmax(off))
-    value = float(numbers[i])
-    rates = [
-        f"{show(float(upper[i]))} in {rate:.3g} of the calls"
-        for rate in (away[i] / n[i], fractions[i])
-    ]
-    return [
-        Counterexample(
-            show(value), rates[0], rates[1], "C-2", bits=(bits_of(value, source),), dtype=source
-        )
-    ]
+    value, neighbor = float(numbers[i]), show(float(upper[i]))
+    rates = away[i] / n[i], fractions[i]
+    got, wanted = (f"{neighbor} in {rate:.3g} of the calls" for rate in rates)
+    bits = (bits_of(value, source),)
+    return [Counterexample(show(value), got, wanted, "C-2", bits=bits, dtype=source)]

@@ -6,7 +6,6 @@
 import dataclasses
 import importlib.util
 import inspect
-import math
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -156,9 +155,15 @@ def check_no_reuse(
     x: np.ndarray,
     other: np.ndarray,
     dtype: str,
-    read: Callable[[Any], list[np.ndarray]],
+    parts: Callable[[Any], dict[str, Any]] = lambda output: {"": output},
 ) -> None:
-    """ConformanceError if a later call, with other numbers, overwrites an earlier output."""
+    """ConformanceError if a later call, with other numbers, overwrites an array of an earlier
+    output, of these parts.
+    """
+
+    def read(output: Any) -> list[np.ndarray]:
+        return [array[0] for part in parts(output).values() if (array := read_array(part))]
+
     output = subject.ask(x, dtype)
     before = [part.copy() for part in read(output)]
     subject.ask(other, dtype)
@@ -371,12 +376,14 @@ def _first_lines(error: BaseException) -> str:
     return (text[:300] + "...") if len(text) > 300 else text.rstrip(".") or "no message"
 
 
-def smaller_part(x: np.ndarray, fails: Callable[[np.ndarray], bool]) -> np.ndarray:
-    """A part of a flat x that fails, halved as long as one of its halves fails too."""
-    for _ in range(math.ceil(math.log2(max(x.size, 1)))):
-        half = x.size // 2
-        part = next((p for p in (x[:half], x[half:]) if p.size and fails(p)), None)
-        if part is None:
-            return x
-        x = part
+def smallest_refused(subject: Subject, x: np.ndarray, dtype: str) -> np.ndarray:
+    """A part of a flat x that is refused too, halved as long as one of its halves is."""
+    if x.ndim != 1 or x.size < 2:
+        return x
+    half = x.size // 2
+    for part in (x[:half], x[half:]):
+        try:
+            subject.ask(part, dtype)
+        except RefusedError:
+            return smallest_refused(subject, part, dtype)
     return x

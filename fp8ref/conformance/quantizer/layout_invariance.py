@@ -40,7 +40,6 @@ from fp8ref.conformance.quantizer.outputs import (
     Response,
     ScaleLayout,
     WrongShapeError,
-    arrays_of,
 )
 from fp8ref.conformance.quantizer.planted_tensors import PlantedTensor
 from fp8ref.conformance.quantizer.policy_match import Answers
@@ -87,7 +86,7 @@ def check(
                 continue
             other = replace(other, candidate=agreed)
         subject = other.quantizer.subject
-        subjects.check_no_reuse(subject, noise(), noise()[::-1], dtype, arrays_of)
+        subjects.check_no_reuse(subject, noise(), noise()[::-1], dtype, outputs.parts_of)
         for check_one in (check_shapes, check_ragged_blocks, check_strides):
             if not counterexamples:
                 more, counterexamples = check_one(other, large=dtype == own)

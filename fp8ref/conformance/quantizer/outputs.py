@@ -123,11 +123,6 @@ class Quantizer:
             raise kind(f"{self.subject.name} for {asked}: {error}") from error
 
 
-def arrays_of(raw_output: Any) -> list[np.ndarray]:
-    """All arrays among the parts of what was returned."""
-    return [array for array, _ in _named_arrays(raw_output).values()]
-
-
 def _named_arrays(raw_output: Any) -> dict[str, tuple[np.ndarray, str]]:
     """The arrays among the parts of what was returned, by name or place, and their dtypes."""
     parts = {name: array_of(part) for name, part in parts_of(raw_output).items()}
