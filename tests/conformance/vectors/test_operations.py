@@ -264,7 +264,7 @@ def quantized(question: Quantize, *, codes=lambda c: c, scale=lambda s: s, **oth
             "policy": question.policy,
             "axis": question.axis,
         } | other
-        q = scaling.quantize(x, question.fmt, **how)
+        q = scaling.quantize(x, question.way.fmt, **how)
         return (
             f"{join(codes(q.codes), 8)} {join(np.atleast_1d(scale(q.scale)).view(np.uint32), 32)}"
         )
