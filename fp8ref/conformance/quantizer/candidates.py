@@ -96,9 +96,8 @@ class Candidate:
         scale_fmt = self.deviation.limited(self.scale_fmt)
         with np.errstate(all="ignore"):
             amax = self.deviation.change_amax(amax)
-            scales = self.deviation.scales(
-                scales_from_amax(amax, scale_fmt, policy), amax, scale_fmt, policy
-            )
+            own = scales_from_amax(amax, scale_fmt, policy)
+            scales = self.deviation.scales(own, amax, scale_fmt, policy)
         # an e8m0 scale is no float, and so never flushed
         if self.flushes and self.policy.e8m0 is None:
             scales = Scales(*(_flushed(np.asarray(s)) for s in scales))
@@ -117,20 +116,14 @@ class Candidate:
             x, scales, self.fmt, granularity=granularity, policy=self.policy, axis=axis
         )
         if self.rounding is not None:
-            q = q._replace(codes=self._codes(x, scales, scale_layout, self.rounding))
+            multiplies = self.policy.stored == "scale"
+            by = scales.scale if multiplies else scales.scale_inv
+            by = scaling.spread(by, x.shape, q.blocks)
+            with np.errstate(all="ignore"):
+                scaled = np.clip(x * by if multiplies else x / by, -self.fmt.max, self.fmt.max)
+            codes = behavior.encode(scaled, self.fmt, self.rounding, source=self.source)
+            q = q._replace(codes=codes)
         return q._replace(**self._returned(scales)._asdict())
-
-    def _codes(
-        self, x: np.ndarray, scales: Scales, scale_layout: ScaleLayout, rounding: Behavior
-    ) -> np.ndarray:
-        by = scales.scale if self.policy.stored == "scale" else scales.scale_inv
-        blocks = granularities.lengths(scale_layout.granularity, x.ndim, scale_layout.axis)
-        by = scaling.spread(by, x.shape, blocks)
-        with np.errstate(all="ignore"):
-            scaled = x * by if self.policy.stored == "scale" else x / by
-        return behavior.encode(
-            np.clip(scaled, -self.fmt.max, self.fmt.max), self.fmt, rounding, source=self.source
-        )
 
     @property
     def clause(self) -> str:
@@ -191,6 +184,12 @@ class Agreement:
         """For each group, whether what decides a policy agrees: scales, else codes."""
         return self.codes if self.scales is None else self.scales
 
+    def score(self, considered: np.ndarray) -> tuple[int, int]:
+        """Of the groups that count, how many agree in what decides the policy, and how many in
+        scales and codes.
+        """
+        return int((self.deciding & considered).sum()), int((self.both & considered).sum())
+
 
 def agreement(
     candidate: Candidate, responses: Sequence[Response], scale_layout: ScaleLayout
@@ -205,11 +204,8 @@ def agreement(
         scales.append(equal_scales(a, q, scale_layout))
         for returned, expected in both_scales(a, q, scale_layout):
             # The bits of positive float32 numbers, as integers, count these numbers.
-            off.append(
-                np.abs(returned.view(np.int32).astype(np.int64) - expected.view(np.int32))[
-                    a.ordinary
-                ]
-            )
+            distance = returned.view(np.int32).astype(np.int64) - expected.view(np.int32)
+            off.append(np.abs(distance)[a.ordinary])
     ulps = np.concatenate(off)
     return Agreement(
         candidate=candidate,
@@ -261,16 +257,13 @@ def mismatches(output: QuantizerOutput, q: scaling.Quantized, candidate: Candida
     with np.errstate(all="ignore"):
         spread = [scaling.spread(s, q.codes.shape, q.blocks) for s in (q.scale_inv, q.scale)]
         results = [decoded * spread[0], decoded / spread[1]]
-    differs = []
-    for expected in results:
-        # XLA flushes the product too.
-        expected = rounded(_flushed(expected) if candidate.flushes else expected, output.dtype)
-        differs.append(~equal(output.values, expected))
-    return min(differs, key=lambda d: int(d.sum()))
+    if candidate.flushes:  # XLA flushes the product too.
+        results = [_flushed(values) for values in results]
+    differs = [~equal(output.values, rounded(values, output.dtype)) for values in results]
+    return min(differs, key=np.sum)
 
 
 def _flushed(x: np.ndarray) -> np.ndarray:
     """x with float32 subnormals as zeros of their sign."""
-    return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x).astype(
-        np.float32
-    )[()]
+    subnormal = np.abs(x) < np.float32(2.0**-126)
+    return np.where(subnormal, np.copysign(np.float32(0), x), x).astype(np.float32)[()]

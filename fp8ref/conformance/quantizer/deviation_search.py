@@ -59,9 +59,8 @@ class Search:
         sample = outputs.some_rows(self.rows, near, WIDTH)
         every, best = int(self.considered.sum()), None
         for candidate in self._near_one(policies, sample):
-            if best is None or self.score(best) < (every, every):
-                fewer = MOST
-            else:
+            fewer = MOST
+            if best is not None and best.score(self.considered) == (every, every):
                 fewer = best.candidate.deviation.parts - 1
             explained = self._completed(candidate, fewer)
             if best is None or self._rank(explained) > self._rank(best):
@@ -70,12 +69,8 @@ class Search:
                     break
         return best
 
-    def score(self, a: Agreement) -> tuple[int, int]:
-        """How many groups agree in what decides the policy, and how many in scales and codes."""
-        return int((a.deciding & self.considered).sum()), int((a.both & self.considered).sum())
-
     def _rank(self, a: Agreement) -> tuple[int, int, int]:
-        return *self.score(a), -a.candidate.deviation.parts
+        return *a.score(self.considered), -a.candidate.deviation.parts
 
     def _near_one(self, policies: Iterable[ScalePolicy], sample: Response) -> Iterator[Candidate]:
         """The policies that agree near an amax of 1 as they are; then others with a deviation."""
@@ -103,17 +98,12 @@ class Search:
         """The agreement with the deviations that explain most further groups, ``most`` in all."""
         best = candidates.agreement(candidate, [self.rows], self.scale_layout)
         for _ in range(most - candidate.deviation.parts):
-            wrong = ~best.both & self.considered
-            options = [
-                candidates.agreement(
-                    dataclasses.replace(candidate, deviation=best.candidate.deviation.then(d)),
-                    [self.rows],
-                    self.scale_layout,
-                )
-                for d in (self._at_ends(best.candidate, wrong) if wrong.any() else ())
-            ]
-            better = max(options, key=self.score, default=best)
-            if self.score(better) <= self.score(best):
+            wrong, before = ~best.both & self.considered, best.candidate.deviation
+            further = self._at_ends(best.candidate, wrong) if wrong.any() else ()
+            tried = (dataclasses.replace(candidate, deviation=before.then(d)) for d in further)
+            options = [candidates.agreement(c, [self.rows], self.scale_layout) for c in tried]
+            better = max(options, key=lambda a: a.score(self.considered), default=best)
+            if better.score(self.considered) <= best.score(self.considered):
                 break
             best = better
         return best
@@ -164,13 +154,9 @@ class Search:
             ((kind, value),) = shown.items()
             with np.errstate(all="ignore"):
                 others = (np.float32(1) / value, np.float32(1), np.float32(0))
-            options += [
-                {kind: value, "scale" if kind == "scale_inv" else "scale_inv": other}
-                for other in others
-            ]
-        return [
-            deviations.constant(words, condition, scales, shown or scales) for scales in options
-        ]
+            second = "scale" if kind == "scale_inv" else "scale_inv"
+            options += [{kind: value, second: other} for other in others]
+        return [deviations.constant(words, condition, s, shown or s) for s in options]
 
     def _bounds(self, small: bool, large: bool) -> list[Deviation]:
         """The scales of the least and of the greatest amax, as bounds of all."""
@@ -179,9 +165,8 @@ class Search:
         for at, is_small in ends:
             for kind, value in (self._returned(at) if at is not None else {}).items():
                 if np.isfinite(value):
-                    bounds.append(
-                        deviations.bound(kind, value, least=(kind == "scale_inv") == is_small)
-                    )
+                    least = (kind == "scale_inv") == is_small
+                    bounds.append(deviations.bound(kind, value, least=least))
         return bounds
 
     def _floors(self, candidate: Candidate) -> list[Deviation]:
@@ -223,7 +208,8 @@ class Search:
                 return []
 
             def vanishes(eps: float, x: np.float32) -> bool:
-                return not model(eps).quantize(_one(x), self.scale_layout).codes[0, 0] & 0x7F
+                q = model(eps).quantize(np.full((1, 1), x, np.float32), self.scale_layout)
+                return not q.codes[0, 0] & 0x7F
 
             zero, other = between
             low = smallest(lambda eps: vanishes(eps, zero))
@@ -248,22 +234,16 @@ class Search:
             exact = np.frexp(policy_scales)[0] == 0.5
             ratios = np.unique(sample.output.scales[name].reshape(-1)[exact] / policy_scales[exact])
             if ratios.size == 1 and np.isfinite(ratios[0]) and ratios[0] > 0 and ratios[0] != 1:
-                by = np.float32(ratios[0])
-                factors.append(
-                    deviations.factor(kind, float(by), shortest(_before(by), _after(by))[1])
-                )
+                by = float(np.float32(ratios[0]))
+                words = shortest(by * (1 - 2.0**-25), by * (1 + 2.0**-25))[1]
+                factors.append(deviations.factor(kind, by, words))
         return factors
 
     def _is_near(self, plain: Candidate, sample: Response) -> bool:
         """Whether scales from an amax of 200 on are within 2^-10, as with an eps that is added."""
-        return all(
-            np.allclose(
-                returned[sample.amax >= 200], expected[sample.amax >= 200], rtol=2.0**-10, atol=0
-            )
-            for returned, expected in candidates.both_scales(
-                sample, plain.scales(sample.x, self.scale_layout), self.scale_layout
-            )
-        )
+        far, own = sample.amax >= 200, plain.scales(sample.x, self.scale_layout)
+        pairs = candidates.both_scales(sample, own, self.scale_layout)
+        return all(np.allclose(x[far], y[far], rtol=2.0**-10, atol=0) for x, y in pairs)
 
     def _limits(self, plain: Candidate, sample: Response) -> list[Deviation]:
         """Another max to scale to, if scales have about one ratio."""
@@ -275,10 +255,9 @@ class Search:
         with np.errstate(all="ignore"):
             own = plain.scales(sample.x, self.scale_layout)
             ratios = values / candidates.by_group(own, kind)
-        powers_of_two = plain.policy.power_of_two is not None
-        if not np.all((ratios > 0) & (ratios < np.inf)) or ratios.max() / ratios.min() > (
-            2 if powers_of_two else 1 + 2.0**-20
-        ):
+        spread = 2 if plain.policy.power_of_two is not None else 1 + 2.0**-20
+        finite = np.all((ratios > 0) & (ratios < np.inf))
+        if not finite or ratios.max() / ratios.min() > spread:
             return []
         sign = 1 if kind == "scale" else -1
 
@@ -368,15 +347,3 @@ def asked_for_underflow(
 
 def _number(bits: int) -> np.float32:
     return np.array([bits], np.int32).view(np.float32)[0]
-
-
-def _one(x: np.float32) -> np.ndarray:
-    return np.full((1, 1), x, np.float32)
-
-
-def _before(x: np.float32) -> float:
-    return float(x) * (1 - 2.0**-25)
-
-
-def _after(x: np.float32) -> float:
-    return float(x) * (1 + 2.0**-25)

@@ -3,7 +3,8 @@
 Granularity: the elements whose codes change share its scale. Memory: the later calls that change.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +18,7 @@ _LARGE = 2.0**40
 _CALLS = 20  # more than the amax histories in use, of 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class FoundGranularity:
+class FoundGranularity(NamedTuple):
     """The granularity and axis found.
 
     granularity  None if none of the specification's fits; the finding then names the block.
@@ -53,9 +53,8 @@ def identify_memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
             "given."
         )
     if not count:
-        return quantizer, Finding(
-            "memory", 0, "a call of ones gives the same after a call of 1024s", words="none"
-        )
+        evidence = "a call of ones gives the same after a call of 1024s"
+        return quantizer, Finding("memory", 0, evidence, words="none")
     if count == _CALLS:
         raise ConformanceError(
             f"{quantizer.subject.name} remembers more than {_CALLS} calls: after x of 1024s, "
@@ -74,13 +73,8 @@ def identify_memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
         f"{witness}; from call {count + 1} on the output is constant. One call cannot show "
         "whether it takes the maximum of earlier amaxes, or what it keeps"
     )
-    finding = Finding(
-        "memory",
-        count,
-        evidence,
-        words=f"stale: from {count} earlier call{'s' if count > 1 else ''}",
-        witness=witness,
-    )
+    words = f"stale: from {count} earlier call{'s' if count > 1 else ''}"
+    finding = Finding("memory", count, evidence, words=words, witness=witness)
     return replace(quantizer, memory=count), finding
 
 
@@ -126,24 +120,17 @@ def identify_granularity(quantizer: Quantizer) -> FoundGranularity:
     for name in GRANULARITIES:
         for axis in (-1, 0):
             sizes = blocks(name, SHAPE, axis)
-            expected = tuple(
-                slice(at // size * size, at // size * size + size)
-                for at, size in zip(_AT, sizes, strict=True)
-            )
+            begins = [at // size * size for at, size in zip(_AT, sizes, strict=True)]
+            expected = tuple(slice(i, i + size) for i, size in zip(begins, sizes, strict=True))
             if whole and expected == box:
                 free = GRANULARITIES[name].other == GRANULARITIES[name].reduced  # squares
-                return FoundGranularity(
-                    granularity=name,
-                    axis=None if free else axis,
-                    finding=Finding("granularity", name, evidence),
-                )
+                finding = Finding("granularity", name, evidence)
+                return FoundGranularity(name, None if free else axis, finding)
     alone = different.sum() == 1
     text = "no scale of its own amax"
     if not alone:
         text = f"blocks of {len(rows)} x {len(columns)}" + ("" if whole else ", not all of them")
-    return FoundGranularity(
-        granularity=None, axis=None, finding=Finding("granularity", None, evidence, words=text)
-    )
+    return FoundGranularity(None, None, Finding("granularity", None, evidence, words=text))
 
 
 def equal_outputs(a: QuantizerOutput, b: QuantizerOutput) -> bool:

@@ -7,7 +7,7 @@ each step. A quantizer to a format of 4 bits is asked with ``whole_tensors``.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -227,7 +227,11 @@ def _check_basis(
     else:
         # Policies that agree so far may differ in other tensors.
         others = [a.candidate for a in matched.agreements[1:]] if candidate is chosen else []
-        more, beyond = _other_tensors(answers, [candidate, *others], expected)
+        # the expected policy first
+        for one in sorted([candidate, *others], key=lambda c: c.policy != expected.policy):
+            more, beyond = layout_invariance.check(answers.comparison(one), answers.shape)
+            if not beyond:
+                break
         findings += more
         if beyond:
             limits.append(
@@ -352,14 +356,3 @@ def _unexplained(
     own = candidates.agreement(candidate, *matched.answers.rows)
     left = counterexamples.for_policy(matched, own) if matched.mismatches(own).any() else []
     return left, candidate
-
-
-def _other_tensors(
-    answers: Answers, agreeing: Sequence[Candidate], expected: Expected
-) -> tuple[list[Finding], list[Counterexample]]:
-    """Check other tensors with each candidate that agrees so far, the expected policy first."""
-    for candidate in sorted(agreeing, key=lambda c: c.policy != expected.policy):
-        findings, beyond = layout_invariance.check(answers.comparison(candidate), answers.shape)
-        if not beyond:
-            break
-    return findings, beyond

@@ -211,10 +211,10 @@ def check_dtype(
     dtype = quantizer.dtype
     what = f"from {quantizer.dtype}"
     amaxes = quantizer_inputs.identifying(candidate.fmt, dtype)
-    at, along = scale_layout.granularity, scale_layout.axis
+    layout = scale_layout.granularity, scale_layout.axis
     try:
         quantizer.once(np.ones(shape, np.float32))
-        responses = outputs.ask(quantizer, amaxes, shape, at, along)
+        responses = outputs.ask(quantizer, amaxes, shape, *layout)
     except RefusedError as error:
         unasked = (f"{dtype}, for which it raises",)
         return None, Finding(what, None, str(error), words="not taken", unasked=unasked), []
@@ -264,9 +264,8 @@ def _counterexample(
     # kind and largest play no part in comparing scales and codes.
     none = np.zeros(count, np.float32)
     output = ragged_blocks.padded_output(output, expected)
-    response = Response(
-        x=x, group=group, kind=np.zeros(count, np.int64), largest=none, output=output
-    )
+    kind = np.zeros(count, np.int64)
+    response = Response(x=x, group=group, kind=kind, largest=none, output=output)
     returned = {name: outputs.per_group(response, name, layout) for name in layout.kinds}
     differs = candidates.mismatches(output, expected, candidate)
     differs |= ~candidates.equal_scales(response, expected, layout)[group]
@@ -280,16 +279,16 @@ def _counterexample(
     at_group = group[at]
     place = ""
     if tensor.at is not None:
-        place = f" as {_element_text(tensor.at[at_group], tensor.x)}"
+        planted = tensor.at[at_group]
+        index = index_of(np.unravel_index(planted, tensor.x.shape))
+        place = f" as x{index} = {show(tensor.x.flat[planted])}"
     got = {name: scales[at_group] for name, scales in returned.items()}
-    got_text, wanted_text = counterexamples.output_texts(
-        output, at, got, expected, at_group, layout
-    )
+    texts = counterexamples.output_texts(output, at, got, expected, at_group, layout)
     return [
         Counterexample(
             f"x{index_of(at)} = {show(x[at])} of {tensor}{place}",
-            got_text + _as_without(comparison, tensor, at_group, got),
-            f"{wanted_text} by {candidate.words}",
+            texts[0] + _as_without(comparison, tensor, at_group, got),
+            f"{texts[1]} by {candidate.words}",
             "S-2, S-5, S-6",
             bits=(bits_of(x[at], dtype),),
             dtype=dtype,
@@ -338,8 +337,3 @@ def _counterexample_among(
         if wrong.any():
             return _counterexample(answers.comparison(candidate), PlantedTensor(x=a.x), a.output)
     return []
-
-
-def _element_text(at: int, x: np.ndarray) -> str:
-    index = np.unravel_index(at, x.shape)
-    return f"x{index_of(index)} = {show(x[index])}"

@@ -63,8 +63,8 @@ class Answers:
         return Comparison(quantizer=self.quantizer, candidate=candidate, scale_layout=layout)
 
     def score(self, a: Agreement) -> tuple[int, int]:
-        """How many groups agree in what decides the policy, and how many in scales and codes."""
-        return int((a.deciding & self.considered).sum()), int((a.both & self.considered).sum())
+        """As ``Agreement.score``, of the groups that count."""
+        return a.score(self.considered)
 
     @property
     def flushing(self) -> bool:

@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,8 @@ ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero")
 
 CALLS = 16  # calls of which the mean code of stochastic rounding is taken
 
+MOST_BIAS = 6  # standard deviations: a fair mean is beyond it once in 5e8
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCandidate:
@@ -49,14 +51,7 @@ class BlockCandidate:
 
     def quantize(self, x: np.ndarray, fmt: Format) -> Quantized:
         """The simulator's result."""
-        return scaling.quantize(
-            x,
-            fmt,
-            granularity=self.granularity,
-            policy=self.policy,
-            axis=self.axis,
-            rounding=self.rounding,
-        )
+        return scaling.quantize(x, fmt, **dataclasses.asdict(self))
 
     def __str__(self) -> str:
         return f"{self.policy} in {self.granularity}, axis {self.axis}, {self.rounding}"
@@ -69,8 +64,7 @@ def block_candidates() -> list[BlockCandidate]:
     return [BlockCandidate(policy=p, granularity=g, axis=a) for a in (-1, 0) for p, g in kinds]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Match:
+class Match(NamedTuple):
     """The candidates that no element contradicts, and how codes are packed."""
 
     nearest: BlockCandidate
@@ -127,7 +121,7 @@ class TensorAnswers:
             ranked = sorted([*ranked, *self._ranked(others)], key=lambda row: row[0])
         _, best, packing = ranked[0]
         agreeing = [c for count, c, p in ranked if count == 0 and p == packing]
-        return Match(nearest=best, agreeing=agreeing, packing=packing)
+        return Match(best, agreeing, packing)
 
     def _ranked(self, some: Sequence[BlockCandidate]) -> list[tuple[int, BlockCandidate, str]]:
         """(how many elements differ, candidate, packing), the fewest first."""
@@ -139,8 +133,10 @@ class TensorAnswers:
                 rows.append((sum(int(differs.sum()) for differs in wrong), candidate, packing))
         return sorted(rows, key=lambda row: row[0])  # stable: the usual ones first
 
-    def first_wrong(self, candidate: BlockCandidate, packing: str) -> Counterexample | None:
-        """The first element that contradicts a candidate, in the simplest tensor."""
+    def counterexample(self, candidate: BlockCandidate, packing: str) -> Counterexample:
+        """The first element that contradicts a candidate, in the simplest tensor; or, if no element
+        alone is wrong, that their mean is.
+        """
         for kind, x in self.tensors.items():
             q, output = candidate.quantize(x, self.fmt), self.outputs[kind]
             wrong = self.wrong(kind, q, packing)
@@ -160,13 +156,8 @@ class TensorAnswers:
                 bits=(bits_of(float(x[i, j]), self.source),),
                 dtype=self.source,
             )
-        return None
-
-    def counterexample(self, candidate: BlockCandidate, packing: str) -> Counterexample:
-        """``first_wrong``; or, if no element alone is wrong, that its mean is."""
-        return self.first_wrong(candidate, packing) or Counterexample(
-            "the mean of many calls", "a biased code", "an unbiased one", "C-2", dtype=self.source
-        )
+        words = ("the mean of many calls", "a biased code", "an unbiased one", "C-2")
+        return Counterexample(*words, dtype=self.source)
 
 
 def identify(subject: Subject, fmt: Format, expected: Expected) -> Outcome:
@@ -180,8 +171,8 @@ def identify(subject: Subject, fmt: Format, expected: Expected) -> Outcome:
     match = answers.match()
     nearest, x = match.nearest, answers.tensors["spread"]
     spread = nearest.quantize(x, fmt)
-    bias = None if answers.repeats else measure_bias(answers, spread, match.packing)
-    matched = bool(match.agreeing) and (bias is None or bias.fair)
+    bias = 0.0 if answers.repeats else measure_bias(answers, spread, match.packing)
+    matched = bool(match.agreeing) and abs(bias) <= MOST_BIAS
     scales = name_scales(x, answers.outputs["spread"], spread)
     if matched:
         unlike = _wrong_scales(answers, nearest, scales)
@@ -226,19 +217,13 @@ def _asked(subject: Subject, fmt: Format) -> TensorAnswers:
     tensors = fp4_inputs.tensors(source)
     results = {kind: outputs.ask_four_bits(subject, x, source) for kind, x in tensors.items()}
     again = outputs.ask_four_bits(subject, tensors["spread"], source)
-    first = results["spread"]
-    pairs = ((first.codes, again.codes), (first.values, again.values))
     return TensorAnswers(
         subject=subject,
         source=source,
         fmt=fmt,
         tensors=tensors,
         outputs=results,
-        repeats=all(
-            np.array_equal(p, q, equal_nan=True)
-            for p, q in pairs
-            if p is not None and q is not None
-        ),
+        repeats=np.array_equal(results["spread"].tensor, again.tensor, equal_nan=True),
     )
 
 
@@ -246,13 +231,17 @@ def _findings(
     answers: TensorAnswers,
     match: Match,
     matched: bool,
-    bias: "Bias | None",
+    bias: float,
     scales: Mapping[str, str | None],
 ) -> list[Finding]:
     nearest, kinds = match.nearest, len(answers.tensors)
     rounding = nearest.rounding if answers.repeats else "stochastic"
     others = tuple(str(dataclasses.replace(c, rounding=rounding)) for c in match.agreeing[1:])
     size = sum(x.size for x in answers.tensors.values())
+    by = "ties and their neighbors under scales that are powers of two"
+    if not answers.repeats:
+        by = f"the mean of {CALLS} calls is {bias:.1f} standard deviations from an unbiased one"
+    names = ", ".join(f"{n}: {scale_name or 'unknown'}" for n, scale_name in scales.items())
     return [
         Finding("packing", match.packing, f"codes of {kinds} tensors {list(SHAPE)}"),
         Finding("granularity", nearest.granularity, f"axis {nearest.axis}"),
@@ -262,17 +251,8 @@ def _findings(
             f"{'all' if match.agreeing else 'some'} of {size} codes of {kinds} tensors",
             others=others if matched else (str(nearest),),
         ),
-        Finding(
-            "rounding",
-            rounding,
-            bias.text if bias else "ties and their neighbors under scales that are powers of two",
-        ),
-        Finding(
-            "scales",
-            ", ".join(f"{n}: {scale_name or 'unknown'}" for n, scale_name in scales.items())
-            or "none",
-            "by their numbers",
-        ),
+        Finding("rounding", rounding, by),
+        Finding("scales", names or "none", "by their numbers"),
         Finding("NaN", _codes_of_nan(answers), "not compared: e2m1fn has no NaN (C-9)"),
     ]
 
@@ -287,12 +267,10 @@ def _wrong_scales(
         for name, quantity in names.items():
             if quantity is None or not _is_scale(output, name, quantities[quantity], q):
                 what = quantity or "scale, scale_inv or tensor_scale_inv"
-                got, clause = (
-                    f"an array {name} that is not its {what}",
-                    by_name(nearest.policy).clause,
-                )
-                x_text, wanted = f"a tensor of {kind}", f"that of {nearest}"
-                return [Counterexample(x_text, got, wanted, clause, dtype=answers.source)]
+                got = f"an array {name} that is not its {what}"
+                words = (f"a tensor of {kind}", got, f"that of {nearest}")
+                clause = by_name(nearest.policy).clause
+                return [Counterexample(*words, clause, dtype=answers.source)]
     return []
 
 
@@ -311,15 +289,8 @@ def _differences(answers: TensorAnswers, match: Match, expected: Expected) -> li
             f"{', '.join([*FP4_POLICIES, *MX_POLICIES])}."
         )
     if match.packing == "high first":
-        return [
-            Counterexample(
-                "any tensor",
-                "the first code of a pair in its high half",
-                "in its low half",
-                "F-5",
-                dtype=answers.source,
-            )
-        ]
+        got, source = "the first code of a pair in its high half", answers.source
+        return [Counterexample("any tensor", got, "in its low half", "F-5", dtype=source)]
     if any(c in match.agreeing for c in fitting):
         return []
     nearest = min(fitting, key=lambda c: c.granularity != match.nearest.granularity)
@@ -381,42 +352,22 @@ def _is_scale(output: QuantizerOutput, name: str, expected: np.ndarray, q: Quant
     return False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bias:
-    """The mean of what stochastic rounding adds to magnitudes, in standard deviations."""
-
-    deviations: float
-
-    @property
-    def fair(self) -> bool:
-        """Whether it is within 6: a fair one is not, once in 5e8."""
-        return abs(self.deviations) <= 6
-
-    @property
-    def text(self) -> str:
-        """In words."""
-        return (
-            f"the mean of {CALLS} calls is {self.deviations:.1f} standard deviations from an "
-            "unbiased one"
-        )
-
-
-def measure_bias(answers: TensorAnswers, floor: Quantized, packing: str) -> Bias:
-    """How far the codes' mean is from that of stochastic rounding, whose rate of rounding up is the
-    fraction (C-2).
+def measure_bias(answers: TensorAnswers, floor: Quantized, packing: str) -> float:
+    """How many standard deviations the mean of what is added to magnitudes is from that of
+    stochastic rounding, whose rate of rounding up is the fraction (C-2).
 
     floor     "spread" rounded toward zero. Each rounding up is a trial of its own, of variance
               p (1 - p).
     """
     x, subject = answers.tensors["spread"], answers.subject
     with np.errstate(all="ignore"):
-        scaled = np.minimum(
-            np.abs(x * scaling.spread(floor.scale, x.shape, floor.blocks)), floor.fmt.max
-        ).astype(np.float64)
+        scaled = np.abs(x * scaling.spread(floor.scale, x.shape, floor.blocks))
     lower = (floor.codes & 7).astype(np.int64)
     numbers = cast.decode(np.append(np.arange(8), 7).astype(np.uint8), floor.fmt).astype(np.float64)
-    spacing = np.where(numbers[lower + 1] > numbers[lower], numbers[lower + 1] - numbers[lower], 1)
-    p = (scaled - numbers[lower]) / spacing
+    spacing = np.diff(numbers)
+    spacing[-1] = 1  # nothing is above max
+    clipped = np.minimum(scaled, floor.fmt.max).astype(np.float64)
+    p = (clipped - numbers[lower]) / spacing[lower]
     ups = 0
     for _ in range(CALLS):
         output = outputs.ask_four_bits(subject, x, answers.source)
@@ -429,4 +380,4 @@ def measure_bias(answers: TensorAnswers, floor: Quantized, packing: str) -> Bias
     # cvt.rs of NVIDIA's takes 8 bits of the fraction: its rate is up to 2^-9 off at ties of these
     # bits, on average none.
     deviation = math.sqrt(CALLS * max(float((p * (1 - p)).sum()), 1e-9))
-    return Bias(deviations=float((ups - CALLS * p.sum()) / deviation))
+    return float((ups - CALLS * p.sum()) / deviation)
