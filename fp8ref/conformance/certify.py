@@ -71,12 +71,10 @@ class Certificate(Result):
             for (subject, where), compared in tally.compared.items():
                 if where not in ("in range", "scale") and subject not in libraries.OURS:
                     continue
-                check = report.check(
-                    f"{fmt}/{'cast' if kind == 'cast' else 'scale.' + kind}/{subject}"
-                )
-                differ = sum(
-                    n for (s, w, *_), n in tally.differ.items() if (s, w) == (subject, where)
-                )
+                what = "cast" if kind == "cast" else f"scale.{kind}"
+                check = report.check(f"{fmt}/{what}/{subject}")
+                pairs = tally.differ.items()
+                differ = sum(n for (s, w, *_), n in pairs if (s, w) == (subject, where))
                 check.compared += compared
                 check.equal += compared - differ
                 check.worst = max(check.worst, float(differ > 0))
@@ -90,21 +88,15 @@ class Certificate(Result):
         classes: dict[tuple, dict] = {}
         for (fmt, kind), tally in self.tallies.items():
             for (subject, where, ours, theirs), count in sorted(tally.differ.items()):
+                key = {"format": fmt, "what": kind, "library": subject, "inputs": where}
+                counts = {"compared": tally.compared[subject, where], "differ": 0}
                 row = classes.setdefault(
-                    (fmt, kind, subject, where),
-                    {
-                        "format": fmt,
-                        "what": kind,
-                        "library": subject,
-                        "inputs": where,
-                        "compared": tally.compared[subject, where],
-                    }
-                    | {"differ": 0, "specified": [], "found": []},
+                    tuple(key.values()), key | counts | {"specified": [], "found": []}
                 )
                 row["differ"] += count
-                for key, code in (("specified", ours), ("found", theirs)):
-                    if code not in row[key]:
-                        row[key].append(code)
+                for side, code in (("specified", ours), ("found", theirs)):
+                    if code not in row[side]:
+                        row[side].append(code)
         return list(classes.values())
 
     @property
@@ -126,58 +118,30 @@ class Certificate(Result):
         from rich.table import Table
 
         report = self.report()
-        table = Table(
-            "what",
-            "library",
-            "compared",
-            "equal",
-            "",
-            title="inputs in range, and all inputs of fp8ref's own",
-        )
+        title = "inputs in range, and all inputs of fp8ref's own"
+        table = Table("what", "library", "compared", "equal", "", title=title)
         for check in report.checks.values():
             name, subject = check.name.rsplit("/", 1)
-            table.add_row(
-                name,
-                subject,
-                f"{check.compared:,}",
-                f"{check.equal:,}",
-                "ok" if check.ok else "FAILS",
-            )
+            numbers = f"{check.compared:,}", f"{check.equal:,}"
+            table.add_row(name, subject, *numbers, "ok" if check.ok else "FAILS")
         console.print(table)
-        table = Table(
-            "format",
-            "library",
-            "inputs",
-            "specified",
-            "found",
-            "differ",
-            "of",
-            title="decided otherwise (spec C-4, C-5)",
-        )
+        columns = ("format", "library", "inputs", "specified", "found", "differ", "of")
+        table = Table(*columns, title="decided otherwise (spec C-4, C-5)")
         for row in self.disagreements():
-            table.add_row(
-                row["format"],
-                row["library"],
-                row["inputs"],
-                *(" ".join(row[k]) for k in ("specified", "found")),
-                f"{row['differ']:,}",
-                f"{row['compared']:,}",
-            )
+            names = (row[key] for key in columns[:3])
+            codes = (" ".join(row[key]) for key in columns[3:5])
+            table.add_row(*names, *codes, f"{row['differ']:,}", f"{row['compared']:,}")
         console.print(table)
         for check in report.failures:
             console.print(f"{check.name}: {check.detail}", markup=False, soft_wrap=True)
-        console.print(
-            "all float32 inputs"
-            if self.exhaustive
-            else f"one in {STRIDE} float32 inputs, all bfloat16, float16 and ties"
-        )
+        some = f"one in {STRIDE} float32 inputs, all bfloat16, float16 and ties"
+        console.print("all float32 inputs" if self.exhaustive else some)
 
 
 def _tasks(exhaustive: bool) -> Iterator[Task]:
     stride, chunk = (1, CHUNK) if exhaustive else (STRIDE, CHUNK * STRIDE)
-    for kind, fmt, size in [("cast", f.name, 1 << 32) for f in (E4M3FN, E5M2)] + [
-        (p, f, 1 << 31) for f, p in SCALES
-    ]:
+    casts = [("cast", f.name, 1 << 32) for f in (E4M3FN, E5M2)]
+    for kind, fmt, size in [*casts, *((p, f, 1 << 31) for f, p in SCALES)]:
         if not exhaustive:  # all inputs contain these, and count each once
             yield Task(kind=kind, fmt=fmt, special=True)
         # Successive strided chunks start where the stride left off: chunk is a multiple of it.

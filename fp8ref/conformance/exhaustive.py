@@ -16,6 +16,7 @@ import numpy as np
 
 from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.inputs.kinds import CAST_RANGES
+from fp8ref.conformance.kit.arrays import same_bits
 from fp8ref.conformance.kit.explain import simplest
 from fp8ref.conformance.libraries import profiles as libraries
 from fp8ref.formats import FP8_FORMATS, Format
@@ -96,10 +97,7 @@ def simplest_difference(
                 count += int(differs.sum())
                 at = simplest(x, differs)
                 # described at once: a description may need answers that the next piece replaces
-                if (
-                    best is None
-                    or simplest(np.array([best[0], x[at]]), np.array([True, True])) == 1
-                ):
+                if best is None or simplest(np.array([best[0], x[at]]), np.ones(2, bool)) == 1:
                     best = x[at], describe(at)
             advance(f"{count:,} unlike" if count else "")
     return count, best[1] if best else None
@@ -119,9 +117,8 @@ def run(tasks: Sequence[Task], workers: int) -> Iterator[tuple[Task, Tally]]:
 
 def _one_thread() -> None:
     parent_process.follow_parent()
-    os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
-    )
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false"
     libraries.one_thread()
 
 
@@ -130,11 +127,10 @@ def examine(task: Task) -> Tally:
     fmt, tally = FP8_FORMATS[task.fmt], Tally()
     with threads.using(1):
         for bits in _inputs(task, fmt):
-            tally.add(
-                _examine_casts(bits, fmt)
-                if task.kind == "cast"
-                else _examine_scales(bits, fmt, task.kind)
-            )
+            if task.kind == "cast":
+                tally.add(_examine_casts(bits, fmt))
+            else:
+                tally.add(_examine_scales(bits, fmt, task.kind))
     return tally
 
 
@@ -154,9 +150,8 @@ def _examine_casts(bits: np.ndarray, fmt: Format) -> Tally:
     counts = _classify(bits, specified[False], fmt.max_code, kind)
     for library, function in libraries.casts(fmt).items():
         library_codes, expected = function.run(x), specified[function.saturates]
-        tally.compared.update(
-            {(library, CAST_RANGES[k]): int(n) for k, n in enumerate(counts) if n}
-        )
+        compared = {(library, CAST_RANGES[k]): int(n) for k, n in enumerate(counts) if n}
+        tally.compared.update(compared)
         if np.array_equal(library_codes, expected):
             continue
         for k, code, other, count, index in _run_lengths(kind, expected, library_codes).tolist():
@@ -190,13 +185,10 @@ def _run_lengths(kind, expected, codes):
     n = 0
     for i in range(kind.size):
         if expected[i] != codes[i]:
-            if (
-                n
-                and runs[n - 1, 0] == kind[i]
-                and runs[n - 1, 1] == expected[i]
-                and runs[n - 1, 2] == codes[i]
-            ):
-                runs[n - 1, 3] += 1
+            last = runs[max(n - 1, 0)]
+            alike = last[0] == kind[i] and last[1] == expected[i] and last[2] == codes[i]
+            if n and alike:
+                last[3] += 1
             else:
                 row = runs[n]
                 row[0], row[1], row[2], row[3], row[4] = kind[i], expected[i], codes[i], 1, i
@@ -210,17 +202,12 @@ def _examine_scales(bits: np.ndarray, fmt: Format, policy: str) -> Tally:
     for library, function in libraries.scales(fmt, policy).items():
         library_scales = function.run(amax)
         tally.compared[library, "scale"] = amax.size
-        if np.array_equal(library_scales.view(np.uint32), expected.view(np.uint32)):
-            continue
-        differ = (library_scales.view(np.uint32) != expected.view(np.uint32)) & ~(
-            np.isnan(library_scales) & np.isnan(expected)
-        )
+        differ = ~same_bits(library_scales, expected)
         if differ.any():
             index = int(np.argmax(differ))
             tally.differ[library, "scale", "", ""] = int(differ.sum())
-            tally.first[library, "scale"] = _example(
-                bits[index], repr(expected[index]), repr(library_scales[index])
-            )
+            both = repr(expected[index]), repr(library_scales[index])
+            tally.first[library, "scale"] = _example(bits[index], *both)
     return tally
 
 

@@ -124,7 +124,7 @@ def numbers(
     points, width = _points(fmt, dtype), 16 if dtype == "float16" else 32
     anything = st.floats(width=width, allow_nan=not finite, allow_infinity=not finite)  # type: ignore[arg-type]
     if dtype == "bfloat16":
-        anything = anything.map(lambda v: _finite(_rounded(v), finite))
+        anything = anything.map(lambda v: _bfloat16(v, finite))
     chosen = [v for v in points if not finite or np.isfinite(v)]
     return st.one_of(st.sampled_from(PLAIN), _among(chosen), anything)
 
@@ -181,10 +181,8 @@ def tensors(
     if pattern == "all zero":
         return _as(np.where(draw(hnp.arrays(np.bool_, shape)), -0.0, 0.0), dtype)
     # repeated to fill the shape, so that examples of any shape shrink to few values
-    x = np.resize(
-        np.float64(draw(st.lists(_elements(pattern, fmt, dtype, finite), min_size=1, max_size=24))),
-        shape,
-    )
+    elements = st.lists(_elements(pattern, fmt, dtype, finite), min_size=1, max_size=24)
+    x = np.resize(np.float64(draw(elements)), shape)
     place = tuple(draw(st.integers(0, n - 1)) for n in shape)
     if pattern in ("amax", "scaled points"):
         amax = draw(amaxes(fmt, policy, dtype=dtype, finite=True))
@@ -290,7 +288,9 @@ def _elements(pattern: str, fmt: Format, dtype: str, finite: bool) -> st.SearchS
     if pattern == "scaled points":
         return _among([v for v in _points(fmt, "float32") if abs(v) <= fmt.max])
     if pattern == "subnormal":
-        return st.integers(-(1 << 12), 1 << 12).map(lambda n: n * float(_tiny(dtype)))
+        source = dtypes.by_name(dtype)
+        tiny = 2.0 ** (source.emin - source.mantissa_bits)  # the smallest subnormal
+        return st.integers(-(1 << 12), 1 << 12).map(lambda n: n * tiny)
     return st.one_of(st.sampled_from(PLAIN), st.integers(-64, 64).map(lambda n: n / 16))
 
 
@@ -304,12 +304,8 @@ def _points(fmt: Format, dtype: str) -> list[float]:
 @functools.lru_cache(maxsize=256)
 def _edges(fmt: Format, policy: str, dtype: str) -> list[float]:
     """The amaxes of a scale's vectors, rounded to a dtype, the simplest first."""
-    amax = (
-        scales.Scale(format=fmt.name, policy=policy, count=0)
-        .inputs()
-        .astype(np.uint32)
-        .view(np.float32)
-    )
+    bits = scales.Scale(format=fmt.name, policy=policy, count=0).inputs()
+    amax = bits.astype(np.uint32).view(np.float32)
     source = dtypes.by_name(dtype)
     return _ordered(dtypes.distinct([dtypes.bits(cast.exact(amax), source)]), dtype)
 
@@ -320,21 +316,14 @@ def _ordered(bits: np.ndarray, dtype: str) -> list[float]:
     return values[explain.simplicity(values)].tolist()
 
 
-def _rounded(value: float) -> float:
-    return float(cast.round_to(np.float32(value), all_formats.BFLOAT16))
-
-
-def _finite(value: float, finite: bool) -> float:
-    """The largest number for an infinity that rounding made, if finite values are wanted."""
+def _bfloat16(value: float, finite: bool) -> float:
+    """A value rounded to bfloat16; the largest number for an infinity that this makes, if finite
+    values are wanted.
+    """
+    value = float(cast.round_to(np.float32(value), all_formats.BFLOAT16))
     if finite and np.isinf(value):
         return float(np.copysign(all_formats.BFLOAT16.max, value))
     return value
-
-
-def _tiny(dtype: str) -> np.float64:
-    """The smallest subnormal."""
-    source = dtypes.by_name(dtype)
-    return np.float64(2.0) ** (source.emin - source.mantissa_bits)
 
 
 def _as(x: np.ndarray, dtype: str) -> np.ndarray:

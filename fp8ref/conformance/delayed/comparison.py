@@ -6,37 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp8ref.conformance.delayed import reference
+from fp8ref.conformance.delayed.reference import Asked as Asked
 from fp8ref.conformance.delayed.sequences import DIFFICULTIES, Sequence, named, valid
 from fp8ref.conformance.delayed.subject import Shown, Subject
 from fp8ref.conformance.kit.finding import bits_of, show
-from fp8ref.formats import Format
 from fp8ref.spec.delayed import DelayedScaling
 
 TRIED = 48  # simpler sequences of one kind that are tried at a time
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A rule, and what a state shows: ``made`` scale or scale_inv; ``shows`` next or stored.
-
-    ValueError for another word.
-    """
-
-    rule: DelayedScaling
-    fmt: Format
-    made: str = "scale"
-    shows: str = "next"
-
-    def __post_init__(self) -> None:
-        if self.made not in ("scale", "scale_inv"):
-            raise ValueError(f"made is 'scale' or 'scale_inv'; got {self.made!r}.")
-        if self.shows not in reference.SHOWS:
-            raise ValueError(f"shows is one of {', '.join(reference.SHOWS)}; got {self.shows!r}.")
-
-    def scales(self, sequences: list[Sequence]) -> list[np.ndarray]:
-        """The specified scales of sequences."""
-        return reference.expected(sequences, self.rule, self.fmt, value=self.made, shows=self.shows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +35,11 @@ class Departure:
 
     def __str__(self) -> str:
         steps = sum(isinstance(operation, tuple) for operation in self.sequence)
-        moment = {
-            "after": f"after {steps} step{'s' * (steps != 1)}"
-            if self.sequence
-            else "before the first step",
-            "observed": f"in step {steps}, once its tensor is observed",
-        }[self.when]
+        moment = f"after {steps} step{'s' * (steps != 1)}"
+        if self.when == "observed":
+            moment = f"in step {steps}, once its tensor is observed"
+        elif not self.sequence:
+            moment = "before the first step"
         operations = named(self.sequence) or "none"
         return f"{moment}: {operations}: got {self.got}, expected {self.expected} ({self.clause})"
 
@@ -82,10 +57,10 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         """What differs, and where; a NaN is equal to itself there."""
-        shown = self.shown.observed
-        return f"{self.at} {self.when} " + str(
-            shown if self.when == "observed" else (self.shown.scale, self.shown.raised)
-        )
+        shown: object = self.shown.scale, self.shown.raised
+        if self.when == "observed":
+            shown = self.shown.observed
+        return f"{self.at} {self.when} {shown}"
 
 
 def difference(subject: Subject, sequence: Sequence, scales: np.ndarray) -> Difference | None:
@@ -124,10 +99,8 @@ def _shrunk(subject: Subject, asked: Asked, first: Difference) -> Difference:
     first = first._replace(sequence=first.sequence[: first.at])
     while True:
         for tried in _batches(first.sequence):
-            differences = (
-                difference(subject, simpler, scales)
-                for simpler, scales in zip(tried, asked.scales(tried), strict=True)
-            )
+            pairs = zip(tried, asked.scales(tried), strict=True)
+            differences = (difference(subject, *pair) for pair in pairs)
             better = next((d for d in differences if d and d.when == first.when), None)
             if better is not None:
                 first = better._replace(sequence=better.sequence[: better.at])
@@ -188,7 +161,8 @@ def _batches(sequence: Sequence) -> Iterator[list[Sequence]]:
     size = n // 2
     while size:
         starts = range(0, n, size)
-        if kept := _usable([sequence[:i] + sequence[i + size :] for i in starts]):
+        shorter = (sequence[:i] + sequence[i + size :] for i in starts)
+        if kept := [one for one in shorter if valid(one)][:TRIED]:
             yield kept
         size //= 2
     fewer: list[Sequence] = []
@@ -211,10 +185,6 @@ def _batches(sequence: Sequence) -> Iterator[list[Sequence]]:
             ]
     for start in range(0, len(simpler), TRIED):
         yield simpler[start : start + TRIED]
-
-
-def _usable(sequences: list[Sequence]) -> list[Sequence]:
-    return [sequence for sequence in sequences if valid(sequence)][:TRIED]
 
 
 def _simpler(amax: float) -> list[float]:

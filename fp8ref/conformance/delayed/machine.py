@@ -14,7 +14,6 @@ import numpy as np
 from hypothesis import stateful
 from hypothesis import strategies as st
 
-from fp8ref.conformance.delayed import reference
 from fp8ref.conformance.delayed.comparison import same
 from fp8ref.conformance.delayed.require import asked_of
 from fp8ref.conformance.delayed.sequences import DIFFICULTIES, ORDINARY, Operation, named
@@ -113,18 +112,11 @@ class DelayedMachine(stateful.RuleBasedStateMachine):
             self._check(observed, " and before the last update")
         if isinstance(operation, tuple):
             seen = [delayed.observe(np.array([amax], np.float32)) for amax in operation]
-            self.state = delayed.update(
-                self.state, *seen, config=self.asked.rule, fmt=self.asked.fmt
-            )
+            rule, fmt = self.asked.rule, self.asked.fmt
+            self.state = delayed.update(self.state, *seen, config=rule, fmt=fmt)
 
     def _check(self, got: float, when: str) -> None:
-        expected = reference.shown(
-            self.state,
-            self.asked.rule,
-            self.asked.fmt,
-            value=self.asked.made,
-            shows=self.asked.shows,
-        )[0]
+        expected = self.asked.shown(self.state)[0]
         assert same(got, expected), (
             f"after {named(self.done) or 'no step'}{when}: got scale {got:.9g}, expected "
             f"{expected:.9g}"

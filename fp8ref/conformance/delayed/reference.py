@@ -1,5 +1,7 @@
 """The scales that a rule of delayed scaling specifies for sequences, all at once (H-3)."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from fp8ref.conformance.delayed.sequences import Sequence
@@ -14,50 +16,55 @@ SHOWS = ("next", "stored")
 these differ (H-1)."""
 
 
-def expected(
-    sequences: list[Sequence],
-    rule: DelayedScaling,
-    fmt: Format,
-    *,
-    value: str = "scale",
-    shows: str = "next",
-) -> list[np.ndarray]:
-    """The scales of every sequence: one before each operation, and one after the last.
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A rule, and what a state shows: ``made`` scale or scale_inv; ``shows`` next or stored.
 
-    Shapes:   of a sequence of n operations float32 [n + 1].
+    ValueError for another word.
     """
-    state = delayed.init(rule, (len(sequences),))
-    saved, rows = state, [shown(state, rule, fmt, value=value, shows=shows)]
-    for i in range(max(map(len, sequences))):
-        at = [sequence[i] if i < len(sequence) else "end" for sequence in sequences]
-        steps = [operation if isinstance(operation, tuple) else () for operation in at]
-        of = {
-            word: np.array([operation == word for operation in at])
-            for word in ("save", "load", "reset")
-        }
-        stepped = np.array([isinstance(operation, tuple) for operation in at])
-        saved = _where(of["save"], state, saved)
-        after = state
-        if stepped.any():
-            after = delayed.update(state, *_observations(steps), config=rule, fmt=fmt)
-        state = _where(stepped, after, state)
-        state = _where(of["load"], saved, state)
-        state = _where(of["reset"], delayed.init(rule, state.stored.shape), state)
-        rows.append(shown(state, rule, fmt, value=value, shows=shows))
-    scales = np.stack(rows, axis=1)
-    return [row[: len(sequence) + 1] for row, sequence in zip(scales, sequences, strict=True)]
 
+    rule: DelayedScaling
+    fmt: Format
+    made: str = "scale"
+    shows: str = "next"
 
-def shown(
-    state: DelayedState, rule: DelayedScaling, fmt: Format, *, value: str, shows: str
-) -> np.ndarray:
-    """What a state shows: scale or scale_inv, next or stored; float32 of the state's shape."""
-    if shows == "stored":
-        if value == rule.policy.stored:
-            return state.stored
-        return scale_inv_from_scale(state.stored)
-    scales = delayed.scales(state, rule, fmt)
-    return np.asarray(scales.scale if value == "scale" else scales.scale_inv)
+    def __post_init__(self) -> None:
+        if self.made not in ("scale", "scale_inv"):
+            raise ValueError(f"made is 'scale' or 'scale_inv'; got {self.made!r}.")
+        if self.shows not in SHOWS:
+            raise ValueError(f"shows is one of {', '.join(SHOWS)}; got {self.shows!r}.")
+
+    def scales(self, sequences: list[Sequence]) -> list[np.ndarray]:
+        """The scales of every sequence: one before each operation, and one after the last.
+
+        Shapes:   of a sequence of n operations float32 [n + 1].
+        """
+        state = delayed.init(self.rule, (len(sequences),))
+        saved, rows = state, [self.shown(state)]
+        for i in range(max(map(len, sequences))):
+            at = [sequence[i] if i < len(sequence) else "end" for sequence in sequences]
+            steps = [operation if isinstance(operation, tuple) else () for operation in at]
+            save, load, reset = (np.array([x == w for x in at]) for w in ("save", "load", "reset"))
+            stepped = np.array([isinstance(operation, tuple) for operation in at])
+            saved = _where(save, state, saved)
+            after = state
+            if stepped.any():
+                seen = _observations(steps)
+                after = delayed.update(state, *seen, config=self.rule, fmt=self.fmt)
+            state = _where(stepped, after, state)
+            state = _where(load, saved, state)
+            state = _where(reset, delayed.init(self.rule, state.stored.shape), state)
+            rows.append(self.shown(state))
+        scales = np.stack(rows, axis=1)
+        return [row[: len(sequence) + 1] for row, sequence in zip(scales, sequences, strict=True)]
+
+    def shown(self, state: DelayedState) -> np.ndarray:
+        """What a state shows; float32 of its shape."""
+        if self.shows == "stored":
+            as_stored = self.made == self.rule.policy.stored
+            return state.stored if as_stored else scale_inv_from_scale(state.stored)
+        scales = delayed.scales(state, self.rule, self.fmt)
+        return np.asarray(scales.scale if self.made == "scale" else scales.scale_inv)
 
 
 def _observations(steps: list[tuple[float, ...]]) -> list[delayed.Observation]:

@@ -24,29 +24,21 @@ def tensors(source: str) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(16)
     grid = cast.decode(np.arange(8, dtype=np.uint8), E2M1FN)
     ties = (grid[1:] + grid[:-1]) / 2
-    near = np.concatenate(
-        [ties, np.nextafter(ties, np.float32(8)), np.nextafter(ties, np.float32(0)), grid]
-    )
+    around = [np.nextafter(ties, np.float32(side)) for side in (8, 0)]
+    near = np.concatenate([ties, *around, grid])
     tie = rng.choice(near, SHAPE) * rng.choice([-1, 1], SHAPE)
     tie[:, ::_BLOCK], tie[::_BLOCK, :] = 6, 6  # one amax in each block, along either axis
-    edge = np.concatenate(
-        [f * np.float32(2.0) ** np.arange(-3, 4) for f in (1, 1.25, 1.5, 1.75)]
-    ).astype(np.float32)
-    edge = np.concatenate(
-        [edge, np.nextafter(edge, np.float32(99)), np.nextafter(edge, np.float32(0))]
-    )
-    edges = rng.uniform(-1, 1, SHAPE) * _square_blocks(
-        rng.choice(edge, (SHAPE[0] // _BLOCK, SHAPE[1] // _BLOCK))
-    )
-    edges[::_BLOCK, ::_BLOCK] = rng.choice(edge, (SHAPE[0] // _BLOCK, SHAPE[1] // _BLOCK))
-    spread = (
-        rng.standard_normal(SHAPE)
-        * np.exp2(rng.uniform(-4, 4, (SHAPE[0], 1)))
-        * np.exp2(rng.uniform(-4, 4, (1, SHAPE[1])))
-    )
-    wide = rng.standard_normal(SHAPE) * _square_blocks(
-        np.exp2(rng.integers(-24, 8, (SHAPE[0] // _BLOCK, SHAPE[1] // _BLOCK)).astype(float))
-    )
+    powers = np.float32(2.0) ** np.arange(-3, 4)
+    edge = np.concatenate([f * powers for f in (1, 1.25, 1.5, 1.75)]).astype(np.float32)
+    beside = [np.nextafter(edge, np.float32(side)) for side in (99, 0)]
+    edge = np.concatenate([edge, *beside])
+    blocks = (SHAPE[0] // _BLOCK, SHAPE[1] // _BLOCK)
+    edges = rng.uniform(-1, 1, SHAPE) * _square_blocks(rng.choice(edge, blocks))
+    edges[::_BLOCK, ::_BLOCK] = rng.choice(edge, blocks)
+    spread = rng.standard_normal(SHAPE) * np.exp2(rng.uniform(-4, 4, (SHAPE[0], 1)))
+    spread *= np.exp2(rng.uniform(-4, 4, (1, SHAPE[1])))
+    wide = rng.standard_normal(SHAPE)
+    wide *= _square_blocks(np.exp2(rng.integers(-24, 8, blocks).astype(float)))
     wide[5, 7] = 2.0**16
     wide[32:48, 32:64] = 0
     small = spread * 2.0**-100
@@ -58,9 +50,8 @@ def tensors(source: str) -> dict[str, np.ndarray]:
         "small": small,
         "zeros": np.zeros(SHAPE),
     }
-    return {
-        kind: dtypes.rounded(x.astype(np.float32), source) for kind, x in tensors_by_kind.items()
-    }
+    narrow = {kind: x.astype(np.float32) for kind, x in tensors_by_kind.items()}
+    return {kind: dtypes.rounded(x, source) for kind, x in narrow.items()}
 
 
 def _square_blocks(values: np.ndarray) -> np.ndarray:

@@ -59,6 +59,11 @@ def equal(a: np.ndarray | np.floating, b: np.ndarray | np.floating) -> Any:
     return (a == b) | (np.isnan(a) & np.isnan(b))
 
 
+def same_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Where float32 numbers have the same bits, or both are NaN."""
+    return (a.view(np.uint32) == b.view(np.uint32)) | (np.isnan(a) & np.isnan(b))
+
+
 def as_torch(x: np.ndarray, device: str = "cpu") -> Any:
     """A tensor with the bits of a NumPy array, which may be ml_dtypes' bfloat16.
 

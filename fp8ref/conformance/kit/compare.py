@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fp8ref.conformance.kit.arrays import same_bits
 from fp8ref.formats import Format
 from fp8ref.shared.result import Result
 from fp8ref.sim.quantize import cast
@@ -113,20 +114,12 @@ class Report(Result):
         table = Table("what", "backend", "compared", "equal", "worst", "bound", "")
         for row in self.table():
             name, backend = row.name.rsplit("/", 1)
-            table.add_row(
-                name,
-                backend,
-                f"{row.compared:,}",
-                f"{row.equal:,}",
-                f"{row.worst:.3g}",
-                f"{row.bound:.3g}",
-                "ok" if row.ok else "FAILS",
-            )
+            numbers = f"{row.compared:,}", f"{row.equal:,}", f"{row.worst:.3g}", f"{row.bound:.3g}"
+            table.add_row(name, backend, *numbers, "ok" if row.ok else "FAILS")
         console.print(table)
         for check in self.failures:
-            console.print(
-                check.detail or f"{check.name}: nothing was compared", markup=False, soft_wrap=True
-            )
+            detail = check.detail or f"{check.name}: nothing was compared"
+            console.print(detail, markup=False, soft_wrap=True)
         console.print(f"{len(self.checks)} checks, {len(self.failures)} failed")
 
 
@@ -173,18 +166,14 @@ def compare_bits(
             f"{quantity} of shape {reference.shape} in {names[1]}, {value.shape} in {names[0]}"
         )
     expected, mine = (np.atleast_1d(np.asarray(v, np.float32)) for v in (reference, value))
-    equal = (expected.view(np.int32) == mine.view(np.int32)) | (np.isnan(expected) & np.isnan(mine))
-    distance = np.where(
-        equal, 0, np.abs(expected.view(np.int32).astype(np.int64) - mine.view(np.int32))
-    )
-    both = {names[1]: expected, names[0]: mine}
-    check.add(
-        equal,
-        distance,
-        lambda index: ", ".join(
-            f"{who} {v[index]!r} (0x{v[index].view(np.uint32):08X})" for who, v in both.items()
-        ),
-    )
+    equal = same_bits(expected, mine)
+    distance = np.abs(expected.view(np.int32).astype(np.int64) - mine.view(np.int32))
+
+    def describe(index):
+        both = ((names[1], expected[index]), (names[0], mine[index]))
+        return ", ".join(f"{who} {v!r} (0x{v.view(np.uint32):08X})" for who, v in both)
+
+    check.add(equal, np.where(equal, 0, distance), describe)
 
 
 def compare_values(check: Check, value, reference, bound, *, names: tuple[str, str]) -> None:
@@ -196,14 +185,12 @@ def compare_values(check: Check, value, reference, bound, *, names: tuple[str, s
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = np.where(equal, 0, np.abs(value - reference) / bound)
     ratio = np.where(np.isnan(ratio), np.inf, ratio)  # NaN on one side only is beyond any bound
-    check.add(
-        equal,
-        ratio,
-        lambda index: (
-            f"{names[0]} {np.atleast_1d(value)[index]!r}, {names[1]} "
-            f"{np.atleast_1d(reference)[index]!r}, bound {np.atleast_1d(bound)[index]:.3g}"
-        ),
-    )
+
+    def describe(index):
+        mine, other, most = (np.atleast_1d(v)[index] for v in (value, reference, bound))
+        return f"{names[0]} {mine!r}, {names[1]} {other!r}, bound {most:.3g}"
+
+    check.add(equal, ratio, describe)
 
 
 def _ordered(codes: np.ndarray, fmt: Format) -> np.ndarray:

@@ -6,8 +6,8 @@ apart.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -77,29 +77,20 @@ class Form:
 
 def updates(*, decays: bool, count: int = 1) -> Iterator[Form]:
     """All forms of the update that count steps from this number, clause O's first."""
-    choices = (
-        ("added", "factor", "subtracted", "after", "none") if decays else ("added",),
-        ("product", "quotient", "rate", "none"),
-        ("product", "quotient", "inside", "inside_product", "none"),
-        ("float64", "float32"),
-        ("outside", "inside"),
-        ("ratio", "numerator", "fused"),
-        ROOTS,
-    )
-    for decay, bias_m, bias_v, numbers, eps, change, root in itertools.product(*choices):
+    choices: dict[str, Iterable[Any]] = {
+        "decay": ("added", "factor", "subtracted", "after", "none") if decays else ("added",),
+        "bias_m": ("product", "quotient", "rate", "none"),
+        "bias_v": ("product", "quotient", "inside", "inside_product", "none"),
+        "numbers": ("float64", "float32"),
+        "eps": ("outside", "inside"),
+        "change": ("ratio", "numerator", "fused"),
+        "root": ROOTS,
+    }
+    for values in itertools.product(*choices.values()):
+        form = Form(**dict(zip(choices, values, strict=True)), count=count)
         # the rate of the ratio is not that of the decay
-        if (bias_m, decay) == ("rate", "added") and change != "numerator":
-            continue
-        yield Form(
-            decay=decay,
-            bias_m=bias_m,
-            bias_v=bias_v,
-            numbers=numbers,
-            eps=eps,
-            change=change,
-            root=root,
-            count=count,
-        )
+        if (form.bias_m, form.decay) != ("rate", "added") or form.change == "numerator":
+            yield form
 
 
 def averages() -> Iterator[tuple[str, str]]:
@@ -166,10 +157,8 @@ def update(
         elif form.decay == "subtracted":
             p = p - (F32(settings.learning_rate) * decay) * p
         if form.change == "numerator":
-            new = p - (
-                (rate * numerator) / denominator
-                + (lr * (decay * p) if form.decay == "added" else F32(0))
-            )
+            added = lr * (decay * p) if form.decay == "added" else F32(0)
+            new = p - ((rate * numerator) / denominator + added)
         else:
             ratio = np.clip(numerator / denominator, -F32(bound), F32(bound))
             ratio = ratio + decay * p if form.decay == "added" else ratio
@@ -180,23 +169,18 @@ def update(
 
 
 def _denominator(form: Form, v: np.ndarray, c2, eps: np.float32) -> np.ndarray:
-    root = ROOTS[form.root]
-    inside = eps if form.eps == "inside" else None
-    if form.bias_v in ("inside", "inside_product"):
-        if form.bias_v == "inside":
-            v = v / F32(c2)
-        else:
-            v = v * F32(F32(1) / c2 if form.numbers == "float32" else 1 / c2)
-    v = v if inside is None else v + inside
-    denominator = root(v)
+    one: Any = F32(1) if form.numbers == "float32" else 1
+    inside = form.eps == "inside"
+    if form.bias_v == "inside":
+        v = v / F32(c2)
+    elif form.bias_v == "inside_product":
+        v = v * F32(one / c2)
+    denominator = ROOTS[form.root](v + eps if inside else v)
     if form.bias_v == "product":
-        correction = np.sqrt(c2)
-        denominator = denominator * F32(
-            F32(1) / correction if form.numbers == "float32" else 1 / correction
-        )
+        denominator = denominator * F32(one / np.sqrt(c2))
     elif form.bias_v == "quotient":
         denominator = denominator / F32(np.sqrt(c2))
-    return denominator if inside is not None else denominator + eps
+    return denominator if inside else denominator + eps
 
 
 def _lacking(beta: float, step: int, numbers: str) -> Any:
@@ -224,11 +208,6 @@ def fma(a: Any, b: Any, c: np.ndarray) -> np.ndarray:
         total,
     )
     return odd.reshape(np.shape(total)).astype(np.float32)
-
-
-def with_averages(form: Form, m: str, v: str) -> Form:
-    """The form with other averages."""
-    return replace(form, m=m, v=v)
 
 
 def bound_of(layout: states.Layout, step: int, settings: Numbers) -> float:

@@ -71,8 +71,10 @@ def identify_optimizer(
     target = NAMED[expect] if expect else nearest
     first = None
     if not (exact and target == layout and form.sound):
-        sound = nearest_form if target == nearest and nearest_form.sound else None
-        first = form_search.departure(target, sound or _with_own_averages(form, target))
+        compared_form = nearest_form
+        if target != nearest or not nearest_form.sound:
+            compared_form = _averaging(form if form.sound else Form(), target.average)
+        first = form_search.departure(target, compared_form)
     hidden = {} if layout is None else damage.hidden(name, optimizer, kind, settings, layout)
     damage_words = "".join(f". {kind} gradients: {words}" for kind, words in hidden.items())
     has_form = first_step.fit != "far"
@@ -94,9 +96,9 @@ def identify_optimizer(
     )
 
 
-def _with_own_averages(form: Form, layout: Layout) -> Form:
-    """The form, or clause O's if it is not sound, with a layout's averages."""
-    return forms.with_averages(form if form.sound else Form(), layout.average, layout.average)
+def _averaging(form: Form, average: str) -> Form:
+    """The form with one average of both moments."""
+    return dataclasses.replace(form, m=average, v=average)
 
 
 def require_optimizer(
@@ -124,10 +126,8 @@ def require_optimizer(
         )
     hidden = damage.hidden(name, optimizer, kind, settings, layout)
     if hidden:
-        damage_words = "; ".join(
-            f"{gradients} gradients: {words}" for gradients, words in hidden.items()
-        )
-        raise AssertionError(f"{name} departs from layout {layout.name!r}: {damage_words} (O-2)")
+        damages = "; ".join(f"{kind} gradients: {words}" for kind, words in hidden.items())
+        raise AssertionError(f"{name} departs from layout {layout.name!r}: {damages} (O-2)")
 
 
 def _asked(
@@ -175,11 +175,11 @@ def _identified(form_search: Search, first_step: FirstStep) -> tuple[Layout | No
     if form_search.shown:
         layout, m, v = _by_states(form_search, masters)
         if layout is None:
-            return None, forms.with_averages(updates[0], "products", "products"), False
+            return None, _averaging(updates[0], "products"), False
         if fit == "far":
-            return layout, forms.with_averages(updates[0], m, v), False
+            return layout, dataclasses.replace(updates[0], m=m, v=v), False
         every = [
-            forms.with_averages(update, m, v)
+            dataclasses.replace(update, m=m, v=v)
             for update in forms.updates(decays=_decays(form_search), count=updates[0].count)
         ]
         form, exact = _best_update(form_search, layout, every)
@@ -214,11 +214,7 @@ def _equal_moment_layouts(layout: Layout, masters: list[Moment]) -> list[Layout]
         for master in masters
         if master != layout.master and (other := search.with_master(layout, master)) is not None
     ]
-    if layout.bounded and layout.master.amax != "predicted":
-        layouts.append(
-            dataclasses.replace(layout, bounded=False, name=f"{layout.name} without a bound")
-        )
-    return layouts
+    return [*layouts, *search.unbounded(layout)]
 
 
 def _decays(form_search: Search) -> bool:
@@ -246,7 +242,7 @@ def _explaining_first_step(form_search: Search) -> tuple[Search, bool, FirstStep
 def _first_step(form_search: Search, *, count: int = 1) -> FirstStep:
     """The first step, under forms that count steps from a number."""
     every = [
-        forms.with_averages(u, "products", v)
+        dataclasses.replace(u, v=v)
         for v in ("products", "products, (a g) g")
         for u in forms.updates(decays=_decays(form_search), count=count)
     ]
@@ -272,9 +268,7 @@ def _first_step(form_search: Search, *, count: int = 1) -> FirstStep:
         forms_of_it = list(fitting) if master == Moment() else list(itertools.islice(fitting, 1))
         if forms_of_it:
             masters.append(master)
-            fit |= dict.fromkeys(
-                forms.with_averages(form, "products", "products") for form in forms_of_it
-            )
+            fit |= dict.fromkeys(_averaging(form, "products") for form in forms_of_it)
         if forms_of_it and master == Moment():
             break
     if fit:
@@ -284,11 +278,8 @@ def _first_step(form_search: Search, *, count: int = 1) -> FirstStep:
     theirs = form_search.made[0][PROBE].weight.reshape(-1).astype(np.float64)
 
     def far(form: Form) -> float:
-        return float(
-            np.nan_to_num(
-                np.abs(form_search.weights(layout, form, PROBE, 1) - theirs).sum(), nan=np.inf
-            )
-        )
+        off = np.abs(form_search.weights(layout, form, PROBE, 1) - theirs).sum()
+        return float(np.nan_to_num(off, nan=np.inf))
 
     nearest = min(every, key=far)
     before = form_search.asked.weights[PROBE].reshape(-1).astype(np.float64)
@@ -303,14 +294,10 @@ def _by_states(form_search: Search, masters: list[Moment]) -> tuple[Layout | Non
     """The first layout whose codes and scales are theirs at each step, and both averages."""
 
     def fits(layout: Layout, which: int) -> str | None:
-        return next(
-            (
-                order
-                for order in _orders(layout)[which]
-                if form_search.state_departure(which, layout, order) is None
-            ),
-            None,
-        )
+        for order in _orders(layout)[which]:
+            if form_search.state_departure(which, layout, order) is None:
+                return order
+        return None
 
     named = search.named(masters)
     for layouts in (named, (x for base in named for x in search.variations(base))):
@@ -343,7 +330,7 @@ def _by_weights(
     """The forms that explain every weight under a layout."""
     for m, v in averages:
         for update in updates:
-            form = forms.with_averages(update, m, v)
+            form = dataclasses.replace(update, m=m, v=v)
             if _explains(form_search, layout, form):
                 yield form
 
@@ -361,9 +348,7 @@ def _nearest(form_search: Search, form: Form, first_step: FirstStep) -> tuple[La
         return LAYOUTS["float32"], form
     named = search.named(first_step.masters)
     if not form_search.shown:
-        pairs = [
-            (layout, forms.with_averages(form, layout.average, layout.average)) for layout in named
-        ]
+        pairs = [(layout, _averaging(form, layout.average)) for layout in named]
         return max(pairs, key=lambda one: late(form_search.weight_departure(*one)))
     best = []
     for layout in named:
@@ -376,7 +361,7 @@ def _nearest(form_search: Search, form: Form, first_step: FirstStep) -> tuple[La
         best.append((ends, layout, m, v))
     _, layout, m, v = max(best, key=lambda one: one[0])
     every = (
-        forms.with_averages(update, m, v)
+        dataclasses.replace(update, m=m, v=v)
         for update in forms.updates(decays=_decays(form_search), count=form.count)
     )
     return layout, _best_update(form_search, layout, every)[0]
@@ -384,8 +369,5 @@ def _nearest(form_search: Search, form: Form, first_step: FirstStep) -> tuple[La
 
 def _orders(layout: Layout) -> tuple[list[str], list[str]]:
     """The orders of the averages of m and of v, the layout's own first."""
-    m, v = (list(forms.AVERAGES), [*forms.AVERAGES, *forms.SQUARES])
-    return [layout.average, *(x for x in m if x != layout.average)], [
-        layout.average,
-        *(x for x in v if x != layout.average),
-    ]
+    m = list(dict.fromkeys([layout.average, *forms.AVERAGES]))
+    return m, [*m, *forms.SQUARES]

@@ -47,11 +47,8 @@ class Search:
     ) -> None:
         self.asked, self.made, self.given = asked, snapshots, settings
         self._chains: dict[tuple, list[tuple[np.ndarray, MomentState]]] = {}
-        self.shown = all(
-            snapshot.m is not None and snapshot.v is not None
-            for step in snapshots
-            for snapshot in step.values()
-        )
+        every = [snapshot for step in snapshots for snapshot in step.values()]
+        self.shown = all(None not in (snapshot.m, snapshot.v) for snapshot in every)
 
     def chain(
         self, which: int, layout: Layout, average: str, tensor: str, steps: int
@@ -70,9 +67,9 @@ class Search:
                 x = moments.read(old, moment, old.codes.reshape(-1), 0, own)
                 b, a = ((at.b1, at.a1), (at.b2, at.a2))[which]
                 new = moments.not_tiny(forms.average(average, x, g, b, a, square=which == 1), own)
-                chain.append(
-                    (new, moments.store([(0, g, new)], old, moment, which, p.shape, at, None, own))
-                )
+                parts = [(0, g, new)]
+                stored = moments.store(parts, old, moment, which, p.shape, at, None, own)
+                chain.append((new, stored))
         return chain[:steps]
 
     def coupled(self, *, fused: bool) -> "Search":
@@ -91,9 +88,8 @@ class Search:
             }
 
         with np.errstate(all="ignore"):
-            asked = dataclasses.replace(
-                self.asked, gradients=[coupled_gradients(step) for step in range(len(self.made))]
-            )
+            gradients = [coupled_gradients(step) for step in range(len(self.made))]
+        asked = dataclasses.replace(self.asked, gradients=gradients)
         return Search(asked, self.made, dataclasses.replace(self.given, weight_decay=0.0))
 
     def state_departure(self, which: int, layout: Layout, average: str) -> Departure | None:
@@ -128,18 +124,17 @@ class Search:
             before = sim.weight(sim.master(before, layout), layout)
         new = self._updated(layout, form, tensor, step, before)
         old, at = MomentState(before, amax=np.abs(before).max()), self._scalars(step)
+        parts, master = [(0, new, new)], layout.master
         with np.errstate(all="ignore"):
-            return moments.store(
-                [(0, new, new)], old, layout.master, 2, new.shape, at, None, layout
-            )
+            return moments.store(parts, old, master, 2, new.shape, at, None, layout)
 
     def _scalars(self, step: int) -> states.Scalars:
         return states.scalars(step, **dataclasses.asdict(self.given))
 
     def _before(self, tensor: str, step: int) -> np.ndarray:
-        return (
-            self.asked.weights[tensor] if step == 1 else self.made[step - 2][tensor].weight
-        ).reshape(-1)
+        first = step == 1
+        weight = self.asked.weights[tensor] if first else self.made[step - 2][tensor].weight
+        return weight.reshape(-1)
 
     def _updated(
         self, layout: Layout, form: Form, tensor: str, step: int, before: np.ndarray
@@ -184,16 +179,10 @@ class Search:
     def departure(self, layout: Layout, form: Form) -> Departure | None:
         """The first difference from a layout and a form, of weights or of states."""
         departures = [self.weight_departure(layout, form)]
-        if self.shown:
-            departures += [
-                self.state_departure(i, layout, average)
-                for i, average in enumerate((form.m, form.v))
-            ]
-        return min(
-            (departure for departure in departures if departure is not None),
-            key=lambda departure: departure.step,
-            default=None,
-        )
+        for i, average in enumerate((form.m, form.v) if self.shown else ()):
+            departures.append(self.state_departure(i, layout, average))
+        first = filter(None, departures)
+        return min(first, key=lambda departure: departure.step, default=None)
 
     def far(self, layout: Layout, form: Form) -> tuple[int, float]:
         """(how many weights of the probe differ, the largest difference in ulps) over all steps."""
@@ -236,8 +225,14 @@ def variations(layout: Layout) -> Iterator[Layout]:
                     yield dataclasses.replace(layout, m=m, v=v, ragged=ragged, name=name)
                 except ValueError:  # a contradiction, which no layout has
                     continue
-    if layout.bounded and layout.master.amax != "predicted":
-        yield dataclasses.replace(layout, bounded=False, name=f"{layout.name} without a bound")
+    yield from unbounded(layout)
+
+
+def unbounded(layout: Layout) -> list[Layout]:
+    """The layout without its bound, if it has one that its master does not need."""
+    if not layout.bounded or layout.master.amax == "predicted":
+        return []
+    return [dataclasses.replace(layout, bounded=False, name=f"{layout.name} without a bound")]
 
 
 def named(masters: Sequence[Moment]) -> list[Layout]:

@@ -127,12 +127,8 @@ def _torch(factory: Any, asked: Inputs, settings: Numbers) -> list[dict[str, Sna
     import torch
 
     params = {name: torch.nn.Parameter(torch.tensor(w)) for name, w in asked.weights.items()}
-    numbers = {
-        "lr": settings.learning_rate,
-        "betas": (settings.b1, settings.b2),
-        "eps": settings.eps,
-        "weight_decay": settings.weight_decay,
-    }
+    numbers = {"lr": settings.learning_rate, "betas": (settings.b1, settings.b2)}
+    numbers |= {name: getattr(settings, name) for name in ("eps", "weight_decay")}
     optimizer = factory(list(params.values()), **_accepted(factory, numbers))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConformanceError(
@@ -143,11 +139,12 @@ def _torch(factory: Any, asked: Inputs, settings: Numbers) -> list[dict[str, Sna
         for name, p in params.items():
             p.grad = torch.tensor(g[name])
         optimizer.step()
-        snapshot = {}
-        for name, p in params.items():
-            moments = _moments(optimizer.state[p])
-            snapshot[name] = Snapshot(_weight(p, asked.weights[name]), *moments)
-        snapshots.append(snapshot)
+        snapshots.append(
+            {
+                name: Snapshot(_weight(p, asked.weights[name]), *_moments(optimizer.state[p]))
+                for name, p in params.items()
+            }
+        )
     return snapshots
 
 
@@ -176,10 +173,8 @@ def _optax(optimizer: Any, asked: Inputs, settings: Numbers) -> list[dict[str, S
 def _parameter_state(kept: Any, name: str) -> Any:
     """What a state keeps of a parameter: of fp8ref's a tree for each field."""
     if isinstance(getattr(kept, "codes", None), Mapping):
-        return {
-            key: None if (tree := getattr(kept, key)) is None else tree[name]
-            for key in ("codes", "scale_inv")
-        }
+        trees = {key: getattr(kept, key) for key in ("codes", "scale_inv")}
+        return {key: tree and tree[name] for key, tree in trees.items()}
     return kept[name]
 
 

@@ -12,6 +12,7 @@ from fp8ref.conformance.gemm import bound as bounds
 from fp8ref.conformance.gemm.scaled_gemm import hardware_scales
 from fp8ref.conformance.inputs import dtypes
 from fp8ref.conformance.kit import explain
+from fp8ref.conformance.kit.arrays import same_bits
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors import quantize
 from fp8ref.conformance.vectors.verdict import Verdict
@@ -140,7 +141,7 @@ def verify(question: Gemm, rules: Rules, vectors: Iterator[text.Vector], verdict
         multiply = functools.partial(gemm.matmul, a, b, out_dtype=FORMATS[question.out_dtype])
         with vector.named():
             expected = multiply(accumulate=rules.accumulate, epilogue=rules.epilogue)
-        differ = _differ(values, expected)
+        differ = ~same_bits(values, expected)
         if rules.bound:
             distance = _distance(a, b, values, expected, rules, out)
             worst = max(worst, float(distance.max()))
@@ -179,7 +180,7 @@ def _distance(
             a, b, values, expected, out_dtype=FORMATS[out.name], epilogue=rules.epilogue
         )
         distance = np.abs(values.astype(np.float64) - expected) / within
-    distance = np.where(_differ(values, expected), distance, 0)
+    distance = np.where(same_bits(values, expected), 0, distance)
     return np.where(np.isfinite(values) & np.isfinite(expected) | (distance == 0), distance, np.inf)
 
 
@@ -206,14 +207,9 @@ def _guess(multiply: Callable[..., np.ndarray], values: np.ndarray) -> str:
             other = multiply(accumulate=accumulation, epilogue=epilogue)
         except ValueError:  # an accumulation that does not take such operands
             continue
-        if not _differ(values, other).any():
+        if same_bits(values, other).all():
             return f"The answer is what --accumulate {accumulation} --epilogue {epilogue} gives."
     return ""
-
-
-def _differ(values: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Where the bits of float32 values differ; all NaNs count as equal."""
-    return (values.view(np.uint32) != other.view(np.uint32)) & ~(np.isnan(values) & np.isnan(other))
 
 
 def _shown(value: np.float32, out: dtypes.Source) -> str:
