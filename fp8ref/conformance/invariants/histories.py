@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fp8ref.conformance.delayed.sequences import ORDINARY, Sequence, named
 from fp8ref.conformance.delayed.subject import subject_of
-from fp8ref.conformance.invariants.invariant import Invariant, stated, text
+from fp8ref.conformance.invariants.invariant import Clause, text
 from fp8ref.formats import Format
 
 
@@ -62,6 +62,18 @@ def _window(state: History, inputs: Drawn) -> list[float]:
     return [recent[0]] * (state.length - len(recent)) + recent
 
 
+_SMALL = [amax for amax in ORDINARY if amax < 2.0**100]
+_DRAWN = st.tuples(
+    st.lists(st.sampled_from(_SMALL), min_size=1, max_size=3),
+    st.lists(st.sampled_from(_SMALL), min_size=3, max_size=6),
+    st.lists(st.integers(0, 9), min_size=5, max_size=5),
+)
+
+HISTORIES = Clause("H-14")
+"""The invariants of histories (H-14)."""
+
+
+@HISTORIES.states("amaxes of the history in another order give the same scale", _DRAWN)
 def _order(state: History, fmt: Format, inputs: Drawn) -> str:
     window = _window(state, inputs)
     moved = sorted(window, key=lambda amax: (inputs[2][int(amax) % len(inputs[2])], amax))
@@ -69,11 +81,13 @@ def _order(state: History, fmt: Format, inputs: Drawn) -> str:
     return _differ(state, _steps([*window, *later]), _steps([*moved, *later]))
 
 
+@HISTORIES.states("amaxes older than the history have no effect", _DRAWN)
 def _forgets(state: History, fmt: Format, inputs: Drawn) -> str:
     window = [*_window(state, inputs), *[1.0] * state.late]
     return _differ(state, _steps([*inputs[0], *window]), _steps(window))
 
 
+@HISTORIES.states("uses of a step, in any order, are one of the largest amax", _DRAWN)
 def _uses(state: History, fmt: Format, inputs: Drawn) -> str:
     uses = tuple(inputs[1][:3])
     after = _steps([1.0] * state.late)
@@ -82,6 +96,7 @@ def _uses(state: History, fmt: Format, inputs: Drawn) -> str:
     )
 
 
+@HISTORIES.states("larger amaxes give no larger scale", _DRAWN)
 def _monotone(state: History, fmt: Format, inputs: Drawn) -> str:
     window = _window(state, inputs)
     larger = _steps([2 * amax for amax in window])
@@ -89,21 +104,3 @@ def _monotone(state: History, fmt: Format, inputs: Drawn) -> str:
     if (a >= b) if state.made == "scale" else (a <= b):
         return ""
     return f"after {named(_steps(window))}: {text(a)}; after {named(larger)}: {text(b)}"
-
-
-_SMALL = [amax for amax in ORDINARY if amax < 2.0**100]
-_DRAWN = st.tuples(
-    st.lists(st.sampled_from(_SMALL), min_size=1, max_size=3),
-    st.lists(st.sampled_from(_SMALL), min_size=3, max_size=6),
-    st.lists(st.integers(0, 9), min_size=5, max_size=5),
-)
-HISTORIES: tuple[Invariant, ...] = stated(
-    "H-14",
-    {
-        "order": ("amaxes of the history in another order give the same scale", _DRAWN, _order),
-        "forgets": ("amaxes older than the history have no effect", _DRAWN, _forgets),
-        "uses": ("uses of a step, in any order, are one of the largest amax", _DRAWN, _uses),
-        "monotone": ("larger amaxes give no larger scale", _DRAWN, _monotone),
-    },
-)
-"""The invariants of histories (H-14)."""

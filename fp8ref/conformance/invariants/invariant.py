@@ -6,12 +6,14 @@ require_invariants(my_scale, SCALES)    # in a test
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from fp8ref.conformance.strategies import hypothesis, repeatable, st
 from fp8ref.formats import E4M3FN, Format
+
+_Check = TypeVar("_Check", bound=Callable[[Any, Format, Any], str])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +32,25 @@ class Invariant:
     check: Callable[[Any, Format, Any], str]
 
 
-def stated(clause: str, invariants: dict[str, tuple[str, Any, Any]]) -> tuple[Invariant, ...]:
-    """A clause's invariants, of {name: (words, inputs or a strategy for each format, check)}."""
+class Clause(list[Invariant]):
+    """The invariants that a clause states: a decorator of their checks adds them."""
 
-    def by_format(inputs: Any) -> Callable[[Format], Any]:
-        return inputs if callable(inputs) else lambda fmt: inputs
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
 
-    return tuple(
-        Invariant(name=name, words=words, clause=clause, inputs=by_format(inputs), check=check)
-        for name, (words, inputs, check) in invariants.items()
-    )
+    def states(self, words: str, inputs: Any) -> Callable[[_Check], _Check]:
+        """An invariant of a check's name, in words; inputs: a strategy, or one for each format."""
+        by_format = inputs if callable(inputs) else lambda fmt: inputs
+
+        def add(check: _Check) -> _Check:
+            name = check.__name__.removeprefix("_")
+            self.append(
+                Invariant(name=name, words=words, clause=self.name, inputs=by_format, check=check)
+            )
+            return check
+
+        return add
 
 
 def broken(
@@ -82,11 +93,8 @@ def require_invariants(
     counterexamples = broken(implementation, invariants, fmt, without=without, examples=examples)
     if counterexamples:
         name = getattr(implementation, "__name__", "the implementation")
-        raise AssertionError(
-            "\n".join(
-                [f"{name} breaks:", *(f"  {key}: {text}" for key, text in counterexamples.items())]
-            )
-        )
+        lines = [f"  {key}: {text}" for key, text in counterexamples.items()]
+        raise AssertionError("\n".join([f"{name} breaks:", *lines]))
 
 
 def _counterexample(implementation: Any, invariant: Invariant, fmt: Format, examples: int) -> str:

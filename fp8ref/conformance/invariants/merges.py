@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from fp8ref.conformance.invariants.invariant import Invariant, stated, text
+from fp8ref.conformance.invariants.invariant import Clause, text
 from fp8ref.conformance.kit.arrays import as_numpy, equal
 from fp8ref.formats import Format
 
@@ -21,6 +21,13 @@ def _merged(function: Any, a: Any, b: Any) -> np.float32:
     return _F32(as_numpy(function(_F32(a), _F32(b))).reshape(-1)[0])
 
 
+_TWO = st.tuples(_AMAXES, _AMAXES)
+
+MERGES = Clause("P-28")
+"""The invariants of merges (P-28)."""
+
+
+@MERGES.states("any grouping gives the same", st.tuples(_FEW, _FEW, _FEW))
 def _associative(function: Any, fmt: Format, inputs: tuple[float, float, float]) -> str:
     a, b, c = inputs
     left = _merged(function, _merged(function, a, b), c)
@@ -33,6 +40,7 @@ def _associative(function: Any, fmt: Format, inputs: tuple[float, float, float])
     )
 
 
+@MERGES.states("any order gives the same", _TWO)
 def _commutative(function: Any, fmt: Format, inputs: tuple[float, float]) -> str:
     a, b = inputs
     first, other = _merged(function, a, b), _merged(function, b, a)
@@ -41,6 +49,7 @@ def _commutative(function: Any, fmt: Format, inputs: tuple[float, float]) -> str
     return f"{text(a)} and {text(b)} merge to {text(first)}, the other way round to {text(other)}"
 
 
+@MERGES.states("an amax and itself merge to it", _AMAXES)
 def _idempotent(function: Any, fmt: Format, inputs: float) -> str:
     merged = _merged(function, inputs, inputs)
     if equal(merged, _F32(inputs)):
@@ -48,6 +57,7 @@ def _idempotent(function: Any, fmt: Format, inputs: float) -> str:
     return f"{text(inputs)} and {text(inputs)} merge to {text(merged)}"
 
 
+@MERGES.states("an amax and 0, of an empty shard, merge to it", _AMAXES)
 def _identity(function: Any, fmt: Format, inputs: float) -> str:
     merged = _merged(function, inputs, 0.0)
     if np.isnan(inputs) or equal(merged, _F32(inputs)):
@@ -55,13 +65,15 @@ def _identity(function: Any, fmt: Format, inputs: float) -> str:
     return f"{text(inputs)} and 0 merge to {text(merged)}"
 
 
-def _nan(function: Any, fmt: Format, inputs: float) -> str:
+@MERGES.states("NaN and anything merge to NaN", _AMAXES)
+def _keeps_nan(function: Any, fmt: Format, inputs: float) -> str:
     for a, b in ((math.nan, inputs), (inputs, math.nan)):
         if not np.isnan(merged := _merged(function, a, b)):
             return f"{text(a)} and {text(b)} merge to {text(merged)}"
     return ""
 
 
+@MERGES.states("numbers and infinities merge to the larger", _TWO)
 def _largest(function: Any, fmt: Format, inputs: tuple[float, float]) -> str:
     if any(map(math.isnan, inputs)):
         return ""
@@ -69,18 +81,3 @@ def _largest(function: Any, fmt: Format, inputs: tuple[float, float]) -> str:
     if merged == _F32(max(inputs)):
         return ""
     return f"{text(inputs[0])} and {text(inputs[1])} merge to {text(merged)}"
-
-
-_TWO = st.tuples(_AMAXES, _AMAXES)
-MERGES: tuple[Invariant, ...] = stated(
-    "P-28",
-    {
-        "associative": ("any grouping gives the same", st.tuples(_FEW, _FEW, _FEW), _associative),
-        "commutative": ("any order gives the same", _TWO, _commutative),
-        "idempotent": ("an amax and itself merge to it", _AMAXES, _idempotent),
-        "identity": ("an amax and 0, of an empty shard, merge to it", _AMAXES, _identity),
-        "keeps_nan": ("NaN and anything merge to NaN", _AMAXES, _nan),
-        "largest": ("numbers and infinities merge to the larger", _TWO, _largest),
-    },
-)
-"""The invariants of merges (P-28)."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from fp8ref.conformance.invariants.invariant import Invariant, stated, tensors, text
+from fp8ref.conformance.invariants.invariant import Clause, tensors, text
 from fp8ref.conformance.kit.arrays import as_numpy
 from fp8ref.formats import Format
 from fp8ref.sim.quantize import cast
@@ -44,20 +44,33 @@ def _element(x: np.ndarray, at: tuple) -> str:
     return f"element {text(x[at])} of {text(x)}"
 
 
-def _equivariant(function: Any, fmt: Format, inputs: tuple[np.ndarray, int]) -> str:
+_TENSOR = tensors(SHAPE)
+_CUT = st.tuples(_TENSOR, st.integers(1, SHAPE[0] - 1))
+_PERMUTED = st.tuples(_TENSOR, *(st.permutations(range(n)) for n in SHAPE))
+
+QUANTIZERS = Clause("S-19")
+"""The invariants of quantizers (S-19)."""
+
+
+@QUANTIZERS.states("2^k times a tensor has its codes", st.tuples(_TENSOR, st.integers(-6, 40)))
+def _power_of_two_equivariance(function: Any, fmt: Format, inputs: tuple[np.ndarray, int]) -> str:
     x, k = inputs
     scaled = _parts(function, np.ldexp(x, k))[0]
     return _codes_differ(x, scaled, _parts(function, x)[0], f"times 2^{k}", fmt)
 
 
-def _permuted(function: Any, fmt: Format, inputs: tuple[np.ndarray, list[int], list[int]]) -> str:
+@QUANTIZERS.states("permuted rows and columns have permuted codes", _PERMUTED)
+def _permutation(
+    function: Any, fmt: Format, inputs: tuple[np.ndarray, list[int], list[int]]
+) -> str:
     x, rows, columns = inputs
     moved = x[rows][:, columns]
     got, whole = _parts(function, moved)[0], _parts(function, x)[0]
     return _codes_differ(moved, got, whole[rows][:, columns], "permuted", fmt)
 
 
-def _sharded(function: Any, fmt: Format, inputs: tuple[np.ndarray, int]) -> str:
+@QUANTIZERS.states("rows of one amax have the same codes as a shard", _CUT)
+def _sharding(function: Any, fmt: Format, inputs: tuple[np.ndarray, int]) -> str:
     x, n = inputs
     whole = _parts(function, x)[0]
     for rows, which in ((slice(n), f"{n} rows"), (slice(n, None), "the other rows")):
@@ -68,6 +81,7 @@ def _sharded(function: Any, fmt: Format, inputs: tuple[np.ndarray, int]) -> str:
     return ""
 
 
+@QUANTIZERS.states("a negated tensor has negated codes", _TENSOR)
 def _odd(function: Any, fmt: Format, x: np.ndarray) -> str:
     expected = _parts(function, x)[0] ^ np.uint8(0x80)
     if fmt.specials == "fnuz":
@@ -75,6 +89,7 @@ def _odd(function: Any, fmt: Format, x: np.ndarray) -> str:
     return _codes_differ(x, _parts(function, -x)[0], expected, "negated", fmt)
 
 
+@QUANTIZERS.states("codes of a row are in the order of its elements", _TENSOR)
 def _monotone(function: Any, fmt: Format, x: np.ndarray) -> str:
     values = cast.decode(_parts(function, x)[0], fmt)
     for row, row_values in zip(x, values, strict=True):
@@ -89,6 +104,7 @@ def _monotone(function: Any, fmt: Format, x: np.ndarray) -> str:
     return ""
 
 
+@QUANTIZERS.states("quantizing what was dequantized gives its codes or its values", _TENSOR)
 def _idempotent(function: Any, fmt: Format, x: np.ndarray) -> str:
     once = _values(function, fmt, x)
     twice = _values(function, fmt, once)
@@ -100,7 +116,8 @@ def _idempotent(function: Any, fmt: Format, x: np.ndarray) -> str:
     return f"{_element(x, at)} becomes {text(once[at])}, and that becomes {text(twice[at])}"
 
 
-def _error(function: Any, fmt: Format, x: np.ndarray) -> str:
+@QUANTIZERS.states("a scaled element is off by half a spacing at most", _TENSOR)
+def _error_bound(function: Any, fmt: Format, x: np.ndarray) -> str:
     codes, scale = _parts(function, x)
     scaled = np.abs(x.astype(np.float64) * scale)
     spacing = np.exp2(
@@ -116,6 +133,9 @@ def _error(function: Any, fmt: Format, x: np.ndarray) -> str:
     return f"{_element(x, at)} is off by {off} after scaling, not by {most} at most"
 
 
+@QUANTIZERS.states(
+    "an element becomes max only if it is nearest, and nothing is clipped or special", _TENSOR
+)
 def _saturation(function: Any, fmt: Format, x: np.ndarray) -> str:
     codes, scale = _parts(function, x)
     scaled = np.abs(x.astype(np.float64) * np.broadcast_to(scale, x.shape))
@@ -135,40 +155,3 @@ def _saturation(function: Any, fmt: Format, x: np.ndarray) -> str:
             at = tuple(np.argwhere(met)[0])
             return f"{_element(x, at)} {words}: scaled it is {text(scaled[at])}"
     return ""
-
-
-_TENSOR = tensors(SHAPE)
-QUANTIZERS: tuple[Invariant, ...] = stated(
-    "S-19",
-    {
-        "power_of_two_equivariance": (
-            "2^k times a tensor has its codes",
-            st.tuples(_TENSOR, st.integers(-6, 40)),
-            _equivariant,
-        ),
-        "permutation": (
-            "permuted rows and columns have permuted codes",
-            st.tuples(_TENSOR, st.permutations(range(SHAPE[0])), st.permutations(range(SHAPE[1]))),
-            _permuted,
-        ),
-        "sharding": (
-            "rows of one amax have the same codes as a shard",
-            st.tuples(_TENSOR, st.integers(1, SHAPE[0] - 1)),
-            _sharded,
-        ),
-        "odd": ("a negated tensor has negated codes", _TENSOR, _odd),
-        "monotone": ("codes of a row are in the order of its elements", _TENSOR, _monotone),
-        "idempotent": (
-            "quantizing what was dequantized gives its codes or its values",
-            _TENSOR,
-            _idempotent,
-        ),
-        "error_bound": ("a scaled element is off by half a spacing at most", _TENSOR, _error),
-        "saturation": (
-            "an element becomes max only if it is nearest, and nothing is clipped or special",
-            _TENSOR,
-            _saturation,
-        ),
-    },
-)
-"""The invariants of quantizers (S-19)."""

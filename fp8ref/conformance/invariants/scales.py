@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from fp8ref.conformance.invariants.invariant import Invariant, significands, stated, text
+from fp8ref.conformance.invariants.invariant import Clause, significands, text
 from fp8ref.conformance.kit.arrays import as_numpy
 from fp8ref.formats import Format
 from fp8ref.sim.quantize import cast
@@ -30,85 +30,12 @@ def _scale(function: Any, amax: np.ndarray) -> np.ndarray:
     return scale.reshape(-1)
 
 
-def _equivariant(function: Any, fmt: Format, inputs: tuple[float, int, int]) -> str:
-    significand, e, k = inputs
-    # beside the drawn one, those around max's own significand, whose scales are around a power of
-    # two
-    near = fmt.max / 2.0 ** np.floor(np.log2(fmt.max)) * (1 + np.arange(-8, 9) * 2.0**-23)
-    amax = np.ldexp(_array([significand, *near]), e)
-    scales, other = _scale(function, amax), _scale(function, np.ldexp(amax, k))
-    differ = np.flatnonzero(other != np.ldexp(scales, -k))
-    if not differ.size:
-        return ""
-    i = differ[0]
-    return f"amax {text(amax[i])} has scale {text(scales[i])}, and 2^{k} times it {text(other[i])}"
-
-
-def _monotone(function: Any, fmt: Format, inputs: tuple[float, float]) -> str:
-    low, high = sorted(_array(inputs))
-    scale = _scale(function, _array([low, high]))
-    if scale[0] >= scale[1]:
-        return ""
-    return f"amaxes {text(low)} and {text(high)} have scales {text(scale[0])} and {text(scale[1])}"
-
-
-def _within_max(function: Any, fmt: Format, inputs: float) -> str:
-    amax = _array([inputs])
-    product = amax * _scale(function, amax)
-    if np.isfinite(cast.round_to(product, fmt)).all():
-        return ""
-    return f"amax {text(amax[0])} times its scale is {text(product[0])}, above max"
-
-
-def _range_used(function: Any, fmt: Format, inputs: float) -> str:
-    # after the drawn one the least, where an eps shows
-    for amax in (_array([inputs]), _array([2.0**_LOW])):
-        product = amax * _scale(function, amax)
-        # Half of max, since powers of two round a scale down by less than 2; and two float32
-        # roundings of 2^-24.
-        if not product[0] >= fmt.max / 2 * (1 - 2.0**-22):
-            return f"amax {text(amax[0])} times its scale is {text(product[0])}, below max / 2"
-    return ""
-
-
-def _finite(function: Any, fmt: Format, inputs: float) -> str:
-    amax = _array([inputs])
-    scale = _scale(function, amax)[0]
-    return "" if 0 < scale < np.inf else f"amax {text(amax[0])} has scale {text(scale)}"
-
-
-def _reciprocal(function: Any, fmt: Format, inputs: float) -> str:
-    # beside the drawn one, others of its two binades: of many, both orders round alike
-    amax = _array(inputs * (1 + np.arange(16) / 13))
-    _scale(function, amax)
-    output = function(amax)
-    if not isinstance(output, tuple):
-        return ""
-    scale, scale_inv = (as_numpy(part).reshape(-1) for part in output[:2])
-    differ = np.flatnonzero(scale_inv != _F32(1) / scale)
-    if not differ.size:
-        return ""
-    i = differ[0]
-    return (
-        f"amax {text(amax[i])} has scale {text(scale[i])} and scale_inv {text(scale_inv[i])}, not "
-        f"{text(_F32(1) / scale[i])}"
-    )
-
-
-def _elementwise(function: Any, fmt: Format, inputs: tuple[float, float, float]) -> str:
-    amax = _array(inputs)
-    together = _scale(function, amax)
-    alone = [_scale(function, amax[i : i + 1])[0] for i in range(len(amax))]
-    if np.array_equal(together, alone):
-        return ""
-    return (
-        f"amaxes {text(amax)} have scales {text(together)} together and "
-        f"{text(np.array(alone))} alone"
-    )
-
-
 def _amax(fmt: Format) -> st.SearchStrategy[float]:
     return significands(_LOW, _HIGH)
+
+
+def _three(fmt: Format) -> st.SearchStrategy[tuple[float, float, float]]:
+    return st.tuples(_amax(fmt), _amax(fmt), _amax(fmt))
 
 
 def _neighbors(fmt: Format) -> st.SearchStrategy[tuple[float, float]]:
@@ -135,24 +62,89 @@ def _moved(fmt: Format) -> st.SearchStrategy[tuple[float, int, int]]:
     )
 
 
-SCALES: tuple[Invariant, ...] = stated(
-    "S-18",
-    {
-        "power_of_two_equivariance": (
-            "2^k times an amax has 2^-k times its scale",
-            _moved,
-            _equivariant,
-        ),
-        "monotone": ("a larger amax has no larger scale", _neighbors, _monotone),
-        "within_max": ("an amax times its scale is cast to a number", _amax, _within_max),
-        "range_used": ("an amax times its scale is at least half of max", _amax, _range_used),
-        "finite": ("every positive amax has a positive and finite scale", _any_amax, _finite),
-        "reciprocal": ("scale_inv is RN32(1 / scale)", _amax, _reciprocal),
-        "elementwise": (
-            "a scale depends on its own amax alone",
-            lambda fmt: st.tuples(*[_amax(fmt)] * 3),
-            _elementwise,
-        ),
-    },
-)
+SCALES = Clause("S-18")
 """The invariants of scales (S-18)."""
+
+
+@SCALES.states("2^k times an amax has 2^-k times its scale", _moved)
+def _power_of_two_equivariance(function: Any, fmt: Format, inputs: tuple[float, int, int]) -> str:
+    significand, e, k = inputs
+    # beside the drawn one, those around max's own significand, whose scales are around a power of
+    # two
+    near = fmt.max / 2.0 ** np.floor(np.log2(fmt.max)) * (1 + np.arange(-8, 9) * 2.0**-23)
+    amax = np.ldexp(_array([significand, *near]), e)
+    scales, other = _scale(function, amax), _scale(function, np.ldexp(amax, k))
+    differ = np.flatnonzero(other != np.ldexp(scales, -k))
+    if not differ.size:
+        return ""
+    i = differ[0]
+    return f"amax {text(amax[i])} has scale {text(scales[i])}, and 2^{k} times it {text(other[i])}"
+
+
+@SCALES.states("a larger amax has no larger scale", _neighbors)
+def _monotone(function: Any, fmt: Format, inputs: tuple[float, float]) -> str:
+    low, high = sorted(_array(inputs))
+    scale = _scale(function, _array([low, high]))
+    if scale[0] >= scale[1]:
+        return ""
+    return f"amaxes {text(low)} and {text(high)} have scales {text(scale[0])} and {text(scale[1])}"
+
+
+@SCALES.states("an amax times its scale is cast to a number", _amax)
+def _within_max(function: Any, fmt: Format, inputs: float) -> str:
+    amax = _array([inputs])
+    product = amax * _scale(function, amax)
+    if np.isfinite(cast.round_to(product, fmt)).all():
+        return ""
+    return f"amax {text(amax[0])} times its scale is {text(product[0])}, above max"
+
+
+@SCALES.states("an amax times its scale is at least half of max", _amax)
+def _range_used(function: Any, fmt: Format, inputs: float) -> str:
+    # after the drawn one the least, where an eps shows
+    for amax in (_array([inputs]), _array([2.0**_LOW])):
+        product = amax * _scale(function, amax)
+        # Half of max, since powers of two round a scale down by less than 2; and two float32
+        # roundings of 2^-24.
+        if not product[0] >= fmt.max / 2 * (1 - 2.0**-22):
+            return f"amax {text(amax[0])} times its scale is {text(product[0])}, below max / 2"
+    return ""
+
+
+@SCALES.states("every positive amax has a positive and finite scale", _any_amax)
+def _finite(function: Any, fmt: Format, inputs: float) -> str:
+    amax = _array([inputs])
+    scale = _scale(function, amax)[0]
+    return "" if 0 < scale < np.inf else f"amax {text(amax[0])} has scale {text(scale)}"
+
+
+@SCALES.states("scale_inv is RN32(1 / scale)", _amax)
+def _reciprocal(function: Any, fmt: Format, inputs: float) -> str:
+    # beside the drawn one, others of its two binades: of many, both orders round alike
+    amax = _array(inputs * (1 + np.arange(16) / 13))
+    _scale(function, amax)
+    output = function(amax)
+    if not isinstance(output, tuple):
+        return ""
+    scale, scale_inv = (as_numpy(part).reshape(-1) for part in output[:2])
+    differ = np.flatnonzero(scale_inv != _F32(1) / scale)
+    if not differ.size:
+        return ""
+    i = differ[0]
+    return (
+        f"amax {text(amax[i])} has scale {text(scale[i])} and scale_inv {text(scale_inv[i])}, not "
+        f"{text(_F32(1) / scale[i])}"
+    )
+
+
+@SCALES.states("a scale depends on its own amax alone", _three)
+def _elementwise(function: Any, fmt: Format, inputs: tuple[float, float, float]) -> str:
+    amax = _array(inputs)
+    together = _scale(function, amax)
+    alone = [_scale(function, amax[i : i + 1])[0] for i in range(len(amax))]
+    if np.array_equal(together, alone):
+        return ""
+    return (
+        f"amaxes {text(amax)} have scales {text(together)} together and "
+        f"{text(np.array(alone))} alone"
+    )
