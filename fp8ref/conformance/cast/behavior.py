@@ -89,13 +89,13 @@ class KnownCast:
     def behavior(self, fmt: Format) -> Behavior:
         """The behavior of this cast in one format."""
         special: SpecialResult = "nan" if fmt.inf_code is None else "inf"
-        beyond: SpecialResult = (
-            "max" if self.overflow == "max" or fmt.name in self.saturates_only else special
-        )
+        saturates = self.overflow == "max" or fmt.name in self.saturates_only
+        beyond: SpecialResult = "max" if saturates else special
         code = fmt.nan_code
         if self.nan == "quiet" and fmt.inf_code is not None:
             code = fmt.inf_code | 1 << (fmt.mantissa_bits - 1)
-        signed = code if self.nan == "emitted" or fmt.specials == "fnuz" else code | fmt.sign_bit
+        one_nan = self.nan == "emitted" or fmt.specials == "fnuz"
+        signed = code if one_nan else code | fmt.sign_bit
         return Behavior(
             overflow=beyond,
             infinite=beyond,
@@ -161,11 +161,8 @@ def encode(
     if through is not None:
         value = cast.round_to_plain(x, WIDE[through.dtype], rounding=through.rounding)  # type: ignore[arg-type]
         # round_to_plain gives one NaN for all; the code of a NaN may depend on its sign.
-        value = np.where(
-            np.isnan(x),
-            np.copysign(np.float32(np.nan), np.where(np.signbit(x), np.float32(-1), np.float32(1))),
-            value,
-        )
+        sign = np.where(np.signbit(x), np.float32(-1), np.float32(1))
+        value = np.where(np.isnan(x), np.copysign(np.float32(np.nan), sign), value)
     special: SpecialResult = "nan" if fmt.inf_code is None else "inf"
     # The compiled encode is much faster. It has this behavior, except for the codes of NaNs.
     plain = (
@@ -181,9 +178,8 @@ def encode(
         codes = cast.encode(value, fmt, saturate=behavior.overflow == "max")
         nan = codes == fmt.nan_code  # of NaNs and of overflow, which have one code
         if nan.any():
-            return np.where(
-                nan, np.where(np.signbit(value), *(np.uint8(c) for c in behavior.nan[::-1])), codes
-            )
+            positive, negative = (np.uint8(code) for code in behavior.nan)
+            return np.where(nan, np.where(np.signbit(value), negative, positive), codes)
         return codes
     code = _magnitude_codes(value, fmt, behavior)
     return _with_specials(code, code > fmt.max_code, value, fmt, behavior)

@@ -18,16 +18,8 @@ from fp8ref.conformance.kit.finding import (
 from fp8ref.conformance.kit.subject import Subject, compare_each
 
 SHAPES: tuple[tuple[int, ...], ...] = (
-    (),
-    (0,),
-    (1,),
-    (3,),
-    (127,),
-    (1025,),
-    ((1 << 20) + 13,),
-    (33, 65),
-    (64, 64),
-    (3, 5, 17),
+    *((), (0,), (1,), (3,), (127,), (1025,), ((1 << 20) + 13,)),
+    *((33, 65), (64, 64), (3, 5, 17)),
 )
 """Shapes of inputs: most sizes are no multiple of vectors, warps or blocks.
 

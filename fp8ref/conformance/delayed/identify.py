@@ -148,11 +148,10 @@ def identify_subject(subject: Subject, asked: Asked) -> DelayedOutcome:
     for key in FIELDS:
         values = dict.fromkeys(field_of(rule, key) for rule in rules)
         others[key] = tuple(value for value in values if value != field_of(chosen, key))
+    rule = dataclasses.replace(chosen, name=names[0] if names else "identified")
     return DelayedOutcome(
         name=subject.name,
-        rule=None
-        if evidence
-        else dataclasses.replace(chosen, name=names[0] if names else "identified"),
+        rule=None if evidence else rule,
         names=names,
         fields={key: field_of(chosen, key) for key in FIELDS},
         others={key: values for key, values in others.items() if values},
@@ -300,7 +299,8 @@ def _remembered(subject: Subject) -> int | None:
     for count in REMEMBERED:
         sequence: Sequence = ((64.0,), *((1.0,),) * count)
         scales = [reading.scale for reading in subject.run(sequence)]
-        steady = len(list(itertools.takewhile(lambda scale: scale == scales[-1], reversed(scales))))  # noqa: B023
+        changes = [i for i, scale in enumerate(scales) if scale != scales[-1]]
+        steady = len(scales) - 1 - changes[-1] if changes else len(scales)
         if 2 < steady < len(scales) - 1:
             return len(scales) - steady - 1
     return None

@@ -61,20 +61,22 @@ def class_functions(make: Callable[[], Any]) -> Functions:
             f"{type(example).__name__} has no {' and no '.join(absent)}. Give "
             "conformance.delayed.Functions with functions under these names."
         )
-    save, load = ("save", "load") if hasattr(example, "save") else ("state_dict", "load_state_dict")
+    save, load = "save", "load"
+    if not hasattr(example, "save"):
+        save, load = "state_dict", "load_state_dict"
 
     def loaded(saved: Any) -> Any:
         new = make()
         getattr(new, load)(saved)
         return new
 
-    saves = hasattr(example, save) and hasattr(example, load)
+    saves, resets = hasattr(example, save) and hasattr(example, load), hasattr(example, "reset")
     return Functions(
         init=make,
         observe=lambda state, amax: _then(state, state.observe(amax)),
         update=lambda state: _then(state, state.update()),
         scale=lambda state: state.scale() if callable(state.scale) else state.scale,
-        reset=(lambda state: _then(state, state.reset())) if hasattr(example, "reset") else None,
+        reset=(lambda state: _then(state, state.reset())) if resets else None,
         save=(lambda state: getattr(state, save)()) if saves else None,
         load=loaded if saves else None,
     )

@@ -68,9 +68,8 @@ def places(bench: Bench, unit: TensorCore) -> np.ndarray | str:
         )
     filled = dict.fromkeys(steps, pair)
     large, opposite = bench.power(top), bench.power(top, -1)
-    kept = np.ldexp(
-        bench.run([{**filled, k: large, k + 1: opposite} for k in steps]).astype(np.float64), -small
-    )
+    sums = bench.run([{**filled, k: large, k + 1: opposite} for k in steps])
+    kept = np.ldexp(sums.astype(np.float64), -small)
     lost = len(steps) - 1 - kept
     whole = np.isin(lost, np.arange(len(steps)))
     if whole.all():
@@ -139,11 +138,8 @@ def fitting_plans(
     ]
     plans: list[Accumulation] = []
     for unit in units:
-        plans = [
-            plan
-            for plan in (dataclasses.replace(plan, unit=unit) for plan in alike)
-            if drawn.fits(bench, plan)
-        ]
+        own = (dataclasses.replace(plan, unit=unit) for plan in alike)
+        plans = [plan for plan in own if drawn.fits(bench, plan)]
         if plans:
             break
     evidence += f"; of {len(alike)} plans with such chains {len(plans)} had the bits of random sums"
@@ -202,11 +198,10 @@ def expected_places(plan: Accumulation, k: int) -> np.ndarray:
 
 def _named(plan: Accumulation) -> str:
     promotion = f"promotion {plan.promotion}" if plan.promotion else "no promotion"
-    return promotion + (
-        f" in {plan.split_k} {plan.split_order} parts of tiles of {plan.split_tile}"
-        if plan.split_k > 1
-        else ""
-    )
+    if plan.split_k == 1:
+        return promotion
+    parts = f"{plan.split_k} {plan.split_order} parts"
+    return f"{promotion} in {parts} of tiles of {plan.split_tile}"
 
 
 def _short(places: np.ndarray) -> str:

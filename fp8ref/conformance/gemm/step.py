@@ -84,10 +84,8 @@ def units(bench: Bench, fused_width: int) -> tuple[list[TensorCore], list[Findin
         f"{len(agreeing)} of the {len(fitting)} units that are left have the bits of steps "
         "over random codes of all kinds"
     )
-    return agreeing, [
-        *findings,
-        Finding("random steps", "as the simulator has them" if agreeing else None, evidence),
-    ]
+    value = "as the simulator has them" if agreeing else None
+    return agreeing, [*findings, Finding("random steps", value, evidence)]
 
 
 def _by_exponents(
@@ -174,9 +172,8 @@ def _predicted(bench: Bench, a: np.ndarray, b: np.ndarray, unit: TensorCore) -> 
         for codes, fmt in ((a, bench.fmt_a), (b, bench.fmt_b))
     )
     zero = np.zeros((len(a), 1, 1), np.float32)
-    return bench.rounded(
-        tensor_core.chain_plain(left, right, zero, bench.fmt_a, bench.fmt_b, unit)[:, 0, 0]
-    )
+    sums = tensor_core.chain_plain(left, right, zero, bench.fmt_a, bench.fmt_b, unit)
+    return bench.rounded(sums[:, 0, 0])
 
 
 def _random_step_units(bench: Bench, candidates: Sequence[TensorCore]) -> list[TensorCore]:
@@ -194,14 +191,9 @@ def _random_step_units(bench: Bench, candidates: Sequence[TensorCore]) -> list[T
     a = cast.decode(codes[0][:rows, -K_STEP:], bench.fmt_a)
     b = cast.decode(codes[1][:columns, -K_STEP:], bench.fmt_b)
     zero = np.zeros(results.shape, np.float32)
-    return [
-        unit
-        for unit in candidates
-        if np.array_equal(
-            bench.rounded(tensor_core.chain_plain(a, b, zero, bench.fmt_a, bench.fmt_b, unit)),
-            results,
-        )
-    ]
+    formats = bench.fmt_a, bench.fmt_b
+    sums = ((u, tensor_core.chain_plain(a, b, zero, *formats, u)) for u in candidates)
+    return [unit for unit, x in sums if np.array_equal(bench.rounded(x), results)]
 
 
 def _terms(bench: Bench) -> dict[str, Terms]:
@@ -226,11 +218,8 @@ def _about_exponents(bench: Bench, fraction_bits: int) -> dict[str, Terms]:
     # 1.5 x 1.5 = 2.25 has the exponent 1 when normalized, and 0 by its factors' exponents: the last
     # place kept next to it differs by one bit.
     for value in (base - fraction_bits, base - fraction_bits - 1):
-        stimuli[f"2.25 x 2^{base} - the same + 2^{value}"] = {
-            0: (1.5 * x, 1.5 * y),
-            1: (-1.5 * x, 1.5 * y),
-            2: bench.power(value),
-        }
+        terms = {0: (1.5 * x, 1.5 * y), 1: (-1.5 * x, 1.5 * y), 2: bench.power(value)}
+        stimuli[f"2.25 x 2^{base} - the same + 2^{value}"] = terms
     least_a, least_b = fmt_a.smallest_subnormal, fmt_b.smallest_subnormal
     stimuli["a's smallest subnormal x 1"] = {0: (least_a, 1.0)}
     stimuli["1 x b's smallest subnormal"] = {0: (1.0, least_b)}
@@ -242,11 +231,8 @@ def _about_exponents(bench: Bench, fraction_bits: int) -> dict[str, Terms]:
         half = int(exponent) - fraction_bits - 1  # of the last place kept
         small = bench.tiny(half)
         if small is not None:
-            stimuli[f"a subnormal of {who} x {max(factors):g} - the same + 2^{half}"] = {
-                0: factors,
-                1: (-factors[0], factors[1]),
-                2: small,
-            }
+            name = f"a subnormal of {who} x {max(factors):g} - the same + 2^{half}"
+            stimuli[name] = {0: factors, 1: (-factors[0], factors[1]), 2: small}
             zero = (0.0, large_b) if who == "a" else (large_a, 0.0)
             stimuli[f"a zero of {who} x {max(zero):g} + 2^{half}"] = {0: zero, 1: small}
     return stimuli
@@ -273,11 +259,8 @@ def _results(bench: Bench, unit: TensorCore) -> dict[str, Terms]:
         for name, small in _small(bench, range(least, base)):
             stimuli[f"{written} {name}"] = {**terms, count: small}
             if bench.out != FLOAT32 and tie > least:
-                stimuli[f"{written} + 2^{tie} {name}"] = {
-                    **terms,
-                    count: bench.power(tie),
-                    count + 1: small,
-                }
+                after = {count: bench.power(tie), count + 1: small}
+                stimuli[f"{written} + 2^{tie} {name}"] = {**terms, **after}
     return stimuli
 
 

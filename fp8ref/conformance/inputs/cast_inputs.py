@@ -86,13 +86,8 @@ def vector_bits(fmt: Format, source: dtypes.Source, *, seed: int, count: int) ->
     n = with_next(fmt)
     n = np.append(n, 2 * n[-1])  # well above max too, where overflow is decided
     points = np.concatenate([n, _midpoints(n), [n[1] / 4, n[0] / 2]])
-    return dtypes.distinct(
-        [
-            dtypes.specials(source),
-            dtypes.around(points, source),
-            _random_bits(fmt, source, seed, count),
-        ]
-    )
+    random = _random_bits(fmt, source, seed, count)
+    return dtypes.distinct([dtypes.specials(source), dtypes.around(points, source), random])
 
 
 def _random_bits(fmt: Format, source: dtypes.Source, seed: int, count: int) -> np.ndarray:
@@ -155,9 +150,8 @@ def fine(fmt: Format, source: str) -> np.ndarray:
 def special(fmt: Format) -> np.ndarray:
     """Zeros, infinities, overflow, underflow; float64."""
     least = fmt.smallest_subnormal
-    finite = np.array(
-        [0.0, 2 * fmt.max, 1e30, np.finfo(np.float32).max, least / 4, 2.0**-126, 1e-39, 2.0**-149]
-    )
+    large = [2 * fmt.max, 1e30, np.finfo(np.float32).max]
+    finite = np.array([0.0, *large, least / 4, 2.0**-126, 1e-39, 2.0**-149])
     return np.concatenate([finite, -finite, [np.inf, -np.inf]])
 
 

@@ -88,18 +88,8 @@ def spacing(x: np.ndarray, source: Source) -> np.ndarray:
 def specials(source: Source) -> np.ndarray:
     """Bits of zero, the ends of subnormal and normal numbers, Inf, NaNs, both signs; uint64."""
     infinity, normal = source.infinity, 1 << source.mantissa_bits
-    positive = [
-        0,
-        1,
-        2,
-        normal - 1,
-        normal,
-        infinity - 1,
-        infinity,
-        infinity + 1,
-        infinity | normal >> 1,
-        source.sign - 1,
-    ]
+    positive = [0, 1, 2, normal - 1, normal, infinity - 1, infinity, infinity + 1]
+    positive += [infinity | normal >> 1, source.sign - 1]
     return np.array([sign | p for p in positive for sign in (0, source.sign)], np.uint64)
 
 

@@ -226,7 +226,8 @@ def scale_rule(kind: str, policy: str | ScalePolicy) -> str:
         sentence += f", amax at least {policy.eps:g}" if policy.eps else ""
         if policy.power_of_two:
             sentence += f", then the power of two, by {policy.power_of_two} (S-4)"
-        clause = "S-3" if policy.floored_quotient else "S-15" if policy.clause == "S-15" else "S-9"
+        clause = "S-15" if policy.clause == "S-15" else "S-9"
+        clause = "S-3" if policy.floored_quotient else clause
         return f"{sentence} ({clause}{', S-12' if kind == 'subnormal' else ''})"
     kept = {
         "one": "scale 1",

@@ -7,8 +7,8 @@ docs/libraries.md tells the two apart.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,7 @@ Run = Callable[[np.ndarray], np.ndarray]
 _F32 = np.float32
 
 
-@dataclass(frozen=True, kw_only=True)
-class Transcription:
+class Transcription(NamedTuple):
     """A library's scale.
 
     library   with the version from which, or up to which, it is so; variant: of several.
@@ -36,7 +35,7 @@ class Transcription:
     call: str
     source: str
     made: str
-    of: Callable[[Format], Run] = field(repr=False)
+    of: Callable[[Format], Run]
 
 
 def _te_scale(fmt: Format, *, value_for_inf: float, masked: bool, eps: float = 0.0) -> Run:
@@ -175,84 +174,52 @@ _QUANTIZE = "google/qwix qwix/_src/core/qarray.py"
 _FLOAT32, _BFLOAT16 = float(np.finfo(_F32).max), (2 - 2.0**-7) * 2.0**127
 
 
-def _from(source: str, library: str, made: str, *rows: tuple) -> list[Transcription]:
-    """The transcriptions of one source, of rows (variant, call, function of a format)."""
-    return [
-        Transcription(
-            library=library, variant=row[0], call=row[1], source=source, made=made, of=row[2]
-        )
-        for row in rows
-    ]
+_TE_CURRENT = partial(_te_scale, value_for_inf=_FLOAT32, masked=False)
+_TE_BLOCK = partial(_te_scale, value_for_inf=_BFLOAT16, masked=True)
+_TE_BFLOAT16 = partial(_te_scale, value_for_inf=_BFLOAT16, masked=False)
+_ACT_QUANT = "`act_quant_kernel`"
+_TOKEN = "`per_token_cast_to_fp8`"
+_ZERO_POINT = "`compute_scale_zero_point`"
 
-
-TRANSCRIPTIONS = (
-    *_from(
-        _TE + "recipe/recipe_common.cuh d0067d0d",
-        "Transformer Engine",
-        "scale",
-        (
-            "current",
-            "`compute_scale_from_amax`, FLT_MAX",
-            partial(_te_scale, value_for_inf=_FLOAT32, masked=False),
-        ),
-        (
-            "block",
-            "`compute_scale_from_types`, powers of two",
-            partial(_te_scale, value_for_inf=_BFLOAT16, masked=True),
-        ),
-        (
-            "block_float_bf16",
-            "`compute_scale_from_types`, bfloat16 tensors",
-            partial(_te_scale, value_for_inf=_BFLOAT16, masked=False),
-        ),
+# {(source, library, made): rows (variant, call, function of a format)}
+_ROWS: dict[tuple[str, str, str], tuple[tuple[str, str, Callable[[Format], Run]], ...]] = {
+    (f"{_TE}recipe/recipe_common.cuh d0067d0d", "Transformer Engine", "scale"): (
+        ("current", "`compute_scale_from_amax`, FLT_MAX", _TE_CURRENT),
+        ("block", "`compute_scale_from_types`, powers of two", _TE_BLOCK),
+        ("block_float_bf16", "`compute_scale_from_types`, bfloat16 tensors", _TE_BFLOAT16),
     ),
-    *_from(
-        _TE + "util/ptx.cuh 28777046",
-        "Transformer Engine",
-        "e8m0",
+    (f"{_TE}util/ptx.cuh 28777046", "Transformer Engine", "e8m0"): (
         ("mxfp8", "`float_to_e8m0`", _te_e8m0),
     ),
-    *_from(_V3 + "06231633", "DeepSeek-V3", "scale_inv", ("2024", "`act_quant_kernel`", _deepseek)),
-    *_from(
-        _V3 + "9b4e9788",
-        "DeepSeek-V3",
-        "scale_inv",
-        ("2025", "`act_quant_kernel`", partial(_deepseek, eps=1e-4)),
-        ("ue8m0", "`act_quant_kernel`, ue8m0", partial(_deepseek, eps=1e-4, ue8m0=True)),
+    (f"{_V3}06231633", "DeepSeek-V3", "scale_inv"): (("2024", _ACT_QUANT, _deepseek),),
+    (f"{_V3}9b4e9788", "DeepSeek-V3", "scale_inv"): (
+        ("2025", _ACT_QUANT, partial(_deepseek, eps=1e-4)),
+        ("ue8m0", f"{_ACT_QUANT}, ue8m0", partial(_deepseek, eps=1e-4, ue8m0=True)),
     ),
-    *_from(
-        _DEEPGEMM,
-        "DeepGEMM",
-        "scale_inv",
-        ("gpu", "`per_token_cast_to_fp8`", partial(_deepgemm, gpu=True)),
-        ("cpu", "`per_token_cast_to_fp8`", partial(_deepgemm, gpu=False)),
+    (_DEEPGEMM, "DeepGEMM", "scale_inv"): (
+        ("gpu", _TOKEN, partial(_deepgemm, gpu=True)),
+        ("cpu", _TOKEN, partial(_deepgemm, gpu=False)),
     ),
-    *_from(_DEEPGEMM, "DeepGEMM", "e8m0", ("ue8m0", "`ceil_to_ue8m0`", _deepgemm_ue8m0)),
-    *_from(
-        "microsoft/microxcaling mx/mx_ops.py 3b429a84",
-        "microxcaling",
-        "e8m0",
+    (_DEEPGEMM, "DeepGEMM", "e8m0"): (("ue8m0", "`ceil_to_ue8m0`", _deepgemm_ue8m0),),
+    ("microsoft/microxcaling mx/mx_ops.py 3b429a84", "microxcaling", "e8m0"): (
         ("", "`_shared_exponents`, less emax", _microxcaling),
     ),
-    *_from(
-        f"{_QUANTIZE} aa623acb",
-        "qwix",
-        "scale_inv",
-        ("absmax", "`compute_scale_zero_point`, float32", _qwix),
-        ("absmax_bf16", "`compute_scale_zero_point`, bfloat16", partial(_qwix, dtype="bfloat16")),
-        ("mxfp8", "`compute_scale_zero_point`, mxfp8", _qwix_mx),
+    (f"{_QUANTIZE} aa623acb", "qwix", "scale_inv"): (
+        ("absmax", f"{_ZERO_POINT}, float32", _qwix),
+        ("absmax_bf16", f"{_ZERO_POINT}, bfloat16", partial(_qwix, dtype="bfloat16")),
+        ("mxfp8", f"{_ZERO_POINT}, mxfp8", _qwix_mx),
     ),
-    *_from(
-        "qwix 0.1.8 (PyPI) qwix/_src/core/qarray.py",
-        "qwix",
-        "scale_inv",
-        ("mxfp8_0.1.8", "`compute_scale_zero_point`, mxfp8", _qwix_mx_before),
+    ("qwix 0.1.8 (PyPI) qwix/_src/core/qarray.py", "qwix", "scale_inv"): (
+        ("mxfp8_0.1.8", f"{_ZERO_POINT}, mxfp8", _qwix_mx_before),
     ),
-    *_from(
-        "Azure/MS-AMP msamp/common/tensor/meta.py 0367bdc5",
-        "MS-AMP",
-        "scale",
+    ("Azure/MS-AMP msamp/common/tensor/meta.py 0367bdc5", "MS-AMP", "scale"): (
         ("", "`compute_scaling_factor`", _msamp),
     ),
+}
+
+TRANSCRIPTIONS = tuple(
+    Transcription(library, variant, call, source, made, of)
+    for (source, library, made), rows in _ROWS.items()
+    for variant, call, of in rows
 )
 """The transcriptions, in the order of docs/libraries.md."""

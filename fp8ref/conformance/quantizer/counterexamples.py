@@ -31,16 +31,8 @@ from fp8ref.policy import ScalePolicy
 from fp8ref.sim.quantize import cast, scaling
 
 SHAPES = (
-    (1, 1),
-    (1, 32),
-    (32, 1),
-    (1, 128),
-    (128, 1),
-    (4, 4),
-    (16, 16),
-    (32, 32),
-    (128, 128),
-    (256, 384),
+    *((1, 1), (1, 32), (32, 1), (1, 128), (128, 1)),
+    *((4, 4), (16, 16), (32, 32), (128, 128), (256, 384)),
 )
 """The shapes of counterexamples, in the order in which they are tried."""
 

@@ -99,9 +99,8 @@ def summary(
     if chosen.scale_fmt.max != fmt.max:
         notes = f", scales to {chosen.scale_fmt.max:g}, not {fmt.max:g}"
     notes += ", subnormals are zeros" if chosen.flushes else ""
-    notes += (
-        "" if fields["rounding"] in ("nearest_even", None) else f", rounds {fields['rounding']}"
-    )
+    if fields["rounding"] not in ("nearest_even", None):
+        notes += f", rounds {fields['rounding']}"
     if fields["double_rounding"]:
         notes += f", rounds to {fields['double_rounding']} first"
     if fields["subnormals"] not in ("kept", None):
@@ -121,10 +120,10 @@ def summary(
 
 def format_finding(output: QuantizerOutput, found_fmt: Format, fmt: Format) -> Finding:
     """The finding on the format; the dtype names it, or it is taken for the one asked for."""
-    text = found_fmt.name if found_fmt is fmt else f"{found_fmt}, max {found_fmt.max:g}, not {fmt}"
-    evidence = f"it gives {output.dtype}" + (
-        "" if output.dtype.startswith("float8") else f", taken for {found_fmt}'s"
-    )
+    text = found_fmt.name
+    text += f", max {found_fmt.max:g}, not {fmt}" if found_fmt is not fmt else ""
+    evidence = f"it gives {output.dtype}"
+    evidence += "" if output.dtype.startswith("float8") else f", taken for {found_fmt}'s"
     return Finding("format", found_fmt.name, evidence, words=text)
 
 
@@ -147,23 +146,18 @@ def axis_finding(matched: PolicyMatch, axis: int | None) -> Finding:
 
 def returned_finding(scale_layout: ScaleLayout, output: QuantizerOutput) -> Finding:
     """The finding on the returned scales: kind, place and shape for x [256, 384] of each."""
-    shapes = {name: output.scales[name].shape for name in scale_layout.kinds}
-    transposed = {name: scale_layout.is_transposed(shape, SHAPE) for name, shape in shapes.items()}
-    text = ", ".join(
-        kind
-        + (f" as {name}" if name and name != kind else "")
-        + f" {list(shapes[name])}"
-        + (" (transposed)" if transposed[name] else "")
-        for name, kind in scale_layout.kinds.items()
-    )
+    texts = []
+    for name, kind in scale_layout.kinds.items():
+        shape = output.scales[name].shape
+        text = kind + (f" as {name}" if name not in ("", kind) else "") + f" {list(shape)}"
+        transposed = scale_layout.is_transposed(shape, SHAPE)
+        texts.append(f"{text} (transposed)" if transposed else text)
     value = " and ".join(dict.fromkeys(scale_layout.kinds.values())) or None
-    codes = f"{output.dtype} of x's shape, {list(SHAPE)}" + (
-        f", as {output.place}" if output.place else ""
-    )
-    evidence = f"next to {codes}" + (
-        "" if scale_layout.kinds else ", nothing that varies with the amax"
-    )
-    return Finding("returns", value, evidence, words=text or "neither scale nor scale_inv")
+    evidence = f"next to {output.dtype} of x's shape, {list(SHAPE)}"
+    evidence += f", as {output.place}" if output.place else ""
+    evidence += "" if scale_layout.kinds else ", nothing that varies with the amax"
+    words = ", ".join(texts) or "neither scale nor scale_inv"
+    return Finding("returns", value, evidence, words=words)
 
 
 def untaken(findings: list[Finding]) -> str:

@@ -123,7 +123,8 @@ class Search:
         if small or large:
             bounds = [*self._bounds(small, large), *deviations.FLUSHES]
             # A bound says more than one of many floors that give the same powers of two.
-            solved = [*bounds, *solved] if candidate.policy.e8m0 is not None else [*solved, *bounds]
+            both = (bounds, solved) if candidate.policy.e8m0 is not None else (solved, bounds)
+            solved = [*both[0], *both[1]]
         for kind in _SPECIAL:
             at = wrong & (kinds == AMAX_RANGES.index(kind))
             if at.any():
@@ -146,9 +147,8 @@ class Search:
         """Constant scales of the amaxes of a kind: those returned, or 1, 0, Inf or NaN."""
         words, condition = _SPECIAL[kind]
         shown = self._returned(at)
-        options: list[dict[str, np.float32]] = (
-            [shown] if shown else [{"scale": np.float32(v)} for v in (1, 0, np.inf, np.nan)]
-        )
+        numbers = [{"scale": np.float32(v)} for v in (1, 0, np.inf, np.nan)]
+        options: list[dict[str, np.float32]] = [shown] if shown else numbers
         if len(shown) == 1:
             # The other one is the policy's, the reciprocal, 1 or 0: codes show which.
             ((kind, value),) = shown.items()
@@ -332,7 +332,8 @@ def asked_for_underflow(
             x = np.zeros(shape, np.float32)
             x[0, 0] = _number(bits << drop)
             output = quantizer.ask(x)
-            return not (output.tensor[0, 0] if output.codes is None else output.codes[0, 0] & 0x7F)
+            first = output.tensor[0, 0]
+            return not (first if output.codes is None else first & 0x7F)
 
         low, high = 1, int(np.float32(1).view(np.int32)) >> drop
         if not vanishes(low):

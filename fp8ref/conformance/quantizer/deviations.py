@@ -128,12 +128,11 @@ def _scales_change(kind: str, change: Callable[[np.ndarray], np.ndarray]) -> Cha
 
 def _power_of_two(rounding: Callable[[np.ndarray], np.ndarray]) -> ChangeScales:
     # log2 is rounded to float32, as that of libraries is.
-    return _scales_change(
-        "scale",
-        lambda s: np.exp2(
-            rounding(np.log2(s.astype(np.float64)).astype(np.float32)).astype(np.float64)
-        ).astype(np.float32),
-    )
+    def power(s: np.ndarray) -> np.ndarray:
+        log2 = np.log2(s.astype(np.float64)).astype(np.float32)
+        return np.exp2(rounding(log2).astype(np.float64)).astype(np.float32)
+
+    return _scales_change("scale", power)
 
 
 def _without_abs(part: Callable[[np.ndarray, np.float32], np.ndarray]) -> Amax:
@@ -177,10 +176,8 @@ def eps_added(eps: float, policy: ScalePolicy, words: str) -> Deviation:
 def bound(kind: str, value: np.float32, *, least: bool) -> Deviation:
     """A scale, or scale_inv, that is at least or at most a number."""
     words = f"its {kind} is at {'least' if least else 'most'} {scale_words(value)}"
-    return Deviation(
-        words,
-        scales=_scales_change(kind, lambda s: (np.maximum if least else np.minimum)(s, value)),
-    )
+    bounded = np.maximum if least else np.minimum
+    return Deviation(words, scales=_scales_change(kind, lambda s: bounded(s, value)))
 
 
 def constant(
@@ -192,12 +189,10 @@ def constant(
     """Constant scales, by kind, of some amaxes such as NaN; ``shown``: the kinds returned."""
 
     def replaced(own: Scales, amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
-        return own._replace(
-            **{
-                kind: np.where(condition(amax), s, getattr(own, kind))[()]
-                for kind, s in scales.items()
-            }
-        )
+        for kind, s in scales.items():
+            changed = np.where(condition(amax), s, getattr(own, kind))[()]
+            own = own._replace(**{kind: changed})
+        return own
 
     text = " and ".join(f"{kind} {scale_words(scales[kind])}" for kind in shown)
     return Deviation(f"{words} has {text}", scales=replaced)
@@ -271,39 +266,59 @@ def _quotient_alone(scales: Scales, amax: np.ndarray, fmt: Format, policy: Scale
 
 _UNROUNDED = "its codes are of the float32 one"
 
-NAMED = (
-    Deviation("its amax is the largest element, without abs", amax=_without_abs(np.maximum)),
-    Deviation(
-        "its amax is the smallest element's magnitude, not the largest magnitude",
-        amax=_without_abs(np.minimum),
+_BFLOAT16, _CUT_TO_BFLOAT16 = _in(BFLOAT16), _in(BFLOAT16, "toward_zero")
+
+# What deviates, as a field of Deviation, and how, by its text
+_NAMED: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        "amax",
+        {
+            "its amax is the largest element, without abs": _without_abs(np.maximum),
+            "its amax is the smallest element's magnitude, not the largest magnitude": (
+                _without_abs(np.minimum)
+            ),
+        },
     ),
-    Deviation("its amax is rounded to bfloat16", change_amax=_in(BFLOAT16)),
-    Deviation("its amax is cut to bfloat16, not rounded", change_amax=_in(BFLOAT16, "toward_zero")),
-    Deviation("its amax is rounded to float16", change_amax=_in(FLOAT16)),
-    Deviation(
-        "its scale is cut to bfloat16, not rounded",
-        scales=_scales_change("scale", _in(BFLOAT16, "toward_zero")),
+    (
+        "change_amax",
+        {
+            "its amax is rounded to bfloat16": _BFLOAT16,
+            "its amax is cut to bfloat16, not rounded": _CUT_TO_BFLOAT16,
+            "its amax is rounded to float16": _in(FLOAT16),
+        },
     ),
-    Deviation("its scale is rounded to float16", scales=_scales_change("scale", _in(FLOAT16))),
-    Deviation("its scale is rounded to bfloat16", scales=_scales_change("scale", _in(BFLOAT16))),
-    Deviation(
-        "its scale_inv is rounded to bfloat16", scales=_scales_change("scale_inv", _in(BFLOAT16))
+    (
+        "scales",
+        {
+            "its scale is cut to bfloat16, not rounded": _scales_change("scale", _CUT_TO_BFLOAT16),
+            "its scale is rounded to float16": _scales_change("scale", _in(FLOAT16)),
+            "its scale is rounded to bfloat16": _scales_change("scale", _BFLOAT16),
+            "its scale_inv is rounded to bfloat16": _scales_change("scale_inv", _BFLOAT16),
+        },
     ),
-    Deviation(
-        f"the scale that it returns is rounded to bfloat16, and {_UNROUNDED}",
-        returned=_change("scale", _in(BFLOAT16)),
+    (
+        "returned",
+        {
+            f"the {kind} that it returns is rounded to bfloat16, and {_UNROUNDED}": (
+                _change(kind, _BFLOAT16)
+            )
+            for kind in ("scale", "scale_inv")
+        },
     ),
-    Deviation(
-        f"the scale_inv that it returns is rounded to bfloat16, and {_UNROUNDED}",
-        returned=_change("scale_inv", _in(BFLOAT16)),
+    (
+        "scales",
+        {
+            "its scale_inv is amax / max, not the reciprocal of the scale": _quotient_alone,
+            "its scale is rounded up to a power of two, not down": _power_of_two(np.ceil),
+            "its scale is rounded to the nearest power of two, by log2": _power_of_two(np.rint),
+        },
     ),
-    Deviation(
-        "its scale_inv is amax / max, not the reciprocal of the scale", scales=_quotient_alone
-    ),
-    Deviation("its scale is rounded up to a power of two, not down", scales=_power_of_two(np.ceil)),
-    Deviation(
-        "its scale is rounded to the nearest power of two, by log2", scales=_power_of_two(np.rint)
-    ),
+)
+
+NAMED = tuple(
+    Deviation(text, **{field: change})
+    for field, changes in _NAMED
+    for text, change in changes.items()
 )
 """The mistakes that have a name and no number, for every policy."""
 

@@ -321,14 +321,14 @@ def _unexpected_rounding(a: Responses, chosen: Candidate) -> list[Counterexample
     # If only inputs next to ties are wrong, it is rounded twice (C-1).
     coarse = differs & a.among(cast_inputs.coarse(fmt))
     normal = coarse & (np.abs(a.x) >= fmt.smallest_normal)
-    among, clause = (
-        (normal, "C-2") if normal.any() else (coarse, "F-1") if coarse.any() else (differs, "C-1")
-    )
+    kinds = ((normal, "C-2"), (coarse, "F-1"), (differs, "C-1"))
+    among, clause = next(kind for kind in kinds if kind[0].any())
     at = simplest(a.x, among)
     if a.x[at] == 0:
         clause = "C-6"
     shown = a.counterexample(at, expected_behavior, f"S-5, {clause}")
-    return [dataclasses.replace(shown, input=f"{shown.input} next to {largest:g}, under scale 1")]
+    words = f"{shown.input} next to {largest:g}, under scale 1"
+    return [dataclasses.replace(shown, input=words)]
 
 
 def _unexplained(
@@ -341,7 +341,7 @@ def _unexplained(
     """
     basis = matched.basis
     assert basis is not None
-    wrong = counterexamples.for_policy(matched, basis) if matched.mismatches(basis).any() else []
+    wrong = counterexamples.for_policy(matched, basis)
     if inner is None:
         return wrong, basis.candidate
     if not inner.explained:
@@ -354,5 +354,4 @@ def _unexplained(
         basis.candidate, rounding=inner.rounding, source=matched.answers.quantizer.dtype
     )
     own = candidates.agreement(candidate, *matched.answers.rows)
-    left = counterexamples.for_policy(matched, own) if matched.mismatches(own).any() else []
-    return left, candidate
+    return counterexamples.for_policy(matched, own), candidate

@@ -48,14 +48,8 @@ from fp8ref.sim.quantize import scaling
 from fp8ref.spec.granularity import by_name
 
 SHAPES = (
-    (1, 128),
-    (3, 256),
-    (16, 384),
-    (64, 512),
-    (128, 128),
-    (299, 128),
-    (3, 28672),
-    (1031, 1152),
+    *((1, 128), (3, 256), (16, 384), (64, 512)),
+    *((128, 128), (299, 128), (3, 28672), (1031, 1152)),
 )
 """Shapes whose K is as S-6 asks.
 

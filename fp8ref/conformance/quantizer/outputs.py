@@ -416,15 +416,14 @@ def as_rows(
 
     codes = None if first.codes is None else rows([a.output.tensor for a in responses])
     values = None if first.codes is not None else rows([a.output.tensor for a in responses])
-    scales = {
-        name: np.concatenate([per_group(a, name, scale_layout) for a in responses])[:, None]
-        for name in first.scales
-    }
+    scales = {}
+    for name in first.scales:
+        by_group = [per_group(a, name, scale_layout) for a in responses]
+        scales[name] = np.concatenate(by_group)[:, None]
+    x = rows([a.x for a in responses])
     whole = Response(
-        x=rows([a.x for a in responses]),
-        group=np.broadcast_to(
-            np.arange(len(responses) * sizes.size)[:, None], (len(responses) * sizes.size, sizes[0])
-        ),
+        x=x,
+        group=np.broadcast_to(np.arange(len(x))[:, None], x.shape),
         kind=np.concatenate([a.kind for a in responses]),
         largest=np.concatenate([a.largest for a in responses]),
         output=replace(first, codes=codes, values=values, scales=scales),
@@ -438,16 +437,11 @@ def some_rows(rows: Response, keep: np.ndarray, width: int) -> Response:
     """
     output = rows.output
     codes, values = (None if t is None else t[keep, :width] for t in (output.codes, output.values))
-    x = rows.x[keep, :width]
+    x, scales = rows.x[keep, :width], {name: s[keep] for name, s in output.scales.items()}
     return Response(
         x=x,
         group=np.broadcast_to(np.arange(len(x))[:, None], x.shape),
         kind=rows.kind[keep],
         largest=rows.largest[keep],
-        output=replace(
-            output,
-            codes=codes,
-            values=values,
-            scales={name: s[keep] for name, s in output.scales.items()},
-        ),
+        output=replace(output, codes=codes, values=values, scales=scales),
     )

@@ -30,21 +30,8 @@ _PLANTED = {
 # The magnitudes of groups in turn, which an eps, a bound of the scale, a zero amax or an
 # overflowing scale decides: an eps may be left out for other shapes or strides, or be another one.
 _MAGNITUDES = (
-    0.0,
-    1.0,
-    1e-5,
-    1e-7,
-    1e-9,
-    1e-11,
-    1e-13,
-    2.0**-126,
-    2.0**-24,
-    0.0,
-    1e-30,
-    2.0**-3,
-    2.0**60,
-    2.0**100,
-    2.0**126,
+    *(0.0, 1.0, 1e-5, 1e-7, 1e-9, 1e-11, 1e-13, 2.0**-126, 2.0**-24),
+    *(0.0, 1e-30, 2.0**-3, 2.0**60, 2.0**100, 2.0**126),
 )
 
 
@@ -90,19 +77,14 @@ def tensors(
         special = not {at_last, at_inside} <= {4.0, None}
         # With a memory, a quantizer may keep scales after these: one call cannot tell.
         if not (special and quantizer.memory) and (group.size < _LARGE or name in _IN_LARGE):
-            planted = [
-                (at, value)
-                for at, value in ((last, at_last), (inside, at_inside))
-                if value is not None
-            ]
-            yield _with(shape, rng, name, planted)
+            planted = ((last, at_last), (inside, at_inside))
+            yield _with(shape, rng, name, [(at, v) for at, v in planted if v is not None])
     if shape in (WHOLE, WHOLE[::-1]):
         # 35 shares no divisor with 32, 128 and 264: it meets all lanes and blocks, most columns.
         # Then the start of every row.
         for i, at in enumerate((*range(0, group.size, 35), *range(0, group.size, shape[1]))):
-            yield _with(
-                shape, rng, f"the largest at {at}", [(np.array([at]), 4.0 if i % 2 else -4.0)]
-            )
+            place = [(np.array([at]), 4.0 if i % 2 else -4.0)]
+            yield _with(shape, rng, f"the largest at {at}", place)
     if ragged_blocks.is_ragged(shape, scale_layout):
         # A block that is read to its full length reads elements of the next row, or stale ones.
         for factor in (4, 0.25):

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-_EXPONENTS = (0, 1, -1, 2, -2, 3, -3, 4, -4, 6, -6, 8, -8, 12, -12, 16, -16, 24, -24, 32, -32)
+_MAGNITUDES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_EXPONENTS = (0, *(sign * n for n in _MAGNITUDES for sign in (1, -1)))
 
 
 def numbers(largest: float) -> Iterator[np.float32]:

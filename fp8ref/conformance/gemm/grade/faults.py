@@ -32,6 +32,10 @@ class Fault(NamedTuple):
     gives: Gives
 
 
+def _rolled(step: int, *, axis: int) -> Scales:
+    return lambda s: np.roll(s, step, axis=axis) if s.ndim else s
+
+
 SCALES: dict[str, Scales] = {
     "": lambda s: s,
     "scale of {} in the place of scale_inv": lambda s: 1 / s,
@@ -42,10 +46,10 @@ SCALES: dict[str, Scales] = {
         np.broadcast_to(s[:, :1], s.shape) if s.ndim else s
     ),
     "the largest scale_inv of {} for all": lambda s: np.broadcast_to(s.max(), s.shape),
-    "scale_inv of {} of the next row": lambda s: np.roll(s, -1, axis=0) if s.ndim else s,
-    "scale_inv of {} of the previous row": lambda s: np.roll(s, 1, axis=0) if s.ndim else s,
-    "scale_inv of {} of the next block of K": lambda s: np.roll(s, -1, axis=1) if s.ndim else s,
-    "scale_inv of {} of the previous block of K": lambda s: np.roll(s, 1, axis=1) if s.ndim else s,
+    "scale_inv of {} of the next row": _rolled(-1, axis=0),
+    "scale_inv of {} of the previous row": _rolled(1, axis=0),
+    "scale_inv of {} of the next block of K": _rolled(-1, axis=1),
+    "scale_inv of {} of the previous block of K": _rolled(1, axis=1),
     "scale_inv of {}, transposed": lambda s: s.T.reshape(s.shape) if s.ndim else s,
 }
 """{fault, in words: the scales it has}; {} stands for the operand."""

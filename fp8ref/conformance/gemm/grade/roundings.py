@@ -96,12 +96,15 @@ class Path:
                 # one product: its rounding to float32 is the only one
                 result = accumulate.f32(a, b) if a[:, 1].any() else (a[:, :1] * b[:, :1].T)
             elif self.each_time:
-                first, last = (scale_a, scale_b.T) if self.scale == "each" else (scale_b.T, scale_a)
+                first, last = scale_a, scale_b.T
+                if self.scale != "each":
+                    first, last = last, first
                 result = cast.round_to(cast.round_to(accumulate.f32(a, b), out) * first, out) * last
             else:
                 plain = Epilogue(name="", scale=self.scale)
                 acc = accumulate.f32(a, b)
-                acc = cast.round_to(acc, out, rounding=self.rounding) if self.round_first else acc
+                if self.round_first:
+                    acc = cast.round_to(acc, out, rounding=self.rounding)
                 scales = scale_a, scale_b.T
                 result = gemm.finish_plain(acc, *scales, epilogue=plain, out_dtype=FLOAT32)
             if self.via is not None:
