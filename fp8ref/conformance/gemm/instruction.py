@@ -246,8 +246,8 @@ def random_operands(
     c = wide.astype(np.float32)
     bits = rng.integers(0, 1 << 32, c.shape, dtype=np.uint32)
     finite = np.where(bits >> 23 & 0xFF == 0xFF, bits & np.uint32(0xBFFFFFFF), bits)
-    of_8 = [*[c] * 5, *[finite.view(np.float32)] * 2, np.zeros_like(c)]
-    return codes[0], codes[1], np.choose(rng.integers(0, 8, c.shape), of_8)
+    choices = [*[c] * 5, *[finite.view(np.float32)] * 2, np.zeros_like(c)]
+    return codes[0], codes[1], np.choose(rng.integers(0, 8, c.shape), choices)
 
 
 def _random(

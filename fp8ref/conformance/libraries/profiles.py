@@ -105,8 +105,7 @@ def scales(fmt: Format, policy: str) -> dict[str, Function]:
             runs[f"fp8ref.torch{suffix}"] = run(functions.fp8ref_torch_scale(fmt, policy))
     if _installed("jax", "flax", "optax"):
         runs[f"fp8ref.jax{_jax_device()}"] = functions.fp8ref_jax_scale(fmt, policy)
-    scale_of = {name: Function(name, fmt, run, made="scale") for name, run in runs.items()}
-    return _some(scale_of)
+    return _some({name: Function(name, fmt, run, made="scale") for name, run in runs.items()})
 
 
 def every_cast() -> Iterator[Function]:
@@ -175,9 +174,9 @@ def _torchao_scales(fmt: Format) -> Iterator[Function]:
     if fmt is E4M3FN:  # the format of AdamWFp8's moments
         call, file = "`quantize_fp8(x, block)`", "optim/subclass_fp8.py"
         rows.append(("adamw_fp8", call, functions.torchao_adamw_scale, "scale_inv", file))
-    for variant, call, function, made, source in rows:
+    for variant, call, function, kind, source in rows:
         run = on_torch("cpu")(function)
-        yield Function("torchao", fmt, run, variant=variant, call=call, made=made, source=source)
+        yield Function("torchao", fmt, run, variant=variant, call=call, made=kind, source=source)
 
 
 def _other_scales(fmt: Format) -> Iterator[Function]:

@@ -218,8 +218,8 @@ _ROWS: dict[tuple[str, str, str], tuple[tuple[str, str, Callable[[Format], Run]]
 }
 
 TRANSCRIPTIONS = tuple(
-    Transcription(library, variant, call, source, made, of)
-    for (source, library, made), rows in _ROWS.items()
+    Transcription(library, variant, call, source, kind, of)
+    for (source, library, kind), rows in _ROWS.items()
     for variant, call, of in rows
 )
 """The transcriptions, in the order of docs/libraries.md."""

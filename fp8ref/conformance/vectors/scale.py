@@ -139,8 +139,8 @@ def verify(question: Scale, rules: Rules, vectors: Iterator[text.Vector], verdic
                 raise text.MalformedError(
                     vector.line, f"an amax is not negative; got {amax:08X}. Clear its sign."
                 )
-        made = [v.number(1, width, f"a {rules.made}") for v in batch]
-        scale_bits = np.array(made, f"uint{width}")
+        answers = [v.number(1, width, f"a {rules.made}") for v in batch]
+        scale_bits = np.array(answers, f"uint{width}")
         specified = expected_bits(bits.view(np.float32), question.fmt, question.policy, rules.made)
         differ = ~same(scale_bits, specified, rules.made)
         lines = text.hexadecimal(bits, 32)

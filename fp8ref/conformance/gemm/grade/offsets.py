@@ -290,8 +290,8 @@ def _operands(which: Which, question: Question) -> Operands:
     a, b = integers(shapes[0], 3), integers(shapes[1], 2)
     scale_a, scale_b = (2.0 ** rng.integers(-3, 4, shape) for shape in shapes[2:])
     ends = np.cumsum(question.sizes).astype(np.int32)
-    for of_rows in (a, b if which == "grad_weight" else scale_a):
-        of_rows[ends[-1] :] = np.nan
+    for rows in (a, b if which == "grad_weight" else scale_a):
+        rows[ends[-1] :] = np.nan
     return Operands(which=which, a=a, b=b, scale_a=scale_a, scale_b=scale_b, ends=ends)
 
 
