@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref.conformance.kit import arrays
 from fp8ref.formats import BFLOAT16, E4M3FN, E8M0FNU, FLOAT16, FLOAT32, Format
 from fp8ref.sim.quantize import cast, scaling
 from fp8ref.sim.quantize.scaling import Quantized
@@ -176,15 +175,19 @@ def called(name: str, call: Callable[[], Any], operands: str = "") -> tuple[np.n
 
 
 def _read_array(array: Any) -> tuple[np.ndarray, Format]:
-    if not hasattr(array, "dtype"):
+    if hasattr(array, "detach"):  # PyTorch's tensors
+        dtype = str(array.dtype).removeprefix("torch.")
+        array = array.detach().float().cpu().resolve_conj().resolve_neg().numpy()
+    elif hasattr(array, "dtype"):
+        dtype, array = np.dtype(array.dtype).name, np.asarray(array)
+    else:
         raise ProbeError(
             f"gives one array [M, N] of NumPy, PyTorch or JAX; got {type(array).__name__}. "
             "Return the array alone."
         )
-    values, dtype = arrays.named(array)
     if dtype not in OUT_DTYPES:
         raise ProbeError(f"gives {', '.join(OUT_DTYPES)}; got {dtype}. Convert what it returns.")
-    return np.array(values, np.float32, order="C"), OUT_DTYPES[dtype]
+    return np.array(array, np.float32, order="C"), OUT_DTYPES[dtype]
 
 
 def _of(a: Quantized, b: Quantized) -> str:
