@@ -105,7 +105,7 @@ def describe_cast(function: Function, count: int) -> list[str]:
     )
     roundings = [
         r
-        for r in casts_asked.ROUNDINGS
+        for r in explain.ROUNDINGS
         if np.array_equal(cast.encode(x[inside], fmt, rounding=r), found[inside])
     ]
     small = (kind == "number") & (np.abs(x) < fmt.smallest_normal)
