@@ -230,9 +230,8 @@ class ScalePolicy:
             )
         left_out = ["margin", "overflow", "zero", "infinite", "nan"]
         left_out += ["eps"] if self.of_exponents else []
-        left_out += (
-            ["stored", "one_below", "factor", "scale_dtype"] if self.e8m0 is not None else []
-        )
+        if self.e8m0 is not None:
+            left_out += ["stored", "one_below", "factor", "scale_dtype"]
         for key in left_out:
             if getattr(self, key) != getattr(_PLAIN, key):
                 raise ValueError(

@@ -65,7 +65,7 @@ class BackendChecks:
 
     def misplanned(self, layer: str, which: Gemm, planned: bool, where: str = "") -> None:
         """Fail a GEMM that did not run as it was planned, in FP8 or not."""
-        problem = (
-            "was planned in FP8 and did not run" if planned else "ran in FP8 and was not planned"
-        )
+        problem = "ran in FP8 and was not planned"
+        if planned:
+            problem = "was planned in FP8 and did not run"
         self.check(f"{layer}/{which}/value", bound=1.0).fail(f"the GEMM {problem}{where}")

@@ -126,7 +126,8 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, config: llama.LlamaCo
 
     Shapes:   q, k, v [B, T, heads * head_dim]; k and v may have fewer heads (grouped queries).
     """
-    dim, groups = config.head_dim, config.num_attention_heads // config.num_key_value_heads
+    dim = config.head_dim
+    groups = config.num_attention_heads // config.num_key_value_heads
     cos, sin = (t.astype(np.float64) for t in llama.rotary_tables(config, q.shape[1]))
     # [B, H, T, D]
     q, k, v = (
@@ -234,8 +235,8 @@ def probe_weights(weights: Mapping[str, np.ndarray], *, seed: int) -> dict[str, 
             return 1 + value / 4
         if "embed_tokens" in name:
             return value
-        gain = np.sqrt(2) if any(part in name for part in ("q_proj", "k_proj", "gate_proj")) else 1
-        return value * gain / np.sqrt(shape[-1])
+        large = any(part in name for part in ("q_proj", "k_proj", "gate_proj"))
+        return value * np.sqrt(2 if large else 1) / np.sqrt(shape[-1])
 
     return {name: draw(name, value.shape).astype(np.float32) for name, value in weights.items()}
 

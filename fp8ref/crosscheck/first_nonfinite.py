@@ -52,7 +52,9 @@ class NonFinite:
 def first_index(value: np.ndarray) -> tuple[int, ...] | None:
     """The index of the first non-finite value in row-major order, or None."""
     bad = np.flatnonzero(~np.isfinite(value))
-    return tuple(int(i) for i in np.unravel_index(bad[0], np.shape(value))) if bad.size else None
+    if not bad.size:
+        return None
+    return tuple(int(i) for i in np.unravel_index(bad[0], np.shape(value)))
 
 
 def check_site(site: Site, check: Check, *, by: str, why: str = "") -> NonFinite | None:
@@ -105,7 +107,8 @@ def _overflow(site: Site) -> str:
 
 def _product_cause(site: Site, index: tuple[int, ...]) -> str:
     (first, a), (second, b) = site.factors.items()
-    row, column = a[index[:-1]], b[(*(index[:-2] if b.ndim == len(index) else ()), index[-1])]
+    row = a[index[:-1]]
+    column = b[(*(index[:-2] if b.ndim == len(index) else ()), index[-1])]
     # in float64 the sum does not overflow: its size shows the cause
     terms = row.astype(np.float64) * column
     for name, line in ((first, row), (second, column)):
@@ -268,5 +271,7 @@ def _before(linear: str, linears: Container[str]) -> str:
         block, _, index = layer.removesuffix(".mlp").rpartition(".")
         after = f"{block}.{int(index) + 1}"
         follows = any(f"{after}.mlp{part}.down_proj" in linears for part in ("", llama.EXPERTS))
-        return f"{after}.input_layernorm, or the residual next to it" if follows else "model.norm"
+        if not follows:
+            return "model.norm"
+        return f"{after}.input_layernorm, or the residual next to it"
     return "the loss"

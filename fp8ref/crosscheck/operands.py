@@ -318,7 +318,8 @@ def _check_output(
 ) -> None:
     # The simulator's operands are multiplied, not the backend's: a wrong code shows in the output
     # too.
-    name, out = f"{observed.layer}/{observed.gemm}", np.asarray(observed.out, np.float32)
+    name = f"{observed.layer}/{observed.gemm}"
+    out = np.asarray(observed.out, np.float32)
     if multiply is None:
         expected = device_gemm.simulated(checks.backend, *pair, spec)
         checks.output(name, [Part(*pair, expected)], spec, out)

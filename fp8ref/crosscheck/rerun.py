@@ -313,7 +313,9 @@ class RerunReport(Result):
         if not self.operands:
             say("no operand is in FP8")
         elif self.faithful:
-            verdict = ": the numbers diverged, and the quantization is right" if self.first else ""
+            verdict = ""
+            if self.first:
+                verdict = ": the numbers diverged, and the quantization is right"
             say(
                 f"codes and scales of all {self.operands} FP8 operands are the simulator's{verdict}"
             )

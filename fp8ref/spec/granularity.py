@@ -155,8 +155,6 @@ def scale_shape(
     (3, 2)
     """
     sizes = blocks(name, shape, axis, ragged=ragged)
-    return (
-        ()
-        if name == "tensorwise"
-        else tuple(-(-n // size) for n, size in zip(shape, sizes, strict=True))
-    )
+    if name == "tensorwise":
+        return ()
+    return tuple(-(-n // size) for n, size in zip(shape, sizes, strict=True))

@@ -174,11 +174,9 @@ class LlamaConfig:
     @property
     def head_dim(self) -> int:
         """The length of a head's query, key or value; even, as rotary embeddings need."""
-        return (
-            self.hidden_size // self.num_attention_heads
-            if self.head_size is None
-            else self.head_size
-        )
+        if self.head_size is not None:
+            return self.head_size
+        return self.hidden_size // self.num_attention_heads
 
 
 def linear_shapes(config: LlamaConfig) -> dict[str, tuple[int, int]]:
@@ -208,9 +206,9 @@ def linear_shapes(config: LlamaConfig) -> dict[str, tuple[int, int]]:
                 f"{mlp}.up_proj": (size, hidden),
                 f"{mlp}.down_proj": (hidden, size),
             }
-    return (
-        shapes if config.tie_word_embeddings else shapes | {"lm_head": (config.vocab_size, hidden)}
-    )
+    if config.tie_word_embeddings:
+        return shapes
+    return shapes | {"lm_head": (config.vocab_size, hidden)}
 
 
 def experts_of(linear: str, config: LlamaConfig) -> int | None:
@@ -239,28 +237,18 @@ def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
     for name, shape in linear_shapes(config).items():
         if name.endswith(f"{EXPERTS}.gate_proj"):
-            shapes[f"{name.removesuffix(f'{EXPERTS}.gate_proj')}{ROUTER}.weight"] = (
-                config.num_experts,
-                config.hidden_size,
-            )
+            router = name.removesuffix(f"{EXPERTS}.gate_proj") + ROUTER
+            shapes[f"{router}.weight"] = (config.num_experts, config.hidden_size)
         experts = experts_of(name, config)
         shapes[f"{name}.weight"] = shape if experts is None else (experts, *shape)
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
-        shapes |= dict.fromkeys(
-            (f"{layer}.self_attn.q_norm.weight", f"{layer}.self_attn.k_norm.weight")
-            * config.qk_norm,
-            (config.head_dim,),
-        )
-        shapes |= (
-            {sinks_of(f"{layer}.self_attn"): (config.num_attention_heads,)}
-            if config.attention_sinks
-            else {}
-        )
-        shapes |= dict.fromkeys(
-            (f"{layer}.input_layernorm.weight", f"{layer}.post_attention_layernorm.weight"),
-            (config.hidden_size,),
-        )
+        for norm in ("q_norm", "k_norm") if config.qk_norm else ():
+            shapes[f"{layer}.self_attn.{norm}.weight"] = (config.head_dim,)
+        if config.attention_sinks:
+            shapes[sinks_of(f"{layer}.self_attn")] = (config.num_attention_heads,)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{layer}.{norm}.weight"] = (config.hidden_size,)
     return shapes | {"model.norm.weight": (config.hidden_size,)}
 
 
@@ -301,23 +289,17 @@ class InitialWeight:
 
     def __getitem__(self, index) -> np.ndarray:
         """float32 values at slices of the rows and the columns; ... is the whole."""
-        *rows, columns = (
-            index if isinstance(index, tuple) and len(index) == len(self.shape) else (index, ...)
-        )
+        if not isinstance(index, tuple) or len(index) != len(self.shape):
+            index = index, ...
+        *rows, columns = index
         row_indices = np.arange(math.prod(self.shape[:-1])).reshape(self.shape[:-1])[tuple(rows)]
         places, width = row_indices.ravel(), len(np.arange(self.shape[-1])[columns])
         piece = np.empty((len(places), width), np.float32)
         # NumPy draws outside the interpreter's lock
         parts = max(1, piece.shape[0] * self.shape[-1] // 2**22)
+        split = np.array_split(piece, parts), np.array_split(places, parts)
         with ThreadPoolExecutor() as threads:
-            list(
-                threads.map(
-                    self._draw,
-                    np.array_split(piece, parts),
-                    np.array_split(places, parts),
-                    [columns] * parts,
-                )
-            )
+            list(threads.map(self._draw, *split, [columns] * parts))
         return piece.reshape(*row_indices.shape, width)
 
     def _draw(self, out: np.ndarray, places: np.ndarray, columns) -> None:

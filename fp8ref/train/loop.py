@@ -152,17 +152,17 @@ def _resumed(
 ) -> tuple[str, int, list] | None:
     """(state, steps, phases measured) of the last checkpoint, if there is one."""
     last = run_dir.last_checkpoint(out, config, backend, batches.description)
-    return None if last is None else (str(last.state), last.step, last.manifest.get("measured", []))
+    if last is None:
+        return None
+    return str(last.state), last.step, last.manifest.get("measured", [])
 
 
 def _say_what_runs(config: Config, kernels: Mapping[str, Kernels]) -> None:
     in_fp8 = 0
     for recipe in config.recipes:
         alone = config.under(recipe)
-        name, share = (
-            f"{recipe}: " * (config.numerics.schedule is not None),
-            coverage.of(alone, alone.decisions()),
-        )
+        name = f"{recipe}: " * (config.numerics.schedule is not None)
+        share = coverage.of(alone, alone.decisions())
         in_fp8 += share["linears"]
         console.say(name + share["summary"])
     for device, ran in kernels.items() if in_fp8 else ():
@@ -240,21 +240,20 @@ class _Training:
         """stop_requested: whether SIGTERM came to this process."""
         self.stop_requested = stop_requested
         self.phases, self.recipe = phases, config.numerics.recipe
-        self.model, self.batches, self.config, self.out, self.run, self.processes = (
-            model,
-            batches,
-            config,
-            out,
-            run,
-            processes,
-        )
+        self.model = model
+        self.batches = batches
+        self.config = config
+        self.out = out
+        self.run = run
+        self.processes = processes
         about = {
             "backend": model.backend,
             "config": configs.to_dict(config),
             "data": batches.description,
+            "hardware": hardware.to_manifest(config),
+            "model": architecture.described(config),
         }
-        about |= {"hardware": simulated} if (simulated := hardware.to_manifest(config)) else {}
-        about |= {"model": custom} if (custom := architecture.described(config)) else {}
+        about = {key: value for key, value in about.items() if value}
         size = train_state.disk_bytes(config, model.backend)
         kept = config.checkpoint.keep_last
         self.checkpoints = Checkpoints(
@@ -441,11 +440,9 @@ class _Training:
         # the first process decides for all
         worst = self.processes.gather(measured(phase, statistics, states))[0]
         if worst is not None and self.phases.measure(step, worst[0]) and self.processes.first:
-            has = (
-                f"an SQNR of {worst[0]:.2f} dB, below"
-                if phase.sqnr is not None
-                else f"an error of {worst[0]:.3g}, above"
-            )
+            has = f"an error of {worst[0]:.3g}, above"
+            if phase.sqnr is not None:
+                has = f"an SQNR of {worst[0]:.2f} dB, below"
             console.say(f"step {step}: {worst[1]} has {has} that of the next phase")
 
     def stop(self) -> Callable[[str], BaseException] | None:

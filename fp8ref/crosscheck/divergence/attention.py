@@ -42,7 +42,8 @@ def explain(
     simulated hardware: a backend that differs from the simulator is at fault. All else is held to
     the exact result of its own equal operands (A-18).
     """
-    what, forms = WHAT.get(a.role, a.role), [one.attention_arithmetic for one in numerics]
+    what = WHAT.get(a.role, a.role)
+    forms = [one.attention_arithmetic for one in numerics]
     choices = [(one.attention, one.attention_scaling, one.attention_backward) for one in numerics]
     if choices[0] != choices[1]:
         a_has, b_has = (

@@ -79,11 +79,8 @@ def _distance(
         return np.abs(left - right), x == y, f"codes of {fmt.name}"
     if not np.issubdtype(x.dtype, np.floating):
         return np.abs(x.astype(np.int64) - y), x == y, "tokens"
-    wide = x.dtype == np.float64
-    equal = (
-        (x.view(np.int64) == y.view(np.int64)) if wide else (x.view(np.int32) == y.view(np.int32))
-    )
-    equal = equal | (np.isnan(x) & np.isnan(y))
+    bits = np.dtype(f"i{x.dtype.itemsize}")
+    equal = (x.view(bits) == y.view(bits)) | (np.isnan(x) & np.isnan(y))
     # A bfloat16 is the upper half of a float32: without the lower 16 bits, distances count bfloat16
     # numbers.
     low = 16 if _is_bfloat16(x) and _is_bfloat16(y) else 0
@@ -120,7 +117,9 @@ def _shown(x: np.ndarray, index: tuple[int, ...], fmt: Format | None, unit: str)
         return str(int(value))
     bits = int(np.float32(value).view(np.uint32))
     shown = f"0x{bits >> 16:04X}" if unit == "bfloat16" else f"0x{bits:08X}"
-    return f"{float(value):.17g}" if x.dtype == np.float64 else f"{float(value):.9g} ({shown})"
+    if x.dtype == np.float64:
+        return f"{float(value):.17g}"
+    return f"{float(value):.9g} ({shown})"
 
 
 def _kind(v: Value) -> str:

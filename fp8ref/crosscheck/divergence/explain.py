@@ -339,7 +339,8 @@ def _check_sum(
     """Check one backend's result against the bits of its plan, or within B-1's bound or B-16's."""
     assert v.observation is not None
     a, b = operands
-    out, names = np.asarray(v.value, np.float32).reshape(len(a.codes), len(b.codes)), (name, "sim")
+    out = np.asarray(v.value, np.float32).reshape(len(a.codes), len(b.codes))
+    names = (name, "sim")
     if multiply is not None:
         check = Check(name=name)
         device_gemm.compare_planned(check, operands, spec, out, multiply, names=names)

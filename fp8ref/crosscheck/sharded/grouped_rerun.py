@@ -77,13 +77,13 @@ class Rerun:
 
     def __init__(self, layout: Layout, recipe: Recipe) -> None:
         assert layout.mesh is not None
-        self._layout, self._recipe, self._mesh = layout, recipes.by_name(recipe), layout.mesh
+        self._layout = layout
+        self._recipe = recipes.by_name(recipe)
+        self._mesh = layout.mesh
         self._devices = layout.mesh.devices.size
         self._about: dict[Gemm, tuple] = {}
-        cut, self._weight = (
-            P(layout.axes),
-            layout.parameter("model.layers.0.mlp.experts.up_proj.weight", (1, 1, 1)),
-        )
+        cut = P(layout.axes)
+        self._weight = layout.parameter("model.layers.0.mlp.experts.up_proj.weight", (1, 1, 1))
         operand_cuts = {
             which: ((cut,) * 3, (cut,) * 3)
             for which, spec in self._recipe.recipe.gemms.items()
@@ -142,7 +142,9 @@ class Rerun:
         layout, axis, own = self._layout, self._layout.expert_axis, sizes[0]
         if axis is not None:
             moved = expert_parallel.dispatch(x, own, axis)
-            x, g, own = moved.rows, expert_parallel.dispatch(g, own, axis).rows, moved.sizes
+            x = moved.rows
+            g = expert_parallel.dispatch(g, own, axis).rows
+            own = moved.sizes
         run = Pass(layout=layout)
 
         def multiplied(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -194,7 +194,9 @@ def _check_linears(checks: BackendChecks, one: _OneDevice, layout: Layout) -> No
             whole = reduction.parts == "accumulators" or (
                 through == "jit" and not (layout.on_gpu and reduction.parts == "result")
             )
-            n = 1 if whole else math.prod(layout.mesh.shape[axis] for axis in reduction.axes)
+            n = 1
+            if not whole:
+                n = math.prod(layout.mesh.shape[axis] for axis in reduction.axes)
             parts, wide = one.parts(layer, which, n), reduction.parts == "float32"
             checks.output(f"{layer}/{which}", parts, recipe.gemms[which], out, wide=wide)
 
@@ -234,7 +236,8 @@ def _check_experts(checks: BackendChecks, one: _OneDevice, layout: Layout, rows:
     """Rerun the experts of every layer on a mesh, and compare them (X-3, X-13)."""
     reruns = {recipe: Rerun(layout, recipe) for recipe in set(one.grouped.values())}
     devices: list[dict] = [{} for _ in range(layout.config.devices)]
-    sums, weights = {}, {layer: tensors.weight for layer, tensors in one.experts.items()}
+    sums = {}
+    weights = {layer: tensors.weight for layer, tensors in one.experts.items()}
     for layer, recipe in one.grouped.items():
         device_gemms, sums[layer] = reruns[recipe](one.experts[layer], rows)
         for mine, gemms in zip(devices, device_gemms, strict=True):

@@ -14,13 +14,14 @@ from fp8ref.crosscheck.fsdp_run import Operands, Run
 from fp8ref.crosscheck.operands import OperandCast, States, initial_states, operand_casts
 from fp8ref.crosscheck.sharded import experts as sharded_experts
 from fp8ref.formats import BFLOAT16
-from fp8ref.recipe import CUT_AXES, OPERANDS, Gemm, GemmSpec, Recipe, Role, Style
+from fp8ref.recipe import CUT_AXES, OPERANDS, Gemm, GemmSpec, Recipe, Role
 from fp8ref.sim import delayed
 from fp8ref.sim.distributed import sharding
 from fp8ref.sim.distributed.mesh import Layout, Mesh, split
 from fp8ref.sim.quantize import cast
 from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.spec import llama
+from fp8ref.train.config import device_shapes
 from fp8ref.train.config.config import Config
 from fp8ref.train.config.sections import ParallelConfig
 
@@ -145,10 +146,7 @@ def check_first_layer(
 
 def _layout(keys: ParallelConfig, role: Role, layer: str, shape: tuple[int, ...]) -> Layout:
     """How ranks cut an operand [rows, columns] (P-10); shape: of a weight, or of a rank's part."""
-    last = layer.rpartition(".")[2]
-    style: Style | None = (
-        "colwise" if last in llama.COLUMN else "rowwise" if last in llama.ROW else None
-    )
+    style = device_shapes.style(layer)
     axis = CUT_AXES[style].get(role) if style else None
     splits: dict[int, tuple[str, ...]] = {}
     if role != "weight":

@@ -64,7 +64,9 @@ def crosscheck(
     _check(config, n, steps)
     recipes = {d.path: d.recipe for d in config.decisions() if d.fp8}
     chosen = config.parallel.amax_scope
-    scopes = (chosen,) if chosen == "local" or RECIPES[config.numerics.recipe].delayed else SCOPES
+    scopes: tuple[str, ...] = SCOPES
+    if chosen == "local" or RECIPES[config.numerics.recipe].delayed:
+        scopes = (chosen,)
     tried, unfit = [], {}
     for mesh in _meshes_of_experts(n) if config.model.num_experts else _meshes(n):
         for scope in scopes if mesh.tensor == 1 else (chosen,):
@@ -314,7 +316,7 @@ def _check(config: Config, n: int, steps: int) -> None:
             "--recipe to one of these."
         )
     if foreign := keys.foreign("torch"):
-        raise ConfigError(f"{', '.join(foreign)} is not a key of --backend torch. Leave it out.")
+        raise ConfigError(foreign[0])
     if keys.reduce_mu == "automatic":
         raise ConfigError(
             "--sharded compares with one process, which has no mu of ranks (P-22); got "

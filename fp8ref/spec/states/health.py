@@ -81,12 +81,10 @@ def of(numbers: np.ndarray, bytes_per_parameter: float) -> Health:
     """The figures of a measurement float64 [FIELDS]. Without signal, or without v, the figure that
     would be divided by it is 0."""
     figures = dict(zip(FIELDS, numbers.tolist(), strict=True))
-    with np.errstate(all="ignore"):
-        error = (
-            float(np.sqrt(np.float64(figures["noise"]) / figures["signal"]))
-            if figures["signal"]
-            else 0.0
-        )
+    error = 0.0
+    if figures["signal"]:
+        with np.errstate(all="ignore"):
+            error = float(np.sqrt(np.float64(figures["noise"]) / figures["signal"]))
     return Health(
         **{name: int(figures[name]) for name in COUNTS},
         root_bias=figures["excess"] / figures["roots"] if figures["roots"] else 0.0,

@@ -73,9 +73,8 @@ def _flat(fields: dict[str, Any]) -> dict[str, Any]:
     """{dotted key: value}."""
     flat_fields: dict[str, Any] = {}
     for key, value in fields.items():
-        flat_fields |= (
-            {f"{key}.{field}": x for field, x in value.items()}
-            if isinstance(value, dict)
-            else {key: value}
-        )
+        inner = value.items() if isinstance(value, dict) else ()
+        flat_fields |= {f"{key}.{field}": x for field, x in inner}
+        if not isinstance(value, dict):
+            flat_fields[key] = value
     return flat_fields

@@ -97,7 +97,8 @@ def faults(config: Sections) -> list[str]:
     kind = f"architecture.kind {keys.kind!r}"
     scheduled = dict.fromkeys(recipe for _, recipe in numerics.schedule or ())
     states = [name for name in scheduled if name in RECIPES and RECIPES[name].delayed]
-    no_part, own_attention = "has layers that the trainer does not know", "has attention of its own"
+    no_part = "has layers that the trainer does not know"
+    own_attention = "has attention of its own"
     last = "has a last linear that the trainer does not know"
     wrong = {
         "of model.* takes vocab_size alone, as its own configuration says the rest; got "

@@ -67,11 +67,9 @@ class Sections:
         its variant, or the framework.
         """
         keys = self.numerics
-        return (
-            None
-            if keys.attention_operands is None
-            else attention_casts.of(str(keys.attention), keys.attention_operands, layer)
-        )
+        if keys.attention_operands is None:
+            return None
+        return attention_casts.of(str(keys.attention), keys.attention_operands, layer)
 
     @property
     def attention_variant(self) -> Variant | None:
@@ -79,11 +77,9 @@ class Sections:
         attention.
         """
         keys = self.numerics
-        return (
-            None
-            if keys.attention is None
-            else attention.differentiated(keys.attention, keys.attention_backward)
-        )
+        if keys.attention is None:
+            return None
+        return attention.differentiated(keys.attention, keys.attention_backward)
 
     @property
     def attention_casts(self) -> dict[str, attention_delayed.Casts]:
@@ -98,7 +94,9 @@ class Sections:
     def attention_in_fp8(self) -> list[str]:
         """The names of the layers' attention, if it is by a variant in FP8; else []."""
         low = self.attention_variant is not None and self.attention_variant.fmt.bits == 8
-        return self.attention_layers if low and self.numerics.attention_operands is None else []
+        if not low or self.numerics.attention_operands is not None:
+            return []
+        return self.attention_layers
 
     @property
     def attention_layers(self) -> list[str]:

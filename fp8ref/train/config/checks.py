@@ -100,9 +100,7 @@ def _check_schedule(config: Sections) -> None:
 def check_backend(config: Sections, backend: str) -> None:
     """ConfigError for what a backend does not train."""
     if foreign := config.parallel.foreign(backend):
-        raise ConfigError(
-            f"{', '.join(foreign)} is not a key of --backend {backend}. Leave it out."
-        )
+        raise ConfigError(foreign[0])
     architectures.check_backend(config, backend)
     try:
         kernels.check(config.numerics.kernels)  # not with the sections: other machines read them
@@ -156,17 +154,13 @@ def uncut_sequences(config: Sections) -> list[str]:
     """
     keys, length = config.parallel, config.data.sequence_length
     parts = keys.context * (keys.tensor if keys.sequence else 1)
-    axes = (
-        "parallel.context" + " x tensor, under parallel.sequence" * keys.sequence
-        if keys.context > 1
-        else "tensor"
-    )
+    axes = "tensor"
+    if keys.context > 1:
+        axes = "parallel.context" + " x tensor, under parallel.sequence" * keys.sequence
     under = "under parallel.sequence " * (keys.context == 1)
-    return (
-        [f"{under}data.sequence_length is divisible by {axes} = {parts}; got {length}."]
-        if length % parts
-        else []
-    )
+    if length % parts:
+        return [f"{under}data.sequence_length is divisible by {axes} = {parts}; got {length}."]
+    return []
 
 
 def _check_context(config: Sections) -> None:

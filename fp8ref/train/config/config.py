@@ -205,11 +205,9 @@ def to_dict(config: Config) -> dict:
     def prune(value):
         if isinstance(value, list):
             return [prune(v) for v in value]
-        return (
-            {k: prune(v) for k, v in value.items() if v is not None}
-            if isinstance(value, dict)
-            else value
-        )
+        if isinstance(value, dict):
+            return {k: prune(v) for k, v in value.items() if v is not None}
+        return value
 
     return prune(json.loads(_ADAPTER.dump_json(config)))
 

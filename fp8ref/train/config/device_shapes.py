@@ -25,13 +25,21 @@ def sequences(config: Config) -> int:
     return config.data.batch_size // (config.parallel.batch_parts * config.data.microbatches)
 
 
+def style(linear: str) -> recipes.Style | None:
+    """How tensor parallelism cuts a linear; None: it does not."""
+    last = linear.rpartition(".")[2]
+    if last in llama.COLUMN:
+        return "colwise"
+    return "rowwise" if last in llama.ROW else None
+
+
 def used(linear: str, shape: tuple[int, int], config: Config) -> tuple[int, int]:
     """[N, K] of a linear's weight in a device's GEMMs.
 
     Cut by tensor parallelism, gathered over fsdp and expert; of experts that of each.
     """
-    (n, k), last, tensor = shape, linear.split(".")[-1], config.parallel.tensor
-    return (n // tensor if last in llama.COLUMN else n), (k // tensor if last in llama.ROW else k)
+    (n, k), cut, tensor = shape, style(linear), config.parallel.tensor
+    return (n // tensor if cut == "colwise" else n), (k // tensor if cut == "rowwise" else k)
 
 
 def at_rest(
@@ -43,7 +51,9 @@ def at_rest(
     parameter, and its last pieces may be shorter. Experts are cut by their number, over fsdp and
     expert.
     """
-    cut = used(parameter.removesuffix(".weight"), shape, config) if len(shape) == 2 else shape
+    cut = shape
+    if len(shape) == 2:
+        cut = used(parameter.removesuffix(".weight"), shape, config)
     if backend == "jax" and (len(shape) < 2 or llama.is_router(parameter)):
         return cut
     if len(shape) > 2:  # each device's own experts first
@@ -167,7 +177,8 @@ def check(config: Config, backend: str) -> None:
     devices.
     """
     faults = [
-        *_foreign(config, backend),
+        *config.parallel.foreign(backend),
+        *config.optimizer.foreign(backend),
         *_cut(config),
         *config.optimizer.uncut(config.parallel, backend),
         *config.parallel.unreduced(backend),
@@ -220,16 +231,6 @@ def check_on_gpu(config: Config, backend: str) -> None:
             )
 
 
-def _foreign(config: Config, backend: str) -> list[str]:
-    foreign = config.parallel.foreign(backend)
-    keys = (
-        [f"{', '.join(foreign)} is not a key of --backend {backend}. Leave it out."]
-        if foreign
-        else []
-    )
-    return keys + config.optimizer.foreign(backend)
-
-
 def _cut(config: Config) -> list[str]:
     """Faults of batches, sequences and heads that the mesh does not divide."""
     keys, model, data, faults = config.parallel, config.model, config.data, []
@@ -256,7 +257,9 @@ def unequal_pieces(config: Config) -> list[str]:
     if config.optimizer.kind != "adamw_fp8" or keys.shards == 1:
         return []
     for name, shape in llama.parameter_shapes(config.model).items():
-        rows = used(name.removesuffix(".weight"), shape, config)[0] if len(shape) == 2 else shape[0]
+        rows = shape[0]
+        if len(shape) == 2:
+            rows, _ = used(name.removesuffix(".weight"), shape, config)
         if rows % keys.shards:
             return [
                 "optimizer.kind 'adamw_fp8' keeps moments of each rank's piece (T-6), and the "
@@ -300,7 +303,7 @@ def _jax(config: Config, decisions: list[Decision]) -> list[str]:
     for d in decisions:
         if d.experts is not None:
             continue
-        parts = keys.shards * (keys.tensor if d.path.split(".")[-1] in llama.COLUMN else 1)
+        parts = keys.shards * (keys.tensor if style(d.path) == "colwise" else 1)
         if d.shape[0] % parts:
             faults.append(
                 f"{d.path}: its {d.shape[0]} rows must be divisible by the {parts} pieces that "
@@ -313,13 +316,13 @@ def _jax(config: Config, decisions: list[Decision]) -> list[str]:
 
 def _blocks(decision: Decision, config: Config) -> list[str]:
     """Faults of a linear's weight if tensor or fsdp cuts it inside a block."""
-    keys, last, faults = config.parallel, decision.path.split(".")[-1], []
+    keys, by_tensor, faults = config.parallel, style(decision.path), []
     n, k = used(decision.path, decision.shape, config)
     # whether the mesh cuts rows (fsdp always, tensor for column-parallel) and columns
     # (row-parallel)
     cuts = (
-        keys.shards > 1 or (keys.tensor > 1 and last in llama.COLUMN),
-        keys.tensor > 1 and last in llama.ROW,
+        keys.shards > 1 or (keys.tensor > 1 and by_tensor == "colwise"),
+        keys.tensor > 1 and by_tensor == "rowwise",
     )
     for which, spec in decision.recipe.gemms.items():
         if (
@@ -344,18 +347,13 @@ def _torch_blocks(config: Config, decisions: list[Decision]) -> list[str]:
     """Faults of linears of which tensor-parallel ranks would cut a block of any operand (P-5)."""
     ranks, faults = config.parallel.tensor, []
     for d in decisions:
-        last = d.path.split(".")[-1]
-        style: recipes.Style | None = (
-            "colwise" if last in llama.COLUMN else "rowwise" if last in llama.ROW else None
-        )
-        if not d.fp8 or style is None:
+        cut = style(d.path)
+        if not d.fp8 or cut is None:
             continue
-        multiple, length = (
-            d.recipe.multiple(style),
-            used(d.path, d.shape, config)[style == "rowwise"],
-        )
+        multiple = d.recipe.multiple(cut)
+        length = used(d.path, d.shape, config)[cut == "rowwise"]
         if length % multiple:
-            dimension = "rows" if style == "colwise" else "columns"
+            dimension = "rows" if cut == "colwise" else "columns"
             faults.append(
                 f"{d.path}: no rank boundary cuts a block (P-5), so each of parallel.tensor = "
                 f"{ranks} pieces holds a multiple of {multiple} {dimension} under recipe "

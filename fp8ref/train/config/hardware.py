@@ -96,10 +96,8 @@ def _probed(path: Path) -> "Hardware":
     try:
         probe = files.read_object(path)
         plan = probe["plan"]
-        accumulate, epilogue = (
-            plans.accumulation(plan, evidence=f"a probe of {probe['subject']}"),
-            plans.epilogue(plan),
-        )
+        accumulate = plans.accumulation(plan, evidence=f"a probe of {probe['subject']}")
+        epilogue = plans.epilogue(plan)
         return hardware.probed(accumulate, epilogue)
     except OSError as error:
         raise ConfigError(
@@ -107,11 +105,7 @@ def _probed(path: Path) -> "Hardware":
             "probe SUBJECT --json FILE wrote."
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # other JSON than a probe's
-        why = (
-            "it has no plan"
-            if isinstance(error, KeyError | TypeError | AttributeError)
-            else str(error).rstrip(".")
-        )
+        why = str(error).rstrip(".") if isinstance(error, ValueError) else "it has no plan"
         raise ConfigError(
             f"numerics.accumulate: {path} holds no complete plan of a GEMM ({why}). Name what "
             "fp8ref probe SUBJECT --json FILE wrote."

@@ -81,11 +81,9 @@ class Phase:
 
     def begins_at(self, value: float) -> bool:
         """Whether a measured value begins it."""
-        return (
-            value < self.sqnr
-            if self.sqnr is not None
-            else self.update_error is not None and value > self.update_error
-        )
+        if self.sqnr is not None:
+            return value < self.sqnr
+        return self.update_error is not None and value > self.update_error
 
 
 def parse(entries: Entries) -> tuple[Phase, ...]:
@@ -141,11 +139,9 @@ def _phase(begins: int | str, recipe: str) -> Phase:
         )
     if quantity == "learning_rate":
         return Phase(recipe=recipe, learning_rate=threshold)
-    return (
-        Phase(recipe=recipe, sqnr=threshold)
-        if quantity == "sqnr"
-        else Phase(recipe=recipe, update_error=threshold)
-    )
+    if quantity == "sqnr":
+        return Phase(recipe=recipe, sqnr=threshold)
+    return Phase(recipe=recipe, update_error=threshold)
 
 
 def _check_states(recipes: Iterable[str]) -> None:
@@ -263,11 +259,9 @@ class Schedule:
 
         ``Config.scheduled`` makes it.
         """
-        self._phases, self._starts, self.measured = (
-            phases,
-            starts,
-            [list(entry) for entry in measured],
-        )
+        self._phases = phases
+        self._starts = starts
+        self.measured = [list(entry) for entry in measured]
 
     def recipe(self, step: int) -> str:
         """The recipe of a step, counted from 0."""
@@ -276,11 +270,9 @@ class Schedule:
     def waits(self, step: int) -> Phase | None:
         """The phase after a step's, if it begins at a measurement."""
         after = self._index(step) + 1
-        return (
-            self._phases[after]
-            if after < len(self._phases) and self._phases[after].measured
-            else None
-        )
+        if not (after < len(self._phases) and self._phases[after].measured):
+            return None
+        return self._phases[after]
 
     def measure(self, step: int, value: float) -> bool:
         """Begin the phase that waits at ``step + 1``, if what the step measured begins it; whether

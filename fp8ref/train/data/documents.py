@@ -64,7 +64,8 @@ def tokenized(
     """(for validation?, tokens) of each document that is not empty, with a progress bar."""
     title, total = "tokenizing", None
     if source.kind != "hub":
-        title, total = "tokenizing, MiB", sum(_size(path) for _, path in source.files) // MEBIBYTE
+        title = "tokenizing, MiB"
+        total = sum(_size(path) for _, path in source.files) // MEBIBYTE
     batch: list[Document] = []
     size = count = advanced = 0
     with console.bar(title, total, shown=shown) as advance:
@@ -139,7 +140,8 @@ def _jsonl(path: Path, column: str) -> Iterator[tuple[bytes, float]]:
                 done += len(line)
                 if not line.strip():
                     continue
-                where, remedy = f"{path}: line {number}", "A .jsonl file holds one object a line."
+                where = f"{path}: line {number}"
+                remedy = "A .jsonl file holds one object a line."
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:

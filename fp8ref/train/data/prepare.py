@@ -161,7 +161,8 @@ def _write(
     shard_tokens: int,
 ) -> Sidecar:
     # Both splits are written in one pass over the documents, each with one open file.
-    train, validation = _Writer(folder, "train", shard_tokens), _Writer(folder, "val", shard_tokens)
+    train = _Writer(folder, "train", shard_tokens)
+    validation = _Writer(folder, "val", shard_tokens)
     with contextlib.ExitStack() as stack:
         stack.callback(train.abandon)
         stack.callback(validation.abandon)

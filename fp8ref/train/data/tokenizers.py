@@ -129,7 +129,8 @@ def _tiktoken(name: str, end: str | None) -> Tiktoken:
     try:
         encoding = tiktoken.get_encoding(name.removeprefix(TIKTOKEN))
     except Exception as error:  # an unknown name, or any error of a download
-        names, why = ", ".join(tiktoken.list_encoding_names()), str(error).partition("\n")[0]
+        names = ", ".join(tiktoken.list_encoding_names())
+        why = str(error).partition("\n")[0]
         raise ConfigError(
             f"data.tokenizer {name!r}: tiktoken cannot give it ({type(error).__name__}: "
             f"{why}). It knows {names}, and downloads each once. Without a network, set "

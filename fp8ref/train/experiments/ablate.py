@@ -114,7 +114,8 @@ class Ablation(Result):
         for rank, row in enumerate(self.rows, 1):
             of, cost, interval = row.operand, "not finite", "-"
             if row.cost is not None:
-                cost, interval = f"{row.cost:+.5f}", f"{row.low:+.5f} to {row.high:+.5f}"
+                cost = f"{row.cost:+.5f}"
+                interval = f"{row.low:+.5f} to {row.high:+.5f}"
             sqnr = "-" if row.sqnr is None else f"{row.sqnr:.1f}"
             shares = (
                 "-" if share is None else f"{share:.2%}"

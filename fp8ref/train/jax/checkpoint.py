@@ -48,20 +48,11 @@ class Store:
             ) from error
         target = dict(like)
         saved_mu, own_mu = tree.pop(train_state.MU, {}), target.pop(train_state.MU, {})
-        saved, mine = train_state.flat(tree), train_state.flat(target)
-        for name in sorted(saved.keys() ^ mine.keys()):
-            where = (
-                "is not in the checkpoint"
-                if name in mine
-                else "is in the checkpoint, and not in this model"
-            )
-            raise ConfigError(f"{name} {where}. Load a state of the same model and recipe.")
-        for name, value in mine.items():
-            if tuple(saved[name].shape) != value.shape:
-                raise ConfigError(
-                    f"{name} is {list(value.shape)} here and {list(saved[name].shape)} in the "
-                    "checkpoint. Load a state of the same model."
-                )
+        saved, mine = (
+            {name: tuple(value.shape) for name, value in train_state.flat(of).items()}
+            for of in (tree, target)
+        )
+        train_state.check_saved(saved, mine, "model and recipe")
         if saved_mu:  # all are read, as scalars that every device holds, like the count
             target[train_state.MU] = dict.fromkeys(
                 saved_mu,
@@ -98,7 +89,8 @@ def filled(
 
     def of(name: str, value: jax.Array) -> jax.Array:
         array = np.asarray(arrays[name])
-        array = array.view(value.dtype) if array.dtype == np.uint8 else array.astype(value.dtype)
+        dtype = value.dtype
+        array = array.view(dtype) if array.dtype == np.uint8 else array.astype(dtype)
         assert array.shape == value.shape, (name, array.shape, value.shape)
         return jax.device_put(array, value.sharding)
 

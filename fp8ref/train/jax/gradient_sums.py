@@ -27,11 +27,10 @@ class GradientSums:
     """
 
     def __init__(self, dtype: str, linears: Collection[str], specs) -> None:
-        self._narrow = {f"{name}.weight" for name in linears} if dtype == "float8_e4m3fn" else set()
+        narrow = dtype == "float8_e4m3fn"
+        self._narrow = {f"{name}.weight" for name in linears if narrow}
         self._dtype = jnp.dtype("float32" if self._narrow else dtype)
-        self._axes = (
-            {} if specs is None else {name: _axes_of(spec) for name, spec in named(specs).items()}
-        )
+        self._axes = {name: _axes_of(spec) for name, spec in named(specs).items()}
 
     def zeros(self, params):
         """The sums before the first microbatch, placed as the parameters."""
@@ -39,10 +38,8 @@ class GradientSums:
         def zero(path, p):
             if name_of(path) not in self._narrow:
                 return jnp.zeros_like(p, self._dtype)
-            codes, ones = (
-                jnp.zeros_like(p, jnp.float8_e4m3fn),
-                jnp.ones(p.shape[: "*" in name_of(path)], jnp.float32),
-            )
+            codes = jnp.zeros_like(p, jnp.float8_e4m3fn)
+            ones = jnp.ones(p.shape[: "*" in name_of(path)], jnp.float32)
             return Quantized(
                 codes=codes,
                 scale=ones,

@@ -95,7 +95,9 @@ class Layout:
             )
 
     def _check_devices(self, sizes: dict[str, int]) -> None:
-        asked, processes, there = self.config.devices, jax.process_count(), jax.device_count()
+        asked = self.config.devices
+        processes = jax.process_count()
+        there = jax.device_count()
         if asked > len(self.devices):
             raise ConfigError(
                 f"parallel asks for {asked} devices ({sizes}); jax has {len(self.devices)}. Make "
@@ -209,15 +211,15 @@ class Layout:
         placement = self.placement(name.removesuffix(".weight"))
         if placement is None or len(shape) < 2:
             return P()
-        return P(self._fsdp) if name == llama.EMBEDDING else P(*placement.at_rest("weight"))
+        if name == llama.EMBEDDING:
+            return P(self._fsdp)
+        return P(*placement.at_rest("weight"))
 
     def sharding(self, spec: P) -> Sharding:
         """The jax Sharding of a PartitionSpec."""
-        return (
-            SingleDeviceSharding(self.devices[0])
-            if self.mesh is None
-            else NamedSharding(self.mesh, spec)
-        )
+        if self.mesh is not None:
+            return NamedSharding(self.mesh, spec)
+        return SingleDeviceSharding(self.devices[0])
 
     def put(self, value: np.ndarray | llama.Weight, spec: P) -> jax.Array:
         """Put a value on the devices: each process reads its own shards, each of them once.
@@ -231,11 +233,9 @@ class Layout:
         shards: dict[str, np.ndarray] = {}
 
         def shard(index) -> np.ndarray:
-            return (
-                shards[key]
-                if (key := str(index)) in shards
-                else shards.setdefault(key, value[index])
-            )
+            if (key := str(index)) not in shards:
+                shards[key] = value[index]
+            return shards[key]
 
         return jax.make_array_from_callback(value.shape, self.sharding(spec), shard)
 
@@ -249,11 +249,9 @@ class Layout:
 
     def map(self, f: Callable, in_specs, out_specs) -> Callable:
         """f under shard_map, if the model runs inside it; else f."""
-        return (
-            jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
-            if self.mapped
-            else f
-        )
+        if not self.mapped:
+            return f
+        return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
 
     def whole(self, table: jax.Array, dtype) -> jax.Array:
         """A float32 table that fsdp cuts, on every device: rounded to dtype and all-gathered so, if
@@ -319,11 +317,9 @@ class Layout:
     def sharing_groups(self) -> tuple[str, ...]:
         """The mesh axes along which devices have rows of the same experts, and share their scales:
         under scope global those along which they have the same experts."""
-        return (
-            (*self._copying, *self._gathering)
-            if self.mapped and self.config.amax_scope == "global"
-            else ()
-        )
+        if not (self.mapped and self.config.amax_scope == "global"):
+            return ()
+        return (*self._copying, *self._gathering)
 
     @property
     def gathers_experts(self) -> bool:
@@ -355,11 +351,9 @@ class Layout:
 
     def total(self, tree):
         """The sums over the devices that share the batch."""
-        return (
-            jax.tree.map(lambda v: lax.psum(v, self._batch), tree)
-            if self.mapped and self._batch
-            else tree
-        )
+        if not (self.mapped and self._batch):
+            return tree
+        return jax.tree.map(lambda v: lax.psum(v, self._batch), tree)
 
     def own_parts(self, values: np.ndarray, linear: str, role: Role) -> np.ndarray:
         """Of values [devices, ...], those of devices that together hold one copy of a linear's
@@ -372,11 +366,9 @@ class Layout:
         placement = self.placement(linear)
         # whose weights are measured once they are gathered
         expert_axes = self._apart if role == "weight" else self._batch
-        cutting = (
-            set(expert_axes)
-            if placement is None
-            else {axis for axes in placement.at_rest(role) for axis in axes}
-        )
+        cutting = set(expert_axes)
+        if placement is not None:
+            cutting = {axis for axes in placement.at_rest(role) for axis in axes}
         sizes = [getattr(self.config, axis) for axis in self.axes]
         parts = values.reshape(*sizes, *values.shape[1:])
         parts = parts[tuple(slice(None) if axis in cutting else slice(1) for axis in self.axes)]
@@ -388,10 +380,14 @@ class Layout:
         The mean of the devices' means.
         """
         mean = values.mean()
-        return lax.pmean(mean, self.cutting_tokens) if self.mapped and self.cutting_tokens else mean
+        if not (self.mapped and self.cutting_tokens):
+            return mean
+        return lax.pmean(mean, self.cutting_tokens)
 
     def _check(self, config: Config, sizes: dict[str, int]) -> None:
-        rows, tensor, shards = self.config.batch_parts, sizes["tensor"], self.config.shards
+        rows = self.config.batch_parts
+        tensor = sizes["tensor"]
+        shards = self.config.shards
         if config.data.batch_size % (rows * config.data.microbatches):
             raise ConfigError(config.data.indivisible(self.config.batch_keys, "devices"))
         if faults := config_checks.uncut_sequences(config):
@@ -428,8 +424,6 @@ def _parts(reduce: str, dtype: str) -> sharding.Parts:
 
 def _gradient_parts(config: ParallelConfig) -> sharding.GradParts:
     """What linears sum over devices to make a weight's gradient."""
-    return (
-        config.reduce_dtype
-        if config.reduce_dtype == "float8_e4m3fn"
-        else _parts(config.reduce, config.reduce_dtype)
-    )
+    if config.reduce_dtype == "float8_e4m3fn":
+        return config.reduce_dtype
+    return _parts(config.reduce, config.reduce_dtype)

@@ -86,11 +86,9 @@ def measured(
         if operand is None:
             continue
         hp, codes, scale = (np.asarray(x) for x in (hp, codes, scale))
-        hp, codes, kind = (
-            hp.astype(np.float32).reshape(codes.shape),
-            codes.view(np.uint8),
-            operand.cast.granularity,
-        )
+        hp = hp.astype(np.float32).reshape(codes.shape)
+        codes = codes.view(np.uint8)
+        kind = operand.cast.granularity
         # Flax keeps a weight as [K, N], so that the reduced axis may be the other one: its scales
         # show it.
         axes = [axis % 2, 1 - axis % 2] if codes.ndim == 2 else [axis % codes.ndim]

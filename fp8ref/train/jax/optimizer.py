@@ -237,7 +237,9 @@ class Optimizer:
 
         On one device nothing is committed to it, before the first step as after it.
         """
-        return None if self._layout.mesh is None else jax.tree.map(self._layout.sharding, specs)
+        if self._layout.mesh is None:
+            return None
+        return jax.tree.map(self._layout.sharding, specs)
 
     def _clipping(self, grads) -> tuple[jax.Array, jax.Array]:
         """The norm of the gradients, and what clips them to the largest that it may be (T-2)."""
@@ -301,10 +303,8 @@ class Optimizer:
         count, *both = adam[:3]
         decisions = None
         if isinstance(adam, AdamWState):
-            both, decisions = (
-                [self._by_parameter(trees, i) for i, trees in enumerate(both)],
-                adam.decisions,
-            )
+            both = [self._by_parameter(trees, i) for i, trees in enumerate(both)]
+            decisions = adam.decisions
             params = params if adam.master is None else self._by_parameter(adam.master, 2)
         return params, OptimizerState(
             count, dict(zip(train_state.MOMENTS, both, strict=True)), decisions
@@ -337,12 +337,11 @@ class Optimizer:
         """
         arrays: dict[str, jax.Array] = {}
         for name, leaf in self._by_name(tree).items():
-            fields = (
-                {f"{name}.{field}": x for field, x in leaf._asdict().items()}
-                if is_stored(leaf)
-                else {name: leaf}
-            )
-            arrays |= {key: x for key, x in fields.items() if x is not None}
+            if not is_stored(leaf):
+                arrays[name] = leaf
+                continue
+            fields = leaf._asdict().items()
+            arrays |= {f"{name}.{field}": x for field, x in fields if x is not None}
         return {
             name: lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
             for name, x in arrays.items()

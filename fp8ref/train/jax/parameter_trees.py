@@ -102,7 +102,9 @@ class LayerStacks:
 
     def _taken_apart(self, stack: jax.Array) -> list[jax.Array]:
         """The arrays of a stack, each placed as its layer's own would be."""
-        spec = None if isinstance(stack, jax.core.Tracer) else getattr(stack.sharding, "spec", None)
+        spec = None
+        if not isinstance(stack, jax.core.Tracer):
+            spec = getattr(stack.sharding, "spec", None)
         return _apart(None if spec is None else self._layout.sharding(P(*spec[1:])), stack)
 
 
@@ -115,8 +117,6 @@ def _stack(placed: Sharding | None, *arrays: jax.Array) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=0)
 def _apart(placed: Sharding | None, stack: jax.Array) -> list[jax.Array]:
     arrays = list(stack)
-    return (
-        arrays
-        if placed is None
-        else [lax.with_sharding_constraint(array, placed) for array in arrays]
-    )
+    if placed is None:
+        return arrays
+    return [lax.with_sharding_constraint(array, placed) for array in arrays]

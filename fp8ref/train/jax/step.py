@@ -230,7 +230,8 @@ class Step:
         begin = Gradients(jnp.float32(0), sums.zeros(weights), self.model.unseen(), none)
         total, _ = lax.scan(add, begin, parts)
         share = np.float32(1 / len(parts))
-        loss, grads = total.loss.astype(jnp.float32) * share, sums.scaled(total.grads, share)
+        loss = total.loss.astype(jnp.float32) * share
+        grads = sums.scaled(total.grads, share)
         return total._replace(loss=loss, grads=grads)
 
     def mean_loss(self, params, states: States, tokens: jax.Array) -> jax.Array:

@@ -29,7 +29,8 @@ def prove(
     plan = multiply.name if multiply else None
     missing = proof.missing(program, planned, placements, plan)
     attended, variant = step.model.attention, config.attention_variant
-    by_kernel, layers = config.parallel.attention == "kernel", config.model.num_hidden_layers
+    by_kernel = config.parallel.attention == "kernel"
+    layers = config.model.num_hidden_layers
     if variant is not None and not by_kernel:
         missing += proof.missing_products(program, attended, variant, plan)
     executable = lowered.compile() if layout.on_gpu else None

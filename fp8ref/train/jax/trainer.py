@@ -95,11 +95,9 @@ class Trainer:
         self._state, specs = first.begin(weights, others)
         # A step leaves the state placed as it found it, so that the second step is not compiled
         # again.
-        self._placed = (
-            None
-            if self._layout.mesh is None
-            else (jax.tree.map(self._layout.sharding, specs), None, None)
-        )
+        self._placed: tuple | None = None
+        if self._layout.mesh is not None:
+            self._placed = jax.tree.map(self._layout.sharding, specs), None, None
         self._compiled = functools.partial(jax.jit, compiler_options=compiler_options(platform))
         self._programs = {
             name: self._compile(step)

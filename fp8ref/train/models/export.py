@@ -241,7 +241,9 @@ def weights_of(path: Path, config: Config) -> dict[str, llama.Weight]:
     """The weights of a directory for the model that a config trains; those of a user's model are
     compared with it when it is filled.
     """
-    return read(path, config.model) if config.architecture.kind == "llama" else stored(path)
+    if config.architecture.kind != "llama":
+        return stored(path)
+    return read(path, config.model)
 
 
 def stored(path: Path) -> dict[str, llama.Weight]:

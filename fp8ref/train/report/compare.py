@@ -121,7 +121,8 @@ def compare(
         Comparison, a=a.name, b=b.name, settings=settings, versions=versions, known=known
     )
     if _identical(a, b):
-        steps, metrics = len(runs.common_steps([a, b])), ", ".join(METRICS) if known else "loss"
+        steps = len(runs.common_steps([a, b]))
+        metrics = ", ".join(METRICS) if known else "loss"
         said = f"identical: {metrics} of all {steps} steps, bit for bit"
         said += f"; both ended with {_end(a)}" if a.diverged else ""
         return comparison(

@@ -172,7 +172,8 @@ def heat_map(
                 vmin=low,
                 vmax=high,
             )
-            labels, columns = [short(layer) for layer in layers], [f"step {step}" for step in steps]
+            labels = [short(layer) for layer in layers]
+            columns = [f"step {step}" for step in steps]
             readout.cells(image, layers, columns, what=title, labels=labels, places=steps)
             ax.set_title(role, fontsize=10, loc="left")
             every = -(-len(layers) // 24)

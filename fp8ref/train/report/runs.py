@@ -84,7 +84,9 @@ class Run:
     def recipes(self) -> dict[str, dict]:
         """By recipe, the linears that were planned and the proof that was found."""
         schedule = self.manifest.get("schedule")
-        return schedule["recipes"] if schedule else {self.key("numerics.recipe"): self.manifest}
+        if schedule:
+            return schedule["recipes"]
+        return {self.key("numerics.recipe"): self.manifest}
 
     @property
     def ran(self) -> list[tuple[int, str]]:
@@ -101,8 +103,10 @@ class Run:
     @property
     def diverged(self) -> str:
         """The error of a run that ended by a non-finite loss or gradient; else ''."""
-        error = self.manifest.get("error", "") if self.manifest["status"] == "failed" else ""
-        return console.one_line(error) if error.startswith("NonFiniteError") else ""
+        error = self.manifest.get("error", "")
+        if self.manifest["status"] != "failed" or not error.startswith("NonFiniteError"):
+            return ""
+        return console.one_line(error)
 
     @property
     def text(self) -> Any:

@@ -40,7 +40,8 @@ def worst(statistics: Sequence[dict], count: int = COUNT) -> list[Worst]:
         for key, values in line["statistics"].items():
             layer, gemm, role = key.rsplit("/", 2)
             sqnr, before = _sqnr(values), worst_layers.get(layer)
-            lost, clipped = values.get("underflow_rate") or 0.0, stats.clipped(values) or 0.0
+            lost = values.get("underflow_rate") or 0.0
+            clipped = stats.clipped(values) or 0.0
             here = Worst(
                 layer=layer,
                 operand=f"{gemm}/{role}",

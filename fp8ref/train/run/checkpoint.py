@@ -98,7 +98,9 @@ class Checkpoints:
         check: raises LostRunError where ``out`` is not the run's directory any more.
         """
         self._check, self._size, self._keep_last = check, size, keep_last
-        self._folder, self._about, self._processes = out / FOLDER, dict(about), processes
+        self._folder = out / FOLDER
+        self._about = dict(about)
+        self._processes = processes
         # one thread: checkpoints are completed in their order
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._pending: Future | None = None

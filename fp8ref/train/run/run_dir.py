@@ -271,7 +271,8 @@ def last_checkpoint(out: Path, config: Config, backend: str, data: Mapping) -> C
             f"{last.path} was validated on another set: the sha256 of data.evaluation {name!r} "
             f"was {held} and is {after}. Put the set back, or start another run."
         )
-    saved_on, here = last.manifest["config"].get("parallel"), configs.to_dict(config)["parallel"]
+    saved_on = last.manifest["config"].get("parallel")
+    here = configs.to_dict(config)["parallel"]
     mesh = configs.differences(saved_on, here)
     for key in ("data", "fsdp", "expert", "tensor"):
         if config.optimizer.kind == "adamw_fp8" and key in mesh:
@@ -310,7 +311,8 @@ def lengthens(config: Config, manifest: dict, trained: int) -> bool:
     now, steps = config.run.steps, before.run.steps
     if now <= steps:
         return False
-    rate, rate_before = config.optimizer.learning_rate_at, before.optimizer.learning_rate_at
+    rate = config.optimizer.learning_rate_at
+    rate_before = before.optimizer.learning_rate_at
     same_rates = all(rate(step, now) == rate_before(step, steps) for step in range(trained))
     entries = config.numerics.schedule or ()
     return same_rates and all(isinstance(begin, int) for begin, _ in entries)

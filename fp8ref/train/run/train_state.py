@@ -51,6 +51,7 @@ __all__ = [
     "PER_PARAMETER",
     "check",
     "check_master",
+    "check_saved",
     "delayed_states",
     "disk_bytes",
     "flat",
@@ -270,9 +271,32 @@ def logical(name: str) -> str:
     return re.sub(r"\.rank\d+\.(codes|scale)$", "", name)
 
 
+def check_saved(
+    saved: Mapping[str, tuple[int, ...]], mine: Mapping[str, tuple[int, ...]], same: str
+) -> None:
+    """ConfigError unless a saved state has the names and shapes of this one, {name on disk: shape}.
+    Names with ranks (T-6) and mu, with which meshes differ, may be in one alone.
+
+    same  what a state has to be of to fit, for the message.
+    """
+    for name in sorted(saved.keys() ^ mine.keys()):
+        if name == logical(name) and not name.startswith(f"{MU}."):
+            where = "is in the checkpoint, and not in this model"
+            if name in mine:
+                where = "is not in the checkpoint"
+            raise ConfigError(f"{name} {where}. Load a state of the same {same}.")
+    for name, shape in mine.items():
+        if saved.get(name, shape) != shape:
+            raise ConfigError(
+                f"{name} is {list(shape)} here and {list(saved[name])} in the checkpoint. "
+                "Load a state of the same model."
+            )
+
+
 def check(tensors: Mapping[str, Any], config: Config, backend: str) -> None:
     """AssertionError unless the nested ``tensors`` have exactly the names of the schema."""
-    mine, declared = {logical(name) for name in flat(tensors)}, schema(config, backend).keys()
+    mine = {logical(name) for name in flat(tensors)}
+    declared = schema(config, backend).keys()
     assert mine == declared, (
         f"train_state.schema and {backend}.step disagree on {sorted(mine ^ declared)}"
     )

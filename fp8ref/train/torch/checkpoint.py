@@ -85,7 +85,10 @@ class Store:
             raise ConfigError(
                 f"{directory} cannot be read ({error}). Put its files back."
             ) from error
-        self._check(saved, tensors)
+        mine = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        train_state.check_saved(
+            saved, mine, "model, recipe, optimizer and, under adamw_fp8, parallel.* keys"
+        )
         with _as_os_error():
             dcp.load(
                 {name: tensor for name, tensor in tensors.items() if name in saved},
@@ -94,30 +97,6 @@ class Store:
             )
         for name in tensors.keys() - saved.keys():  # mu alone
             tensors[name].fill_(1)
-
-    def _check(
-        self, saved: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor]
-    ) -> None:
-        mine = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        other_ranks = {name for name in saved if train_state.logical(name) != name}
-        for name in sorted((saved.keys() - other_ranks) ^ (mine.keys() - other_ranks)):
-            if name.startswith(f"{train_state.MU}."):
-                continue
-            where = (
-                "is not in the checkpoint"
-                if name in mine
-                else "is in the checkpoint, and not in this model"
-            )
-            raise ConfigError(
-                f"{name} {where}. Load a state of the same model, recipe, optimizer and, under "
-                "adamw_fp8, parallel.* keys."
-            )
-        for name, shape in mine.items():
-            if saved.get(name, shape) != shape:
-                raise ConfigError(
-                    f"{name} is {list(shape)} here and {list(saved[name])} in the checkpoint. "
-                    "Load a state of the same model."
-                )
 
 
 def weights(
@@ -147,17 +126,14 @@ def weights(
         for name, shape in shapes.items():
             value, filled = np.empty(shape, np.float32), 0
             key = f"{train_state.MASTERS}.{name}"
-            scale_inv = next(
-                (
-                    file.get_tensor(f"{key}.scale_inv")
-                    for file in parts.get(f"{key}.scale_inv", {}).values()
-                ),
-                None,
-            )
+            scales = parts.get(f"{key}.scale_inv", {}).values()
+            scale_inv = next((file.get_tensor(f"{key}.scale_inv") for file in scales), None)
             key = key if key in parts else f"{key}.codes"
             for begin, file in parts.get(key, {}).items():
                 part = file.get_tensor(key)
-                if not key.endswith(".codes"):
+                if key.endswith(".codes"):
+                    part = train_state.weight(part, scale_inv)
+                else:
                     train_state.check_master(name, part.dtype)
                 place = tuple(slice(i, i + n) for i, n in zip(begin, part.shape, strict=True))
                 if value[place].shape != part.shape:
@@ -165,9 +141,7 @@ def weights(
                         f"{name} is {list(shape)} here and larger in the checkpoint. Load a "
                         "state of the same model."
                     )
-                value[place] = (
-                    train_state.weight(part, scale_inv) if key.endswith(".codes") else part
-                )
+                value[place] = part
                 filled += part.size
             if filled != value.size:
                 raise ConfigError(

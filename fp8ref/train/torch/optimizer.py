@@ -100,12 +100,10 @@ def gradients(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     for p in trained:
         if p.grad is None:
             dtype = p.grad_dtype or p.dtype
-            whole = isinstance(p, DTensor)
-            p.grad = (
-                torch.zeros_like(p, dtype=dtype)
-                if whole
-                else torch.zeros(p.shape, dtype=dtype, device=p.device)
-            )
+            if isinstance(p, DTensor):
+                p.grad = torch.zeros_like(p, dtype=dtype)
+            else:
+                p.grad = torch.zeros(p.shape, dtype=dtype, device=p.device)
         elif (
             isinstance(p.grad, DTensor)
             and isinstance(p, DTensor)
@@ -314,7 +312,9 @@ def check_states(optimizer: torch.optim.Optimizer) -> None:
     Raises:   ValueError: a moment of another shape or format.
     """
     for p, key, state in moments(optimizer):
-        piece, moment, expected = local_part(p), local_part(state), _takes_fp8(optimizer, p)
+        piece = local_part(p)
+        moment = local_part(state)
+        expected = _takes_fp8(optimizer, p)
         if moment.shape != piece.shape or in_fp8(moment) != expected:
             formats = {True: "FP8", False: "float32"}
             raise ValueError(

@@ -36,11 +36,9 @@ class Processes:
     """
 
     def __init__(self, failures: FailureStore, timeout_s: int) -> None:
-        self._failures, self._timeout_s, self.first = (
-            failures,
-            timeout_s,
-            distributed.get_rank() == 0,
-        )
+        self._failures = failures
+        self._timeout_s = timeout_s
+        self.first = distributed.get_rank() == 0
 
     @contextmanager
     def naming_lost_processes(self) -> Iterator[None]:
@@ -134,11 +132,9 @@ def join(timeout_s: int) -> Processes:
 
 def _reach(timeout_s: int) -> None:
     """Wait until process 0 listens. torch would print pages of C++ frames if it does not."""
-    address, until, why = (
-        (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]),
-        time.monotonic() + timeout_s,
-        "",
-    )
+    address = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+    until = time.monotonic() + timeout_s
+    why = ""
     while os.environ["RANK"] != "0" and time.monotonic() < until:
         try:
             socket.create_connection(address, timeout_s).close()

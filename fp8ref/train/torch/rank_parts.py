@@ -28,11 +28,9 @@ def own(
     if keys.expert > 1:
         index = index * keys.expert + mesh.get_local_rank("expert")
     rows_of = tokens[index * rows :][:rows]
-    return (
-        rows_of
-        if context is None
-        else rows_of[:, own_tokens(tokens.shape[1] - 1, context, behind=1)]
-    )
+    if context is None:
+        return rows_of
+    return rows_of[:, own_tokens(tokens.shape[1] - 1, context, behind=1)]
 
 
 def own_tokens(length: int, context: ProcessGroup | None, behind: int = 0) -> slice:

@@ -65,7 +65,10 @@ class Step:
     ) -> None:
         """weights: float32 by name; None: ``llama.lazy_initial_weights`` of run.seed, or those of a
         user's model. Raises:   ConfigError: as the model."""
-        self.config, self.mesh, self.device, self.multiply = config, mesh, device, multiply
+        self.config = config
+        self.mesh = mesh
+        self.device = device
+        self.multiply = multiply
         self.context = context_of(config)
         keys, self._keeps_masters = config.parallel, config.optimizer.keeps_masters
         built = LlamaModel if config.architecture.kind == "llama" else CustomModel
@@ -179,10 +182,8 @@ class Step:
         names = {id(p): name for name, p in self.params.items()}
         # The sharded parameters. While FSDP2 has gathered a module, for instance after an
         # evaluation, its attributes hold others.
-        parameters = (
-            {} if self._keeps_masters else {name: p.detach() for name, p in self.params.items()}
-        )
-        tensors: dict[str, dict[str, torch.Tensor]] = {train_state.MASTERS: parameters}
+        own = {} if self._keeps_masters else self.params
+        tensors = {train_state.MASTERS: {name: p.detach() for name, p in own.items()}}
         for p, key, parts in optimizer.tensors(self.optimizer):
             tensors.setdefault(key, {}).update(
                 {names[id(p)] + suffix: part for suffix, part in parts.items()}
@@ -295,11 +296,9 @@ class Step:
         llama.check_tokens(tokens, self.config.model)
         host_tokens = torch.from_numpy(np.asarray(tokens, np.int64))
         # from pinned memory, so that the host does not wait for the device
-        return (
-            host_tokens.pin_memory().to(self.device, non_blocking=True)
-            if self.device.type == "cuda"
-            else host_tokens.to(self.device)
-        )
+        if self.device.type != "cuda":
+            return host_tokens.to(self.device)
+        return host_tokens.pin_memory().to(self.device, non_blocking=True)
 
     def own(self, tokens: np.ndarray) -> np.ndarray:
         """This rank's part of a batch [B, T + 1] (P-10, A-24)."""

@@ -86,29 +86,22 @@ class Trainer:
             )
         self.recipe, self.decisions = config.numerics.recipe, config.decisions()
         mesh = mesh_of(config)
-        self._device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
-        if self._device.type == "cuda":
+        self._device, self.device = torch.device("cpu"), "cpu"
+        if torch.cuda.is_available():
+            self._device = torch.device("cuda", torch.cuda.current_device())
+            self.device = f"cuda: {torch.cuda.get_device_name()}"
             device_shapes.check_on_gpu(config, self.backend)
             torch.cuda.reset_peak_memory_stats(self._device)
         elif config.parallel.cuda_graphs:
             raise ConfigError(
                 "parallel.cuda_graphs need an NVIDIA GPU; torch has none here. Leave the key out."
             )
-        self.device = (
-            f"cuda: {torch.cuda.get_device_name()}" if self._device.type == "cuda" else "cpu"
-        )
         self.device += f", {config.parallel.devices} processes" * (config.parallel.devices > 1)
         self.kernels = {self.device: _kernels(config, self._device)}
         self._step = Step(config, weights, mesh, self._device, multiply)
-        self.model, self._params, self._optimizer = (
-            self._step.model,
-            self._step.params,
-            self._step.optimizer,
-        )
+        self.model = self._step.model
+        self._params = self._step.params
+        self._optimizer = self._step.optimizer
         self._count = 0
         self._store = Store()
 
@@ -244,9 +237,9 @@ class Trainer:
 
     def peak_memory(self) -> int | None:
         """The most bytes of GPU memory in tensors since the trainer was made; None on a CPU."""
-        return (
-            torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
-        )
+        if self._device.type != "cuda":
+            return None
+        return torch.cuda.max_memory_allocated(self._device)
 
     def observe(
         self,

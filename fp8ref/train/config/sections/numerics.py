@@ -163,24 +163,18 @@ class NumericsConfig:
         if self.attention is None:
             return []
         variant = attention.by_name(self.attention)
-        largest, multiple = (
-            variant.tiles[-1].features,
-            32 if variant.granularity == "mx_1x32" else 1,
-        )
+        largest = variant.tiles[-1].features
+        multiple = 32 if variant.granularity == "mx_1x32" else 1
         fits = head_dim % multiple == 0 and (variant.real or head_dim <= largest)
-        sizes = (
-            f"a multiple of {multiple} up to {largest}"
-            if multiple > 1
-            else f"at most {largest} features"
-        )
-        return (
-            []
-            if fits
-            else [
-                f"numerics.attention {self.attention!r} takes heads of {sizes}; got {head_dim}. "
-                "Leave it out."
-            ]
-        )
+        sizes = f"at most {largest} features"
+        if multiple > 1:
+            sizes = f"a multiple of {multiple} up to {largest}"
+        if fits:
+            return []
+        return [
+            f"numerics.attention {self.attention!r} takes heads of {sizes}; got {head_dim}. "
+            "Leave it out."
+        ]
 
     @property
     def simulates(self) -> bool:

@@ -132,11 +132,9 @@ class OptimizerConfig:
         """The layout of both moments, and of masters, under ``adamw_states``; None under other
         kinds.
         """
-        return (
-            layout_parts.by_name(self.layout or "sqrt_e4m3")
-            if self.kind == "adamw_states"
-            else None
-        )
+        if self.kind != "adamw_states":
+            return None
+        return layout_parts.by_name(self.layout or "sqrt_e4m3")
 
     @property
     def keeps_masters(self) -> bool:
@@ -171,11 +169,9 @@ class OptimizerConfig:
         """
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
-        begin = (
-            self.warmup_steps
-            if self.decay_steps is None
-            else max(self.warmup_steps, steps - self.decay_steps)
-        )
+        begin = self.warmup_steps
+        if self.decay_steps is not None:
+            begin = max(begin, steps - self.decay_steps)
         if step < begin or self.decay == "none":
             return self.learning_rate
         done = (step - begin) / (steps - begin)
@@ -184,7 +180,5 @@ class OptimizerConfig:
             "linear": 1 - done,
             "sqrt": 1 - math.sqrt(done),
         }
-        return (
-            self.min_learning_rate
-            + (self.learning_rate - self.min_learning_rate) * shapes[self.decay]
-        )
+        span = self.learning_rate - self.min_learning_rate
+        return self.min_learning_rate + span * shapes[self.decay]

@@ -260,14 +260,12 @@ class ParallelConfig:
     def unattended(self, head_dim: int) -> list[str]:
         """The error messages for heads of this size under ``attention``; empty if they fit."""
         fits = self.attention != "cudnn" or (head_dim % 8 == 0 and head_dim <= 256)
-        return (
-            []
-            if fits
-            else [
-                "parallel.attention 'cudnn' takes heads of a multiple of 8 up to 256; got "
-                f"{head_dim}. Set it to xla."
-            ]
-        )
+        if fits:
+            return []
+        return [
+            "parallel.attention 'cudnn' takes heads of a multiple of 8 up to 256; got "
+            f"{head_dim}. Set it to xla."
+        ]
 
     def unreduced(self, backend: str) -> list[str]:
         """The error messages for gradients that this backend cannot sum as asked (P-25)."""
@@ -287,22 +285,14 @@ class ParallelConfig:
         return []
 
     def foreign(self, backend: str) -> list[str]:
-        """The keys that are set, and that this backend does not have."""
-        theirs = (
-            (
-                "through",
-                *(["attention"] if self.attention not in ("tiles", "kernel") else []),
-                "scan",
-                "loss",
-                "reduce",
-                "accumulate_dtype",
-                *(["tensor_reduce_dtype"] if self.tensor_reduce_dtype == "float32" else []),
-            )
-            if backend == "torch"
-            else ("gather", "reduction", "compile", "cuda_graphs", "timeout_s")
-        )
-        return [
-            f"parallel.{key}"
-            for key in theirs
-            if getattr(self, key) != getattr(ParallelConfig(), key)
-        ]
+        """The error messages for keys that are set, and that this backend does not have."""
+        theirs = ["gather", "reduction", "compile", "cuda_graphs", "timeout_s"]
+        if backend == "torch":
+            own_attention = ["attention"] * (self.attention not in ("tiles", "kernel"))
+            theirs = ["through", *own_attention, "scan", "loss", "reduce", "accumulate_dtype"]
+            theirs += ["tensor_reduce_dtype"] * (self.tensor_reduce_dtype == "float32")
+        default = ParallelConfig()
+        keys = [f"parallel.{k}" for k in theirs if getattr(self, k) != getattr(default, k)]
+        if not keys:
+            return []
+        return [f"{', '.join(keys)} is not a key of --backend {backend}. Leave it out."]

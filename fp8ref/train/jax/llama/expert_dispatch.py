@@ -40,11 +40,9 @@ def dispatched(
     on, as on several devices no rule changes one of them alone.
     """
     layout, axis = _apart(run)
-    spec = (
-        expert_codes.cast_of([recipes.by_name(recipe) for recipe in of.values()], "input")
-        if _moves_codes(run)
-        else None
-    )
+    spec = None
+    if _moves_codes(run):
+        spec = expert_codes.cast_of([recipes.by_name(recipe) for recipe in of.values()], "input")
     if spec is None:
         return expert_parallel.dispatch(rows, sizes, axis), None
     if spec.delayed is not None:

@@ -73,7 +73,9 @@ class Embedding(nnx.Module):
         self.weight = nnx.Param(jnp.asarray(weight))
 
     def __call__(self, tokens: jax.Array, dtype, run: Pass) -> jax.Array:
-        table = run.layout.whole(self.weight[...], dtype) if run.layout else self.weight[...]
+        table = self.weight[...]
+        if run.layout:
+            table = run.layout.whole(table, dtype)
         # [B, T] -> [B, T, hidden]; the gradient sums in the table's dtype
         return rounded(table[tokens], dtype)
 
@@ -204,12 +206,10 @@ class MixtureMLP(nnx.Module):
     """
 
     def __init__(self, name: str, config: LlamaConfig, weights: Weights, recipes: Recipes) -> None:
-        self.name, self.chosen, self.count, self.normalizes = (
-            name,
-            config.num_experts_per_tok,
-            config.num_experts,
-            config.norm_topk_prob,
-        )
+        self.name = name
+        self.chosen = config.num_experts_per_tok
+        self.count = config.num_experts
+        self.normalizes = config.norm_topk_prob
         self.gate = Router(weights[f"{name}{ROUTER}.weight"])
         self.experts = Experts(f"{name}{EXPERTS}", weights, recipes)
         self.shares = config.shared_expert_intermediate_size > 0
@@ -218,7 +218,9 @@ class MixtureMLP(nnx.Module):
 
     def __call__(self, x: jax.Array, run: Pass) -> jax.Array:
         tokens = x.reshape(-1, x.shape[-1])
-        router = run.layout.shared(self.gate.weight[...]) if run.layout else self.gate.weight[...]
+        router = self.gate.weight[...]
+        if run.layout:
+            router = run.layout.shared(router)
         chosen, weights, probabilities = experts.route(
             tokens, router, self.chosen, normalizes=self.normalizes
         )
@@ -289,11 +291,9 @@ class Decoder(nnx.Module):
         self.embed_tokens = Embedding(weights["model.embed_tokens.weight"])
         # One layer, whose parameters are stacks of all layers', where the weights are named so.
         self.stacked = f"{STACK}.input_layernorm.weight" in weights
-        names = (
-            [STACK]
-            if self.stacked
-            else [f"model.layers.{i}" for i in range(config.num_hidden_layers)]
-        )
+        names = [STACK]
+        if not self.stacked:
+            names = [f"model.layers.{i}" for i in range(config.num_hidden_layers)]
         layers = [Layer(name, config, weights, recipes) for name in names]
         self.layers = layers[0] if self.stacked else nnx.List(layers)
         self.norm = RMSNorm(weights["model.norm.weight"], eps=config.rms_norm_eps)
@@ -320,21 +320,17 @@ class Llama(nnx.Module):
         """
         run = run or Pass()
         h = self.hidden(tokens, run)
-        return (
-            run.linear(h, self.head(h.dtype), "bf16", "lm_head")
-            if self.config.tie_word_embeddings
-            else self.lm_head(h, run)
-        )
+        if not self.config.tie_word_embeddings:
+            return self.lm_head(h, run)
+        return run.linear(h, self.head(h.dtype), "bf16", "lm_head")
 
     def head(self, dtype) -> jax.Array:
         """The weight of the last linear, [V, hidden] or a device's piece of it: a tied one is the
         embedding table, rounded.
         """
-        return (
-            self.model.embed_tokens.weight[...].astype(dtype)
-            if self.config.tie_word_embeddings
-            else self.lm_head.weight[...]
-        )
+        if not self.config.tie_word_embeddings:
+            return self.lm_head.weight[...]
+        return self.model.embed_tokens.weight[...].astype(dtype)
 
     def hidden(self, tokens: jax.Array, run: Pass) -> jax.Array:
         """The last linear's input, [B, T, hidden]."""

@@ -48,7 +48,8 @@ class LlamaModel(Model):
             **{in_program(path): casts for path, casts in attention_casts},
         }
         self._first_readers = shared_inputs.first_readers(self.linears)
-        copied, scaled = device_shapes.copied(config, "jax"), device_shapes.scaled_first(config)
+        copied = device_shapes.copied(config, "jax")
+        scaled = device_shapes.scaled_first(config)
         self.copied = {in_program(path): recipe for path, recipe in copied.items()}
         self._scaled = {in_program(path): recipe for path, recipe in scaled.items()}
         self.attention = list(dict.fromkeys(map(in_program, config.attention_in_fp8)))
@@ -181,7 +182,9 @@ class LlamaModel(Model):
         """The model on parameters rounded to bfloat16, except the embedding table (spec M-2)."""
 
         def rounded(path, value):
-            return value if name_of(path) == llama.EMBEDDING else value.astype(jnp.bfloat16)
+            if name_of(path) == llama.EMBEDDING:
+                return value
+            return value.astype(jnp.bfloat16)
 
         compute = jax.tree_util.tree_map_with_path(rounded, weights)
         return nnx.merge(self._graph, nnx.State(compute))

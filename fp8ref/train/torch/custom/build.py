@@ -30,11 +30,10 @@ def build(keys: ArchitectureConfig, vocab_size: int, *, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            model = (
-                _transformers(keys)
-                if keys.kind == "transformers"
-                else user_model.imported(keys.source or "")(vocab_size=vocab_size)
-            )
+            if keys.kind == "transformers":
+                model = _transformers(keys)
+            else:
+                model = user_model.imported(keys.source or "")(vocab_size=vocab_size)
         except ConfigError:
             raise
         except Exception as error:  # whatever a user's code or a configuration raises
@@ -128,20 +127,11 @@ def _check(model: nn.Module, keys: ArchitectureConfig, vocab_size: int) -> None:
             f"{name} has a GroupedLinear ({grouped[0]}), of which a config plans no recipe. Use "
             "an nn.Linear for each expert."
         )
-    rates = (
-        {
-            key: value
-            for key, value in vars(own).items()
-            if key.endswith(("dropout", "pdrop")) and isinstance(value, float)
-        }
-        if own
-        else {}
-    )
-    if random := [key for key, value in rates.items() if value > 0]:
-        raise ConfigError(
-            f"{name} has {random[0]} = {rates[random[0]]}, and a step has no random numbers. "
-            "Set it to 0."
-        )
+    for key, value in vars(own).items() if own else ():
+        if key.endswith(("dropout", "pdrop")) and isinstance(value, float) and value > 0:
+            raise ConfigError(
+                f"{name} has {key} = {value}, and a step has no random numbers. Set it to 0."
+            )
 
 
 def _heads(

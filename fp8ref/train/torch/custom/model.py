@@ -36,7 +36,8 @@ class CustomModel(Model):
         """
         assert mesh is None
         assert context is None
-        self._config, self._name = config, f"architecture.source {config.architecture.source!r}"
+        self._config = config
+        self._name = f"architecture.source {config.architecture.source!r}"
         size, length = config.model.vocab_size, config.data.sequence_length
         model = build(config.architecture, size, seed=config.run.seed)
         if weights is not None:

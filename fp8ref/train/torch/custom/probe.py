@@ -143,15 +143,12 @@ def _logits(
     try:
         out = torch.func.functional_call(model, dict(rounded), (tokens,), tie_weights=True)
     except Exception as error:  # whatever a user's code raises
-        cast = (
-            "Parameters are bfloat16 in a pass, and buffers stay as they are: cast those where "
-            "they meet activations, by .to(x.dtype)."
-        )
-        why = (
-            cast
-            if "dtype" in str(error) or "scalar type" in str(error)
-            else "It takes tokens [B, T], int64."
-        )
+        why = "It takes tokens [B, T], int64."
+        if "dtype" in str(error) or "scalar type" in str(error):
+            why = (
+                "Parameters are bfloat16 in a pass, and buffers stay as they are: cast those where "
+                "they meet activations, by .to(x.dtype)."
+            )
         raise ConfigError(
             f"{name} fails on tokens {list(tokens.shape)}: {type(error).__name__}: {error}. {why}"
         ) from error

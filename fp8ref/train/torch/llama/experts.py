@@ -53,7 +53,9 @@ class Projections(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        experts, hidden, inner = config.num_experts, config.hidden_size, config.intermediate_size
+        experts = config.num_experts
+        hidden = config.hidden_size
+        inner = config.intermediate_size
         self.gate_proj = GroupedLinear(experts, hidden, inner)
         self.up_proj = GroupedLinear(experts, hidden, inner)
         self.down_proj = GroupedLinear(experts, inner, hidden)
@@ -127,11 +129,8 @@ class MixtureMLP(nn.Module):
         of, codes, slot = self.experts, None, None
         if self.in_codes:
             moved, codes = expert_codes.dispatch(rows, ends, self.group, (of.gate_proj, of.up_proj))
-            slot = (
-                expert_codes.Slot()
-                if expert_codes.cast_of([of.down_proj], "grad_output") and torch.is_grad_enabled()
-                else None
-            )
+            if expert_codes.cast_of([of.down_proj], "grad_output") and torch.is_grad_enabled():
+                slot = expert_codes.Slot()
         else:
             moved = expert_parallel.dispatch(rows, ends, self.group)
         y = of(moved.rows, moved.ends, codes, slot)

@@ -150,7 +150,8 @@ class Attention(nn.Module):
 
     def attend_by(self, call: RankCall, *, delays: bool, by_kernel: bool) -> None:
         """Attend by a call from now on, with the model's softcap; delays: by delayed scales."""
-        self.call, self.by_kernel = dataclasses.replace(call, softcap=self.softcap), by_kernel
+        self.call = dataclasses.replace(call, softcap=self.softcap)
+        self.by_kernel = by_kernel
         if delays:
             device = self.q_proj.weight.device
             self.states = attention_delayed.states(call.variant, device, call.amax_group)
