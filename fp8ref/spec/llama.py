@@ -15,6 +15,8 @@ from typing import Protocol
 
 import numpy as np
 
+from fp8ref.shared.errors import require_least
+
 __all__ = ["parameter_shapes"]
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -100,16 +102,9 @@ class LlamaConfig:
         """Raises:   ValueError: a size below 1; a number that is not positive and finite; a
         hidden_size that is no multiple of twice the heads; heads that are no multiple of
         num_key_value_heads; keys of experts without experts, or that do not fit them."""
-        for key in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-        ):
-            if getattr(self, key) < 1:
-                raise ValueError(f"model.{key} is at least 1; got {getattr(self, key)}.")
+        heads = "num_attention_heads", "num_key_value_heads"
+        sizes = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", *heads
+        require_least("model", 1, self, *sizes)
         for key in ("rms_norm_eps", "rope_theta", "initializer_range"):
             if not 0 < getattr(self, key) < math.inf:
                 raise ValueError(f"model.{key} is positive and finite; got {getattr(self, key)}.")
@@ -141,9 +136,8 @@ class LlamaConfig:
             )
 
     def _check_experts(self) -> None:
-        for key in ("num_experts", "num_experts_per_tok", "shared_expert_intermediate_size"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"model.{key} is not negative; got {getattr(self, key)}.")
+        counts = "num_experts", "num_experts_per_tok", "shared_expert_intermediate_size"
+        require_least("model", 0, self, *counts)
         if not 0 <= self.router_aux_loss_coef < math.inf:
             raise ValueError(
                 f"model.router_aux_loss_coef is finite and >= 0; got {self.router_aux_loss_coef}."

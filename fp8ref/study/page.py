@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 
-import fp8ref
 from fp8ref.plots import study as plots
 from fp8ref.plots import style
 from fp8ref.recipe import ROLES
@@ -38,10 +37,6 @@ def write(
     """Write the page to ``out``."""
     out.write_text(
         svg.template("fp8ref.study").render(
-            policy=svg.policy(),
-            style=svg.style(),
-            script=svg.script(),
-            version=fp8ref.__version__,
             judged=judged,
             depth=depth,
             attention=attention,

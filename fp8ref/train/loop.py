@@ -388,12 +388,9 @@ class _Training:
             return False
         if config.statistics.every is not None:
             return True
-        in_fp8 = any(decision.fp8 for decision in self.model.decisions) or bool(
-            config.attention_in_fp8
-        )
-        return config.parallel.attention != "kernel" and (
-            in_fp8 or config.optimizer.moment_layout is not None
-        )
+        in_fp8 = any(d.fp8 for d in self.model.decisions) or bool(config.attention_in_fp8)
+        has_records = in_fp8 or config.optimizer.moment_layout is not None
+        return has_records and config.parallel.attention != "kernel"
 
     def validated(self, step: int) -> dict[str, float]:
         """Validation losses after a step: ``val_loss``, and ``val_loss_<name>`` of each set of
@@ -408,11 +405,8 @@ class _Training:
         }
         losses = {}
         for key, batch in sets.items():
-            losses[key] = float(
-                np.mean(
-                    [self.model.evaluate(batch(i)) for i in range(self.config.run.eval_batches)]
-                )
-            )
+            batches = map(batch, range(self.config.run.eval_batches))
+            losses[key] = float(np.mean([self.model.evaluate(tokens) for tokens in batches]))
             if not math.isfinite(losses[key]):
                 raise NonFiniteError(
                     f"after step {step}: validation loss {losses[key]} ({key}). Lower "

@@ -19,13 +19,12 @@ import numpy as np
 
 from fp8ref import configs as shipped
 from fp8ref.recipe import OPERANDS
-from fp8ref.shared import console, files
+from fp8ref.shared import files
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train import loop
-from fp8ref.train.config import config as configs
 from fp8ref.train.data import loader
 from fp8ref.train.report import run_files
-from fp8ref.train.run import checkpoint
+from fp8ref.train.run import run_dir
 
 __all__ = ["read"]
 
@@ -61,17 +60,7 @@ def of_run(run: Path, layers: Sequence[str]) -> Tensors:
               run in FP8, or is of experts.
     """
     manifest, lines = run_files.manifest(run), run_files.statistics(run)
-    config = configs.load(run / "config.toml")
-    if config.parallel.devices > 1:
-        raise ConfigError(
-            f"tensors are taken from runs on one device; {run} has {config.parallel.devices}. "
-            "Train with parallel.* at 1."
-        )
-    last = checkpoint.latest(run, console.say, aside=False)
-    if last is None:
-        raise ConfigError(
-            f"{run} has no checkpoint. Train it to its end, or with --checkpoint.every."
-        )
+    config, last = run_dir.on_one_device(run, "tensors are taken from runs")
     recipe = config.scheduled(last.manifest.get("measured", [])).recipe(last.step)
     planned = [decision.path for decision in config.under(recipe).decisions() if decision.fp8]
     if expert_layers := [d.path for d in config.decisions() if d.experts and d.path in layers]:

@@ -3,6 +3,7 @@
 ``states`` has the layouts of libraries.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -202,13 +203,7 @@ class Layout:
         blocks = [moment.block for moment in (self.m, self.v) if moment.block is not None]
         if size >= self.smallest and (self.ragged or all(size % block == 0 for block in blocks)):
             return self
-        return Layout(
-            name=self.name,
-            master=self.master,
-            average=self.average,
-            bounded=self.bounded,
-            source=self.source,
-        )
+        return dataclasses.replace(self, m=Moment(), v=Moment(), smallest=0, ragged=True)
 
     @property
     def keeps_master(self) -> bool:

@@ -1,5 +1,6 @@
 """The sections of a config, and what follows from them without the model."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -47,9 +48,23 @@ class Sections:
     def starts(self) -> tuple[int | None, ...]:
         """The step at which each phase begins; None if it is measured, or not reached.
 
-        Raises as ``schedule.starts``.
+        Raises:   ValueError: as ``OptimizerConfig.first_below``; phases in another order.
         """
-        return schedules.starts(self.phases, self.optimizer, self.run.steps)
+        phases, steps, first_below = self.phases, self.run.steps, self.optimizer.first_below
+        rates = [p.learning_rate for p in phases]
+        starts = [
+            p.step if rate is None else first_below(rate, steps)
+            for p, rate in zip(phases, rates, strict=True)
+        ]
+        fixed = [(at, p) for at, p in zip(starts, phases, strict=True) if at is not None]
+        for (before, first), (start, second) in itertools.pairwise(fixed):
+            if start <= before:
+                raise ValueError(
+                    f"phases of numerics.schedule begin one after the other; {second.recipe!r} "
+                    f"would begin at step {start}, and {first.recipe!r}, before it, at step "
+                    f"{before}. Change one of them."
+                )
+        return tuple(starts)
 
     def scheduled(self, measured: Sequence[Sequence[int]] = ()) -> Schedule:
         """Which recipe each step runs in. measured: what a checkpoint has of

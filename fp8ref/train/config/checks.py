@@ -80,7 +80,7 @@ def _check_attention(config: Sections) -> None:
 
 def _check_schedule(config: Sections) -> None:
     """ValueError for a schedule whose phases begin at no step, or at what is not measured (T-9)."""
-    schedules.starts(config.phases, config.optimizer, config.run.steps)
+    config.scheduled()  # refuses phases that begin at no step
     require(
         bool(config.statistics.every) or not schedules.is_measured(config.numerics.schedule),
         "measurements in numerics.schedule, 'sqnr' and 'update_error', are of the steps that "

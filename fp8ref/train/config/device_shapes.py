@@ -179,7 +179,7 @@ def check(config: Config, backend: str) -> None:
     faults = [
         *config.parallel.foreign(backend),
         *config.optimizer.foreign(backend),
-        *_cut(config),
+        *uncut(config, backend),
         *config.optimizer.uncut(config.parallel, backend),
         *config.parallel.unreduced(backend),
         *checks.unswitched(config, backend),
@@ -231,8 +231,9 @@ def check_on_gpu(config: Config, backend: str) -> None:
             )
 
 
-def _cut(config: Config) -> list[str]:
-    """Faults of batches, sequences and heads that the mesh does not divide."""
+def uncut(config: Config, backend: str) -> list[str]:
+    """The error messages for what the mesh does not divide: the batch, sequences, heads, and in JAX
+    the vocabulary and experts."""
     keys, model, data, faults = config.parallel, config.model, config.data, []
     if data.batch_size % (keys.batch_parts * data.microbatches):
         faults.append(data.indivisible(keys.batch_keys, "devices"))
@@ -242,6 +243,12 @@ def _cut(config: Config) -> list[str]:
         f"{getattr(model, key)}. Change one of them."
         for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
         if getattr(model, key) % keys.tensor
+    ]
+    faults += [
+        f"model.{key} is divisible by parallel.{keys.shard_keys}; got {getattr(model, key)}. "
+        "Change one of them."
+        for key in ("vocab_size", "num_experts")
+        if backend == "jax" and getattr(model, key) % keys.shards
     ]
     return faults
 
@@ -290,16 +297,7 @@ def _jax(config: Config, decisions: list[Decision]) -> list[str]:
             "parallel.loss 'chunked' takes a last linear in bfloat16; lm_head is in FP8. Name "
             "it in filter_fqns, or use loss 'whole'."
         )
-    if config.model.vocab_size % keys.shards:
-        faults.append(
-            f"model.vocab_size is divisible by parallel.{keys.shard_keys}; got "
-            f"{config.model.vocab_size}. Change one of them."
-        )
-    if config.model.num_experts % keys.shards:
-        faults.append(
-            f"model.num_experts is divisible by parallel.{keys.shard_keys}; got "
-            f"{config.model.num_experts}. Change one of them."
-        )
+
     for d in decisions:
         if d.experts is not None:
             continue

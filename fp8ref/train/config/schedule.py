@@ -8,13 +8,12 @@ step or a learning rate are functions of the config. Those at a measurement, of 
 optimizer states, are recorded, and every checkpoint holds the record.
 """
 
-import bisect
 import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import pydantic
 
@@ -23,34 +22,6 @@ from fp8ref.spec.attention.products import is_attention
 
 Entries = tuple[tuple[Annotated[int | str, pydantic.Field(union_mode="left_to_right")], str], ...]
 """The entries of a schedule, as the config has them: where a phase begins, and its recipe."""
-
-
-class Rates(Protocol):
-    """The learning rates of a run: ``sections.OptimizerConfig``."""
-
-    @property
-    def learning_rate(self) -> float:
-        """The peak."""
-        ...
-
-    @property
-    def min_learning_rate(self) -> float:
-        """The floor."""
-        ...
-
-    @property
-    def warmup_steps(self) -> int:
-        """The steps before the peak."""
-        ...
-
-    @property
-    def decay(self) -> str:
-        """The shape of the decay; none: it stays at the peak."""
-        ...
-
-    def learning_rate_at(self, step: int, steps: int) -> float:
-        """The rate of a step in a run of so many."""
-        ...
 
 
 _CONDITION = re.compile(r"\s*(\w+)\s*([<>])\s*(\S+)\s*")
@@ -172,50 +143,6 @@ def _check_order(
             )
 
 
-def starts(phases: Sequence[Phase], optimizer: Rates, steps: int) -> tuple[int | None, ...]:
-    """The step at which each phase begins in a run of so many steps; None if it is measured, or not
-    reached.
-
-    Raises:   ValueError: a learning rate that the run's never falls below, or begins below; phases
-              that begin in another order.
-    """
-    starts = [
-        p.step if p.learning_rate is None else _first_below(p.learning_rate, optimizer, steps)
-        for p in phases
-    ]
-    fixed_starts = [
-        (start, phase) for start, phase in zip(starts, phases, strict=True) if start is not None
-    ]
-    for (before, first), (start, second) in itertools.pairwise(fixed_starts):
-        if start <= before:
-            raise ValueError(
-                f"phases of numerics.schedule begin one after the other; {second.recipe!r} "
-                f"would begin at step {start}, and {first.recipe!r}, before it, at step "
-                f"{before}. Change one of them."
-            )
-    return tuple(starts)
-
-
-def _first_below(rate: float, optimizer: Rates, steps: int) -> int | None:
-    low, high = optimizer.min_learning_rate, optimizer.learning_rate
-    if not low < rate <= high:
-        raise ValueError(
-            f"a learning rate of numerics.schedule is above optimizer.min_learning_rate = {low} "
-            f"and at most optimizer.learning_rate = {high}, so that the rate falls below it; "
-            f"got {rate}."
-        )
-    if optimizer.decay == "none":
-        raise ValueError(
-            "a learning rate of numerics.schedule is one that the run's falls below; "
-            f"optimizer.decay is 'none', got {rate}. Name a step."
-        )
-    after_warmup = range(optimizer.warmup_steps, steps)
-    index = bisect.bisect_left(
-        after_warmup, True, key=lambda step: optimizer.learning_rate_at(step, steps) < rate
-    )
-    return after_warmup[index] if index < len(after_warmup) else None
-
-
 def is_measured(entries: Sequence[Sequence] | None) -> bool:
     """Whether a phase begins at a measurement, so that the statistics of a run decide its
     recipes.
@@ -255,10 +182,7 @@ class Schedule:
         starts: Sequence[int | None],
         measured: Sequence[Sequence[int]] = (),
     ) -> None:
-        """starts: of each phase, as the function of that name gives them.
-
-        ``Config.scheduled`` makes it.
-        """
+        """starts: of each phase, as ``Config.starts``. ``Config.scheduled`` makes it."""
         self._phases = phases
         self._starts = starts
         self.measured = [list(entry) for entry in measured]

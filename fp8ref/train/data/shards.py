@@ -142,22 +142,23 @@ def fingerprint(shards: Sequence[Shard]) -> str:
     whole = sum(shard.bytes for shard in shards) <= WHOLE
     for shard in shards:
         try:
-            contents = _sha256(shard.path) if whole else sidecar.sample(shard.path)
+            contents = sha256(shard.path) if whole else sidecar.sample(shard.path)
         except OSError as error:
             raise sources.unreadable(shard.path, error) from error
         if recorded := shard.recorded:
-            if contents != (recorded.sha256 if whole else recorded.sample):
+            if contents != (recorded.file.sha256 if whole else recorded.file.sample):
                 kind = "SHA-256" if whole else "SHA-256 of samples"
                 raise ConfigError(
                     f"{shard.path} was changed after it was written: its {kind} is {contents}, "
                     f"not that in {recorded.path}. Put the file back, or write the shards again."
                 )
-            contents = recorded.sha256
+            contents = recorded.file.sha256
         hashed.update(f"{shard.name}\0{shard.bytes}\0{contents}\n".encode())
     return hashed.hexdigest()
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """Of a file's content, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -203,9 +204,9 @@ def _open(
             "data.token_dtype out."
         )
     tokens = (size - offset) // dtype.itemsize
-    if recorded and (tokens, dtype) != (recorded.tokens, np.dtype(recorded.dtype)):
+    if recorded and (tokens, dtype) != (recorded.file.tokens, np.dtype(recorded.dtype)):
         raise ConfigError(
-            f"{path} holds {tokens} tokens, and {recorded.path} says {recorded.tokens}. Write "
+            f"{path} holds {tokens} tokens, and {recorded.path} says {recorded.file.tokens}. Write "
             "the shards again."
         )
     return Shard(

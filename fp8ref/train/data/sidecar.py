@@ -46,9 +46,7 @@ class Recorded:
 
     path: Path
     dtype: str
-    tokens: int
-    sha256: str
-    sample: str
+    file: File
 
 
 for _record in (File, Sidecar):
@@ -101,14 +99,7 @@ class Sidecars:
         sidecar = self._read[folder]
         if sidecar is None or path.name not in sidecar.files:
             return None
-        file = sidecar.files[path.name]
-        return Recorded(
-            path=folder / NAME,
-            dtype=sidecar.dtype,
-            tokens=file.tokens,
-            sha256=file.sha256,
-            sample=file.sample,
-        )
+        return Recorded(path=folder / NAME, dtype=sidecar.dtype, file=sidecar.files[path.name])
 
     def read(self) -> list[tuple[Path, int]]:
         """(path, vocabulary size) of each sidecar read so far."""

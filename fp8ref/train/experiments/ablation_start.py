@@ -13,18 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8ref.recipe import RECIPES, trained_recipes
-from fp8ref.shared import console as consoles
 from fp8ref.shared import files
 from fp8ref.shared.errors import ConfigError
 from fp8ref.spec import llama
 from fp8ref.spec.llama import LlamaConfig
 from fp8ref.train import loop
-from fp8ref.train.config import config as configs
 from fp8ref.train.config.config import Config
 from fp8ref.train.config.sections import ArchitectureConfig, DataConfig, NumericsConfig
-from fp8ref.train.data import loader
+from fp8ref.train.data import loader, shards
 from fp8ref.train.models import export, hugging_face
-from fp8ref.train.run import checkpoint, log, state_conversion, train_state
+from fp8ref.train.run import log, run_dir, state_conversion, train_state
 from fp8ref.train.run.checkpoint import Checkpoint
 from fp8ref.train.run.state_conversion import Source
 
@@ -68,7 +66,7 @@ class Start:
         else:
             assert self.weights is not None
             files = [self.weights / "config.json", *sorted(self.weights.glob("*.safetensors"))]
-            of = {path.name: _sha256(path) for path in files if path.is_file()}
+            of = {path.name: shards.sha256(path) for path in files if path.is_file()}
         return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
 
     @functools.cached_property
@@ -126,17 +124,7 @@ def run_start(run: Path, recipe: str | None) -> Start:
     Raises:   ConfigError: no run or checkpoint; several devices; a recipe without FP8.
     """
     manifest = log.read_manifest(run)
-    config = configs.load(run / "config.toml")
-    if config.parallel.devices > 1:
-        raise ConfigError(
-            f"an ablation takes a run on one device; {run} has {config.parallel.devices}. Train "
-            "with parallel.* at 1."
-        )
-    last = checkpoint.latest(run, consoles.say, aside=False)
-    if last is None:
-        raise ConfigError(
-            f"{run} has no checkpoint. Train it to its end, or with --checkpoint.every."
-        )
+    config, last = run_dir.on_one_device(run, "an ablation takes a run")
     trained = config.recipes
     own = config.numerics.recipe
     recipe = recipe or (own if RECIPES[own].fp8 else "tensorwise")
@@ -210,11 +198,6 @@ def _own_config(path: Path, backend: str, settings: dict, data: DataConfig) -> C
 def _weights_message(error: Exception) -> str:
     """A message of ``export``, without the key that no user of an ablation gave."""
     return str(error).removeprefix("run.init_from ")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _studied(config: Config, recipe: str, *, keeps_rules: bool) -> Config:

@@ -25,7 +25,7 @@ from fp8ref.recipe import Role
 from fp8ref.shared.errors import ConfigError
 from fp8ref.spec import llama
 from fp8ref.spec.kernels import Choice, Kernels
-from fp8ref.train.config import checks as config_checks
+from fp8ref.train.config import device_shapes
 from fp8ref.train.config.config import Config
 from fp8ref.train.config.sections import ParallelConfig
 from fp8ref.train.jax import gathers
@@ -122,14 +122,11 @@ class Layout:
         return next((d for d in self.devices if d.process_index == process), self.devices[0])
 
     def kernels(self, choice: Choice) -> Kernels:
-        """What casts operands of linears on each device; ConfigError as ``choice.explain``."""
+        """What casts operands of linears on each device; ValueError as ``choice.explain``."""
         partitioned = self.mesh is not None and not self.mapped
-        try:
-            return kernel_choice.explain(
-                choice, self.own_device, partitioned=partitioned, abstract=self.abstract
-            )
-        except ValueError as error:
-            raise ConfigError(f"numerics.kernels: {error}") from error
+        return kernel_choice.explain(
+            choice, self.own_device, partitioned=partitioned, abstract=self.abstract
+        )
 
     @property
     def description(self) -> str:
@@ -385,25 +382,8 @@ class Layout:
         return lax.pmean(mean, self.cutting_tokens)
 
     def _check(self, config: Config, sizes: dict[str, int]) -> None:
-        rows = self.config.batch_parts
-        tensor = sizes["tensor"]
-        shards = self.config.shards
-        if config.data.batch_size % (rows * config.data.microbatches):
-            raise ConfigError(config.data.indivisible(self.config.batch_keys, "devices"))
-        if faults := config_checks.uncut_sequences(config):
+        if faults := device_shapes.uncut(config, "jax"):
             raise ConfigError(faults[0])
-        for key in ("num_attention_heads", "num_key_value_heads"):
-            if getattr(config.model, key) % tensor:
-                raise ConfigError(
-                    f"model.{key} is divisible by parallel.tensor = {tensor}; got "
-                    f"{getattr(config.model, key)}. Change one of them."
-                )
-        for key in ("vocab_size", "num_experts"):
-            if getattr(config.model, key) % shards:
-                raise ConfigError(
-                    f"model.{key} is divisible by parallel.{self.config.shard_keys}; got "
-                    f"{getattr(config.model, key)}. Change one of them."
-                )
         tokens = config.data.batch_size // config.data.microbatches * config.data.sequence_length
         try:
             for name, shape in llama.linear_shapes(config.model).items():

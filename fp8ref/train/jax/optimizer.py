@@ -251,26 +251,18 @@ class Optimizer:
         read.
         """
         assert self._moments is not None
-        return AdamWState(
-            jnp.int32(0),
-            None,
-            None,
-            self._by_field(masters, 2),
-            adamw_state.decisions(self._moments),
-        )
+        decisions = adamw_state.decisions(self._moments)
+        return AdamWState(jnp.int32(0), None, None, self._by_field(masters, 2), decisions)
 
     def _adamw_state(self, params, state: OptimizerState) -> AdamWState:
         """The state as ``fp8ref.jax.states`` has it, with the masters that it keeps, of parameters
         that are not None.
         """
         m, v = (self._by_field(state.kept[key], i) for i, key in enumerate(train_state.MOMENTS))
-        return AdamWState(
-            state.count,
-            m,
-            v,
-            self._by_field(params, 2) if self._keeps_masters and params is not None else None,
-            state.decisions,
-        )
+        master = None
+        if self._keeps_masters and params is not None:
+            master = self._by_field(params, 2)
+        return AdamWState(state.count, m, v, master, state.decisions)
 
     def _by_field(self, tree, which: int) -> MomentState:
         """What is stored of each parameter, as ``fp8ref.jax.states`` has it: a tree for each

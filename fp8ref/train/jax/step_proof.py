@@ -1,5 +1,7 @@
 """The proof of a trainer's step, for the manifest (spec B-7, B-15)."""
 
+from collections.abc import Sequence
+
 import jax
 
 from fp8ref.jax import proof
@@ -48,33 +50,23 @@ def prove(
     # Under parallel.scan one GEMM of the program is every layer's.
     for key in ("gemms", "simulated", "on_dequantised_operands"):
         if key in report:
-            report[key] = [
-                layer_entry(gemm, i) for gemm in report[key] for i in layers_of(gemm, layers)
-            ]
+            report[key] = by_layer(report[key], layers)
     if variant is not None and by_kernel:
-        names = [str(layer_entry(gemm, i)) for gemm in kernels for i in layers_of(gemm, layers)]
+        names = by_layer(kernels, layers)
         report["attention"] = {"variant": variant.name, "gemms": [], "kernels": names}
     elif variant is not None and attended:
         report["attention"] = proof.manifest_of_products(program, attended, variant)
         for key in ("gemms", "on_dequantised_operands"):
-            report["attention"][key] = [
-                layer_entry(gemm, i)
-                for gemm in report["attention"][key]
-                for i in layers_of(gemm, layers)
-            ]
+            report["attention"][key] = by_layer(report["attention"][key], layers)
     return report
 
 
-def layers_of(gemm: dict | str, layers: int) -> range:
-    """Of so many layers, those that share a GEMM of the program; one, of no account, for a GEMM of
-    its own.
-    """
-    name = gemm if isinstance(gemm, str) else gemm["gemm"]
-    return range(layers if "*" in name else 1)
-
-
-def layer_entry(gemm: dict | str, i: int) -> dict | str:
-    """An entry of the proof under the name of layer i."""
-    if isinstance(gemm, str):
-        return gemm.replace("*", str(i))
-    return gemm | {"gemm": gemm["gemm"].replace("*", str(i))}
+def by_layer(entries: Sequence[dict | str], layers: int) -> list[dict | str]:
+    """Entries of the proof by the names of the layers: of a GEMM that all share, one for each."""
+    named: list[dict | str] = []
+    for entry in entries:
+        name = entry if isinstance(entry, str) else entry["gemm"]
+        for i in range(layers if "*" in name else 1):
+            own = name.replace("*", str(i))
+            named.append(own if isinstance(entry, str) else entry | {"gemm": own})
+    return named

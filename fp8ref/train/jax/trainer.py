@@ -23,7 +23,6 @@ from fp8ref.shared.errors import ConfigError
 from fp8ref.spec import llama
 from fp8ref.spec.attention import products as attention_products
 from fp8ref.spec.hardware import Multiply
-from fp8ref.spec.kernels import Kernels
 from fp8ref.spec.states.health import recorded
 from fp8ref.train.config.config import Config
 from fp8ref.train.jax import operand_statistics, step_proof
@@ -33,6 +32,7 @@ from fp8ref.train.jax.mesh import Layout
 from fp8ref.train.jax.model import States
 from fp8ref.train.jax.step import State, Step, compiler_options
 from fp8ref.train.run import train_state
+from fp8ref.train.run.trainer import kernels_of
 
 
 class _Programs(NamedTuple):
@@ -88,7 +88,7 @@ class Trainer:
                 raise ConfigError(
                     f"numerics.accumulate {config.numerics.accumulate!r}: {error}"
                 ) from error
-        ran = _kernels(config, self._layout)
+        ran = kernels_of(config, self._layout.kernels, casts.share)
         # now: a recipe that the model refuses would end the run in its middle
         first, *others = (Step(config, self._layout, multiply, name) for name in config.recipes)
         specs: State
@@ -385,17 +385,3 @@ class Trainer:
         return self._layout.put(
             self.config.data.parts(np.asarray(tokens, np.int32)), self._layout.parts
         )
-
-
-def _kernels(config: Config, layout: Layout) -> Kernels:
-    """What casts operands of linears on each device.
-
-    Raises:   ConfigError: as ``Layout.kernels`` and ``Kernels.over_linears``.
-    """
-    decisions = [d for recipe in config.recipes for d in config.under(recipe).decisions() if d.fp8]
-    shares = [(d.recipe.name, 0 if d.experts else casts.share(d.recipe)) for d in decisions]
-    choice = config.numerics.kernels
-    try:
-        return layout.kernels(choice).over_linears(shares, choice)
-    except ValueError as error:
-        raise ConfigError(f"numerics.kernels: {error}") from error

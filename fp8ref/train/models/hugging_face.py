@@ -19,25 +19,30 @@ from fp8ref.spec.llama import EXPERTS, ROUTER, SHARED, LlamaConfig, Weight
 
 _OF_EXPERT = re.compile(r"^(?P<mlp>.*)\.experts\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight$")
 
+_SHARED_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+_SHARED_KEYS = (*_SHARED_SIZES, "rms_norm_eps", "rope_theta", "tie_word_embeddings")
+"""Keys of config.json that every model has, under the names of ``LlamaConfig``."""
+
 _SIZES = (
-    *(
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "moe_intermediate_size",
-        "shared_intermediate_size",
-        "head_dim",
-    ),
-    *(
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "num_experts",
-        "num_local_experts",
-    ),
+    *_SHARED_SIZES,
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_intermediate_size",
+    "head_dim",
+    "num_experts",
+    "num_local_experts",
     "num_experts_per_tok",
 )
 """Keys of config.json that are whole numbers."""
+
+_FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+"""GraniteMoeShared's factors, of which the trainer's model has none: they are 1."""
 
 GRANITE = "granitemoeshared"
 """The model_type whose experts are without QK norm, and may have a shared one."""
@@ -93,53 +98,26 @@ def kind(model: LlamaConfig) -> str:
 
 def described(model: LlamaConfig) -> dict[str, Any]:
     """The keys of config.json that say which model it is."""
-    names = (
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "rms_norm_eps",
-    )
-    keys = {
-        key: getattr(model, key)
-        for key in (*names, "rope_theta", "tie_word_embeddings", "initializer_range")
-    }
     config = {
         "model_type": kind(model),
-        **keys,
+        **{key: getattr(model, key) for key in (*_SHARED_KEYS, "initializer_range")},
         "head_dim": model.head_dim,
         "hidden_act": "silu",
         "attention_bias": False,
     }
     if not model.num_experts:
-        return (
-            config
-            | {"intermediate_size": model.intermediate_size}
-            | ({} if model.qk_norm else {"mlp_bias": False})
-        )
+        config["intermediate_size"] = model.intermediate_size
+        return config if model.qk_norm else config | {"mlp_bias": False}
     if config["model_type"] == GRANITE:
-        sizes = {
+        return config | {
             "intermediate_size": model.intermediate_size,
             "shared_intermediate_size": model.shared_expert_intermediate_size,
-        }
-        experts = {
             "num_local_experts": model.num_experts,
             "num_experts_per_tok": model.num_experts_per_tok,
+            **dict.fromkeys(_FACTORS, 1.0),
+            "attention_multiplier": model.head_dim**-0.5,
+            "router_aux_loss_coef": model.router_aux_loss_coef,
         }
-        factors = dict.fromkeys(
-            ("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0
-        )
-        return (
-            config
-            | sizes
-            | experts
-            | factors
-            | {
-                "attention_multiplier": model.head_dim**-0.5,
-                "router_aux_loss_coef": model.router_aux_loss_coef,
-            }
-        )
     experts = {
         key: getattr(model, key)
         for key in ("num_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef")
@@ -187,15 +165,7 @@ def missing(model_type: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         return {**every, "num_key_value_heads": 32, "head_dim": 128}
     if model_type == GRANITE:
         sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0}
-        factors = dict.fromkeys(
-            (
-                "embedding_multiplier",
-                "residual_multiplier",
-                "logits_scaling",
-                "attention_multiplier",
-            ),
-            1.0,
-        )
+        factors = dict.fromkeys((*_FACTORS, "attention_multiplier"), 1.0)
         return {**every, "num_key_value_heads": heads, "head_dim": from_heads, **sizes, **factors}
     experts = {
         "num_experts_per_tok": 8,
@@ -217,22 +187,14 @@ def model_of(settings: Mapping[str, Any]) -> LlamaConfig:
         raise ValueError(
             f"the trainer's own model is of model_type {', '.join(KINDS)}; got {model_type!r}."
         )
-    experts = ["num_experts", "num_experts_per_tok"] if model_type in ("qwen3_moe", GRANITE) else []
     theta = settings.get("rope_theta") or (settings.get("rope_parameters") or {}).get("rope_theta")
-    values = {key: value for key, value in settings.items() if value is not None} | (
-        {"rope_theta": theta} if theta else {}
-    )
-    further = {"qwen3_moe": ["norm_topk_prob"], GRANITE: ["shared_expert_intermediate_size"]}
-    keys = [
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "rms_norm_eps",
-        "rope_theta",
-    ]
-    keys += ["tie_word_embeddings", *experts, *further.get(str(model_type), [])]
+    values = {key: value for key, value in settings.items() if value is not None}
+    if theta:
+        values["rope_theta"] = theta
+    further = {"qwen3_moe": "norm_topk_prob", GRANITE: "shared_expert_intermediate_size"}
+    keys = list(_SHARED_KEYS)
+    if model_type in further:
+        keys += ["num_experts", "num_experts_per_tok", further[model_type]]
     inner = "moe_intermediate_size" if model_type == "qwen3_moe" else "intermediate_size"
     try:
         every = missing(str(model_type), values) | values
@@ -240,9 +202,8 @@ def model_of(settings: Mapping[str, Any]) -> LlamaConfig:
             every.setdefault("num_experts", every["num_local_experts"])
         if "shared_intermediate_size" in every:
             every["shared_expert_intermediate_size"] = every["shared_intermediate_size"]
-        if every["head_dim"] != every["hidden_size"] // every["num_attention_heads"]:
-            head = every["head_dim"]
-        else:
+        head = every["head_dim"]
+        if head == every["hidden_size"] // every["num_attention_heads"]:
             head = None
         return LlamaConfig(
             **{key: every[key] for key in keys},

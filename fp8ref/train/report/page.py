@@ -14,7 +14,6 @@ import markupsafe
 import numpy as np
 from matplotlib.figure import Figure
 
-import fp8ref
 from fp8ref.recipe import OPERANDS
 from fp8ref.shared import console, files
 from fp8ref.shared.errors import ConfigError
@@ -212,10 +211,6 @@ def _page(groups: list[Group], runs: Sequence[Run], confidence: float) -> str:
     }
     return template.render(
         generator=markupsafe.Markup(GENERATOR),
-        policy=svg.policy(),
-        style=svg.style(),
-        script=svg.script(),
-        version=fp8ref.__version__,
         groups=groups,
         runs=runs,
         drawn=drawn,

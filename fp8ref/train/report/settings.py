@@ -7,6 +7,7 @@ from typing import Any
 
 from fp8ref.train.config import config as configs
 from fp8ref.train.report.runs import Run
+from fp8ref.train.run import train_state
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,9 @@ def differences(runs: Sequence[Run]) -> Differences:
     return Differences(baseline, others, tuple(rows))
 
 
-def flat(settings: dict, path: str = "") -> list[tuple[str, str]]:
+def flat(settings: dict) -> list[tuple[str, str]]:
     """(dotted key, value) of a nested config, in its order."""
-    pairs: list[tuple[str, str]] = []
-    for key, value in settings.items():
-        dotted = f"{path}.{key}" if path else key
-        pairs += flat(value, dotted) if isinstance(value, dict) else [(dotted, _said(value))]
-    return pairs
+    return [(dotted, _said(value)) for dotted, value in train_state.flat(settings).items()]
 
 
 def _at(settings: Any, dotted: str) -> str:

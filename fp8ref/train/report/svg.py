@@ -12,6 +12,7 @@ import markupsafe
 import matplotlib
 from matplotlib.figure import Figure
 
+import fp8ref
 from fp8ref.plots import readout
 from fp8ref.shared import console
 
@@ -105,13 +106,17 @@ def policy() -> markupsafe.Markup:
 
 
 def template(package: str) -> jinja2.Template:
-    """page.html of a package. What it shows is text, never markup, and of one line each."""
+    """page.html of a package, with style sheet, script and policy. What it shows is text, never
+    markup, and of one line each."""
     environment = jinja2.Environment(
         autoescape=True,
         finalize=_shown,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+    )
+    environment.globals.update(
+        policy=policy(), style=style(), script=script(), version=fp8ref.__version__
     )
     return environment.from_string(_file("page.html", package))
 

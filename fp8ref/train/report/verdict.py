@@ -9,7 +9,7 @@ the last steps; ``gap`` has the intervals, and what they decide.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,28 +131,25 @@ class Verdict:
 
 def groups(all_runs: Sequence[Run]) -> list[list[Run]]:
     """Group runs that are comparable (E-1), in the order given."""
-    groups: list[list[Run]] = []
-    for run in all_runs:
-        for group in groups:
-            if not configs.differences(group[0].reference, run.reference):
-                group.append(run)
-                break
-        else:
-            groups.append([run])
-    return groups
+    return _partition(all_runs, lambda run: run.reference)
 
 
 def arms(group: Sequence[Run]) -> list[Arm]:
     """The arms of a group, in the order given."""
-    partition: list[list[Run]] = []
-    for run in group:
-        for members in partition:
-            if not configs.differences(arm_settings(members[0]), arm_settings(run)):
-                members.append(run)
+    return [_arm(members) for members in _partition(group, arm_settings)]
+
+
+def _partition(runs: Sequence[Run], key: Callable[[Run], dict]) -> list[list[Run]]:
+    """The runs by their equal keys, in the order given."""
+    parts: list[list[Run]] = []
+    for run in runs:
+        for part in parts:
+            if not configs.differences(key(part[0]), key(run)):
+                part.append(run)
                 break
         else:
-            partition.append([run])
-    return [_arm(members) for members in partition]
+            parts.append([run])
+    return parts
 
 
 def _arm(members: Sequence[Run]) -> Arm:

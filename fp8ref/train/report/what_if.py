@@ -11,12 +11,11 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from fp8ref import recipe as recipes
 from fp8ref.formats import FP8_FORMATS, Format
 from fp8ref.policy import POLICIES, ScalePolicy
-from fp8ref.recipe import OPERANDS
+from fp8ref.shared import console as consoles
 from fp8ref.shared.errors import ConfigError
 from fp8ref.shared.result import Result
 from fp8ref.sim import delayed
@@ -74,20 +73,16 @@ class Replay(Result):
     def render(self, console: Console) -> None:
         """Print a table with a row for each outcome."""
         history = f", history {self.history}" * (self.history is not None)
-        table = Table(
-            title=f"{self.run}: {self.policy}{history}, margin {self.margin}, "
-            f"{len(self.recorded)} recorded steps"
+        numbers = (">clipped", ">max bits clipped", ">mean bits unused", ">max unused")
+        title = (
+            f"{self.run}: {self.policy}{history}, margin {self.margin}, {len(self.recorded)} "
+            "recorded steps"
         )
-        for column in ("layer", "role", "format"):
-            table.add_column(column)
-        for column in ("clipped", "max bits clipped", "mean bits unused", "max unused"):
-            table.add_column(column, justify="right")
+        table = consoles.table("layer", "role", "format", *numbers, title=title)
         for name, o in self.outcomes.items():
-            numbers = (
-                "-" if value is None else f"{value:.2f}"
-                for value in (o.excess, o.wasted_mean, o.wasted_max)
-            )
-            table.add_row(*name.rsplit("/", 2), f"{o.clipped} of {o.steps}", *numbers)
+            bits = (o.excess, o.wasted_mean, o.wasted_max)
+            cells = ["-" if value is None else f"{value:.2f}" for value in bits]
+            table.add_row(*name.rsplit("/", 2), f"{o.clipped} of {o.steps}", *cells)
         console.print(table)
         if self.every > 1:
             console.print(
@@ -207,10 +202,9 @@ def _formats(run: Path, manifest: dict) -> dict[tuple[str, str, str], Format]:
     numerics = manifest["config"].get("numerics", {})
     try:
         for linear in manifest["linears"]:
-            for gemm, spec in recipes.by_name(linear["recipe"]).gemms.items():
-                for role, cast in zip(OPERANDS[gemm], (spec.a, spec.b), strict=True):
-                    if cast is not None:
-                        formats[linear["path"], gemm, role] = cast.fmt
+            for gemm, role, cast, _ in recipes.by_name(linear["recipe"]).operands:
+                if cast is not None:
+                    formats[linear["path"], gemm, role] = cast.fmt
         if numerics.get("attention") is not None:
             count = manifest["config"]["model"]["num_hidden_layers"]
             layers = [f"model.layers.{i}.self_attn" for i in range(count)]

@@ -18,7 +18,16 @@ from fp8ref.train.config.config import Config
 from fp8ref.train.run import checkpoint, failed_step, log, trackers
 from fp8ref.train.run.checkpoint import Checkpoint
 
-__all__ = ["LOCK", "Lock", "claim", "evaluated", "killed", "last_checkpoint", "make"]
+__all__ = [
+    "LOCK",
+    "Lock",
+    "claim",
+    "evaluated",
+    "killed",
+    "last_checkpoint",
+    "make",
+    "on_one_device",
+]
 
 LOCK = ".lock"
 """The file in a run directory that a trainer locks."""
@@ -231,6 +240,24 @@ def make(out: Path, held: Lock) -> None:
             f"another process has just started a run in {out}. Name another directory with "
             "--run.out."
         )
+
+
+def on_one_device(run: Path, who: str) -> tuple[Config, Checkpoint]:
+    """The config and last checkpoint of a run on one device; who: begins the error for another.
+
+    Raises:   ConfigError: several devices; no intact checkpoint.
+    """
+    config = configs.load(run / "config.toml")
+    if config.parallel.devices > 1:
+        raise ConfigError(
+            f"{who} on one device; {run} has {config.parallel.devices}. Train with parallel.* at 1."
+        )
+    last = checkpoint.latest(run, console.say, aside=False)
+    if last is None:
+        raise ConfigError(
+            f"{run} has no checkpoint. Train it to its end, or with --checkpoint.every."
+        )
+    return config, last
 
 
 def last_checkpoint(out: Path, config: Config, backend: str, data: Mapping) -> Checkpoint | None:

@@ -6,10 +6,31 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from fp8ref.recipe import Recipe
 from fp8ref.selection.linears import Decision
-from fp8ref.spec.kernels import Kernels
+from fp8ref.shared.errors import ConfigError
+from fp8ref.spec.kernels import Choice, Kernels
+from fp8ref.train.config.config import Config
 
-__all__ = ["Provable", "Trainer"]
+__all__ = ["Provable", "Trainer", "kernels_of"]
+
+
+def kernels_of(
+    config: Config, explain: Callable[[Choice], Kernels], share: Callable[[Recipe], float]
+) -> Kernels:
+    """What casts operands of linears on a device, in every recipe of a config.
+
+    explain   what casts on the device by a choice.
+    share     of a recipe's roles, that kernels can cast; of experts they cast none.
+    Raises:   ConfigError: a choice that does not fit the device, or the linears.
+    """
+    choice = config.numerics.kernels
+    decisions = [d for recipe in config.recipes for d in config.under(recipe).decisions() if d.fp8]
+    shares = [(d.recipe.name, 0 if d.experts else share(d.recipe)) for d in decisions]
+    try:
+        return explain(choice).over_linears(shares, choice)
+    except ValueError as error:
+        raise ConfigError(f"numerics.kernels: {error}") from error
 
 
 class Trainer(Protocol):

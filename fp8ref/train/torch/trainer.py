@@ -21,7 +21,6 @@ from fp8ref.spec import llama
 from fp8ref.spec.attention import products as attention_products
 from fp8ref.spec.attention.products import AttentionOperand
 from fp8ref.spec.hardware import Multiply
-from fp8ref.spec.kernels import Kernels
 from fp8ref.torch.attention import kernel as attention_kernel
 from fp8ref.torch.attention import observer as attention_observer
 from fp8ref.torch.attention import statistics as attention_stats
@@ -36,6 +35,7 @@ from fp8ref.torch.states import health
 from fp8ref.train.config import device_shapes
 from fp8ref.train.config.config import Config
 from fp8ref.train.run import train_state
+from fp8ref.train.run.trainer import kernels_of
 from fp8ref.train.torch import optimizer, rank_parts, step_proof
 from fp8ref.train.torch.checkpoint import Store
 from fp8ref.train.torch.llama.llama import Attention, Llama
@@ -97,7 +97,12 @@ class Trainer:
                 "parallel.cuda_graphs need an NVIDIA GPU; torch has none here. Leave the key out."
             )
         self.device += f", {config.parallel.devices} processes" * (config.parallel.devices > 1)
-        self.kernels = {self.device: _kernels(config, self._device)}
+        ran = kernels_of(
+            config,
+            lambda kind: choice.explain(kind, self._device),
+            lambda recipe: len(roles_by_kernels(recipe)) / len(ROLES),
+        )
+        self.kernels = {self.device: ran}
         self._step = Step(config, weights, mesh, self._device, multiply)
         self.model = self._step.model
         self._params = self._step.params
@@ -131,29 +136,20 @@ class Trainer:
     def evaluate(self, tokens: np.ndarray) -> float:
         """The loss of a batch; no state changes."""
         with self._step.computing():
-            return self._step.mean(
-                torch.stack(
-                    [
-                        self._step.loss(self._step.own(part))
-                        for part in self.config.data.parts(tokens)
-                    ]
-                )
-            ).item()
+            parts = self.config.data.parts(tokens)
+            losses = [self._step.loss(self._step.own(part)) for part in parts]
+            return self._step.mean(torch.stack(losses)).item()
 
     @torch.no_grad()
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [B, T, vocab_size] from tokens [B, T]; under parallel.context of all ranks, which
         divide T.
         """
+        context = self._step.context
+        own = tokens[:, rank_parts.own_tokens(tokens.shape[1], context)]
         with self._step.computing():
-            own = self._step.tokens(
-                tokens[:, rank_parts.own_tokens(tokens.shape[1], self._step.context)]
-            )
-            return (
-                rank_parts.gather_context(self._step.logits(own).float(), self._step.context)
-                .cpu()
-                .numpy()
-            )
+            logits = self._step.logits(self._step.tokens(own)).float()
+            return rank_parts.gather_context(logits, context).cpu().numpy()
 
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of a batch's loss by parameter, before clipping; nothing is updated."""
@@ -224,12 +220,8 @@ class Trainer:
         if factors is None:
             return {}
         # Above 2^24 a count has no float32 in JAX.
-        rows = zip(
-            factors.names,
-            factors.mu.tolist(),
-            factors.saturated.clamp(max=1 << 24).tolist(),
-            strict=True,
-        )
+        counts = factors.saturated.clamp(max=1 << 24).tolist()
+        rows = zip(factors.names, factors.mu.tolist(), counts, strict=True)
         return {
             name.removesuffix(".weight"): {"mu": mu, "saturated": float(count)}
             for name, mu, count in rows
@@ -393,23 +385,6 @@ class Trainer:
                   is missing, unless run.allow_fallback.
         """
         return step_proof.prove(self._step, tokens, self.decisions, dict(self._attention()))
-
-
-def _kernels(config: Config, device: torch.device) -> Kernels:
-    """What casts operands of linears on this process's device.
-
-    Raises:   ConfigError: as ``choice.explain`` and ``Kernels.over_linears``.
-    """
-    decisions = [d for recipe in config.recipes for d in config.under(recipe).decisions() if d.fp8]
-    shares = [
-        (d.recipe.name, 0 if d.experts else len(roles_by_kernels(d.recipe)) / len(ROLES))
-        for d in decisions
-    ]
-    keys = config.numerics
-    try:
-        return choice.explain(keys.kernels, device).over_linears(shares, keys.kernels)
-    except ValueError as error:
-        raise ConfigError(f"numerics.kernels: {error}") from error
 
 
 def _check_kernel() -> None:

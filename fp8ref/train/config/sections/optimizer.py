@@ -1,5 +1,6 @@
 """Section optimizer: AdamW, its schedule and the layout of its states (spec T, O)."""
 
+import bisect
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -182,3 +183,24 @@ class OptimizerConfig:
         }
         span = self.learning_rate - self.min_learning_rate
         return self.min_learning_rate + span * shapes[self.decay]
+
+    def first_below(self, rate: float, steps: int) -> int | None:
+        """The first step after warm-up, of ``steps``, with a lower learning rate than one of
+        numerics.schedule (T-9); None: not reached. ValueError for one that no step falls below."""
+        low, high = self.min_learning_rate, self.learning_rate
+        require(
+            low < rate <= high,
+            f"a learning rate of numerics.schedule is above optimizer.min_learning_rate = {low} "
+            f"and at most optimizer.learning_rate = {high}, so that the rate falls below it; "
+            f"got {rate}.",
+        )
+        require(
+            self.decay != "none",
+            "a learning rate of numerics.schedule is one that the run's falls below; "
+            f"optimizer.decay is 'none', got {rate}. Name a step.",
+        )
+        after_warmup = range(self.warmup_steps, steps)
+        index = bisect.bisect_left(
+            after_warmup, True, key=lambda step: self.learning_rate_at(step, steps) < rate
+        )
+        return after_warmup[index] if index < len(after_warmup) else None
