@@ -26,9 +26,7 @@ Ratio = Literal[
     "exponents_even",
     "one",
 ]
-"""What a policy computes first: a scale, or with the others a scale_inv; ``one`` computes nothing
-(S-21).
-"""
+"""What a policy computes first: a scale, a scale_inv (the others), or nothing (``one``; S-21)."""
 
 Special = Literal["compute", "one", "keep", "keep_inverse"]
 """The scale of a zero, infinite or NaN amax.
@@ -43,9 +41,7 @@ Overflow = Literal["inf", "float32_max", "bfloat16_max"]
 """The scale that replaces one above float32's range: infinity, or a dtype's largest number."""
 
 PowerOfTwo = Literal["mask", "exp2_log2", "cut"]
-"""How a scale is rounded to a power of two: by its bits, or by way of a float32 logarithm (S-4);
-cut (S-20).
-"""
+"""How a scale is rounded to a power of two: by its bits, by a float32 log2 (S-4), or cut (S-20)."""
 
 Stored = Literal["scale", "scale_inv"]
 """Which of the two a cast applies: it multiplies by ``scale``, or divides by ``scale_inv``."""
@@ -268,8 +264,7 @@ class ScalePolicy:
 
     @property
     def clause(self) -> str:
-        """The clause that decides its scales; S-9, the general one, unless a narrower
-        clause does."""
+        """The clause that decides its scales: a narrow one, or S-9, the general one."""
         if self.unscaled:
             return "S-21"
         if self.two_level is not None:

@@ -51,17 +51,13 @@ The tensors are input [M, K], weight [N, K] and grad_output [M, N].
 """
 
 Style = Literal["colwise", "rowwise"]
-"""How tensor-parallel ranks cut a linear: ``colwise`` by output features (N), ``rowwise`` by input
-features (K).
-"""
+"""How tensor-parallel ranks cut a linear: ``colwise`` cuts outputs, N; ``rowwise`` inputs, K."""
 
 CUT_AXES: dict[Style, dict[Role, int]] = {
     "colwise": {"weight": 0, "grad_output": 1},
     "rowwise": {"input": 1, "weight": 1},
 }
-"""The axis along which each style cuts the tensors of a linear; the third one is whole on every
-rank.
-"""
+"""The axis along which each style cuts a linear's tensors; the third is whole on every rank."""
 
 
 _HIGH_PRECISION = GemmSpec()
@@ -123,9 +119,7 @@ class Recipe:
 
     @property
     def simulated(self) -> bool:
-        """Whether the simulator alone has it: an operand in FP4, rotated, or rounded stochastically
-        (spec R-9). Backends refuse it.
-        """
+        """Whether the simulator alone has it: FP4, rotations or stochastic rounding (spec R-9)."""
         return any(cast.simulated for cast in self.casts)
 
     @property
@@ -135,16 +129,12 @@ class Recipe:
 
     @property
     def delayed(self) -> bool:
-        """Whether any operand is scaled by the amaxes of earlier steps: its linears then keep a
-        state.
-        """
+        """Whether any operand is scaled by amaxes of earlier steps: linears then keep a state."""
         return any(cast.delayed is not None for cast in self.casts)
 
     @property
     def in_blocks(self) -> bool:
-        """Whether any operand has scales of blocks along the axis that its GEMM reduces, which few
-        kernels take (G-16, G-17).
-        """
+        """Whether any operand has scales of blocks along its reduced axis (G-16, G-17)."""
         return any(granularity.by_name(cast.granularity).reduced is not None for cast in self.casts)
 
     @property
@@ -154,18 +144,14 @@ class Recipe:
         return not self.delayed and not self.in_blocks
 
     def serves_both(self, role: Role) -> bool:
-        """Whether both of a role's GEMMs take the same of it: no cast, or one scale of the whole
-        tensor, in one format by one policy.
-        """
+        """Whether both GEMMs of a role take it alike: not cast, or by one scale of the tensor."""
         casts = [operand.cast for operand in self.operand_casts if operand.role == role]
         whole = all(cast.granularity == "tensorwise" for cast in casts)
         return whole and len(casts) != 1 and len(set(casts)) < 2
 
     @property
     def pairs_gradients(self) -> bool:
-        """Whether JAX's two backward GEMMs take codes of grad_output that are made of each other,
-        and are gathered together (spec P-6).
-        """
+        """Whether JAX gathers codes of grad_output for both backward GEMMs together (spec P-6)."""
         first, second = self.grad_input.a, self.grad_weight.a
         return first is not None and first == second and first.pairs
 
@@ -177,9 +163,7 @@ class Recipe:
         return math.lcm(*(granularity.by_name(cast.granularity).reduced or 1 for cast in casts))
 
     def multiple(self, style: Style) -> int:
-        """What a tensor-parallel rank's part of N (colwise) or of K (rowwise) is a multiple of, so
-        that no block is cut (spec P-5).
-        """
+        """What a rank's part of N (colwise) or K (rowwise) is a multiple of: whole blocks (P-5)."""
         sizes = {1}
         for _, role, cast, axis in self.operand_casts:
             if role in CUT_AXES[style]:
@@ -353,9 +337,7 @@ def weight_copy(recipe: str | Recipe) -> CastSpec:
 
 
 def trained_recipes() -> dict[str, Recipe]:
-    """The recipes that backends and the trainer take, by name: all but those under simulation alone
-    (R-9).
-    """
+    """The recipes of backends and the trainer, by name: all but those for simulation (R-9)."""
     return {name: recipe for name, recipe in RECIPES.items() if not recipe.simulated}
 
 

@@ -33,8 +33,7 @@ GRADIENT_FACTOR = 3.0
 """The bound on a gradient, as a multiple of the replicates' root mean square distance (B-5)."""
 
 U = 2.0**-8
-"""The largest error of a rounding to bfloat16, as a fraction of its result: it has 8 significant
-bits."""
+"""The largest error of a rounding to bfloat16 (8 significant bits), as a fraction of its result."""
 
 T_CURVE = 9.1
 """Student's t, two-sided 1e-4, REPLICATES = 6 degrees of freedom (B-4).

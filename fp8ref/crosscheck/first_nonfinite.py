@@ -142,10 +142,7 @@ class Observed:
 
 
 def gemm_sites(observed: Observed, layer: str, gemms: Sequence[Gemm]) -> Iterator[tuple[Site, str]]:
-    """Operands, scales and outputs of a linear's FP8 GEMMs as sites, each with its cause.
-
-    The cause is empty if the site's parts show it.
-    """
+    """Operands, scales and outputs of a linear's FP8 GEMMs, with the cause if no part shows it."""
     batch = observed.tokens.shape
     for o in (o for o in observed.gemms if o.layer == layer and o.gemm in gemms):
         spec = observed.recipes[layer].gemms[o.gemm]

@@ -119,10 +119,7 @@ def train(
 
 
 def replicate(config: Config, data: int, fsdp: int, tokens: Sequence[np.ndarray]) -> Run:
-    """Run the training of data x fsdp ranks in one process.
-
-    Its operands are those of the whole first batch.
-    """
+    """Run the training of data x fsdp ranks in one process; its operands are of the first batch."""
     trainer, whole = Replicated(config, data, fsdp), Operands()
     whole.observe(trainer, tokens[0])
     run = _run(trainer, tokens, watched=False)
@@ -131,10 +128,7 @@ def replicate(config: Config, data: int, fsdp: int, tokens: Sequence[np.ndarray]
 
 
 class Replicated(Trainer):
-    """Data parallelism in one process, without FSDP2.
-
-    Each rank's rows in turn, gradients averaged in the order of P-13.
-    """
+    """Data parallelism in one process: each rank's rows in turn, averaged in the order of P-13."""
 
     def __init__(self, config: Config, data: int, fsdp: int) -> None:
         super().__init__(config.replace(parallel={"data": 1, "fsdp": 1, "reduce_dtype": "float32"}))

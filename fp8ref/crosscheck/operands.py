@@ -329,20 +329,14 @@ def _check_output(
 
 
 def initial_states(recipes: Mapping[str, Recipe]) -> States:
-    """The simulator's states of delayed scaling before the first step.
-
-    Empty if every scale is dynamic.
-    """
+    """The simulator's states of delayed scaling before the first step; {} if scales are dynamic."""
     return {name: delayed.init(config) for name, (_, config) in _delayed_casts(recipes).items()}
 
 
 def states_after(
     states: States, recipes: Mapping[str, Recipe], amaxes: Mapping[str, Sequence]
 ) -> States:
-    """The states after a step in which each role had these amaxes, float32 ().
-
-    One for every use or rank.
-    """
+    """The states after a step in which each role had these amaxes, float32 (), of uses or ranks."""
     new_states = {}
     for name, (fmt, config) in _delayed_casts(recipes).items():
         new_states[name] = delayed.update(

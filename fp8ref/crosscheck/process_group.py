@@ -1,7 +1,4 @@
-"""Run a function on the ranks of a gloo process group on this machine's CPU.
-
-One process and thread each.
-"""
+"""Run a function on ranks of a gloo process group on this machine's CPU, one thread in each."""
 
 import datetime
 import logging

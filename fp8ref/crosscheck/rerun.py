@@ -244,10 +244,7 @@ class RerunReport(Result):
 
     @property
     def faithful(self) -> bool:
-        """True if the backend's codes and scales are the simulator's.
-
-        Then the numbers diverged, and the implementation is right.
-        """
+        """True if codes and scales are the simulator's: the numbers diverged, no cast is wrong."""
         return all(check.ok for name, check in self.report.checks.items() if "/finite/" not in name)
 
     @property

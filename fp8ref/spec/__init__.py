@@ -1,3 +1,1 @@
-"""Choices as data, shared by the simulator and both backends; ``policy`` and ``recipe`` name
-them.
-"""
+"""Choices as data, for the simulator and both backends; ``policy`` and ``recipe`` name them."""

@@ -1,6 +1,4 @@
-"""How one GEMM's operands are cast, and how it is computed (spec L-4, R-1): the parts of a
-recipe.
-"""
+"""How one GEMM's operands are cast, and how it is computed: a part of a recipe (spec L-4, R-1)."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,5 +1,4 @@
-"""Granularities as data: which elements of a tensor share a scale, and the shape of its scales
-(spec S-6)."""
+"""Granularities as data: which elements share a scale, and the shape of the scales (spec S-6)."""
 
 import math
 from dataclasses import dataclass

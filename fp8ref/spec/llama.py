@@ -29,9 +29,7 @@ FIRST_READER = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 """Of linears that read the input of an earlier one: the first that reads it."""
 
 STACK = "model.layers.*"
-"""The name of all layers, where they are stacked and run as one loop:
-``model.layers.*.mlp.up_proj``.
-"""
+"""The name of all layers where they are stacked and run as a loop: ``model.layers.*.mlp``."""
 
 ROUTER, EXPERTS, SHARED = ".gate", ".experts", ".shared_expert"
 """What an MLP with experts has, by name: the router, the experts, and what takes every token."""

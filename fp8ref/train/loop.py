@@ -177,10 +177,7 @@ def _say_what_runs(config: Config, kernels: Mapping[str, Kernels]) -> None:
 def _proven(
     config: Config, backend: str, batches: loader.Batches, *, initial: bool
 ) -> tuple[Trainer, dict[str, dict]]:
-    """A new trainer, and the proof of its step in each recipe if it is ``Provable``.
-
-    initial: start from run.init_from, if set.
-    """
+    """A new trainer and each recipe's proof, if ``Provable``. initial: from run.init_from."""
     path = config.run.init_from if initial else None
     try:
         model = trainer(backend, config, export.weights_of(Path(path), config) if path else None)
@@ -425,9 +422,7 @@ class _Training:
                 console.say(f"step {step}: recipe {recipe}")
 
     def decide(self, step: int, statistics: dict[str, dict], states: dict[str, dict]) -> None:
-        """Begin the next phase after a step, if it waits for a measurement and the step's record
-        has it.
-        """
+        """Begin the next phase after a step, if it waits for what the step's record has."""
         phase = self.phases.waits(step)
         if phase is None:
             return
@@ -462,9 +457,7 @@ class _Training:
         return None
 
     def save(self, done: int, *, stop: Callable[[str], BaseException] | None) -> None:
-        """After ``done`` steps: save a checkpoint if one is due or the run stops, then raise what
-        stops it.
-        """
+        """After ``done`` steps: save a checkpoint if one is due or the run stops, then raise it."""
         last, every = done == self.config.run.steps, self.config.checkpoint.every
         with self.watch("checkpoint"):
             if last or stop or (every and done % every == 0):

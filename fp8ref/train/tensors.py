@@ -97,10 +97,7 @@ def of_run(run: Path, layers: Sequence[str]) -> Tensors:
 
 
 def write(path: Path, tensors: Tensors) -> None:
-    """Write one .npz, with operands as bfloat16 bits.
-
-    ValueError: an operand that bfloat16 does not hold.
-    """
+    """Write one .npz, operands as bfloat16 bits; ValueError for one that bfloat16 does not hold."""
     arrays: dict[str, np.ndarray] = {"about": np.array(json.dumps(tensors.about))}
     for name, value in tensors.operands.items():
         bits = np.ascontiguousarray(value, np.float32).view(np.uint32)
@@ -154,10 +151,7 @@ def read(path: Path | str) -> Tensors:
 
 
 def _amaxes(lines: Sequence[dict]) -> dict[str, np.ndarray]:
-    """{"<layer>/<role>": float32 [recorded steps]}.
-
-    A tensor has one amax, whichever GEMM uses it.
-    """
+    """{"<layer>/<role>": float32 [recorded steps]}: a tensor has one amax in all of its GEMMs."""
     traces: dict[str, np.ndarray] = {}
     for row, line in enumerate(lines):
         for name, measured in line["statistics"].items():

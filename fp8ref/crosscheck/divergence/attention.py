@@ -1,6 +1,4 @@
-"""Explain why two backends differ in a value of attention by a variant, all before it being equal
-(spec A, B-10).
-"""
+"""Explain why two backends differ in a value of attention by a variant (spec A, B-10)."""
 
 from typing import Any
 

@@ -208,10 +208,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def attention_reason(a: Value, b: Value, module: str, context: Context) -> Reason:
-    """Why attention's output differs.
-
-    Equal queries, keys and values give outputs within B-11, if they are observed.
-    """
+    """Why attention's output differs: of equal, observed q, k and v it is within B-11."""
     projections = [context.outputs.get(f"{module}.{p}_proj") for p in "qkv"]
     q, k, v = projections
     if q is None or k is None or v is None:
@@ -246,10 +243,7 @@ def attention_reason(a: Value, b: Value, module: str, context: Context) -> Reaso
 
 
 def cast_reason(a: Value, b: Value, context: Context) -> Reason:
-    """Why a scale or codes of equal tensors differ.
-
-    Their bits are defined, and a backend without them is at fault.
-    """
+    """Why a scale or codes of equal tensors differ: their bits are defined, so it is a fault."""
     assert a.cast is not None
     cast, (hp, *_) = _operand(a, context)
     q = cast.simulated(np.asarray(hp, np.float32), cast.state(a.layer, context.states))

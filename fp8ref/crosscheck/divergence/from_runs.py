@@ -186,10 +186,7 @@ def _continue_both(
 
 
 def _only_recorded(pair: Sequence[Run], sides: Sequence[Side], records: Recorded) -> Divergence:
-    """The divergence of records whose runs do not diverge when they are continued here.
-
-    One of the configs no longer gives its run.
-    """
+    """The divergence of records whose runs, continued here, are equal: a config lost its run."""
     text = (
         f"no clause explains it: trained from step {records.start}, both configs give equal "
         "runs up to there"

@@ -154,10 +154,7 @@ class DivergenceReport(Result):
 
 
 def located(step: int, v: Value, d: Difference, reason: Reason) -> Divergence:
-    """Place a difference at its layer and role.
-
-    The input of a linear is placed at the site that computed it.
-    """
+    """Place a difference at its layer and role; a linear's input at the site that computed it."""
     layer, role = v.layer, v.role
     gemm = f"{v.layer} {v.gemm}" if v.gemm and v.gemm != v.role else ""
     if v.gemm == "output" and (role, v.part) == ("input", "value"):

@@ -1,7 +1,4 @@
-"""The values of one training step, in the order in which two backends are compared.
-
-spec B-10.
-"""
+"""The values of one training step, in the order in which two backends are compared (spec B-10)."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -193,10 +190,7 @@ def site_before(linear: str) -> tuple[str, str]:
 
 
 def unobserved(layer: str, config: Config) -> list[str]:
-    """Linears before this layer in the forward pass whose output GEMM is in high precision.
-
-    No observer sees them.
-    """
+    """Linears before this layer whose output GEMM is in high precision, which no observer sees."""
     names, recipes = list(llama.linear_shapes(config.model)), recipes_of(config)
     until = names.index(layer) if layer in names else len(names)
     return [name for name in names[:until] if name not in recipes or not recipes[name].output.fp8]

@@ -23,9 +23,7 @@ from fp8ref.spec.granularity import by_name
 from fp8ref.train.config.sections import ParallelConfig
 
 ExpertGemm = tuple[Operand, Operand, np.ndarray | None]
-"""One expert's GEMM on one device: its operands a and b, and its result, float32; None of one that
-is summed over devices.
-"""
+"""One expert's GEMM on one device: a, b, and the result, float32; None if summed over devices."""
 
 ExpertGemms = Mapping[tuple[str, Gemm, int], ExpertGemm]
 """Those of one device, by layer, GEMM and the expert's number on the device; of an expert without

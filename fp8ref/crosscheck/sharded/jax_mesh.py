@@ -374,9 +374,7 @@ def _quantized(x: jax.Array, cast: OperandCast, layer: Layer) -> tuple[jax.Array
 
 
 def _scale_cut(cast: OperandCast, placement: Placement) -> P:
-    """How an operand's scale is cut: rowwise as the dimension that is not reduced; a tensorwise one
-    is on every device.
-    """
+    """How a scale is cut: rowwise as the axis that is not reduced; tensorwise it is whole."""
     rows, columns = placement.at_rest(cast.role)
     if cast.spec.granularity == "tensorwise":
         return P()

@@ -1,7 +1,4 @@
-"""How AdamW's moments and the master of a weight are stored (spec O-1, O-14).
-
-``states`` has the layouts of libraries.
-"""
+"""How AdamW's moments and masters are stored (O-1, O-14); ``layouts`` has those of libraries."""
 
 import dataclasses
 from dataclasses import dataclass

@@ -43,8 +43,7 @@ EXPANDED_RANGE = 448.0 * 448.0 / 2
 """The range that an expansion fills, as COAT's kernel has it (O-10)."""
 
 EXPONENTS = (4.0, 2.0, 1.0, 0.5)
-"""The exponents of an expansion, the largest first: those that products and roots give exactly
-(O-10)."""
+"""The exponents of an expansion, largest first, which products and roots give exactly (O-10)."""
 
 
 class Scalars(NamedTuple):

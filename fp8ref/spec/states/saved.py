@@ -13,9 +13,7 @@ from fp8ref.shared import files
 from fp8ref.spec.states.layouts import Layout
 
 BYTES = 1024
-"""The length of a layout's text where it is an array: one for all layouts, so that arrays of any
-two can be compared.
-"""
+"""The length of every layout's text where it is an array, so that any two can be compared."""
 
 
 @functools.lru_cache(maxsize=64)

@@ -85,9 +85,7 @@ def described(config: Sections) -> dict[str, Any]:
 
 
 def faults(config: Sections) -> list[str]:
-    """The error messages for keys that a user's model does not take (T-10); none of the trainer's
-    own.
-    """
+    """The error messages for keys that a user's model does not take (T-10); none of own Llama."""
     keys = config.architecture
     if keys.kind == "llama":
         return []

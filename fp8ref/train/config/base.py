@@ -67,9 +67,7 @@ class Sections:
         return tuple(starts)
 
     def scheduled(self, measured: Sequence[Sequence[int]] = ()) -> Schedule:
-        """Which recipe each step runs in. measured: what a checkpoint has of
-        ``Schedule.measured``.
-        """
+        """Which recipe each step runs in; measured: ``Schedule.measured``, of a checkpoint."""
         return Schedule(self.phases, self.starts, measured)
 
     @property
@@ -78,9 +76,7 @@ class Sections:
         return tuple(dict.fromkeys(phase.recipe for phase in self.phases))
 
     def attention_operands(self, layer: str) -> attention_casts.Casts | None:
-        """The operands of a layer's attention that alone are cast (E-9); None: it is computed by
-        its variant, or the framework.
-        """
+        """The only operands of a layer's attention that are cast (E-9); None: all, or none."""
         keys = self.numerics
         if keys.attention_operands is None:
             return None
@@ -88,9 +84,7 @@ class Sections:
 
     @property
     def attention_variant(self) -> Variant | None:
-        """The variant of numerics.attention, with its backward pass; None for the framework's own
-        attention.
-        """
+        """The variant of numerics.attention, with its backward pass; None: the framework's own."""
         keys = self.numerics
         if keys.attention is None:
             return None
@@ -98,9 +92,7 @@ class Sections:
 
     @property
     def attention_casts(self) -> dict[str, attention_delayed.Casts]:
-        """{name of a layer's attention: its roles with delayed scales, and how}; {} unless
-        attention has delayed scales.
-        """
+        """{name of a layer's attention: its roles with delayed scales, and how}; {} without any."""
         if self.attention_variant is None or self.numerics.attention_scaling == "current":
             return {}
         return dict.fromkeys(self.attention_in_fp8, attention_delayed.casts(self.attention_variant))

@@ -1,7 +1,4 @@
-"""Refuse sections of a config that no backend trains together.
-
-What one section refuses alone is in ``sections``.
-"""
+"""Refuse sections of a config that no backend trains together; ``sections`` check themselves."""
 
 from collections.abc import Sequence
 
@@ -149,9 +146,7 @@ def _without_experts(config: Sections) -> list[str]:
 
 
 def uncut_sequences(config: Sections) -> list[str]:
-    """The error messages for a length of sequences that context and sequence parallelism do not
-    divide (P-10, A-24).
-    """
+    """The error messages for sequences that context and sequence parallelism do not divide."""
     keys, length = config.parallel, config.data.sequence_length
     parts = keys.context * (keys.tensor if keys.sequence else 1)
     axes = "tensor"
@@ -249,9 +244,7 @@ def _check_kernel(config: Sections) -> None:
 
 
 def _check_attention_operands(config: Sections, operands: Sequence[str]) -> None:
-    """ValueError for a config whose attention has no single casts, and for a pattern that names no
-    layer (E-9).
-    """
+    """ValueError for attention without single casts, and a pattern that names no layer (E-9)."""
     keys = config.parallel
     require(
         keys.devices == 1 and not keys.scan and keys.compile == "none" and keys.attention == "xla",

@@ -108,9 +108,7 @@ class Config(Sections):
         )
 
     def _grouped_decision(self, decision: Decision) -> Decision:
-        """A decision with the number of its weights and the recipe of grouped linears (X-8), if it
-        is of experts.
-        """
+        """A decision; of experts with the number of weights and the grouped recipe (X-8)."""
         experts = llama.experts_of(decision.path, self.model)
         if experts is None:
             return decision

@@ -34,10 +34,7 @@ def style(linear: str) -> recipes.Style | None:
 
 
 def used(linear: str, shape: tuple[int, int], config: Config) -> tuple[int, int]:
-    """[N, K] of a linear's weight in a device's GEMMs.
-
-    Cut by tensor parallelism, gathered over fsdp and expert; of experts that of each.
-    """
+    """[N, K] of a linear's weight, or each expert's, in GEMMs, cut by tensor parallelism."""
     (n, k), cut, tensor = shape, style(linear), config.parallel.tensor
     return (n // tensor if cut == "colwise" else n), (k // tensor if cut == "rowwise" else k)
 
@@ -68,9 +65,7 @@ def sharded(config: Config, backend: str) -> bool:
 
 
 def ranks_share_amaxes(config: Config) -> bool:
-    """Whether PyTorch's ranks share the amaxes of a batch: their linears are then fp8ref's own,
-    which pad and gather by themselves.
-    """
+    """Whether PyTorch's ranks share amaxes: their linears, fp8ref's own, then pad and gather."""
     return config.parallel.sharing > 1 and config.parallel.amax_scope == "global"
 
 
@@ -115,9 +110,7 @@ def copied(config: Config, backend: str) -> dict[str, Recipe]:
 
 
 def scaled_first(config: Config) -> dict[str, Recipe]:
-    """The linears whose weights' scales JAX makes where a step begins, once for both passes and all
-    microbatches, by name (spec P-9).
-    """
+    """{linear: recipe} whose weights' scales JAX makes once a step, at its beginning (spec P-9)."""
     if not config.parallel.precompute_scales:
         return {}
     kept = copied(config, "jax")
@@ -159,9 +152,7 @@ def _kind(name: str, shape: tuple[int, ...]) -> str:
 
 
 def active(config: Config) -> int:
-    """Number of parameters that take part in a token's forward pass: of experts those of its
-    own.
-    """
+    """Number of parameters in a token's forward pass: of experts those of its own."""
     counts, model = kinds(config), config.model
     if not model.num_experts:
         return counts["all"]
@@ -173,9 +164,7 @@ def active(config: Config) -> int:
 
 
 def check(config: Config, backend: str) -> None:
-    """ConfigError, a line for each fault, if the backend would refuse this config on any
-    devices.
-    """
+    """ConfigError, a line for each fault, if the backend would refuse this config on any mesh."""
     faults = [
         *config.parallel.foreign(backend),
         *config.optimizer.foreign(backend),

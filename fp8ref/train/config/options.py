@@ -1,7 +1,4 @@
-"""The keys of a config as options of a command line: ``--run.steps 20``.
-
-argparse splits the words, and pydantic checks the values.
-"""
+"""The keys of a config as options, ``--run.steps 20``: argparse splits, pydantic checks them."""
 
 import argparse
 import ast

@@ -116,9 +116,7 @@ def _phase(begins: int | str, recipe: str) -> Phase:
 
 
 def _check_states(recipes: Iterable[str]) -> None:
-    """ValueError unless all recipes with delayed scaling keep one state for a role: it outlives
-    their phases.
-    """
+    """ValueError unless all recipes keep one state of delayed scaling for a role, in all phases."""
     held: dict[str, tuple] = {}
     for recipe in recipes:
         for role, kept in delayed_casts(recipe).items():
@@ -144,9 +142,7 @@ def _check_order(
 
 
 def is_measured(entries: Sequence[Sequence] | None) -> bool:
-    """Whether a phase begins at a measurement, so that the statistics of a run decide its
-    recipes.
-    """
+    """Whether a phase begins at a measurement, so that a run's statistics decide its recipes."""
     return any(_phase(*entry).measured for entry in entries or ())
 
 
@@ -199,9 +195,7 @@ class Schedule:
         return self._phases[after]
 
     def measure(self, step: int, value: float) -> bool:
-        """Begin the phase that waits at ``step + 1``, if what the step measured begins it; whether
-        it does.
-        """
+        """Begin the phase that waits at ``step + 1``, if the value begins it; whether it does."""
         phase = self.waits(step)
         if phase is None or not phase.begins_at(value):
             return False

@@ -21,8 +21,7 @@ _NAMES_CODE = (
 
 
 _TRUSTED: set[str] = set()
-"""The modules that ``imported`` may import; by the name of the module, whose code runs on import.
-"""
+"""The modules that ``imported`` may import: their code runs on import."""
 
 
 def trust(source: str) -> None:
@@ -101,9 +100,7 @@ def imported(source: str):
 
 
 def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json of transformers without the keys by which transformers downloads or imports
-    code: kernels, modules of a hub.
-    """
+    """A config.json without keys by which transformers imports code: kernels, modules of a hub."""
 
     def kept(value: Any) -> Any:
         if isinstance(value, Mapping):

@@ -21,10 +21,7 @@ MEBIBYTE = 2**20  # bytes of a mebibyte, the unit of the progress bar
 
 
 class Document(NamedTuple):
-    """One document. text: UTF-8, or any bytes of a text file.
-
-    read: bytes of the source read so far, for progress.
-    """
+    """One document, UTF-8 or any bytes; read: bytes of the source read so far, for progress."""
 
     text: bytes
     validation: bool
@@ -32,18 +29,12 @@ class Document(NamedTuple):
 
 
 def file_is_validation(name: str, fraction: float) -> bool:
-    """Whether a text file is for validation.
-
-    Its path alone decides, so that other files do not matter (D-1).
-    """
+    """Whether a text file is for validation: its path alone decides, and no other file (D-1)."""
     return hashlib.sha256(name.encode()).digest()[0] < 256 * fraction
 
 
 def text_is_validation(text: bytes, fraction: float) -> bool:
-    """Whether a document is for validation.
-
-    Its text alone decides, so that equal documents are on one side (D-6).
-    """
+    """Whether a document is for validation, by its text: equal ones are on one side (D-6)."""
     return int.from_bytes(hashlib.sha256(text).digest()[:8]) < 2**64 * fraction
 
 

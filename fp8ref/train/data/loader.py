@@ -253,10 +253,7 @@ def _whole(splits: Sequence[np.ndarray], config: Config) -> tuple[Windows, Windo
 
 
 def unigram_entropy(tokens: bytes | np.ndarray) -> float:
-    """Entropy of the token frequencies in nats: the loss of the best model that ignores context.
-
-    0 without tokens.
-    """
+    """Entropy of the tokens in nats: the least loss without context; 0 without tokens."""
     tokens = np.frombuffer(tokens, np.uint8) if isinstance(tokens, bytes) else tokens
     counts = np.bincount(tokens)
     frequency = counts[counts > 0] / max(1, len(tokens))

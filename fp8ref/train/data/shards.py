@@ -22,10 +22,7 @@ START = 2**16  # bytes that show whether tokens are 16 or 32 bits wide
 SCANNED = 2**24  # tokens checked between two steps of the progress bar
 
 LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
-"""{(magic, version) of llm.c's header: dtype of the tokens}.
-
-The header is 256 int32: magic, version, number of tokens.
-"""
+"""{(magic, version): dtype} of llm.c's header: 256 int32, with the number of tokens third."""
 
 LLM_C_BYTES = 1024  # bytes of llm.c's header
 NPY_HEADER = 2**16  # bytes that hold the header of a .npy of one dimension
@@ -36,10 +33,7 @@ WHOLE = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """The tokens of one file. offset: where they begin, in bytes.
-
-    recorded: the sidecar's entry, if there is one.
-    """
+    """The tokens of one file, from byte ``offset`` on; recorded: the sidecar's entry, if any."""
 
     name: str
     path: Path
@@ -114,10 +108,7 @@ def check_vocabulary(tokenizer: int, model: int, what: str) -> None:
 
 
 def split(shards: Sequence[Shard], fraction: float, length: int) -> tuple[list[Part], list[Part]]:
-    """Windows for training and for validation.
-
-    Whole files by name, or else the last windows of each file (D-5).
-    """
+    """Windows for training and validation: whole files by name, or the last of each file (D-5)."""
     train, validation = [], []
     named = any(sources.is_validation(shard.name) for shard in shards)
     for shard in shards:
@@ -272,10 +263,7 @@ def _llm_c(path: Path, size: int) -> str | None:
 
 
 def _check_width(path: Path) -> None:
-    """ConfigError if every second uint16 is 0.
-
-    The file probably holds uint32, which the vocabulary check cannot see.
-    """
+    """ConfigError if every second uint16 is 0: probably uint32, which no vocabulary check sees."""
     with path.open("rb") as file:
         start = file.read(START)
     low, high = np.frombuffer(start[: len(start) // 4 * 4], "<u2").reshape(-1, 2).T

@@ -89,10 +89,7 @@ class Sidecars:
         self._read: dict[Path, Sidecar | None] = {}
 
     def of(self, path: Path) -> Recorded | None:
-        """The sidecar's entry for a file.
-
-        None if there is no sidecar, or it does not list the file.
-        """
+        """The sidecar's entry for a file; None if no sidecar lists the file."""
         folder = path.parent
         if folder not in self._read:
             self._read[folder] = read(folder)
@@ -108,10 +105,7 @@ class Sidecars:
 
 
 def sample(path: Path) -> str:
-    """SHA-256 of evenly spaced pieces of a file, its first and last bytes included.
-
-    The pieces cover all bytes of a small file.
-    """
+    """SHA-256 of evenly spaced pieces of a file, first and last included; of all if it is small."""
     hashed = hashlib.sha256()
     size = path.stat().st_size
     with path.open("rb") as file:

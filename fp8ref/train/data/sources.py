@@ -29,10 +29,7 @@ KEYS = {
     "documents": {"tokenizer", "end_of_document", "text_column"},
     "hub": {"tokenizer", "end_of_document", "text_column"},
 }
-"""{kind of source: the keys of config.data that apply to it}.
-
-A key that does not apply is refused if it is set.
-"""
+"""{kind of source: keys of config.data that apply to it}; others are refused if they are set."""
 
 _VALIDATION = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])", re.IGNORECASE)
 
@@ -73,10 +70,7 @@ def find(data: DataConfig) -> Source:
 
 
 def is_validation(name: str) -> bool:
-    """Whether a file is for validation.
-
-    Its name has the word val, valid or validation in it (D-5).
-    """
+    """Whether a file is for validation: its name has the word val, valid or validation (D-5)."""
     return bool(_VALIDATION.search(name))
 
 

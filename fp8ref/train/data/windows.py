@@ -63,10 +63,7 @@ class Windows:
 
 
 def count(tokens: int, length: int) -> int:
-    """Number of windows of length + 1 tokens, at stride length.
-
-    Each one's last token begins the next.
-    """
+    """Number of windows of length + 1 tokens at stride length: a last token begins the next."""
     return max(0, (tokens - 1) // length)
 
 

@@ -334,10 +334,7 @@ def _config(start: Start, studied: Studied, measurement: Measurement, base: Base
 
 
 def _finite(baseline: list[float | None], name: str, rate: float | None) -> list[float | None]:
-    """The losses of the baseline.
-
-    ConfigError, so that they are not kept, if one is not finite. rate: of --steps; None without.
-    """
+    """The baseline's losses; ConfigError if one is not finite. rate: of --steps; None without."""
     if None in baseline:
         trained = "" if rate is None else f" trained at a learning rate of {rate:.3g}"
         remedy = "Take an earlier checkpoint." if rate is None else "Lower --learning-rate."

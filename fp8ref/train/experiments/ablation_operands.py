@@ -1,6 +1,4 @@
-"""The operands that an ablation switches: of linears, of attention, and the stored states of AdamW
-(spec E-8, E-9).
-"""
+"""The operands that an ablation switches: of linears, attention and AdamW (spec E-8, E-9)."""
 
 import dataclasses
 import hashlib
@@ -22,9 +20,7 @@ from fp8ref.train.experiments import variants
 __all__ = ["KINDS", "ROLES", "Studied"]
 
 By = Literal["layer", "linear", "kind", "model"]
-"""How linears are grouped: by layer of the model; each alone; by their last name, over all layers;
-together.
-"""
+"""How linears are grouped: by layer, each alone, by last name over all layers, or together."""
 
 Kind = Gemm | Literal["attention", "states"]
 """What an operand is of: a GEMM of linears, attention, or the optimizer."""

@@ -46,10 +46,7 @@ class Start:
     weights: Path | None = None
 
     def into(self, trainer: loop.Trainer, config: Config) -> None:
-        """Have a trainer of ``config`` begin here.
-
-        A checkpoint whose numbers mean the same there is read as it is.
-        """
+        """Have a trainer of ``config`` begin here; a state of equal meaning is read as it is."""
         if self.checkpoint is not None and train_state.interchangeable(
             config, self.own, self.backend
         ):

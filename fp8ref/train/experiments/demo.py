@@ -1,6 +1,4 @@
-"""The runs of a demo, with a planted fault among them: each backend trains in a process of its own,
-both at once.
-"""
+"""The runs of a demo, with a planted fault among them: a process for each backend, all at once."""
 
 import concurrent.futures
 import dataclasses

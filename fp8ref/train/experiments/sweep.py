@@ -157,9 +157,7 @@ _IDLE.set()
 
 
 def follow_parent() -> None:
-    """End this process of a pool when its parent has ended, as by SIGTERM; a run is stopped first,
-    and saves its state.
-    """
+    """End this process of a pool after its parent, as by SIGTERM; a run first saves its state."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -1,6 +1,4 @@
-"""Configs with operands in high precision, their losses from a checkpoint, and a file that keeps
-them (spec E-8).
-"""
+"""Configs with operands in high precision, their losses, and a file that keeps them (spec E-8)."""
 
 import glob
 import json
@@ -26,14 +24,11 @@ from fp8ref.train.experiments import ablation_start
 from fp8ref.train.experiments.ablation_start import Start
 
 LOSSES = "losses.jsonl"
-"""The file of an ablation's directory with the losses of each variant, so that it can be resumed.
-"""
+"""The file with the losses of an ablation's variants, from which it is resumed."""
 
 
 Cast = tuple[str, str, str]
-"""What a config casts: (linear, GEMM, role); (a layer's attention, "attention", role); or ("",
-"states", part of a layout).
-"""
+"""A cast: (linear, GEMM, role), (attention, "attention", role) or ("", "states", part)."""
 
 
 def studying(config: Config, *, attention: str | None, states: str | None) -> Config:

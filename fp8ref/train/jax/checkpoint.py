@@ -83,9 +83,7 @@ class Store:
 def filled(
     like: Mapping[str, Any], arrays: Mapping[str, np.ndarray], prefix: str = ""
 ) -> dict[str, Any]:
-    """A nested dict of the structure, dtypes and shardings of ``like``, of arrays by their names
-    joined by dots.
-    """
+    """A tree like ``like``, with its dtypes and shardings, of arrays by names joined by dots."""
 
     def of(name: str, value: jax.Array) -> jax.Array:
         array = np.asarray(arrays[name])

@@ -16,9 +16,7 @@ from jax import lax
 def weights(
     w: jax.Array, over: tuple[str, ...], copies: tuple[str, ...], reduce_dtype: str
 ) -> jax.Array:
-    """Pieces of weights that are cut along their first dim, of all devices along ``over``; as
-    varying along copies too.
-    """
+    """Weights from pieces along their first dim on ``over``'s devices, varying along copies too."""
     w = lax.pcast(w, copies, to="varying") if copies else w
     return lax.all_gather(w, over, axis=0, tiled=True) if over else w
 
@@ -32,9 +30,7 @@ def _weights_forward(
 def _weights_backward(
     over: tuple[str, ...], copies: tuple[str, ...], reduce_dtype: str, _: None, g: jax.Array
 ) -> tuple[jax.Array]:
-    """P-9's sum of what devices have rounded: reduce-scatter over fsdp, then the sum over data;
-    rounded.
-    """
+    """P-9's sum of rounded gradients: reduce-scatter over fsdp, then the sum over data; rounded."""
     total = g.astype(reduce_dtype)
     if over:
         total = lax.psum_scatter(total, over, scatter_dimension=0, tiled=True)
@@ -48,9 +44,7 @@ weights.defvjp(_weights_forward, _weights_backward)
 def rounded_table(
     table: jax.Array, dtype, fsdp: tuple[str, ...], others: tuple[str, ...]
 ) -> jax.Array:
-    """Rows of all devices along fsdp, rounded to dtype and gathered in it, as float32 that varies
-    over others too.
-    """
+    """Rows of all fsdp devices, rounded and gathered in dtype, as float32; varying over others."""
     info = jnp.finfo(dtype)
     return _table(
         lax.reduce_precision(table, info.nexp, info.nmant).astype(dtype), fsdp, others
@@ -72,9 +66,7 @@ def _table_forward(
 def _table_backward(
     dtype, fsdp: tuple[str, ...], others: tuple[str, ...], table: jax.Array, g: jax.Array
 ) -> tuple[jax.Array]:
-    """The gradient of a gather of the float32 table: sums of float32, which no rounding
-    precedes.
-    """
+    """The gradient of a gather of the float32 table: float32 sums, before any rounding."""
     return jax.vjp(lambda table: _table(table, fsdp, others), table)[1](g)
 
 

@@ -176,9 +176,7 @@ class Layout:
         return self._context[0] if self._context else ""
 
     def placement(self, linear: str) -> Placement | None:
-        """Placement of a linear's operands, by its name; None on one device, and of grouped linears
-        and routers.
-        """
+        """Placement of a linear's operands; None on one device, of grouped linears and routers."""
         if self.config.devices == 1 or f"{llama.EXPERTS}." in linear or llama.is_router(linear):
             return None
         config, last = self.config, linear.split(".")[-1]
@@ -263,9 +261,7 @@ class Layout:
         return gathers.rounded_table(table, jnp.dtype(dtype), self._fsdp, others)
 
     def own_context(self, value: jax.Array, axis: int = 1) -> jax.Array:
-        """Under context parallelism, a device's part of tokens [B, T] along T, or of another array
-        along another axis (A-24).
-        """
+        """Under context parallelism, a device's part of tokens [B, T], or along another axis."""
         if not self._context:
             return value
         length = value.shape[axis] // self.config.context
@@ -274,19 +270,14 @@ class Layout:
         )
 
     def own_sequence(self, tokens: jax.Array) -> jax.Array:
-        """Under sequence parallelism, a device's part of tokens [B, T] along T.
-
-        For use inside shard_map.
-        """
+        """Under sequence parallelism inside shard_map, a device's part of tokens [B, T] along T."""
         if not (self.mapped and self.config.sequence):
             return tokens
         length = tokens.shape[1] // self.config.tensor
         return lax.dynamic_slice_in_dim(tokens, lax.axis_index("tensor") * length, length, axis=1)
 
     def cut_sequence(self, h: jax.Array) -> jax.Array:
-        """Under sequence parallelism and plain jit, constrain h [B, T, hidden] to be cut along
-        T.
-        """
+        """Under sequence parallelism and plain jit, constrain h [B, T, hidden] to cuts along T."""
         if self.mesh is None or self.mapped or not self.config.sequence:
             return h
         return lax.with_sharding_constraint(
@@ -294,10 +285,7 @@ class Layout:
         )
 
     def apart(self, value: jax.Array) -> jax.Array:
-        """Mark a replicated value as device-varying, for shard_map's type check.
-
-        Its results may differ by device.
-        """
+        """Mark a replicated value as varying over devices, for shard_map's type check."""
         return lax.pcast(value, self.axes, to="varying") if self.mapped else value
 
     @property
@@ -372,10 +360,7 @@ class Layout:
         return parts.reshape(-1, *values.shape[1:])
 
     def mean(self, values: jax.Array) -> jax.Array:
-        """Mean over all devices' values [B, T], which have one shape.
-
-        The mean of the devices' means.
-        """
+        """The mean of all devices' means of values [B, T], which have one shape."""
         mean = values.mean()
         if not (self.mapped and self.cutting_tokens):
             return mean

@@ -52,8 +52,7 @@ def attention_parts(
 
 
 def on_host(operands: Sequence[Operand], observe: Callable[[Callable], None]) -> dict[str, dict]:
-    """Statistics by operand, of a pass that ``observe`` runs and whose GEMMs call what it is
-    given."""
+    """Statistics by operand of a pass that ``observe`` runs, whose GEMMs call its argument."""
     casts = {operand.name: operand for operand in operands}
     parts: dict[str, list[np.ndarray]] = {name: [] for name in casts}
 

@@ -197,9 +197,7 @@ class Optimizer:
     def restored(
         self, params, state: OptimizerState, tensors: Mapping[str, Any]
     ) -> tuple[Any, OptimizerState]:
-        """Masters and state of the structure of these, of arrays named as ``tensors`` names
-        them.
-        """
+        """Masters and state of the structure of these, of arrays by the names of ``tensors``."""
         kept = {key: self._from_fields(like, tensors[key]) for key, like in state.kept.items()}
         return self._from_fields(params, tensors[train_state.MASTERS]), state._replace(
             count=tensors[train_state.COUNT], kept=kept
@@ -233,10 +231,7 @@ class Optimizer:
         )
 
     def _on_mesh(self, specs):
-        """Shardings of PartitionSpecs.
-
-        On one device nothing is committed to it, before the first step as after it.
-        """
+        """Shardings of PartitionSpecs; on one device None, which commits nothing to it."""
         if self._layout.mesh is None:
             return None
         return jax.tree.map(self._layout.sharding, specs)
@@ -247,17 +242,13 @@ class Optimizer:
         return norm, jnp.minimum(1.0, self._keys.max_norm / norm)
 
     def _holding(self, masters) -> AdamWState:
-        """Masters as the part of an optimizer's state that ``states.weights`` and ``copies``
-        read.
-        """
+        """Masters as the part of AdamW's state that ``states.weights`` and ``copies`` read."""
         assert self._moments is not None
         decisions = adamw_state.decisions(self._moments)
         return AdamWState(jnp.int32(0), None, None, self._by_field(masters, 2), decisions)
 
     def _adamw_state(self, params, state: OptimizerState) -> AdamWState:
-        """The state as ``fp8ref.jax.states`` has it, with the masters that it keeps, of parameters
-        that are not None.
-        """
+        """The state as ``fp8ref.jax.states`` has it, with the masters of ``params``, if any."""
         m, v = (self._by_field(state.kept[key], i) for i, key in enumerate(train_state.MOMENTS))
         master = None
         if self._keeps_masters and params is not None:
@@ -265,9 +256,7 @@ class Optimizer:
         return AdamWState(state.count, m, v, master, state.decisions)
 
     def _by_field(self, tree, which: int) -> MomentState:
-        """What is stored of each parameter, as ``fp8ref.jax.states`` has it: a tree for each
-        field.
-        """
+        """What is stored of parameters, as ``fp8ref.jax.states`` has it: a tree of each field."""
         assert self._moments is not None
         each, structure = jax.tree.flatten(tree, is_leaf=is_stored)
         codes = jax.tree.unflatten(structure, [leaf.codes for leaf in each])
@@ -289,9 +278,7 @@ class Optimizer:
     def _apart(
         self, params, adam: optax.ScaleByAdamState | AdamWState
     ) -> tuple[Any, OptimizerState]:
-        """(masters, state) of parameters and of the state of either AdamW, which may hold the
-        masters.
-        """
+        """(masters, state) of parameters and either AdamW's state, which may hold the masters."""
         count, *both = adam[:3]
         decisions = None
         if isinstance(adam, AdamWState):
@@ -324,9 +311,7 @@ class Optimizer:
         return self._stacks.apart(named(tree, stored=True))
 
     def _fields(self, tree) -> dict[str, jax.Array]:
-        """The arrays of a tree by parameter name, and by field where they are stored; FP8 codes as
-        uint8.
-        """
+        """A tree's arrays by parameter name, or name.field of a stored one; FP8 codes as uint8."""
         arrays: dict[str, jax.Array] = {}
         for name, leaf in self._by_name(tree).items():
             if not is_stored(leaf):
@@ -359,9 +344,7 @@ class Optimizer:
 
 
 def new_if(condition: jax.Array, new, old):
-    """The new tree, or the old one: selected by element, so that the decision stays on the
-    device.
-    """
+    """The new tree or the old one, selected by element: the decision stays on the device."""
     return jax.tree.map(lambda new, old: jnp.where(condition, new, old), new, old)
 
 

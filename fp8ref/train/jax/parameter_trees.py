@@ -73,9 +73,7 @@ class LayerStacks:
         return apart
 
     def specs(self, stacked: Mapping[str, Any]) -> dict[str, Any]:
-        """PartitionSpecs, or trees of them, by the names of the layers: of a stack without its
-        first dim.
-        """
+        """PartitionSpecs, or trees of them, by layers' names: a stack's without its first dim."""
         apart = {name: value for name, value in stacked.items() if "*" not in name}
         for name in stacked.keys() - apart.keys():
             layer_spec = jax.tree.map(lambda spec: P(*spec[1:]), stacked[name])

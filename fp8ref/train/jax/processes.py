@@ -19,9 +19,7 @@ SHUTDOWN_SECONDS = 20
 
 
 class Processes:
-    """The processes that ``join`` connected; implements
-    ``fp8ref.train.run.processes.Processes``.
-    """
+    """The processes that ``join`` connected, as ``fp8ref.train.run.processes.Processes``."""
 
     def __init__(self) -> None:
         self.first = jax.process_index() == 0

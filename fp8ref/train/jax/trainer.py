@@ -1,7 +1,4 @@
-"""The JAX trainer: one model in training, on one device or a mesh.
-
-``step.Step`` holds the functions that it compiles.
-"""
+"""The JAX trainer: one model in training on one device or a mesh; it compiles ``step.Step``."""
 
 import contextlib
 import functools
@@ -143,10 +140,7 @@ class Trainer:
         )
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
-        """One optimizer step: {"loss", "grad_norm"} before the update.
-
-        If either is not finite, nothing changes (T-4).
-        """
+        """One optimizer step: {"loss", "grad_norm"}; unless finite, nothing changes (T-4)."""
         self._state, loss, norm = self._train(*self._arguments(tokens))
         metrics = {"loss": float(loss), "grad_norm": float(norm)}
         self._count += all(map(np.isfinite, metrics.values()))
@@ -179,10 +173,7 @@ class Trainer:
         }
 
     def moments(self) -> dict[str, dict[str, np.ndarray]]:
-        """Both of Adam's moments, float32: by which, then by parameter.
-
-        As the next step reads them.
-        """
+        """Both of Adam's moments, float32, as the next step reads them: by which, by parameter."""
         moments = self._step.optimizer.moments(self._state.optimizer)
         return {
             key: {name: self._layout.fetch(value) for name, value in values.items()}
@@ -209,9 +200,7 @@ class Trainer:
         self._count = step
 
     def adopt(self, arrays: Mapping[str, np.ndarray], step: int) -> None:
-        """Take a state of so many steps, of arrays by the names of ``train_state.schema``; on one
-        device.
-        """
+        """Take a state of so many steps, {name in ``train_state.schema``: array}, on one device."""
         self._state = self._step.restored(
             self._state, filled(self._step.tensors(self._state), arrays)
         )
@@ -227,9 +216,7 @@ class Trainer:
         }
 
     def gradient_factors(self) -> dict[str, dict[str, float]]:
-        """mu of each linear's gradients, and the elements that the last step saturated (P-22); {}
-        where mu is 1.
-        """
+        """mu of each linear's gradients, and elements saturated last (P-22); {} where mu is 1."""
         factors = self._step.stacks.apart(self._state.mu)
         # Above 2^24 a count is not exact.
         return {
@@ -238,10 +225,7 @@ class Trainer:
         }
 
     def peak_memory(self) -> int | None:
-        """The most bytes in use on any of this process's devices.
-
-        None if they do not count them, as CPUs.
-        """
+        """The most bytes in use on any of this process's devices; None if not counted (CPUs)."""
         peaks = [
             (device.memory_stats() or {}).get("peak_bytes_in_use")
             for device in self._layout.devices

@@ -1,6 +1,4 @@
-"""Export and import weights of the classes of transformers that ``hugging_face`` knows, in
-safetensors (spec K-7).
-"""
+"""Export and import weights of ``hugging_face``'s classes of transformers, in safetensors (K-7)."""
 
 import importlib
 import json
@@ -161,9 +159,7 @@ def _export(
 
 
 def _is_tokenizer(path: Path) -> bool:
-    """Whether a file that a run names is a tokenizer.json: a run of others may name a file that is
-    private.
-    """
+    """Whether a file is a tokenizer.json: another's run may name a file that is private."""
     try:
         model = files.read_object(path)["model"]
     except (OSError, ValueError):  # a missing key too
@@ -195,10 +191,7 @@ def _read(
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A tensor of a safetensors file as float32, which holds float16 and bfloat16 exactly.
-
-    Only the piece that is asked for is read.
-    """
+    """A tensor of a safetensors file as float32, exactly; only the piece asked for is read."""
 
     path: Path
     name: str
@@ -238,9 +231,7 @@ def read(path: Path, model: LlamaConfig) -> dict[str, llama.Weight]:
 
 
 def weights_of(path: Path, config: Config) -> dict[str, llama.Weight]:
-    """The weights of a directory for the model that a config trains; those of a user's model are
-    compared with it when it is filled.
-    """
+    """The weights of a directory for a config's model; a user's are compared when it is filled."""
     if config.architecture.kind != "llama":
         return stored(path)
     return read(path, config.model)

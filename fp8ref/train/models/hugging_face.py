@@ -64,9 +64,7 @@ _GRANITES = {
     f".mlp{SHARED}.up_proj.weight": (".shared_mlp.input_linear.weight", 1),
     f".mlp{SHARED}.down_proj.weight": (".shared_mlp.output_linear.weight", None),
 }
-"""{the end of the trainer's name: (that of GraniteMoeShared's, which half of its output features;
-None: all)}.
-"""
+"""{end of our name: (GraniteMoeShared's, which half of its output features; None: all)}."""
 
 
 def kind(model: LlamaConfig) -> str:
@@ -127,9 +125,7 @@ def described(model: LlamaConfig) -> dict[str, Any]:
 
 
 def check_types(settings: Mapping[str, Any]) -> None:
-    """ValueError for a value of config.json whose type a model cannot have; other keys are
-    compared, and not computed with.
-    """
+    """ValueError for a value of config.json that is computed with, of a type no model has."""
     for key, value in settings.items():
         if key == "model_type" and not isinstance(value, str):
             raise ValueError(f"{key} is a text; got {value!r}")
@@ -218,9 +214,7 @@ def model_of(settings: Mapping[str, Any]) -> LlamaConfig:
 def apart(
     weights: Iterable[tuple[str, np.ndarray]], model_type: str
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Names and weights as files of a model_type have them, of the trainer's in the order of
-    M-6.
-    """
+    """Our weights, in the order of M-6, by the names and shapes of a model_type's files."""
     gates: dict[str, np.ndarray] = {}
     for name, value in weights:
         if model_type == GRANITE:
@@ -280,9 +274,7 @@ def together(weights: Mapping[str, Weight]) -> dict[str, Weight]:
 
 
 def _granites(name: str) -> tuple[str, int | None]:
-    """A name of the trainer's as GraniteMoeShared has it, and which half of that tensor it is;
-    None: all of it.
-    """
+    """GraniteMoeShared's name for one of ours, and which half of that tensor it is; None: all."""
     for ours, (theirs, half) in _GRANITES.items():
         if name.endswith(ours):
             return name.removesuffix(ours) + theirs, half
@@ -291,9 +283,7 @@ def _granites(name: str) -> tuple[str, int | None]:
 
 @dataclasses.dataclass(frozen=True)
 class HalfWeight:
-    """n output features from the one numbered first, of a weight [..., N, K]: only what is asked
-    for is read.
-    """
+    """n output features from ``first`` on of a weight [..., N, K]; reads what is asked for."""
 
     of: Weight
     first: int
@@ -317,9 +307,7 @@ class HalfWeight:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsWeight:
-    """A projection's weight [E, N, K], of each expert's own [N, K]: only what is asked for is
-    read.
-    """
+    """A projection's weight [E, N, K] of each expert's [N, K]; only what is asked for is read."""
 
     parts: tuple[Weight, ...]
 

@@ -1,6 +1,4 @@
-"""Compare two runs, or logs of other trainers: config, versions, and the gap of their losses (spec
-E-6).
-"""
+"""Compare two runs, or logs of other trainers: config, versions, gap of the losses (spec E-6)."""
 
 import functools
 import json

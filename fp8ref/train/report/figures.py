@@ -1,7 +1,4 @@
-"""The figures of a report: losses, gaps to bf16, metrics and heat maps of statistics.
-
-``svg`` defines their colors.
-"""
+"""The figures of a report: losses, gaps to bf16, metrics, heat maps; ``svg`` has their colors."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,13 +34,10 @@ MEASURES: dict[str, tuple[str, bool, Callable]] = {
     "overflow_rate": ("clipped beyond max, % of elements", True, lambda x: 100 * x),
     "sqnr": ("SQNR, dB", False, lambda x: x),
 }
-"""{measure: (title, whether a cell shows the larger value of the two GEMMs that use a tensor,
-transform)}."""
+"""{measure: (title, whether the larger value of a tensor's two GEMMs is shown, transform)}."""
 
 ONE_SCALE = ("sqnr", "underflow_rate", "saturation_rate", "overflow_rate")
-"""The measures whose maps have one scale of colors, for all roles of all runs of a group: they
-compare.
-"""
+"""The measures whose maps compare: one scale of colors for all roles of all runs of a group."""
 
 STATES = {
     "v_lost": "v lost",
@@ -106,10 +100,7 @@ def gaps(
 
 
 def metric(group: Sequence[Run], seeds: Seeds, key: str, ylabel: str) -> Figure | None:
-    """A metric of every run; None if no run has it more than once.
-
-    Speeds are running means, and gradient norms keep every peak.
-    """
+    """A metric of every run, speeds as running means; None if no run has it more than once."""
     present = [(run, look, run.curve(key)) for run, look in _looks(group, seeds) if run.curve(key)]
     if max((len(curve) for _, _, curve in present), default=0) < 2:
         return None

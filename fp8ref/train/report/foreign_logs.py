@@ -38,9 +38,7 @@ LOSSES = (
     "loss_metrics/global_avg_loss",
     "train/lm_loss",
 )
-"""Names of a column, or a tag, of training losses, without regard to case; the first that is there
-counts.
-"""
+"""Names of a column or tag of training losses, without regard to case; the first one counts."""
 
 LONGEST = 4096
 """The most characters of a console's line that is searched: the search is quadratic in them."""

@@ -38,9 +38,7 @@ section 3.3).
 """
 
 WIDEST = 1.5
-"""The most that correlation may widen the interval of one pair; beyond, it is too short to tell
-(E-5).
-"""
+"""The most that correlation may widen one pair's interval; beyond, it is too short (E-5)."""
 
 MOST_PHI = 0.9999  # most that neighboring steps are taken to correlate
 
@@ -201,10 +199,7 @@ def decide(gap: Gap, margin: float) -> Kind:
 
 
 def seeds_needed(gap: Gap, margin: float, *, confidence: float = CONFIDENCE) -> int | None:
-    """How many matched seeds would settle it, if mean and spread stay as they are (E-7).
-
-    None: more than ``MOST_SEEDS``.
-    """
+    """How many matched seeds would settle it, as mean and spread are (E-7); None: > MOST_SEEDS."""
     half, target = float(gap.high - gap.mean), _target(gap, margin)
     spread = half * math.sqrt(gap.n) / student(confidence, gap.n - 1)
     counts = range(gap.n + 1, MOST_SEEDS + 1)  # the half-width falls as there are more

@@ -230,10 +230,7 @@ def _decibels(sqnr: float) -> str:
 
 
 def _speed(run: Run, group: Sequence[Run]) -> dict:
-    """A row of the speed table.
-
-    ratio: to the group's first bf16 run of the same backend and device.
-    """
+    """A row of the speed table; ratio: to the first bf16 run of the same backend and device."""
     same = [run.manifest[key] for key in ("backend", "device")]
     like = [r for r in group if r.bf16 and [r.manifest["backend"], r.manifest["device"]] == same]
     mine, theirs = _median(run), _median(like[0]) if like else None

@@ -42,14 +42,11 @@ GEMM_OPERANDS = (
     *(f"{gemm}/{role}" for gemm, roles in OPERANDS.items() for role in roles),
     *(f"{product}/{role}" for product, role in attention_products.RECORDED),
 )
-"""The six operands of a linear's GEMMs, as ``<gemm>/<role>``, and those of attention's products
-that are recorded.
-"""
+"""The operands of a linear's GEMMs and recorded ones of attention's products, ``<gemm>/<role>``."""
 
 
 SET = "val_loss_"
-"""How the key of a validation loss on a set of data.evaluation begins; the rest is the set's name.
-"""
+"""How the key of a validation loss on a set of data.evaluation begins, before the set's name."""
 
 
 def _name(text: str) -> str:
@@ -77,10 +74,7 @@ def _set(name: str) -> str:
 
 @file_checks.record
 class Metrics:
-    """A line of metrics.jsonl.
-
-    Defaults only mark optional keys: the values are read from the file.
-    """
+    """A line of metrics.jsonl; defaults only mark optional keys."""
 
     step: Whole
     loss: Number
@@ -161,8 +155,7 @@ class NumericsKeys:
 
 @file_checks.record
 class StatisticsKeys:
-    """Keys of section statistics: steps between records; 0 for none, None for the first and the
-    last step."""
+    """Section statistics: steps between records; 0: none, None: the first and last step."""
 
     every: Whole | None = 0
 
@@ -337,10 +330,7 @@ def statistics(run: Path) -> list[dict]:
 
 
 def _lines(path: Path, kind: pydantic.TypeAdapter) -> Iterator[dict]:
-    """The lines of a JSON Lines file, checked.
-
-    A torn last line, of a run that was killed, is skipped.
-    """
+    """The lines of a JSON Lines file, checked; a torn last one, of a killed run, is skipped."""
     if not path.exists():
         return
     remedy = f"Repair it, or leave {path.parent} out."

@@ -19,16 +19,12 @@ from fp8ref.train.run import run_dir
 __all__ = ["Run", "common_steps", "read", "read_all"]
 
 SAME = ("model", "optimizer", "data.batch_size", "data.sequence_length", "run.steps")
-"""Config sections and keys in which a run and its bf16 reference runs agree, next to the text
-(E-1)."""
+"""What a run and its bf16 reference runs have in common in their configs, beside the text (E-1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run.
-
-    lines: of metrics.jsonl, by ascending step; statistics: of statistics.jsonl, if it exists.
-    """
+    """One run; lines: of metrics.jsonl, by step; statistics: of statistics.jsonl, if any."""
 
     path: Path
     name: str

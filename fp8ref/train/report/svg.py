@@ -43,10 +43,7 @@ COLORS = {
     "run4": ("#8a6500", "#f0c544"),
     "run5": ("#6b3fa0", "#b79df0"),
 }
-"""{variable: (color on light pages and PNGs, color on dark pages)}.
-
-Runs have Okabe and Ito's colors, made darker or lighter for contrast.
-"""
+"""{variable: (color on light pages and PNGs, on dark pages)}; runs' are like Okabe and Ito's."""
 
 INK, MUTED, LINE, SEED, BAND = (
     COLORS[name][0] for name in ("ink", "muted", "line", "seed", "band")

@@ -281,10 +281,7 @@ def compare(
     matched: bool,
     confidence: float = CONFIDENCE,
 ) -> Compared | None:
-    """The gap of runs to others, step by step (E-2, E-3, E-5).
-
-    matched: in order. None: fewer than 5 common steps.
-    """
+    """The gap of runs to others at each step; None: fewer than 5 in common. matched: in order."""
     steps = runs.common_steps([*mine, *others])
     width = gaps.window(len(steps))
     if len(steps) < width:

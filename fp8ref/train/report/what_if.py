@@ -153,9 +153,7 @@ def _steps_apart(run: Path, manifest: dict, lines: list[dict]) -> int:
 def _amaxes(
     run: Path, lines: list[dict], formats: dict[tuple[str, str, str], Format]
 ) -> dict[str, np.ndarray]:
-    """The amax of every operand at every recorded step, float32 [steps], by
-    "<layer>/<role>/<format>"; NaN where it was not finite.
-    """
+    """Every operand's amaxes, float32 [steps], by "<layer>/<role>/<format>"; NaN: not finite."""
     amaxes: dict[str, np.ndarray] = {}
     for name in dict.fromkeys(name for line in lines for name in line["statistics"]):
         layer, gemm, role = name.split("/")

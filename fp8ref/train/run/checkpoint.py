@@ -52,10 +52,7 @@ UNFINISHED, REMOVED, DAMAGED = (".unfinished", ".removed", ".damaged")
 
 
 class OtherFormatError(ConfigError):
-    """Another version of fp8ref wrote the checkpoint.
-
-    It is intact, so that no older one may silently replace it.
-    """
+    """Another version of fp8ref wrote the checkpoint: it is intact, so no older one replaces it."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +74,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Writes the checkpoints of a run.
-
-    Every process calls ``save`` and ``finish`` at the same steps.
-    """
+    """Writes a run's checkpoints; all processes call ``save`` and ``finish`` at the same steps."""
 
     def __init__(
         self,
@@ -136,10 +130,7 @@ class Checkpoints:
             pending.result()
 
     def error(self) -> Exception | None:
-        """The last checkpoint's error on this process, if its writing has ended by now.
-
-        Does not wait.
-        """
+        """The last checkpoint's error here, if its writing has ended by now; does not wait."""
         ended = self._pending is not None and self._pending.done()
         return self._pending.exception() if ended else None  # type: ignore[return-value, union-attr]
 
@@ -200,10 +191,7 @@ def directories(folder: Path) -> list[Path]:
 
 
 def saved(out: Path) -> list[Path]:
-    """The complete checkpoints of a run, newest first, by name alone.
-
-    Their contents are not verified.
-    """
+    """The complete checkpoints of a run, newest first, by name: contents are not verified."""
     return [path for path in directories(out / FOLDER)[::-1] if path.is_dir()]
 
 
@@ -308,10 +296,7 @@ def verify(path: Path) -> files.Record:
 
 
 def write_manifest(path: Path, about: Mapping[str, Any]) -> None:
-    """Write manifest.json, after fsync of every other file.
-
-    A manifest implies a complete checkpoint.
-    """
+    """Write manifest.json after fsync of all other files: it implies a complete checkpoint."""
     sizes = _files(path)
     digests = _digests(path, sizes, sync=True)
     content = {

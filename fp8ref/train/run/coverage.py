@@ -1,6 +1,4 @@
-"""What share of a model the planned linears in FP8 are: one line for the console, and the
-manifest's ``fp8``.
-"""
+"""What share of a model is in FP8, as planned: a line for the console, the manifest's ``fp8``."""
 
 import math
 from collections.abc import Sequence

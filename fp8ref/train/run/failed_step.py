@@ -97,10 +97,7 @@ def error(
     *,
     recipe: str,
 ) -> NonFiniteError:
-    """The error that ends a run at a step whose loss or gradient norm is not finite, which is kept.
-
-    Arguments as of ``write``.
-    """
+    """The error that ends a run at a step that is not finite, which is kept by ``write``."""
     try:
         kept = write(out, model, config, tokens, metrics, processes, recipe=recipe)
         remedy = f"{kept} has the state and the batch."

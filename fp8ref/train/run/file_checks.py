@@ -1,6 +1,4 @@
-"""Check what a JSON file holds against the types of its keys; an error names file, key, value and
-remedy.
-"""
+"""Check a JSON file against the types of its keys; an error names file, key, value and remedy."""
 
 import json
 from collections.abc import Mapping

@@ -86,10 +86,7 @@ class RunLog:
     """
 
     def __init__(self, out: Path, manifest: dict, *, start: int = 0) -> None:
-        """start: the first step to be written.
-
-        Lines of that step and later ones are removed, and a torn last line.
-        """
+        """start: the first step to be written; later lines, and a torn last one, are removed."""
         self.out = out
         self.trackers: list[Tracker] = []
         self._manifest = manifest
@@ -357,10 +354,7 @@ def _starts(out: Path, start: int) -> list[int]:
 
 
 def _keep(path: Path, start: int, keys: tuple[str, ...]) -> list[dict]:
-    """Cut a file to the lines of steps before ``start``, and return them.
-
-    A file with damaged lines is copied first.
-    """
+    """Cut a file to the lines of steps before ``start``; a copy of a damaged one is kept."""
     lines = _parsed(path) if start else []
     good: list[dict] = []
     for line in lines:
@@ -384,10 +378,7 @@ def _keep(path: Path, start: int, keys: tuple[str, ...]) -> list[dict]:
 
 
 def _intact(line: dict, keys: tuple[str, ...]) -> bool:
-    """Whether a line has a step and these keys.
-
-    statistics, states and gradients are objects, and every other value is a finite number.
-    """
+    """Whether a line has a step, these keys, and finite numbers or, under three keys, objects."""
 
     def fits(key: str, value: object) -> bool:
         if key in ("statistics", "states", "gradients"):

@@ -12,10 +12,7 @@ _T = TypeVar("_T")
 
 
 class Processes(Protocol):
-    """The processes of a run, as one of them sees the others.
-
-    first: whether this is the one that writes files.
-    """
+    """The processes of a run, as one of them sees the others; first: whether it writes files."""
 
     first: bool
 
@@ -25,10 +22,7 @@ class Processes(Protocol):
         ...
 
     def gather(self, value: Any) -> list:
-        """All processes' values, in their order: an all-gather of JSON.
-
-        Every process calls it at the same place.
-        """
+        """All processes' values, in order: an all-gather of JSON, which every process calls."""
         ...
 
 

@@ -47,10 +47,7 @@ def begin() -> None:
 
 
 def memory(model: Trainer, processes: Processes) -> dict[str, Any] | None:
-    """{"peak_bytes": the largest over all processes, "of": "device" or "process"}.
-
-    None if nothing counts it.
-    """
+    """{"peak_bytes": the largest of all processes, "of": "device" or "process"}; None: unknown."""
     device = model.peak_memory()
     own_peak = _process_memory() if device is None else device
     peaks = [peak for peak in processes.gather(own_peak) if peak is not None]

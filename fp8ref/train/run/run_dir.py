@@ -51,10 +51,7 @@ hashes, which are compared. statistics may not where they decide which recipe ru
 
 
 class Lock:
-    """An advisory lock on a run directory, from ``take`` until ``close``.
-
-    It ends with its process, also after a kill.
-    """
+    """An advisory lock on a run directory, from ``take`` to ``close`` or the process's end."""
 
     def __init__(self) -> None:
         self._descriptor: int | None = None

@@ -1,6 +1,4 @@
-"""What stops a run between steps: SIGTERM, which clusters send before they take a machine, and
-Ctrl-C.
-"""
+"""What stops a run between steps: SIGTERM, which clusters send first, and Ctrl-C."""
 
 import contextlib
 import os
@@ -84,10 +82,7 @@ def deferring_ctrl_c() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def exiting_on_sigterm() -> Iterator[None]:
-    """In this context SIGTERM raises SystemExit(143), as a shell reports it.
-
-    A second SIGTERM is ignored during clean-up.
-    """
+    """In this context SIGTERM raises SystemExit(143), as shells report it; a second is ignored."""
 
     def leave(*_) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

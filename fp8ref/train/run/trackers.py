@@ -23,10 +23,7 @@ PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
 class TensorBoard:
-    """Writes every step's scalars.
-
-    A run that resumes from an earlier step hides the events after it.
-    """
+    """Writes every step's scalars; a run that resumes hides the events after its first step."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -49,10 +46,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Logs to a project of Weights & Biases, under the directory's name.
-
-    A resumed run is a new run of that name.
-    """
+    """Logs to a project of Weights & Biases; a resumed run is a new one of the directory's name."""
 
     def __init__(self, config: Config, out: Path) -> None:
         self._run = _package("wandb").init(

@@ -240,10 +240,7 @@ def interchangeable(a: Config, b: Config, backend: str) -> bool:
 
 
 def disk_bytes(config: Config, backend: str) -> int:
-    """Bytes that a checkpoint needs on the disk.
-
-    0 under ``adamw_fp8``, where each process's pieces decide.
-    """
+    """Bytes of a checkpoint on the disk; 0 under ``adamw_fp8``, where processes' pieces decide."""
     if config.optimizer.kind == "adamw_fp8":
         return 0
     # 5 % and a MiB more: names and indices, and whole blocks of the disk

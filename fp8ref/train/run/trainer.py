@@ -51,10 +51,7 @@ class Trainer(Protocol):
         ...
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
-        """Train on a batch; returns "loss" and "grad_norm" before the update.
-
-        If either is not finite, no state changes (T-4).
-        """
+        """Train on a batch: {"loss", "grad_norm"}; unless both are finite, no state changes."""
         ...
 
     def evaluate(self, tokens: np.ndarray) -> float:
@@ -131,8 +128,5 @@ class Provable(Protocol):
     """A trainer that can prove which GEMMs of its step run in FP8."""
 
     def prove(self, tokens: np.ndarray) -> dict:
-        """The proof of a step on this batch, for the manifest.
-
-        ConfigError if a planned FP8 GEMM is missing.
-        """
+        """The proof of a step on this batch; ConfigError if a planned FP8 GEMM is missing."""
         ...

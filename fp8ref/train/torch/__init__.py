@@ -1,3 +1,1 @@
-"""The PyTorch trainer: ``trainer.Trainer`` trains a Llama on one device, or as one process of
-several.
-"""
+"""The PyTorch trainer: ``trainer.Trainer``, on one device or as one process of several."""

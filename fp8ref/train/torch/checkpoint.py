@@ -30,8 +30,7 @@ COPYING = StagingOptions(
     use_async_staging=False,
     use_non_blocking_copy=False,
 )
-"""How a save copies tensors to host memory: all at once, into memory that is neither pinned nor
-shared."""
+"""How a save copies tensors to the host: at once, into memory neither pinned nor shared."""
 
 SHARDING = "DCP_SHARDING_INFO"
 """The key in a file's metadata where dcp records which part of each tensor the file holds."""
@@ -48,10 +47,7 @@ class Store:
             self._group = distributed.new_group(backend="gloo")
 
     def save(self, directory: Path, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-        """Copy tensors to host memory, and begin to write them.
-
-        The result waits until every rank's part is written.
-        """
+        """Begin to write copies of tensors; the result waits until every rank's part is written."""
         stager = DefaultStager(COPYING)
         staged = stager.stage(dict(tensors))
         stager.close()
@@ -165,8 +161,5 @@ def _as_os_error() -> Iterator[None]:
 
 
 def _be_quiet() -> None:
-    """Hide dcp's warning that torch.distributed is not initialized.
-
-    A run of one process is fine.
-    """
+    """Hide dcp's warning that torch.distributed is not initialized, as in a run of one process."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)

@@ -25,10 +25,7 @@ LINGER = 1.0
 
 
 class FailureStore:
-    """One process's access to the reports of all processes.
-
-    kept_by_first: whether process 0 hosts the store.
-    """
+    """One process's access to all reports; kept_by_first: whether process 0 hosts the store."""
 
     def __init__(
         self, store: distributed.TCPStore, rank: int, ranks: int, *, kept_by_first: bool

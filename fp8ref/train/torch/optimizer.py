@@ -135,10 +135,7 @@ class _Written(torch.autograd.Function):
 
 
 def begin(optimizer: torch.optim.Optimizer, step: int | None = None) -> None:
-    """Create missing moments as the first step would: zeros.
-
-    step: set the count of steps taken, too.
-    """
+    """Create missing moments as the first step would, zeros; step: set the steps taken, too."""
     fused = optimizer.defaults.get("fused")
     if isinstance(optimizer, states.AdamW):
         optimizer.begin()
@@ -177,9 +174,7 @@ def tensors(
 
 
 def masters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """(parameter, its float32 weight): the parameter itself, or what a master in the state is worth
-    (O-14).
-    """
+    """(parameter, its float32 weight): itself, or what its master in the state is worth (O-14)."""
     for p in _parameters(optimizer):
         if not isinstance(optimizer, states.AdamW) or not states.keeps_apart(optimizer.layout):
             yield p, p.detach()
@@ -188,9 +183,7 @@ def masters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, to
 
 
 def moments(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, str, torch.Tensor]]:
-    """(parameter, name of the moment, moment) of all moments that exist, but not of
-    ``states.AdamW``.
-    """
+    """(parameter, moment's name, moment) of all that exist, but not of ``states.AdamW``."""
     for p in _parameters(optimizer):
         yield from (
             (p, key, optimizer.state[p][key]) for key in MOMENTS if key in optimizer.state[p]

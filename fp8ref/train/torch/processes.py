@@ -31,9 +31,7 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Processes:
-    """The processes that ``join`` connected; implements
-    ``fp8ref.train.run.processes.Processes``.
-    """
+    """The processes that ``join`` connected, as ``fp8ref.train.run.processes.Processes``."""
 
     def __init__(self, failures: FailureStore, timeout_s: int) -> None:
         self._failures = failures
@@ -151,20 +149,14 @@ def _reach(timeout_s: int) -> None:
 
 
 def _lost(error: BaseException) -> bool:
-    """Whether torch raised this because another process is gone.
-
-    A DistError, or gloo's RuntimeError.
-    """
+    """Whether torch raised this DistError, or gloo's RuntimeError, as a process is gone."""
     return isinstance(error, distributed.DistError) or (
         isinstance(error, RuntimeError) and "gloo" in str(error).lower()
     )
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, with this exit code.
-
-    A normal exit of the interpreter may abort in gloo's threads.
-    """
+    """End this process now with this exit code: a normal exit may abort in gloo's threads."""
     if code == 0 and distributed.is_initialized():
         # another process is gone; this one is done either way
         with contextlib.suppress(RuntimeError):
@@ -205,9 +197,7 @@ def mesh_of(config: Config) -> DeviceMesh | None:
 
 
 def context_of(config: Config) -> ProcessGroup | None:
-    """The ranks that have the parts of this rank's sequences, in the order of the tokens (spec
-    A-24); None: it has all of each.
-    """
+    """The ranks that share this rank's sequences, in the order of tokens (A-24); None: none."""
     keys = config.parallel
     if keys.context == 1:
         return None

@@ -1,6 +1,4 @@
-"""What of the whole this rank has: rows and tokens of a batch, shards of the initial weights; and
-numbers of all ranks.
-"""
+"""What of the whole this rank has: rows, tokens, shards of weights; and numbers of all ranks."""
 
 import numpy as np
 import torch
@@ -42,9 +40,7 @@ def own_tokens(length: int, context: ProcessGroup | None, behind: int = 0) -> sl
 
 
 def gather_context(parts: torch.Tensor, context: ProcessGroup | None) -> torch.Tensor:
-    """The parts [B, T / n, ...] of all ranks that share sequences, as [B, T, ...]; as they are
-    without such ranks.
-    """
+    """Parts [B, T / n, ...] of the ranks that share sequences, as [B, T, ...]; as is without."""
     if context is None:
         return parts
     gathered = [torch.empty_like(parts) for _ in range(context.size())]

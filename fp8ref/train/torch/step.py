@@ -99,10 +99,7 @@ class Step:
         self._norm = optimizer.GradientNorm(mesh, keys.devices)
 
     def backward(self, tokens: np.ndarray) -> torch.Tensor:
-        """This rank's losses of the microbatches, [microbatches], detached.
-
-        Gradients accumulate in ``grad`` of the parameters (T-7).
-        """
+        """This rank's losses [microbatches], detached; gradients add up in ``grad`` (T-7)."""
         self.optimizer.zero_grad()
         parts, losses = self.config.data.parts(tokens), []
         with self.computing():
@@ -165,9 +162,7 @@ class Step:
             self.factors.forget()
 
     def health(self, measured: health.Found) -> dict[str, dict]:
-        """What ``update`` measured, of whole parameters by name (spec Q-12); the same on every
-        rank.
-        """
+        """What ``update`` measured of whole parameters, by name (spec Q-12), on every rank."""
         layout = self.config.optimizer.moment_layout
         if layout is None or not measured:
             return {}
@@ -215,9 +210,7 @@ class Step:
                 self.copies.refresh()
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, float32 weight) of all parameters: what a master is worth, where the optimizer
-        keeps it.
-        """
+        """(name, float32 weight) of all parameters: of a master beside it, what that is worth."""
         optimizer.begin(self.optimizer)
         names = {id(p): name for name, p in self.params.items()}
         return ((names[id(p)], w) for p, w in optimizer.masters(self.optimizer))
@@ -265,9 +258,7 @@ class Step:
                 p.grad = grad
 
     def training_loss(self, tokens: np.ndarray) -> torch.Tensor:
-        """What a step differentiates: ``loss``, and that of unbalanced experts times its factor
-        (M-8).
-        """
+        """What a step differentiates: ``loss``, and unbalanced experts' times its factor (M-8)."""
         loss = self.loss(tokens)
         if not self.config.model.num_experts:
             return loss
@@ -280,10 +271,7 @@ class Step:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """In this context the model computes as in a step.
-
-        That is in bfloat16, under its simulated hardware, if any, with weights cast once.
-        """
+        """In this context the model computes as a step does: in bfloat16, on weights cast once."""
         wide = self.copies.uncast() if self.copies and self._casts_anew else nullcontext()
         # CUDA graphs need codes at fixed addresses, and cast weights themselves
         anew = self._casts_anew or self.config.parallel.cuda_graphs

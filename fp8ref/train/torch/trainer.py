@@ -1,7 +1,4 @@
-"""The PyTorch trainer: one model in training, on one device or as one of several processes.
-
-Its step is ``step.Step``.
-"""
+"""The PyTorch trainer: one model in training by ``step.Step``, in one process or several."""
 
 import contextlib
 import math
@@ -116,10 +113,7 @@ class Trainer:
         self.recipe, self.decisions = recipe, self.config.under(recipe).decisions()
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
-        """One optimizer step: {"loss", "grad_norm"} before the update.
-
-        If either is not finite, no rank's state changes (T-4).
-        """
+        """One optimizer step: {"loss", "grad_norm"}; unless finite, no rank's state changes."""
         return self._updated(self._step.backward(tokens))
 
     def _updated(
@@ -142,9 +136,7 @@ class Trainer:
 
     @torch.no_grad()
     def logits(self, tokens: np.ndarray) -> np.ndarray:
-        """float32 [B, T, vocab_size] from tokens [B, T]; under parallel.context of all ranks, which
-        divide T.
-        """
+        """float32 [B, T, vocab_size] of tokens [B, T]; parallel.context's ranks divide T."""
         context = self._step.context
         own = tokens[:, rank_parts.own_tokens(tokens.shape[1], context)]
         with self._step.computing():
@@ -163,10 +155,7 @@ class Trainer:
         return {name: _whole(w) for name, w in self._step.masters()}
 
     def moments(self) -> dict[str, dict[str, np.ndarray]]:
-        """Both of Adam's moments, float32: by which, then by parameter.
-
-        As the next step reads them: those in FP8 are dequantized (T-6).
-        """
+        """Both of Adam's moments, float32, as the next step reads them: by which, by parameter."""
         optimizer.begin(self._optimizer)
         names = {id(p): name for name, p in self._params.items()}
         moments: dict[str, dict[str, np.ndarray]] = {key: {} for key in train_state.MOMENTS}
@@ -191,9 +180,7 @@ class Trainer:
 
     @torch.no_grad()
     def adopt(self, arrays: Mapping[str, np.ndarray], step: int) -> None:
-        """Take a state of so many steps, of arrays by the names of ``train_state.schema``; on one
-        device.
-        """
+        """Take a state of so many steps, {name in ``train_state.schema``: array}, on one device."""
         mine = train_state.flat(self._step.tensors())
         assert mine.keys() == arrays.keys(), sorted(mine.keys() ^ arrays.keys())
         for name, tensor in mine.items():
@@ -213,9 +200,7 @@ class Trainer:
         return states
 
     def gradient_factors(self) -> dict[str, dict[str, float]]:
-        """mu of each linear's gradients, and the elements that the last step saturated (P-22); {}
-        where mu is 1.
-        """
+        """mu of each linear's gradients, and elements saturated last (P-22); {} where mu is 1."""
         factors = self._step.factors
         if factors is None:
             return {}
@@ -308,8 +293,7 @@ class Trainer:
         return metrics, statistics, self._step.health(measured or {})
 
     def _measured(self, tokens: np.ndarray) -> tuple[torch.Tensor, dict[str, dict]]:
-        """The losses of a step's backward passes, and the statistics of every FP8 operand over all
-        ranks."""
+        """A step's losses of backward passes, statistics of all FP8 operands over all ranks."""
         linears, variant = planned(self.decisions), self.config.attention_variant
         products = attention_products.planned(self.config.attention_in_fp8, variant)
         operands: list[Operand | AttentionOperand] = [*linears, *products]
@@ -403,8 +387,5 @@ def _whole(x: torch.Tensor) -> np.ndarray:
 
 
 def _copy(x: torch.Tensor) -> np.ndarray:
-    """A copy in its own memory.
-
-    FSDP2 frees the memory of gathered weights, which no array may share.
-    """
+    """A copy in its own memory: FSDP2 frees that of gathered weights."""
     return x.detach().cpu().clone().numpy()

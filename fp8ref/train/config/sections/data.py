@@ -120,9 +120,7 @@ class DataConfig:
         require_least("data", 0, self, "seed")
 
     def indivisible(self, shared: str, who: str) -> str:
-        """The error message for a batch that devices cannot share evenly; shared:
-        ``ParallelConfig.batch_keys``.
-        """
+        """The message for a batch that devices cannot share; shared: ``batch_keys`` of the mesh."""
         parts = f" times data.microbatches = {self.microbatches}" * (self.microbatches > 1)
         return (
             f"data.batch_size is divisible by {shared} {who}{parts}; got {self.batch_size}. "

@@ -130,9 +130,7 @@ class OptimizerConfig:
 
     @property
     def moment_layout(self) -> states.Layout | None:
-        """The layout of both moments, and of masters, under ``adamw_states``; None under other
-        kinds.
-        """
+        """The layout of moments and masters under ``adamw_states``; None under other kinds."""
         if self.kind != "adamw_states":
             return None
         return layout_parts.by_name(self.layout or "sqrt_e4m3")
@@ -144,9 +142,7 @@ class OptimizerConfig:
         return layout is not None and layout.keeps_master
 
     def uncut(self, parallel: ParallelConfig, backend: str) -> list[str]:
-        """The error messages for a mesh or a model that the layout of the moments cannot be cut for
-        (O-11).
-        """
+        """The error messages for a mesh that does not cut the layout of the moments (O-11)."""
         layout = self.moment_layout
         if layout is None:
             return []
@@ -164,10 +160,7 @@ class OptimizerConfig:
         return []
 
     def learning_rate_at(self, step: int, steps: int) -> float:
-        """The learning rate of a step, counted from 0, in a run of ``steps``.
-
-        Warm-up, the peak, then decay (spec T-3).
-        """
+        """The learning rate of a step of ``steps``, from 0: warm-up, peak, decay (spec T-3)."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         begin = self.warmup_steps

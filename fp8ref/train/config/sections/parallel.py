@@ -224,16 +224,12 @@ class ParallelConfig:
 
     @property
     def sharing(self) -> int:
-        """Number of devices, or groups of tensor-parallel ones, that share the batch: each has
-        sequences, or parts of them.
-        """
+        """Number of devices, or tensor-parallel groups, that share the batch's tokens."""
         return self.data * self.shards
 
     @property
     def batch_parts(self) -> int:
-        """Number of parts that the sequences of a batch are dealt into: those that context cuts
-        count once.
-        """
+        """Number of parts into which a batch's sequences are dealt; context cuts within them."""
         return self.data * self.fsdp * self.expert
 
     @property
@@ -246,9 +242,7 @@ class ParallelConfig:
 
     @property
     def shards(self) -> int:
-        """Number of pieces that each matrix is stored in, of those that tensor parallelism cuts;
-        experts aside.
-        """
+        """Number of pieces of each matrix, beside tensor parallelism's cuts; experts aside."""
         return self.fsdp * self.context * self.expert
 
     @property

@@ -1,6 +1,4 @@
-"""One traced forward pass of a user's Flax NNX model: what makes its logits, and what a step would
-lose (spec T-10).
-"""
+"""One traced pass of a user's Flax NNX model: what makes its logits, what a step loses (T-10)."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,9 +11,7 @@ from jax.extend import core
 from fp8ref.shared.errors import ConfigError
 
 _PRODUCTS = ("dot_general", "ragged_dot", "conv_general_dilated", "gather", "scan", "while", "cond")
-"""Primitives behind which nothing makes the logits: products, look-ups, and loops, which have
-products.
-"""
+"""Primitives behind which nothing makes the logits: products, look-ups, and loops of products."""
 
 
 def heads(
@@ -90,9 +86,7 @@ def _naming(kind: type, path: str) -> type:
 
 
 def _source(jaxpr: core.Jaxpr, var) -> core.Var | None:
-    """The input of a program that a variable is, also where programs within hand it on; None if it
-    is none.
-    """
+    """The input that a variable is, also through programs within; None if it is none."""
     eqns = {out: (eqn, i) for eqn in jaxpr.eqns for i, out in enumerate(eqn.outvars)}
     while not isinstance(var, core.Literal) and var in eqns:
         eqn, i = eqns[var]

@@ -1,6 +1,4 @@
-"""The loss over parts of the vocabulary in JAX, so that no logits are whole in memory (spec
-P-29).
-"""
+"""The loss over parts of the vocabulary in JAX: no logits are whole in memory (spec P-29)."""
 
 import functools
 
@@ -80,9 +78,7 @@ losses.defvjp(_losses, _gradients)
 
 
 def _over_parts(add, begin, w: jax.Array, words: int):
-    """(carry, results of all parts): ``add(carry, (first word, weights [words, K]))`` in a loop,
-    and once for words that are left.
-    """
+    """(carry, results) of ``add(carry, (first word, weights [words, K]))`` over all parts."""
     count = len(w) // words
     carry, outputs = begin, []
     if count:
@@ -113,8 +109,6 @@ def _finite(largest: jax.Array) -> jax.Array:
 
 
 def _varying(value: jax.Array, like: jax.Array) -> jax.Array:
-    """A constant as a loop inside shard_map carries it: varying over the devices as another array
-    does.
-    """
+    """A constant as a loop inside shard_map carries it: varying over the devices as ``like``."""
     axes = tuple(sorted(sharding.varying(like)))
     return lax.pcast(value, axes, to="varying") if axes else value

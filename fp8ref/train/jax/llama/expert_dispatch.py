@@ -73,9 +73,7 @@ def combined(
     name: str,
     recipe: str | Recipe,
 ) -> jax.Array:
-    """Results of the grouped linear ``name`` at the devices that sent their rows, of which each has
-    so many of each expert.
-    """
+    """Results of the grouped linear ``name`` at the devices that sent ``sizes`` rows of experts."""
     layout, axis = _apart(run)
     if slot is None:
         return expert_parallel.combine(y, moved, axis)

@@ -1,7 +1,4 @@
-"""The trainer's Llama as a Flax NNX module (spec M).
-
-Its attribute names are Hugging Face's parameter names.
-"""
+"""The trainer's Llama as a Flax NNX module, with Hugging Face's parameter names (spec M)."""
 
 from collections.abc import Callable, Mapping
 
@@ -46,10 +43,7 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x * rsqrt(mean(x^2) + eps) * weight over the last dim (spec M-3).
-
-    In float32, rounded once to x's dtype.
-    """
+    """x * rsqrt(mean(x^2) + eps) * weight over the last dim, rounded once from float32 (M-3)."""
 
     def __init__(self, weight: np.ndarray, *, eps: float) -> None:
         self.weight = nnx.Param(jnp.asarray(weight))
@@ -65,9 +59,7 @@ class RMSNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Rows of the float32 table, rounded, before they are gathered over devices: [B, T] -> [B, T,
-    hidden] (spec M-2).
-    """
+    """Rows of the float32 table, rounded before a gather: [B, T] -> [B, T, hidden] (spec M-2)."""
 
     def __init__(self, weight: np.ndarray) -> None:
         self.weight = nnx.Param(jnp.asarray(weight))
@@ -167,9 +159,7 @@ class Experts(nnx.Module):
         return self._product(rows, sizes, run, None, False)[0]
 
     def apart(self, rows: jax.Array, sizes: jax.Array, run: Pass) -> jax.Array:
-        """Rows of all experts, in groups of these sizes, through the devices that have the experts
-        (X-13).
-        """
+        """Rows of all experts, in groups of these sizes, through the experts' devices (X-13)."""
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
         moved, codes = expert_dispatch.dispatched(
             run, rows, sizes, {of.name: of.recipe for of in (gate, up)}
@@ -201,9 +191,7 @@ class Experts(nnx.Module):
 
 
 class MixtureMLP(nnx.Module):
-    """The weighted sum of a token's experts, and a shared MLP's output if there is one (spec
-    M-8).
-    """
+    """The weighted sum of a token's experts, and of a shared MLP if there is one (spec M-8)."""
 
     def __init__(self, name: str, config: LlamaConfig, weights: Weights, recipes: Recipes) -> None:
         self.name = name
@@ -233,9 +221,7 @@ class MixtureMLP(nnx.Module):
         return rounded(y, x.dtype).reshape(x.shape)
 
     def _grouped(self, rows: jax.Array, sizes: jax.Array, run: Pass) -> jax.Array:
-        """rows [M, hidden] of all experts, in groups -> [M, hidden]: on this device, or on those
-        that have the experts (X-13).
-        """
+        """rows [M, hidden] of all experts, in groups -> [M, hidden], on the experts' devices."""
         axis = run.layout.expert_axis if run.layout else None
         if axis is None:
             return self.experts(rows, sizes, run)
@@ -282,10 +268,7 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """The parameters between tokens and lm_head, under Hugging Face's names.
-
-    ``Llama`` runs them.
-    """
+    """The parameters between tokens and lm_head, by Hugging Face's names, which ``Llama`` runs."""
 
     def __init__(self, config: LlamaConfig, weights: Weights, recipes: Recipes) -> None:
         self.embed_tokens = Embedding(weights["model.embed_tokens.weight"])
@@ -314,10 +297,7 @@ class Llama(nnx.Module):
             self.lm_head = Linear("lm_head", weights, recipes)
 
     def __call__(self, tokens: jax.Array, run: Pass | None = None) -> jax.Array:
-        """run: the states and the layout.
-
-        Under sequence parallelism the logits are of a device's part of each sequence.
-        """
+        """run: states and layout; under sequence parallelism logits are of a device's tokens."""
         run = run or Pass()
         h = self.hidden(tokens, run)
         if not self.config.tie_word_embeddings:
@@ -325,9 +305,7 @@ class Llama(nnx.Module):
         return run.linear(h, self.head(h.dtype), "bf16", "lm_head")
 
     def head(self, dtype) -> jax.Array:
-        """The weight of the last linear, [V, hidden] or a device's piece of it: a tied one is the
-        embedding table, rounded.
-        """
+        """The last linear's weight [V, hidden], or a piece; a tied one is the rounded embedding."""
         if not self.config.tie_word_embeddings:
             return self.lm_head.weight[...]
         return self.model.embed_tokens.weight[...].astype(dtype)
@@ -368,10 +346,7 @@ class Llama(nnx.Module):
         return first.input_layernorm(self.embedded(tokens, run))
 
     def embedded(self, tokens: jax.Array, run: Pass) -> jax.Array:
-        """The first layer's input.
-
-        [B, T, hidden] of the compute dtype, or a device's part of it.
-        """
+        """The first layer's input [B, T, hidden], or a device's part, of the compute dtype."""
         own = run.layout.own_sequence(tokens) if run.layout else tokens
         h = self.model.embed_tokens(own, self.model.norm.weight[...].dtype, run)
         return run.layout.cut_sequence(h) if run.layout else h

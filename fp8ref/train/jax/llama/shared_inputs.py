@@ -17,9 +17,7 @@ from fp8ref.spec.llama import FIRST_READER
 
 
 def first_readers(linears: Mapping[str, Recipe]) -> dict[str, str]:
-    """{linear: the first linear that reads its input}, of those whose recipes are the same and keep
-    a state of it.
-    """
+    """{linear: the first linear that reads its input}, where both have one recipe and its state."""
     readers = {}
     for name, recipe in linears.items():
         parent, _, last = name.rpartition(".")

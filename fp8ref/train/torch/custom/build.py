@@ -1,6 +1,4 @@
-"""Build a user's PyTorch model: a causal model of transformers, or what an import path makes (spec
-T-10).
-"""
+"""Build a user's PyTorch model: of transformers, or what an import path makes (spec T-10)."""
 
 import torch
 from torch import nn
@@ -137,9 +135,7 @@ def _check(model: nn.Module, keys: ArchitectureConfig, vocab_size: int) -> None:
 def _heads(
     model: nn.Module, name: str, linears: dict[str, tuple[int, int]], vocab_size: int, length: int
 ) -> tuple[str, ...]:
-    """The linears that make the logits: transformers' own word, or what a pass shows of those of as
-    many outputs as the vocabulary.
-    """
+    """The linears of the logits: transformers' own word, or those that a pass shows."""
     own = getattr(model, "get_output_embeddings", None)
     head = own() if callable(own) else None
     if named := tuple(

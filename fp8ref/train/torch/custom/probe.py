@@ -1,6 +1,4 @@
-"""One forward pass of a user's PyTorch model: what makes its logits, and what a step would lose
-(spec T-10).
-"""
+"""One forward pass of a user's PyTorch model: its logits' linears, and what a step loses (T-10)."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -156,10 +154,7 @@ def _logits(
 
 
 class _OwnGenerators(TorchDispatchMode):
-    """Sees every torch.Generator that an operator is given, whoever holds it.
-
-    Operators that may draw, but do not, leave its state.
-    """
+    """Sees every torch.Generator that an operator is given; some do not draw from it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -4,9 +4,7 @@ import torch
 from torch.nn import functional
 
 CHUNK = 1 << 24
-"""The most logits that exist in float32 at a time: 64 MiB, and as much again for their softmax and
-for the gradients of both.
-"""
+"""The most logits in float32 at a time: 64 MiB, thrice as much with softmax and gradients."""
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -28,10 +28,7 @@ _CAUSAL = Mask(causal=True)
 
 
 class RMSNorm(nn.Module):
-    """x * rsqrt(mean(x^2) + eps) * weight over the last dim (spec M-3).
-
-    In float32, rounded once to x's dtype.
-    """
+    """x * rsqrt(mean(x^2) + eps) * weight over the last dim, rounded once from float32 (M-3)."""
 
     def __init__(self, config: LlamaConfig, features: int | None = None) -> None:
         super().__init__()
@@ -80,9 +77,7 @@ class Embedding(nn.Module):
 
 
 class _Widened(torch.autograd.Function):
-    """A table in float32, whose gradient stays float32: ``float`` would round it to the table's
-    dtype.
-    """
+    """A table in float32 whose gradient stays float32: ``float`` would round it."""
 
     @staticmethod
     def forward(ctx, table: torch.Tensor) -> torch.Tensor:
@@ -256,10 +251,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The parameters between tokens and lm_head, under Hugging Face's names.
-
-    ``Llama`` runs them.
-    """
+    """The parameters between tokens and lm_head, by Hugging Face's names, which ``Llama`` runs."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -299,9 +291,7 @@ class Llama(nn.Module):
         self.register_forward_pre_hook(_make_tables)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [B, T, vocab_size] of tokens [B, T], which must be valid
-        (``llama.check_tokens``).
-        """
+        """Logits [B, T, vocab_size] of valid tokens [B, T] (``llama.check_tokens``)."""
         dtype = self.model.norm.weight.dtype
         cos, sin = self.rotary[:, self.part[0] * tokens.shape[1] :][:, : tokens.shape[1]]
         h = self.model.embed_tokens(tokens, dtype)
@@ -324,9 +314,7 @@ class Llama(nn.Module):
 
 
 def llama_of(config: Config, mesh: DeviceMesh | None, context: ProcessGroup | None) -> Llama:
-    """The model, with the config's attention; ranks of a mesh share the amaxes of its tensors
-    (A-2).
-    """
+    """The model with the config's attention; ranks of a mesh share its tensors' amaxes (A-2)."""
     model = Llama(config.model)
     if context is not None:
         model.part = context.rank(), context.size()
