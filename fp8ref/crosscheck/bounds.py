@@ -20,8 +20,6 @@ from fp8ref.sim.quantize import cast, scaling
 from fp8ref.spec import llama
 from fp8ref.spec.hardware import Multiply
 
-__all__ = ["REPLICATES", "forward", "gemm", "gradient", "probe_weights", "rerounded", "summed_gemm"]
-
 SAMPLES = 16  # runs of the simulated model under stochastic rounding
 T_LOSS = 7.91  # Student's t, two-sided 1e-6, SAMPLES - 1 = 15 degrees of freedom (B-3)
 SIGMAS = 8.0  # the bound on logits, as a multiple of sigma (B-2)

@@ -224,9 +224,8 @@ def _name(state: str) -> str:
 
 
 def _vector(state: delayed.RoleState) -> np.ndarray:
-    return np.concatenate(
-        [state.scale[None].cpu(), state.step[None].float().cpu(), state.amax_history.cpu()]
-    )
+    parts = (state.scale[None], state.step[None].float(), state.amax_history)
+    return np.concatenate([part.cpu() for part in parts])
 
 
 class _Gathers(TorchDispatchMode):

@@ -14,8 +14,6 @@ from multiprocessing import connection, get_context
 from fp8ref.shared import parents as parent_process
 from fp8ref.shared.errors import ConfigError
 
-__all__ = ["CONTEXT", "PRELOADED", "run"]
-
 CONTEXT = get_context("forkserver")
 """The context of multiprocessing in which ranks start.
 

@@ -57,17 +57,10 @@ class CastSpec:
         P-6): the scales are powers of two and saturate no number. One above fmt.max would be lost
         in the finer codes: a scale rounded up, or that of an infinite amax."""
         policy = self.policy
-        computed = (policy.ratio, policy.overflow, policy.zero, policy.infinite, policy.nan) == (
-            "max/amax",
-            "inf",
-            *["compute"] * 3,
-        )
-        return (
-            self.granularity == "rowwise"
-            and policy.power_of_two is not None
-            and computed
-            and not self.simulated
-        )
+        specials = {policy.zero, policy.infinite, policy.nan}
+        computed = (policy.ratio, policy.overflow, *specials) == ("max/amax", "inf", "compute")
+        by_powers = policy.power_of_two is not None and not self.simulated
+        return self.granularity == "rowwise" and computed and by_powers
 
 
 @dataclass(frozen=True, kw_only=True)

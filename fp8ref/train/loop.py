@@ -203,11 +203,10 @@ def _check_alike(processes: Processes, config: Config, batches: loader.Batches) 
 
     Their paths may differ, because the hashes are compared.
     """
+    without_paths = config.replace(data={"source": "stdlib", "mixture": None, "evaluation": None})
     descriptions = processes.gather(
         {
-            "config": configs.to_dict(
-                config.replace(data={"source": "stdlib", "mixture": None, "evaluation": None})
-            ),
+            "config": configs.to_dict(without_paths),
             "text": batches.description["sha256"],
             "evaluation": run_dir.evaluated(batches.description),
         }
@@ -464,11 +463,7 @@ class _Training:
                 # metrics first: a checkpoint that is newer than the metrics would leave a gap in
                 # them
                 together(self.processes, self.run.sync)
-                self.checkpoints.save(
-                    self.model,
-                    done,
-                    **({"measured": self.phases.measured} if self.phases.measured else {}),
-                )
+                self.checkpoints.save(self.model, done, measured=self.phases.measured)
             if last or stop:  # no process may end before the first has completed the checkpoint
                 together(self.processes, self.checkpoints.finish)
         if stop and not last:

@@ -135,19 +135,13 @@ def read(path: Path | str) -> Tensors:
             f"{path} is not a file of tensors, such as fp8ref demo writes into its directory "
             f"({FILE}): {error}"
         ) from error
-    return Tensors(
-        operands={
-            name: (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-            for name, bits in arrays.items()
-            if not name.endswith("/amax")
-        },
-        amaxes={
-            name.removesuffix("/amax"): value
-            for name, value in arrays.items()
-            if name.endswith("/amax")
-        },
-        about=about,
-    )
+    operands, amaxes = {}, {}
+    for name, value in arrays.items():
+        if name.endswith("/amax"):
+            amaxes[name.removesuffix("/amax")] = value
+        else:
+            operands[name] = (value.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return Tensors(operands=operands, amaxes=amaxes, about=about)
 
 
 def _amaxes(lines: Sequence[dict]) -> dict[str, np.ndarray]:

@@ -43,11 +43,8 @@ def difference(a: Value, b: Value, check: Check) -> Difference | None:
         check.fail(f"{_kind(a)} and {_kind(b)}")
         return Difference(element=None, a=_kind(a), b=_kind(b), differ=x.size, of=x.size)
     distance, equal, unit = _distance(x, y, a.fmt)
-    check.add(
-        equal,
-        distance,
-        lambda index: " and ".join(_shown(np.atleast_1d(v), index, a.fmt, unit) for v in (x, y)),
-    )
+    wide = np.atleast_1d(x, y)
+    check.add(equal, distance, lambda at: " and ".join(_shown(v, at, a.fmt, unit) for v in wide))
     bad = np.flatnonzero(~equal)
     if not bad.size:
         return None

@@ -90,14 +90,9 @@ class Rerun:
             if spec.fp8
         }
         out = operand_cuts, {"output": cut, "grad_input": cut}, cut, self._weight
-        self._run = jax.jit(
-            jax.shard_map(
-                self._on_device,
-                mesh=self._mesh,
-                in_specs=(cut, cut, cut, self._weight),
-                out_specs=out,
-            )
-        )
+        cuts = (cut, cut, cut, self._weight)
+        run = jax.shard_map(self._on_device, mesh=self._mesh, in_specs=cuts, out_specs=out)
+        self._run = jax.jit(run)
 
     def __call__(
         self, tensors: Experts, rows: int

@@ -256,10 +256,8 @@ def _check_experts(checks: BackendChecks, one: _OneDevice, layout: Layout, rows:
 
 def _buffer(experts: dict[str, Experts], devices: int) -> int:
     """The rows of a device's buffer that holds any layer's, as they are dealt; a multiple of 16."""
-    counts = [
-        int(grouped_rerun.dealt([len(x) for x in layer_experts.input], devices).sum(1).max())
-        for layer_experts in experts.values()
-    ]
+    rows = [[len(x) for x in layer_experts.input] for layer_experts in experts.values()]
+    counts = [int(grouped_rerun.dealt(own, devices).sum(1).max()) for own in rows]
     return -(-(max(counts, default=0) + 1) // 16) * 16
 
 
@@ -302,13 +300,9 @@ def rerun_linear(
     Order:    each tensor is cut by the placement, then quantized and multiplied by
               ``linear.apply``, inside shard_map or under plain jit.
     """
-    cut = (
-        jax.device_put(
-            jnp.asarray(tensors[role], jnp.bfloat16),
-            NamedSharding(mesh, P(*placement.at_rest(role))),
-        )
-        for role in ROLES
-    )
+    places = {role: NamedSharding(mesh, P(*placement.at_rest(role))) for role in ROLES}
+    hp = {role: jnp.asarray(tensors[role], jnp.bfloat16) for role in ROLES}
+    cut = (jax.device_put(hp[role], places[role]) for role in ROLES)
     outputs, quantized = _program(recipe, placement, mesh, through)(*cut)
     fetched = jax.tree.map(np.asarray, quantized)
     return {

@@ -117,7 +117,9 @@ class Moment:
 
     def groups(self, size: int) -> int:
         """How many scales a tensor of that many elements has; 0 without scales."""
-        return 0 if self.scaling is None else 1 if self.block is None else -(-size // self.block)
+        if self.scaling is None:
+            return 0
+        return 1 if self.block is None else -(-size // self.block)
 
     def stored_bytes(self, size: int) -> int:
         """The bytes of a moment of so many elements, including scales."""

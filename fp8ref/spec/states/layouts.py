@@ -82,20 +82,9 @@ def scalars(
     if not 0 <= learning_rate <= 1024:
         raise ValueError(f"learning_rate is in [0, 1024]; got {learning_rate!r}.")
     table = corrections(b1, b2)
-    inverse1, inverse2, bound = table[min(step, len(table)) - 1]
-    values = (
-        b1,
-        1.0 - b1,
-        b2,
-        1.0 - b2,
-        inverse1,
-        inverse2,
-        bound,
-        learning_rate,
-        eps,
-        weight_decay,
-    )
-    return Scalars(*(float32(value) for value in values))
+    of_step = table[min(step, len(table)) - 1]
+    values = (b1, 1.0 - b1, b2, 1.0 - b2, *of_step, learning_rate, eps, weight_decay)
+    return Scalars(*map(float32, values))
 
 
 @functools.lru_cache(maxsize=16)
@@ -112,14 +101,8 @@ def corrections(b1: float, b2: float) -> tuple[tuple[float, float, float], ...]:
         bound = math.inf
         if converges:
             root_ratio = math.sqrt((1.0 - power_r) / (1.0 - ratio))
-            bound = (
-                (1.0 - b1)
-                * root_ratio
-                / math.sqrt(1.0 - b2)
-                * root_v
-                / (1.0 - power1)
-                * (1.0 + 2.0**-7)
-            )
+            bound = (1.0 - b1) * root_ratio / math.sqrt(1.0 - b2) * root_v
+            bound = bound / (1.0 - power1) * (1.0 + 2.0**-7)
         rows.append((float32(1.0 / (1.0 - power1)), float32(1.0 / root_v), float32(bound)))
     return tuple(rows)
 

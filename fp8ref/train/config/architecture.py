@@ -75,10 +75,9 @@ def described(config: Sections) -> dict[str, Any]:
         }
     source = keys.source or ""
     factory = user_model.imported(source)
-    modules = [
-        source.partition(":")[0],
-        *([factory.__module__] if inspect.isroutine(factory) or inspect.isclass(factory) else []),
-    ]
+    modules = [source.partition(":")[0]]
+    if inspect.isroutine(factory) or inspect.isclass(factory):
+        modules.append(factory.__module__)
     paths = dict.fromkeys(getattr(sys.modules.get(name), "__file__", None) for name in modules)
     held = b"\0".join(Path(path).read_bytes() for path in paths if path and Path(path).is_file())
     return {"sha256": hashlib.sha256(held).hexdigest()} if held else {}

@@ -78,10 +78,8 @@ class Config(Sections):
 
         It stays in high precision unless fp8_fqns names it (spec R-2).
         """
-        return (
-            *self.numerics.filter_fqns,
-            *(head for head in self.shapes.heads if head not in self.numerics.filter_fqns),
-        )
+        named = self.numerics.filter_fqns
+        return *named, *(head for head in self.shapes.heads if head not in named)
 
     @property
     def shapes(self) -> user_model.Shapes:
@@ -153,11 +151,9 @@ for _section in (
     _section.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True)  # type: ignore[union-attr]
 _ADAPTER = pydantic.TypeAdapter(Config)
 
+_TRACED = ("parallel.compile", "traced")
 INSTEAD = {
-    (
-        "parallel.compile",
-        "traced",
-    ): "parallel.compile is none, block or model; got 'traced'. The trainer shards with "
+    _TRACED: "parallel.compile is none, block or model; got 'traced'. The trainer shards with "
     "FSDP2, whose collectives no graph contains. Use 'model', which gives the same bits, "
     "or fp8ref.torch.distributed.compiled_fsdp.shard in your own training loop."
 }

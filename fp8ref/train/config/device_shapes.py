@@ -122,17 +122,9 @@ def scaled_first(config: Config) -> dict[str, Recipe]:
 
 def kinds(config: Config) -> dict[str, int]:
     """Number of parameters by kind, and in all."""
-    counts = dict.fromkeys(
-        (
-            "embedding",
-            "attention",
-            "mlp",
-            *(["experts"] if config.model.num_experts else []),
-            "norms",
-            "lm_head",
-        ),
-        0,
-    )
+    experts = ["experts"] * bool(config.model.num_experts)
+    kinds = ("embedding", "attention", "mlp", *experts, "norms", "lm_head")
+    counts = dict.fromkeys(kinds, 0)
     for name, shape in llama.parameter_shapes(config.model).items():
         counts[_kind(name, shape)] += math.prod(shape)
     return counts | {"all": sum(counts.values())}

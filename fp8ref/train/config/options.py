@@ -169,10 +169,8 @@ def add(parser: Parser, config: Config | None = None) -> None:
 
 def spelled(words: Sequence[str]) -> list[str]:
     """The words with keys as they are declared: --run.eval-every is --run.eval_every."""
-    return [
-        re.sub(r"^--[^=.]+\.[^=]*", lambda name: f"--{name[0][2:].replace('-', '_')}", word)
-        for word in words
-    ]
+    key = re.compile(r"^--[^=.]+\.[^=]*")
+    return [key.sub(lambda name: f"--{name[0][2:].replace('-', '_')}", word) for word in words]
 
 
 def override(config: Config, words: Sequence[str], *, prog: str) -> Config:
@@ -191,14 +189,9 @@ def apply(config: Config, arguments: argparse.Namespace) -> Config:
 
     Raises:   ConfigError: a value of another type; ValueError as ``Config``.
     """
-    values = {
-        tuple(dotted.split(".")): key.value(getattr(arguments, dotted))
-        for dotted, key in config_keys().items()
-        if hasattr(arguments, dotted)
-    }
-    return config.replace(
-        **{
-            section: {name: value for (other, name), value in values.items() if other == section}
-            for section, _ in values
-        }
-    )
+    sections: dict[str, dict[str, typing.Any]] = {}
+    for dotted, key in config_keys().items():
+        if hasattr(arguments, dotted):
+            section, name = dotted.split(".")
+            sections.setdefault(section, {})[name] = key.value(getattr(arguments, dotted))
+    return config.replace(**{section: dict(keys) for section, keys in sections.items()})

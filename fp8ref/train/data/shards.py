@@ -94,7 +94,8 @@ def open_shards(
     for path, recorded in records.read():
         check_vocabulary(recorded, vocab_size, str(path))
     if scan:
-        _scan([s for s in opened if not s.recorded and vocab_size <= np.iinfo(s.dtype).max])
+        unknown = [shard for shard in opened if not shard.recorded]
+        _scan([shard for shard in unknown if vocab_size <= np.iinfo(shard.dtype).max])
     return opened
 
 

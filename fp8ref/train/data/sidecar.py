@@ -10,8 +10,6 @@ import pydantic
 from fp8ref.shared import files
 from fp8ref.shared.errors import ConfigError
 
-__all__ = ["File", "Sidecar", "read", "write"]
-
 NAME = "shards.json"  # the name of a sidecar
 
 PIECES, PIECE = 8, 2**13  # a sample is 8 pieces of 8 KiB

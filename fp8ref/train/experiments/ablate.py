@@ -377,9 +377,10 @@ def _row(
     sign = 1 if base == "bf16" else -1
     # NaN of None
     differences = sign * (np.array(losses, np.float64) - np.array(baseline, np.float64))
-    gap = None
+    cost = low = high = None
     if np.isfinite(differences).all():
         gap = gaps.matched(differences, confidence=confidence)
+        cost, low, high = map(float, (gap.mean, gap.low, gap.high))
     products: Sequence[str] = [operand.gemm]
     if operand.gemm == "attention":
         products = [p for p, role in attention_products.RECORDED if role == operand.role]
@@ -395,9 +396,9 @@ def _row(
 
     return Row(
         operand=operand,
-        cost=None if gap is None else float(gap.mean),
-        low=None if gap is None else float(gap.low),
-        high=None if gap is None else float(gap.high),
+        cost=cost,
+        low=low,
+        high=high,
         sqnr=worst(lambda record: record.get("sqnr"), min),
         underflow=worst(lambda record: record.get("underflow_rate"), max),
         saturation=worst(stats.clipped, max),

@@ -26,8 +26,6 @@ from fp8ref.train.run import log, run_dir, state_conversion, train_state
 from fp8ref.train.run.checkpoint import Checkpoint
 from fp8ref.train.run.state_conversion import Source
 
-__all__ = ["Start", "weights_start"]
-
 
 @dataclass(kw_only=True)
 class Start:

@@ -18,8 +18,6 @@ from fp8ref.train.experiments import sweep
 from fp8ref.train.experiments.sweep import Planned
 from fp8ref.train.run import log
 
-__all__ = ["FAULT", "PLANTED", "name_of", "plan", "set_up", "training"]
-
 PLANTED = "planted-fault"
 """The name of the runs with a fault."""
 

@@ -54,10 +54,9 @@ class Store:
         )
         train_state.check_saved(saved, mine, "model and recipe")
         if saved_mu:  # all are read, as scalars that every device holds, like the count
-            target[train_state.MU] = dict.fromkeys(
-                saved_mu,
-                jax.ShapeDtypeStruct((), np.float32, sharding=like[train_state.COUNT].sharding),
-            )
+            whole = like[train_state.COUNT].sharding
+            scalar = jax.ShapeDtypeStruct((), np.float32, sharding=whole)
+            target[train_state.MU] = dict.fromkeys(saved_mu, scalar)
         abstract = jax.tree.map(
             lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding), target
         )
@@ -143,9 +142,7 @@ def weights(
             train_state.check_master(name, value.dtype)
             yield name, value
         elif (train_state.MASTERS, f"{name}.codes") in saved:
-            yield (
-                name,
-                train_state.weight(read(f"{name}.codes", shape), read(f"{name}.scale_inv", ())),
-            )
+            codes, scale_inv = read(f"{name}.codes", shape), read(f"{name}.scale_inv", ())
+            yield name, train_state.weight(codes, scale_inv)
         else:
             raise ConfigError(f"{name} is not in the checkpoint. Load a state of the same model.")

@@ -83,10 +83,8 @@ class Optimizer:
 
         def begun(name: str, weight: jax.Array) -> tuple[Any, OptimizerState]:
             kept = dict(zip(state.kept, (of[name] for of in kept_specs), strict=True))
-            return jax.jit(
-                self._begun,
-                out_shardings=self._on_mesh((master_specs[name], state._replace(kept=kept))),
-            )(weight)
+            placed = self._on_mesh((master_specs[name], state._replace(kept=kept)))
+            return jax.jit(self._begun, out_shardings=placed)(weight)
 
         each = {name: begun(name, weight) for name, weight in weights}
         kept = {
@@ -142,9 +140,8 @@ class Optimizer:
         measured = health.measure(
             g, *both, b1=keys.beta1, b2=keys.beta2, eps=keys.eps, layout=self._moments
         )
-        return health.Measured(
-            *(jnp.stack(fields) for fields in zip(*(measured[name] for name in g), strict=True))
-        )
+        fields = zip(*(measured[name] for name in g), strict=True)
+        return health.Measured(*map(jnp.stack, fields))
 
     def moments(self, state) -> dict[str, dict[str, Any]]:
         """Both moments in float32, as the next step reads them, by the names of ``train_state``."""
@@ -331,10 +328,8 @@ class Optimizer:
             if not is_stored(leaf):
                 return self._stacks.together(name_of(path), arrays)
             fields = {field: x for field, x in leaf._asdict().items() if x is not None}
-            saved = {
-                field: self._stacks.together(name_of(path), _without(f".{field}", arrays))
-                for field in fields
-            }
+            own, name = {field: _without(f".{field}", arrays) for field in fields}, name_of(path)
+            saved = {field: self._stacks.together(name, of) for field, of in own.items()}
             codes, dtype = saved.pop("codes"), fields["codes"].dtype
             if dtype.itemsize == 1:
                 codes = lax.bitcast_convert_type(codes, dtype)

@@ -167,10 +167,8 @@ class Trainer:
 
     def weights(self) -> dict[str, np.ndarray]:
         """The masters by name, float32: what they are worth, where a layout stores them (O-14)."""
-        return {
-            name: self._layout.fetch(value)
-            for name, value in self._step.optimizer.float32_masters(self._params).items()
-        }
+        masters = self._step.optimizer.float32_masters(self._params)
+        return {name: self._layout.fetch(value) for name, value in masters.items()}
 
     def moments(self) -> dict[str, dict[str, np.ndarray]]:
         """Both of Adam's moments, float32, as the next step reads them: by which, by parameter."""
@@ -344,9 +342,8 @@ class Trainer:
 
     def _fetched(self, tree) -> dict[str, np.ndarray]:
         """{parameter: array} of a tree, gathered to every process."""
-        return {
-            name: self._layout.fetch(value) for name, value in self._step.stacks.named(tree).items()
-        }
+        arrays = self._step.stacks.named(tree)
+        return {name: self._layout.fetch(value) for name, value in arrays.items()}
 
     def _arguments(self, tokens: np.ndarray) -> tuple:
         lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)
@@ -366,6 +363,5 @@ class Trainer:
         if self.config.data.microbatches == 1:
             return self._tokens(tokens)
         llama.check_tokens(tokens, self.config.model)
-        return self._layout.put(
-            self.config.data.parts(np.asarray(tokens, np.int32)), self._layout.parts
-        )
+        parts = self.config.data.parts(np.asarray(tokens, np.int32))
+        return self._layout.put(parts, self._layout.parts)

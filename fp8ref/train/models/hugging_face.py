@@ -222,10 +222,8 @@ def apart(
             if half == 0:
                 gates[named] = value
             else:
-                yield (
-                    named,
-                    value if half is None else np.concatenate([gates.pop(named), value], axis=-2),
-                )
+                halves = [value] if half is None else [gates.pop(named), value]
+                yield named, np.concatenate(halves, axis=-2)
             continue
         mlp, dot, projection = name.rpartition(f"{EXPERTS}.")
         if not dot:
@@ -323,6 +321,5 @@ class ExpertsWeight:
             at = indices.index(Ellipsis)
             indices = indices[:at] + (slice(None),) * (4 - len(indices)) + indices[at + 1 :]
         experts, rows = indices[0], indices[1:]
-        return np.stack(
-            [w[rows or ...] for w in np.array([*self.parts, None], object)[:-1][experts]]
-        )
+        chosen = np.array([*self.parts, None], object)[:-1][experts]
+        return np.stack([w[rows or ...] for w in chosen])

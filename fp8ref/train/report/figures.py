@@ -85,13 +85,8 @@ def gaps(
             _band(ax, arm.steps, arm.gap.low, arm.gap.high, look["color"])
             name = arm.runs[0].name + f", {len(arm.runs)} seeds" * (len(arm.runs) > 1)
             _line(ax, arm.steps, arm.gap.mean, name, look, low=arm.gap.low, high=arm.gap.high)
-        below, above = (
-            1.25 * max(float(np.max(sign * edge)) for edge in edges)
-            for sign, edges in (
-                (-1, [a.gap.low for a in compared]),
-                (1, [a.gap.high for a in compared]),
-            )
-        )
+        below = 1.25 * max(float(np.max(-a.gap.low)) for a in compared)
+        above = 1.25 * max(float(np.max(a.gap.high)) for a in compared)
         widest = max(below, above)
         least = 1.5 * margin if margin < 3 * widest else 0.1 * widest
         if least > 0:

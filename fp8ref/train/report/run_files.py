@@ -19,8 +19,6 @@ from fp8ref.shared.errors import ConfigError
 from fp8ref.spec.attention import products as attention_products
 from fp8ref.train.run import file_checks, log
 
-__all__ = ["manifest", "statistics"]
-
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-1e100, le=1e100)]
 """A loss or another number of either sign, at most 1e100 in magnitude.
 
@@ -299,12 +297,8 @@ def manifest(run: Path) -> dict:
             f"{run} is not a directory. Name a run, as fp8ref train --run.out wrote it."
         )
     manifest = log.read_manifest(run)
-    file_checks.check(
-        _MANIFEST,
-        manifest,
-        f"{run / 'manifest.json'}",
-        f"{run} is not an intact run. Leave it out.",
-    )
+    remedy = f"{run} is not an intact run. Leave it out."
+    file_checks.check(_MANIFEST, manifest, f"{run / 'manifest.json'}", remedy)
     return manifest
 
 
@@ -318,9 +312,8 @@ def metrics(run: Path) -> list[dict]:
     lines = list(_lines(path, _METRICS))
     for line in lines:
         if sets := {key: value for key, value in line.items() if key.startswith(SET)}:
-            file_checks.check(
-                _SETS, sets, f"{path}, step {line['step']},", f"Repair it, or leave {run} out."
-            )
+            where = f"{path}, step {line['step']},"
+            file_checks.check(_SETS, sets, where, f"Repair it, or leave {run} out.")
     return lines
 
 

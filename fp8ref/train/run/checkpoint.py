@@ -26,21 +26,6 @@ from fp8ref.train.run import file_checks
 from fp8ref.train.run.processes import Processes, together
 from fp8ref.train.run.trainer import Trainer
 
-__all__ = [
-    "FOLDER",
-    "UNFINISHED",
-    "Checkpoint",
-    "Checkpoints",
-    "latest",
-    "make_empty",
-    "of_step",
-    "saved",
-    "step_of",
-    "sync",
-    "verify",
-    "write_manifest",
-]
-
 FORMAT = 1  # the version of the format of the directory and its manifest
 
 FOLDER, PREFIX = "checkpoints", "step-"
@@ -107,7 +92,7 @@ class Checkpoints:
     def save(self, model: Trainer, step: int, **more: Any) -> None:
         """Wait for the previous checkpoint, then begin to write the state after ``step`` steps.
 
-        more: JSON for this checkpoint's manifest.
+        more: JSON for this checkpoint's manifest, where it is not empty.
         Returns once the state is copied; the writing overlaps with training.
         Raises:   OSError on every process: the previous checkpoint failed, or this one's directory
                   cannot be made.
@@ -116,7 +101,8 @@ class Checkpoints:
         unfinished = self._folder / f"{PREFIX}{step:08d}{UNFINISHED}"
         first = self._processes.first
         together(self._processes, lambda: self._prepare(unfinished) if first else None)
-        written, about = model.save(unfinished / "state"), {"step": step, **more}
+        written = model.save(unfinished / "state")
+        about = {"step": step} | {key: value for key, value in more.items() if value}
         self._pending = self._thread.submit(self._complete, written, unfinished, about)
 
     def finish(self) -> None:

@@ -7,8 +7,6 @@ from typing import Any
 from fp8ref.selection.linears import Decision
 from fp8ref.train.config.config import Config
 
-__all__ = ["of"]
-
 SHOWN = 6  # the most linears without FP8 that the line names
 
 

@@ -22,8 +22,6 @@ from fp8ref.train.run import checkpoint
 from fp8ref.train.run.processes import Processes, together
 from fp8ref.train.run.trainer import Trainer
 
-__all__ = ["FOLDER", "Failure", "error", "read", "write"]
-
 FOLDER = "failures"
 """The directory of failed steps in a run directory."""
 

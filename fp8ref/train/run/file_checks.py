@@ -10,8 +10,6 @@ import pydantic
 from fp8ref.shared import console
 from fp8ref.shared.errors import ConfigError
 
-__all__ = ["check", "check_text", "record"]
-
 _T = TypeVar("_T")
 
 

@@ -33,18 +33,6 @@ from fp8ref.train.config import config as configs
 from fp8ref.train.config.config import Config
 from fp8ref.train.run import checkpoint, coverage, failed_step, file_checks
 
-__all__ = [
-    "METRICS",
-    "STATISTICS",
-    "RunLog",
-    "Unwritten",
-    "create",
-    "finish",
-    "manifest",
-    "read_manifest",
-    "read_metrics",
-]
-
 PACKAGES = (
     "numpy",
     "jax",

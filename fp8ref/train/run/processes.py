@@ -6,8 +6,6 @@ from typing import Any, Protocol, TypeVar
 
 from fp8ref.shared.errors import ConfigError
 
-__all__ = ["Alone", "Processes", "together"]
-
 _T = TypeVar("_T")
 
 

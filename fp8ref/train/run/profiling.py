@@ -14,8 +14,6 @@ from typing import Any
 from fp8ref.train.run.processes import Processes
 from fp8ref.train.run.trainer import Trainer
 
-__all__ = ["Stopwatch", "begin", "memory"]
-
 PROCESS = Path("/proc/self")  # Linux's directory of information about this process
 
 

@@ -18,17 +18,6 @@ from fp8ref.train.config.config import Config
 from fp8ref.train.run import checkpoint, failed_step, log, trackers
 from fp8ref.train.run.checkpoint import Checkpoint
 
-__all__ = [
-    "LOCK",
-    "Lock",
-    "claim",
-    "evaluated",
-    "killed",
-    "last_checkpoint",
-    "make",
-    "on_one_device",
-]
-
 LOCK = ".lock"
 """The file in a run directory that a trainer locks."""
 

@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["TERMINATED", "deferring_ctrl_c", "deferring_sigterm", "exiting_on_sigterm"]
-
 TERMINATED = 128 + signal.SIGTERM
 """The exit status of a process that SIGTERM ended, as shells report it: 143."""
 

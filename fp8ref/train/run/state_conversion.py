@@ -24,8 +24,6 @@ from fp8ref.spec.states.layouts import Layout, Scalars
 from fp8ref.train.config.config import Config
 from fp8ref.train.run import train_state
 
-__all__ = ["Source", "converted"]
-
 _NO_STEP = Scalars(*[0.0] * len(Scalars._fields))
 
 Delayed = Mapping[str, tuple[np.ndarray, ...]]

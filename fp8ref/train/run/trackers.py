@@ -14,8 +14,6 @@ from fp8ref.train.config.config import Config
 from fp8ref.train.config.sections import LogConfig
 from fp8ref.train.run.log import RunLog
 
-__all__ = ["attach", "check"]
-
 EVENTS = "tensorboard"  # TensorBoard's directory in a run directory
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}

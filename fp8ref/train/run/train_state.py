@@ -40,29 +40,6 @@ from fp8ref.spec.states.layouts import Moment
 from fp8ref.train.config.config import Config
 from fp8ref.train.config.sections import OptimizerConfig
 
-__all__ = [
-    "COUNT",
-    "FP8",
-    "FP8_BLOCK",
-    "FP8_SMALLEST",
-    "MASTERS",
-    "MOMENTS",
-    "MU",
-    "PER_PARAMETER",
-    "check",
-    "check_master",
-    "check_saved",
-    "delayed_states",
-    "disk_bytes",
-    "flat",
-    "fp8_states",
-    "interchangeable",
-    "logical",
-    "moments_in_fp8",
-    "schema",
-    "weight",
-]
-
 # Blocks of torchao's FP8 optimizer (T-6): values that share a scale, and the smallest piece whose
 # moments are kept in FP8.
 FP8_BLOCK, FP8_SMALLEST = 256, 4096

@@ -115,9 +115,9 @@ class FailureStore:
         polling = threading.Thread(target=poll, daemon=True)
         polling.start()
         polling.join(SECONDS)
-        return dict(
-            reports
-        ), "answers" if answered.is_set() else "hangs" if polling.is_alive() else "fails"
+        if answered.is_set():
+            return dict(reports), "answers"
+        return dict(reports), "hangs" if polling.is_alive() else "fails"
 
 
 def _key(rank: int) -> str:

@@ -72,6 +72,5 @@ def shard(parameter: torch.Tensor, weight: llama.Weight) -> torch.Tensor:
     )
     if 0 in shape:
         return torch.empty(shape, dtype=torch.float32)
-    return torch.from_numpy(
-        weight[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
-    )
+    place = tuple(slice(i, i + size) for i, size in zip(offset, shape, strict=True))
+    return torch.from_numpy(weight[place])

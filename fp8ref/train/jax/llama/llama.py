@@ -337,12 +337,11 @@ class Llama(nnx.Module):
 
     def first_input(self, tokens: jax.Array, run: Pass) -> jax.Array:
         """The input of the first layer's linears, after its norm: [B, T, hidden]."""
-        graph, params = nnx.split(
-            self.model.layers if self.model.stacked else self.model.layers[0], nnx.Param
-        )
-        first = nnx.merge(
-            graph, jax.tree.map(lambda stack: stack[0], params) if self.model.stacked else params
-        )
+        layers = self.model.layers
+        first = layers if self.model.stacked else layers[0]
+        if self.model.stacked:
+            graph, params = nnx.split(layers, nnx.Param)
+            first = nnx.merge(graph, jax.tree.map(lambda stack: stack[0], params))
         return first.input_layernorm(self.embedded(tokens, run))
 
     def embedded(self, tokens: jax.Array, run: Pass) -> jax.Array:
