@@ -193,10 +193,15 @@ def foreign(backend: str) -> set[str]:
     (choice,) = (
         node
         for node in ast.walk(function)
-        if isinstance(node, ast.IfExp) and ast.unparse(node.test) == "backend == 'torch'"
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "backend == 'torch'"
     )
     lists = {"torch": choice.body, "jax": choice.orelse}
-    keys = {node.value for node in ast.walk(lists[backend]) if isinstance(node, ast.Constant)}
+    keys = {
+        node.value
+        for statement in lists[backend]
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Constant)
+    }
     return keys & keys_of(sections.ParallelConfig)
 
 

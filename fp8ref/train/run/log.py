@@ -298,11 +298,15 @@ def read_manifest(out: Path) -> files.Record:
 
 
 def read_metrics(out: Path) -> list[dict]:
-    """The lines of metrics.jsonl, without a torn last one; none if there is no file.
+    """The lines of metrics.jsonl, without a torn last one."""
+    return read_lines(out / METRICS)
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The objects of a JSON Lines file, without a torn last line; none if there is no file.
 
     Raises:   ConfigError: a line that is not a JSON object.
     """
-    path = out / METRICS
     lines = _parsed(path)
     if None in lines:
         raise ConfigError(

@@ -280,11 +280,12 @@ class ParallelConfig:
 
     def foreign(self, backend: str) -> list[str]:
         """The error messages for keys that are set, and that this backend does not have."""
-        theirs = ["gather", "reduction", "compile", "cuda_graphs", "timeout_s"]
         if backend == "torch":
             own_attention = ["attention"] * (self.attention not in ("tiles", "kernel"))
             theirs = ["through", *own_attention, "scan", "loss", "reduce", "accumulate_dtype"]
             theirs += ["tensor_reduce_dtype"] * (self.tensor_reduce_dtype == "float32")
+        else:
+            theirs = ["gather", "reduction", "compile", "cuda_graphs", "timeout_s"]
         default = ParallelConfig()
         keys = [f"parallel.{k}" for k in theirs if getattr(self, k) != getattr(default, k)]
         if not keys:
