@@ -222,8 +222,9 @@ def apart(
             if half == 0:
                 gates[named] = value
             else:
-                halves = [value] if half is None else [gates.pop(named), value]
-                yield named, np.concatenate(halves, axis=-2)
+                if half is not None:
+                    value = np.concatenate([gates.pop(named), value], axis=-2)
+                yield named, value
             continue
         mlp, dot, projection = name.rpartition(f"{EXPERTS}.")
         if not dot:
