@@ -249,15 +249,16 @@ def check_saved(
     saved: Mapping[str, tuple[int, ...]], mine: Mapping[str, tuple[int, ...]], same: str
 ) -> None:
     """ConfigError unless a saved state has the names and shapes of this one, {name on disk: shape}.
-    Names with ranks (T-6) and mu, with which meshes differ, may be in one alone.
+    Moments of other ranks (T-6) may be saved too, and mu (P-22) may be in one alone.
 
     same  what a state has to be of to fit, for the message.
     """
     for name in sorted(saved.keys() ^ mine.keys()):
-        if name == logical(name) and not name.startswith(f"{MU}."):
+        where = "is not in the checkpoint"
+        if name in saved:
             where = "is in the checkpoint, and not in this model"
-            if name in mine:
-                where = "is not in the checkpoint"
+        of_another_rank = name in saved and name != logical(name)
+        if not of_another_rank and not name.startswith(f"{MU}."):
             raise ConfigError(f"{name} {where}. Load a state of the same {same}.")
     for name, shape in mine.items():
         if saved.get(name, shape) != shape:
