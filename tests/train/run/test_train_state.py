@@ -1,5 +1,6 @@
 """The schema is what both backends save, and one more entry in it is saved, sized and loaded."""
 
+import contextlib
 import json
 import math
 import re
@@ -11,6 +12,7 @@ from helpers.models import own_configurations, sizes
 from safetensors import safe_open
 
 from fp8ref.estimate import memory
+from fp8ref.shared.errors import ConfigError
 from fp8ref.train import loop
 from fp8ref.train.config.config import Config
 from fp8ref.train.data import loader
@@ -68,6 +70,22 @@ def test_moments_in_fp8_are_named_by_their_rank(small):  # T-6
     )
     assert train_state.logical("fp8.lm_head.states.input.scale") == "fp8.lm_head.states.input.scale"
     assert train_state.disk_bytes(small.replace(optimizer={"kind": "adamw_fp8"}), "torch") == 0
+
+
+@pytest.mark.parametrize(
+    ("saved", "mine", "said"),
+    [
+        ("w", "w m.w.rank1.codes", r"m\.w\.rank1\.codes is not in the checkpoint\."),
+        ("w old", "w", r"old is in the checkpoint, and not in this model\."),
+        ("w m.w.rank1.codes mu.w", "w", None),
+        ("w", "w mu.w", None),
+    ],
+)
+def test_a_saved_state_may_have_more_ranks_and_not_fewer(saved, mine, said):  # T-6
+    states = [dict.fromkeys(names.split(), (2,)) for names in (saved, mine)]
+    refused = pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext()
+    with refused:
+        train_state.check_saved(*states, "model")
 
 
 def test_a_state_that_the_schema_does_not_name_is_not_saved(small):
