@@ -200,9 +200,8 @@ def _formats(run: Path, manifest: dict) -> dict[tuple[str, str, str], Format]:
     numerics = manifest["config"].get("numerics", {})
     try:
         for linear in manifest["linears"]:
-            for gemm, role, cast, _ in recipes.by_name(linear["recipe"]).operands:
-                if cast is not None:
-                    formats[linear["path"], gemm, role] = cast.fmt
+            for gemm, role, cast, _ in recipes.by_name(linear["recipe"]).operand_casts:
+                formats[linear["path"], gemm, role] = cast.fmt
         if numerics.get("attention") is not None:
             count = manifest["config"]["model"]["num_hidden_layers"]
             layers = [f"model.layers.{i}.self_attn" for i in range(count)]
