@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import get_args
 
-from fp8ref.formats import Format
 from fp8ref.selection.linears import matches
 from fp8ref.spec.attention import variants as attention
 from fp8ref.spec.attention.products import Role
@@ -62,8 +61,3 @@ def of(variant: str, operands: Iterable[str], layer: str) -> Casts:
         if not slash or matches(pattern, layer):
             roles.add(role)
     return Casts(attention.by_name(variant), frozenset(roles))  # type: ignore[arg-type]  # checked there
-
-
-def fmt(role: str, casts: Casts) -> Format:
-    """The format of an operand's cast (A-15)."""
-    return casts.variant.score_gradient_fmt if role in ("do", "ds") else casts.variant.fmt

@@ -42,16 +42,16 @@ def chains(attention: Attention, tiling: Tiling) -> Finding:
     v[0, places[0][0]] = SMALLEST
     for column, (_, end) in enumerate(places):
         v[0, end - 2 : end, column] = LARGEST, -LARGEST
-    kept = attention.ask(scores.question(np.full((1, 1), a), k, v)).o[0, 0, 0, :TILES] != 0
+    kept = scores.outputs(attention, a, k, v)[0, :TILES] != 0
     evidence = (
         f"{TILES} tiles of {tiling.length} keys: a small product of the first is kept next to "
-        f"{_which(kept)}"
     )
+    evidence += _which(kept)
     if kept.all():
         return Finding("promotion", "exact", evidence, words="no sum loses 2^-26 of a product")
-    first = int(np.flatnonzero(kept)[0]) if kept.any() else None
-    if first is None:
+    if not kept.any():
         return Finding("promotion", "none", evidence, words="none: one chain over all tiles")
+    first = int(np.flatnonzero(kept)[0])
     if first and kept[first:].all():
         words = "each tile" if first == 1 else f"every {first} tiles"
         return Finding("promotion", first, evidence, words=words)
@@ -64,9 +64,8 @@ def _which(kept: np.ndarray) -> str:
         return "no large ones"
     if places.size == kept.size:
         return "those of all tiles"
-    return (
-        f"large ones of tiles {', '.join(map(str, places[:5]))}{', ...' if places.size > 5 else ''}"
-    )
+    listed = ", ".join(map(str, places[:5]))
+    return f"large ones of tiles {listed}{', ...' if places.size > 5 else ''}"
 
 
 def value_bits(attention: Attention) -> Finding:
@@ -85,10 +84,7 @@ def value_bits(attention: Attention) -> Finding:
         k[0, 2] = -b if low else 0
         k[0, 3] = -scores.FAR  # its probability is 0; its value makes the scale of v 1
         v[0, 3, FEATURES - 1] = LARGEST
-        nonzero = (
-            attention.ask(scores.question(np.full((1, 1), a), k, v)).o[0, 0, 0, bits[inside]] != 0
-        )
-        kept[bits[inside]] &= nonzero
+        kept[bits[inside]] &= scores.outputs(attention, a, k, v)[0, bits[inside]] != 0
     return _bits("sums of P v", kept, "2^8 - 2^8 + a power of two, in one step")
 
 

@@ -17,7 +17,14 @@ from typing import Any, Literal
 import numpy as np
 
 from fp8ref.conformance.attention.comparison import Agreement, Asked, Case, random_operands
-from fp8ref.conformance.attention.subjects import Attention, Question
+from fp8ref.conformance.attention.subjects import (
+    CAUSAL,
+    SCALES,
+    SINKS,
+    SOFTCAPS,
+    Attention,
+    Question,
+)
 from fp8ref.conformance.kit.finding import Counterexample
 from fp8ref.conformance.kit.subject import RefusedError
 from fp8ref.spec.attention.variants import FULL, VARIANTS, Mask, Variant
@@ -36,21 +43,11 @@ The wrong orders of A-27 differ by more than 2^-2."""
 ONE = "one query"
 """Of a case with a single query, as in decoding: one of the cases of ``lengths``."""
 
-_PAIRED = (
-    "lengths",
-    ONE,
-    "heads",
-    "causal mask",
-    "window",
-    "documents",
-    "softcap",
-    "sinks",
-    "scale",
-)
-"""The arguments that are asked two at a time."""
-
-_LENGTHS = {"lengths", ONE, "causal mask", "window"}
+_LENGTHS = ("lengths", ONE, "causal mask", "window")
 """Of these, each two are asked together among the cases of one."""
+
+_PAIRED = (*_LENGTHS[:2], "heads", *_LENGTHS[2:], "documents", "softcap", "sinks", "scale")
+"""The arguments that are asked two at a time."""
 
 FINDINGS = {"softcap argument": "softcap", "sinks argument": "sinks", "mask and softcap": "softcap"}
 """{finding of a fault: its argument}, where they have other names."""
@@ -72,10 +69,8 @@ class Argument:
         """The first case that does not agree in every bit, or without ``exact`` but for
         exponentials; None if all do.
         """
-        for agreement in self.agreements:
-            if not (agreement.exact if exact else self._near(agreement)):
-                return agreement
-        return None
+        agrees = (lambda agreement: agreement.exact) if exact else self._near
+        return next((one for one in self.agreements if not agrees(one)), None)
 
     def _near(self, agreement: Agreement) -> bool:
         return agreement.alike or ("softcap" in self.name and agreement.error <= CAPPED)
@@ -112,7 +107,7 @@ def compare(
     right = {one.name for one in arguments if one.agreements and not one.differing(exact)}
     right |= {ONE} if "lengths" in right else set()
     for a, b in itertools.combinations([name for name in _PAIRED if name in right], 2):
-        if not {a, b} <= _LENGTHS:
+        if not {a, b} <= set(_LENGTHS):
             case = _pair({a, b}, tokens, alignment)
             pair = _argument(attention, variant, f"{a} with {b}", [case])
             arguments += [pair] if pair.differing(exact) else []
@@ -168,13 +163,13 @@ def _cases(
         yield from _masks(attention, case, alignment)
     if attention.takes_documents:
         yield from _documents_cases(attention, case, alignment, tokens, rng)
-    if attention.takes_scale:
+    if attention.argument(SCALES):
         yield "scale", [case("softmax scale 0.3", scale=0.3)]
-    if attention.takes_softcap:
+    if attention.argument(SOFTCAPS):
         capped = case(f"softcap {CAP:g}", softcap=CAP)
         question = capped.question._replace(q=4 * capped.question.q)
         yield "softcap", [capped._replace(question=question)]
-    if attention.takes_sinks:
+    if attention.argument(SINKS):
         with_sinks = []
         for heads in ((1, 2, 2), (1, 4, 2)):
             sinks = (2 * rng.standard_normal(heads[1])).astype(np.float32)
@@ -193,8 +188,9 @@ def _documents_cases(
     documents = []
     for name, mask in (("no mask", FULL), ("causal", _causal(alignment))):
         if attention.takes(mask):
-            ids = _documents(tokens, rng)
-            documents.append(case(f"documents, {name}", heads=(2, 2, 2), documents=ids, mask=mask))
+            ids = np.sort(rng.integers(0, 5, (2, tokens)), axis=1)  # others in each sequence
+            pair = ids, ids
+            documents.append(case(f"documents, {name}", heads=(2, 2, 2), documents=pair, mask=mask))
     yield "documents", documents
     fills = [("numbers", 3.0)] + ([] if attention.takes_codes else [("NaN", math.nan)])
     padded = []
@@ -208,7 +204,9 @@ def _masks(
     attention: Attention, case: Callable[..., Case], alignment: Alignment
 ) -> Iterator[tuple[str, list[Case]]]:
     """The cases of masks: square, more keys, and more queries than keys."""
-    ends: tuple[Alignment, ...] = ("end", "start") if attention.takes_alignment else (alignment,)
+    ends: tuple[Alignment, ...] = (alignment,)
+    if "mask" in attention.names and attention.argument(CAUSAL) is None:
+        ends = "end", "start"  # the mask says it
     shapes: tuple[tuple[int, ...], ...] = ((), (40, 200), (90, 60))
     if attention.takes(_causal(alignment)):
         tiles = itertools.product((*shapes, (150, 200)), ends)  # queries of more than a tile
@@ -262,9 +260,3 @@ def _padding(case: Case, tokens: int, fill: float) -> Case:
     padded = (ids < 0)[:, None, :, None]
     q, k, v = (np.where(padded, np.float32(fill), x) for x in case.question[:3])
     return case._replace(question=case.question._replace(q=q, k=k, v=v, documents=(ids, ids)))
-
-
-def _documents(tokens: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Documents of two sequences of queries and keys, of other lengths in each."""
-    ids = np.sort(rng.integers(0, 5, (2, tokens)), axis=1)
-    return ids, ids

@@ -7,7 +7,7 @@ share queries, masks, outliers and a key that draws most of the weight.
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -45,7 +45,7 @@ class Case(NamedTuple):
     question: Question
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Agreement:
     """How a function's outputs agree with a variant's.
 
@@ -61,7 +61,7 @@ class Agreement:
     equal: int
     near: int
     error: float
-    first: Counterexample | None = field(default=None)
+    first: Counterexample | None = None
 
     @property
     def exact(self) -> bool:
@@ -73,6 +73,8 @@ class Agreement:
         """Whether so many are equal that only exponentials can differ."""
         return self.near >= NEAR * self.compared
 
+
+_WIDE, _TIES = "wide scores, outliers in v", "ties of bfloat16"  # names of cases
 
 Operands = tuple[np.ndarray, np.ndarray, np.ndarray]  # q, k and v
 
@@ -106,17 +108,14 @@ def plain_cases(tokens: int) -> list[Case]:
     rng = np.random.default_rng(0)
     several = tokens // 2 * 5 if tokens <= 512 else tokens
     ordinary = Question(*random_operands(rng, (1, 1, 1), several, several, 64))
-    q, k, v = _outliers(rng, (2, 1, 1), tokens, tokens, 64)
+    wide = Question(*_outliers(rng, (2, 1, 1), tokens, tokens, 64))
     ties = _ties(FULL, 64)
     behind = [((0, 0), (0, 0), (0, tokens - x.shape[2]), (0, 0)) for x in ties[:3]]
-    q_ties, k_ties, v_ties = map(np.pad, ties[:3], behind)
+    q, k, v = map(np.pad, ties[:3], behind)
     # of the keys behind the seven none has a probability
-    q_ties[..., 0], k_ties[:, :, 7:, 0] = (scores.FAR, -scores.FAR)
-    return [
-        Case("ordinary", ordinary),
-        Case("wide scores, outliers in v", Question(q, k, v)),
-        Case("ties of bfloat16", Question(q_ties, k_ties, v_ties)),
-    ]
+    q[..., 0], k[:, :, 7:, 0] = scores.FAR, -scores.FAR
+    ties = Question(q, k, v)
+    return [Case("ordinary", ordinary), Case(_WIDE, wide), Case(_TIES, ties)]
 
 
 def cases(
@@ -124,32 +123,25 @@ def cases(
 ) -> list[Case]:
     """The questions, all under the mask. Query heads share heads of keys in the first alone.
 
-    softcap, sinks  of all of them: a number, and whether there are random ones.
+    softcap, sinks  of all of them: a number, and whether there are random ones, between a row's
+                    smallest and largest scores.
     """
     rng = np.random.default_rng(0)
-    q, k, v = random_operands(rng, (1, 4, 2), 70, 700, features)
-    ordinary = Question(q, k, v, mask)
-    q, k, v = _outliers(rng, (2, 2, 2), 40, 333, features)
-    cases = [
-        Case("ordinary", ordinary),
-        Case("wide scores, outliers in v", Question(q, k, v, mask)),
-    ]
-    q, k, v = random_operands(rng, (1, 2, 2), 300, 300, features)
-    cases.append(Case("square", Question(2 * q, k, v, mask)))
-    cases.append(Case("ties of bfloat16", _ties(mask, features)))
-    if softcap is None and not sinks:
-        return cases
-    return [case._replace(question=_with(case.question, softcap, sinks, rng)) for case in cases]
-
-
-def _with(
-    question: Question, softcap: float | None, sinks: bool, rng: np.random.Generator
-) -> Question:
-    """The question with a softcap and with sinks between a row's smallest and largest scores."""
-    drawn = None
-    if sinks:
-        drawn = 2 * rng.standard_normal((question.q.shape[1],)).astype(np.float32)
-    return question._replace(softcap=softcap, sinks=drawn)
+    ordinary = Question(*random_operands(rng, (1, 4, 2), 70, 700, features), mask)
+    wide = Question(*_outliers(rng, (2, 2, 2), 40, 333, features), mask)
+    square = Question(*random_operands(rng, (1, 2, 2), 300, 300, features), mask)
+    square = square._replace(q=2 * square.q)
+    cases = []
+    for name, question in (
+        ("ordinary", ordinary),
+        (_WIDE, wide),
+        ("square", square),
+        (_TIES, _ties(mask, features)),
+    ):
+        heads = (question.q.shape[1],)
+        drawn = 2 * rng.standard_normal(heads).astype(np.float32) if sinks else None
+        cases.append(Case(name, question._replace(softcap=softcap, sinks=drawn)))
+    return cases
 
 
 def _ties(mask: Mask, features: int) -> Question:
@@ -186,15 +178,30 @@ class Asked:
 
     def agreement(self, variant: Variant, *, cases: int | None = None) -> Agreement | None:
         """How the first answers, or all, agree with a variant; None if it takes no such inputs."""
-        agreement = Agreement(variant=variant, compared=0, equal=0, near=0, error=0.0)
-        squares = np.zeros(2)
+        counts, squares = np.zeros(3, np.int64), np.zeros(2)
+        first: Counterexample | None = None
         for case, answer in self.answers[:cases]:
             result = simulated(self.asked, case.question, variant)
             if result is None:
                 return None
-            agreement = _added(agreement, case, answer, result, variant, squares)
+            for what, got, right in _pairs(answer, result):
+                alike = equal(got, right)
+                counts += alike.size, alike.sum(), (alike | close(got, right)).sum()
+                if what == "o":
+                    difference = np.nan_to_num(got.astype(np.float64) - right, nan=np.inf)
+                    squares += (difference**2).sum(), (right.astype(np.float64) ** 2).sum()
+                if first is None and not alike.all():
+                    index = tuple(int(i) for i in np.argwhere(~alike)[0])
+                    first = Counterexample(
+                        f"{what}{list(index)} of case {case.name!r}, {case.question}; "
+                        f"{int((~alike).sum()):,} of {alike.size:,} differ",
+                        _shown(got[index]),
+                        f"{_shown(right[index])} of variant {variant.name!r}",
+                        "A-10" if what == "o" else "A-11",
+                    )
         error = math.sqrt(squares[0] / squares[1]) if squares[1] else float(squares[0] > 0)
-        return dataclasses.replace(agreement, error=error)
+        compared, same, near = counts.tolist()
+        return Agreement(variant, compared, same, near, error, first)
 
 
 def simulated(asked: Attention, question: Question, variant: Variant) -> attention.Result | None:
@@ -223,41 +230,11 @@ def simulated(asked: Attention, question: Question, variant: Variant) -> attenti
     )
 
 
-def _added(
-    agreement: Agreement,
-    case: Case,
-    answer: Answer,
-    result: attention.Result,
-    variant: Variant,
-    squares: np.ndarray,
-) -> Agreement:
+def _pairs(answer: Answer, result: attention.Result) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    """(name, the function's, the variant's) of o, and of log-sum-exps if it returns them."""
     in_fp8 = answer.dtype.startswith("float8_") and "o" in result.tensors
-    expected = result.tensors["o"].values if in_fp8 else result.o
-    pairs = [("o", answer.o, expected)]
-    pairs += [("lse", answer.lse, result.lse)] if answer.lse is not None else []
-    first = agreement.first
-    for what, got, right in pairs:
-        alike = equal(got, right)
-        near = alike | close(got, right)
-        agreement = dataclasses.replace(
-            agreement,
-            compared=agreement.compared + alike.size,
-            equal=agreement.equal + int(alike.sum()),
-            near=agreement.near + int(near.sum()),
-        )
-        if what == "o":
-            difference = np.nan_to_num(got.astype(np.float64) - right, nan=np.inf)
-            squares += (difference**2).sum(), (right.astype(np.float64) ** 2).sum()
-        if first is None and not alike.all():
-            index = tuple(int(i) for i in np.argwhere(~alike)[0])
-            first = Counterexample(
-                f"{what}{list(index)} of case {case.name!r}, {case.question}; "
-                f"{int((~alike).sum()):,} of {alike.size:,} differ",
-                _shown(got[index]),
-                f"{_shown(right[index])} of variant {variant.name!r}",
-                "A-10" if what == "o" else "A-11",
-            )
-    return dataclasses.replace(agreement, first=first)
+    pairs = [("o", answer.o, result.tensors["o"].values if in_fp8 else result.o)]
+    return pairs + ([] if answer.lse is None else [("lse", answer.lse, result.lse)])
 
 
 def close(outputs: np.ndarray, right: np.ndarray) -> np.ndarray:

@@ -206,12 +206,10 @@ def probe_subject(attention: Attention) -> Probed:
 
 def _without_descales(attention: Attention, descale_findings: list[Finding]) -> Probed:
     """A function with a wrong descale: other questions need scales, and are not asked."""
-    tiling = Tiling(
-        None, None, Finding("tiles", None, "", words="not tested: needs right descales")
-    )
-    attention = dataclasses.replace(attention, ones=True)
+    untested = Finding("tiles", None, "", words="not tested: needs right descales")
+    tiling = Tiling(None, None, untested)
     return Probed(
-        asked=attention,
+        asked=dataclasses.replace(attention, ones=True),
         operands=Operands(attention.fmt, False, []),
         tiling=tiling,
         threshold=None,
@@ -222,31 +220,31 @@ def _without_descales(attention: Attention, descale_findings: list[Finding]) -> 
 
 def expected(variant: Variant) -> dict[str, Any]:
     """{name of a finding: its value, if a function is of this variant}."""
-    length, none = variant.tile(FEATURES, FULL), {"softcap": "none", "sinks": "none"}
+    length, order = (
+        variant.tile(FEATURES, FULL),
+        "descending" if variant.descending else "ascending",
+    )
     plan = accumulate.by_name(variant.plan)
     bits = "all" if isinstance(plan, str) else plan.unit.fraction_bits
     scale = float(attention_operands.probability_scale(variant, {})[0]) * 2.0**variant.offset
     within = variant.largest_probability / 2.0**variant.offset * scale <= variant.fmt.max
-    return {
-        **none,
+    values = {
+        "softcap": "none",
+        "sinks": "none",
         "format": variant.fmt.name,
         "q and k": not variant.rotated,
         "scales of k": variant.granularity,
         "scales of v": variant.granularity,
-        "tiles": None
-        if variant.real
-        else f"{length} keys, {'descending' if variant.descending else 'ascending'}",
+        "tiles": f"{length} keys, {order}",
         "threshold": variant.threshold * (1.0 if variant.base == "2" else LOG2E),
         "largest P": scale,
         "range of P": "kept" if within else False,
-        "denominator": None if variant.real else "unrounded",
+        "denominator": "unrounded",
         "sums of q k": bits,
         "sums of P v": bits,
-        "promotion": None
-        if variant.real
-        else "exact"
-        if variant.plan == "exact"
-        else variant.promotion or "none",
+        "promotion": "exact" if variant.plan == "exact" else variant.promotion or "none",
         "output": variant.out.name,
         "log-sum-exp": "natural",
     }
+    unseen = ("tiles", "denominator", "promotion") if variant.real else ()
+    return values | dict.fromkeys(unseen)

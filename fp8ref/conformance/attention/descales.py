@@ -63,13 +63,8 @@ def _finding(
     else:
         words = "no factor of its head"
     entry, head = at = next(at for at in effects if effects[at] != right[at])
-    witness = Counterexample(
-        f"{name}{list(entry)} doubled: sequence {head[0]}, head {head[1]}",
-        effects[at],
-        right[at],
-        "A-2",
-    )
-    return Finding(name, None, str(witness), words=words, witness=witness)
+    shown = f"{name}{list(entry)} doubled: sequence {head[0]}, head {head[1]}"
+    return Counterexample(shown, effects[at], right[at], "A-2").finding(name, words)
 
 
 def _effect(

@@ -245,7 +245,12 @@ def require_attention(
         raise ValueError(f"exponentials are 'exact' or 'hardware'; got {exponentials!r}.")
     fmt = variant.fmt if variant.fmt.bits == 8 else E4M3FN
     attention = function if isinstance(function, Attention) else subjects.wrap(function, fmt=fmt)
-    _check_arguments(attention, softcap=softcap is not None, sinks=sinks)
+    for requested, names in ((softcap is not None, subjects.SOFTCAPS), (sinks, subjects.SINKS)):
+        if requested and not attention.argument(names):
+            raise ValueError(
+                f"{attention.name} has no argument for {names[0]}; name one {' or '.join(names)}, "
+                "or leave it out here."
+            )
     cases = comparison.cases(mask, features=features, softcap=softcap, sinks=sinks)
     agreement = Asked(attention, cases).agreement(variant)
     if agreement is None:
@@ -263,19 +268,6 @@ def require_attention(
         *(f"  {departure}" for departure in probed.departures(variant)),
     ]
     raise AssertionError("\n".join(lines))
-
-
-def _check_arguments(attention: Attention, *, softcap: bool, sinks: bool) -> None:
-    """ValueError unless the function has the arguments that are asked for."""
-    for requested, accepted, names in (
-        (softcap, attention.takes_softcap, subjects.SOFTCAPS),
-        (sinks, attention.takes_sinks, subjects.SINKS),
-    ):
-        if requested and not accepted:
-            raise ValueError(
-                f"{attention.name} has no argument for {names[0]}; name one {' or '.join(names)}, "
-                "or leave it out here."
-            )
 
 
 def _ranked(answers: Asked, probed: Probed) -> list[Agreement]:
@@ -325,19 +317,16 @@ def _changes(base: Variant, probed: Probed) -> dict[str, Any]:
     wanted = decisions.expected(base)
 
     def departs(what: str) -> Any:
-        finding = probed[what]
-        if finding is None or finding.value is None or finding.value == wanted[what]:
-            return None
-        return finding.value
+        value = None if (finding := probed[what]) is None else finding.value
+        return None if value == wanted[what] else value
 
     if (value := departs("output")) is not None and value in FORMATS:
         changes["out"] = FORMATS[value]
     if (value := departs("promotion")) is not None:
         changes["promotion"] = {"none": None, "exact": 1}.get(value, value)
     if (value := departs("sums of P v")) is not None:
-        wide = "f32"
-        if (of := probed["promotion"]) is not None and of.value == "exact":
-            wide = "exact"
+        chain = probed["promotion"]
+        wide = "exact" if chain is not None and chain.value == "exact" else "f32"
         every = accumulate.ACCUMULATIONS.values()
         plans = [plan.name for plan in every if plan.unit.fraction_bits == value]
         changes |= {"plan": wide} if value == "all" else {"plan": plans[0]} if plans else {}
@@ -354,12 +343,11 @@ def _changes(base: Variant, probed: Probed) -> dict[str, Any]:
 def _named(variant: Variant, base: Variant) -> Variant:
     """The variation, called by the fields that are not its base's."""
     keys = [field.name for field in dataclasses.fields(Variant) if field.name != "name"]
-    keys = [key for key in keys if getattr(variant, key) != getattr(base, key)]
-    if not keys:
+    values = {key: getattr(variant, key) for key in keys}
+    values = {key: value for key, value in values.items() if value != getattr(base, key)}
+    if not values:
         return variant
-    changes = ", ".join(f"{key}={_value(variant, key)}" for key in keys)
+    if "tiles" in values:
+        values["tiles"] = variant.tiles[0].full
+    changes = ", ".join(f"{key}={value}" for key, value in values.items())
     return dataclasses.replace(variant, name=f"{base.name} with {changes}")
-
-
-def _value(variant: Variant, key: str) -> Any:
-    return variant.tiles[0].full if key == "tiles" else getattr(variant, key)

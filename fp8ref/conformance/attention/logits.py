@@ -6,6 +6,7 @@ cap, mask; a sink that joins the sum. All operands are numbers of e4m3; weights 
 of one key, within the roundings of its probability and of o.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -13,7 +14,8 @@ import numpy as np
 
 from fp8ref.conformance.attention import scores, visibility
 from fp8ref.conformance.attention.scores import FAR, FEATURES, LARGE, SCALE
-from fp8ref.conformance.attention.subjects import Attention, Question
+from fp8ref.conformance.attention.subjects import SINKS as SINK_NAMES
+from fp8ref.conformance.attention.subjects import SOFTCAPS, Attention, Question
 from fp8ref.conformance.kit.finding import Counterexample, Finding
 from fp8ref.conformance.kit.subject import RefusedError
 from fp8ref.spec.attention.variants import FULL, Mask
@@ -49,24 +51,19 @@ def findings(attention: Attention) -> list[Finding]:
     capped = low <= high < math.inf
     sinks = _own_sinks_within(attention, low, high) if capped else own_sinks(attention)
     findings = [cap, sinks]
-    if attention.takes_softcap:
+    if attention.argument(SOFTCAPS):
         findings.append(_softcap_argument(attention))
     elif cap.value != "none" and (hidden := _hidden(attention, None)) is not None:
         findings.append(hidden.finding("mask and softcap", "the mask comes before the cap"))
-    if attention.takes_sinks:
+    if attention.argument(SINK_NAMES):
         findings.append(_sinks_argument(attention))
     return findings
 
 
-def softcap(attention: Attention) -> Finding:
-    """The softcap of a function that is given none: a number, with the caps that explain the
-    outputs; only these, without a number; or ``none``.
-    """
-    return _softcap(attention)[0]
-
-
 def _softcap(attention: Attention) -> tuple[Finding, float, float]:
-    """(the finding, the least and the largest cap that explain the outputs)."""
+    """(the softcap of a function that is given none, the least and the largest cap that explain the
+    outputs). The finding has a number, with these caps; or only these; or ``none``.
+    """
     low, high, evidence, witness = _caps(attention, None)
     if high == math.inf:
         return Finding("softcap", "none", evidence), low, high
@@ -101,14 +98,10 @@ def _caps(
         low = max(low, _cap(x, distance - ROUNDED))
         high = min(high, _cap(x, distance + ROUNDED)) if w >= LEAST else high
     i = int(np.flatnonzero(weights)[0])
-    witness = Counterexample(
-        f"two keys of scores {_LARGEST:g} and {others[i]:g}",
-        f"{weights[i]:.4g} of the second's value",
-        "0",
-        "A-22",
-    )
-    scores_of = f"scores of {_LARGEST:g} and {others[i]:g}"
-    return low, high, f"{scores_of}: the second has the weight {weights[i]:.4g}", witness
+    both, weight = f"{_LARGEST:g} and {others[i]:g}", f"{weights[i]:.4g}"
+    evidence = f"scores of {both}: the second has the weight {weight}"
+    shown, got = f"two keys of scores {both}", f"{weight} of the second's value"
+    return low, high, evidence, Counterexample(shown, got, "0", "A-22")
 
 
 def _second_weights(attention: Attention, softcap: float | None) -> tuple[np.ndarray, list[float]]:
@@ -116,7 +109,7 @@ def _second_weights(attention: Attention, softcap: float | None) -> tuple[np.nda
     k = np.array([[FAR, key] for key in _KEYS])
     v = np.zeros((len(k), 2, 2))
     v[:, 0, 0] = v[:, 1, 1] = LARGE
-    o = attention.ask(scores.question(np.full((len(k), 1), FAR), k, v, softcap=softcap)).o[:, 0, 0]
+    o = scores.outputs(attention, FAR, k, v, softcap=softcap)
     with np.errstate(invalid="ignore"):
         return o[:, 1] / (o[:, 0] + o[:, 1]), [FAR * key * SCALE for key in _KEYS]
 
@@ -157,13 +150,9 @@ def _softcap_argument(attention: Attention) -> Finding:
     weights, others = _second_weights(attention, CAP)
     names = [name for name, of in wrong.items() if _explains(of, weights, others)]
     words = names[0] if names else "another function of the scores"
-    shown = Counterexample(
-        f"softcap {CAP:g}, {witness.input if witness else 'two keys'}",
-        witness.got if witness else evidence,
-        f"the weights of a cap of {CAP:g}",
-        "A-22",
-    )
-    return shown.finding(what, words)
+    shown, got = (witness.input, witness.got) if witness else ("two keys", evidence)
+    right = f"the weights of a cap of {CAP:g}"
+    return Counterexample(f"softcap {CAP:g}, {shown}", got, right, "A-22").finding(what, words)
 
 
 def _explains(of: Callable[[float], float], weights: np.ndarray, others: list[float]) -> bool:
@@ -187,19 +176,13 @@ def _hidden(attention: Attention, softcap: float | None) -> Counterexample | Non
     q[..., 0], k[..., 0] = FAR, -FAR
     v[0, 0, np.arange(keys), np.arange(keys)] = 256
     seen = attention.ask(Question(q, k, v, mask, softcap=softcap)).o[0, 0] != 0
-    aligned = [
-        visibility.expected(Mask(causal=True, alignment=end), queries, keys)
-        for end in ("end", "start")
-    ]
+    start = dataclasses.replace(mask, alignment="start")
+    aligned = [visibility.expected(one, queries, keys) for one in (mask, start)]
     if any((seen <= one).all() for one in aligned):
         return None
     i, j = (int(x) for x in np.argwhere(seen & ~aligned[0])[0])
-    return Counterexample(
-        f"causal, all scores {-_LARGEST:g} before the cap: query {i}, key {j}",
-        "seen",
-        "not seen",
-        "A-22",
-    )
+    shown = f"causal, all scores {-_LARGEST:g} before the cap: query {i}, key {j}"
+    return Counterexample(shown, "seen", "not seen", "A-22")
 
 
 def own_sinks(attention: Attention, cap: float | None = None) -> Finding:
@@ -216,14 +199,14 @@ def own_sinks(attention: Attention, cap: float | None = None) -> Finding:
         x = [FAR * SCALE * (sum(parts) + one) for one in tried]
         x = x if cap is None else [cap * math.tanh(one / cap) for one in x]
         weights = _single_weights(attention, parts, tried)
-        if not parts and (np.abs(weights - 1) < 1 - math.exp(-ROUNDED)).all():
+        whole = np.abs(weights - 1) < 1 - math.exp(-ROUNDED)
+        if not parts and whole.all():
             evidence = f"one key has all of the weight, of scores from {min(x):g} to {max(x):g}"
             return Finding("sinks", "none", evidence)
         if witness is None:
-            i = int(np.argmax(~(np.abs(weights - 1) < 1 - math.exp(-ROUNDED))))
-            witness = Counterexample(
-                f"one key of score {x[i]:g}", f"{weights[i]:.4g} of its value", "its value", "A-23"
-            )
+            i = int(np.argmax(~whole))
+            shown, got = f"one key of score {x[i]:g}", f"{weights[i]:.4g} of its value"
+            witness = Counterexample(shown, got, "its value", "A-23")
         pairs = zip(x, weights, strict=True)
         estimates = [one + math.log((1 - w) / w) for one, w in pairs if 0.02 < w < 0.98]
         below = [one for one, w in zip(tried, weights, strict=True) if w < 0.5]

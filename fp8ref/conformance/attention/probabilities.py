@@ -54,34 +54,26 @@ def threshold(attention: Attention, tiling: Tiling) -> Between | None:
     k_features, v = np.zeros((len(q), keys)), np.zeros((len(q), keys, 1))
     k_features[:, second] = k
     v[:-1, first, 0], v[:-1, second + 1, 0] = scores.LARGE, -scores.LARGE
-    o = attention.ask(scores.question(q[:, None], k_features, v)).o[:-1, 0, 0, 0]
+    o = scores.outputs(attention, q, k_features, v)[:-1, 0]
     powers = np.array([scores.power_of(pair) for pair in pairs])
     part = scores.LARGE * 2.0**-powers / (1 + (keys - 1) * 2.0**-powers)
     rescaled = np.abs(o) > SEEN * part
     stays = powers[~rescaled]
     if not stays.size:
-        evidence = (
-            f"a score {powers[0]:.3g} powers of two above the maximum rescales, and all of "
-            f"{len(pairs)} up to {powers[-1]:.3g} do"
-        )
+        evidence = f"a score {powers[0]:.3g} powers of two above the maximum rescales, and all of "
+        evidence += f"{len(pairs)} up to {powers[-1]:.3g} do"
         return Between(0.0, powers[0], Finding("threshold", 0.0, evidence))
-    high = float(powers[rescaled].min(initial=np.inf))
-    if stays.max() > high:
-        evidence = (
-            f"{stays.max():.4g} powers of two above the maximum do not rescale, {high:.4g} do"
-        )
-        return Between(
-            math.nan, math.nan, Finding("threshold", None, evidence, words="not one number")
-        )
-    low = float(stays.max())
-    evidence = (
-        f"a score {low:.4g} powers of two above the maximum does not rescale, {high:.4g} does"
-    )
+    low, high = float(stays.max()), float(powers[rescaled].min(initial=np.inf))
+    if low > high:
+        evidence = f"{low:.4g} powers of two above the maximum do not rescale, {high:.4g} do"
+        finding = Finding("threshold", None, evidence, words="not one number")
+        return Between(math.nan, math.nan, finding)
+    above = "powers of two above the maximum"
+    evidence = f"a score {low:.4g} {above} does not rescale, {high:.4g} does"
     nice, unit = _nice(low, high)
+    words = f"{low:.3g} to {high:.3g} powers of two"
     if nice is not None:
         words = f"{nice:g} powers of {unit}"
-    else:
-        words = f"{low:.3g} to {high:.3g} powers of two"
     return Between(low, high, Finding("threshold", nice, evidence, words=words))
 
 
@@ -112,74 +104,63 @@ def largest(attention: Attention, fmt: Format) -> Between | None:
     q, k = scores.with_largest(pairs)
     k_features, v = np.stack([k, 0 * k], axis=1), np.zeros((len(q), 2, 1))
     v[:-1, 1, 0] = scores.LARGE
-    o = attention.ask(scores.question(q[:, None], k_features, v)).o[:-1, 0, 0, 0]
+    o = scores.outputs(attention, q, k_features, v)[:-1, 0]
     powers = np.array([scores.power_of(pair) for pair in pairs])
     kept, lost = powers[o != 0], powers[o == 0]
     if not lost.size or not kept.size or kept.max() > lost.min():
         return None
     low, high = 2.0 ** (tiny + kept.max()), 2.0 ** (tiny + lost.min())
-    evidence = (
-        f"a probability of 2^-{kept.max():.4g} is not cast to 0, one of 2^-{lost.min():.4g} is"
-    )
+    smallest, zero = f"2^-{kept.max():.4g}", f"2^-{lost.min():.4g}"
+    evidence = f"a probability of {smallest} is not cast to 0, one of {zero} is"
+    words, high = f"{low:.4g} to {high:.4g}", high * (1 + 2.0**-20)
     candidates = [2.0**n for n in range(-4, 18)] + [fmt.max * 2.0**-n for n in range(9)]
-    named = [value for value in candidates if low < value <= high * (1 + 2.0**-20)]
-    words = "" if named else f"{low:.4g} to {high:.4g}"
-    return Between(
-        low,
-        high * (1 + 2.0**-20),
-        Finding("largest P", named[0] if named else None, evidence, words=words),
-    )
+    value = next((value for value in candidates if low < value <= high), None)
+    finding = Finding("largest P", value, evidence, words="" if value else words)
+    return Between(low, high, finding)
 
 
 def saturation(attention: Attention, tiling: Tiling, threshold: Between | None) -> Finding:
     """What becomes of probabilities above max of the format, if there are any: the output of the
     key with the largest score, against real arithmetic, under the largest lag that does not
     rescale; without tiles at the first and the last key."""
-    alone = scores.question(np.zeros((1, 1)), np.zeros((1, 1)), np.full((1, 1, 1), scores.LARGE))
-    got = float(attention.ask(alone).o[0, 0, 0, 0]) / scores.LARGE
+    what, real, got = "one key", 1.0, _largest_key(attention, 1, 0, (0.0, 0.0))
     if not got >= CLIPPED:
-        return _clipped(got, 1.0, "one key")
+        return _range(what, got, real, kept=False)
     if tiling.length is None:
         keys, places, chosen = 1024, [0, 1023], scores.pair(FAR_ABOVE)
     elif threshold is not None and 0 < threshold.low < math.inf:
-        keys, chosen = (
-            2 * tiling.length,
-            scores.powers(threshold.low * (1 - 1e-9), threshold.low * (1 + 1e-9))[0],
-        )
-        places = [tiling.place(keys)[1][0]]
+        keys = 2 * tiling.length
+        near = threshold.low * (1 - 1e-9), threshold.low * (1 + 1e-9)
+        places, chosen = [tiling.place(keys)[1][0]], scores.powers(*near)[0]
     else:
-        return Finding(
-            "range of P", "kept", f"one key gives {got:.4g} of its value; no maximum stays behind"
-        )
-    real = 1 / (1 + (keys - 1) * 2.0 ** -scores.power_of(chosen))
+        evidence = f"one key gives {got:.4g} of its value; no maximum stays behind"
+        return Finding("range of P", "kept", evidence)
+    power = scores.power_of(chosen)
+    real = 1 / (1 + (keys - 1) * 2.0**-power)
     for place in places:
-        k, v = np.zeros((1, keys)), np.zeros((1, keys, 1))
-        k[0, place], v[0, place, 0] = chosen[1], scores.LARGE
-        got = (
-            float(attention.ask(scores.question(np.full((1, 1), chosen[0]), k, v)).o[0, 0, 0, 0])
-            / scores.LARGE
-        )
-        what = (
-            f"{keys} keys, the score of key {place} {scores.power_of(chosen):.3g} powers of "
-            "two above all others"
-        )
+        got = _largest_key(attention, keys, place, chosen)
+        what = f"{keys} keys, the score of key {place} {power:.3g} powers of two above all others"
         if not got >= CLIPPED * real:
-            return _clipped(got, real, what)
-    return Finding(
-        "range of P", "kept", f"{what}: {got:.4g} of its value, in real arithmetic {real:.4g}"
-    )
+            return _range(what, got, real, kept=False)
+    return _range(what, got, real, kept=True)
 
 
-def _clipped(got: float, real: float, what: str) -> Finding:
-    if math.isnan(got) or math.isinf(got):
-        return Finding(
-            "range of P",
-            False,
-            f"{what}: {got}, in real arithmetic {real:.4g} (A-8)",
-            words="left, without saturation",
-        )
-    evidence = f"{what}: {got:.4g} of its value, in real arithmetic {real:.4g} (A-8)"
-    return Finding("range of P", False, evidence, words="left, and clipped")
+def _largest_key(attention: Attention, keys: int, place: int, chosen: tuple[float, float]) -> float:
+    """The part of its value in the output, of the key that has the largest score."""
+    k, v = np.zeros((1, keys)), np.zeros((1, keys, 1))
+    k[0, place], v[0, place, 0] = chosen[1], scores.LARGE
+    return float(scores.outputs(attention, chosen[0], k, v)[0, 0]) / scores.LARGE
+
+
+def _range(what: str, got: float, real: float, *, kept: bool) -> Finding:
+    if kept:
+        evidence = f"{what}: {got:.4g} of its value, in real arithmetic {real:.4g}"
+        return Finding("range of P", "kept", evidence)
+    shown, words = f"{got:.4g} of its value", "left, and clipped"
+    if not math.isfinite(got):
+        shown, words = f"{got}", "left, without saturation"
+    evidence = f"{what}: {shown}, in real arithmetic {real:.4g} (A-8)"
+    return Finding("range of P", False, evidence, words=words)
 
 
 def denominator(attention: Attention, fmt: Format, scale: float) -> Finding:
@@ -190,12 +171,8 @@ def denominator(attention: Attention, fmt: Format, scale: float) -> Finding:
     one with the largest.
     """
     if fmt.mantissa_bits > 7:
-        return Finding(
-            "denominator",
-            None,
-            f"operands in {fmt}",
-            words="cannot tell: probabilities are not rounded",
-        )
+        words = "cannot tell: probabilities are not rounded"
+        return Finding("denominator", None, f"operands in {fmt}", words=words)
     rows = []
     for pair in scores.powers(0.05, 3):
         p = 2.0 ** -scores.power_of(pair)
@@ -213,17 +190,15 @@ def denominator(attention: Attention, fmt: Format, scale: float) -> Finding:
         if fmt.bits != 8:
             # several significands: bfloat16 outputs show a part of a unit on average
             v = v + np.arange(scores.FEATURES) / scores.FEATURES
-        o = attention.ask(scores.question(np.full((1, 1), a), k[None], v)).o[0, 0, 0]
+        o = scores.outputs(attention, a, k[None], v)[0]
         got = float(o.sum() / v[0, 0].sum()) - 1
         expected = 15 * by / (1 + 15 * p)
         top = max(top, abs(got))
         total = total + expected * expected
         explained = explained + got * expected
     part = explained / total
-    evidence = (
-        f"16 equal values, {len(rows)} scores: outputs differ from that value by up to "
-        f"{top:.2g}, {part:.0%} of what casts take off"
-    )
+    evidence = f"16 equal values, {len(rows)} scores: outputs differ from that value by up to "
+    evidence += f"{top:.2g}, {part:.0%} of what casts take off"
     # 1 if unrounded, 0 if rounded; in bfloat16 outputs an average over 64 significands is within a
     # quarter
     value = "unrounded" if abs(part - 1) < 0.3 else "rounded" if abs(part) < 0.3 else None

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from fp8ref.conformance.attention.subjects import Question
+from fp8ref.conformance.attention.subjects import Attention, Question
 
 FEATURES = 64  # D of all questions; the softmax scale is 1 / 8
 SCALE = 1 / math.sqrt(FEATURES)  # the softmax scale
@@ -25,7 +25,11 @@ LARGE = 2.0**12  # its 2^-28 is a number of every output format
 def pair(power: float) -> tuple[float, float]:
     """(q, k), whose mantissas e4m3 has, with the score nearest to power ln 2, which is above 0."""
     score = power * math.log(2) / SCALE
-    return min(_pairs(score), key=lambda candidate: abs(candidate[0] * candidate[1] - score))
+    exponent = math.floor(math.log2(score))
+    exponents = exponent - 1, exponent
+    products = itertools.product(exponents, _MANTISSAS, _MANTISSAS)
+    pairs = [(x * 2.0**e, y) for e, x, y in products]
+    return min(pairs, key=lambda candidate: abs(candidate[0] * candidate[1] - score))
 
 
 def power_of(pair: tuple[float, float]) -> float:
@@ -53,37 +57,24 @@ def between(power: float) -> bool:
     return all(0.2 <= fraction <= 0.8 for fraction in fractions)
 
 
-def question(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options) -> Question:
-    """A question of the first feature of q [B, Tq], k [B, Tk] and v [B, Tk, columns], one head."""
-    q_features, k_features = (np.zeros((*x.shape, FEATURES), np.float32) for x in (q, k))
-    q_features[..., 0], k_features[..., 0] = q, k
-    v_features = np.zeros((*v.shape[:2], FEATURES), np.float32)
-    v_features[..., : v.shape[2]] = v
-    return Question(q_features[:, None], k_features[:, None], v_features[:, None], **options)
+def outputs(
+    attention: Attention, q: float | np.ndarray, k: np.ndarray, v: np.ndarray, **options
+) -> np.ndarray:
+    """The outputs [B, FEATURES] of a query in each of B sequences of one head: its feature is q or
+    q [B], those of the keys are k [B, Tk]; their values are v [B, Tk, columns].
+    """
+    q_features = np.zeros((len(k), 1, 1, FEATURES), np.float32)
+    k_features, v_features = np.zeros((2, len(k), 1, k.shape[1], FEATURES), np.float32)
+    q_features[:, 0, 0, 0], k_features[:, 0, :, 0] = q, k
+    v_features[:, 0, :, : v.shape[2]] = v
+    return attention.ask(Question(q_features, k_features, v_features, **options)).o[:, 0, 0]
 
 
 def with_largest(pairs: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
     """q [n + 1] and k [n + 1] of pairs; the last, 1.75 2^n, leaves one scale for all."""
     q, k = (np.array(x) for x in zip(*pairs, strict=True))
-    largest = [
-        1.75
-        * 2.0
-        ** (
-            math.floor(math.log2(x.max()))
-            + (x.max() > 1.75 * 2.0 ** math.floor(math.log2(x.max())))
-        )
-        for x in (q, k)
-    ]
-    return np.append(q, largest[0]), np.append(k, largest[1])
-
-
-def _pairs(score: float) -> list[tuple[float, float]]:
-    exponent = math.floor(math.log2(score))
-    return [
-        (x * 2.0**e, y)
-        for e in (exponent - 1, exponent)
-        for x, y in itertools.product(_MANTISSAS, repeat=2)
-    ]
+    last = [1.75 * 2.0 ** math.ceil(math.log2(x.max() / 1.75)) for x in (q, k)]
+    return np.append(q, last[0]), np.append(k, last[1])
 
 
 _MANTISSAS = [1 + n / 8 for n in range(8)]

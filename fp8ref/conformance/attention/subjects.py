@@ -75,12 +75,12 @@ class Question(NamedTuple):
     descales: Mapping[str, np.ndarray] | None = None
 
     def __str__(self) -> str:
-        masked = "" if self.mask == FULL else f", {self.mask}"
-        more = f", softcap {self.softcap:g}" if self.softcap is not None else ""
+        more = "" if self.mask == FULL else f", {self.mask}"
+        more += ", documents" if self.documents is not None else ""
+        more += f", softcap {self.softcap:g}" if self.softcap is not None else ""
         more += ", sinks" if self.sinks is not None else ""
         more += f", scale {self.scale:g}" if self.scale is not None else ""
-        documents = ", documents" if self.documents is not None else ""
-        return f"q {list(self.q.shape)}, k and v {list(self.k.shape)}{masked}{documents}{more}"
+        return f"q {list(self.q.shape)}, k and v {list(self.k.shape)}{more}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,8 @@ class Attention:
         """The names of the descales of q, k and v; None of a function without them."""
         return next((names for names in DESCALES if set(names) <= set(self.names)), None)
 
-    def _name(self, names: tuple[str, ...]) -> str | None:
+    def argument(self, names: tuple[str, ...]) -> str | None:
+        """Its argument of one of these names, such as SOFTCAPS; None without."""
         return next((name for name in names if name in self.names), None)
 
     def takes(self, mask: Mask) -> bool:
@@ -127,33 +128,13 @@ class Attention:
 
     def _apart(self, mask: Mask) -> bool:
         """Whether it takes all parts of a mask under names of their own."""
-        causal = not mask.causal or self._name(CAUSAL) is not None
-        return causal and (mask.window is None or self._name(WINDOWS) is not None)
+        causal = not mask.causal or self.argument(CAUSAL) is not None
+        return causal and (mask.window is None or self.argument(WINDOWS) is not None)
 
     @property
     def takes_documents(self) -> bool:
         """Whether it has an argument for them."""
         return "documents" in self.names
-
-    @property
-    def takes_alignment(self) -> bool:
-        """Whether a mask that it takes says to which end queries are aligned."""
-        return "mask" in self.names and self._name(CAUSAL) is None
-
-    @property
-    def takes_scale(self) -> bool:
-        """Whether it has an argument for the softmax scale."""
-        return self._name(SCALES) is not None
-
-    @property
-    def takes_softcap(self) -> bool:
-        """Whether it has an argument for one."""
-        return self._name(SOFTCAPS) is not None
-
-    @property
-    def takes_sinks(self) -> bool:
-        """Whether it has an argument for them."""
-        return self._name(SINKS) is not None
 
     def ask(self, question: Question) -> Answer:
         """Call it, and read what it returns.
@@ -184,12 +165,13 @@ class Attention:
             named |= self._masked(question.mask, question.k.shape[2])
         if question.documents is not None:
             named["documents"] = question.documents
-        if question.softcap is not None and (name := self._name(SOFTCAPS)):
-            named[name] = question.softcap
-        if question.scale is not None and (name := self._name(SCALES)):
-            named[name] = question.scale
-        if question.sinks is not None and (name := self._name(SINKS)):
-            named[name] = self.subject.make_array(question.sinks, "float32")
+        sinks = question.sinks
+        if sinks is not None:
+            sinks = self.subject.make_array(sinks, "float32")
+        numbers = ((SOFTCAPS, question.softcap), (SCALES, question.scale), (SINKS, sinks))
+        for names, value in numbers:
+            if value is not None and (name := self.argument(names)):
+                named[name] = value
         return named
 
     def _masked(self, mask: Mask, keys: int) -> dict[str, Any]:
@@ -197,7 +179,7 @@ class Attention:
         if not self._apart(mask):
             return {"mask": mask}
         options: dict[str, Any] = {}
-        causal, window = self._name(CAUSAL), self._name(WINDOWS)
+        causal, window = self.argument(CAUSAL), self.argument(WINDOWS)
         if mask.causal and causal:
             options[causal] = True
         if mask.window is not None and window:
@@ -285,59 +267,42 @@ def wrap(
     name = name or subjects.name_of(
         function if not isinstance(function, functools.partial) else function.func
     )
-    names = names_of(function)
-    if any(set(group) <= set(names) for group in DESCALES):
-        attention = _codes_attention(name, function, framework, device, layout, names, fmt)
+    subject = Subject(name=name, function=function, device=device)
+    attention = Attention(subject=subject, layout=layout, names=names_of(function), fmt=fmt)
+    if attention.takes_codes:
+        imported = [f for f in subjects.FRAMEWORKS if f == "numpy" or f in sys.modules]
+        attention = _of_codes(attention, [framework] if framework else imported)
     else:
         tensors = (1, 16, 1, 64) if layout == "BTHD" else (1, 1, 16, 64)
         first = lambda x: _parts(function(x, x, x))[0]  # noqa: E731
         alone = subjects.wrap(name, first, framework=framework, device=device, shape=tensors)
-        attention = Attention(
+        attention = dataclasses.replace(
+            attention,
             subject=dataclasses.replace(alone, function=function),
             dtype=subjects.first_dtype(alone, tensors),
-            layout=layout,
-            names=names,
         )
-    _check_repeats(attention)
-    return attention
-
-
-def _codes_attention(
-    name: str,
-    function: Callable,
-    framework: str | None,
-    device: str,
-    layout: str,
-    names: tuple[str, ...],
-    fmt: Format,
-) -> Attention:
-    """A function that takes codes and descales, in the first framework whose arrays it takes."""
-    refused = []
-    imported = [f for f in subjects.FRAMEWORKS if f == "numpy" or f in sys.modules]
-    for one in (framework,) if framework else imported:
-        attention = Attention(
-            subject=Subject(name=name, function=function, framework=one, device=device),
-            layout=layout,
-            names=names,
-            fmt=fmt,
-        )
-        try:
-            attention.ask(small_question())
-        except RefusedError as error:
-            refused.append(str(error))
-        else:
-            return attention
-    raise RefusedError("\n".join(refused))
-
-
-def _check_repeats(attention: Attention) -> None:
     question = small_question()
-    first, second = (attention.ask(question).o for _ in range(2))
-    if first.tobytes() != second.tobytes():
+    if attention.ask(question).o.tobytes() != attention.ask(question).o.tobytes():
         raise ConformanceError(
             f"{attention.name} does not repeat itself for {question}. Turn off random state, such "
             "as a seed from the clock."
         )
+    return attention
+
+
+def _of_codes(attention: Attention, frameworks: list[str]) -> Attention:
+    """A function that takes codes and descales, in the first framework whose arrays it takes."""
+    refused = []
+    for framework in frameworks:
+        subject = dataclasses.replace(attention.subject, framework=framework)
+        candidate = dataclasses.replace(attention, subject=subject)
+        try:
+            candidate.ask(small_question())
+        except RefusedError as error:
+            refused.append(str(error))
+        else:
+            return candidate
+    raise RefusedError("\n".join(refused))
 
 
 def small_question() -> Question:

@@ -52,18 +52,14 @@ def tiling(attention: Attention) -> Tiling:
             (steps >= 0).all() or (steps <= 0).all()
         ):
             return _refined(attention, ranks)
-        runs = "; ".join(
-            f"before block {n}: {_runs(np.flatnonzero(before[n]))}"
-            for n in (0, BLOCKS // 2, BLOCKS - 1)
-        )
+        shown = {n: _runs(np.flatnonzero(before[n])) for n in (0, BLOCKS // 2, BLOCKS - 1)}
+        runs = "; ".join(f"before block {n}: {earlier}" for n, earlier in shown.items())
         evidence = f"blocks of {BLOCK} keys that were cast before a larger score came, {runs}"
-        return Tiling(
-            None, None, Finding("tiles", None, evidence, words="neither ascending nor descending")
-        )
-    evidence = (
-        f"a larger score in any of {BLOCKS * BLOCK:,} keys changes how all others are cast, or none"
-    )
-    words = "not seen: one for all keys, or probabilities are not rounded, or the maximum stays"
+        words = "neither ascending nor descending"
+    else:
+        keys = f"{BLOCKS * BLOCK:,} keys"
+        evidence = f"a larger score in any of {keys} changes how all others are cast, or none"
+        words = "not seen: one for all keys, or probabilities are not rounded, or the maximum stays"
     return Tiling(None, None, Finding("tiles", None, evidence, words=words))
 
 
@@ -79,29 +75,24 @@ def _refined(attention: Attention, ranks: np.ndarray) -> Tiling:
     alike = _before(attention, np.array([at]), keys)[0] == descending
     length = int(keys[alike][0]) if alike.any() else int(keys[-1]) + 1
     order = "descending" if descending else "ascending"
-    blocks, ends = ("from", "on ") if descending else ("before", "")
+    evidence = f"the first {after} blocks of {BLOCK} keys are cast alike"
     if alike.any() and not alike.all():
-        evidence = (
-            f"under a larger score at key {at}, keys {blocks} {length} {ends}and no others were "
-            "cast with a maximum of their own"
-        )
-    else:
-        evidence = f"the first {after} blocks of {BLOCK} keys are cast alike"
+        cast = f"from {length} on" if descending else f"before {length}"
+        evidence = f"under a larger score at key {at}, keys {cast} and no others were cast with a "
+        evidence += "maximum of their own"
     return Tiling(length, descending, Finding("tiles", f"{length} keys, {order}", evidence))
 
 
 def _before(attention: Attention, largest: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Whether each key, a column, comes in an earlier tile than each largest one, a row."""
     tokens, count = BLOCKS * BLOCK, len(largest)
-    a, b = min(
-        (pair for pair in scores.powers(POWER, POWER + 2) if scores.between(scores.power_of(pair))),
-        key=scores.power_of,
-    )
+    pairs = scores.powers(POWER, POWER + 2)  # ascending
+    a, b = next(pair for pair in pairs if scores.between(scores.power_of(pair)))
     k, v = np.zeros((count, tokens)), np.zeros((count, tokens, len(keys)))
     k[np.arange(count), largest] = b
     v[:, keys, np.arange(len(keys))] += scores.LARGE
     v[np.arange(count), largest + 1] -= scores.LARGE
-    outputs = attention.ask(scores.question(np.full((count, 1), a), k, v)).o[:, 0, 0, : len(keys)]
+    outputs = scores.outputs(attention, a, k, v)[:, : len(keys)]
     # of one key; the largest score's own probability is all of the sum
     part = scores.LARGE * 2.0 ** -scores.power_of((a, b))
     return np.abs(outputs) > SEEN * part
@@ -112,6 +103,5 @@ def _runs(blocks: np.ndarray) -> str:
     if not blocks.size:
         return "none"
     parts = np.split(blocks, np.flatnonzero(np.diff(blocks) > 1) + 1)
-    return ", ".join(
-        str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in parts
-    )
+    ends = [(part[0], part[-1]) for part in parts]
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in ends)

@@ -87,19 +87,19 @@ def _mask_finding(attention: Attention, what: str, cases: list[tuple[Mask, int, 
         ):
             if np.array_equal(visible, wanted):
                 continue
-            i, j = (int(x) for x in np.argwhere(visible != wanted)[0])
-            missing = _missing(visible, wanted)
             neighbors = _neighbors(mask, tq, tk)
             names = (name for name, other in neighbors if np.array_equal(visible, other))
-            words = next(names, missing)
-            witness = Counterexample(
-                f"{_named(mask)}, {tq} queries, {tk} keys, all scores 0: query {i}, key {j}",
-                "seen" if visible[i, j] else "not seen",
-                "not seen" if visible[i, j] else "seen",
-                "A-3",
-            )
-            return Finding(what, None, str(witness), words=words, witness=witness)
+            words = next(names, _missing(visible, wanted))
+            question = f"{_named(mask)}, {tq} queries, {tk} keys, all scores 0"
+            return _witness(question, visible, wanted).finding(what, words)
     return Finding(what, None, f"{len(cases)} shapes", words="aligned to the start and to the end")
+
+
+def _witness(shown: str, visible: np.ndarray, wanted: np.ndarray) -> Counterexample:
+    """The first query and key of which one is seen wrongly, or not."""
+    i, j = (int(x) for x in np.argwhere(visible != wanted)[0])
+    got, right = ("seen", "not seen") if visible[i, j] else ("not seen", "seen")
+    return Counterexample(f"{shown}: query {i}, key {j}", got, right, "A-3")
 
 
 def _answered(
@@ -135,12 +135,8 @@ def _neighbors(mask: Mask, tq: int, tk: int) -> Iterator[tuple[str, np.ndarray]]
     for alignment in ("end", "start"):
         p = position + (tk - tq if alignment == "end" else 0)
         for left, right in itertools.product((0, -1, 1), repeat=2):
-            high = 0 if mask.causal else None
-            low = None
-            if mask.window is not None:
-                low = mask.window[0]
-                if mask.window[1] is not None:
-                    high = mask.window[1] if high is None else min(high, mask.window[1])
+            low, high = mask.window or (None, None)
+            high = 0 if mask.causal else high  # a window's is at least 0
             visible = np.ones((tq, tk), bool)
             visible &= True if high is None else key <= p + high + right
             visible &= True if low is None else key >= p - low - left
@@ -156,23 +152,17 @@ def _documents_finding(attention: Attention) -> Finding:
     expected = ids[:, None] == ids
     if np.array_equal(visible, expected):
         return Finding("documents", "their own", f"the keys that {len(ids)} queries see")
-    i, j = (int(x) for x in np.argwhere(visible != expected)[0])
-    witness = Counterexample(
-        f"documents {ids[i]} and {ids[j]}: query {i}, key {j}",
-        "seen" if visible[i, j] else "not seen",
-        "not seen" if visible[i, j] else "seen",
-        "A-3",
-    )
-    return Finding("documents", None, str(witness), words="not separated", witness=witness)
+    i, j = np.argwhere(visible != expected)[0]
+    witness = _witness(f"documents {ids[i]} and {ids[j]}", visible, expected)
+    return witness.finding("documents", "not separated")
 
 
 def _heads_finding(attention: Attention) -> Finding:
     """The heads of k and v that 6 query heads use of 3: a key's score is 0 in the head of its
     number, and far below in others; v of a head is in a column of its own."""
     heads, kv = 6, 3
-    k = np.zeros((1, kv, kv + 1, FEATURES), np.float32)
-    v = np.zeros((1, kv, kv + 1, FEATURES), np.float32)
     q = np.zeros((1, heads, 1, FEATURES), np.float32)
+    k, v = np.zeros((2, 1, kv, kv + 1, FEATURES), np.float32)
     q[..., 0] = FAR
     for g in range(kv):
         k[0, g, :, 0] = -FAR
@@ -183,26 +173,21 @@ def _heads_finding(attention: Attention) -> Finding:
         outputs = attention.ask(Question(q, k, v)).o[0, :, 0]
     except RefusedError as error:
         return Finding("heads", None, str(error), words=REFUSED)
-    k_heads, v_heads = (outputs[:, part] != 0 for part in (slice(0, kv), slice(kv, 2 * kv)))
+    k_heads, v_heads = outputs[:, :kv] != 0, outputs[:, kv : 2 * kv] != 0
     expected = np.arange(kv) == (np.arange(heads) * kv // heads)[:, None]
-    if np.array_equal(k_heads, expected) and np.array_equal(v_heads, expected):
-        return Finding(
-            "heads", "consecutive", f"the heads of k and v that {heads} query heads use of {kv}"
-        )
+    if (k_heads == expected).all() and (v_heads == expected).all():
+        evidence = f"the heads of k and v that {heads} query heads use of {kv}"
+        return Finding("heads", "consecutive", evidence)
     modulo = np.arange(kv) == (np.arange(heads) % kv)[:, None]
     words = "another head"
-    if np.array_equal(k_heads, modulo) and np.array_equal(v_heads, modulo):
+    if (k_heads == modulo).all() and (v_heads == modulo).all():
         words = "query head j uses head j mod Hkv"
-    which, used = ("k", k_heads) if not np.array_equal(k_heads, expected) else ("v", v_heads)
+    which, used = ("v", v_heads) if (k_heads == expected).all() else ("k", k_heads)
     j = int(np.flatnonzero((used != expected).any(axis=1))[0])
     got = ", ".join(map(str, np.flatnonzero(used[j]))) or "none"
-    witness = Counterexample(
-        f"{heads} query heads, {kv} heads of keys: query head {j}",
-        f"head {got} of {which}",
-        f"head {j * kv // heads}",
-        "A",
-    )
-    return Finding("heads", None, str(witness), words=words, witness=witness)
+    shown = f"{heads} query heads, {kv} heads of keys: query head {j}"
+    right = f"head {j * kv // heads}"
+    return Counterexample(shown, f"head {got} of {which}", right, "A").finding("heads", words)
 
 
 def _kind(mask: Mask) -> str:
@@ -210,8 +195,6 @@ def _kind(mask: Mask) -> str:
 
 
 def _named(mask: Mask) -> str:
-    words = [
-        *(["causal"] if mask.causal else []),
-        *([f"window {mask.window}"] if mask.window is not None else []),
-    ]
+    words = ["causal"] * mask.causal
+    words += [] if mask.window is None else [f"window {mask.window}"]
     return " and ".join(words) or "no mask"

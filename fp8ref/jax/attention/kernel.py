@@ -122,7 +122,7 @@ def check(call: Call, q: tuple[int, ...], k: tuple[int, ...], platform: str) -> 
         and variant.backward == "cast"
         and not variant.rotated
     )
-    if not whole or {variant.fmt, variant.out, variant.score_gradient_fmt} != {E4M3FN}:
+    if not whole or {variant.fmt, variant.out, variant.format_of("ds")} != {E4M3FN}:
         raise ValueError(
             "cuDNN's FP8 attention needs one scale per tensor and everything in e4m3fn, as "
             f"variant 'cudnn'; got {variant.name!r}. {instead}"

@@ -9,7 +9,9 @@ from typing import Any, Self, get_args
 import numpy as np
 
 from fp8ref.shared import errors
+from fp8ref.spec import rotation
 from fp8ref.spec.attention import variants
+from fp8ref.spec.attention.variant import blocks
 from fp8ref.spec.attention.variants import ARITHMETIC, FULL, Arithmetic, Layout, Mask, Variant
 
 __all__ = ["Call"]
@@ -129,10 +131,14 @@ class Call:
             )
 
     def check_features(self, features: int) -> None:
-        """ValueError for heads of more features than the variant takes (A-6), and for a softcap
-        whose factors are no normal float32 numbers there (A-22).
+        """ValueError for heads of more features than the variant takes (A-6), or that it cannot cut
+        into MX blocks or rotate (A-2, A-13); and for a softcap whose factors are no normal float32
+        numbers there (A-22).
         """
         self.variant.tile(features, self.mask)
+        blocks(self.variant.granularity, (1, 1, 1, features), heads=1)
+        if self.variant.rotated:
+            rotation.check_size(int(features))  # a torch.SymInt, where a compiler traces
         if self.softcap is None:
             return
         scale = self.softmax_scale(features)

@@ -24,18 +24,7 @@ def roles(variant: Variant) -> dict[str, Format]:
     """
     if variant.fmt.bits != 8 or variant.granularity != "tensor":
         return {}
-    formats = dict.fromkeys(("q", "k", "v"), variant.fmt)
-    if variant.p_scale == "state":
-        formats["s"] = variant.fmt
-    if variant.out.bits == 8:
-        formats["o"] = variant.out
-    if variant.backward == "cast":
-        gradient_fmt = variant.gradient_fmt or variant.fmt
-        formats |= {"do": gradient_fmt} | (
-            {"ds": gradient_fmt} if variant.p_scale == "state" else {}
-        )
-        formats |= dict.fromkeys(("dq", "dk", "dv"), variant.out) if variant.out.bits == 8 else {}
-    return formats
+    return {role: variant.format_of(role) for role in variant.scaled(variant.roles)}
 
 
 def casts(

@@ -87,11 +87,8 @@ class AttentionOperand(NamedTuple):
 
 def formats(product: Product, variant: Variant) -> tuple[Format, Format]:
     """The formats of both operands of a product."""
-    gradient_fmt = variant.gradient_fmt or variant.fmt
-    first, second = (
-        gradient_fmt if role in ("do", "ds") else variant.fmt for role in OPERANDS[product]
-    )
-    return first, second
+    first, second = OPERANDS[product]
+    return variant.format_of(first), variant.format_of(second)
 
 
 def along_tokens(product: Product, role: Role) -> bool:
@@ -123,9 +120,7 @@ def planned(layers: list[str], variant: Variant | None) -> list[AttentionOperand
         return []
     rows = [row for row in RECORDED if row[0] in products(variant)]
     return [
-        AttentionOperand(
-            layer, product, role, formats(product, variant)[OPERANDS[product].index(role)]
-        )
+        AttentionOperand(layer, product, role, variant.format_of(role))
         for layer in layers
         for product, role in rows
     ]

@@ -131,7 +131,7 @@ class Mask:
         if self.window is not None and not (
             isinstance(self.window, tuple)
             and len(self.window) == 2
-            and all(side is None or _is_int(side, 0) for side in self.window)
+            and all(side is None or (type(side) is int and side >= 0) for side in self.window)
         ):
             raise ValueError(
                 f"window is (left, right), non-negative integers or None; got {self.window!r}."
@@ -341,7 +341,7 @@ class Variant:
     @property
     def roles(self) -> tuple[str, ...]:
         """The tensors that may have scales; without FP8 gradients, the forward pass's."""
-        return ROLES if self.backward in (None, "bf16") else (*ROLES, *GRADIENT_ROLES)
+        return (*ROLES, *GRADIENT_ROLES) if self.backward == "cast" else ROLES
 
     def scaled(self, roles: tuple[str, ...]) -> list[str]:
         """The roles with a scale of their own, which a caller may pass (A-12)."""
@@ -351,10 +351,20 @@ class Variant:
         given_only |= dict.fromkeys(("o", "dq", "dk", "dv"), self.out.bits == 8)
         return [role for role in roles if given_only.get(role, True)]
 
+    def format_of(self, role: str) -> Format:
+        """The format of a tensor: q, k, v, p, s, o, or one of the backward pass."""
+        if role in ("o", "dq", "dk", "dv"):
+            return self.out
+        return (self.gradient_fmt or self.fmt) if role in ("do", "ds") else self.fmt
+
     @property
-    def score_gradient_fmt(self) -> Format:
-        """The format of do and ds."""
-        return self.gradient_fmt or self.fmt
+    def gradient_matrices(self) -> tuple[str, ...]:
+        """The matrices that a backward pass can keep: of MX blocks dS has no one code."""
+        if self.real:
+            return ()
+        if self.fmt.bits != 8 or self.backward == "bf16":
+            return ("ds",)
+        return ("p_codes", "ds", "ds_codes")[: 2 if self.granularity == "mx_1x32" else 3]
 
     @property
     def output_scaling(self) -> tuple[Granularity | None, str]:
@@ -367,7 +377,3 @@ class Variant:
         """The bound of an unrounded probability (A-8): base^threshold 2^offset."""
         base = 2.0 if self.base == "2" else math.e
         return float(base**self.threshold * 2.0**self.offset)
-
-
-def _is_int(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

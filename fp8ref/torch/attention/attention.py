@@ -222,7 +222,7 @@ def backward(
     inputs.check_tensor("do", do)
     if do.shape != q.shape:
         raise ValueError(f"do has the shape of o, {tuple(q.shape)}; got {tuple(do.shape)}.")
-    keep = inputs.kept_of(call.variant) if call.keep_ds else []
+    keep = call.variant.gradient_matrices if call.keep_ds else ()
     if call.keep_ds and not keep:
         raise ValueError(f"variant {call.variant.name!r} keeps nothing; got keep_ds. Leave it out.")
     problem = dataclasses.replace(problem, documents=result.documents, sinks=result.sinks)

@@ -148,7 +148,7 @@ def _bind(call: RankCall, roles: Roles) -> type[torch.autograd.Function]:
 
 def _forward(ctx, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     variant, call = problem.variant, problem.call
-    inputs.check_seen(ctx.seen, variant, variant.roles, problem.shape)
+    inputs.check_seen(ctx.seen, variant, problem.shape)
     problem = attention_context.among_ranks(problem)
     q, k, v = problem.without_padding(q, k, v)
     ctx.shape, ctx.dtypes, ctx.layer = problem.shape, (q.dtype, k.dtype, v.dtype), observer.layer()
@@ -280,7 +280,7 @@ def _backward(ctx, call: RankCall, roles: tuple[str, ...], do: Tensor) -> tuple[
     """The gradients of q, k, v and sinks (None without any), in their dtypes."""
     problem, saved = _load(ctx, call, roles)
     cast = problem.low and call.variant.backward == "cast"
-    keep = inputs.kept_of(call.variant) if observer.watched(ctx.layer) else []
+    keep = call.variant.gradient_matrices if observer.watched(ctx.layer) else ()
     counts = cast and observer.counts(ctx.layer)
     (do,) = problem.without_padding(do)
     grads = gradients(do, saved, problem, report=_report(ctx, counts), keep=keep)

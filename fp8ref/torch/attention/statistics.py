@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fp8ref.formats import Format
 from fp8ref.selection.statistics import FIELDS
 from fp8ref.spec.attention.products import AttentionOperand, first_use
-from fp8ref.spec.attention.variants import Variant
+from fp8ref.spec.attention.variant import MX, Variant
 from fp8ref.torch.attention import observer as attention_observer
 from fp8ref.torch.attention.operands import heads
 from fp8ref.torch.attention.operands import operands as operands
-from fp8ref.torch.attention.operands.heads import MX, Heads
+from fp8ref.torch.attention.operands.heads import Heads
 from fp8ref.torch.attention.operands.problem import Problem
 from fp8ref.torch.observe import statistics as stats
 from fp8ref.torch.observe.statistics import Parts

@@ -68,3 +68,10 @@ def test_other_variants_can_be_made():
 def test_masks_that_are_refused(fields, said):
     with pytest.raises(ValueError, match=said):
         Mask(**fields)
+
+
+def test_each_tensor_has_a_format():
+    variant = dataclasses.replace(VARIANTS["cudnn"], gradient_fmt=E5M2, out=BFLOAT16)
+    assert {variant.format_of(role) for role in ("q", "k", "v", "p", "s")} == {variant.fmt}
+    assert {variant.format_of(role) for role in ("do", "ds")} == {E5M2}
+    assert {variant.format_of(role) for role in ("o", "dq", "dk", "dv")} == {BFLOAT16}

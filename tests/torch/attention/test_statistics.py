@@ -8,6 +8,7 @@ import torch
 from fp8ref.formats import E4M3FN
 from fp8ref.selection.statistics import FIELDS
 from fp8ref.spec.attention.products import planned
+from fp8ref.spec.attention.variant import blocks as blocks_of_scales
 from fp8ref.spec.attention.variants import VARIANTS, Mask
 from fp8ref.torch.attention import attention
 from fp8ref.torch.attention import statistics as attention_stats
@@ -28,7 +29,7 @@ from fp8ref.torch.attention.operands.problem import Problem, RankCall, padded_do
 def test_elements_are_counted_once(granularity, policy):
     """50 tokens are no whole blocks of 32: zeros that fill the last one up are not counted."""
     x = torch.randn(2, 4, 50, 32, generator=torch.Generator().manual_seed(0))
-    blocks = head_scaling.blocks_of(granularity, group=2, along_tokens=True)
+    blocks = blocks_of_scales(granularity, x.shape, heads=2, along_tokens=True)
     amax = head_scaling.amax(x, blocks)
     tensor = head_scaling.quantize(x, E4M3FN, blocks, policy, amax=amax)
     x[1, 3, 49, 31] = torch.inf

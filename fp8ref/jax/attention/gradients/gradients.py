@@ -20,7 +20,7 @@ from fp8ref.jax.attention.operands import context, heads
 from fp8ref.jax.attention.operands import operands as operands
 from fp8ref.jax.attention.operands.heads import Heads
 from fp8ref.jax.attention.operands.inputs import DeviceCall, Inputs
-from fp8ref.jax.attention.operands.kept import Kept, gradient_matrices
+from fp8ref.jax.attention.operands.kept import Kept
 from fp8ref.jax.attention.operands.operands import Parts
 from fp8ref.jax.quantize import scales
 from fp8ref.jax.quantize.scales import Scales
@@ -148,7 +148,7 @@ def backward(
     result    what ``attention.forward`` gave.
     """
     variant, low = call.variant, call.variant.fmt.bits == 8
-    fmt = variant.score_gradient_fmt
+    fmt = variant.format_of("ds")
     do8 = heads.quantize(
         do,
         fmt,
@@ -169,7 +169,7 @@ def backward(
     row_sums = _row_sums(do8, result, call)
     score_gradients = ScoreGradients(parts, values_do, do_inverse, row_sums, result.lse)
     scale_ds = _scale_of_ds(score_gradients, given_scales)
-    kept = Kept(parts, gradient_matrices(variant) if call.keep_ds else [])
+    kept = Kept(parts, variant.gradient_matrices if call.keep_ds else ())
 
     def body(totals, block, tile):
         p, ds = score_gradients(block, tile)
@@ -210,7 +210,7 @@ def _scale_of_ds(score_gradients: ScoreGradients, given_scales: dict) -> Scales:
 
     largest = parts.over_devices(operands.loop(body, parts.zeros(), parts.grid))
     policy = heads.implemented(variant.policy)
-    return heads.scales_from_amax(largest, variant.score_gradient_fmt, policy)
+    return heads.scales_from_amax(largest, variant.format_of("ds"), policy)
 
 
 def sinks_gradient(d: jax.Array, result, inputs: Inputs, call: DeviceCall) -> jax.Array | None:
@@ -302,7 +302,7 @@ def _over_heads(x: jax.Array) -> jax.Array:
 def _row_sums(do: Heads, result, call: DeviceCall) -> jax.Array:
     """D of A-15 from the values of do and o, by feature, times both scales; [B, H, Tq]."""
     variant = call.variant
-    fmt = variant.score_gradient_fmt
+    fmt = variant.format_of("ds")
     values = heads.values(do, fmt)
     if variant.out.bits != 8:
         o, o_inv = result.o.astype(jnp.float32), jnp.float32(1)

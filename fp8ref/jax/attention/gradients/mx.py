@@ -16,7 +16,7 @@ from fp8ref.jax.attention.operands import heads as head_scaling
 from fp8ref.jax.attention.operands import operands as operands
 from fp8ref.jax.attention.operands.heads import Heads
 from fp8ref.jax.attention.operands.inputs import DeviceCall, Inputs
-from fp8ref.jax.attention.operands.kept import Kept, gradient_matrices
+from fp8ref.jax.attention.operands.kept import Kept
 from fp8ref.jax.attention.operands.operands import Parts
 from fp8ref.jax.quantize import cast, scaling
 from fp8ref.jax.quantize.scales import Scales
@@ -34,7 +34,7 @@ def backward(do: jax.Array, inputs: Inputs, result, call: DeviceCall) -> Gradien
     result    what ``attention.forward`` gave; of its tensors, v.
     """
     variant = call.variant
-    fmt, heads = variant.score_gradient_fmt, inputs.k.shape[1]
+    fmt, heads = variant.format_of("ds"), inputs.k.shape[1]
     tensors = operands.quantize(inputs, call, {}) | {"v": result.tensors["v"]}
     parts = Parts(inputs, call, tensors)
 
@@ -51,7 +51,7 @@ def backward(do: jax.Array, inputs: Inputs, result, call: DeviceCall) -> Gradien
     row_sums = _row_sums(do, result, call)
     do_features = parts.by_group(parts.operand(along_features, fmt=fmt))
     score_gradients = ScoreGradients(parts, do_features, None, row_sums, result.lse)
-    kept = Kept(parts, gradient_matrices(variant) if call.keep_ds else [])
+    kept = Kept(parts, variant.gradient_matrices if call.keep_ds else ())
 
     def body(totals, block, tile):
         p, ds = score_gradients(block, tile)
@@ -87,7 +87,7 @@ def _row_sums(do: jax.Array, result, call: DeviceCall) -> jax.Array:
 def along_tokens(x: jax.Array, role: Role, inputs: Inputs, call: DeviceCall) -> Heads:
     """q, k or do as a product over tokens takes it: with blocks along them."""
     variant = call.variant
-    fmt = variant.score_gradient_fmt if role == "do" else variant.fmt
+    fmt = variant.format_of("ds") if role == "do" else variant.fmt
     return head_scaling.quantize(
         x, fmt, "mx_1x32", variant.policy, along_tokens=True, heads=inputs.k.shape[1]
     )

@@ -10,12 +10,10 @@ import math
 import jax
 import jax.numpy as jnp
 
-from fp8ref.formats import Format
 from fp8ref.jax.attention.operands import heads as head_scaling
 from fp8ref.jax.gemm import hardware
 from fp8ref.jax.quantize import scaling
 from fp8ref.jax.transforms import derivatives
-from fp8ref.selection import attention_casts as data
 from fp8ref.selection.attention_casts import Casts
 
 _PRECISE = jax.lax.Precision.HIGHEST
@@ -44,15 +42,9 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, casts: Casts):
     s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -jnp.inf)
     e = jnp.exp(s - s.max(axis=-1, keepdims=True))
     total = e.sum(axis=-1, keepdims=True)
-    o = _product(_probabilities(e, casts), c) / total
-    return o.reshape(q.shape).astype(q.dtype), (
-        a,
-        b,
-        c,
-        e / total,
-        o,
-        [jnp.zeros((), x.dtype) for x in like],
-    )
+    o = _product(_cast(e, "p", casts), c) / total
+    dtypes = [jnp.zeros((), x.dtype) for x in like]
+    return o.reshape(q.shape).astype(q.dtype), (a, b, c, e / total, o, dtypes)
 
 
 def _saved(q: jax.Array, k: jax.Array, v: jax.Array, casts: Casts):
@@ -64,7 +56,7 @@ def _backward(casts: Casts, saved, grad: jax.Array):
     q, k, v, p, o, dtypes = saved
     grad = derivatives.not_again(grad, _NAME, "attention")
     do = _cast(grad, "do", casts).reshape(q.shape)
-    dv = _product(_probabilities(p, casts).mT, do).sum(axis=2)
+    dv = _product(_cast(p, "p", casts).mT, do).sum(axis=2)
     d = (do * o).sum(axis=-1, keepdims=True)
     ds = _cast((_product(do, v.mT) - d) * p / math.sqrt(q.shape[-1]), "ds", casts)
     dq, dk = _product(ds, k).reshape(grad.shape), _product(ds.mT, q).sum(axis=2)
@@ -79,17 +71,11 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _cast(x: jax.Array, role: str, casts: Casts) -> jax.Array:
+    """x in float32, cast if its role is; P by the scale of amax 1 (A-8)."""
     x = x.astype(jnp.float32)
-    return _by(scaling.amax(x), x, data.fmt(role, casts), casts) if role in casts.roles else x
-
-
-def _probabilities(p: jax.Array, casts: Casts) -> jax.Array:
-    """P, cast with the scale of amax 1 if P is cast (A-8)."""
-    return _by(jnp.ones(()), p, casts.variant.fmt, casts) if "p" in casts.roles else p
-
-
-def _by(amax: jax.Array, x: jax.Array, fmt: Format, casts: Casts) -> jax.Array:
-    scale, _ = head_scaling.scales_from_amax(
-        amax, fmt, head_scaling.implemented(casts.variant.policy)
-    )
+    if role not in casts.roles:
+        return x
+    fmt, policy = casts.variant.format_of(role), head_scaling.implemented(casts.variant.policy)
+    amax = jnp.ones(()) if role == "p" else scaling.amax(x)
+    scale, _ = head_scaling.scales_from_amax(amax, fmt, policy)
     return scaling.dequantize(scaling.quantize_with(x, scale, fmt))

@@ -29,13 +29,8 @@ def rotate(x: jax.Array, signs: jax.Array) -> jax.Array:
     Shapes:   x float32, float16 or bfloat16 [..., n], n a power of two; signs [n].
     Order:    x times its signs; for h = 1, 2, 4, ... below n: the elements i and i + h, i without
               bit h, become RN32(a + b) and RN32(a - b); then RN32(x * RN32(1 / sqrt(n))).
-    Raises:   ValueError: another number of signs than features.
     """
     n = x.shape[-1]
-    if signs.shape != (n,):
-        raise ValueError(
-            f"{n} features need as many signs; got {signs.shape}. Use signs({n}, seed)."
-        )
     value = cast.to_f32(x) * signs
     h = 1
     while h < n:

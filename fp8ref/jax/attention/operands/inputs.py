@@ -16,11 +16,10 @@ from jax import lax
 from fp8ref.jax.attention.operands import heads as head_scaling
 from fp8ref.jax.distributed import sharding
 from fp8ref.jax.gemm import hardware
-from fp8ref.spec import rotation, support
+from fp8ref.spec import support
 from fp8ref.spec.attention import delayed as attention_delayed
 from fp8ref.spec.attention import variants as attention
 from fp8ref.spec.attention.call import Call
-from fp8ref.spec.attention.variant import MX
 from fp8ref.spec.attention.variants import Mask, Variant
 from fp8ref.spec.hardware import Multiply
 
@@ -121,7 +120,9 @@ def prepare(q, k, v, call: DeviceCall, documents, sinks) -> Inputs:
             f"attention takes q, k and v of one dtype; got {', '.join(dtypes)}. Cast them first."
         )
     call.check_features(d)
-    _check_variant(call.variant, d)
+    support.require("promotion of attention's sums", "jax", call.variant)
+    if call.variant.granularity is not None:
+        head_scaling.implemented(call.variant.policy)
     if call.simulated is not None:
         _check_simulated(call, q)
     ids = _documents(documents, b, tq, tk)
@@ -166,18 +167,6 @@ def _sinks(sinks, heads: int) -> jax.Array | None:
             f"{dtype} {shape}."
         )
     return jnp.asarray(sinks)
-
-
-def _check_variant(variant: Variant, features: int) -> None:
-    support.require("promotion of attention's sums", "jax", variant)
-    if variant.granularity is not None:
-        head_scaling.implemented(variant.policy)
-    if variant.granularity == "mx_1x32" and features % MX:
-        raise ValueError(
-            f"mx_1x32 needs features divisible by {MX}; got {features}. Pad with zeros."
-        )
-    if variant.rotated:
-        rotation.check_size(features)
 
 
 def visible(tq: int, tk: int, mask: Mask) -> tuple[np.ndarray, np.ndarray]:

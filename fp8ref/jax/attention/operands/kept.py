@@ -8,20 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8ref.jax.attention.operands.operands import Parts
-from fp8ref.spec.attention.variants import Variant
 
 Matrix = str
 """A matrix: scores, p_codes, ds or ds_codes.
 
 Scores have all their factors, under the variant's base; dS is before its cast.
 """
-
-
-def gradient_matrices(variant: Variant) -> list[Matrix]:
-    """The matrices that a backward pass of a variant can keep: of MX blocks dS has no one code."""
-    if variant.fmt.bits != 8:
-        return ["ds"]
-    return ["p_codes", "ds"] if variant.granularity == "mx_1x32" else ["p_codes", "ds", "ds_codes"]
 
 
 class Kept:

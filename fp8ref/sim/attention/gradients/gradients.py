@@ -98,7 +98,10 @@ def backward(
     call = Call.resolve(variant, mask)
     # the simulator differentiates what JAX does, with the same remedy
     support.require("gradients of attention", "jax", call.variant)
-    _check_kept(call)
+    if call.keep_ds and not call.variant.real and "ds_codes" not in call.variant.gradient_matrices:
+        raise ValueError(
+            f"keep_ds needs a variant with FP8 P and dS; got {call.variant.name!r}. Leave it out."
+        )
     if not isinstance(result, Result):
         raise ValueError(f"result is what forward returned; got {type(result).__name__}.")
     result = result._replace(o=data.in_layout(call.layout, result.o))
@@ -115,19 +118,6 @@ def backward(
     )
     dq, dk, dv = (data.in_layout(call.layout, x) for x in gradients[:3])
     return gradients._replace(dq=dq, dk=dk, dv=dv)
-
-
-def _check_kept(call: Call) -> None:
-    variant = call.variant
-    coded = variant.fmt.bits == 8 and variant.granularity != "mx_1x32"
-    if (
-        call.keep_ds
-        and variant.backward in ("cast", "bf16")
-        and (variant.backward == "bf16" or not coded)
-    ):
-        raise ValueError(
-            f"keep_ds needs a variant with FP8 P and dS; got {variant.name!r}. Leave it out."
-        )
 
 
 def _variant_gradients(
@@ -214,7 +204,7 @@ class ScoreGradients(NamedTuple):
 def _cast(problem: Problem, result: Result, do: np.ndarray, role_scales: dict) -> Gradients:
     """The steps of A-15."""
     variant, heads_of_keys = problem.variant, problem.k.shape[1]
-    fmt = variant.score_gradient_fmt
+    fmt = variant.format_of("ds")
     do8 = heads.quantize(
         do,
         fmt,
@@ -249,7 +239,7 @@ def _cast(problem: Problem, result: Result, do: np.ndarray, role_scales: dict) -
 def _score_gradients(parts: Parts, result: Result, do: Heads) -> ScoreGradients:
     """P, dS and dv, one head at a time."""
     problem, variant, plan = parts.problem, parts.variant, parts.plan
-    fmt, gradient_fmt = variant.fmt, variant.score_gradient_fmt
+    fmt, gradient_fmt = variant.fmt, variant.format_of("ds")
     unit = np.ones((), np.float32)
     o = Heads(result.o, None, unit, unit, unit)
     if fmt.bits == variant.out.bits == 8:
@@ -284,7 +274,7 @@ def _query_key_gradients(
 ) -> tuple[np.ndarray, np.ndarray]:
     """dq and dk from dS as cast (steps 7 and 8)."""
     problem, q, k = parts.problem, parts.tensors["q"].values, parts.tensors["k"].values
-    formats = parts.variant.score_gradient_fmt, parts.variant.fmt
+    formats = parts.variant.format_of("ds"), parts.variant.fmt
     dq = np.zeros(problem.q.shape, np.float32)
     dk = by_head(problem.k, problem.q.shape[1])
 

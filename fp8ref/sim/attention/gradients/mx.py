@@ -59,7 +59,7 @@ def gradients(
     Order:    A-16, a head at a time; sums over the heads of a group ascending.
     """
     variant, heads = problem.variant, problem.k.shape[1]
-    fmt, policy = variant.score_gradient_fmt, variant.policy
+    fmt, policy = variant.format_of("ds"), variant.policy
     copies = Copies(
         q=head_scaling.quantize(
             problem.q, variant.fmt, "mx_1x32", policy, heads=heads, along_tokens=True

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp8ref.selection import attention_casts as data
 from fp8ref.selection.attention_casts import Casts
 from fp8ref.sim.quantize import scaling
 from fp8ref.sim.quantize.scales import scales_from_amax
@@ -60,11 +59,8 @@ def backward(do, q, k, v, casts: Casts) -> tuple[np.ndarray, np.ndarray, np.ndar
 def _cast(x: np.ndarray, role: str, casts: Casts) -> np.ndarray:
     if role not in casts.roles:
         return np.asarray(x, np.float32)
-    return scaling.dequantize(
-        scaling.quantize(
-            np.asarray(x, np.float32), data.fmt(role, casts), policy=casts.variant.policy
-        )
-    )
+    fmt, policy = casts.variant.format_of(role), casts.variant.policy
+    return scaling.dequantize(scaling.quantize(np.asarray(x, np.float32), fmt, policy=policy))
 
 
 def _probabilities(p: np.ndarray, casts: Casts) -> np.ndarray:

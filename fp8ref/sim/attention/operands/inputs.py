@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp8ref.sim.attention.operands import hadamard
 from fp8ref.sim.quantize import cast
 from fp8ref.spec.attention import variants as attention
 from fp8ref.spec.attention.call import Call
@@ -51,8 +50,6 @@ def prepare(q, k, v, call: Call, documents, sinks) -> Problem:
     (b, h, tq, d), k_shape, v_shape = (x.shape for x in tensors.values())
     attention.check_shapes((b, h, tq, d), k_shape, v_shape)
     call.check_features(d)
-    if call.variant.rotated:
-        hadamard.signs(d, call.seed)
     tk = k_shape[2]
     low, high = visible(tq, tk, call.mask)
     document_pair = _documents(documents, b, tq, tk)

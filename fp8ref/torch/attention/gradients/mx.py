@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fp8ref.formats import Format
 from fp8ref.spec.attention.products import Role
+from fp8ref.spec.attention.variant import MX
 from fp8ref.spec.granularity import Blocks
 from fp8ref.torch.attention import output as forward
 from fp8ref.torch.attention import products
@@ -18,7 +19,7 @@ from fp8ref.torch.attention.gradients import parts
 from fp8ref.torch.attention.gradients.parts import Saved, Sums
 from fp8ref.torch.attention.operands import heads
 from fp8ref.torch.attention.operands import operands as operands
-from fp8ref.torch.attention.operands.heads import MX, Heads
+from fp8ref.torch.attention.operands.heads import Heads
 from fp8ref.torch.attention.operands.kept import Kept, Matrix, Tally
 from fp8ref.torch.attention.operands.operands import Tile
 from fp8ref.torch.attention.operands.problem import Problem, Report
@@ -129,7 +130,7 @@ class _Pass:
 def along_tokens(x: Tensor, role: Role, problem: Problem) -> Heads:
     """q, k or do as a product over tokens takes it: with blocks along them."""
     fmt = problem.gradient_fmt if role == "do" else problem.variant.fmt
-    blocks = heads.blocks_of("mx_1x32", along_tokens=True)
+    blocks = 1, 1, MX, 1
     return heads.quantize(x, fmt, blocks, problem.variant.policy, amax=heads.amax(x, blocks))
 
 

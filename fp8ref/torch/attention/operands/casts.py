@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from fp8ref.formats import Format
-from fp8ref.selection import attention_casts as data
 from fp8ref.selection.attention_casts import Casts
 from fp8ref.torch.attention.operands import heads as head_scaling
 from fp8ref.torch.quantize import scaling
@@ -69,7 +67,7 @@ class _Attention(torch.autograd.Function):
         s = s.masked_fill(unseen, -torch.inf)
         e = (s - s.amax(-1, keepdim=True)).exp()
         total = e.sum(-1, keepdim=True)
-        o = _probabilities(e, casts) @ v / total
+        o = _cast(e, "p", casts) @ v / total
         ctx.save_for_backward(q, k, v, e / total, o)
         return o.flatten(1, 2).to(ctx.dtypes[0])
 
@@ -82,7 +80,7 @@ class _Attention(torch.autograd.Function):
             )
         q, k, v, p, o = ctx.saved_tensors
         do = _cast(grad, "do", ctx.casts).unflatten(1, q.shape[1:3])
-        dv = (_probabilities(p, ctx.casts).mT @ do).sum(2)
+        dv = (_cast(p, "p", ctx.casts).mT @ do).sum(2)
         d = (do * o).sum(-1, keepdim=True)
         ds = _cast((do @ v.mT - d) * p / math.sqrt(q.shape[-1]), "ds", ctx.casts)
         dq, dk = (ds @ k).flatten(1, 2), (ds.mT @ q).sum(2)
@@ -90,19 +88,12 @@ class _Attention(torch.autograd.Function):
 
 
 def _cast(x: Tensor, role: str, casts: Casts) -> Tensor:
+    """x in float32, cast if its role is; P by the scale of amax 1 (A-8)."""
     x = x.float()
-    return _by(scaling.amax(x), x, data.fmt(role, casts), casts) if role in casts.roles else x
-
-
-def _probabilities(p: Tensor, casts: Casts) -> Tensor:
-    """P, cast with the scale of amax 1 if P is cast (A-8)."""
-    return (
-        _by(torch.ones((), device=p.device, dtype=torch.float32), p, casts.variant.fmt, casts)
-        if "p" in casts.roles
-        else p
-    )
-
-
-def _by(amax: Tensor, x: Tensor, fmt: Format, casts: Casts) -> Tensor:
+    if role not in casts.roles:
+        return x
+    fmt = casts.variant.format_of(role)
+    one = torch.ones((), device=x.device, dtype=torch.float32)
+    amax = one if role == "p" else scaling.amax(x)
     scale, _ = head_scaling.scales_of(amax, fmt, casts.variant.policy)
     return scaling.dequantize(scaling.quantize_with(x, scale, fmt))

@@ -11,16 +11,14 @@ from fp8ref.spec import rotation
 from fp8ref.torch.quantize import philox
 
 
-def check(size: int, seed: int) -> None:
-    """ValueError: a size that is no power of two; a seed outside [0, 2^64)."""
-    rotation.check_size(int(size))  # a torch.SymInt, where a compiler traces
-    errors.seed(seed)
-
-
 def signs(size: int, seed: int, device: torch.device) -> Tensor:
     """The signs of a rotation, float32 [size] of 1 and -1: bit 0 of word 0 of Philox's counter i,
-    stream 0, set for -1. Raises as ``check``."""
-    check(size, seed)
+    stream 0, set for -1.
+
+    Raises:   ValueError: a size that is no power of two; a seed outside [0, 2^64).
+    """
+    rotation.check_size(int(size))  # a torch.SymInt, where a compiler traces
+    errors.seed(seed)
     words = philox.words(torch.arange(size, device=device), 0, (seed & 0xFFFFFFFF, seed >> 32))[0]
     return 1.0 - 2.0 * (words & 1).float()
 

@@ -14,16 +14,9 @@ from torch.nn import functional
 from fp8ref import policy as policies
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
 from fp8ref.policy import ScalePolicy
-from fp8ref.spec.attention.variants import Granularity
 from fp8ref.spec.granularity import Blocks
 from fp8ref.torch.quantize import scaling
 from fp8ref.torch.quantize.scales import Scales, scales_from_amax
-
-MX = 32
-"""Elements of an MX block."""
-
-ROWS = 128
-"""Tokens of a block of ``rows_128``."""
 
 DTYPES = {FLOAT16.name: torch.float16, BFLOAT16.name: torch.bfloat16, FLOAT32.name: torch.float32}
 """{name of a format above 8 bits: torch's dtype}."""
@@ -46,24 +39,6 @@ class Heads(NamedTuple):
     scale: Tensor
     scale_inv: Tensor
     blocks: Blocks | None
-
-
-def blocks_of(
-    granularity: Granularity | None, *, group: int = 1, along_tokens: bool = False
-) -> Blocks | None:
-    """The block of elements of [B, H, T, D] that share a scale; None in high precision.
-
-    group         heads that share one under ``head``: of q, the query heads of a head of keys.
-    along_tokens  MX blocks lie along the tokens, not along the features.
-    """
-    if granularity is None:
-        return None
-    return {
-        "tensor": (None, None, None, None),
-        "head": (1, group, None, None),
-        "rows_128": (1, 1, ROWS, None),
-        "mx_1x32": (1, 1, MX, 1) if along_tokens else (1, 1, 1, MX),
-    }[granularity]
 
 
 def amax(x: Tensor, blocks: Blocks | None) -> Tensor:

@@ -12,9 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8ref.spec import support
 from fp8ref.spec.attention import variants as attention
-from fp8ref.spec.attention.variants import Variant
-from fp8ref.torch.attention.operands import hadamard
-from fp8ref.torch.attention.operands import heads as head_scaling
+from fp8ref.spec.attention.variant import ROWS, Variant
 from fp8ref.torch.attention.operands.problem import Problem, RankCall, Shape, padded_documents
 from fp8ref.torch.quantize import cast
 
@@ -62,12 +60,6 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: RankCall) -> Shape:
         )
     call.check_features(d)
     support.require("promotion of attention's sums", "torch", call.variant)
-    if call.variant.granularity == "mx_1x32" and d % head_scaling.MX:
-        raise ValueError(
-            f"mx_1x32 needs features divisible by {head_scaling.MX}; got {d}. Pad with zeros."
-        )
-    if call.variant.rotated:
-        hadamard.check(d, call.seed)
     return Shape(b, h, k_shape[1], tq, k_shape[2], d)
 
 
@@ -150,37 +142,20 @@ def check_scales(
 
     ValueError for roles that the variant has no scale for; another shape or dtype.
     """
-    role_scales, role_names = dict(scales or {}), _with_scales(variant, roles)
+    role_scales = attention.check_scales(scales, variant, roles)
     for role, scale in role_scales.items():
-        if role not in role_names:
-            raise ValueError(
-                f"variant {variant.name!r} takes scales for {', '.join(role_names) or 'no role'}; "
-                f"got {role!r}. Leave it out."
-            )
-        expected = scale_shape(variant, role, shape)
-        if (
-            not isinstance(scale, Tensor)
-            or scale.dtype != torch.float32
-            or tuple(scale.shape) != expected
-        ):
-            kind = (
-                f"{scale.dtype} {list(scale.shape)}"
-                if isinstance(scale, Tensor)
-                else type(scale).__name__
-            )
+        expected, kind = scale_shape(variant, role, shape), type(scale).__name__
+        if isinstance(scale, Tensor):
+            kind = f"{scale.dtype} {list(scale.shape)}"
+        if kind != f"{torch.float32} {list(expected)}":
             raise ValueError(f"a passed scale of {role} is float32 {list(expected)}; got {kind}.")
     return role_scales
 
 
-def check_seen(
-    seen: dict[str, Tensor], variant: Variant, roles: tuple[str, ...], shape: Shape
-) -> None:
-    """ValueError for observations of roles that have no scale, or several; another shape or
-    dtype.
-    """
-    role_names = [
-        role for role in _with_scales(variant, roles) if scale_shape(variant, role, shape) == ()
-    ]
+def check_seen(seen: dict[str, Tensor], variant: Variant, shape: Shape) -> None:
+    """ValueError for observations of roles without one scale, or of another shape or dtype."""
+    scaled = variant.scaled(variant.roles)
+    role_names = [role for role in scaled if scale_shape(variant, role, shape) == ()]
     for role, x in seen.items():
         if role not in role_names:
             raise ValueError(
@@ -194,15 +169,6 @@ def check_seen(
             )
 
 
-def kept_of(variant: Variant) -> list[str]:
-    """The matrices that a backward pass of a variant can keep."""
-    if variant.real:
-        return []
-    if variant.fmt.bits != 8 or variant.backward == "bf16":
-        return ["ds"]
-    return ["p_codes", "ds"] if variant.granularity == "mx_1x32" else ["p_codes", "ds", "ds_codes"]
-
-
 def scale_shape(variant: Variant, role: str, shape: Shape) -> tuple[int, ...]:
     """The shape of a role's scale."""
     if variant.granularity == "tensor" or role not in ("q", "k", "v", "do"):
@@ -210,18 +176,4 @@ def scale_shape(variant: Variant, role: str, shape: Shape) -> tuple[int, ...]:
     if variant.granularity == "head":
         return (shape.batch, shape.key_heads, 1, 1)
     heads, tokens = (shape.heads, shape.queries) if role == "q" else (shape.key_heads, shape.keys)
-    return (shape.batch, heads, -(-tokens // head_scaling.ROWS), 1)
-
-
-def _with_scales(variant: Variant, roles: tuple[str, ...]) -> list[str]:
-    return (
-        []
-        if variant.granularity in (None, "mx_1x32")
-        else [role for role in roles if _has_scale(variant, role)]
-    )
-
-
-def _has_scale(variant: Variant, role: str) -> bool:
-    if role in ("o", "dq", "dk", "dv"):
-        return variant.out.bits == 8
-    return variant.p_scale == "state" if role in ("s", "ds") else True
+    return (shape.batch, heads, -(-tokens // ROWS), 1)

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8ref.spec.attention.variants import Variant
+from fp8ref.spec.attention.variant import ROWS, Variant
 from fp8ref.torch.attention.exponentials import tanh, times
 from fp8ref.torch.attention.operands import hadamard
 from fp8ref.torch.attention.operands import heads as head_scaling
-from fp8ref.torch.attention.operands.heads import ROWS, Heads, pad
+from fp8ref.torch.attention.operands.heads import Heads, pad
 from fp8ref.torch.attention.operands.problem import STEP, Problem, RankCall, Report, Shape
 from fp8ref.torch.quantize import float_values, scaling
 from fp8ref.torch.quantize.scales import Scales
@@ -80,9 +80,7 @@ def seen(tile: Tile, problem: Problem, device: torch.device) -> Tensor | None:
         keys = torch.arange(tile.begin, tile.begin + tile.width, device=device)
         rows = torch.arange(tile.first, tile.last, device=device)[:, None]
         visible = (keys < tile.end) & (rows < problem.shape.queries)
-        left, right = problem.call.mask.window or (None, None)
-        if problem.call.mask.causal:
-            visible = visible & (keys <= rows + offset)
+        left, right = problem.window
         if left is not None:
             visible = visible & (keys >= rows + (offset - left))
         if right is not None:
@@ -142,17 +140,13 @@ def output(role: str, x: Tensor, amax: Tensor, problem: Problem) -> tuple[Tensor
     """An output or a gradient in the variant's format: its numbers in float32, and what they are
     quantized to, with one scale in FP8 and none in high precision (A-10).
     """
-    variant, low = problem.variant, problem.variant.out.bits == 8
-    policy = "te_current" if variant.granularity == "mx_1x32" else variant.policy
-    out = head_scaling.quantize(
-        x,
-        variant.out,
-        head_scaling.blocks_of("tensor" if low else None),
-        policy,
-        amax=amax,
-        scale=problem.scales.get(role),
-    )
-    return (float_values.decode(out.codes).mul_(out.scale_inv) if low else out.codes.float()), out
+    fmt, (granularity, policy) = problem.variant.out, problem.variant.output_scaling
+    blocks = None if granularity is None else (None,) * 4
+    scale = problem.scales.get(role)
+    out = head_scaling.quantize(x, fmt, blocks, policy, amax=amax, scale=scale)
+    if blocks is None:
+        return out.codes.float(), out
+    return float_values.decode(out.codes).mul_(out.scale_inv), out
 
 
 def probability_scale(problem: Problem, device: torch.device) -> Scales:

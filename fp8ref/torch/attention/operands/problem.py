@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from fp8ref.formats import Format
 from fp8ref.spec.attention.call import Call
+from fp8ref.spec.attention.variant import MX, blocks
 from fp8ref.spec.attention.variants import Variant
 from fp8ref.spec.granularity import Blocks
-from fp8ref.torch.attention.operands.heads import MX, blocks_of
 
 STEP = 16
 """What features, and the keys of a tile, are padded to a multiple of, which kernels need."""
@@ -129,13 +129,16 @@ class Problem:
     @property
     def gradient_fmt(self) -> Format:
         """The format of do and dS."""
-        return self.call.variant.gradient_fmt or self.call.variant.fmt
+        return self.call.variant.format_of("ds")
 
     def blocks(self, role: str) -> Blocks | None:
-        """Which elements of q, k, v or do share a scale (A-2)."""
-        group = self.shape.group if role in ("q", "do") else 1
-        granularity = self.call.variant.granularity
-        return blocks_of(granularity, group=group, along_tokens=role == "v")
+        """Which elements of q, k, v or do share a scale (A-2); None in high precision."""
+        granularity, shape = self.call.variant.granularity, self.shape
+        if granularity is None:
+            return None
+        heads = shape.heads if role in ("q", "do") else shape.key_heads
+        size = shape.batch, heads, -1, shape.features
+        return blocks(granularity, size, heads=shape.key_heads, along_tokens=role == "v")
 
     @property
     def offset(self) -> int:

@@ -8,6 +8,7 @@ from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
 from fp8ref.sim.attention.operands import heads as sim
 from fp8ref.sim.quantize import cast as sim_cast
 from fp8ref.sim.quantize.scales import scales_from_amax
+from fp8ref.spec.attention.variant import blocks as blocks_of_scales
 from fp8ref.torch.attention.operands import heads as head_scaling
 from fp8ref.torch.attention.operands import inputs
 from fp8ref.torch.attention.operands.problem import RankCall
@@ -30,7 +31,7 @@ def test_codes_and_scales(granularity, policy, along_tokens, fmt, rng):
     )
     x[0, 1] = 0
     right = sim.quantize(x, fmt, granularity, policy, heads=2, along_tokens=along_tokens)
-    blocks = head_scaling.blocks_of(granularity, group=2, along_tokens=along_tokens)
+    blocks = blocks_of_scales(granularity, x.shape, heads=2, along_tokens=along_tokens)
     amax = head_scaling.amax(torch.from_numpy(x), blocks)
     found = head_scaling.quantize(torch.from_numpy(x), fmt, blocks, policy, amax=amax)
     np.testing.assert_array_equal(found.codes.view(torch.uint8).numpy(), right.codes)
