@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from fp8ref.conformance.kit.compare import Check
-from fp8ref.crosscheck.attention.attention import SYMBOLS, AttentionPass, format_of
+from fp8ref.crosscheck.attention.attention import SYMBOLS, AttentionPass
 from fp8ref.crosscheck.operands import Observation, backward, recipes_of, whole
 from fp8ref.recipe import OPERANDS, Gemm, GemmSpec, Recipe
 from fp8ref.sim.llama import Site
@@ -178,7 +178,7 @@ def attention_sites(observed: Observed, layer: str, phase: Phase) -> Iterator[tu
     for one in (p for p in observed.passes if (p.layer, p.phase) == (layer, phase)):
         for what, part, value in one.parts():
             if part == "codes":
-                value = cast.decode(value, format_of(what, variant))
+                value = cast.decode(value, variant.format_of(what))
             if what == "s":  # a key that is not seen has the score -infinity
                 value = np.where(np.tril(np.ones(value.shape[-2:], bool)), value, 0)
             if part == "scale":

@@ -14,7 +14,6 @@ import numpy as np
 
 from fp8ref.conformance.gemm.bound import gamma
 from fp8ref.conformance.kit.compare import Report, compare_codes, compare_scales
-from fp8ref.formats import Format
 from fp8ref.sim import delayed
 from fp8ref.sim.attention.operands import heads as head_scaling
 from fp8ref.sim.attention.operands.heads import Heads
@@ -84,18 +83,10 @@ def recorder(
     """An observer of a trainer that appends to passes."""
 
     def record(layer: str, phase: Phase, arrays: Mapping[str, np.ndarray]) -> None:
-        passes.append(
-            AttentionPass(backend, layer, phase, {key: np.asarray(x) for key, x in arrays.items()})
-        )
+        arrays = {key: np.asarray(x) for key, x in arrays.items()}
+        passes.append(AttentionPass(backend, layer, phase, arrays))
 
     return record
-
-
-def format_of(what: str, variant: Variant) -> Format:
-    """The format of the codes of ``what``."""
-    if what in ("o", "dq", "dk", "dv"):
-        return variant.out
-    return (variant.gradient_fmt or variant.fmt) if what in ("do", "ds") else variant.fmt
 
 
 def simulated(
@@ -106,14 +97,13 @@ def simulated(
     scale   a delayed one (A-12); None: of the tensor itself.
     Shapes:   codes uint8.
     """
-    arrays = one.arrays
-    heads = arrays["k/value" if one.phase == "forward" else "dk/value"].shape[1]
+    keys = one.arrays["k/value" if one.phase == "forward" else "dk/value"]
     return head_scaling.quantize(
-        np.asarray(arrays[f"{what}/value"], np.float32),
-        format_of(what, variant),
+        np.asarray(one.arrays[f"{what}/value"], np.float32),
+        variant.format_of(what),
         variant.granularity,
         variant.policy,
-        heads=heads,
+        heads=keys.shape[1],
         along_tokens=what == "v",
         scale=scale,
     )
@@ -138,26 +128,15 @@ def check_codes(
             value = np.asarray(one.arrays[f"{what}/value"], np.float32)
             if not np.isfinite(value).all():
                 continue
-            right = simulated(what, one, variant, (scales or {}).get(f"{one.layer}/{what}"))
+            name, backend = f"{one.layer}/{what}", one.backend
+            right = simulated(what, one, variant, (scales or {}).get(name))
             assert right.codes is not None
-            codes, check = (
-                np.asarray(one.arrays[f"{what}/codes"]),
-                report.check(f"{one.layer}/{what}/codes/{one.backend}"),
-            )
-            compare_codes(
-                check,
-                {"sim": right.codes, one.backend: codes},
-                one.backend,
-                format_of(what, variant),
-                value,
-            )
-            side_scales = {
-                "sim": right.scale,
-                one.backend: np.asarray(one.arrays[f"{what}/scale"], np.float32),
-            }
-            compare_scales(
-                report.check(f"{one.layer}/{what}/scale/{one.backend}"), side_scales, one.backend
-            )
+            codes = {"sim": right.codes, backend: np.asarray(one.arrays[f"{what}/codes"])}
+            check = report.check(f"{name}/codes/{backend}")
+            compare_codes(check, codes, backend, variant.format_of(what), value)
+            scale = np.asarray(one.arrays[f"{what}/scale"], np.float32)
+            check = report.check(f"{name}/scale/{backend}")
+            compare_scales(check, {"sim": right.scale, backend: scale}, backend)
             count += 1
     return count
 
@@ -255,7 +234,7 @@ def exact(
     ds_scale = np.asarray(backward.arrays["ds/scale"], np.float64)
     ds = _decoded("ds", backward.arrays["ds/codes"], variant) / ds_scale
     a, b = {
-        "dv": (p.swapaxes(-1, -2), _values("do", backward, variant)),
+        "dv": (p.swapaxes(-1, -2), dequantized("do", backward, variant)),
         "dk": (ds.swapaxes(-1, -2), operands.q),
         "dq": (ds, operands.wide_k),
     }[what]
@@ -282,7 +261,7 @@ class _Operands(NamedTuple):
 
 
 def _operands(forward: AttentionPass, variant: Variant) -> _Operands:
-    q, k, v = (_values(role, forward, variant) for role in ("q", "k", "v"))
+    q, k, v = (dequantized(role, forward, variant) for role in ("q", "k", "v"))
     group, features, cap = q.shape[1] // k.shape[1], q.shape[-1], forward.softcap
     scale = float(np.float32(1 / np.sqrt(features)))
     wide_k, wide_v = (np.repeat(x, group, axis=1) for x in (k, v))
@@ -356,7 +335,7 @@ def _exact_ds(
     operands: _Operands,
     rows: _Rows,
 ) -> Exact:
-    do, o = _values("do", backward, variant), _values("o", forward, variant)
+    do, o = dequantized("do", backward, variant), dequantized("o", forward, variant)
     s, scale, cap, features = rows.s, operands.scale, forward.softcap, do.shape[-1]
     weights = np.exp(s - rows.top) / rows.sums
     dp = do @ operands.wide_v.swapaxes(-1, -2)
@@ -393,17 +372,16 @@ def neighbors(a: np.ndarray, b: np.ndarray) -> bool:
     return bool((np.abs(a.astype(np.int16) - b.astype(np.int16)) <= 1).all())
 
 
-def _values(what: str, one: AttentionPass, variant: Variant) -> np.ndarray:
-    """The dequantized tensor, float64 [B, H, T, D]."""
+def dequantized(what: str, one: AttentionPass, variant: Variant) -> np.ndarray:
+    """A tensor of its codes and scales, float64 [B, H, T, D]."""
     codes, scale = one.arrays[f"{what}/codes"], np.asarray(one.arrays[f"{what}/scale"], np.float64)
-    granularity = variant.granularity
-    assert granularity is not None
-    spread = head_scaling.spread(1 / scale, codes.shape, granularity, along_tokens=what == "v")
-    return cast.decode(codes, format_of(what, variant)).astype(np.float64) * spread
+    tokens, shape = what == "v", codes.shape
+    spread = head_scaling.spread(1 / scale, shape, variant.granularity, along_tokens=tokens)
+    return _decoded(what, codes, variant) * spread
 
 
 def _decoded(what: str, codes: np.ndarray, variant: Variant) -> np.ndarray:
-    return cast.decode(np.asarray(codes), format_of(what, variant)).astype(np.float64)
+    return cast.decode(np.asarray(codes), variant.format_of(what)).astype(np.float64)
 
 
 def _scale_inv_p(one: AttentionPass) -> float:
@@ -421,7 +399,5 @@ def _unit(one: AttentionPass, what: str, variant: Variant) -> np.ndarray:
     bound; so 1 % is added."""
     x, out = np.abs(np.asarray(one.arrays[f"{what}/value"], np.float64)), variant.out
     smallest = 2.0 ** (out.emin - out.mantissa_bits)
-    return 1.01 * (
-        2.0**-out.mantissa_bits * x
-        + smallest / np.asarray(one.arrays.get(f"{what}/scale", 1.0), np.float64)
-    )
+    scale = np.asarray(one.arrays.get(f"{what}/scale", 1.0), np.float64)
+    return 1.01 * (2.0**-out.mantissa_bits * x + smallest / scale)

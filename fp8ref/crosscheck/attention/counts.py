@@ -21,7 +21,6 @@ from fp8ref.formats import Format
 from fp8ref.sim.attention import attention as simulator
 from fp8ref.sim.attention.attention import Result
 from fp8ref.sim.attention.gradients import gradients as attention_gradients
-from fp8ref.sim.attention.operands import heads as head_scaling
 from fp8ref.sim.quantize import cast
 from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import GRADIENT_ROLES, ROLES, Variant
@@ -82,11 +81,8 @@ def check(
             result = _forward(one, variant, stored)
             _compare(report, one, "p", _probabilities(one, variant, result))
             compared += 1
-            if (
-                len(forwards) == len(backwards) == 1
-                and variant.backward == "cast"
-                and variant.granularity != "mx_1x32"
-            ):
+            cast_ds = variant.backward == "cast" and variant.granularity != "mx_1x32"
+            if len(forwards) == len(backwards) == 1 and cast_ds:
                 compared += _check_ds(report, one, backwards[0], result, variant, stored)
     return compared
 
@@ -124,7 +120,7 @@ def _check_ds(
         {"saturated": gradients.saturated_ds, "lost": gradients.lost},
         values,
         bound,
-        attention.format_of("ds", variant),
+        variant.format_of("ds"),
         float(gradients.scale_ds.scale),
     )
     _compare(report, backward, "ds", right)
@@ -144,12 +140,11 @@ def _probabilities(one: AttentionPass, variant: Variant, result: Result) -> _Sim
             maximum = np.where(new - maximum <= variant.threshold, maximum, new)
         x = s[..., tile] - np.where(maximum == -np.inf, 0, maximum)[..., None] + variant.offset
         p[..., tile] = np.exp2(x) if variant.base == "2" else np.exp(x)
-    q, k = (_magnitudes(role, one, variant) for role in ("q", "k"))
+    q, k = (np.abs(attention.dequantized(role, one, variant)) for role in ("q", "k"))
     # [B, H, Tq, D] x [B, H, Tk, D] -> [B, H, Tq, Tk]
     sizes = q @ np.repeat(k, q.shape[1] // k.shape[1], axis=1).swapaxes(-1, -2)
-    row_sizes = np.max(sizes, axis=-1, keepdims=True, where=np.isfinite(s), initial=0) / np.sqrt(
-        features
-    )
+    row_sizes = np.max(sizes, axis=-1, keepdims=True, where=np.isfinite(s), initial=0)
+    row_sizes = row_sizes / np.sqrt(features)
     # E of A-18, term by term. A is row_sizes: a score is at most A, so s - m is within 2 A, and an
     # offset or a threshold adds at most 16. A softcap only lowers scores.
     exponents = 2 * row_sizes + LARGEST
@@ -179,13 +174,8 @@ def _compare(report: Report, one: AttentionPass, what: str, right: _Simulated) -
     counts = dict(zip(COUNTS, np.asarray(one.arrays[f"{what}/counts"]).tolist(), strict=True))
 
     def add(kind: str, value, reference, by) -> None:
-        compare_values(
-            report.check(f"{one.layer}/{what}/{kind}/{one.backend}", bound=1.0),
-            value,
-            reference,
-            by,
-            names=(one.backend, "sim"),
-        )
+        check = report.check(f"{one.layer}/{what}/{kind}/{one.backend}", bound=1.0)
+        compare_values(check, value, reference, by, names=(one.backend, "sim"))
 
     add("amax", np.asarray(one.arrays[f"{what}/amax"]), right.amax, bound.max())
     add("count", counts["count"], int(seen.sum()), 0)
@@ -201,16 +191,3 @@ def _compare(report: Report, one: AttentionPass, what: str, right: _Simulated) -
 
 def _tensors(one: AttentionPass, *roles: str) -> tuple[np.ndarray, ...]:
     return tuple(np.asarray(one.arrays[f"{role}/value"], np.float32) for role in roles)
-
-
-def _magnitudes(role: str, one: AttentionPass, variant: Variant) -> np.ndarray:
-    """Magnitudes of dequantized q or k, float64 [B, H, T, D]."""
-    codes, scale = (
-        np.asarray(one.arrays[f"{role}/codes"]),
-        np.asarray(one.arrays[f"{role}/scale"], np.float64),
-    )
-    granularity = variant.granularity
-    assert granularity is not None
-    return np.abs(cast.decode(codes, variant.fmt).astype(np.float64)) * head_scaling.spread(
-        1 / scale, codes.shape, granularity
-    )

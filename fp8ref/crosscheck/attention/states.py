@@ -41,10 +41,8 @@ def check(
     """
     for layer, casts in config.attention_casts.items():
         for role, (fmt, _) in casts.items():
-            name = f"{layer}/{role}"
-            for part, mine, right in zip(
-                delayed.DelayedState._fields, trained[name], after[name], strict=True
-            ):
+            name, fields = f"{layer}/{role}", delayed.DelayedState._fields
+            for part, mine, right in zip(fields, trained[name], after[name], strict=True):
                 _bits(report, f"{name}/state.{part}/{backend}", backend, mine, right)
             shown = SHOWN.get(role, role)
             if role in QUANTIZED:
@@ -52,25 +50,19 @@ def check(
             amax = np.float32(np.asarray(trained[name][1])[0])
             if role == "s":
                 _bits(report, f"{name}/amax/{backend}", backend, amax, np.float32(1))
-            for one in (
-                one for one in passes if one.layer == layer and f"{shown}/codes" in one.arrays
-            ):
+            for one in passes:
+                if one.layer != layer or f"{shown}/codes" not in one.arrays:
+                    continue
                 scale = np.asarray(one.arrays[f"{shown}/scale"], np.float32)
                 _bits(report, f"{name}/scale/{backend}", backend, scale, before[name].stored)
                 if role == "s":
                     continue
                 largest = int((np.asarray(one.arrays[f"{shown}/codes"]) & 0x7F).max())
                 expected = int(cast.encode(np.atleast_1d(np.float32(amax * scale)), fmt)[0])
-                apart, message = (
-                    abs(largest - expected),
-                    f"code {expected} of the amax, {largest} of the tensor",
-                )
-                amax_check = report.check(
-                    f"{name}/amax/{backend}", bound=1.0 if backend == "jax" else 0.0
-                )
-                amax_check.add(
-                    np.array([apart == 0]), np.array([apart]), lambda _, message=message: message
-                )
+                message = f"code {expected} of the amax, {largest} of the tensor"
+                apart, bound = np.array([abs(largest - expected)]), 1.0 if backend == "jax" else 0.0
+                amax_check = report.check(f"{name}/amax/{backend}", bound=bound)
+                amax_check.add(apart == 0, apart, lambda _, message=message: message)
 
 
 def _bits(report: Report, name: str, backend: str, mine, right) -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from fp8ref.crosscheck.attention.attention import SYMBOLS, AttentionPass, format_of
+from fp8ref.crosscheck.attention.attention import SYMBOLS, AttentionPass
 from fp8ref.crosscheck.operands import (
     Observation,
     backward,
@@ -213,7 +213,7 @@ def _attention_values(
                 value=value,
                 part=part,  # type: ignore[arg-type]
                 passes=until,
-                codes_of=format_of(what, variant) if part == "codes" else None,
+                codes_of=variant.format_of(what) if part == "codes" else None,
             )
 
 

@@ -125,9 +125,10 @@ class Call:
 
     def check_nothing_kept(self) -> None:
         """ValueError of a call whose function gives the output alone."""
-        if self.keep_p or self.keep_s or self.keep_ds:
+        kept = [f"{name}=True" for name in ("keep_p", "keep_s", "keep_ds") if getattr(self, name)]
+        if kept:
             raise ValueError(
-                "apply returns o alone; got keep_p, keep_s or keep_ds. Use forward and backward."
+                f"apply returns o alone; got {', '.join(kept)}. Use forward and backward."
             )
 
     def check_features(self, features: int) -> None:

@@ -98,12 +98,8 @@ def apply(
     inputs.check_given(q, k, v, sinks)
     layout = variant.layout if isinstance(variant, Call) else "bhtd"
     q, k, v = data.heads_first(layout, q, k, v)
-    if torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (sinks is not None and sinks.requires_grad)
-    ):
+    differentiable = any(x is not None and x.requires_grad for x in (q, k, v, sinks))
+    if differentiable and torch.is_grad_enabled():
         _check_gradients(variant.variant if isinstance(variant, Call) else variant)
     linear_input.check_transforms(
         "attention", q, k, v, otherwise="call torch's scaled_dot_product_attention"

@@ -36,12 +36,9 @@ def states(
     Raises:   ValueError: a variant without such roles; histories that this backend does not keep.
     """
     casts = attention_delayed.casts(data.by_name(variant), delayed.implemented(config))
-    return delayed.RoleStates(
-        {
-            role: RoleState(fmt, scaling, torch.device(device), group)
-            for role, (fmt, scaling) in casts.items()
-        }
-    )
+    place = torch.device(device), group
+    states = {role: RoleState(fmt, scaling, *place) for role, (fmt, scaling) in casts.items()}
+    return delayed.RoleStates(states)
 
 
 def apply(

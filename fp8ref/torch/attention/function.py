@@ -85,12 +85,7 @@ def function(
         causal, window, alignment = mask_values
         mask = Mask(causal=causal, window=window, alignment=alignment)
     call = RankCall.resolve(variant, mask)
-    for name in ("keep_p", "keep_s", "keep_ds"):
-        if getattr(call, name):
-            raise ValueError(
-                f"apply returns o alone; got {name}=True. Leave it out, or use forward"
-                f"{' and backward' * (name == 'keep_ds')}."
-            )
+    call.check_nothing_kept()
     return _bind(call, roles)
 
 
@@ -103,32 +98,16 @@ def _bind(call: RankCall, roles: Roles) -> type[torch.autograd.Function]:
     class AttentionFunction(torch.autograd.Function):
         @staticmethod
         @linear_input.without_autocast
-        def forward(
-            ctx,
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            q_documents: Tensor | None,
-            k_documents: Tensor | None,
-            sinks: Tensor | None,
-            *more: Tensor,
-        ) -> Tensor:
-            scales, seen = more[: len(roles[0])], more[len(roles[0]) :]
+        def forward(ctx, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
+            (q_ids, k_ids, sinks), more = others[:3], others[3:]
+            scales = dict(zip(roles[0], more, strict=False))
             # An attribute, not a saved tensor: other uses may write it before the backward pass.
-            ctx.seen = dict(zip(roles[1], seen, strict=True))
-            pair = None
-            if q_documents is not None and k_documents is not None:
-                pair = q_documents, k_documents
+            ctx.seen = dict(zip(roles[1], more[len(scales) :], strict=True))
+            ids = None if q_ids is None else (q_ids, k_ids)
+            accepted = call.variant.roles
             with checkpointing.within_attention():
                 problem = inputs.problem(
-                    q,
-                    k,
-                    v,
-                    call,
-                    call.variant.roles,
-                    documents=pair,
-                    scales=dict(zip(roles[0], scales, strict=True)),
-                    sinks=sinks,
+                    q, k, v, call, accepted, documents=ids, scales=scales, sinks=sinks
                 )
                 return _forward(ctx, problem, q, k, v)
 
@@ -199,14 +178,14 @@ def _show(
         observer.count(layer, "values", "p", result.amaxes["s"], p_counts)
     if not observer.watched(layer) or observer.again():
         return
-    softcap = problem.call.softcap
+    softcap = None
+    if problem.call.softcap is not None:
+        softcap = torch.tensor(problem.call.softcap, dtype=torch.float32, device="cpu")
     more = {
         "s/value": result.scores,
         "p/scale": result.scale_p,
         "p/codes": result.p_codes,
-        "softcap/value": None
-        if softcap is None
-        else torch.tensor(softcap, dtype=torch.float32, device="cpu"),
+        "softcap/value": softcap,
         "sinks/value": problem.sinks,
         "p/amax": None if p_counts is None else result.amaxes["s"],
         "p/counts": p_counts,
@@ -240,13 +219,10 @@ def _save(
         if variant.granularity == "mx_1x32":
             ctx.save_for_backward(*given, kept[0], *qkv, result.lse)
         else:
-            codes = (
-                x
-                for role in ("q", "k", "v")
-                for x in (tensors[role].codes, tensors[role].scale_inv)
-            )
+            coded = [tensors[role] for role in ("q", "k", "v")]
+            codes, inverses = [x.codes for x in coded], [x.scale_inv for x in coded]
             scales = result.scale_p, result.scale_inv_p
-            ctx.save_for_backward(*given, *kept, result.lse, *scales, *codes)
+            ctx.save_for_backward(*given, *kept, result.lse, *scales, *codes, *inverses)
 
 
 def _load(ctx, call: RankCall, roles: tuple[str, ...]) -> tuple[Problem, Saved]:
@@ -268,10 +244,9 @@ def _load(ctx, call: RankCall, roles: tuple[str, ...]) -> tuple[Problem, Saved]:
         tensors = operands.quantize(q, k, v, problem)
         return problem, Saved((q, k, v), o, None, lse, Scales(scale_p, unit), tensors)
     o, o_scale_inv, lse, scale, scale_inv, *codes = rest
-    pairs = zip(("q", "k", "v"), codes[::2], codes[1::2], strict=True)
-    tensors = {
-        role: Heads(x, unit, unit, inverse, problem.blocks(role)) for role, x, inverse in pairs
-    }
+    tensors = {}
+    for role, x, inverse in zip(("q", "k", "v"), codes[:3], codes[3:], strict=True):
+        tensors[role] = Heads(x, unit, unit, inverse, problem.blocks(role))
     tensors = attention_context.gathered(tensors, call)
     return problem, Saved(None, o, o_scale_inv, lse, Scales(scale, scale_inv), tensors)
 
@@ -284,9 +259,8 @@ def _backward(ctx, call: RankCall, roles: tuple[str, ...], do: Tensor) -> tuple[
     counts = cast and observer.counts(ctx.layer)
     (do,) = problem.without_padding(do)
     grads = gradients(do, saved, problem, report=_report(ctx, counts), keep=keep)
-    _show_gradients(
-        ctx.layer, problem, grads, {"do/value": do, "p/scale": saved.scale_p.scale}, counts=counts
-    )
+    shown: dict[str, Tensor | None] = {"do/value": do, "p/scale": saved.scale_p.scale}
+    _show_gradients(ctx.layer, problem, grads, shown, counts=counts)
     _observe(ctx.seen, grads.amaxes)
     if ctx.layer is not None and cast:
         _report_do(ctx.layer, do, saved, grads, problem)

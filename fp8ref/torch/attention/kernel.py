@@ -53,11 +53,8 @@ def apply(
     """
     call = RankCall.resolve(variant, mask)
     fa3_variant = call.variant
-    if (
-        fa3_variant.backward != "bf16"
-        and torch.is_grad_enabled()
-        and (q.requires_grad or k.requires_grad or v.requires_grad)
-    ):
+    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if fa3_variant.backward != "bf16" and differentiable:
         raise ValueError(
             f"FlashAttention-3 has no backward pass in FP8; got variant {fa3_variant.name!r} with "
             f"backward {fa3_variant.backward!r}. Give "
@@ -165,11 +162,9 @@ def library(device: torch.device) -> Callable:
     Raises:   ValueError: another device than a Hopper GPU. ImportError: it is not installed.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        where = (
-            torch.cuda.get_device_name(device)
-            if device.type == "cuda"
-            else f"the {device.type.upper()}"
-        )
+        where = f"the {device.type.upper()}"
+        if device.type == "cuda":
+            where = torch.cuda.get_device_name(device)
         raise ValueError(
             f"FlashAttention-3's FP8 kernel needs a Hopper GPU; got tensors on {where}. {_INSTEAD}"
         )

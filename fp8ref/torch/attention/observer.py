@@ -1,8 +1,10 @@
 """Observe attention in a model: its FP8 operands where it runs eagerly (spec Q-13), and which
 product is which (B-15)."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +27,12 @@ Counter = Callable[[str, Product, Role, Tensor, Tensor], None]
 many elements there are, were clipped and lost, on this rank (A-12)."""
 
 
+@dataclass(eq=False)
 class _Observing:
-    def __init__(
-        self, observer: Observer | None, watcher: Watcher | None, counter: Counter | None
-    ) -> None:
-        self.observer, self.watcher, self.counter = observer, watcher, counter
-        self.inside: list[str] = []
+    observer: Observer | None
+    watcher: Watcher | None
+    counter: Counter | None
+    inside: list[str] = field(default_factory=list)
 
     def leave(self) -> None:
         """The innermost layer is done; what a hook returns would replace its output."""
@@ -65,14 +67,10 @@ def observe_attention(
     mine = _Observing(observer, watcher, counter)
     handles = []
     for name, module in layers.items():
-        handles.append(
-            module.register_forward_pre_hook(
-                lambda module, args, name=name: mine.inside.append(name), prepend=True
-            )
-        )
-        handles.append(
-            module.register_forward_hook(lambda module, args, out: mine.leave(), always_call=True)
-        )
+        enter = lambda module, args, name=name: mine.inside.append(name)  # noqa: E731
+        leave = lambda module, args, out: mine.leave()  # noqa: E731
+        handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
     _observing.append(mine)
     try:
         yield
@@ -107,12 +105,10 @@ def multiplying(product: Product) -> Iterator[None]:
 
     A compiler's graph has its name at each node: ``LABEL``.
     """
+    compiling = torch.compiler.is_compiling()
     _products.append(product)
     try:
-        if torch.compiler.is_compiling():
-            with annotate({LABEL: product}):
-                yield
-        else:
+        with annotate({LABEL: product}) if compiling else contextlib.nullcontext():
             yield
     finally:
         _products.pop()
@@ -130,17 +126,14 @@ def again() -> bool:
 
 def report(name: str | None, product: Product, role: Role, x: Tensor, tensor: Heads) -> None:
     """Tell the observer; nothing if nobody observes the layer."""
-    if name is not None and _observing and _observing[-1].observer is not None:
-        _observing[-1].observer(name, product, role, x.detach(), tensor)
+    if name is not None and _observing and (observer := _observing[-1].observer) is not None:
+        observer(name, product, role, x.detach(), tensor)
 
 
 def counts(name: str | None) -> bool:
     """Whether anybody waits for the counts of P and dS of this layer."""
-    return (
-        name is not None
-        and bool(_observing)
-        and (_observing[-1].counter is not None or _observing[-1].watcher is not None)
-    )
+    counted = bool(_observing) and _observing[-1].counter is not None
+    return (name is not None and counted) or watched(name)
 
 
 def count(name: str | None, product: Product, role: Role, amax: Tensor, counts: Tensor) -> None:
@@ -170,8 +163,6 @@ def show(
     shown = {key: x.detach() for key, x in tensors.items() if x is not None}
     for what, tensor in quantized.items():
         if tensor.codes.dtype.itemsize == 1:
-            shown |= {
-                f"{what}/scale": tensor.scale,
-                f"{what}/codes": tensor.codes.view(torch.uint8),
-            }
+            codes = tensor.codes.view(torch.uint8)
+            shown |= {f"{what}/scale": tensor.scale, f"{what}/codes": codes}
     watcher(name, phase, shown)

@@ -175,11 +175,11 @@ def log_sum(maximum: Tensor, total: Tensor, factor: Tensor | float, variant: Var
 
 def _layouts(tensors: dict[str, Heads], problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """q [B, Hkv, Tq, G, D], k [B, Hkv, Tk, D], v [B, Hkv, D, Tk]: codes; MX dequantized."""
-    if problem.variant.granularity == "mx_1x32":
-        q, k = heads.dequantize(tensors["q"]), heads.dequantize(tensors["k"])
-        v = heads.dequantize(tensors["v"])
-    else:
-        q, k, v = (tensors[role].codes for role in ("q", "k", "v"))
+    blocks = problem.variant.granularity == "mx_1x32"
+    q, k, v = (
+        heads.dequantize(tensors[role]) if blocks else tensors[role].codes
+        for role in ("q", "k", "v")
+    )
     grouped = operands.grouped(q, problem.shape)
     return grouped, operands.along_features(k), operands.along_tokens(v)
 
@@ -189,10 +189,8 @@ def _finish(o: Tensor, total: Tensor, scale_inv: Tensor | None, variant: Variant
     if variant.finish == "divide":
         o = o if scale_inv is None else times(o, scale_inv)
         return divide(o, total.clamp(min=1.0)[..., None])
-    ones = torch.ones_like(total)
-    inverse = torch.where(total == 0, 0.0, divide(ones, torch.where(total == 0, ones, total)))[
-        ..., None
-    ]
+    ones, empty = torch.ones_like(total), total == 0
+    inverse = torch.where(empty, 0.0, divide(ones, torch.where(empty, ones, total)))[..., None]
     return o * (inverse if scale_inv is None else inverse * scale_inv)
 
 
@@ -206,8 +204,8 @@ def result(
     problem: Problem,
 ) -> Result:
     """The output in its format, and the amaxes of all ranks."""
-    variant, largest = problem.variant, tally.largest
-    low = variant.out.bits == 8
+    largest, low = tally.largest, problem.variant.out.bits == 8
+    matrices = kept.whole(problem.shape)
     amaxes = {role: x.amax for role, x in tensors.items()} | {"s": largest, "o": largest}
     if tally.report != "nothing" or (low and "o" not in problem.scales):
         amaxes["s"], amaxes["o"] = operands.share([largest, out.abs().amax()], problem.call)
@@ -218,8 +216,8 @@ def result(
         {**tensors, "o": o} if low else tensors,
         amaxes,
         tally.saturated,
-        kept.whole("p_codes", problem.shape),
+        matrices.get("p_codes"),
         *scale_p,
-        scores=kept.whole("scores", problem.shape),
+        scores=matrices.get("scores"),
         lost=tally.lost,
     )

@@ -2,8 +2,6 @@
 (spec A-1, A-14).
 """
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,18 +12,11 @@ from fp8ref.torch.attention.operands.problem import Problem, Report
 from fp8ref.torch.attention.output import Result
 
 
-class Real(NamedTuple):
-    """Unrounded float64 o [B, Hkv, Tq, G, D], lse [B, Hkv, Tq, G]; -infinity without keys."""
-
-    o: Tensor
-    lse: Tensor
-
-
 def result(q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, report: Report) -> Result:
     """What a forward pass of the variant ``exact`` gives."""
-    real, shape = forward(q, k, v, problem), problem.shape
-    o = operands.by_head(real.o, shape).float()
-    lse = operands.by_head(real.lse[..., None], shape)[..., 0].float()
+    (o, lse), shape = forward(q, k, v, problem), problem.shape
+    o = operands.by_head(o, shape).float()
+    lse = operands.by_head(lse[..., None], shape)[..., 0].float()
     unit = torch.ones((), device=q.device, dtype=torch.float32)
     amaxes: dict[str, Tensor] = {}
     if report != "nothing":
@@ -36,8 +27,8 @@ def result(q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, report: Report)
     return Result(o, lse, {}, amaxes, none, None, unit, unit)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Real:
-    """softmax(q k^T scale) v in float64."""
+def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """(o [B, Hkv, Tq, G, D], log-sum-exp [B, Hkv, Tq, G], -infinity without keys) in float64."""
     shape, sinks = problem.shape, problem.sinks
     q = operands.grouped(q.double(), shape)
     k, v = operands.along_features(k.double()), operands.along_tokens(v.double())
@@ -58,10 +49,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Real:
         c = (m - new).exp()
         o, total, m = o * c[..., None], total * c + (a - new).exp(), new
     empty = total == 0
-    return Real(
-        o / torch.where(empty, 1.0, total)[..., None],
-        torch.where(empty, -torch.inf, m + total.log()),
-    )
+    lse = torch.where(empty, -torch.inf, m + total.log())
+    return o / torch.where(empty, 1.0, total)[..., None], lse
 
 
 def backward(
@@ -69,14 +58,14 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv, the largest |dS|, gradient of sinks or None: float32, rounded once."""
     shape, sinks = problem.shape, problem.sinks
-    real = forward(q, k, v, problem)
+    o, log_sums = forward(q, k, v, problem)
     do, q = (operands.grouped(x.double(), shape) for x in (do, q))
     k, v = (operands.along_features(x.double()) for x in (k, v))
-    d = (do * real.o).sum(-1)
+    d = (do * o).sum(-1)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     largest = torch.zeros((), dtype=torch.float64, device=q.device)
     for tile in operands.tiles(problem):
-        lse = real.lse[:, :, tile.rows]
+        lse = log_sums[:, :, tile.rows]
         s = _scores(q, k, tile, problem)
         p = (s - torch.where(lse == -torch.inf, 0.0, lse)[..., None]).exp()
         do_tile = do[:, :, tile.rows]
@@ -93,15 +82,10 @@ def backward(
     keys = (slice(None), slice(None), slice(shape.keys), slice(shape.features))
     dsinks = None
     if sinks is not None:
-        p = (attention_sinks.by_rows(sinks, shape).double() - real.lse).exp()
+        p = (attention_sinks.by_rows(sinks, shape).double() - log_sums).exp()
         dsinks = -(p * d).sum((0, 2)).flatten().float()
-    return (
-        operands.by_head(dq, shape).float(),
-        dk[keys].float(),
-        dv[keys].float(),
-        largest.float(),
-        dsinks,
-    )
+    dq = operands.by_head(dq, shape)
+    return dq.float(), dk[keys].float(), dv[keys].float(), largest.float(), dsinks
 
 
 def _scores(q: Tensor, k: Tensor, tile: operands.Tile, problem: Problem) -> Tensor:

@@ -34,11 +34,9 @@ def start(shape: tuple[int, ...], order: SumOrder, device: torch.device) -> Rows
 
 def total(sums: Tensor, order: SumOrder) -> Tensor:
     """The sum of each row, of its lanes."""
-    return (
-        (sums[..., 0] + sums[..., 2]) + (sums[..., 1] + sums[..., 3])
-        if order == "quad"
-        else sums[..., 0]
-    )
+    if order == "quad":
+        return (sums[..., 0] + sums[..., 2]) + (sums[..., 1] + sums[..., 3])
+    return sums[..., 0]
 
 
 def step(
@@ -57,10 +55,8 @@ def step(
               seen; probabilities of that shape; factors [...].
     Order:    A-4, A-5, A-7, an operation at a time.
     """
-    if variant.scores == "raw":
-        p, c, new = _raw(s, rows.maximum, seen, variant, factors[0], arithmetic)
-    else:
-        p, c, new = _scaled(s, rows.maximum, seen, variant, factors, arithmetic)
+    tile = _raw if variant.scores == "raw" else _scaled
+    p, c, new = tile(s, rows.maximum, seen, variant, factors, arithmetic)
     if seen is not None:
         p = torch.where(seen, p, 0.0)
     return p, c, Rows(new, add(p, c, rows.sums, variant.sum_order))
@@ -71,9 +67,10 @@ def _raw(
     old: Tensor,
     seen: Tensor | None,
     variant: Variant,
-    factor: Tensor | float,
+    factors: list[Tensor | float],
     arithmetic: Arithmetic,
 ):
+    (factor,) = factors
     row_factor = factor[..., 0] if isinstance(factor, Tensor) and factor.ndim else factor
     new = torch.maximum(old, _masked(s, seen).amax(-1))
     behind = times(old - finite(new), row_factor)
@@ -82,11 +79,9 @@ def _raw(
         stays = behind >= -variant.threshold
         new, c = torch.where(stays, old, new), torch.where(stays, 1.0, c)
     m, offset = finite(new), float(variant.offset)
-    bias = (
-        -multiply_add(m, row_factor, -offset)
-        if variant.bias == "fused"
-        else offset - times(m, row_factor)
-    )
+    bias = offset - times(m, row_factor)
+    if variant.bias == "fused":
+        bias = -multiply_add(m, row_factor, -offset)
     return exponential(multiply_add(s, factor, bias[..., None]), "2", arithmetic), c, new
 
 
@@ -106,11 +101,8 @@ def _scaled(
     c = torch.where(behind < -variant.threshold, exponential(behind, variant.base, arithmetic), 1.0)
     c = torch.where(new.isnan(), new, c)
     x = s - finite(new)[..., None]
-    return (
-        exponential(x + float(variant.offset) if variant.offset else x, variant.base, arithmetic),
-        c,
-        new,
-    )
+    x = x + float(variant.offset) if variant.offset else x
+    return exponential(x, variant.base, arithmetic), c, new
 
 
 def scaled(s: Tensor, factors: list[Tensor | float]) -> Tensor:

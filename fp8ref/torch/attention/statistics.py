@@ -78,15 +78,9 @@ def measuring(
 @torch.no_grad()
 def counted(amax: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """float64 [FIELDS] of P or dS: amax and counts; the other fields are 0."""
-    fields = torch.zeros(len(FIELDS), dtype=torch.float64, device=amax.device)
-    for name, value in (
-        ("count", counts[0]),
-        ("overflows", counts[1]),
-        ("underflows", counts[2]),
-        ("amax", amax),
-    ):
-        fields[FIELDS.index(name)] = value
-    return fields
+    values = dict(zip(("count", "overflows", "underflows"), counts, strict=True)) | {"amax": amax}
+    none = torch.zeros_like(amax)
+    return torch.stack([values.get(name, none).double() for name in FIELDS])
 
 
 def counts_of(problem: Problem, saturated: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:

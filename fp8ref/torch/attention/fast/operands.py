@@ -49,12 +49,10 @@ class Layout:
     """
 
     def __init__(self, tensors: dict[str, Heads], problem: Problem, step: int = 1) -> None:
-        self.problem, self.variant, self.shape, self.step = (
-            problem,
-            problem.variant,
-            problem.shape,
-            step,
-        )
+        self.problem, self.variant, self.shape = problem, problem.variant, problem.shape
+        self.step, device = step, tensors["q"].codes.device
+        # a CPU's memory for scores is used again, and its cache holds some of them
+        self.on_cpu = device.type == "cpu" and not torch.compiler.is_compiling()
         self.tensors, self.codes = tensors, takes_codes(tensors["q"].codes, self.variant)
         self.scale = problem.score_scale
         self.cap = None if problem.call.softcap is None else float(problem.call.cap)
@@ -85,9 +83,8 @@ class Layout:
     def by_head(self, x: Tensor) -> Tensor:
         """[B x Hkv, T x G, D] as [B, H, Tq, D]."""
         shape = self.shape
-        return operands.by_head(
-            x.view(shape.batch, shape.key_heads, -1, shape.group, x.shape[-1]), shape
-        )
+        x = x.view(shape.batch, shape.key_heads, -1, shape.group, x.shape[-1])
+        return operands.by_head(x, shape)
 
     def at(self, tile: Tile) -> slice:
         """The rows of a tile."""
@@ -100,16 +97,12 @@ class Layout:
     def parts(self, tile: Tile) -> Iterator[slice]:
         """The sequences and heads whose scores are computed at a time: all, but on a CPU."""
         n, each = len(self.q), (tile.last - tile.first) * self.shape.group * tile.width
-        count = (
-            n
-            if self.q.device.type != "cpu" or torch.compiler.is_compiling()
-            else max(1, CHUNK // each)
-        )
+        count = max(1, CHUNK // each) if self.on_cpu else n
         return (slice(begin, min(begin + count, n)) for begin in range(0, n, count))
 
     def scratch(self, which: int, part: slice, tile: Tile) -> Tensor | None:
         """Memory for a part's scores, reused by tiles; None if a product allocates."""
-        if self.codes or torch.compiler.is_compiling() or self.q.device.type != "cpu":
+        if self.codes or not self.on_cpu:
             return None
         size = part.stop - part.start, (tile.last - tile.first) * self.shape.group, tile.width
         elements = size[0] * size[1] * size[2]
@@ -161,9 +154,8 @@ class Layout:
         """scale_inv of the GEMM of scores, by tensor or head."""
         if not self.codes or self.variant.granularity not in ("tensor", "head"):
             return None
-        factor = self.head_scale(
-            self.tensors["q"].scale_inv * self.tensors["k"].scale_inv * self.scale
-        )
+        scale_inv = self.tensors["q"].scale_inv * self.tensors["k"].scale_inv
+        factor = self.head_scale(scale_inv * self.scale)
         return factor[part] if factor.ndim else factor
 
     def hidden(self, tile: Tile) -> list[tuple[slice, Tensor]]:
@@ -206,11 +198,9 @@ def _partial(tile: Tile, problem: Problem) -> list[tuple[int, int]]:
     if tile.width != tile.end - tile.begin:
         return [(tile.first, tile.last)]
     whole = tile.first if right is None else max(tile.first, tile.end - 1 - offset - right)
-    behind = min(
-        tile.last,
-        problem.shape.queries,
-        tile.last if left is None else tile.begin - offset + left + 1,
-    )
+    behind = min(tile.last, problem.shape.queries)
+    if left is not None:
+        behind = min(behind, tile.begin - offset + left + 1)
     if whole >= behind:
         return [(tile.first, tile.last)]
     ranges = (tile.first, whole), (behind, tile.last)

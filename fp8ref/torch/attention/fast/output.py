@@ -117,14 +117,12 @@ class _Pass:
         o, sums, maximum = self.o, self.sums, self.maximum
         if problem.sinks is not None:
             row_sinks = attention_sinks.by_rows(problem.sinks, shape)
-            row_sinks = row_sinks.expand(shape.batch, -1, shape.queries, -1)
-            o, sums, maximum = attention_sinks.add(
-                o, sums, maximum, layout.rows(row_sinks), None, problem.call
-            )
+            row_sinks = layout.rows(row_sinks.expand(shape.batch, -1, shape.queries, -1))
+            rows = o, sums, maximum, row_sinks
+            o, sums, maximum = attention_sinks.add(*rows, None, problem.call)
         factor = self._factor()
         factor = factor.view(-1, 1) if isinstance(factor, Tensor) and factor.ndim else factor
-        o = o.mul_(_inverse(sums, factor, self.variant)[..., None])
-        o = layout.by_head(o)
+        o = layout.by_head(o.mul_(_inverse(sums, factor, self.variant)[..., None]))
         lse = _log_sum(maximum, sums, self.variant)
         return o, layout.by_head(lse[..., None])[..., 0]
 
@@ -170,9 +168,8 @@ def _log_sum(maximum: Tensor, sums: Tensor, variant: Variant) -> Tensor:
     """The LSE of rows (A-11), in torch's float32."""
     empty = sums == 0
     maximum, sums = torch.where(empty, 0.0, maximum), torch.where(empty, 1.0, sums)
-    lse = (
-        (maximum + (sums.log2() - float(variant.offset))) * math.log(2)
-        if variant.base == "2"
-        else maximum + sums.log()
-    )
+    if variant.base == "2":
+        lse = (maximum + (sums.log2() - float(variant.offset))) * math.log(2)
+    else:
+        lse = maximum + sums.log()
     return torch.where(empty, -torch.inf, lse)

@@ -131,16 +131,12 @@ class Pass:
             )
 
     def _add_dv(self, p: Tensor, part: slice, tile: Tile) -> None:
-        fmt, scale, place = (
-            self.variant.fmt,
-            self.saved.scale_p.scale,
-            self.layout.place(part, tile),
-        )
+        fmt, scale = self.variant.fmt, self.saved.scale_p.scale
         self.tally_p.count(p, scale)
         if self.problem.low and self.variant.p_scale != 1:
             p = p.mul_(scale)
         if "p_codes" in self.kept:
-            self.kept.put("p_codes", place, heads.codes(p, fmt))
+            self.kept.put("p_codes", self.layout.place(part, tile), heads.codes(p, fmt))
         p8 = self.layout.narrow(p, fmt, part, tile)
         self.dv[part, tile.keys] += self._over_rows("grad_v", p8, self.do_tokens, part, tile)
 

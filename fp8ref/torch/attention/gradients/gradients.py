@@ -122,7 +122,7 @@ def _finished(sums: Sums, do8: Heads, lse: Tensor, problem: Problem, report: Rep
         amaxes,
         sums.p.saturated + ds.saturated,
         sums.scale_ds,
-        sums.kept.all(problem.shape),
+        sums.kept.whole(problem.shape),
         dsinks,
         ds.lost,
         ds.saturated,

@@ -77,21 +77,15 @@ class Sums(NamedTuple):
 
 def quantized_do(do: Tensor, problem: Problem, *, report: Report) -> Heads:
     """do as q is quantized (A-15)."""
-    variant = problem.variant
-    if report == "nothing" and (variant.granularity is None or "do" in problem.scales):
+    variant, blocks, scale = problem.variant, problem.blocks("do"), problem.scales.get("do")
+    if report == "nothing" and (blocks is None or scale is not None):
         amax = torch.zeros((), device=do.device, dtype=torch.float32)
     else:
-        amax = heads.amax(do, problem.blocks("do"))
+        amax = heads.amax(do, blocks)
         if variant.granularity in ("tensor", None):
             (amax,) = operands.share([amax], problem.call)
-    return heads.quantize(
-        do,
-        problem.gradient_fmt,
-        problem.blocks("do"),
-        variant.policy,
-        amax=amax,
-        scale=problem.scales.get("do"),
-    )
+    fmt = problem.gradient_fmt
+    return heads.quantize(do, fmt, blocks, variant.policy, amax=amax, scale=scale)
 
 
 def scale_of_ds(tally: Tally, problem: Problem) -> Scales:

@@ -16,6 +16,7 @@ amax and dv, then for dq and dk. Nothing quadratic is kept. ``mx`` has the opera
 """
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,22 @@ from fp8ref.torch.attention.operands.problem import STEP, Problem, Report
 from fp8ref.torch.quantize.scales import Scales
 
 
+class Factors(NamedTuple):
+    """The operands of a pass, padded, for GEMMs: q and do [B, Hkv, Tq, G, D], k and v [B, Hkv, Tk,
+    D]; for sums over tokens [B, Hkv, G, D, Tq] and [B, Hkv, D, Tk]; D of the rows [B, Hkv, Tq, G]
+    (A-15).
+    """
+
+    q: Tensor
+    do: Tensor
+    k: Tensor
+    v: Tensor
+    q_tokens: Tensor
+    do_tokens: Tensor
+    k_tokens: Tensor
+    d: Tensor
+
+
 def run(
     do8: Heads, saved: Saved, problem: Problem, *, report: Report, keep: Collection[Matrix]
 ) -> Sums:
@@ -41,102 +58,120 @@ def run(
 
     Order:    A-15; sums over keys are added tile by tile, in float32.
     """
-    backward = _Pass(do8, saved, problem, report, keep)
+    variant = problem.variant
+    backward = Pass(_factors(do8, saved, problem), do8, saved, problem, report=report, keep=keep)
     tiles = operands.tiles(problem, STEP)
     unit = torch.ones((), device=do8.codes.device, dtype=torch.float32)
     scales, twice = Scales(unit, unit), problem.low and "ds" not in problem.scales
+    scale_p = saved.scale_p.scale
+
+    def add_dv(p: Tensor, tile: Tile) -> None:
+        p8 = heads.codes(p, variant.fmt, None if variant.p_scale == 1 else scale_p)
+        backward.kept.put("p_codes", tile.place, p8)
+        backward.tally_p.count(p, scale_p)
+        backward.add_dv(p8, tile)
+
     if twice:
         for tile in tiles:
-            p, slope = backward.probabilities(tile)
-            backward.add_dv(p, tile)
-            backward.tally_ds.enlarge(backward.ds(p, slope, tile).abs().amax())
+            p, ds = backward.score_gradients(tile)
+            add_dv(p, tile)
+            backward.tally_ds.enlarge(ds.abs().amax())
         scales = parts.scale_of_ds(backward.tally_ds, problem)
     elif problem.low:
         scales = heads.given(problem.scales["ds"])
     for tile in tiles:
-        p, slope = backward.probabilities(tile)
-        ds = backward.ds(p, slope, tile)
+        p, ds = backward.score_gradients(tile)
         if not twice:
-            backward.add_dv(p, tile)
+            add_dv(p, tile)
             if report != "nothing":
                 backward.tally_ds.enlarge(ds.abs().amax())
-        backward.add_dq_and_dk(ds, scales, tile)
+        ds8 = heads.codes(ds, problem.gradient_fmt, scales.scale)
+        backward.tally_ds.count(ds, scales.scale)
+        backward.kept.put("ds", tile.place, ds)
+        backward.kept.put("ds_codes", tile.place, ds8)
+        backward.add_dq_and_dk(ds8, ds8, scales, tile)
     return backward.sums(scales)
 
 
-class _Pass:
-    """The padded sums dq [B, Hkv, Tq, G, D], dk and dv [B, Hkv, Tk, D], and operands for GEMMs."""
+def _factors(do8: Heads, saved: Saved, problem: Problem) -> Factors:
+    q, k, v = (saved.tensors[role].codes for role in ("q", "k", "v"))
+    q, do, o = (operands.grouped(x, problem.shape, STEP) for x in (q, do8.codes, saved.o))
+    d = parts.sums_of_rows(do, o, problem.shape.features)
+    if problem.variant.granularity is not None:
+        d = times(d, do8.scale_inv)
+        d = d if saved.o_scale_inv is None else times(d, saved.o_scale_inv)
+    return Factors(
+        q=q,
+        do=do,
+        k=operands.along_features(k),
+        v=operands.along_features(v),
+        q_tokens=parts.tokens_of(q),
+        do_tokens=parts.tokens_of(do),
+        k_tokens=operands.along_tokens(k),
+        d=d,
+    )
+
+
+class Pass:
+    """The padded sums dq [B, Hkv, Tq, G, D], dk and dv [B, Hkv, Tk, D], of codes or of dequantized
+    MX blocks, whose scales are in the operands."""
 
     def __init__(
-        self, do8: Heads, saved: Saved, problem: Problem, report: Report, keep: Collection[Matrix]
+        self,
+        factors: Factors,
+        do8: Heads,
+        saved: Saved,
+        problem: Problem,
+        *,
+        report: Report,
+        keep: Collection[Matrix],
     ) -> None:
-        self.do8, self.saved, self.problem, self.variant = do8, saved, problem, problem.variant
-        shape, device, codes = problem.shape, do8.codes.device, saved.tensors
-        self.q = operands.grouped(codes["q"].codes, shape, STEP)
-        self.do = operands.grouped(do8.codes, shape, STEP)
-        self.k, self.v = (operands.along_features(codes[role].codes) for role in ("k", "v"))
-        self.do_tokens, self.q_tokens = parts.tokens_of(self.do), parts.tokens_of(self.q)
-        self.k_tokens = operands.along_tokens(codes["k"].codes)
-        self.d = self._row_sums()
-        self.lse = parts.rows_of(saved.lse, shape, STEP)
-        self.dq = torch.zeros(*self.q.shape, device=device, dtype=torch.float32)
-        self.dk = torch.zeros(*self.k.shape, device=device, dtype=torch.float32)
-        self.dv = torch.zeros_like(self.dk)
+        self.factors, self.do_inverse, self.saved = factors, do8.scale_inv, saved
+        self.problem, self.variant = problem, problem.variant
+        q, k, device = factors.q, factors.k, do8.codes.device
+        self.lse = parts.rows_of(saved.lse, problem.shape, q.shape[2])
+        self.dq = torch.zeros(q.shape, device=device, dtype=torch.float32)
+        self.dk, self.dv = torch.zeros(2, *k.shape, device=device, dtype=torch.float32)
         self.tally_p = Tally(self.variant.fmt, report, device)
         self.tally_ds = Tally(problem.gradient_fmt, report, device)
-        self.kept = Kept(keep, (*self.q.shape[:-1], self.k.shape[2]), device)
-
-    def _row_sums(self) -> Tensor:
-        """D of each row [B, Hkv, Tq, G] (A-15)."""
-        o = operands.grouped(self.saved.o, self.problem.shape, STEP)
-        d = parts.sums_of_rows(self.do, o, self.problem.shape.features)
-        if self.variant.granularity is None:
-            return d
-        d = times(d, self.do8.scale_inv)
-        return d if self.saved.o_scale_inv is None else times(d, self.saved.o_scale_inv)
+        self.kept = Kept(keep, (*q.shape[:-1], k.shape[2]), device)
 
     def _scaled(self, x: Tensor, *scales: Tensor) -> Tensor:
-        """x [B, Hkv, ...] of five dims times each scale_inv, in order; unchanged if hp."""
-        if self.variant.granularity is None:
+        """x [B, Hkv, ...] of five dims times each scale_inv, in order; unchanged without codes."""
+        if self.variant.granularity in (None, "mx_1x32"):
             return x
         for scale in scales:
             x = times(x, scale[..., None] if scale.ndim else scale)
         return x
 
-    def probabilities(self, tile: Tile) -> tuple[Tensor, Tensor | None]:
-        """(P of a tile again, from the log-sum-exp; the slope of a softcap): float32 [B, Hkv, rows,
-        G, keys].
+    def score_gradients(self, tile: Tile) -> tuple[Tensor, Tensor]:
+        """(P of a tile again, from the log-sum-exp, dS before its cast): float32 [B, Hkv, rows, G,
+        keys].
         """
-        s = forward.scores(self.q, self.k, tile, self.variant)
-        return parts.again(s, self.lse[:, :, tile.rows], tile, self.saved.tensors, self.problem)
-
-    def ds(self, p: Tensor, slope: Tensor | None, tile: Tile) -> Tensor:
-        """dS of a tile, before its scale."""
-        dp = products.rows(
-            "grad_probabilities", self.do[:, :, tile.rows], self.v[:, :, tile.keys], self.variant
-        )
-        dp = self._scaled(dp, self.do8.scale_inv, self.saved.tensors["v"].scale_inv)
-        return parts.score_gradients(dp - self.d[:, :, tile.rows, :, None], p, slope, self.problem)
+        factors, rows, problem = self.factors, tile.rows, self.problem
+        s = forward.scores(factors.q, factors.k, tile, self.variant)
+        p, slope = parts.again(s, self.lse[:, :, rows], tile, self.saved.tensors, problem)
+        do, v = factors.do[:, :, rows], factors.v[:, :, tile.keys]
+        dp = products.rows("grad_probabilities", do, v, self.variant)
+        dp = self._scaled(dp, self.do_inverse, self.saved.tensors["v"].scale_inv)
+        return p, parts.score_gradients(dp - factors.d[:, :, rows, :, None], p, slope, problem)
 
     def add_dv(self, p: Tensor, tile: Tile) -> None:
         """Add a tile to dv."""
-        scale, scale_inv = self.saved.scale_p
-        p8 = heads.codes(p, self.variant.fmt, None if self.variant.p_scale == 1 else scale)
-        self.kept.put("p_codes", tile.place, p8)
-        self.tally_p.count(p, scale)
-        dv = products.heads("grad_v", p8, self.do_tokens, tile, self.variant)
-        parts.add_heads(self.dv, self._scaled(dv, scale_inv, self.do8.scale_inv), tile)
+        dv = products.heads("grad_v", p, self.factors.do_tokens, tile, self.variant)
+        dv = self._scaled(dv, self.saved.scale_p.scale_inv, self.do_inverse)
+        parts.add_heads(self.dv, dv, tile)
 
-    def add_dq_and_dk(self, ds: Tensor, scales: Scales, tile: Tile) -> None:
-        """Add a tile to dq and dk."""
-        ds8 = heads.codes(ds, self.problem.gradient_fmt, scales.scale)
-        self.tally_ds.count(ds, scales.scale)
-        self.kept.put("ds", tile.place, ds)
-        self.kept.put("ds_codes", tile.place, ds8)
-        k_tokens = self.k_tokens[:, :, :, tile.keys].contiguous()
-        dq = products.rows("grad_q", ds8, k_tokens, self.variant)
+    def add_dq_and_dk(
+        self, ds_keys: Tensor, ds_queries: Tensor, scales: Scales, tile: Tile
+    ) -> None:
+        """Add a tile to dq and dk, of dS as each sums it."""
+        k_tokens = self.factors.k_tokens[:, :, :, tile.keys]
+        if self.variant.granularity != "mx_1x32":
+            k_tokens = k_tokens.contiguous()
+        dq = products.rows("grad_q", ds_keys, k_tokens, self.variant)
         self.dq[:, :, tile.rows] = self.dq[:, :, tile.rows] + dq
-        dk = products.heads("grad_k", ds8, self.q_tokens, tile, self.variant)
+        dk = products.heads("grad_k", ds_queries, self.factors.q_tokens, tile, self.variant)
         dk = self._scaled(dk, scales.scale_inv, self.saved.tensors["q"].scale_inv)
         parts.add_heads(self.dk, dk, tile)
 
@@ -145,5 +180,5 @@ class _Pass:
         shape, k_scale_inv = self.problem.shape, self.saved.tensors["k"].scale_inv
         dq = self._scaled(self.dq, scales.scale_inv, k_scale_inv)
         raw = parts.without_padding(dq, self.dk, self.dv, shape)
-        d = parts.by_rows(self.d, shape)
+        d = parts.by_rows(self.factors.d, shape)
         return Sums(raw, d, self.tally_p, self.tally_ds, scales, self.kept)

@@ -114,26 +114,18 @@ def quantize(
     variant, scales = problem.variant, problem.scales
     tensors = dict(zip(("q", "k", "v"), rotated(q, k, v, problem.call), strict=True))
     amaxes = {role: torch.zeros((), device=q.device, dtype=torch.float32) for role in tensors}
-    needed = [
-        role
-        for role in tensors
-        if report != "nothing" or (variant.granularity is not None and role not in scales)
-    ]
+    needed = list(tensors)
+    if report == "nothing":
+        needed = [] if variant.granularity is None else [x for x in tensors if x not in scales]
     group_amaxes = [head_scaling.amax(tensors[role], problem.blocks(role)) for role in needed]
     if variant.granularity in ("tensor", None) and group_amaxes:
         group_amaxes = share(group_amaxes, problem.call)
     amaxes |= dict(zip(needed, group_amaxes, strict=True))
-    return {
-        role: head_scaling.quantize(
-            x,
-            variant.fmt,
-            problem.blocks(role),
-            variant.policy,
-            amax=amaxes[role],
-            scale=scales.get(role),
-        )
-        for role, x in tensors.items()
-    }
+    coded, fmt, policy = {}, variant.fmt, variant.policy
+    for role, x in tensors.items():
+        blocks, amax, scale = problem.blocks(role), amaxes[role], scales.get(role)
+        coded[role] = head_scaling.quantize(x, fmt, blocks, policy, amax=amax, scale=scale)
+    return coded
 
 
 def output(role: str, x: Tensor, amax: Tensor, problem: Problem) -> tuple[Tensor, Heads]:
@@ -228,20 +220,14 @@ def key_scale(scale: Tensor, tile: Tile, variant: Variant) -> Tensor:
 def grouped(x: Tensor, shape: Shape, tokens: int = 1) -> Tensor:
     """[B, H, T, D] as [B, Hkv, T, G, D], padded."""
     parts = pad(pad(x, 3, STEP), 2, tokens)
-    return (
-        parts.view(shape.batch, shape.key_heads, shape.group, *parts.shape[2:])
-        .transpose(2, 3)
-        .contiguous()
-    )
+    parts = parts.view(shape.batch, shape.key_heads, shape.group, *parts.shape[2:])
+    return parts.transpose(2, 3).contiguous()
 
 
 def by_head(x: Tensor, shape: Shape) -> Tensor:
     """[B, Hkv, T, G, D] as [B, H, Tq, D], without padding."""
-    return (
-        x[:, :, : shape.queries, :, : shape.features]
-        .transpose(2, 3)
-        .reshape(shape.batch, shape.heads, shape.queries, -1)
-    )
+    x = x[:, :, : shape.queries, :, : shape.features].transpose(2, 3)
+    return x.reshape(shape.batch, shape.heads, shape.queries, -1)
 
 
 def along_features(x: Tensor) -> Tensor:

@@ -62,9 +62,8 @@ def test_parts_are_put_where_they_belong_and_others_are_not_computed():
     kept.put("scores", (slice(0, 1), slice(2, 4), slice(0, 2)), torch.ones(1, 2, 2))
     kept.put("ds", (slice(0, 1),), torch.ones(1, 6, 4))
     assert "ds" not in kept
-    found = kept.whole("scores", shape)  # [B, H, Tq, Tk] of [B x Hkv, Tq x G, Tk]
+    (found,) = kept.whole(shape).values()  # [B, H, Tq, Tk] of [B x Hkv, Tq x G, Tk]
     assert found.shape == (1, 4, 3, 4)
     assert (found[0, :2, 1, :2] == 1).all()
     assert found.isneginf().sum() == found.numel() - 4
-    assert kept.whole("ds", shape) is None
-    assert list(kept.all(shape)) == ["scores"]
+    assert list(kept.whole(shape)) == ["scores"]
