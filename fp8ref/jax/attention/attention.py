@@ -247,9 +247,9 @@ def observed(
     """Observations merged with the amaxes of a pass (H-4); over a vmapped axis that ``own_seen``,
     the layer's seen, lacks, the largest.
     """
-    return (
-        None if seen is None or own_seen is None else delayed.merged(seen, amaxes, own_seen)  # type: ignore[arg-type]
-    )
+    if seen is None or own_seen is None:
+        return None
+    return delayed.merged(seen, amaxes, own_seen)  # type: ignore[arg-type]
 
 
 def _saved(qkv: Inputs, carried: Carried, call: DeviceCall):
@@ -316,11 +316,9 @@ def _scale_of_p(result: Result, call: DeviceCall) -> jax.Array:
     """The factor of probabilities in the backward pass."""
     if call.variant.backward == "bf16":
         return jnp.ones((), jnp.float32)
-    return (
-        jnp.float32(gradients_mx.P_SCALE)
-        if call.variant.granularity == "mx_1x32"
-        else result.scale_p
-    )
+    if call.variant.granularity == "mx_1x32":
+        return jnp.float32(gradients_mx.P_SCALE)
+    return result.scale_p
 
 
 def _ruled(qkv: Inputs, call: DeviceCall, rule: Callable) -> Inputs:

@@ -40,9 +40,8 @@ def exponential(x: jax.Array, base: str, arithmetic: Arithmetic) -> jax.Array:
             whole = lax.round(wide)
             power = lax.convert_element_type(whole, np.int64) + np.int64(1023)
             # The product with a power of two, made of its bits, is exact.
-            wide_exp = lax.exp((wide - whole) * np.float64(math.log(2))) * lax.bitcast_convert_type(
-                power << np.int64(52), np.float64
-            )
+            power = lax.bitcast_convert_type(power << np.int64(52), np.float64)
+            wide_exp = lax.exp((wide - whole) * np.float64(math.log(2))) * power
         else:
             wide_exp = lax.exp(wide)
         rounded = lax.convert_element_type(wide_exp, np.float32)
@@ -69,9 +68,8 @@ def tanh(x: jax.Array, arithmetic: Arithmetic) -> jax.Array:
     if arithmetic == "fast":
         return jnp.tanh(x)
     with jax.enable_x64(True):
-        rounded = lax.convert_element_type(
-            lax.tanh(lax.convert_element_type(x, np.float64)), np.float32
-        )
+        wide = lax.tanh(lax.convert_element_type(x, np.float64))
+        rounded = lax.convert_element_type(wide, np.float32)
     return _kept(rounded, x)
 
 

@@ -35,6 +35,9 @@ from fp8ref.spec.attention.variants import Mask, Variant
 CALLS = {"forward": "__cudnn$fmhaSoftmaxF8", "backward": "__cudnn$fmhaSoftmaxBackwardF8"}
 """XLA's names of the kernel's two passes in a compiled program."""
 
+_AMAXES = {"dq": "amax_dQ", "dk": "amax_dK", "dv": "amax_dV", "ds": "amax_dP"}
+"""{role: cuDNN's name of its amax}: its amax_dP, as its scale_dP, is that of dS (A-15)."""
+
 FEATURES, TOKENS = 128, 128
 """The features of a head, and what divides both lengths, that cuDNN takes with gradients."""
 
@@ -91,8 +94,8 @@ def apply(
         )
     by_role = {role: lax.stop_gradient(jnp.asarray(x, jnp.float32)) for role, x in by_role.items()}
     inputs.check_seen(seen or {}, call.variant)
-    tensors = (derivatives.reverse_only(x, call.name, "attention") for x in qkv[:3])
-    o, seen = _attention(*tensors, by_role, None if seen is None else dict(seen), call)
+    tensors = tuple(derivatives.reverse_only(x, call.name, "attention") for x in qkv[:3])
+    o, seen = _attention(tensors, by_role, None if seen is None else dict(seen), call)
     return data.in_layout(call.layout, o), seen
 
 
@@ -116,12 +119,8 @@ def check(call: Call, q: tuple[int, ...], k: tuple[int, ...], platform: str) -> 
         raise ValueError(
             f"cuDNN's FP8 attention takes variant, mask, scale and layout; got {call}. {instead}"
         )
-    whole = (
-        variant.granularity == "tensor"
-        and variant.p_scale == "state"
-        and variant.backward == "cast"
-        and not variant.rotated
-    )
+    kinds = variant.granularity, variant.p_scale, variant.backward, variant.rotated
+    whole = kinds == ("tensor", "state", "cast", False)
     if not whole or {variant.fmt, variant.out, variant.format_of("ds")} != {E4M3FN}:
         raise ValueError(
             "cuDNN's FP8 attention needs one scale per tensor and everything in e4m3fn, as "
@@ -155,96 +154,66 @@ def _check_alone(q, k, v) -> None:
                 "cuDNN FP8 attention supports one device only, not inside shard_map; got "
                 f"{role} along {', '.join(axes)}. Use fp8ref.jax.attention with over={axes}."
             )
-        traced = isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array)
-        devices = (
-            max(mesh.size, jax.sharding.get_abstract_mesh().size)
-            if traced
-            else len(x.sharding.device_set)
-        )
+        devices = max(mesh.size, jax.sharding.get_abstract_mesh().size)
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+            devices = len(x.sharding.device_set)
         if devices > 1:
             raise ValueError(_SEVERAL.format(role=role, devices=devices))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    scales_: dict,
-    seen: delayed.Seen | None,
-    call: DeviceCall,
-):
-    o, seen, _ = _forward(q, k, v, scales_, seen, call)
-    return o, seen
+QKV = tuple[jax.Array, ...]
+"""q, k and v."""
 
 
-def _saved(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    scales_: dict,
-    seen: delayed.Seen | None,
-    call: DeviceCall,
-):
-    q, k, v = (derivatives.not_again(x, call.name, "attention") for x in (q, k, v))
-    o, merged, pullback = _forward(q, k, v, scales_, seen, call)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _attention(qkv: QKV, scales_: dict, seen: delayed.Seen | None, call: DeviceCall):
+    return _forward(qkv, scales_, seen, call)[:2]
+
+
+def _saved(qkv: QKV, scales_: dict, seen: delayed.Seen | None, call: DeviceCall):
+    qkv = tuple(derivatives.not_again(x, call.name, "attention") for x in qkv)
+    o, merged, pullback = _forward(qkv, scales_, seen, call)
     return (o, merged), derivatives.saved((pullback, scales_, seen))
 
 
 def _gradients(call: DeviceCall, saved, cotangents):
     (pullback, scales_, seen), (do, later) = saved, cotangents
     do = derivatives.not_again(do, call.name, "attention")
-    do_heads = heads.quantize(
-        do, E4M3FN, "tensor", call.variant.policy, heads=1, scale=scales_["do"]
-    )
+    scale, policy = scales_["do"], call.variant.policy
+    do_heads = heads.quantize(do, E4M3FN, "tensor", policy, heads=1, scale=scale)
     with call.scope("kernel_backward"):
         *codes, amaxes = pullback(do_heads.codes)
-    grads = [
+    grads = tuple(
         _values(x, scales_[role]).astype(do.dtype)
         for role, x in zip(("dq", "dk", "dv"), codes, strict=True)
-    ]
-    # cuDNN's scale_dP and amax_dP are those of dS (A-15).
-    amaxes_by_role = {
-        "do": do_heads.amax,
-        "ds": amaxes["amax_dP"],
-        "dq": amaxes["amax_dQ"],
-        "dk": amaxes["amax_dK"],
-        "dv": amaxes["amax_dV"],
-    }
-    return *grads, jax.tree.map(jnp.zeros_like, scales_), observed(later, amaxes_by_role, seen)
+    )
+    by_role = {"do": do_heads.amax} | {role: amaxes[key] for role, key in _AMAXES.items()}
+    return grads, jax.tree.map(jnp.zeros_like, scales_), observed(later, by_role, seen)
 
 
 derivatives.defvjp(_attention, _saved, _gradients)
 
 
 def _forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    scales_: dict,
-    seen: delayed.Seen | None,
-    call: DeviceCall,
+    qkv: QKV, scales_: dict, seen: delayed.Seen | None, call: DeviceCall
 ) -> tuple[jax.Array, delayed.Seen | None, Any]:
     """(o, observations, pullback of codes of o)."""
+    q, k, v = qkv
     q = one_device.check(q, _SEVERAL.replace("{role}", "the program"))
     tensors = operands.quantize(Inputs(q, k, v, None), call, scales_)
-    parameters = _parameters(
-        {role: scales.Scales(x.scale, x.scale_inv) for role, x in tensors.items()}, scales_
-    )
+    tensor_scales = {role: scales.Scales(x.scale, x.scale_inv) for role, x in tensors.items()}
+    parameters = _parameters(tensor_scales, scales_)
 
     def products(q8, k8, v8, amaxes: dict):
         outputs = dot_product_attention(q8, k8, v8, call, parameters | amaxes)
         return outputs[0], outputs[1:]
 
-    empty = {
-        key: jnp.zeros((1, 1, 1, 1), jnp.float32)
-        for key in ("amax_dQ", "amax_dK", "amax_dV", "amax_dP")
-    }
+    empty = dict.fromkeys(_AMAXES.values(), jnp.zeros((1, 1, 1, 1), jnp.float32))
     codes = (tensors[role].codes for role in ("q", "k", "v"))
     with call.scope("kernel_forward"):
         o8, pullback, (amax_s, amax_o) = jax.vjp(products, *codes, empty, has_aux=True)
-    amaxes_by_role = {role: x.amax for role, x in tensors.items()} | {"s": amax_s, "o": amax_o}
-    return _values(o8, scales_["o"]).astype(q.dtype), observed(seen, amaxes_by_role, seen), pullback
+    by_role = {role: x.amax for role, x in tensors.items()} | {"s": amax_s, "o": amax_o}
+    return _values(o8, scales_["o"]).astype(q.dtype), observed(seen, by_role, seen), pullback
 
 
 def dot_product_attention(

@@ -47,10 +47,8 @@ def show(call: DeviceCall, phase: Phase, arrays: dict[str, jax.Array]) -> None:
 
 def forward_arrays(qkv: Inputs, result, call: DeviceCall) -> dict[str, jax.Array]:
     """What a forward pass made, and of what softcap and sinks."""
-    shown: dict = {
-        f"{role}/value": x.astype(jnp.float32)
-        for role, x in zip(("q", "k", "v"), qkv[:3], strict=True)
-    }
+    values = zip(("q", "k", "v"), qkv[:3], strict=True)
+    shown: dict = {f"{role}/value": x.astype(jnp.float32) for role, x in values}
     shown |= {
         "s/value": result.scores,
         "p/scale": result.scale_p,
@@ -59,11 +57,8 @@ def forward_arrays(qkv: Inputs, result, call: DeviceCall) -> dict[str, jax.Array
         "softcap/value": None if call.softcap is None else jnp.float32(call.softcap),
         "sinks/value": None if qkv.sinks is None else qkv.sinks.astype(jnp.float32),
     }
-    return (
-        _present(shown)
-        | _quantized(result.tensors)
-        | _counted("p", result.amaxes.get("s"), result.counts, (2, 0, 1))
-    )
+    counted = _counted("p", result.amaxes.get("s"), result.counts, (2, 0, 1))
+    return _present(shown) | _quantized(result.tensors) | counted
 
 
 def backward_arrays(do: jax.Array, grads, scale_p: jax.Array) -> dict[str, jax.Array]:
@@ -78,11 +73,8 @@ def backward_arrays(do: jax.Array, grads, scale_p: jax.Array) -> dict[str, jax.A
     if "ds_codes" in matrices:
         shown |= {"ds/codes": matrices["ds_codes"], "ds/scale": grads.scale_ds.scale}
     values = {"dq/value": grads.dq, "dk/value": grads.dk, "dv/value": grads.dv}
-    return (
-        _present(shown | values)
-        | _quantized(grads.tensors)
-        | _counted("ds", grads.amaxes.get("ds"), grads.counts, (3, 1, 2))
-    )
+    counted = _counted("ds", grads.amaxes.get("ds"), grads.counts, (3, 1, 2))
+    return _present(shown | values) | _quantized(grads.tensors) | counted
 
 
 def _counted(
@@ -103,8 +95,6 @@ def _quantized(tensors: dict[str, Heads]) -> dict[str, jax.Array]:
     shown: dict[str, jax.Array] = {}
     for role, x in tensors.items():
         if x.codes.dtype.itemsize == 1:
-            shown |= {
-                f"{role}/scale": x.scale,
-                f"{role}/codes": lax.bitcast_convert_type(x.codes, jnp.uint8),
-            }
+            codes = lax.bitcast_convert_type(x.codes, jnp.uint8)
+            shown |= {f"{role}/scale": x.scale, f"{role}/codes": codes}
     return shown

@@ -89,13 +89,9 @@ def run(inputs: Inputs, scales: dict, call: DeviceCall, *, observe: bool = False
     parts = Parts(context.problem(inputs, whole, call), call, whole)
     passed = _passed(parts, p_scale, p_scale_inv, observe=observe)
     o, lse = _end(passed, parts, inputs.sinks)
+    count, scaling = inputs.k.shape[1], variant.output_scaling
     rounded = heads.quantize(
-        o,
-        variant.out,
-        *variant.output_scaling,
-        heads=inputs.k.shape[1],
-        scale=scales.get("o"),
-        over=call.over,
+        o, variant.out, *scaling, heads=count, scale=scales.get("o"), over=call.over
     )
     amaxes = {role: x.amax for role, x in tensors.items()}
     counts = attention_counts.numbers(passed.counts)
@@ -139,7 +135,7 @@ def _passed(parts: Parts, p_scale: jax.Array, p_scale_inv: jax.Array, *, observe
         rows, o, largest, counts, matrices = carry
         own = jax.tree.map(lambda x: parts.block(x, block), rows)
         seen = parts.seen(block, tile)
-        s = parts.scores(block, tile)
+        s, _ = parts.scores_and_slope(block, tile)
         if call.keep_s:
             # raw ones have their factor in the exponent
             scaled = s if call.fast or factor is None else moments.product(s, factor)

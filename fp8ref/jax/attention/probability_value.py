@@ -41,21 +41,17 @@ def finish(o: jax.Array, total: jax.Array, parts: Parts) -> jax.Array:
     at_end = parts.inverse["v"] if variant.out_scales == "end" and variant.granularity else None
     total = total[..., None]
     if parts.call.fast:
-        whole = (
-            jnp.maximum(total, jnp.float32(1))
-            if variant.finish == "divide"
-            else jnp.where(total == 0, jnp.float32(1), total)
-        )
+        whole = jnp.where(total == 0, jnp.float32(1), total)
+        if variant.finish == "divide":
+            whole = jnp.maximum(total, jnp.float32(1))
         return o * ((1 if at_end is None else at_end) / whole)
     if variant.finish == "divide":
         o = o if at_end is None else moments.product(o, at_end)
         # A choice by o hides from XLA that a row has one divisor, which it would make a reciprocal
         # of.
-        return division.divide(
-            o, jnp.where(jnp.isnan(o), jnp.float32(1), jnp.maximum(total, jnp.float32(1)))
-        )
-    inverse = jnp.where(
-        total == 0, jnp.float32(0), division.divide(1, jnp.where(total == 0, jnp.float32(1), total))
-    )
+        divisor = jnp.where(jnp.isnan(o), jnp.float32(1), jnp.maximum(total, jnp.float32(1)))
+        return division.divide(o, divisor)
+    inverse = division.divide(1, jnp.where(total == 0, jnp.float32(1), total))
+    inverse = jnp.where(total == 0, jnp.float32(0), inverse)
     inverse = lax.optimization_barrier(inverse)  # else XLA makes a quotient of the product with it
     return o * (inverse if at_end is None else lax.optimization_barrier(inverse * at_end))

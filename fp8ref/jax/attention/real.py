@@ -28,10 +28,9 @@ def forward(inputs: Inputs, call: DeviceCall) -> tuple[jax.Array, jax.Array]:
     with jax.enable_x64(True):
         parts = _parts(inputs, call)
         maximum, total, o = _with_sinks(*_sums(parts, with_values=True), inputs)
-        o = o / jnp.where(total == 0, np.float64(1), total)[..., None]
-        lse = jnp.where(
-            total == 0, _NONE, maximum + lax.log(jnp.where(total == 0, np.float64(1), total))
-        )
+        whole = jnp.where(total == 0, np.float64(1), total)
+        lse = jnp.where(total == 0, _NONE, maximum + lax.log(whole))
+        o = o / whole[..., None]
         return _narrow(parts.ungrouped(o)), _narrow(parts.ungrouped(lse))
 
 
@@ -41,9 +40,8 @@ def backward(do: jax.Array, inputs: Inputs, call: DeviceCall) -> Gradients:
     with jax.enable_x64(True):
         parts = _parts(inputs, call)
         maximum, total, _ = _with_sinks(*_sums(parts, with_values=False), inputs)
-        inverse = jnp.where(
-            total == 0, np.float64(0), 1 / jnp.where(total == 0, np.float64(1), total)
-        )
+        whole = jnp.where(total == 0, np.float64(1), total)
+        inverse = jnp.where(total == 0, np.float64(0), 1 / whole)
         pairs = _Pairs(parts, parts.by_group(_wide(do)), maximum, inverse)
         d = pairs.row_sums()
         dq, dk, dv, largest = pairs.gradients(d)
@@ -81,8 +79,9 @@ class _Pairs(NamedTuple):
     def probabilities(self, block: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
         """P and dP."""
         parts = self.parts
-        p = _exponentials(parts, self.maximum, block, tile)
-        p = p * parts.block(self.inverse, block)[..., None]
+        m = parts.block(self.maximum, block)
+        m = jnp.where(m == _NONE, np.float64(0), m)[..., None]
+        p = lax.exp(_scores(parts, block, tile) - m) * parts.block(self.inverse, block)[..., None]
         return p, _dot(parts.block(self.do, block), parts.tile(parts.v, tile), ((4,), (3,)))
 
     def row_sums(self) -> jax.Array:
@@ -109,10 +108,8 @@ class _Pairs(NamedTuple):
             ds = p * (dp - parts.block(d, block)[..., None]) * scale * _slope(parts, block, tile)
             dq_part = _dot(ds, parts.tile(parts.k, tile), ((4,), (2,)))
             dq = parts.put_block(dq, parts.block(dq, block) + dq_part, block)
-            dk_part, dv_part = (
-                keys(ds, parts.block(parts.q, block)),
-                keys(p, parts.block(self.do, block)),
-            )
+            dk_part = keys(ds, parts.block(parts.q, block))
+            dv_part = keys(p, parts.block(self.do, block))
             dk = parts.put_tile(dk, parts.tile(dk, tile) + dk_part, tile, axis=2)
             dv = parts.put_tile(dv, parts.tile(dv, tile) + dv_part, tile, axis=2)
             return dq, dk, dv, jnp.maximum(largest, jnp.max(jnp.abs(ds)))
@@ -124,10 +121,8 @@ class _Pairs(NamedTuple):
 
 def _parts(inputs: Inputs, call: DeviceCall) -> Parts:
     one = jnp.ones((), jnp.float32)
-    tensors = {
-        role: Heads(_wide(x), one, one, one)
-        for role, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v))
-    }
+    qkv = zip(("q", "k", "v"), inputs[:3], strict=True)
+    tensors = {role: Heads(_wide(x), one, one, one) for role, x in qkv}
     return Parts(inputs, call, tensors)
 
 
@@ -183,11 +178,6 @@ def _with_sinks(
     new = jnp.maximum(maximum, sinks)
     c = lax.exp(maximum - new)
     return new, total * c + lax.exp(sinks - new), None if o is None else o * c[..., None]
-
-
-def _exponentials(parts: Parts, maximum: jax.Array, block: jax.Array, tile: jax.Array) -> jax.Array:
-    m = parts.block(maximum, block)
-    return lax.exp(_scores(parts, block, tile) - jnp.where(m == _NONE, np.float64(0), m)[..., None])
 
 
 def _dot(a: jax.Array, b: jax.Array, axes: tuple) -> jax.Array:

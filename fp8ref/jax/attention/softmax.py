@@ -1,6 +1,7 @@
 """The online softmax of one tile of keys (spec A-4 to A-7, A-11): maxima, probabilities, sums, and
 the factors of what came before; every operation rounded as the simulator's."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -34,11 +35,9 @@ def start(zeros: jax.Array, order: SumOrder) -> Rows:
 def total(rows: Rows, order: SumOrder) -> jax.Array:
     """The sum of each row, of its lanes: float32 [...]."""
     lanes = rows.sums
-    return (
-        (lanes[..., 0] + lanes[..., 2]) + (lanes[..., 1] + lanes[..., 3])
-        if order == "quad"
-        else lanes[..., 0]
-    )
+    if order == "quad":
+        return (lanes[..., 0] + lanes[..., 2]) + (lanes[..., 1] + lanes[..., 3])
+    return lanes[..., 0]
 
 
 def step(
@@ -56,10 +55,9 @@ def step(
               the rest [...].
     Order:    A-5 and A-7, one rounding an operation.
     """
-    base, threshold, offset = (
-        variant.base,
-        np.float32(variant.threshold),
-        np.float32(variant.offset),
+    threshold, offset = np.float32(variant.threshold), np.float32(variant.offset)
+    exponential = functools.partial(
+        exponentials.exponential, base=variant.base, arithmetic=arithmetic
     )
     masked = jnp.where(seen, s, _NONE)
     old, largest = rows.maximum, jnp.max(masked, axis=-1)
@@ -69,27 +67,23 @@ def step(
         # Of a row without keys before this tile: 0 in place of -infinity, and c is 0.
         behind = moments.product(_finite(old) - _finite(new), of_rows)
         behind = jnp.where(old == _NONE, _NONE, behind)
-        c = exponentials.exponential(behind, base, arithmetic)
+        c = exponential(behind)
         if threshold > 0:
             stays = behind >= -threshold
             new, c = jnp.where(stays, old, new), jnp.where(stays, jnp.float32(1), c)
-        together = variant.bias == "fused"
-        bias = (
-            -exponentials.fused(_finite(new), of_rows, -offset)
-            if together
-            else offset - moments.product(_finite(new), of_rows)
-        )
+        if variant.bias == "fused":
+            bias = -exponentials.fused(_finite(new), of_rows, -offset)
+        else:
+            bias = offset - moments.product(_finite(new), of_rows)
         exponent = exponentials.fused(jnp.where(seen, s, jnp.float32(0)), factor, bias[..., None])
     else:
         ahead = _finite(largest) - _finite(old)
         new = jnp.where((old == _NONE) | ((largest != _NONE) & (ahead > threshold)), largest, old)
         behind = jnp.where((old == _NONE) & (new != _NONE), _NONE, _finite(old) - _finite(new))
-        c = jnp.where(
-            behind < -threshold, exponentials.exponential(behind, base, arithmetic), jnp.float32(1)
-        )
+        c = jnp.where(behind < -threshold, exponential(behind), jnp.float32(1))
         exponent = s - _finite(new)[..., None]
         exponent = exponent + offset if offset else exponent
-    p = jnp.where(seen, exponentials.exponential(exponent, base, arithmetic), jnp.float32(0))
+    p = jnp.where(seen, exponential(exponent), jnp.float32(0))
     return p, c, Rows(new, _added(p, c, rows.sums, variant.sum_order))
 
 
@@ -109,32 +103,31 @@ def step_fast(
         new = jnp.where(new - old <= variant.threshold, old, new)
     shift = _finite(new)
     c = exponentials.exponential(old - shift, variant.base, "fast")
-    p = exponentials.exponential(
-        s - (shift - np.float32(variant.offset))[..., None], variant.base, "fast"
-    )
+    exponent = s - (shift - np.float32(variant.offset))[..., None]
+    p = exponentials.exponential(exponent, variant.base, "fast")
     return p, c, Rows(new, rows.sums * c[..., None] + jnp.sum(p, axis=-1, keepdims=True))
 
 
 def again_fast(s: jax.Array, lse: jax.Array, seen: jax.Array, variant: Variant) -> jax.Array:
     """``again`` in the fast form (A-18), of scores and a log-sum-exp under the variant's base."""
-    return exponentials.exponential(
-        jnp.where(seen, s - _finite(lse)[..., None], _NONE), variant.base, "fast"
-    )
+    exponent = jnp.where(seen, s - _finite(lse)[..., None], _NONE)
+    return exponentials.exponential(exponent, variant.base, "fast")
 
 
 def log_sum_fast(maximum: jax.Array, total: jax.Array, variant: Variant) -> jax.Array:
     """``log_sum`` in the fast form (A-18), of maxima under the variant's base."""
-    empty = total == 0
-    maximum, total = (
-        jnp.where(empty, jnp.float32(0), maximum),
-        jnp.where(empty, jnp.float32(1), total),
-    )
-    log_sums = (
-        (maximum + (jnp.log2(total) - np.float32(variant.offset))) * _LN2
-        if variant.base == "2"
-        else maximum + jnp.log(total)
-    )
+    empty, maximum, total = _not_empty(maximum, total)
+    if variant.base == "2":
+        log_sums = (maximum + (jnp.log2(total) - np.float32(variant.offset))) * _LN2
+    else:
+        log_sums = maximum + jnp.log(total)
     return jnp.where(empty, _NONE, log_sums)
+
+
+def _not_empty(maximum: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(which rows see no key, maxima, sums); 0 and 1 of such a row."""
+    empty = total == 0
+    return empty, jnp.where(empty, jnp.float32(0), maximum), jnp.where(empty, jnp.float32(1), total)
 
 
 def again(
@@ -151,22 +144,16 @@ def again(
     else:
         bias = moments.product(lse, np.float32(np.log2(np.e)))
         exponent, base = exponentials.fused(s, factor, -bias[..., None]), "2"
-    return jnp.where(
-        seen,
-        exponentials.exponential(jnp.where(seen, exponent, jnp.float32(0)), base, arithmetic),
-        jnp.float32(0),
-    )
+    exponent = jnp.where(seen, exponent, jnp.float32(0))
+    p = exponentials.exponential(exponent, base, arithmetic)
+    return jnp.where(seen, p, jnp.float32(0))
 
 
 def log_sum(
     maximum: jax.Array, total: jax.Array, factor: jax.Array | None, variant: Variant
 ) -> jax.Array:
     """The log-sum-exp of rows (A-11), float32 of their shape."""
-    empty = total == 0
-    maximum, total = (
-        jnp.where(empty, jnp.float32(0), maximum),
-        jnp.where(empty, jnp.float32(1), total),
-    )
+    empty, maximum, total = _not_empty(maximum, total)
     of_rows = jnp.float32(1) if factor is None else row_factor(factor)
     if variant.lse == "fused":
         logarithm = exponentials.logarithm(total * np.float32(2.0**-variant.offset), "e")
@@ -198,10 +185,9 @@ def _added(p: jax.Array, c: jax.Array, sums: jax.Array, order: SumOrder) -> jax.
     lanes = jnp.concatenate([first[..., None], tile_lanes[..., 1:]], axis=-1)
     for j in range(1, eights.shape[-2]):
         lanes = lanes + eights[..., j, :]
-    lane = [lanes[..., n] for n in range(8)]
-    return (
-        ((lane[0] + lane[2]) + (lane[4] + lane[6])) + ((lane[1] + lane[3]) + (lane[5] + lane[7]))
-    )[..., None]
+    lane = [lanes[..., n, None] for n in range(8)]
+    even, odd = (lane[0] + lane[2]) + (lane[4] + lane[6]), (lane[1] + lane[3]) + (lane[5] + lane[7])
+    return even + odd
 
 
 def _finite(maximum: jax.Array) -> jax.Array:

@@ -16,15 +16,7 @@ from fp8ref.jax.attention.operands.heads import Heads
 from fp8ref.jax.attention.operands.inputs import DeviceCall, Inputs
 from fp8ref.jax.quantize import stats
 from fp8ref.jax.quantize.scaling import Quantized
-from fp8ref.spec.attention.products import (
-    OPERANDS,
-    RECORDED,
-    Product,
-    Role,
-    along_tokens,
-    first_use,
-    formats,
-)
+from fp8ref.spec.attention.products import RECORDED, Product, Role, along_tokens, first_use
 from fp8ref.spec.attention.variant import MX
 from fp8ref.spec.attention.variants import Variant
 
@@ -77,9 +69,8 @@ def _measure_do(do: jax.Array, inputs: Inputs, tensor: Heads, call: DeviceCall) 
         ("grad_k", "q", inputs.q),
     )
     for product, role, x in again:
-        measured |= measure(
-            x, gradients_mx.along_tokens(x, role, inputs, call), product, role, call.variant
-        )
+        tensor = gradients_mx.along_tokens(x, role, inputs, call)
+        measured |= measure(x, tensor, product, role, call.variant)
     return measured
 
 
@@ -92,38 +83,26 @@ def measure(
     Order:    as ``stats.measure``; scales of heads and of 128 tokens as those of their rows.
     """
     assert first_use(product, role, variant) == (product, role)
-    fmt = formats(product, variant)[OPERANDS[product].index(role)]
-    if variant.granularity != "mx_1x32":
-        kind = "tensorwise" if variant.granularity == "tensor" else "rowwise"
-        scale, inverse = (
-            heads.spread(s, x.shape, variant.granularity) for s in (tensor.scale, tensor.scale_inv)
-        )
-        if kind == "rowwise":
-            scale, inverse = (jnp.broadcast_to(s, (*x.shape[:3], 1)) for s in (scale, inverse))
-        q = Quantized(
-            codes=tensor.codes, scale=scale, scale_inv=inverse, fmt=fmt, granularity=kind, axis=-1
-        )
-        return {(product, role): stats.measure(x, q)}
-    axis = 2 if along_tokens(product, role) else 3
-    behind = -x.shape[axis] % MX
-    widths = [(0, behind if i == axis else 0) for i in range(4)]
-    # Zeros fill the last block up. They are in no count but that of all elements, which is put
-    # right.
-    codes = jnp.pad(tensor.codes.view(jnp.uint8), widths).view(tensor.codes.dtype)
+    codes, scale, inverse = tensor.codes, tensor.scale, tensor.scale_inv
+    kind, axis, shape = variant.granularity, -1, x.shape
+    count = jnp.array([x.size >> 16, x.size & 0xFFFF], jnp.float32)
+    if kind == "mx_1x32":
+        axis = 2 if along_tokens(product, role) else 3
+        widths = [(0, -x.shape[i] % MX if i == axis else 0) for i in range(4)]
+        # Zeros fill the last block up. They are in no count but that of all elements, which is put
+        # right.
+        codes = jnp.pad(codes.view(jnp.uint8), widths).view(codes.dtype)
+        x = jnp.pad(x, widths)
+    else:
+        scale, inverse = (heads.spread(s, shape, kind) for s in (scale, inverse))
+        if kind != "tensor":
+            scale, inverse = (jnp.broadcast_to(s, (*shape[:3], 1)) for s in (scale, inverse))
+    fmt = variant.format_of(role)
+    granularity = {"tensor": "tensorwise", "mx_1x32": "mx_1x32"}.get(kind or "", "rowwise")
     q = Quantized(
-        codes=codes,
-        scale=tensor.scale,
-        scale_inv=tensor.scale_inv,
-        fmt=fmt,
-        granularity="mx_1x32",
-        axis=axis,
+        codes=codes, scale=scale, scale_inv=inverse, fmt=fmt, granularity=granularity, axis=axis
     )
-    measurement = stats.measure(jnp.pad(x, widths), q)
-    return {
-        (product, role): measurement.at[:2].set(
-            jnp.array([x.size >> 16, x.size & 0xFFFF], jnp.float32)
-        )
-    }
+    return {(product, role): stats.measure(x, q).at[:2].set(count)}
 
 
 def rows(measured: Measured) -> jax.Array:

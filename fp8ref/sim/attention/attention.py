@@ -126,11 +126,7 @@ def _run(problem: Problem, role_scales: dict) -> Result:
     kept_scores = np.full((b, h, tq, tk), -np.inf, np.float32) if problem.call.keep_s else None
     block = ROWS if variant.granularity == "rows_128" else _ROWS
     jobs = [(i, j, r) for i in range(b) for j in range(h) for r in range(0, tq, block)]
-    largest, clipped, lost = (
-        np.zeros(len(jobs), np.float32),
-        np.zeros(len(jobs), np.int64),
-        np.zeros(len(jobs), np.int64),
-    )
+    largest, (clipped, lost) = np.zeros(len(jobs), np.float32), np.zeros((2, len(jobs)), np.int64)
     parts = Parts(problem, tensors)
 
     def work(begin: int, end: int) -> None:
@@ -139,52 +135,35 @@ def _run(problem: Problem, role_scales: dict) -> Result:
                 i, j, r = jobs[n]
                 rows = slice(r, min(r + block, tq))
                 kept = None if codes is None else codes[i, j, rows]
-                out[i, j, rows], lse[i, j, rows], *counts = _rows(
-                    parts, i, j, rows, p_scale, p_scale_inv, kept
-                )
-                largest[n], clipped[n], lost[n] = counts
+                result = _rows(parts, i, j, rows, (p_scale, p_scale_inv), kept)
+                out[i, j, rows], lse[i, j, rows], largest[n], clipped[n], lost[n] = result
                 if kept_scores is not None:
                     kept_scores[i, j, rows] = _scores(parts, i, j, rows)
 
     threads.run(work, len(jobs))
-    amaxes = {role: t.amax for role, t in tensors.items()} | {
-        "s": largest.max(),
-        "o": np.abs(out).max()[()],
-    }
-    o = heads.quantize(
-        out,
-        variant.out,
-        *variant.output_scaling,
-        heads=problem.k.shape[1],
-        scale=role_scales.get("o"),
-    )
+    amaxes = {role: t.amax for role, t in tensors.items()}
+    amaxes |= {"s": largest.max(), "o": np.abs(out).max()[()]}
+    scaling_of_o, scale = variant.output_scaling, role_scales.get("o")
+    o = heads.quantize(out, variant.out, *scaling_of_o, heads=problem.k.shape[1], scale=scale)
     if variant.out.bits == 8:
         tensors["o"] = o
-    clipped_lost = int(clipped.sum()), int(lost.sum())
     return Result(
         o.values * o.scale_inv,
         lse,
         tensors,
         amaxes,
-        clipped_lost[0],
-        codes,
-        p_scale,
-        p_scale_inv,
-        kept_scores,
-        clipped_lost[1],
+        saturated=int(clipped.sum()),
+        p_codes=codes,
+        scale_p=p_scale,
+        scale_inv_p=p_scale_inv,
+        scores=kept_scores,
+        lost=int(lost.sum()),
     )
 
 
-def _rows(
-    parts: Parts,
-    i: int,
-    j: int,
-    rows: slice,
-    p_scale: np.float32,
-    p_scale_inv: np.float32,
-    kept: np.ndarray | None,
-):
+def _rows(parts: Parts, i: int, j: int, rows: slice, p_scales: tuple, kept: np.ndarray | None):
     """(o, lse, largest probability, clipped, lost) of some rows of one head; o is not rounded."""
+    p_scale, p_scale_inv = p_scales
     variant, count = parts.variant, rows.stop - rows.start
     state = softmax.start(count)
     o = Product(count, parts.v.shape[3], variant, p_scale_inv)
@@ -213,13 +192,8 @@ def _rows(
             value_sums, total, maximum, parts.problem.sinks[j], variant, factor
         )
     at_end = np.float32(inverse_v if variant.out_scales == "end" and variant.granularity else 1)
-    return (
-        _finish(value_sums, total, at_end, variant),
-        log_sum(maximum, total, factor, variant),
-        largest,
-        clipped,
-        zeros,
-    )
+    o_rows = _finish(value_sums, total, at_end, variant)
+    return o_rows, log_sum(maximum, total, factor, variant), largest, clipped, zeros
 
 
 def _scores(parts: Parts, i: int, j: int, rows: slice) -> np.ndarray:
@@ -248,11 +222,8 @@ def round_probabilities(
 
 def count_lost(x: np.ndarray, values: np.ndarray, fmt: Format) -> int:
     """How many numbers of at least 2^-126 a cast to FP8 made 0 (A-12)."""
-    return (
-        int(((values == 0) & (np.abs(x) >= np.finfo(np.float32).tiny)).sum())
-        if fmt.bits == 8
-        else 0
-    )
+    zero = (values == 0) & (np.abs(x) >= np.finfo(np.float32).tiny)
+    return int(zero.sum()) if fmt.bits == 8 else 0
 
 
 def _finish(o: np.ndarray, total: np.ndarray, scale_inv, variant: Variant) -> np.ndarray:
@@ -274,9 +245,8 @@ def log_sum(
         logarithm = exponentials.log(total * np.float32(2.0**-variant.offset))
         log_sums = multiply_add(maximum, np.broadcast_to(factor * _LN2, maximum.shape), logarithm)
     elif variant.base == "2":
-        log_sums = (
-            maximum * factor + (exponentials.log2(total) - np.float32(variant.offset))
-        ) * _LN2
+        logarithm = exponentials.log2(total) - np.float32(variant.offset)
+        log_sums = (maximum * factor + logarithm) * _LN2
     else:
         log_sums = maximum + exponentials.log(total)
     return np.where(empty, np.float32(-np.inf), log_sums)
@@ -290,10 +260,8 @@ def _real(problem: Problem) -> Result:
         for j in range(h):
             p, log_sums = real_probabilities(problem, i, j)
             o[i, j], lse[i, j] = p @ problem.v[i, j // problem.group].astype(np.float64), log_sums
-    amaxes = {
-        role: np.abs(x).max()[()]
-        for role, x in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("o", o))
-    }
+    tensors = {"q": problem.q, "k": problem.k, "v": problem.v, "o": o}
+    amaxes = {role: np.abs(x).max()[()] for role, x in tensors.items()}
     return Result(o, lse, {}, amaxes | {"s": np.float32(1)}, 0, None, np.float32(1), np.float32(1))
 
 

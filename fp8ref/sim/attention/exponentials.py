@@ -30,19 +30,12 @@ def exp(x) -> np.ndarray:
 
 def exp2_plain(x) -> np.ndarray:
     """The definition of ``exp2``."""
-    return _each(
-        x,
-        lambda v: (
-            _CONTEXT.exp(_CONTEXT.multiply(decimal.Decimal(v), _LN2))
-            if v > -200
-            else decimal.Decimal(0)
-        ),
-    )
+    return _each(x, lambda v: _exact_exp(_CONTEXT.multiply(decimal.Decimal(v), _LN2)))
 
 
 def exp_plain(x) -> np.ndarray:
     """The definition of ``exp``."""
-    return _each(x, lambda v: _CONTEXT.exp(decimal.Decimal(v)) if v > -200 else decimal.Decimal(0))
+    return _each(x, lambda v: _exact_exp(decimal.Decimal(v)))
 
 
 def log(x) -> np.ndarray:
@@ -63,6 +56,10 @@ def tanh(x) -> np.ndarray:
 def tanh_plain(x) -> np.ndarray:
     """The definition of ``tanh``."""
     return _each(x, _exact_tanh)
+
+
+def _exact_exp(v: decimal.Decimal) -> decimal.Decimal:
+    return _CONTEXT.exp(v) if v > -130 else decimal.Decimal(0)  # below it rounded to 0
 
 
 def _exact_tanh(v: float) -> decimal.Decimal:
@@ -87,10 +84,8 @@ def _sure(x, float64_function: Callable, exactly: Callable) -> np.ndarray:
     with np.errstate(divide="ignore"):
         near = np.asarray(float64_function(x.astype(np.float64)))
     with np.errstate(invalid="ignore"):
-        below, above = (
-            (near * (1 - 2.0**-50)).astype(np.float32),
-            (near * (1 + 2.0**-50)).astype(np.float32),
-        )
+        bounds = near * (1 - 2.0**-50), near * (1 + 2.0**-50)
+        below, above = (bound.astype(np.float32) for bound in bounds)
     out = np.where(below == above, below, np.float32(0))
     unsure = np.asarray(below != above)
     out[unsure] = _each(x[unsure], exactly)
@@ -107,12 +102,9 @@ def _round(value: decimal.Decimal) -> np.float32:
     if abs(value) <= _TINY:
         return np.float32(0)
     near = np.float32(float(value))
-    neighbors = (
-        np.nextafter(near, np.float32(-np.inf)),
-        near,
-        np.nextafter(near, np.float32(np.inf)),
-    )
-    return min(
-        neighbors,
-        key=lambda v: (abs(decimal.Decimal(float(v)) - value), int(v.view(np.uint32)) & 1),
-    )
+    below, above = (np.nextafter(near, np.float32(end)) for end in (-np.inf, np.inf))
+
+    def distance(v: np.float32) -> tuple[decimal.Decimal, int]:
+        return abs(decimal.Decimal(float(v)) - value), int(v.view(np.uint32)) & 1
+
+    return min((below, near, above), key=distance)

@@ -74,17 +74,14 @@ class Product:
         """The exact sums of a tile or its MX blocks, with the scales that apply in a tile."""
         if self.variant.granularity != "mx_1x32":
             tile_sums = sums.exact_sum(p, v.T)
-            return (
-                self._with_p_scale(tile_sums * scale_inv)
-                if self.variant.out_scales == "tile"
-                else tile_sums
-            )
+            if self.variant.out_scales != "tile":
+                return tile_sums
+            return self._with_p_scale(tile_sums * scale_inv)
         tile_sums = np.zeros((len(p), v.shape[1]), np.float32)
         for block, scale in enumerate(scale_inv):  # [D]
             part = slice(block * MX, (block + 1) * MX)
-            tile_sums = tile_sums + self._with_p_scale(
-                sums.exact_sum(p[:, part], v[part].T) * scale
-            )
+            block_sums = sums.exact_sum(p[:, part], v[part].T) * scale
+            tile_sums = tile_sums + self._with_p_scale(block_sums)
         return tile_sums
 
     def _with_p_scale(self, tile_sums: np.ndarray) -> np.ndarray:
@@ -111,15 +108,8 @@ def accumulate(
     if not unit.compiled:
         return tensor_core.chain_plain(a, b.T, out, fmt, fmt, unit)
     out = out.copy() if out is acc else out
-    codes = (
-        scaling.saturate(np.ascontiguousarray(b.T), fmt)
-        if codes is None
-        else np.ascontiguousarray(codes)
-    )
-    chains_from.go_on(
-        out,
-        chains_from.pack(a, fmt, unit.fused_width, unit.fraction_bits, unit.output_bits),
-        codes,
-        fmt,
-    )
+    if codes is None:
+        codes = scaling.saturate(np.ascontiguousarray(b.T), fmt)
+    rows = chains_from.pack(a, fmt, unit.fused_width, unit.fraction_bits, unit.output_bits)
+    chains_from.go_on(out, rows, np.ascontiguousarray(codes), fmt)
     return out

@@ -47,11 +47,9 @@ def start(rows: int) -> Rows:
 def total(rows: Rows, order: SumOrder) -> np.ndarray:
     """The sum of each row, of its lanes: float32 [rows]."""
     lanes = rows.sums
-    return (
-        (lanes[:, 0] + lanes[:, 2]) + (lanes[:, 1] + lanes[:, 3])
-        if order == "quad"
-        else lanes[:, 0].copy()
-    )
+    if order == "quad":
+        return (lanes[:, 0] + lanes[:, 2]) + (lanes[:, 1] + lanes[:, 3])
+    return lanes[:, 0].copy()
 
 
 def step(
@@ -88,15 +86,10 @@ def step_plain(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The definition of ``step``: one rounding an operation."""
     keys = np.arange(s.shape[1])
-    visible = (
-        (keys >= seen.low[:, None])
-        & (keys < seen.high[:, None])
-        & (seen.q_documents[:, None] == seen.k_documents)
-    )
-    raw, exponential = (
-        variant.scores == "raw",
-        exponentials.exp2 if variant.base == "2" else exponentials.exp,
-    )
+    visible = (keys >= seen.low[:, None]) & (keys < seen.high[:, None])
+    visible &= seen.q_documents[:, None] == seen.k_documents
+    raw = variant.scores == "raw"
+    exponential = exponentials.exp2 if variant.base == "2" else exponentials.exp
     threshold, offset = np.float32(variant.threshold), np.float32(variant.offset)
     if not raw:
         for multiplier in factors:
@@ -110,18 +103,16 @@ def step_plain(
             stays = (threshold > 0) & (behind >= -threshold)
             new = np.where(stays, old, new)
             c = np.where(stays, np.float32(1), exponentials.exp2(behind))
-            bias = (
-                -_fused(_finite(new), factor, -offset)
-                if variant.bias == "fused"
-                else offset - _finite(new) * factor
-            )
+            if variant.bias == "fused":
+                bias = -_fused(_finite(new), factor, -offset)
+            else:
+                bias = offset - _finite(new) * factor
             exponent = _fused(s, factor, bias[:, None])
         else:
             new = np.where((old == _NONE) | (largest - old > threshold), largest, old)
             behind = old - new
-            c = np.where(
-                behind < -threshold, exponential(np.where(behind < 0, behind, 0)), np.float32(1)
-            )
+            rescaled = exponential(np.where(behind < 0, behind, 0))
+            c = np.where(behind < -threshold, rescaled, np.float32(1))
             exponent = (s - _finite(new)[:, None]) + offset
     p = exponential(np.where(visible, exponent, _NONE))
     rows.maximum[:] = new
@@ -156,6 +147,5 @@ def _finite(maximum: np.ndarray) -> np.ndarray:
 
 
 def _fused(x, y, z) -> np.ndarray:
-    return multiply_add(
-        *np.broadcast_arrays(np.asarray(x, np.float32), np.float32(y), np.asarray(z, np.float32))
-    )
+    x, z = np.asarray(x, np.float32), np.asarray(z, np.float32)
+    return multiply_add(*np.broadcast_arrays(x, np.float32(y), z))

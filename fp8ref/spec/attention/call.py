@@ -128,7 +128,8 @@ class Call:
         kept = [f"{name}=True" for name in ("keep_p", "keep_s", "keep_ds") if getattr(self, name)]
         if kept:
             raise ValueError(
-                f"apply returns o alone; got {', '.join(kept)}. Use forward and backward."
+                f"apply returns o alone; got {', '.join(kept)}. Leave it out, or use forward and "
+                "backward."
             )
 
     def check_features(self, features: int) -> None:

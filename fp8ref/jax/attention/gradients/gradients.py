@@ -149,19 +149,13 @@ def backward(
     """
     variant, low = call.variant, call.variant.fmt.bits == 8
     fmt = variant.format_of("ds")
-    do8 = heads.quantize(
-        do,
-        fmt,
-        variant.granularity,
-        variant.policy,
-        heads=inputs.k.shape[1],
-        scale=given_scales.get("do"),
-        over=call.over,
-    )
+    kind, policy, count = variant.granularity, variant.policy, inputs.k.shape[1]
+    scale = given_scales.get("do")
+    do8 = heads.quantize(do, fmt, kind, policy, heads=count, scale=scale, over=call.over)
     tensors = context.gathered(result.tensors, call)
     inputs = context.problem(inputs, tensors, call)
     parts = Parts(inputs, call, tensors)
-    p_scale, p_scale_inv = (result.scale_p, result.scale_inv_p)
+    p_scale, p_scale_inv = result.scale_p, result.scale_inv_p
     if "s" in given_scales:
         p_scale, p_scale_inv = operands.probability_scale(variant, given_scales)
     values_do = parts.by_group(do8.codes)
@@ -311,6 +305,5 @@ def _row_sums(do: Heads, result, call: DeviceCall) -> jax.Array:
     do_inv = heads.spread(do.scale_inv, values.shape, variant.granularity)
     products = times(values, o, call.arithmetic)
     totals = jnp.sum(products, axis=-1) if call.fast else ascending_sum(products)
-    return moments.product(
-        moments.product(totals, do_inv if do_inv.ndim == 0 else do_inv[..., 0]), o_inv
-    )
+    do_inv = do_inv if do_inv.ndim == 0 else do_inv[..., 0]
+    return moments.product(moments.product(totals, do_inv), o_inv)

@@ -39,11 +39,8 @@ def backward(do: jax.Array, inputs: Inputs, result, call: DeviceCall) -> Gradien
     parts = Parts(inputs, call, tensors)
 
     def copy(x: jax.Array, role: Role) -> jax.Array:
-        return parts.operand(
-            along_tokens(x, role, inputs, call),
-            along_tokens=True,
-            fmt=fmt if role == "do" else variant.fmt,
-        )
+        tensor = along_tokens(x, role, inputs, call)
+        return parts.operand(tensor, along_tokens=True, fmt=variant.format_of(role))
 
     along_features = head_scaling.quantize(do, fmt, "mx_1x32", variant.policy, heads=heads)
     do_tokens, q_tokens = parts.by_group(copy(do, "do")), parts.by_group(copy(inputs.q, "q"))
@@ -87,21 +84,17 @@ def _row_sums(do: jax.Array, result, call: DeviceCall) -> jax.Array:
 def along_tokens(x: jax.Array, role: Role, inputs: Inputs, call: DeviceCall) -> Heads:
     """q, k or do as a product over tokens takes it: with blocks along them."""
     variant = call.variant
-    fmt = variant.format_of("ds") if role == "do" else variant.fmt
-    return head_scaling.quantize(
-        x, fmt, "mx_1x32", variant.policy, along_tokens=True, heads=inputs.k.shape[1]
-    )
+    fmt, policy, heads = variant.format_of(role), variant.policy, inputs.k.shape[1]
+    return head_scaling.quantize(x, fmt, "mx_1x32", policy, along_tokens=True, heads=heads)
 
 
 def blocks(ds: jax.Array, fmt, policy: str, axis: int) -> jax.Array:
     """dS, quantized in blocks of 32 along an axis and dequantized: exact bfloat16."""
     split = ds.reshape(*ds.shape[:axis], ds.shape[axis] // MX, MX, *ds.shape[axis + 1 :])
     scale_policy = head_scaling.implemented(policy)
-    block_scales = head_scaling.scales_from_amax(
-        jnp.max(jnp.abs(split), axis=axis + 1, keepdims=True), fmt, scale_policy
-    )
+    amaxes = jnp.max(jnp.abs(split), axis=axis + 1, keepdims=True)
+    block_scales = head_scaling.scales_from_amax(amaxes, fmt, scale_policy)
     block = tuple(None if i == axis + 1 else 1 for i in range(split.ndim))
-    codes = jax.lax.optimization_barrier(
-        scaling.quantize_blocks(split, block_scales, fmt, block, policy=scale_policy)
-    )
+    codes = scaling.quantize_blocks(split, block_scales, fmt, block, policy=scale_policy)
+    codes = jax.lax.optimization_barrier(codes)
     return (cast.decode(codes, fmt) * block_scales.scale_inv).astype(jnp.bfloat16).reshape(ds.shape)

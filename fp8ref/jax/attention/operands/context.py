@@ -68,8 +68,6 @@ def visible(
 
 def own_keys(gradient: jax.Array, call: DeviceCall) -> jax.Array:
     """The gradient [B, Hkv, T, D] of this device's keys, summed over devices."""
-    return (
-        lax.psum_scatter(gradient, call.tokens, scatter_dimension=2, tiled=True)
-        if call.tokens
-        else gradient
-    )
+    if not call.tokens:
+        return gradient
+    return lax.psum_scatter(gradient, call.tokens, scatter_dimension=2, tiled=True)

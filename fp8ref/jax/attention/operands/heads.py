@@ -126,9 +126,8 @@ def scales_from_amax(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scale
     normal = (bits >= 1 << 23) & jnp.isfinite(amax)
     scale = division.divide(fmt.max, jnp.where(normal, amax, jnp.float32(1)))
     scale = jnp.where(normal, jnp.minimum(scale, jnp.finfo(jnp.float32).max), jnp.float32(1))
-    return scales.with_inverse(
-        jnp.where((bits > 0) & (bits < 1 << 23), jnp.finfo(jnp.float32).max, scale)
-    )
+    subnormal = (bits > 0) & (bits < 1 << 23)
+    return scales.with_inverse(jnp.where(subnormal, jnp.finfo(jnp.float32).max, scale))
 
 
 def given_scale(scale, shape: tuple[int, ...]) -> jax.Array:

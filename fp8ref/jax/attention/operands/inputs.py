@@ -142,12 +142,9 @@ def _check_simulated(call: DeviceCall, q: jax.Array) -> None:
             ", or use variant 'cudnn'",
         )
     mesh = jax.typeof(q).sharding.mesh
+    mapped, platform = bool(getattr(mesh, "manual_axes", ())), jax.default_backend()
     try:
-        hardware.check_devices(
-            mesh.size or 1,
-            mapped=bool(getattr(mesh, "manual_axes", ())),
-            platform=jax.default_backend(),
-        )
+        hardware.check_devices(mesh.size or 1, mapped=mapped, platform=platform)
     except ValueError as error:
         raise ValueError(f"{call.name}: {error}") from error
 
@@ -235,11 +232,8 @@ def _documents(documents, b: int, tq: int, tk: int) -> tuple[jax.Array, jax.Arra
 def _numbers_of_documents(ids) -> jax.Array:
     """Documents as an array; ValueError for numbers that JAX would truncate to 32 bits."""
     bits = jax.dtypes.canonicalize_dtype(np.int64).itemsize * 8
-    if (
-        isinstance(ids, np.ndarray)
-        and ids.dtype.itemsize * 8 > bits
-        and int(ids.max()) >= 1 << (bits - 1)
-    ):
+    wide = isinstance(ids, np.ndarray) and ids.dtype.itemsize * 8 > bits
+    if wide and int(ids.max()) >= 1 << (bits - 1):
         raise ValueError(
             f"documents have numbers below 2^{bits - 1} in {bits}-bit JAX; got {int(ids.max())}. "
             "Number them from 0 in each batch."

@@ -40,15 +40,10 @@ class Kept:
             return carried
         values = lax.bitcast_convert_type(part, jnp.uint8) if name.endswith("codes") else part
         parts, x = self._parts, carried[name]
-        return carried | {
-            name: parts.put_block(
-                x, parts.put_tile(parts.block(x, block), values, tile, axis=4), block
-            )
-        }
+        rows = parts.put_tile(parts.block(x, block), values, tile, axis=4)
+        return carried | {name: parts.put_block(x, rows, block)}
 
     def whole(self, carried: dict) -> dict[str, jax.Array]:
         """The matrices [B, H, Tq, Tk] of a loop's last carry."""
-        return {
-            name: self._parts.ungrouped(x)[..., : self._parts.shape_k[2]]
-            for name, x in carried.items()
-        }
+        keys = self._parts.shape_k[2]
+        return {name: self._parts.ungrouped(x)[..., :keys] for name, x in carried.items()}

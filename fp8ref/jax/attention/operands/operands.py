@@ -6,6 +6,8 @@ v are not repeated. A pass is a loop over pairs of a block of queries and a tile
 the mask hides from all queries are left out while the loop is traced.
 """
 
+import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -68,19 +70,12 @@ def grid(call: DeviceCall, tq: int, tk: int, features: int) -> Grid:
 
     def seen(block: int, tile: int) -> bool:
         part = slice(block * rows, (block + 1) * rows)
-        return bool(
-            (
-                np.maximum(low[part], tile * length) < np.minimum(high[part], (tile + 1) * length)
-            ).any()
-        )
+        begin, end = tile * length, (tile + 1) * length
+        return bool((np.maximum(low[part], begin) < np.minimum(high[part], end)).any())
 
     # Which tiles a device's part of the queries sees is known when it runs.
-    seen_tiles = [
-        (block, tile)
-        for block in range(blocks)
-        for tile in order
-        if call.tokens or seen(block, tile)
-    ]
+    every = itertools.product(range(blocks), order)
+    seen_tiles = [pair for pair in every if call.tokens or seen(*pair)]
     pairs = np.array(seen_tiles, np.int32).reshape(-1, 2)
     return Grid(length, tiles, rows, blocks, low, high, (pairs[:, 0], pairs[:, 1]))
 
@@ -93,22 +88,23 @@ def loop(body: Callable, carry, grid: Grid):
 
 def quantize(inputs: Inputs, call: DeviceCall, scales_: dict) -> dict[str, Heads]:
     """q, k and v as the variant quantizes them, by role (A-2, A-13)."""
-    variant, heads = call.variant, inputs.k.shape[1]
-    tensors = {}
-    for role, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
-        if variant.rotated and role != "v":
-            x = rotated(x, call)
-        tensors[role] = head_scaling.quantize(
-            x,
-            variant.fmt,
-            variant.granularity,
-            variant.policy,
-            heads=heads,
-            along_tokens=role == "v",
-            scale=scales_.get(role),
-            over=call.over,
-        )
-    return tensors
+    variant = call.variant
+    quantized = functools.partial(
+        head_scaling.quantize,
+        fmt=variant.fmt,
+        granularity=variant.granularity,
+        policy=variant.policy,
+        heads=inputs.k.shape[1],
+        over=call.over,
+    )
+    q, k, v = inputs[:3]
+    if variant.rotated:
+        q, k = rotated(q, call), rotated(k, call)
+    return {
+        "q": quantized(q, scale=scales_.get("q")),
+        "k": quantized(k, scale=scales_.get("k")),
+        "v": quantized(v, scale=scales_.get("v"), along_tokens=True),
+    }
 
 
 def rotated(x: jax.Array, call: DeviceCall) -> jax.Array:
@@ -121,9 +117,8 @@ def probability_scale(variant: Variant, scales_: dict) -> tuple[jax.Array, jax.A
     if "s" in scales_:
         return scales.with_inverse(head_scaling.given_scale(scales_["s"], ()))
     if variant.p_scale == "state":
-        return head_scaling.scales_from_amax(
-            jnp.float32(1), variant.fmt, head_scaling.implemented(variant.policy)
-        )
+        policy = head_scaling.implemented(variant.policy)
+        return head_scaling.scales_from_amax(jnp.float32(1), variant.fmt, policy)
     return jnp.float32(variant.p_scale), jnp.float32(np.float32(1) / np.float32(variant.p_scale))
 
 
@@ -141,9 +136,8 @@ def narrow(x: jax.Array, variant: Variant, fmt=None) -> jax.Array:
 
 def fp8(operand: jax.Array, variant: Variant) -> jax.Array:
     """The codes of a result of ``narrow``."""
-    return (
-        operand.astype(cast.DTYPES[variant.fmt.name]) if operand.dtype == jnp.bfloat16 else operand
-    )
+    narrow = operand.dtype != jnp.bfloat16
+    return operand if narrow else operand.astype(cast.DTYPES[variant.fmt.name])
 
 
 def clipped(x: jax.Array, fmt) -> jax.Array:
@@ -183,12 +177,9 @@ class Parts:
         self.documents = inputs.documents
         if inputs.documents is not None:
             queries, keys = inputs.documents
-            self.documents = (
-                jnp.pad(
-                    queries, ((0, 0), (0, self.grid.rows * self.grid.blocks - queries.shape[1]))
-                ),
-                jnp.pad(keys, ((0, 0), (0, self.grid.length * self.grid.tiles - keys.shape[1]))),
-            )
+            rows, tokens = self.grid.rows * self.grid.blocks, self.grid.length * self.grid.tiles
+            queries = jnp.pad(queries, ((0, 0), (0, rows - queries.shape[1])))
+            self.documents = queries, jnp.pad(keys, ((0, 0), (0, tokens - keys.shape[1])))
         self.low, self.high = jnp.asarray(self.grid.low), jnp.asarray(self.grid.high)
         if call.tokens:
             sizes = self.shape_q[2], self.shape_k[2], self.grid.rows * self.grid.blocks
@@ -213,9 +204,8 @@ class Parts:
         element_scales = head_scaling.spread(
             tensor.scale_inv, tensor.codes.shape, "mx_1x32", along_tokens=along_tokens
         )
-        return (cast.decode(tensor.codes, fmt or self.variant.fmt) * element_scales).astype(
-            jnp.bfloat16
-        )
+        numbers = cast.decode(tensor.codes, fmt or self.variant.fmt)
+        return (numbers * element_scales).astype(jnp.bfloat16)
 
     def head_scales(self, scale: jax.Array) -> jax.Array:
         """Scales of tensors or heads, to be multiplied into [B, N, G, T, D]."""
@@ -273,10 +263,8 @@ class Parts:
         inside = ((keys[None] >= low) & (keys[None] < high))[None, None, None]
         if self.documents is None:
             return inside
-        q_ids, k_ids = (
-            self.block(self.documents[0], block, 1),
-            self.tile(self.documents[1], tile, 1),
-        )
+        queries, keys = self.documents
+        q_ids, k_ids = self.block(queries, block, 1), self.tile(keys, tile, 1)
         return inside & (q_ids[:, None, None, :, None] == k_ids[:, None, None, None, :])
 
     def pairs(self, seen: jax.Array) -> jax.Array:
@@ -284,21 +272,17 @@ class Parts:
         b, n = self.shape_k[:2]
         return jnp.sum(jnp.broadcast_to(seen, (b, n, self.group, *seen.shape[3:])), dtype=jnp.int32)
 
-    def scores(self, block: jax.Array, tile: jax.Array) -> jax.Array:
-        """Sums of products of q and k [B, N, G, rows, keys], times all factors if the variant
-        scales them (A-4), or in the fast form; with a softcap (A-22)."""
-        return self.scores_and_slope(block, tile)[0]
-
     def scores_and_slope(
         self, block: jax.Array, tile: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
-        """``scores``, and what a softcap multiplies dS by; None without one."""
-        s = self._sums(block, tile)
-        capped, raw, arithmetic = (
-            self.call.softcap is not None,
-            self.variant.scores == "raw",
-            self.call.arithmetic,
-        )
+        """(sums of products of q and k [B, N, G, rows, keys], times all factors if the variant
+        scales them (A-4), or in the fast form, with a softcap (A-22); what that multiplies dS by,
+        None without one).
+        """
+        with self.call.scope("scores"):
+            s = self.dot(self.block(self.q, block), self.tile(self.k, tile), ((4,), (3,)))
+        capped, raw = self.call.softcap is not None, self.variant.scores == "raw"
+        arithmetic = self.call.arithmetic
         if self.call.fast:
             s = s * self.whole_factor(block, tile)
         elif not raw or capped:
@@ -308,32 +292,20 @@ class Parts:
             return s, None
         t = exponentials.tanh(s, arithmetic)
         slope = jnp.float32(1) - exponentials.times(t, t, arithmetic)
-        return (
-            t if raw and not self.call.fast else exponentials.times(t, self.call.cap, arithmetic)
-        ), slope
-
-    def _sums(self, block: jax.Array, tile: jax.Array) -> jax.Array:
-        with self.call.scope("scores"):
-            return self.dot(self.block(self.q, block), self.tile(self.k, tile), ((4,), (3,)))
+        s = t if raw and not self.call.fast else exponentials.times(t, self.call.cap, arithmetic)
+        return s, slope
 
     def whole_factor(self, block: jax.Array, tile: jax.Array) -> jax.Array:
         """All factors of scores in one, under the variant's base (A-18)."""
         if self.variant.granularity in ("mx_1x32", None):
             return jnp.float32(self.factor)
-        q_inverse = (
-            self.block(self.inverse["q"], block)
-            if self.variant.granularity == "rows_128"
-            else self.inverse["q"]
-        )
-        return q_inverse * self.scale_of_tile("k", tile) * self.factor
+        return self._scale_of_block(block) * self.scale_of_tile("k", tile) * self.factor
 
     def factors(self, block: jax.Array, tile: jax.Array) -> list:
         """What multiplies scaled scores, in order."""
         if self.variant.granularity == "mx_1x32":
             return [self.factor]
-        q_inverse, k_inverse = self.inverse["q"], self.scale_of_tile("k", tile)
-        if self.variant.granularity == "rows_128":
-            q_inverse = self.block(q_inverse, block)
+        q_inverse, k_inverse = self._scale_of_block(block), self.scale_of_tile("k", tile)
         named_factors: dict = {
             "scale": self.factor,
             "q": q_inverse,
@@ -341,6 +313,10 @@ class Parts:
             "qk": moments.product(q_inverse, k_inverse),
         }
         return [named_factors[name] for name in self.variant.factors]
+
+    def _scale_of_block(self, block: jax.Array) -> jax.Array:
+        q_inverse = self.inverse["q"]
+        return self.block(q_inverse, block) if self.variant.granularity == "rows_128" else q_inverse
 
     def scale_of_tile(self, role: str, tile: jax.Array) -> jax.Array:
         """scale_inv of k or v, to be multiplied into a tile's [B, N, G, rows, keys or D]."""
@@ -361,25 +337,19 @@ class Parts:
         """A GEMM of codes, float32, of equal leading dims; accumulated as the library does (G-7).
         FP8 operands stay FP8."""
         leading = tuple(range(batch))
-        fast = a.dtype.itemsize > 1 or self.variant.plan in FAST
-        if self.call.simulated is not None:
-            return self._simulated(a, b, axes, batch, "fast" if fast else "slow")
-        return lax.dot_general(
-            a,
-            b,
-            (axes, (leading, leading)),
-            precision=gemm.PRECISION["fast" if fast else "slow"],
-            preferred_element_type=jnp.float32,
-        )
-
-    def _simulated(
-        self, a: jax.Array, b: jax.Array, axes: tuple, batch: int, accumulate: str
-    ) -> jax.Array:
-        """``dot`` on simulated hardware: matrices with the summed axis last (G-19)."""
-        assert self.call.simulated is not None
+        plan, simulated = "slow", self.call.simulated
+        if a.dtype.itemsize > 1 or self.variant.plan in FAST:
+            plan = "fast"
+        if simulated is None:
+            return lax.dot_general(
+                a,
+                b,
+                (axes, (leading, leading)),
+                precision=gemm.PRECISION[plan],
+                preferred_element_type=jnp.float32,
+            )
+        # matrices with the summed axis last (G-19)
         a, b = (jnp.moveaxis(x, axis, -1) for x, (axis,) in zip((a, b), axes, strict=True))
         shape = *a.shape[:-1], *b.shape[batch:-1]
         a, b = (x.reshape(math.prod(x.shape[:batch]), -1, x.shape[-1]) for x in (a, b))
-        return hardware.batched_matmul(a, b, by=self.call.simulated, accumulate=accumulate).reshape(
-            shape
-        )
+        return hardware.batched_matmul(a, b, by=simulated, accumulate=plan).reshape(shape)

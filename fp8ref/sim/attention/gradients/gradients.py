@@ -113,9 +113,8 @@ def backward(
     data.check_result(call.variant, result.tensors)
     do = inputs.gradient(data.in_layout(call.layout, cast.array(do)), problem)
     roles = ("s", *call.variant.roles[len(data.ROLES) :])
-    gradients = _variant_gradients(
-        problem, do, result, data.check_scales(scales, call.variant, roles)
-    )
+    role_scales = data.check_scales(scales, call.variant, roles)
+    gradients = _variant_gradients(problem, do, result, role_scales)
     dq, dk, dv = (data.in_layout(call.layout, x) for x in gradients[:3])
     return gradients._replace(dq=dq, dk=dk, dv=dv)
 
@@ -153,10 +152,8 @@ def _real(problem: Problem, do: np.ndarray) -> Gradients:
 
     def differentiate_head(i: int, j: int, g: int) -> None:
         p, lse = attention.real_probabilities(problem, i, j)
-        q, k, v, do_head = (
-            x.astype(np.float64)
-            for x in (problem.q[i, j], problem.k[i, g], problem.v[i, g], do[i, j])
-        )
+        tensors = problem.q[i, j], problem.k[i, g], problem.v[i, g], do[i, j]
+        q, k, v, do_head = (x.astype(np.float64) for x in tensors)
         dp = do_head @ v.T
         d = (p * dp).sum(axis=1, keepdims=True)
         ds = p * (dp - d) * np.float64(problem.scale)
@@ -173,20 +170,11 @@ def _real(problem: Problem, do: np.ndarray) -> Gradients:
     threads.each(differentiate_head, heads_of(problem))
     dk, dv = over_heads(dk_heads, problem), over_heads(dv_heads, problem)
     amaxes = {"do": np.abs(do).max()[()], "ds": np.float32(largest.max())}
-    gradients = {"dq": dq, "dk": dk, "dv": dv}
-    values = {role: x.astype(np.float32) for role, x in gradients.items()}
-    amaxes |= {role: np.abs(x).max()[()] for role, x in values.items()}
+    by_role = {"dq": dq, "dk": dk, "dv": dv}
+    grads = {role: x.astype(np.float32) for role, x in by_role.items()}
+    amaxes |= {role: np.abs(x).max()[()] for role, x in grads.items()}
     dsinks = None if problem.sinks is None else (-sink_terms.sum(0)).astype(np.float32)
-    return Gradients(
-        values["dq"],
-        values["dk"],
-        values["dv"],
-        tensors={},
-        amaxes=amaxes,
-        saturated=0,
-        scale_ds=_UNIT,
-        dsinks=dsinks,
-    )
+    return Gradients(grads["dq"], grads["dk"], grads["dv"], {}, amaxes, 0, _UNIT, dsinks=dsinks)
 
 
 class ScoreGradients(NamedTuple):
@@ -203,16 +191,9 @@ class ScoreGradients(NamedTuple):
 
 def _cast(problem: Problem, result: Result, do: np.ndarray, role_scales: dict) -> Gradients:
     """The steps of A-15."""
-    variant, heads_of_keys = problem.variant, problem.k.shape[1]
-    fmt = variant.format_of("ds")
-    do8 = heads.quantize(
-        do,
-        fmt,
-        variant.granularity,
-        variant.policy,
-        heads=heads_of_keys,
-        scale=role_scales.get("do"),
-    )
+    variant, count, scale = problem.variant, problem.k.shape[1], role_scales.get("do")
+    fmt, kind = variant.format_of("ds"), variant.granularity
+    do8 = heads.quantize(do, fmt, kind, variant.policy, heads=count, scale=scale)
     if "s" in role_scales:
         p_scale, p_scale_inv = operands.probability_scale(variant, role_scales)
         result = result._replace(scale_p=p_scale, scale_inv_p=p_scale_inv)
@@ -292,9 +273,9 @@ def _query_key_gradients(
 def _cast_mx(problem: Problem, result: Result, do: np.ndarray) -> Gradients:
     """The steps of A-16."""
     parts = Parts(problem, dict(result.tensors))
-    raw, copies = mx.gradients(problem, parts, do, result.o, result.lse)
+    raw = mx.gradients(problem, parts, do, result.o, result.lse)
     by_role = {"dq": raw.dq, "dk": raw.dk, "dv": raw.dv}
-    gradients = _rounded(by_role, copies.do_features, raw.largest, raw.clipped, _UNIT, problem, {})
+    gradients = _rounded(by_role, raw.do, raw.largest, raw.clipped, _UNIT, problem, {})
     return gradients._replace(dsinks=_sink_gradients(problem, raw.d, result.lse), lost=raw.lost)
 
 

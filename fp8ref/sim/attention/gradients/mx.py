@@ -4,6 +4,7 @@ A block lies along the axis that a product sums over, so that q, k, do and dS ha
 the features or keys, and along the tokens. v has the forward pass's copy alone.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -28,18 +29,9 @@ P_SCALE = np.float32(256)
 """What P is multiplied by before its cast."""
 
 
-class Copies(NamedTuple):
-    """Quantized once more, blocks along the tokens: q, k and do; and do along its features."""
-
-    q: Heads
-    k: Heads
-    do: Heads
-    do_features: Heads
-
-
 class Raw(NamedTuple):
     """Unrounded gradients float32, the largest |dS|, how many elements of P were clipped, D of each
-    row [B, H, Tq], and how many elements of dS were lost."""
+    row [B, H, Tq], how many elements of dS were lost, and do quantized along its features."""
 
     dq: np.ndarray
     dk: np.ndarray
@@ -48,36 +40,32 @@ class Raw(NamedTuple):
     clipped: int
     d: np.ndarray
     lost: int
+    do: Heads
 
 
 def gradients(
     problem: Problem, parts: Parts, do: np.ndarray, o: np.ndarray, lse: np.ndarray
-) -> tuple[Raw, Copies]:
+) -> Raw:
     """The gradients before they are rounded to the output's format.
 
     Shapes:   do and o [B, H, Tq, D], lse [B, H, Tq], float32; see ``Raw``.
     Order:    A-16, a head at a time; sums over the heads of a group ascending.
     """
-    variant, heads = problem.variant, problem.k.shape[1]
+    variant = problem.variant
     fmt, policy = variant.format_of("ds"), variant.policy
-    copies = Copies(
-        q=head_scaling.quantize(
-            problem.q, variant.fmt, "mx_1x32", policy, heads=heads, along_tokens=True
-        ),
-        k=head_scaling.quantize(
-            problem.k, variant.fmt, "mx_1x32", policy, heads=heads, along_tokens=True
-        ),
-        do=head_scaling.quantize(do, fmt, "mx_1x32", policy, heads=heads, along_tokens=True),
-        do_features=head_scaling.quantize(do, fmt, "mx_1x32", policy, heads=heads),
+    quantized = functools.partial(
+        head_scaling.quantize, granularity="mx_1x32", policy=policy, heads=problem.k.shape[1]
     )
-    v, tensor = parts.tensors["v"], copies.do_features
+    q8 = quantized(problem.q, variant.fmt, along_tokens=True)
+    k8 = quantized(problem.k, variant.fmt, along_tokens=True)
+    do8 = quantized(do, fmt, along_tokens=True)
+    v, tensor = parts.tensors["v"], quantized(do, fmt)
     v = v.values * head_scaling.spread(v.scale_inv, problem.v.shape, "mx_1x32", along_tokens=True)
     do_values = tensor.values * head_scaling.spread(tensor.scale_inv, do.shape, "mx_1x32")
     (b, h), dq = do.shape[:2], np.zeros(problem.q.shape, np.float32)
     dk, dv = by_head(problem.k, h), by_head(problem.v, h)
     largest, row_sums = np.zeros((b, h), np.float32), np.zeros(do.shape[:3], np.float32)
-    clipped, zeros = np.zeros((b, h), np.int64), np.zeros((b, h), np.int64)
-
+    clipped, zeros = np.zeros((2, b, h), np.int64)
     formats = fmt, variant.fmt
 
     def differentiate_head(i: int, j: int, g: int) -> None:
@@ -85,30 +73,21 @@ def gradients(
         p, slope = probabilities(parts, i, j, lse[i, j])
         p8, clipped[i, j], _ = attention.round_probabilities(p, P_SCALE, variant.fmt)
         ones = np.full((p.shape[1], -(-p.shape[0] // MX)), np.float32(1) / P_SCALE)
-        dv[i, j] = scaled_product(
-            p8.T, ones, copies.do.values[i, j].T, copies.do.scale_inv[i, j].T, formats[::-1]
-        )
+        do_tokens = do8.values[i, j].T, do8.scale_inv[i, j].T
+        dv[i, j] = scaled_product(p8.T, ones, *do_tokens, formats[::-1])
         ds = (sums.f32(do_values[i, j], v[i, g]) - d[:, None]) * p * slope * problem.scale
         largest[i, j] = np.abs(ds).max()
         along_keys, along_queries = _both(ds, fmt, policy)
         zeros[i, j] = attention.count_lost(ds, along_keys.values[0, 0], fmt)
-        dq[i, j] = scaled_product(
-            along_keys.values[0, 0],
-            along_keys.scale_inv[0, 0],
-            copies.k.values[i, g].T,
-            copies.k.scale_inv[i, g].T,
-            formats,
-        )
+        keys = along_keys.values[0, 0], along_keys.scale_inv[0, 0]
+        dq[i, j] = scaled_product(*keys, k8.values[i, g].T, k8.scale_inv[i, g].T, formats)
         queries = along_queries.values[0, 0].T, along_queries.scale_inv[0, 0].T
-        dk[i, j] = scaled_product(
-            *queries, copies.q.values[i, j].T, copies.q.scale_inv[i, j].T, formats
-        )
+        dk[i, j] = scaled_product(*queries, q8.values[i, j].T, q8.scale_inv[i, j].T, formats)
 
     threads.each(differentiate_head, heads_of(problem))
-    key_gradients = over_heads(dk, problem), over_heads(dv, problem)
-    return Raw(
-        dq, *key_gradients, largest.max(), int(clipped.sum()), row_sums, int(zeros.sum())
-    ), copies
+    dk, dv = over_heads(dk, problem), over_heads(dv, problem)
+    counts = int(clipped.sum()), row_sums, int(zeros.sum())
+    return Raw(dq, dk, dv, largest.max(), *counts, tensor)
 
 
 def heads_of(problem: Problem) -> list[tuple[int, int, int]]:
@@ -144,9 +123,10 @@ def _both(ds: np.ndarray, fmt: Format, policy: str) -> tuple[Heads, Heads]:
     tk = ds.shape[1]
     wide = np.pad(ds, ((0, 0), (0, -tk % MX)))[None, None]
     keys = head_scaling.quantize(wide, fmt, "mx_1x32", policy, heads=1)
-    return keys._replace(values=keys.values[..., :tk]), head_scaling.quantize(
+    queries = head_scaling.quantize(
         ds[None, None], fmt, "mx_1x32", policy, heads=1, along_tokens=True
     )
+    return keys._replace(values=keys.values[..., :tk]), queries
 
 
 def probabilities(parts: Parts, i: int, j: int, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

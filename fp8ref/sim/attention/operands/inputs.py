@@ -65,11 +65,8 @@ def _sinks(sinks, heads: int) -> np.ndarray | None:
         return None
     sinks = cast.array(sinks)
     cast.check_dtype(sinks)
-    if (
-        sinks.dtype == np.float64
-        or sinks.shape != (heads,)
-        or not np.isfinite(sinks.astype(np.float32)).all()
-    ):
+    right = sinks.dtype != np.float64 and sinks.shape == (heads,)
+    if not right or not np.isfinite(sinks.astype(np.float32)).all():
         raise ValueError(
             f"sinks are finite float32, float16 or bfloat16 [{heads}], one for each query head; "
             f"got {sinks.dtype} {sinks.shape}."
@@ -107,11 +104,8 @@ def gradient(do, problem: Problem) -> np.ndarray:
 
 def _without_padding(x: np.ndarray, documents: np.ndarray) -> np.ndarray:
     """x [B, heads, T, D] with zeros for tokens of negative documents (A-3)."""
-    return (
-        np.where((documents < 0)[:, None, :, None], np.float32(0), x)
-        if (documents < 0).any()
-        else x
-    )
+    padding = documents < 0
+    return np.where(padding[:, None, :, None], np.float32(0), x) if padding.any() else x
 
 
 def _shaped(name: str, x) -> np.ndarray:

@@ -2,6 +2,8 @@
 A-2, A-4, A-6).
 """
 
+import functools
+
 import numpy as np
 
 from fp8ref.formats import Format
@@ -25,20 +27,22 @@ from fp8ref.spec.attention.variants import Variant
 def quantize(problem: Problem, role_scales: dict) -> dict[str, Heads]:
     """q, k and v as the variant quantizes them, by role (A-2, A-13)."""
     variant, heads = problem.variant, problem.k.shape[1]
-    tensors = {}
-    for role, x in (("q", problem.q), ("k", problem.k), ("v", problem.v)):
-        if variant.rotated and role != "v":
-            x = hadamard.rotate(x, hadamard.signs(x.shape[-1], problem.call.seed))
-        tensors[role] = head_scaling.quantize(
-            x,
-            variant.fmt,
-            variant.granularity,
-            variant.policy,
-            heads=heads,
-            along_tokens=role == "v",
-            scale=role_scales.get(role),
-        )
-    return tensors
+    quantized = functools.partial(
+        head_scaling.quantize,
+        fmt=variant.fmt,
+        granularity=variant.granularity,
+        policy=variant.policy,
+        heads=heads,
+    )
+    q, k = problem.q, problem.k
+    if variant.rotated:
+        signs = hadamard.signs(q.shape[-1], problem.call.seed)
+        q, k = hadamard.rotate(q, signs), hadamard.rotate(k, signs)
+    return {
+        "q": quantized(q, scale=role_scales.get("q")),
+        "k": quantized(k, scale=role_scales.get("k")),
+        "v": quantized(problem.v, scale=role_scales.get("v"), along_tokens=True),
+    }
 
 
 def probability_scale(variant: Variant, role_scales: dict) -> tuple[np.float32, np.float32]:
@@ -74,15 +78,10 @@ class Parts:
         self.codes: dict[str, np.ndarray] = {}
         # whose chains take codes: of k, and of v with the keys last
         if isinstance(self.plan, Accumulation):
-            lanes = (0, tokens[1] + LANES)
-            self.codes["k"] = np.pad(
-                np.asarray(tensors["k"].codes), ((0, 0), (0, 0), lanes, features)
-            )
-            self.codes["v"] = (
-                np.pad(np.asarray(tensors["v"].codes), ((0, 0), (0, 0), tokens, (0, 0)))
-                .swapaxes(2, 3)
-                .copy()
-            )
+            k, v = (np.asarray(tensors[role].codes) for role in ("k", "v"))
+            self.codes["k"] = np.pad(k, ((0, 0), (0, 0), (0, tokens[1] + LANES), features))
+            v = np.pad(v, ((0, 0), (0, 0), tokens, (0, 0)))
+            self.codes["v"] = v.swapaxes(2, 3).copy()
         self.rows: dict[tuple[int, int, int, int], Rows] = {}  # of q, as chains take them
         self.k_documents = np.pad(problem.k_documents, ((0, 0), tokens), constant_values=-1)
         # scale_inv of q and k, spread over heads: of v too, but for MX, whose blocks are the tile's
@@ -149,27 +148,19 @@ class Parts:
         """(factors of scaled scores, factor of raw ones) for rows and a tile (A-4, A-22)."""
         if self.cap is None:
             return self._factors(i, j, row, key)
-        return (
-            (np.empty(0, np.float32), self.cap)
-            if self.variant.scores == "raw"
-            else (np.array([self.cap], np.float32), np.float32(1))
-        )
+        if self.variant.scores == "raw":
+            return np.empty(0, np.float32), self.cap
+        return np.array([self.cap], np.float32), np.float32(1)
 
     def _factors(self, i: int, j: int, row: int, key: int) -> tuple[np.ndarray, np.float32]:
         if self.variant.granularity == "mx_1x32":
             return np.array([self.score_scale], np.float32), np.float32(1)
-        inverse_q, inverse_k = (
-            self.inverse_q[i, j, row, 0],
-            self.inverse_k[i, j // self.problem.group, key, 0],
-        )
+        inverse_q = self.inverse_q[i, j, row, 0]
+        inverse_k = self.inverse_k[i, j // self.problem.group, key, 0]
         if self.variant.scores == "raw":
             return np.empty(0, np.float32), np.float32(self.score_scale * (inverse_q * inverse_k))
-        values = {
-            "scale": self.score_scale,
-            "q": inverse_q,
-            "k": inverse_k,
-            "qk": inverse_q * inverse_k,
-        }
+        values = {"scale": self.score_scale, "q": inverse_q, "k": inverse_k}
+        values["qk"] = inverse_q * inverse_k
         return np.array([values[name] for name in self.variant.factors], np.float32), np.float32(1)
 
     def values(self, i: int, j: int, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
@@ -182,22 +173,16 @@ class Parts:
 
     def codes_of_values(self, i: int, j: int, begin: int, end: int) -> np.ndarray | None:
         """Codes of v of a tile, [D, keys padded]; None of a plan that takes none."""
-        return (
-            self.codes["v"][i, j // self.problem.group, :, begin : begin + width(begin, end)]
-            if self.codes
-            else None
-        )
+        if not self.codes:
+            return None
+        return self.codes["v"][i, j // self.problem.group, :, begin : begin + width(begin, end)]
 
     def seen(self, i: int, rows: slice, begin: int, end: int) -> Seen:
         """Which keys of a tile the rows see."""
         p = self.problem
+        low, high = p.low[rows] - begin, np.minimum(p.high[rows], end) - begin
         documents = self.k_documents[i, begin : begin + width(begin, end)]
-        return Seen(
-            p.low[rows] - begin,
-            np.minimum(p.high[rows], end) - begin,
-            p.q_documents[i, rows],
-            documents,
-        )
+        return Seen(low, high, p.q_documents[i, rows], documents)
 
 
 def _is_one_chain(plan: Accumulation, k: int) -> bool:
