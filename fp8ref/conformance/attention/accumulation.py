@@ -43,10 +43,8 @@ def chains(attention: Attention, tiling: Tiling) -> Finding:
     for column, (_, end) in enumerate(places):
         v[0, end - 2 : end, column] = LARGEST, -LARGEST
     kept = scores.outputs(attention, a, k, v)[0, :TILES] != 0
-    evidence = (
-        f"{TILES} tiles of {tiling.length} keys: a small product of the first is kept next to "
-    )
-    evidence += _which(kept)
+    tiles = f"{TILES} tiles of {tiling.length} keys"
+    evidence = f"{tiles}: a small product of the first is kept next to {_which(kept)}"
     if kept.all():
         return Finding("promotion", "exact", evidence, words="no sum loses 2^-26 of a product")
     if not kept.any():

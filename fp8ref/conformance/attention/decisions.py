@@ -220,10 +220,7 @@ def _without_descales(attention: Attention, descale_findings: list[Finding]) -> 
 
 def expected(variant: Variant) -> dict[str, Any]:
     """{name of a finding: its value, if a function is of this variant}."""
-    length, order = (
-        variant.tile(FEATURES, FULL),
-        "descending" if variant.descending else "ascending",
-    )
+    order = "descending" if variant.descending else "ascending"
     plan = accumulate.by_name(variant.plan)
     bits = "all" if isinstance(plan, str) else plan.unit.fraction_bits
     scale = float(attention_operands.probability_scale(variant, {})[0]) * 2.0**variant.offset
@@ -235,7 +232,7 @@ def expected(variant: Variant) -> dict[str, Any]:
         "q and k": not variant.rotated,
         "scales of k": variant.granularity,
         "scales of v": variant.granularity,
-        "tiles": f"{length} keys, {order}",
+        "tiles": f"{variant.tile(FEATURES, FULL)} keys, {order}",
         "threshold": variant.threshold * (1.0 if variant.base == "2" else LOG2E),
         "largest P": scale,
         "range of P": "kept" if within else False,

@@ -271,7 +271,7 @@ def wrap(
     attention = Attention(subject=subject, layout=layout, names=names_of(function), fmt=fmt)
     if attention.takes_codes:
         imported = [f for f in subjects.FRAMEWORKS if f == "numpy" or f in sys.modules]
-        attention = _of_codes(attention, [framework] if framework else imported)
+        attention = _with_codes(attention, [framework] if framework else imported)
     else:
         tensors = (1, 16, 1, 64) if layout == "BTHD" else (1, 1, 16, 64)
         first = lambda x: _parts(function(x, x, x))[0]  # noqa: E731
@@ -290,7 +290,7 @@ def wrap(
     return attention
 
 
-def _of_codes(attention: Attention, frameworks: list[str]) -> Attention:
+def _with_codes(attention: Attention, frameworks: list[str]) -> Attention:
     """A function that takes codes and descales, in the first framework whose arrays it takes."""
     refused = []
     for framework in frameworks:

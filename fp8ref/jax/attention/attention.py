@@ -28,7 +28,6 @@ from fp8ref.formats import BFLOAT16
 from fp8ref.jax import delayed
 from fp8ref.jax.attention import observer, output, statistics
 from fp8ref.jax.attention import real as real
-from fp8ref.jax.attention.gradients import bf16 as gradients_bf16
 from fp8ref.jax.attention.gradients import gradients as gradients
 from fp8ref.jax.attention.gradients import mx as gradients_mx
 from fp8ref.jax.attention.gradients.gradients import Gradients
@@ -351,7 +350,7 @@ def _backward(
     if call.variant.backward == "exact":
         return real.backward(do, qkv, call)
     if call.variant.backward == "bf16":
-        return gradients_bf16.backward(do, qkv, result, call)
+        return gradients.backward_in_bf16(do, qkv, result, call)
     if call.variant.granularity == "mx_1x32":
         return gradients_mx.backward(do, qkv, result, call)
     return gradients.backward(do, qkv, result, scales, call)

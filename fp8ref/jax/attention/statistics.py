@@ -3,8 +3,6 @@
 A measurement is that of ``stats``: its groups are those of the scales of attention.
 """
 
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
 
@@ -16,7 +14,14 @@ from fp8ref.jax.attention.operands.heads import Heads
 from fp8ref.jax.attention.operands.inputs import DeviceCall, Inputs
 from fp8ref.jax.quantize import stats
 from fp8ref.jax.quantize.scaling import Quantized
-from fp8ref.spec.attention.products import RECORDED, Product, Role, along_tokens, first_use
+from fp8ref.spec.attention.products import (
+    RECORDED,
+    Product,
+    Role,
+    along_tokens,
+    first_use,
+    first_uses,
+)
 from fp8ref.spec.attention.variant import MX
 from fp8ref.spec.attention.variants import Variant
 
@@ -29,17 +34,13 @@ def measure_forward(inputs: Inputs, result, call: DeviceCall) -> Measured:
 
     result    what the forward pass gave, with counts.
     """
-    tensors: Mapping[str, Heads] = result.tensors
+    values: dict[Role, jax.Array] = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    if call.variant.rotated:
+        values |= {role: operands.rotated(values[role], call) for role in ("q", "k")}
     measured: Measured = {}
-    first: tuple[tuple[Product, Role, jax.Array], ...] = (
-        ("scores", "q", inputs.q),
-        ("scores", "k", inputs.k),
-        ("values", "v", inputs.v),
-    )
-    for product, role, x in first:
-        if call.variant.rotated and role != "v":
-            x = operands.rotated(x, call)
-        measured |= measure(x, tensors[role], product, role, call.variant)
+    for product, role in first_uses(call.variant):
+        if product in ("scores", "values"):
+            measured |= measure(values[role], result.tensors[role], product, role, call.variant)
     saturated, lost, count = result.counts
     measured["values", "p"] = counts.measurement(result.amaxes["s"], count, saturated, lost)
     return measured
@@ -52,25 +53,17 @@ def measure_backward(do: jax.Array, inputs: Inputs, gradients, call: DeviceCall)
     gradients  what the backward pass gave, with counts; its quantized do under MX along its
                features.
     """
+    variant, values = call.variant, {"q": inputs.q, "k": inputs.k, "do": do}
+    measured: Measured = {}
+    for product, role in first_uses(variant):
+        if product in ("scores", "values"):
+            continue
+        x, tensor = values[role], gradients.tensors["do"]
+        if variant.granularity == "mx_1x32" and along_tokens(product, role):
+            tensor = gradients_mx.along_tokens(x, role, inputs, call)
+        measured |= measure(x, tensor, product, role, variant)
     _, saturated, lost, count = gradients.counts
-    ds_measured: Measured = {
-        ("grad_q", "ds"): counts.measurement(gradients.amaxes["ds"], count, saturated, lost)
-    }
-    return _measure_do(do, inputs, gradients.tensors["do"], call) | ds_measured
-
-
-def _measure_do(do: jax.Array, inputs: Inputs, tensor: Heads, call: DeviceCall) -> Measured:
-    if call.variant.granularity != "mx_1x32":
-        return measure(do, tensor, "grad_v", "do", call.variant)
-    measured = measure(do, tensor, "grad_probabilities", "do", call.variant)
-    again: tuple[tuple[Product, Role, jax.Array], ...] = (
-        ("grad_v", "do", do),
-        ("grad_q", "k", inputs.k),
-        ("grad_k", "q", inputs.q),
-    )
-    for product, role, x in again:
-        tensor = gradients_mx.along_tokens(x, role, inputs, call)
-        measured |= measure(x, tensor, product, role, call.variant)
+    measured["grad_q", "ds"] = counts.measurement(gradients.amaxes["ds"], count, saturated, lost)
     return measured
 
 

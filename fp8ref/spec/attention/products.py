@@ -109,6 +109,11 @@ def first_use(product: Product, role: Role, variant: Variant) -> tuple[Product, 
     )
 
 
+def first_uses(variant: Variant) -> list[tuple[Product, Role]]:
+    """The rows of ROWS whose codes and scales no earlier product uses."""
+    return [row for row in ROWS if first_use(*row, variant) == row]
+
+
 def products(variant: Variant) -> tuple[Product, ...]:
     """The products of a step in FP8: two without a backward pass, or with one in bf16."""
     return PRODUCTS if variant.backward in ("exact", "cast") else PRODUCTS[:2]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8ref.spec.attention.call import Call
-from fp8ref.spec.attention.products import Product, Role
+from fp8ref.spec.attention.products import along_tokens, first_uses
 from fp8ref.spec.attention.variants import Mask, Variant
 from fp8ref.torch.attention import observer, output, real, statistics
 from fp8ref.torch.attention.fast import output as fast_output
@@ -163,9 +163,10 @@ def _report_operands(
     """Report q, k and v to the observer."""
     if layer is None or not problem.low or observer.again():
         return
-    uses: tuple[tuple[Product, Role], ...] = (("scores", "q"), ("scores", "k"), ("values", "v"))
-    for (product, role), x in zip(uses, operands.rotated(*qkv, problem.call), strict=True):
-        observer.report(layer, product, role, x, tensors[role])
+    values = dict(zip(("q", "k", "v"), operands.rotated(*qkv, problem.call), strict=True))
+    for product, role in first_uses(problem.variant):
+        if product in ("scores", "values"):
+            observer.report(layer, product, role, values[role], tensors[role])
 
 
 def _show(
@@ -299,19 +300,14 @@ def _show_gradients(
 
 def _report_do(layer: str, do: Tensor, saved: Saved, grads: Gradients, problem: Problem) -> None:
     """Report do to the observer; under MX also what has other codes along tokens."""
-    if problem.variant.granularity != "mx_1x32":
-        observer.report(layer, "grad_v", "do", do, grads.tensors["do"])
-        return
-    assert saved.inputs is not None
-    q, k, _ = saved.inputs
-    observer.report(layer, "grad_probabilities", "do", do, grads.tensors["do"])
-    uses: tuple[tuple[Product, Role, Tensor], ...] = (
-        ("grad_v", "do", do),
-        ("grad_q", "k", k),
-        ("grad_k", "q", q),
-    )
-    for product, role, x in uses:
-        observer.report(layer, product, role, x, mx.along_tokens(x, role, problem))
+    values = dict(zip(("q", "k", "v"), saved.inputs or (), strict=False)) | {"do": do}
+    for product, role in first_uses(problem.variant):
+        if product in ("scores", "values"):
+            continue
+        x, tensor = values[role], grads.tensors["do"]
+        if problem.variant.granularity == "mx_1x32" and along_tokens(product, role):
+            tensor = mx.along_tokens(x, role, problem)
+        observer.report(layer, product, role, x, tensor)
 
 
 def _observe(seen: Mapping[str, Tensor], amaxes: Mapping[str, Tensor]) -> None:

@@ -175,11 +175,9 @@ def log_sum(maximum: Tensor, total: Tensor, factor: Tensor | float, variant: Var
 
 def _layouts(tensors: dict[str, Heads], problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """q [B, Hkv, Tq, G, D], k [B, Hkv, Tk, D], v [B, Hkv, D, Tk]: codes; MX dequantized."""
+    qkv = [tensors[role] for role in ("q", "k", "v")]
     blocks = problem.variant.granularity == "mx_1x32"
-    q, k, v = (
-        heads.dequantize(tensors[role]) if blocks else tensors[role].codes
-        for role in ("q", "k", "v")
-    )
+    q, k, v = (heads.dequantize(x) if blocks else x.codes for x in qkv)
     grouped = operands.grouped(q, problem.shape)
     return grouped, operands.along_features(k), operands.along_tokens(v)
 

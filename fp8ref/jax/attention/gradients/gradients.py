@@ -5,6 +5,7 @@ The scale of dS is one for the tensor: unless it is given, a first loop over all
 amax of dS, and a second one casts.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fp8ref.formats import BFLOAT16
 from fp8ref.jax.attention import counts as attention_counts
 from fp8ref.jax.attention import sinks, softmax
 from fp8ref.jax.attention.exponentials import ascending_sum, times
@@ -189,6 +191,19 @@ def backward(
     return grads._replace(
         matrices=kept.whole(totals.matrices), dsinks=sinks_gradient(row_sums, result, inputs, call)
     )
+
+
+def backward_in_bf16(do: jax.Array, inputs: Inputs, result, call: DeviceCall) -> Gradients:
+    """The gradients of an FP8 forward pass in bfloat16 (spec A-25): ``backward`` of the variant
+    ``bf16``, of q, k and v themselves, with o and the log-sum-exp of the FP8 pass.
+
+    result    what ``attention.forward`` gave; of it o and the log-sum-exp.
+    """
+    wide = dataclasses.replace(call.in_bf16(), simulated=None, measures=False)
+    one, o = jnp.ones((), jnp.float32), heads.to_hp(result.o, BFLOAT16)
+    tensors = operands.quantize(inputs, wide, {})
+    kept = result._replace(tensors=tensors, o=o, scale_p=one, scale_inv_p=one)
+    return backward(do, inputs, kept, {}, wide)
 
 
 def _scale_of_ds(score_gradients: ScoreGradients, given_scales: dict) -> Scales:
