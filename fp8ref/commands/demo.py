@@ -81,10 +81,8 @@ def _demo(arguments: argparse.Namespace) -> int:
     """
     arguments.config = arguments.config or Path("tiny" if arguments.full else "demo")
     config = shared.config(arguments)
-    shared.refuse_out(config)
+    shared.check_out(arguments.out, config)
     check_whole(config)
-    if arguments.out.exists() and not arguments.out.is_dir():
-        raise ValueError(f"--out names a directory; {arguments.out} is a file. Name another.")
     return 0 if demo(config, arguments.out, _options(arguments)) else FAILED
 
 

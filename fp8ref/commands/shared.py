@@ -162,12 +162,14 @@ def refuse(arguments: argparse.Namespace, reason: str, *names: str) -> None:
         raise ValueError(f"{reason}; got {', '.join(unused)} too. Leave it out.")
 
 
-def refuse_out(config) -> None:
-    """ValueError for run.out, where --out has a directory of several runs."""
+def check_out(out: Path, config) -> None:
+    """ValueError for run.out, where --out has a directory of several runs, and for a file."""
     require(
         config.run.out is None,
         f"the runs are in directories of --out; got run.out {config.run.out!r}. Leave it out.",
     )
+    text = f"--out names a directory; {out} is a file. Name another."
+    require(not out.exists() or out.is_dir(), text)
 
 
 def add_trust(command: Parser) -> None:

@@ -106,10 +106,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
         f"--backend takes names of {', '.join(shared.BACKENDS)}, each once; got "
         f"{arguments.backend!r}.",
     )
-    shared.refuse_out(config)
+    shared.check_out(arguments.out, config)
     require(arguments.jobs >= 1, f"--jobs is at least 1; got {arguments.jobs}.")
-    text = f"--out names a directory; {arguments.out} is a file. Name another."
-    require(not arguments.out.exists() or arguments.out.is_dir(), text)
     shared.trust_source(arguments, arguments.config, config)
     begin = time.monotonic()
     planned = sweep.plan(

@@ -109,21 +109,9 @@ def gathered_bytes(config: Config) -> tuple[int, str]:
 
 def flops(config: Config, variant: Variant, backend: str) -> int:
     """FLOPs of a layer's products on a device, in a step."""
-    head = (
-        sum(rows * keys for rows, keys in _pairs(config, variant, backend))
-        * 2
-        * config.model.head_dim
-    )
-    return (
-        head
-        * _heads(config)
-        * sum(
-            one.products
-            for one in passes(
-                variant, config.parallel.checkpointing, config.numerics.attention_scaling
-            )
-        )
-    )
+    products = sum(one.products for one in _passes(config, variant))
+    scores = sum(rows * keys for rows, keys in _pairs(config, variant, backend))
+    return 2 * config.model.head_dim * _heads(config) * products * scores
 
 
 def seconds(config: Config, variant: Variant, backend: str, ceilings: Ceilings) -> float:
@@ -146,7 +134,7 @@ def seconds(config: Config, variant: Variant, backend: str, ceilings: Ceilings) 
     if low and backend == "torch":
         each = heads * config.model.num_key_value_heads // config.model.num_attention_heads
     total = 0.0
-    for one in passes(variant, config.parallel.checkpointing, config.numerics.attention_scaling):
+    for one in _passes(config, variant):
         for rows, keys in _pairs(config, variant, backend):
             multiplied = one.products * 2 * rows * keys * width * heads / rate
             moved = heads * (
@@ -164,10 +152,11 @@ def _pairs(config: Config, variant: Variant, backend: str) -> list[tuple[int, in
     return pairs(config.data.sequence_length, tile, backend, config.parallel.context)
 
 
+def _passes(config: Config, variant: Variant) -> list[Pass]:
+    return passes(variant, config.parallel.checkpointing, config.numerics.attention_scaling)
+
+
 def _heads(config: Config) -> int:
     """Sequences and query heads of a device, of all microbatches."""
-    return (
-        sequences(config)
-        * config.data.microbatches
-        * math.ceil(config.model.num_attention_heads / config.parallel.tensor)
-    )
+    heads = math.ceil(config.model.num_attention_heads / config.parallel.tensor)
+    return sequences(config) * config.data.microbatches * heads

@@ -41,28 +41,22 @@ class Gpu:
     processors: int = 132
 
 
-_SPARSE = "tensor-core figures there are with sparsity, halved here"
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu(
-            name="H100 SXM",
-            bf16=1979e12 / 2,
-            fp8=3958e12 / 2,
-            bandwidth=3.35e12,
-            memory=80e9,
-            source=f"NVIDIA H100 Tensor Core GPU data sheet, column H100 SXM; {_SPARSE}",
-        ),
-        Gpu(
-            name="H200 SXM",
-            bf16=1979e12 / 2,
-            fp8=3958e12 / 2,
-            bandwidth=4.8e12,
-            memory=141e9,
-            source=f"NVIDIA H200 Tensor Core GPU data sheet, column H200 SXM; {_SPARSE}",
-        ),
-    )
-}
+_SHEET = (
+    "NVIDIA {0} Tensor Core GPU data sheet, column {0} SXM; tensor-core figures there are with "
+)
+_SHEET += "sparsity, halved here"
+_H100 = Gpu(
+    name="H100 SXM",
+    bf16=1979e12 / 2,
+    fp8=3958e12 / 2,
+    bandwidth=3.35e12,
+    memory=80e9,
+    source=_SHEET.format("H100"),
+)
+_H200 = dataclasses.replace(
+    _H100, name="H200 SXM", bandwidth=4.8e12, memory=141e9, source=_SHEET.format("H200")
+)
+GPUS = {gpu.name: gpu for gpu in (_H100, _H200)}
 """The data sheets of GPUs by name."""
 
 TILES = ((128, 256), (256, 128), (128, 128))
@@ -216,15 +210,17 @@ _KEYS = [field.name for field in dataclasses.fields(Measured)]
 _FILE = pydantic.TypeAdapter(Measured)
 
 
-def gemm_seconds(m: int, n: int, k: int, rate: float, bytes_: float, ceilings: Ceilings) -> float:
-    """Time of [M, K] x [N, K] -> [M, N] at ``rate`` FLOP a second, with bytes_ of memory
-    traffic.
+def gemm_seconds(
+    m: int, n: int, k: int, rate: float, bytes_: float, ceilings: Ceilings, *, experts: int = 1
+) -> float:
+    """Time of [M, K] x [N, K] -> [M, N] at ``rate`` FLOP a second, with bytes_ of memory traffic.
+    experts: so many GEMMs of this size in one kernel, which cuts no sum into pieces.
     """
-    processors = ceilings.sheet.processors
-    traffic, fastest = bytes_ / ceilings.bandwidth, math.inf
+    processors, fastest = ceilings.sheet.processors, math.inf
+    traffic = experts * bytes_ / ceilings.bandwidth
     for height, width in TILES:
-        tiles = math.ceil(m / height) * math.ceil(n / width)
-        for pieces in PIECES:
+        tiles = experts * math.ceil(m / height) * math.ceil(n / width)
+        for pieces in PIECES if experts == 1 else (1,):
             # every wave takes a tile's time on all processors, even if only one of them has a tile
             waves = math.ceil(tiles * pieces / processors)
             busy = waves * processors * 2 * height * width * k / pieces / rate

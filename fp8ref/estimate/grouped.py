@@ -5,11 +5,10 @@ multiplied is the backend's (X-10): by one kernel, by a GEMM for each expert, or
 for each block of rows, in a loop.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
-from fp8ref.estimate.gpu_rates import TILES, Ceilings, gemm_seconds
+from fp8ref.estimate.gpu_rates import Ceilings, gemm_seconds
 from fp8ref.estimate.kernels import Fusion, Kernel, multiplies_fp8
 from fp8ref.recipe import Gemm, GemmSpec
 from fp8ref.spec import granularity
@@ -93,21 +92,13 @@ class GroupedGemm:
             m, k = (m, block) if self.which == "grad_weight" else (block, k)
         traffic = operand_bytes * k * (m + n) + result_bytes * m * n
         if self.by == "one kernel":
-            return self._one_kernel(rate, self.experts * traffic, ceilings)
+            return gemm_seconds(m, n, k, rate, traffic, ceilings, experts=self.experts)
         each = gemm_seconds(m, n, k, rate, traffic, ceilings)
         if not in_blocks:
             return self.experts * each
         # a weight's slice; a sum in float32
         moved = 2 * operand_bytes * n * k if self.which != "grad_weight" else 3 * 4 * m * n
         return self.blocks * (each + AROUND * ceilings.launch + moved / ceilings.bandwidth)
-
-    def _one_kernel(self, rate: float, traffic: float, ceilings: Ceilings) -> float:
-        processors, fastest = ceilings.sheet.processors, math.inf
-        for height, width in TILES:
-            tiles = self.experts * math.ceil(self.m / height) * math.ceil(self.n / width)
-            waves = math.ceil(tiles / processors)
-            fastest = min(fastest, waves * processors * 2 * height * width * self.k / rate)
-        return max(fastest, traffic / ceilings.bandwidth, ceilings.launch)
 
     def around(self, fusion: Fusion, operand_bytes: int) -> list[Kernel]:
         """The kernels that lay rows out, and its result afterwards: in JAX blocks of rows, which

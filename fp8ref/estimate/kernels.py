@@ -80,7 +80,6 @@ class Place:
     parts       devices by role that quantize a part each, whose codes are then all-gathered.
     sent        GEMMs whose results are sums' parts in bfloat16, sent to other devices.
     by_triton   the roles that fp8ref's Triton kernels cast (``by_triton``).
-    guessed     those of them whose scales are guessed, so that no amax is needed first.
     fused       whether the passes of ``FUSED`` cast what they make.
     freed       whether codes of the weight are freed, and cast again in the backward pass.
     """
@@ -90,7 +89,6 @@ class Place:
     parts: Mapping[Role, int] = field(default_factory=dict)
     sent: tuple[Gemm, ...] = ()
     by_triton: tuple[Role, ...] = ()
-    guessed: tuple[Role, ...] = ()
     fused: bool = False
     freed: bool = False
 
@@ -132,18 +130,6 @@ def fuses(recipe: Recipe, config: Config, backend: str) -> bool:
     """Whether the passes of ``FUSED`` cast what they make for linears of one recipe: where Triton
     kernels cast all operands, and no device cuts features."""
     return config.parallel.tensor == 1 and by_triton(recipe, config, backend) == ROLES
-
-
-def guesses(recipe: Recipe, roles: Sequence[Role], backend: str) -> tuple[Role, ...]:
-    """Of roles that Triton kernels cast those whose scales PyTorch guesses (spec R)."""
-    spec = recipe.output.a
-    guessed = (
-        backend == "torch"
-        and spec is not None
-        and spec.granularity == "tensorwise"
-        and spec.policy == POLICIES["torchao_pow2"]
-    )
-    return tuple(role for role in roles if guessed and role != "grad_output")
 
 
 def code_bytes(recipe: Recipe, config: Config, backend: str) -> int:
@@ -193,7 +179,7 @@ def linear_kernels(
         n = sizes[role] / place.parts.get(role, 1)
         gathered = sizes[role] if role in place.parts else None
         if role in place.by_triton and gathered is None:
-            kernels += _triton(role, casts[0].cast, n, place)
+            kernels += _triton(role, casts[0].cast, n, fusion, place)
             continue
         served = [one for one in casts if multiplies_fp8(recipe.gemms[one.gemm], backend)]
         kernels += _dequantized(n, fusion) * (len(casts) - len(served))
@@ -244,13 +230,16 @@ def writes(spec: GemmSpec, fusion: Fusion) -> int:
     return 2 if fusion != "xla" or rounds else 4
 
 
-def _triton(role: Role, cast: CastSpec, n: float, place: Place) -> list[Kernel]:
+def _triton(role: Role, cast: CastSpec, n: float, fusion: Fusion, place: Place) -> list[Kernel]:
     again = FUSED.get((role, place.linear)) if place.fused else None
     in_blocks = granularity.by_name(cast.granularity).reduced is not None
+    # PyTorch guesses scales of inputs and weights that are one power of two (spec R)
+    pow2 = cast.granularity == "tensorwise" and cast.policy == POLICIES["torchao_pow2"]
+    guessed = pow2 and fusion != "xla" and role != "grad_output"
     kernels = []
     if cast.delayed is not None:
         kernels = [Kernel("scale", 0)] * 2  # the state's scale, and its observation
-    elif not in_blocks and role not in place.guessed:
+    elif not in_blocks and not guessed:
         kernels = [Kernel("amax", (again or 2) * n)]
     times = 2 if role == "weight" and place.freed else 1
     return kernels + [Kernel("cast", 4 * n)] * (times if again is None else 0)

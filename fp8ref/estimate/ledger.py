@@ -34,30 +34,16 @@ class Step:
     configured  the linears as configured.
     filtered    the same, with linears that FP8 makes slower in bfloat16.
     rest        {what: seconds} of everything else, as configured.
-    in_bf16, after
-                {what: seconds} of everything else in bfloat16, with the framework's own attention,
-                and after filtering; None: ``rest``. XLA's kernels of norms depend on what quantizes
-                their results.
+    in_bf16     {what: seconds} of everything else in bfloat16, with the framework's own attention.
+    after       the same after filtering: a norm's kernels depend on what quantizes its result.
     """
 
     bf16: float
     configured: float
     filtered: float
     rest: dict[str, float]
-    in_bf16: dict[str, float] | None = None
-    after: dict[str, float] | None = None
-
-    @property
-    def rest_filtered(self) -> dict[str, float]:
-        """{what: seconds} of everything else after filtering."""
-        return self.rest if self.after is None else self.after
-
-    @property
-    def rest_bf16(self) -> dict[str, float]:
-        """{what: seconds} of everything else in bfloat16: an attention variant is part of what is
-        configured.
-        """
-        return self.rest if self.in_bf16 is None else self.in_bf16
+    in_bf16: dict[str, float]
+    after: dict[str, float]
 
     @property
     def ratio(self) -> float:
@@ -67,7 +53,7 @@ class Step:
     @property
     def filtered_ratio(self) -> float:
         """The same ratio, with linears that FP8 makes slower left in bfloat16."""
-        return self._ratio(self.filtered, self.rest_filtered)
+        return self._ratio(self.filtered, self.after)
 
     @property
     def limit(self) -> float:
@@ -75,4 +61,4 @@ class Step:
         return self._ratio(0.0, self.rest)
 
     def _ratio(self, linears: float, rest: dict[str, float]) -> float:
-        return (self.bf16 + sum(self.rest_bf16.values())) / (linears + sum(rest.values()))
+        return (self.bf16 + sum(self.in_bf16.values())) / (linears + sum(rest.values()))

@@ -44,7 +44,6 @@ def of(
         parts=parts,
         sent=tuple(sent),
         by_triton=by_triton,
-        guessed=kernels.guesses(recipe, by_triton, backend),
         fused=kernels.fuses(recipe, config, backend)
         and all(recipes.get(parent + other) == recipe for other in group),
         freed=backend == "torch" and sharded(config, backend),

@@ -255,7 +255,10 @@ def _weights(config: Config, backend: str, kept: Collection[str]) -> dict[str, L
 
 
 def _codes(config: Config, backend: str) -> dict[str, Line]:
-    """Codes of weights that Triton kernels have cast, which the backward pass takes."""
+    """Codes of weights that Triton kernels have cast, which the backward pass takes; JAX's, unless
+    layers are scanned, are weights in use."""
+    if backend == "jax" and not config.parallel.scan:
+        return {}
     sizes = {
         d.path: math.prod(used(d.path, d.shape, config))
         * kernels.code_bytes(d.recipe, config, backend)

@@ -38,15 +38,8 @@ def seconds(config: Config, backend: str, ceilings: Ceilings) -> dict[str, float
         config, backend, ceilings
     )
     if config.model.num_experts:
-        model = config.model
-        products = (
-            3
-            * 2
-            * tokens(config)
-            * config.data.microbatches
-            * model.hidden_size
-            * model.num_experts
-        )
+        model, rows = config.model, tokens(config) * config.data.microbatches
+        products = 3 * 2 * rows * model.hidden_size * model.num_experts
         times["routers' products"] = model.num_hidden_layers * products / (ROUTER * ceilings.bf16)
     return times
 
@@ -188,15 +181,13 @@ def _scores(config: Config, backend: str) -> float:
     counted with what makes them."""
     if backend == "torch" or config.parallel.attention == "cudnn":
         return 0
-    keys = config.parallel
-    scores = (
-        tokens(config)
-        * config.data.microbatches
-        * config.data.sequence_length
-        * config.model.num_attention_heads
-        / keys.tensor
-    )
-    return 40 * _products(config) / 6 * scores
+    return 40 * _products(config) / 6 * _all_scores(config)
+
+
+def _all_scores(config: Config) -> float:
+    """Scores of a layer's attention on a device, of all microbatches, hidden ones too."""
+    heads = config.model.num_attention_heads / config.parallel.tensor
+    return tokens(config) * config.data.microbatches * config.data.sequence_length * heads
 
 
 def _products_of_attention(config: Config, backend: str, ceilings: Ceilings) -> float:
@@ -205,16 +196,7 @@ def _products_of_attention(config: Config, backend: str, ceilings: Ceilings) -> 
     PyTorch and cuDNN: a fused kernel with two products forward and five backward, of which
     causality skips half. XLA: whole products.
     """
-    keys, model = config.parallel, config.model
-    product = (
-        2
-        * tokens(config)
-        * config.data.microbatches
-        * config.data.sequence_length
-        * model.num_attention_heads
-        * model.head_dim
-        / keys.tensor
-    )
+    keys, product = config.parallel, 2 * _all_scores(config) * config.model.head_dim
     if backend == "torch" or keys.attention == "cudnn":
         again = keys.checkpointing == "full" or (
             keys.checkpointing == "selective" and backend == "jax"
@@ -226,9 +208,5 @@ def _products_of_attention(config: Config, backend: str, ceilings: Ceilings) -> 
 def _products(config: Config) -> int:
     """Whole products of attention by XLA: six. Its backward pass computes scores again in chunks
     and under selective checkpointing, and also attention's output under full."""
-    keys = config.parallel
-    return (
-        6
-        + {"none": 0, "selective": 1, "full": 2}[keys.checkpointing]
-        + (keys.attention == "chunked")
-    )
+    keys, again = config.parallel, {"none": 0, "selective": 1, "full": 2}
+    return 6 + again[keys.checkpointing] + (keys.attention == "chunked")

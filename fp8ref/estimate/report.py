@@ -154,8 +154,7 @@ class Forecast(Result):
         )
         linear = (self.step.bf16, self.step.configured, self.step.filtered)
         table.add_row("linears", *map(_ms, linear))
-        before = self.step.rest_bf16
-        after = self.step.rest_filtered
+        before, after = self.step.in_bf16, self.step.after
         for name in dict.fromkeys((*rest, *after)):
             table.add_row(name, *(_ms(times.get(name, 0.0)) for times in (before, rest, after)))
         each = before, rest, after

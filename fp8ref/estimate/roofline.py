@@ -84,7 +84,7 @@ def _unfiltered_step(config: Config, backend: str, ceilings: Ceilings) -> Step:
         rest["attention"] = config.model.num_hidden_layers * attention.seconds(
             config, variant, backend, ceilings
         )
-    return Step(bf16, configured, configured, rest, in_bf16)
+    return Step(bf16, configured, configured, rest, in_bf16, rest)
 
 
 def _once(config: Config, backend: str) -> dict[str, list[Kernel]]:

@@ -214,12 +214,7 @@ def number_table(
     Shapes:   values [rows, columns].
     Raises:   ValueError: values of another shape.
     """
-    values = np.asarray(values, np.float64)
-    if values.shape != (len(rows), len(columns)):
-        raise ValueError(
-            f"values are [{len(rows)}, {len(columns)}], as many as there are names; got "
-            f"{values.shape}."
-        )
+    values = style.named_cells(values, rows, columns)
     image = ax.imshow(np.ma.masked_invalid(values), cmap=cmap, aspect="auto")
     for (row, column), value in np.ndenumerate(values):
         if np.isfinite(value):

@@ -37,12 +37,7 @@ def layer_map(
               largest finite number.
     Raises:   ValueError: values of another shape.
     """
-    values = np.asarray(values, np.float64)
-    if values.shape != (len(layers), len(columns)):
-        raise ValueError(
-            f"values are [{len(layers)}, {len(columns)}], as many as there are names; got "
-            f"{values.shape}."
-        )
+    values = style.named_cells(values, layers, columns)
     image = style.cells(ax, values, "viridis_r" if large_is_worse else "viridis", low, high)
     readout.cells(image, layers, columns, what=what)
     every = -(-len(layers) // NAMED)

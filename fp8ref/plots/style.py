@@ -101,6 +101,17 @@ def plain_map(ax: Axes) -> Axes:
     return ax
 
 
+def named_cells(values, rows: Sequence[str], columns: Sequence[str]) -> np.ndarray:
+    """Values as float64 [rows, columns]. ValueError: of another shape."""
+    values = np.asarray(values, np.float64)
+    if values.shape != (len(rows), len(columns)):
+        raise ValueError(
+            f"values are [{len(rows)}, {len(columns)}], as many as there are names; got "
+            f"{values.shape}."
+        )
+    return values
+
+
 def cells(
     ax: Axes, values, cmap, low=None, high=None, *, norm: Normalize | None = None, extent=None
 ) -> AxesImage:

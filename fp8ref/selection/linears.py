@@ -131,13 +131,20 @@ def select(
 
 def check_shape(name: str, shape: tuple[int, int], recipe: Recipe) -> None:
     """ValueError unless [N, K] are multiples of what a recipe's casts take (L-5, S-6)."""
+    if reason := _misfit(name, shape, recipe):
+        raise ValueError(f"{reason}. Leave it out.")
+
+
+def _misfit(name: str, shape: tuple[int, int], recipe: Recipe) -> str:
+    """Why a recipe's casts do not take a weight [N, K]; "" if they do."""
     # which reduce N and K
     multiples = [_multiple(recipe, which) for which in ("grad_input", "output")]
-    if any(length % multiple for length, multiple in zip(shape, multiples, strict=True)):
-        raise ValueError(
-            f"recipe {recipe.name!r} needs multiples of {multiples} for [N, K]; {name} is "
-            f"{list(shape)}. Leave it out (L-5, S-6)."
-        )
+    if not any(length % multiple for length, multiple in zip(shape, multiples, strict=True)):
+        return ""
+    return (
+        f"recipe {recipe.name!r} needs multiples of {multiples} for [N, K] (L-5, S-6); "
+        f"{name or 'it'} is {list(shape)}"
+    )
 
 
 def _small(recipe: Recipe) -> Sequence[tuple[float, float]]:
@@ -169,13 +176,7 @@ def _decide(
     filtered = [p for p in filter_fqns if matches(p, name)]
     if filtered and not named:
         return kept(f"named by filter_fqns {filtered[0]!r}")
-    # which reduce N and K
-    multiples = [_multiple(recipe, which) for which in ("grad_input", "output")]
-    if any(length % multiple for length, multiple in zip(shape, multiples, strict=True)):
-        reason = (
-            f"recipe {recipe.name!r} needs multiples of {multiples} for [N, K] (L-5, S-6); "
-            f"{name or 'it'} is {list(shape)}"
-        )
+    if reason := _misfit(name, shape, recipe):
         if named:
             raise ValueError(
                 f"{reason}, and fp8_fqns {named[0]!r} names it. Pad the layer or drop the pattern."

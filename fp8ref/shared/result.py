@@ -4,6 +4,7 @@ command.
 
 import abc
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
 
 STDOUT = Path("-")
 """Where ``write`` means standard output; everything else is printed to standard error then."""
+
+
+def finite(value: Any) -> Any:
+    """The value; None for NaN and infinity, which JSON lacks."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Result(abc.ABC):

@@ -23,7 +23,7 @@ from fp8ref.recipe import (
     trained_recipes,
 )
 from fp8ref.shared import console
-from fp8ref.shared.result import Result
+from fp8ref.shared.result import Result, finite
 from fp8ref.sim.quantize import cast, scaling, stats
 from fp8ref.sim.quantize.scales import scales_from_amax
 from fp8ref.spec import granularity
@@ -173,7 +173,7 @@ class Judged(Result):
             "clipped",
             "worst_rows",
         )
-        rows = [[_json(getattr(row, key)) for key in columns] for row in self.rows]
+        rows = [[finite(getattr(row, key)) for key in columns] for row in self.rows]
         return {"columns": list(columns), "rows": rows, "absent": list(self.absent)}
 
     def render(self, console: "Console") -> None:
@@ -367,7 +367,3 @@ def _low(decibels: np.ndarray) -> tuple[float, float]:
         return math.inf, math.inf
     median, low = np.percentile(numbers, [50, 5], method="lower")
     return float(median), float(low)
-
-
-def _json(value):
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -9,7 +9,7 @@ import numpy as np
 from fp8ref import recipe as recipes_of
 from fp8ref.recipe import Recipe, trained_recipes
 from fp8ref.shared import console
-from fp8ref.shared.result import Result
+from fp8ref.shared.result import Result, finite
 from fp8ref.study import recording as recordings
 from fp8ref.study.recording import Operand
 
@@ -83,9 +83,9 @@ class Depth(Result):
     def to_dict(self) -> dict:
         """Outcomes and refusals; None where a number is not finite."""
         outcomes = {
-            name: {"inputs": {k: _finite(v) for k, v in outcome.inputs.items()}}
+            name: {"inputs": {k: finite(v) for k, v in outcome.inputs.items()}}
             | {
-                key: _finite(getattr(outcome, key))
+                key: finite(getattr(outcome, key))
                 for key in ("in_fp8", "output", "divergence", "agreement")
             }
             for name, outcome in self.outcomes.items()
@@ -234,7 +234,3 @@ def _log_softmax(x: np.ndarray) -> np.ndarray:
     x = x.astype(np.float64)
     x = x - x.max(axis=-1, keepdims=True)
     return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
-
-
-def _finite(x: float) -> float | None:
-    return x if np.isfinite(x) else None

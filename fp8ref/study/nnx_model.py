@@ -18,7 +18,7 @@ from fp8ref.selection.report import quiet
 from fp8ref.study import depth_error, flax_attention
 from fp8ref.study import recording as recordings
 from fp8ref.study.depth_error import Depth, Seen
-from fp8ref.study.recording import Operand, Recording
+from fp8ref.study.recording import Recording
 
 
 @contextlib.contextmanager
@@ -198,7 +198,7 @@ def _rows(x, contracted: tuple[int, ...]):
 def _keep(recording: Recording, name: str, rows: int, **operands: jax.Array) -> None:
     """Record operands of a layer by role; of calls with another input than the first nothing."""
     kept_operands = {
-        f"{name}/{role}": _operand(np.asarray(x).astype(np.float32), rows)
+        f"{name}/{role}": recordings.kept(np.asarray(x).astype(np.float32), rows)
         for role, x in operands.items()
     }
     first = recording.operands.get(f"{name}/input")
@@ -208,9 +208,3 @@ def _keep(recording: Recording, name: str, rows: int, **operands: jax.Array) -> 
         recording.operands |= {
             key: operand for key, operand in kept_operands.items() if key not in recording.operands
         }
-
-
-def _operand(x: np.ndarray, most: int) -> Operand:
-    columns = np.abs(x).max(axis=0)
-    kept = np.concatenate([x[begin:end] for begin, end in recordings.spans(len(x), most)])
-    return Operand(kept=kept, amax=columns.max(), columns=columns, rows=len(x))

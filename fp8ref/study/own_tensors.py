@@ -103,10 +103,7 @@ def _operand(array: Any, role: Role, transposed: bool, rows: int) -> Operand:
     require(x.ndim > 1, f"{shape}; reshape it to [tokens, K]")
     require(role != "weight" or x.ndim == 2, f"a weight of {shape}; give each [N, K] by itself")
     x = x.T if transposed and role == "weight" else x.reshape(-1, x.shape[-1])
-    with np.errstate(invalid="ignore"):
-        columns = np.abs(x).max(axis=0)
-    kept = np.concatenate([x[begin:end] for begin, end in recordings.spans(len(x), rows)])
-    return Operand(kept=kept, amax=columns.max(), columns=columns, rows=len(x))
+    return recordings.kept(x, rows)
 
 
 def read_file(

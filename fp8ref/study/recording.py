@@ -202,6 +202,14 @@ def spans(rows: int, most: int) -> list[tuple[int, int]]:
     return [(begin, min(rows, begin + BLOCK)) for begin in dict.fromkeys(first)]
 
 
+def kept(x: np.ndarray, most: int) -> Operand:
+    """What is kept of a tensor [rows, columns] in float32: at most so many rows."""
+    with np.errstate(invalid="ignore"):
+        columns = np.abs(x).max(axis=0)
+    rows = np.concatenate([x[begin:end] for begin, end in spans(len(x), most)])
+    return Operand(kept=rows, amax=columns.max(), columns=columns, rows=len(x))
+
+
 def chosen(names: Iterable[str], layers: str, rows: int) -> list[str]:
     """The names of linears that ``layers`` matches.
 

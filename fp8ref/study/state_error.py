@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fp8ref.shared import console
-from fp8ref.shared.result import Result
+from fp8ref.shared.result import Result, finite
 from fp8ref.sim.states import health, states
 from fp8ref.spec.states import health as healths
 from fp8ref.spec.states import layouts as layouts_of
@@ -61,7 +61,7 @@ class JudgedStates(Result):
         """Figures by layout and parameter; None where a number is not finite."""
         recorded = {
             layout: {
-                name: {key: _json(value) for key, value in vars(one).items()}
+                name: {key: finite(value) for key, value in vars(one).items()}
                 for name, one in of.items()
             }
             for layout, of in self.layouts.items()
@@ -177,7 +177,3 @@ def _array(name: str, gradient: Any) -> np.ndarray:
 
 def _kept(size: int, most: int) -> int:
     return size if size <= most else max(1024, most // 1024 * 1024)
-
-
-def _json(value):
-    return None if isinstance(value, float) and not np.isfinite(value) else value

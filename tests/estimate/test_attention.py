@@ -113,7 +113,7 @@ def test_a_step_in_bfloat16_has_the_frameworks_own_attention():
     plain, by_variant = (
         roofline.predict_step(config(variant), "jax", H100) for variant in (None, "cudnn")
     )
-    assert by_variant.rest_bf16 == plain.rest
+    assert by_variant.in_bf16 == plain.rest
     assert by_variant.rest["attention"] != plain.rest["attention"]
     assert {k: v for k, v in by_variant.rest.items() if k != "attention"} == {
         k: v for k, v in plain.rest.items() if k != "attention"

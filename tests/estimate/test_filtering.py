@@ -98,6 +98,6 @@ def test_a_step_in_bfloat16_is_that_of_recipe_bf16(backend, recipe):
     """
     step = roofline.predict_step(SMALL.replace(numerics={"recipe": recipe}), backend, H100)
     plain = roofline.predict_step(filtering.in_bf16(SMALL), backend, H100)
-    assert step.bf16 + sum(step.rest_bf16.values()) == pytest.approx(
+    assert step.bf16 + sum(step.in_bf16.values()) == pytest.approx(
         plain.configured + sum(plain.rest.values())
     )

@@ -1,6 +1,4 @@
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
 from helpers.models import sizes
@@ -10,28 +8,14 @@ from fp8ref.estimate.kernels import Kernel
 from fp8ref.jax.kernels import casts
 from fp8ref.policy import POLICIES
 from fp8ref.recipe import RECIPES, ROLES
-from fp8ref.spec.llama import LlamaConfig
 from fp8ref.torch.linear import linear
-from fp8ref.train.config.config import Config
 
-COMPILED = json.loads((Path(__file__).parents[2] / "benchmarks/results/aot.json").read_text())
+COMPILED = sizes.COMPILED
 QUANTIZED = [
     r
     for r in COMPILED["rows"]
     if r["recipe"] != "bf16" and not any("triton" in k for k in r["kernels"])
 ]
-
-
-def compiled(row: dict) -> Config:
-    """The config that a row of the recorded compile is of, in which XLA casts."""
-    model = COMPILED["model"] | row.get("model", {})
-    length, sequences = model.pop("sequence_length"), model.pop("sequences_per_device")
-    config = Config(model=LlamaConfig(**model)).replace(
-        numerics={"recipe": row["recipe"], "kernels": "plain"}, parallel=row["mesh"]
-    )
-    return config.replace(
-        data={"sequence_length": length, "batch_size": sequences * config.parallel.devices}
-    )
 
 
 def moved(recipe, how, role, gemms=kernels.GEMMS, **keys):
@@ -100,9 +84,8 @@ def test_what_makes_a_tensor_takes_an_amax_along():
 def triton(recipe, role, backend="torch", **keys):
     config = sizes.config(recipe).replace(numerics={"kernels": "auto"})
     roles = kernels.by_triton(RECIPES[recipe], config, backend)
-    guessed = kernels.guesses(RECIPES[recipe], roles, backend)
     fusion = kernels.fusion(config, backend)
-    return moved(recipe, fusion, role, by_triton=roles, guessed=guessed, **keys)
+    return moved(recipe, fusion, role, by_triton=roles, **keys)
 
 
 # docs/concepts/speed.md: one pass, or two where the amax of the whole is needed first.
@@ -275,7 +258,7 @@ def test_kernels_are_near_those_that_xla_compiles_for_h200s(row):
     """At most a fifth below and none above. They are a third of the bytes outside of GEMMs at most,
     whose seconds are not known better than by a quarter (``test_outside_linears``): a fifth of a
     third is 7 %. Not counted are what orders of heads and of pieces cost, and joined weights."""
-    config = compiled(row)
+    config = sizes.compiled(row)
     estimated = sum(
         kernel.bytes
         for decision in config.decisions()

@@ -22,7 +22,7 @@ ALL = 106816
 OF_LAYERS = 2 * (sizes.LAYER + 2 * 64)
 LAYER, NORM = 2 * (2 * 64 + 2 * 64 + 2 * 32 + 128) + 16 * 64 + 12 * 128, 10 * 64
 """Bytes of a token that autograd keeps of a layer, and of the last norm."""
-COMPILED = json.loads((Path(__file__).parents[2] / "benchmarks/results/aot.json").read_text())
+COMPILED = sizes.COMPILED
 
 
 INDUCTOR = [
@@ -327,8 +327,8 @@ def test_activations_are_what_a_compiled_block_keeps(row):
 
 
 def test_codes_of_weights():
-    """PyTorch keeps both orders of a step, but in CUDA graphs; JAX one of each pass; gathered
-    weights none."""
+    """PyTorch keeps both orders of a step, but in CUDA graphs; JAX one of a scan, else they are
+    weights in use; gathered weights none."""
 
     def codes(backend, **keys):
         config = sizes.config().replace(
@@ -340,7 +340,8 @@ def test_codes_of_weights():
 
     assert codes("torch") == 2 * 2 * sizes.LAYER
     assert codes("torch", compile="block", cuda_graphs=True) == 2 * sizes.LAYER
-    assert codes("jax") == 2 * sizes.LAYER
+    assert codes("jax", scan=True) == 2 * sizes.LAYER
+    assert codes("jax") == 0
     assert codes("torch", fsdp=2) == codes("jax", fsdp=2) == 0
     assert "codes of weights" not in bytes_of(sizes.config())
 
@@ -447,14 +448,7 @@ def test_an_estimate_is_near_what_xla_allots_for_an_h200(row):
     """Gradients are temporary there. Which of a block's results live at once is XLA's choice, and
     of two layers one is half: 10 % below and 20 % above. The most above are GEMMs of Triton on one
     device, and the first layer, where its own gradients are not there yet."""
-    model = COMPILED["model"] | row.get("model", {})
-    length, sequences = model.pop("sequence_length"), model.pop("sequences_per_device")
-    config = Config(model=LlamaConfig(**model)).replace(
-        numerics={"recipe": row["recipe"], "kernels": "plain"}, parallel=row["mesh"]
-    )
-    config = config.replace(
-        data={"sequence_length": length, "batch_size": sequences * config.parallel.devices}
-    )
+    config = sizes.compiled(row)
     assert 0.9 <= in_a_step(config, "jax") / (row["temporary_mib"] * 2**20) <= 1.2
 
 

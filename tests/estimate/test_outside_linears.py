@@ -11,7 +11,7 @@ from fp8ref.train.config.config import Config
 
 H100 = PUBLISHED["h100"]
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-COMPILED = json.loads((RESULTS / "aot.json").read_text())
+COMPILED = sizes.COMPILED
 MESHES: dict[str, dict] = {
     "one": {},
     "data": {"data": 2},
@@ -27,18 +27,6 @@ TRITON = [
 ]
 BLOCKS = [row for row in COMPILED["blocks"] if "Triton" in row["linears"]] + COMPILED["blocks"][:1]
 ROWS = [row for row in COMPILED["rows"] if not any("triton" in kernel for kernel in row["kernels"])]
-
-
-def compiled(row: dict) -> Config:
-    """The config that a row of the recorded compile is of, in which XLA casts."""
-    model = COMPILED["model"] | row.get("model", {})
-    length, sequences = model.pop("sequence_length"), model.pop("sequences_per_device")
-    config = Config(model=LlamaConfig(**model)).replace(
-        numerics={"recipe": row["recipe"], "kernels": "plain"}, parallel=row["mesh"]
-    )
-    return config.replace(
-        data={"sequence_length": length, "batch_size": sequences * config.parallel.devices}
-    )
 
 
 def quantizing(config: Config, backend: str) -> float:
@@ -63,7 +51,7 @@ def test_bytes_of_all_kernels_are_near_those_that_xla_compiles_for_h200s(row):
     (``test_a_copys_rate_is_not_every_kernels``): a byte is not worth more than half of that error.
     Not counted are what XLA computes twice, orders of heads, and joined weights of q, k and v, most
     of all their joined gradient in float32 of bf16 under plain jit."""
-    config = compiled(row)
+    config = sizes.compiled(row)
     estimated = sum(outside_linears.moved(config, "jax").values()) + quantizing(config, "jax")
     assert 0.86 <= estimated / 1e9 / row["outside_gemms"]["gb"] <= 1
 

@@ -227,7 +227,8 @@ def test_a_step_is_its_parts_of_a_batch():
 
 
 def test_ratios_are_limited_by_the_rest():
-    made = roofline.Step(bf16=3.0, configured=1.0, filtered=0.5, rest={"a": 0.25, "b": 0.75})
+    rest = {"a": 0.25, "b": 0.75}
+    made = roofline.Step(3.0, configured=1.0, filtered=0.5, rest=rest, in_bf16=rest, after=rest)
     assert (made.ratio, made.filtered_ratio, made.limit) == (4 / 2, 4 / 1.5, 4 / 1)
 
 

@@ -83,12 +83,16 @@ def step_collectives(config: Config, backend: str) -> list[tuple[Collective, int
         shared = map(_scales, scales.step_amaxes(config))
         purpose = "amaxes of weights, shared"
         collectives += [(dataclasses.replace(one, purpose=purpose), 1) for one in shared]
-        sharing, devices = config.parallel.sharing, config.parallel.devices
-        pieces = sharing * _token_parts(config)
+        keys = config.parallel
+        sharing, devices = keys.sharing, keys.devices
+        # JAX computes the loss of each piece of a sequence by itself
+        pieces = sharing * keys.context * (keys.tensor if keys.sequence else 1)
+        # of all layers together, which are added first: rows and sums of probabilities (M-8)
+        balance = 2 * config.model.num_experts
         collectives += [
             (_beside("loss, averaged", pieces, 1), parts),
             (_beside("norm of the gradients, summed", devices, _squares(config)), 1),
-            (_beside("balance of experts, summed", sharing, _balance(config)), parts),
+            (_beside("balance of experts, summed", sharing, balance), parts),
         ]
     return [(one, times) for one, times in collectives if one.devices > 1 and one.elements]
 
@@ -129,12 +133,6 @@ def _scales(shared: Shared) -> Collective:
     )
 
 
-def _token_parts(config: Config) -> int:
-    """The pieces of a sequence on which JAX computes the loss by itself."""
-    keys = config.parallel
-    return keys.context * (keys.tensor if keys.sequence else 1)
-
-
 def _squares(config: Config) -> int:
     """Sums of a parameter's squares that devices add for the norm of the gradients: of each that
     the mesh cuts, of which ``parallel.scan`` has one of all layers. XLA adds what follows on each
@@ -154,13 +152,6 @@ def _squares(config: Config) -> int:
     which = [cut(name, shape) for name, shape in sorted(shapes.items())]
     joined = which.index(False) if False in which else len(which)
     return sum(which) - max(0, joined - 1)
-
-
-def _balance(config: Config) -> int:
-    """Of each expert the rows that it took and the sum of its probabilities (M-8): of all layers
-    together, which are added first.
-    """
-    return 2 * config.model.num_experts
 
 
 def _parameter_collectives(
