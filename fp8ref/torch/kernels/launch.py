@@ -44,14 +44,11 @@ def run(launch: "Launch", *tensors: Tensor) -> None:
 
 def memory(launch: "Launch", like: Tensor) -> list[Tensor]:
     """New tensors for what a launch writes, on a tensor's device."""
+    dtypes = DTYPES | {"like": like.dtype}
     return [
-        like.new_empty(shape, dtype=like.dtype if dtype == "like" else _dtype(dtype))
+        like.new_empty(shape, dtype=dtypes.get(dtype) or getattr(torch, dtype))
         for shape, dtype in launch.outputs
     ]
-
-
-def _dtype(name: str) -> torch.dtype:
-    return DTYPES.get(name) or getattr(torch, name)
 
 
 def prepared(room: str, name: str, x: Tensor, options: str) -> "Launch":

@@ -72,16 +72,12 @@ def is_supported(uses: tuple[Use, Use]) -> bool:
 
 
 def is_guessed(uses: tuple[Use, Use]) -> bool:
-    """Whether kernels may cast a role's tensor by a guess of its scale: one power of two, of this
-    rank alone."""
-    spec = uses[0].cast
-    return (
-        is_supported(uses)
-        and spec is not None
-        and spec.granularity == "tensorwise"
-        and spec.policy == POLICIES["torchao_pow2"]
-        and uses[0].group is None
-    )
+    """Whether kernels may cast a role's tensor, if they cast it, by a guess of its scale: one power
+    of two, of this rank alone."""
+    spec, _, group, _ = uses[0]
+    assert spec is not None
+    by_tensor = spec.granularity == "tensorwise"
+    return by_tensor and spec.policy == POLICIES["torchao_pow2"] and group is None
 
 
 def quantize(

@@ -32,11 +32,7 @@ class _Entry:
     pair: Pair
 
 
-class _Recent(threading.local):
-    entry: _Entry | None = None
-
-
-_recent = _Recent()
+_recent = threading.local()
 
 
 def quantize(
@@ -56,7 +52,7 @@ def quantize(
         return both_orders.quantize(rows, uses, scale, guess=guess)
     stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
     key = x._version, None if scale is None else scale._version, uses, stream
-    last = _recent.entry
+    last: _Entry | None = getattr(_recent, "entry", None)
     if last and last.tensor() is x and last.scale is scale and last.key == key:
         return last.pair
     pair = both_orders.quantize(rows, uses, scale, guess=guess)
@@ -65,7 +61,7 @@ def quantize(
 
 
 def _forget(tensor: weakref.ref) -> None:
-    last = _recent.entry
+    last = getattr(_recent, "entry", None)
     if last is not None and last.tensor is tensor:
         _recent.entry = None
 
