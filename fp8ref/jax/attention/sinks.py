@@ -39,16 +39,16 @@ def add(
     variant, arithmetic = call.variant, call.arithmetic
     sinks = sinks.astype(jnp.float32).reshape(1, *maximum.shape[1:3], 1)
     z = moments.product(sinks, _LOG2E) if variant.base == "2" else sinks
-    of_rows = None if factor is None else row_factor(factor)
+    row_factors = None if factor is None else row_factor(factor)
     empty = maximum == -jnp.inf
     m = jnp.where(empty, jnp.float32(0), maximum)
-    ahead = z - (m if of_rows is None else moments.product(m, of_rows))
+    ahead = z - (m if row_factors is None else moments.product(m, row_factors))
     ahead = jnp.where(empty, jnp.inf, ahead)
     far = ahead > FAR
     p = exponentials.exponential(
         jnp.where(far, jnp.float32(0), ahead) + np.float32(variant.offset), variant.base, arithmetic
     )
-    at = z if of_rows is None else sinks * (_LOG2E / of_rows)
+    at = z if row_factors is None else sinks * (_LOG2E / row_factors)
     total = jnp.where(far, np.float32(2.0**variant.offset), total + p)
     return jnp.where(far[..., None], jnp.float32(0), o), total, jnp.where(far, at, maximum)
 

@@ -62,19 +62,19 @@ def step(
     masked = jnp.where(seen, s, _NONE)
     old, largest = rows.maximum, jnp.max(masked, axis=-1)
     if factor is not None:
-        of_rows = row_factor(factor)
+        row_factors = row_factor(factor)
         new = jnp.maximum(old, largest)
         # Of a row without keys before this tile: 0 in place of -infinity, and c is 0.
-        behind = moments.product(_finite(old) - _finite(new), of_rows)
+        behind = moments.product(_finite(old) - _finite(new), row_factors)
         behind = jnp.where(old == _NONE, _NONE, behind)
         c = exponential(behind)
         if threshold > 0:
             stays = behind >= -threshold
             new, c = jnp.where(stays, old, new), jnp.where(stays, jnp.float32(1), c)
         if variant.bias == "fused":
-            bias = -exponentials.fused(_finite(new), of_rows, -offset)
+            bias = -exponentials.fused(_finite(new), row_factors, -offset)
         else:
-            bias = offset - moments.product(_finite(new), of_rows)
+            bias = offset - moments.product(_finite(new), row_factors)
         exponent = exponentials.fused(jnp.where(seen, s, jnp.float32(0)), factor, bias[..., None])
     else:
         ahead = _finite(largest) - _finite(old)
@@ -154,13 +154,13 @@ def log_sum(
 ) -> jax.Array:
     """The log-sum-exp of rows (A-11), float32 of their shape."""
     empty, maximum, total = _not_empty(maximum, total)
-    of_rows = jnp.float32(1) if factor is None else row_factor(factor)
+    row_factors = jnp.float32(1) if factor is None else row_factor(factor)
     if variant.lse == "fused":
         logarithm = exponentials.logarithm(total * np.float32(2.0**-variant.offset), "e")
-        log_sums = exponentials.fused(maximum, of_rows * _LN2, logarithm)
+        log_sums = exponentials.fused(maximum, row_factors * _LN2, logarithm)
     elif variant.base == "2":
         logarithm = exponentials.logarithm(total, "2") - np.float32(variant.offset)
-        log_sums = (moments.product(maximum, of_rows) + logarithm) * _LN2
+        log_sums = (moments.product(maximum, row_factors) + logarithm) * _LN2
     else:
         log_sums = maximum + exponentials.logarithm(total, "e")
     return jnp.where(empty, _NONE, log_sums)

@@ -234,7 +234,7 @@ def backward(
 def _saved(result: Result, qkv: tuple[Tensor, Tensor, Tensor], problem: Problem) -> Saved:
     variant, tensors = problem.variant, result.tensors
     if variant.backward == "bf16":
-        return Saved.of_inputs(qkv, result.o, result.lse)
+        return Saved.from_inputs(qkv, result.o, result.lse)
     scale_p = Scales(result.scale_p, result.scale_inv_p)
     if "s" in problem.scales:
         scale_p = operands.probability_scale(problem, result.o.device)

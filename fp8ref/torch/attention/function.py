@@ -235,10 +235,10 @@ def _load(ctx, call: RankCall, roles: tuple[str, ...]) -> tuple[Problem, Saved]:
     unit = torch.ones((), device=rest[0].device, dtype=torch.float32)
     if variant.real:
         q, k, v = rest
-        return problem, Saved.of_inputs((q, k, v), q, unit)
+        return problem, Saved.from_inputs((q, k, v), q, unit)
     if variant.backward == "bf16":
         o, q, k, v, lse = rest
-        return problem, Saved.of_inputs((q, k, v), o, lse)
+        return problem, Saved.from_inputs((q, k, v), o, lse)
     if variant.granularity == "mx_1x32":
         o, q, k, v, lse = rest
         scale_p = torch.full((), mx.P_SCALE, dtype=torch.float32, device="cpu")

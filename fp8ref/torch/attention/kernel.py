@@ -86,7 +86,7 @@ def _function(call: RankCall) -> type[torch.autograd.Function]:
                 )
             o, q, k, v, lse = ctx.saved_tensors
             with observer.inside(ctx.layer):
-                saved = Saved.of_inputs((q, k, v), o, lse)
+                saved = Saved.from_inputs((q, k, v), o, lse)
                 grads = gradients(do, saved, ctx.problem, report="nothing")
             return tuple(x.to(dtype) for x, dtype in zip(grads[:3], ctx.dtypes, strict=True))
 

@@ -43,7 +43,7 @@ class Saved(NamedTuple):
     tensors: dict[str, Heads]
 
     @classmethod
-    def of_inputs(cls, inputs: tuple[Tensor, Tensor, Tensor], o: Tensor, lse: Tensor) -> Self:
+    def from_inputs(cls, inputs: tuple[Tensor, Tensor, Tensor], o: Tensor, lse: Tensor) -> Self:
         """Of a backward pass in bfloat16."""
         unit = torch.ones((), device=o.device, dtype=torch.float32)
         return cls(inputs, o, None, lse, Scales(unit, unit), {})
