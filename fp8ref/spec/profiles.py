@@ -5,6 +5,7 @@ docs/spec/profiles.md states them with their differences. ``policy_profiles`` sa
 policy is of.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,17 +42,18 @@ class Profile:
     bits: int = 8
 
 
-_TE = "Transformer Engine"
+_torchao = functools.partial(Profile, library="torchao", known="run")
+_te = functools.partial(
+    Profile, library="Transformer Engine", known="transcribed", cast="saturating"
+)
 _TE_COMMON = "NVIDIA/TransformerEngine transformer_engine/common/"
 
 PROFILES = {
     p.name: p
     for p in (
-        Profile(
+        _torchao(
             name="torchao-0.18",
-            library="torchao",
             versions="0.16 to 0.18",
-            known="run",
             cast="saturating",
             clipped=True,
             policies=("torchao", "torchao_pow2"),
@@ -61,22 +63,18 @@ PROFILES = {
                 "torchao 0.18 float8/float8_training_tensor.py",
             ),
         ),
-        Profile(
+        _torchao(
             name="ocp-mx-torchao",
-            library="torchao",
             versions="0.16 to 0.18",
-            known="run",
             cast="saturating",
             clipped=True,
             policies=("mx_floor", "mx_rceil", "mx_ceil", "mx_even"),
             granularities=("mx_1x32",),
             sources=("torchao 0.18 prototype/mx_formats/mx_tensor.py",),
         ),
-        Profile(
+        _torchao(
             name="torchao-adamw-fp8",
-            library="torchao",
             versions="0.16 to 0.18",
-            known="run",
             cast="torch",
             policies=("torchao_adamw_fp8",),
             sources=("torchao 0.18 optim/subclass_fp8.py",),
@@ -157,52 +155,37 @@ PROFILES = {
                 "tokamax 0.0.12 (PyPI) tokamax/_src/ops/ragged_dot/pallas_mosaic_gpu.py",
             ),
         ),
-        Profile(
+        _te(
             name="te-current",
-            library=_TE,
             versions="2",
-            known="transcribed",
-            cast="saturating",
             policies=("te_current",),
             granularities=("tensorwise",),
             sources=(f"{_TE_COMMON}recipe/recipe_common.cuh d0067d0d",),
         ),
-        Profile(
+        _te(
             name="te-delayed",
-            library=_TE,
             versions="2",
-            known="transcribed",
-            cast="saturating",
             policies=("te_delayed",),
             granularities=("tensorwise",),
             sources=(f"{_TE_COMMON}recipe/delayed_scaling.cu 6b71a0ad",),
         ),
-        Profile(
+        _te(
             name="te-block",
-            library=_TE,
             versions="2",
-            known="transcribed",
-            cast="saturating",
             policies=("te_block", "te_current", "te_block_unmasked_bf16"),
             granularities=("blockwise_1x128", "blockwise_128x128"),
             sources=(f"{_TE_COMMON}recipe/recipe_common.cuh d0067d0d",),
         ),
-        Profile(
+        _te(
             name="te-mxfp8",
-            library=_TE,
             versions="before 2.13",
-            known="transcribed",
-            cast="saturating",
             policies=("te_mxfp8",),
             granularities=("mx_1x32",),
             sources=(f"{_TE_COMMON}util/ptx.cuh 5671fd36",),
         ),
-        Profile(
+        _te(
             name="te-mxfp8-2.13",
-            library=_TE,
             versions="from 2.13",
-            known="transcribed",
-            cast="saturating",
             policies=("te_mxfp8_2.13",),
             granularities=("mx_1x32", "mx_32x32"),
             sources=(
@@ -285,33 +268,26 @@ PROFILES = {
             granularities=("mx_1x32",),
             sources=("gfloat 0.5.2 block.py", "gfloat 0.5.2 round_ndarray.py"),
         ),
-        Profile(
+        _torchao(
             name="torchao-nvfp4",
-            library="torchao",
             versions="0.18",
-            known="run",
             bits=4,
             policies=("torchao_nvfp4", "torchao_nvfp4_one_level"),
             granularities=("nvfp4_1x16",),
             sources=("torchao 0.18 prototype/mx_formats/nvfp4_tensor.py",),
         ),
-        Profile(
+        _torchao(
             name="torchao-mxfp4",
-            library="torchao",
             versions="0.18",
-            known="run",
             policies=("mx_floor", "mx_rceil", "mx_ceil", "mx_even"),
             granularities=("mx_1x32",),
             sources=("torchao 0.18 prototype/mx_formats/mx_tensor.py",),
             bits=4,
         ),
-        Profile(
+        _te(
             name="te-nvfp4",
-            library=_TE,
             versions="d0067d0",
-            known="transcribed",
             bits=4,
-            cast="saturating",
             policies=("te_nvfp4",),
             granularities=("nvfp4_1x16", "nvfp4_16x16"),
             sources=(
