@@ -213,12 +213,12 @@ def _gemms(config: Config, backend: str) -> Table:
     for d in roofline.with_tied(config):
         # experts of a device
         own = (d.experts or 1) // (config.parallel.expert if d.experts else 1)
-        for g in roofline.gemm_shapes(d, config, backend):
-            groups.setdefault((g.which, g.m, g.n, g.k, g.runs_in), []).extend(
-                [roofline.short_name(g.linear)] * own
-            )
-            flops += 2 * g.m * g.n * g.k * own
-            in_fp8 += 2 * g.m * g.n * g.k * g.fp8 * own
+        for which, m, n, k in roofline.gemm_sizes(d, config, backend):
+            spec = d.recipe.gemms[which]
+            names = groups.setdefault((which, m, n, k, roofline.runs_in(spec, backend)), [])
+            names += [roofline.short_name(d.path)] * own
+            flops += 2 * m * n * k * own
+            in_fp8 += 2 * m * n * k * own * kernels.multiplies_fp8(spec, backend)
     for (which, m, n, k, runs_in), names in groups.items():
         times = len(names) * config.data.microbatches
         table.add_row(

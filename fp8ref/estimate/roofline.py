@@ -12,9 +12,8 @@ validation and checkpoints.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import get_args
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, get_args
 
 from fp8ref.estimate import attention, filtering, grouped, kernels, linear_place, outside_linears
 from fp8ref.estimate.filtering import Kind
@@ -27,8 +26,14 @@ from fp8ref.selection.linears import Decision
 from fp8ref.train.config.config import Config
 from fp8ref.train.config.device_shapes import runs_output_again, scaled_first, tokens, used
 
-Size = tuple[Gemm, int, int, int]
-"""A GEMM's name, M, N and K: [M, K] x [N, K] -> [M, N]."""
+
+class Size(NamedTuple):
+    """A GEMM of a linear: [M, K] x [N, K] -> [M, N]."""
+
+    which: Gemm
+    m: int
+    n: int
+    k: int
 
 
 def predict_step(
@@ -98,7 +103,7 @@ def _once(config: Config, backend: str) -> dict[str, list[Kernel]]:
         kept = kernels.code_bytes(d.recipe, config, backend) == 2
         if not kept and (backend == "torch" or d.path not in scaled):
             continue
-        sizes = [_size(shape) for shape in gemm_shapes(d, config, backend)]
+        sizes = gemm_sizes(d, config, backend)
         place = linear_place.of(d, config, backend, recipes)
         once[d.path] = [
             kernel
@@ -148,32 +153,12 @@ def linears(
     return ledgers
 
 
-@dataclass(frozen=True)
-class GemmShape:
-    """One GEMM of a linear on one device: [M, K] x [N, K] -> [M, N].
-
-    runs_in: its dtypes and accumulation, in words.
-    """
-
-    linear: str
-    which: Gemm
-    m: int
-    n: int
-    k: int
-    runs_in: str
-    fp8: bool
-
-
-def _size(shape: GemmShape) -> Size:
-    return shape.which, shape.m, shape.n, shape.k
-
-
 def short_name(linear: str) -> str:
     """model.layers.7.mlp.up_proj -> up_proj."""
     return linear.split(".")[-1]
 
 
-def gemm_shapes(decision: Decision, config: Config, backend: str) -> Iterator[GemmShape]:
+def gemm_sizes(decision: Decision, config: Config, backend: str) -> list[Size]:
     """The three GEMMs of a linear, for one microbatch (spec L-2); of experts those of one with as
     many rows as the others."""
     m, (n, k) = tokens(config), used(decision.path, decision.shape, config)
@@ -182,19 +167,7 @@ def gemm_shapes(decision: Decision, config: Config, backend: str) -> Iterator[Ge
         m = m * config.parallel.expert * config.model.num_experts_per_tok // decision.experts
     if short_name(decision.path) == "lm_head" and config.parallel.sequence and backend == "jax":
         m //= config.parallel.tensor  # its weight is not cut over tensor; its tokens are
-    for which, dims in (
-        ("output", (m, n, k)),
-        ("grad_input", (m, k, n)),
-        ("grad_weight", (n, k, m)),
-    ):
-        spec = decision.recipe.gemms[which]  # type: ignore[index]
-        yield GemmShape(
-            decision.path,
-            which,  # type: ignore[arg-type]
-            *dims,
-            runs_in(spec, backend),
-            multiplies_fp8(spec, backend),
-        )
+    return sizes_of(m, n, k)
 
 
 def runs_in(spec: GemmSpec, backend: str) -> str:
@@ -270,7 +243,7 @@ def linear_ledger(
     """Cost of a config's linear on one device, for one microbatch; of experts that of all of the
     device's. place: its ``linear_place``.
     """
-    sizes = [_size(s) for s in gemm_shapes(decision, config, backend) if s.which in gemms]
+    sizes = [size for size in gemm_sizes(decision, config, backend) if size.which in gemms]
     fusion = kernels.fusion(config, backend)
     if decision.experts is not None:
         return grouped_ledger(
@@ -318,7 +291,7 @@ def grouped_ledger(
 
 def sizes_of(m: int, n: int, k: int) -> list[Size]:
     """The three GEMMs of a weight [N, K] and M tokens."""
-    return [("output", m, n, k), ("grad_input", m, k, n), ("grad_weight", n, k, m)]
+    return [Size("output", m, n, k), Size("grad_input", m, k, n), Size("grad_weight", n, k, m)]
 
 
 def _elements(sizes: Sequence[Size]) -> dict:

@@ -265,7 +265,7 @@ def test_kernels_are_near_those_that_xla_compiles_for_h200s(row):
         if decision.fp8
         for kernel in roofline.quantizing(
             decision.recipe,
-            [(g.which, g.m, g.n, g.k) for g in roofline.gemm_shapes(decision, config, "jax")],
+            roofline.gemm_sizes(decision, config, "jax"),
             "xla",
             linear_place.of(decision, config, "jax"),
         )

@@ -37,7 +37,7 @@ def quantizing(config: Config, backend: str) -> float:
         if decision.fp8
         for kernel in roofline.quantizing(
             decision.recipe,
-            [(g.which, g.m, g.n, g.k) for g in roofline.gemm_shapes(decision, config, backend)],
+            roofline.gemm_sizes(decision, config, backend),
             kernels.fusion(config, backend),
             linear_place.of(decision, config, backend),
         )

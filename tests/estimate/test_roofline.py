@@ -147,7 +147,7 @@ def test_a_forward_pass_alone():
 def shapes(recipe, path, backend="torch", **keys):
     config = sizes.config(recipe, **keys)
     decision = next(d for d in config.decisions() if d.path.endswith(path))
-    return {g.which: g for g in roofline.gemm_shapes(decision, config, backend)}
+    return {g.which: g for g in roofline.gemm_sizes(decision, config, backend)}
 
 
 def test_shapes_are_those_of_a_device():  # L-2
@@ -175,7 +175,7 @@ def test_shapes_are_those_of_a_device():  # L-2
     ],
 )
 def test_what_a_gemm_runs_in(recipe, which, backend, how):
-    assert shapes(recipe, "0.mlp.up_proj", backend)[which].runs_in == how
+    assert roofline.runs_in(RECIPES[recipe].gemms[which], backend) == how
 
 
 @pytest.mark.parametrize(
