@@ -240,12 +240,12 @@ def unset(state: State) -> bool:
     True
     """
     steps = [state[role].step for role in ("input", "weight") if role in state]
-    readable = (
-        step
-        for step in steps
-        if not isinstance(step, jax.core.Tracer) and getattr(step, "is_fully_addressable", True)
-    )
-    return any(bool((np.asarray(step) == 0).any()) for step in readable)
+    return any(bool((np.asarray(step) == 0).any()) for step in filter(readable, steps))
+
+
+def readable(x: jax.Array) -> bool:
+    """Whether this process can read an array's numbers: it has all, and does not trace them."""
+    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
 
 def check(state: State | None, seen: Seen | None, recipe: str | Recipe, name: str) -> None:

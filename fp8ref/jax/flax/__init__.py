@@ -45,6 +45,7 @@ from fp8ref.jax.flax.fp8_ops_state import flax_recipe, from_flax, to_flax
 from fp8ref.jax.flax.grouped_linear import GroupedLinear
 from fp8ref.jax.flax.linen import Einsum, linen_dot_general, linen_einsum
 from fp8ref.jax.flax.nnx import Fp8State, Seen, nnx_dot_general, nnx_einsum
+from fp8ref.jax.flax.shared_inputs import share_inputs
 from fp8ref.jax.flax.training import unseen, unset_layers, update, value_and_grad
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "nnx_dot_general",
     "nnx_einsum",
     "report",
+    "share_inputs",
     "to_flax",
     "unseen",
     "unset_layers",

@@ -184,9 +184,10 @@ def observed(seen: delayed.Seen, operands: tuple) -> dict:
     return dict(seen)
 
 
-def check_precision(name: str, recipe: Recipe, precision) -> None:
-    """ValueError for a precision of Flax's, which the recipe decides."""
+def check_precision(name: str, precision, else_do: str = "") -> None:
+    """ValueError for a precision of Flax's, which the recipe decides; else_do: another remedy."""
     if precision is not None:
         raise ValueError(
-            f"{name}: a recipe sets the accumulation; got precision={precision!r}. Leave it out."
+            f"{name}: a recipe sets the accumulation; got precision={precision!r}. Leave it out"
+            f"{else_do}."
         )

@@ -8,7 +8,7 @@ from flax import nnx, traverse_util
 from fp8ref.jax.flax import amax_observations
 from fp8ref.jax.flax.amax_observations import SEEN, Observed
 from fp8ref.jax.flax.linen import collection
-from fp8ref.jax.flax.nnx import Seen, hooks
+from fp8ref.jax.flax.nnx import Seen, stateful
 from fp8ref.jax.flax.training import unseen, update
 
 
@@ -52,16 +52,16 @@ def calibrate(model: nnx.Module | Mapping, batches: Iterable, *, apply: Callable
 
 
 def _nnx_seen(model: nnx.Module, begun: Mapping, batches: list) -> dict:
-    stateful = {path: hook for path, hook in hooks(model).items() if path in begun}
+    layers = stateful(model)
     try:
-        for path, hook in stateful.items():
+        for path, hook in layers.items():
             hook.seen = nnx.data(Seen(dict(begun[path])))
         with amax_observations.observing(), amax_observations.calibration(True):
             for batch in batches:
                 _called(model, batch)
-        return {path: hook.seen.get_value() for path, hook in stateful.items()}
+        return {path: hook.seen.get_value() for path, hook in layers.items()}
     finally:
-        for hook in stateful.values():
+        for hook in layers.values():
             hook.seen = nnx.data(None)
 
 

@@ -2,16 +2,18 @@
 layers (spec R-2, R-3)."""
 
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.core import Scope
 from jax import lax
@@ -22,6 +24,7 @@ from fp8ref.jax.flax import linen as linen_hooks
 from fp8ref.jax.flax import nnx as nnx_hooks
 from fp8ref.jax.flax import report as reports
 from fp8ref.jax.flax import unset_scales
+from fp8ref.jax.flax.amax_observations import check_precision
 from fp8ref.jax.flax.grouped_linear import GroupedLinear, RaggedDot
 from fp8ref.jax.linear import linear
 from fp8ref.recipe import Recipe
@@ -129,15 +132,20 @@ class _Choices:
 
     def placements(self, chosen: Sequence[str]) -> dict[str, Placement | None]:
         """The placement of each layer in FP8."""
-        by_name = self._placed_by_pattern if isinstance(self.placement, Mapping) else self.placement
-        if isinstance(self.placement, Mapping):
-            for pattern in self.placement:
-                if not any(linear_selection.matches(pattern, name) for name in chosen):
+        option, matches = self.placement, linear_selection.matches
+        if isinstance(option, Mapping):
+            for pattern in option:
+                if not any(matches(pattern, name) for name in chosen):
                     raise ValueError(
                         f"placement pattern {pattern!r} matches no FP8 linear of: "
                         f"{linear_selection.listed(chosen)} (R-3)."
                     )
-        placements = {name: by_name(name) if callable(by_name) else by_name for name in chosen}
+            placements = {
+                name: next((v for pattern, v in option.items() if matches(pattern, name)), None)
+                for name in chosen
+            }
+        else:
+            placements = {name: option(name) if callable(option) else option for name in chosen}
         for name, placed in placements.items():
             if not isinstance(placed, Placement | None):
                 raise ValueError(
@@ -146,19 +154,18 @@ class _Choices:
                 )
         return placements
 
-    def _placed_by_pattern(self, name: str) -> Placement | None:
-        assert isinstance(self.placement, Mapping)
-        matches = (v for k, v in self.placement.items() if linear_selection.matches(k, name))
-        return next(matches, None)
 
-
-_OWN_FUNCTION = {
-    nnx.Linear: lax.dot_general,
-    nnx.LinearGeneral: None,
-    nnx.Einsum: jnp.einsum,
-    GroupedLinear: lax.ragged_dot,
+_KINDS: dict[type, tuple[str, Callable | None, type[nnx_hooks.Hook]]] = {
+    nnx.Linear: ("dot_general", lax.dot_general, nnx_hooks.DotGeneral),
+    nnx.LinearGeneral: ("dot_general", None, nnx_hooks.DotGeneral),
+    nnx.Einsum: ("einsum_op", jnp.einsum, nnx_hooks.EinsumOp),
+    GroupedLinear: ("ragged_dot", lax.ragged_dot, RaggedDot),
 }
-"""What multiplies in a layer of Flax without a hook."""
+"""{layer: the attribute that multiplies, what it is without a hook, and the hook}."""
+
+
+def _kind(layer) -> type:
+    return next(kind for kind in _KINDS if isinstance(layer, kind))
 
 
 def _convert_nnx(model: nnx.Module, choices: _Choices) -> nnx.Module:
@@ -172,8 +179,8 @@ def _convert_nnx(model: nnx.Module, choices: _Choices) -> nnx.Module:
     chosen = [(decision, layers[decision.path]) for decision in plan if decision.fp8]
     _check_some(plan)
     for decision, layer in chosen:  # all of them, before the first one changes
-        own = next(v for kind, v in _OWN_FUNCTION.items() if isinstance(layer, kind))
-        hooks = [getattr(layer, _attribute(layer)), getattr(layer, "dot_general_cls", None)]
+        attribute, own, _ = _KINDS[_kind(layer)]
+        hooks = [getattr(layer, attribute), getattr(layer, "dot_general_cls", None)]
         hooks_in_use = [hook for hook in hooks if hook not in (own, None)]
         _check_free(decision.path, hooks_in_use, getattr(layer, "precision", None))
         _check_dtype(decision.path, layer)
@@ -185,7 +192,7 @@ def _convert_nnx(model: nnx.Module, choices: _Choices) -> nnx.Module:
     ]
     notice = unset_scales.Model()
     for (_, layer), hook in zip(chosen, new_hooks, strict=True):
-        setattr(layer, _attribute(layer), nnx.data(hook))
+        setattr(layer, _KINDS[_kind(layer)][0], nnx.data(hook))
         unset_scales.models[hook] = notice
     decisions = {decision.path: decision for decision in plan}
     dims = {path: decision.shape for path, decision in decisions.items()}
@@ -200,11 +207,9 @@ def _hook(
     placement: Placement | None,
 ) -> nnx_hooks.Hook:
     """What replaces a layer's own function, which it remembers."""
-    attribute, shape = _attribute(layer), layer.kernel.get_value().shape
-    kinds = {"einsum_op": nnx_hooks.EinsumOp, "ragged_dot": RaggedDot}
-    kind = kinds.get(attribute, nnx_hooks.DotGeneral)
+    (attribute, _, hook_class), shape = _KINDS[_kind(layer)], layer.kernel.get_value().shape
     stack = shape[: len(shape) - reports.kernel_ndim(layer)]
-    hook = kind(decision.recipe, decision.path, stack, multiply, placement)
+    hook = hook_class(decision.recipe, decision.path, stack, multiply, placement)
     hook.replaces = (getattr(layer, attribute),)
     return hook
 
@@ -239,8 +244,8 @@ def _check_some(plan: Sequence[linear_selection.Decision]) -> None:
 def _ignores_hook(layer) -> bool:
     """Whether the layer's own __call__ of one input never runs the hook: traced to find out; False
     if it cannot be."""
-    flax_class = next(kind for kind in type(layer).__mro__ if kind in _OWN_FUNCTION)
-    if isinstance(layer, GroupedLinear) or type(layer).__call__ is flax_class.__call__:
+    kind = _kind(layer)
+    if kind is GroupedLinear or type(layer).__call__ is kind.__call__:
         return False
     graph, state = nnx.split(layer)
     ran: list[bool] = []
@@ -253,19 +258,14 @@ def _ignores_hook(layer) -> bool:
         return call
 
     def call(state, x):
-        copy, attribute = nnx.merge(graph, state), _attribute(layer)
+        copy, attribute = nnx.merge(graph, state), _KINDS[kind][0]
         setattr(copy, attribute, nnx.static(noted(getattr(copy, attribute) or lax.dot_general)))
         return jax.tree.leaves(copy(x))
 
-    dims = (
-        (layer.in_features,)
-        if isinstance(layer, nnx.Linear)
-        else layer.in_features
-        if isinstance(layer, nnx.LinearGeneral)
-        else ()
-    )
+    # an integer, or several; an einsum's operand may have any dims
+    dims = np.atleast_1d(getattr(layer, "in_features", ()))
     try:
-        jax.eval_shape(call, state, jax.ShapeDtypeStruct((16, *dims), jnp.float32))
+        jax.eval_shape(call, state, jax.ShapeDtypeStruct((16, *map(int, dims)), jnp.float32))
     except Exception:  # another signature or other shapes: whatever somebody's own call raises
         return False
     return not ran
@@ -305,13 +305,13 @@ def report(model, inputs=None) -> reports.Report:
     linen:    a converted model, by the inputs of its conversion.
     Raises:   ValueError: a linen module that is not converted, or with inputs.
     """
-    if isinstance(model, _Converted):
+    if isinstance(model, Converted):
         if inputs is not None:
             raise ValueError(
                 "a linen model is reported by the inputs of its conversion; got others. Call "
                 "report(model)."
             )
-        return model._report
+        return model.fp8_conversion.report
     if not isinstance(model, nnx.Module):
         raise ValueError(
             f"report takes an NNX model, or a converted linen model; got {type(model).__name__}. "
@@ -336,8 +336,8 @@ def deconvert(model):
     Raises:   ValueError: a hook that convert did not put in, naming it; a linen module that is not
               converted.
     """
-    if isinstance(model, _Converted):
-        return model._original(**_fields(model))
+    if isinstance(model, Converted):
+        return model.fp8_conversion.original(**_fields(model))
     if not isinstance(model, nnx.Module):
         raise ValueError(
             f"deconvert takes what convert returned; got {type(model).__name__}. Remove a linen "
@@ -365,18 +365,8 @@ def _linears(model: nnx.Module) -> dict[str, Any]:
     return {
         ".".join(map(str, path)) or type(model).__name__: layer
         for path, layer in nnx.iter_graph(model, graph=True)
-        if isinstance(layer, nnx.Linear | nnx.LinearGeneral | nnx.Einsum | GroupedLinear)
+        if isinstance(layer, tuple(_KINDS))
     }
-
-
-def _attribute(layer) -> str:
-    return (
-        "einsum_op"
-        if isinstance(layer, nnx.Einsum)
-        else "ragged_dot"
-        if isinstance(layer, GroupedLinear)
-        else "dot_general"
-    )
 
 
 def _dims(name: str, layer) -> tuple[int, int]:
@@ -407,7 +397,7 @@ def _einsum_dims(name: str, subscripts: str, shape: Sequence[int]) -> tuple[int,
 def _convert_linen(model: nn.Module, choices: _Choices, inputs: Inputs) -> nn.Module:
     """A linen module with hooks in its linears. Its init is traced to record them, as linen names
     layers only when called, and again with hooks, to raise early."""
-    if isinstance(model, _Converted):
+    if isinstance(model, Converted):
         raise ValueError(
             f"{type(model).__name__} is converted already. Convert the original model once."
         )
@@ -424,25 +414,23 @@ def _convert_linen(model: nn.Module, choices: _Choices, inputs: Inputs) -> nn.Mo
             hooks = [h for h in (layer.dot_general, layer.dot_general_cls) if h is not None]
             _check_free(decision.path, hooks, layer.precision)
     placements = choices.placements([decision.path for decision in plan if decision.fp8])
-    hook_of = {
-        d.path: linen_hooks.linen_dot_general(
-            d.recipe, multiply=choices.multiply, placement=placements[d.path]
+    hook_of: dict[str, functools.partial | None] = {decision.path: None for decision in plan}
+    for path, placement in placements.items():
+        recipe = next(decision.recipe for decision in plan if decision.path == path)
+        hook_of[path] = linen_hooks.linen_dot_general(
+            recipe, multiply=choices.multiply, placement=placement
         )
-        if d.fp8
-        else None
-        for d in plan
-    }
-    converted = _converted(model, hook_of)
+    fp8_model = converted(model, hook_of)
     # What a call refuses is refused here.
     ran: set[str] = set()
 
     def note(call, args, kwargs, context):
-        if isinstance(context.module, linen_hooks.Fp8DotGeneral):
+        if isinstance(context.module, linen_hooks.Hook):
             ran.add(linen_hooks.layer_name(context.module.parent))
         return call(*args, **kwargs)
 
     with nn.intercept_methods(note):
-        jaxpr, variables = jax.make_jaxpr(lambda: _init(converted, inputs), return_shape=True)()
+        jaxpr, variables = jax.make_jaxpr(lambda: _init(fp8_model, inputs), return_shape=True)()
     plan = [_without_hook(d) if d.fp8 and d.path not in ran else d for d in plan]
     _check_some(plan)
     report = reports.linen_report(
@@ -452,9 +440,9 @@ def _convert_linen(model: nn.Module, choices: _Choices, inputs: Inputs) -> nn.Mo
         {decision.path: decision.recipe for decision in plan},
         jaxpr.jaxpr,
     )
-    type(converted)._report = report
+    type(fp8_model).fp8_conversion = Conversion(type(model), hook_of, report)
     _log(report, type(model).__name__)
-    return converted
+    return fp8_model
 
 
 def _init(module: nn.Module, inputs: Inputs):
@@ -512,27 +500,29 @@ def _check_free(name: str, hooks: list, precision) -> None:
         raise ValueError(
             f"{name} has a hook already, {type(hooks[0]).__name__}. Remove it, or use filter_fqns."
         )
-    if precision is not None:
-        raise ValueError(
-            f"{name}: a recipe sets the accumulation; got precision={precision!r}. Leave it out, "
-            "or name it in filter_fqns."
-        )
+    check_precision(name, precision, ", or name it in filter_fqns")
 
 
-class _Converted:
-    """The base of converted linen classes; knows the original class."""
+class Conversion(NamedTuple):
+    """Of a converted linen class: the original one, each layer's hook, and the report."""
 
-    _original: type
-    _report: reports.Report
+    original: type
+    hook_of: Mapping[str, functools.partial | None]
+    report: reports.Report
 
 
-def _converted(model: nn.Module, hook_of: Mapping[str, Callable | None]) -> nn.Module:
+class Converted:
+    """The base of converted linen classes."""
+
+    fp8_conversion: Conversion
+
+
+def converted(model: nn.Module, hook_of: Mapping[str, Callable | None]) -> nn.Module:
     """A copy of model; its class runs init and apply with hooks."""
     original = type(model)
     members = _members(original, _interceptor(hook_of))
-    members |= {"_original": original, "__module__": original.__module__}
-    cls = type(original.__name__, (original, _Converted), {**members, "__doc__": original.__doc__})
-    return cls(**_fields(model))
+    members |= {"__module__": original.__module__, "__doc__": original.__doc__}
+    return type(original.__name__, (original, Converted), members)(**_fields(model))
 
 
 def _interceptor(hook_of: Mapping[str, Callable | None]) -> Callable:

@@ -14,7 +14,7 @@ from flax import traverse_util
 from fp8ref.formats import E4M3FN, E5M2, Format
 from fp8ref.jax.delayed import FlaxState
 from fp8ref.jax.flax.amax_observations import STATE
-from fp8ref.jax.flax.linen import LayerState, collection, linen_states
+from fp8ref.jax.flax.linen import LayerState, linen_states, state_collection
 from fp8ref.recipe import CastSpec, GemmSpec, Recipe, Role
 from fp8ref.spec.delayed import DELAYED
 
@@ -72,7 +72,7 @@ def from_flax(variables: Mapping) -> dict:
         for path, entries in layers.items()
     }
     rest = {name: tree for name, tree in variables.items() if name != COLLECTION}
-    return {**rest, STATE: collection(states, "state")}
+    return {**rest, STATE: state_collection(states)}
 
 
 def to_flax(variables: Mapping) -> dict:

@@ -25,19 +25,29 @@ class LayerState(struct.PyTreeNode):
     """One hook's state, and the recipe it belongs to.
 
     model   in a loss of several models, the prefix of its keys: '0.' and so on.
+    first   the layer beside its own whose state of the input it shares (``share_inputs``), or "".
     """
 
     roles: dict[Role, delayed.DelayedState | delayed.FlaxState]
     recipe: Recipe = struct.field(pytree_node=False)
     model: str = struct.field(pytree_node=False, default="")
+    first: str = struct.field(pytree_node=False, default="")
 
 
-class Fp8DotGeneral(nn.Module):
-    """``lax.dot_general`` of an input and a weight by a recipe, as a hook of a linen layer."""
+class Hook(nn.Module):
+    """A product of an input and a weight by a recipe, in a linen layer.
+
+    first   as of its ``LayerState``.
+    """
 
     recipe: Recipe
     multiply: Multiply | None = None
     placement: Placement | None = None
+    first: str = ""
+
+
+class Fp8DotGeneral(Hook):
+    """``lax.dot_general`` by a recipe."""
 
     @nn.compact
     def __call__(
@@ -55,12 +65,8 @@ class Fp8DotGeneral(nn.Module):
         return _contract(self, x, use, precision, out_sharding)
 
 
-class Fp8Einsum(nn.Module):
-    """``jnp.einsum`` of an input and a weight by a recipe."""
-
-    recipe: Recipe
-    multiply: Multiply | None = None
-    placement: Placement | None = None
+class Fp8Einsum(Hook):
+    """``jnp.einsum`` by a recipe."""
 
     @nn.compact
     def __call__(
@@ -73,7 +79,7 @@ class Fp8Einsum(nn.Module):
 
 def linen_dot_general(
     recipe: str | Recipe, *, multiply: Multiply | None = None, placement: Placement | None = None
-) -> Callable[[], Fp8DotGeneral]:
+) -> functools.partial[Fp8DotGeneral]:
     """``dot_general_cls`` of nn.Dense, nn.DenseGeneral and layers made of them; one serves any
     number of layers.
 
@@ -146,11 +152,34 @@ def layer_name(module: nn.Module) -> str:
 
 
 def linen_states(variables: Mapping) -> dict[tuple[str, ...], LayerState]:
-    """The state of every hook, by the path of the hook."""
-    return {
-        path[:-1]: layer
-        for path, layer in traverse_util.flatten_dict(variables.get(STATE, {})).items()
+    """The state of every hook, by the path of the hook; that of an input which several share in
+    each."""
+    flat = traverse_util.flatten_dict(variables.get(STATE, {}))
+    states = {path[:-1]: layer for path, layer in flat.items()}
+
+    def whole(path: tuple[str, ...], layer: LayerState) -> LayerState:
+        shared = states[first_path(path, layer)].roles["input"] if layer.first else None
+        return layer.replace(roles={**layer.roles, "input": shared}) if shared else layer
+
+    return {path: whole(path, layer) for path, layer in states.items()}
+
+
+def state_collection(states: Mapping[tuple[str, ...], LayerState]) -> dict:
+    """Linen's collection of these states: what several hooks share is in the first one's."""
+    own = {
+        path: layer.replace(roles=_without_input(layer.roles)) if layer.first else layer
+        for path, layer in states.items()
     }
+    return collection(own, "state")
+
+
+def first_path(path: tuple[str, ...], layer: LayerState) -> tuple[str, ...]:
+    """The path of the hook that has the state of a hook's input: its own, or another one's."""
+    return (*path[:-2], layer.first, path[-1]) if layer.first else path
+
+
+def _without_input(roles: Mapping) -> dict:
+    return {role: state for role, state in roles.items() if role != "input"}
 
 
 def collection(values_by_path: Mapping[tuple[str, ...], Any], name: str) -> dict:
@@ -167,12 +196,12 @@ def _checked(recipe: str | Recipe, name: str) -> Recipe:
     return checked
 
 
-def _contract(hook: nn.Module, x: jax.Array, use: Callable, precision, out_sharding) -> jax.Array:
+def _contract(hook: Hook, x: jax.Array, use: Callable, precision, out_sharding) -> jax.Array:
     """Run ``use``, a contraction of x, with the hook's state; pass observations on in SEEN."""
-    recipe: Recipe = hook.recipe
+    recipe = hook.recipe
     layer = hook.parent if isinstance(hook.parent, nn.Module) else hook
     name = ".".join(hook.path[:-1]) or type(layer).__name__
-    amax_observations.check_precision(name, recipe, precision)
+    amax_observations.check_precision(name, precision)
     # init makes parameters, and may do so on one device.
     on_one_device = hook.is_initializing() and jax.typeof(x).sharding.mesh.empty
     placement = explicit_sharding.joined(None if on_one_device else hook.placement, out_sharding)
@@ -182,7 +211,7 @@ def _contract(hook: nn.Module, x: jax.Array, use: Callable, precision, out_shard
 
 
 def _threaded(
-    hook: nn.Module, x: jax.Array, use: functools.partial, recipe: Recipe, name: str
+    hook: Hook, x: jax.Array, use: functools.partial, recipe: Recipe, name: str
 ) -> jax.Array:
     """The hook's product, with its state if any, and its observations."""
     if not delayed.keeps_state(recipe):
@@ -194,9 +223,8 @@ def _threaded(
             "to 'params' in nn.scan and nn.vmap. Use nn.RNN(cell, variable_broadcast=('params', "
             f"{STATE!r}), variable_carry={SEEN!r})."
         )
-    state: LayerState = hook.variable(
-        STATE, "state", lambda: LayerState(roles=delayed.init(recipe), recipe=recipe)
-    ).value
+    state: LayerState = hook.variable(STATE, "state", functools.partial(_begun, hook)).value
+    roles = _shared(hook, state, name)
     if state.recipe != recipe:
         raise ValueError(
             f"{name}: this state is for recipe {state.recipe.name!r}; got recipe {recipe.name!r}."
@@ -208,7 +236,7 @@ def _threaded(
         if amax_observations.calibrating():
             seen.value = amax_observations.observed(seen.value, use.args)
             return use(recipe=RECIPES["bf16"])[0]
-        y, seen.value = use(state=state.roles, seen=seen.value)
+        y, seen.value = use(state=roles, seen=seen.value)
         if observers:
             observers.threaded.add(path)
         return y
@@ -217,18 +245,43 @@ def _threaded(
         _check_once(passed, observers.given.setdefault(path, []), name)
         if not x.size:  # nothing is observed of no tokens, and so nothing lost
             observers.delivered.add(path)
-        return amax_observations.by_gradient(*use(state=state.roles, seen=passed), path)
+        return amax_observations.by_gradient(*use(state=roles, seen=passed), path)
     remedy = (
         f"Name {SEEN!r} in variable_axes of nn.scan and nn.vmap, or in variable_carry of an "
         f"nn.scan that shares weights, with apply(..., mutable=[{SEEN!r}]). Give a loss of "
         "several models the variables of all as its first argument: value_and_grad(loss_fn)((a, "
         "b), ...)."
     )
-    y = use(state=state.roles, seen=amax_observations.unobserved(recipe, name, remedy))[0]
+    y = use(state=roles, seen=amax_observations.unobserved(recipe, name, remedy))[0]
     evaluated = None
     if not hook.is_initializing():
-        evaluated = unset_scales.notice(state.roles, name, lambda: _first_history(hook))
+        evaluated = unset_scales.notice(roles, name, lambda: _first_history(hook))
     return amax_observations.warned(y, recipe, name, evaluated)
+
+
+def _begun(hook: Hook) -> LayerState:
+    roles = delayed.init(hook.recipe)
+    roles = _without_input(roles) if hook.first else roles
+    return LayerState(roles=roles, recipe=hook.recipe, first=hook.first)
+
+
+def _shared(hook: Hook, state: LayerState, name: str) -> Mapping:
+    """The states of a hook's roles; ValueError, naming the layer, if it cannot read one of them."""
+    if not hook.first:
+        return state.roles
+    assert hook.scope is not None
+    assert hook.scope.parent is not None
+    beside = hook.scope.parent.parent
+    states = {} if beside is None else beside.variables().get(STATE, {})
+    shared = states.get(hook.first, {}).get(hook.name, {}).get("state")
+    if shared is None and hook.is_initializing():  # all begin alike
+        return delayed.init(hook.recipe)
+    if shared is None:
+        raise ValueError(
+            f"{name}: it shares the state of {hook.first}'s input, but sees no {hook.first} beside "
+            "it. Transform the module that has both, or leave it out of share_inputs."
+        )
+    return {**state.roles, "input": shared.roles["input"]}
 
 
 def _first_history(hook: nn.Module) -> Any:

@@ -34,6 +34,8 @@ class Hook(nnx.Module):
     delayed scaling its state.
 
     replaces  (the function that ``convert`` put it in place of,), or empty.
+    shared    None, or the Variable of the state of its input, {"input": DelayedState}, which other
+              hooks have too (``share_inputs``); ``state`` then lacks it.
     """
 
     def __init__(
@@ -52,10 +54,31 @@ class Hook(nnx.Module):
         self.state = nnx.data(
             Fp8State(delayed.init(self.recipe, stack)) if delayed.keeps_state(self.recipe) else None
         )
+        self.shared = nnx.data(None)
         self.seen = nnx.data(None)
 
+    def roles(self) -> dict:
+        """The state of each role."""
+        shared = {} if self.shared is None else self.shared.get_value()
+        return {**self.state.get_value(), **shared}
+
+    def keep(self, roles: delayed.State) -> None:
+        """Set the state of each role."""
+        for variable in (self.state, self.shared):
+            if variable is not None:
+                variable.set_value({role: roles[role] for role in variable.get_value()})
+
+    def share(self, first: "Hook") -> None:
+        """Share the state of the input with another hook, as it has it."""
+        roles = first.roles()
+        if first.shared is None:
+            first.shared = Fp8State({"input": roles.pop("input")})
+            first.state.set_value(roles)
+        self.shared = first.shared
+        self.state.set_value({k: v for k, v in self.state.get_value().items() if k != "input"})
+
     def _contract(self, use: Callable, precision, out_sharding) -> jax.Array:
-        amax_observations.check_precision(self.name, self.recipe, precision)
+        amax_observations.check_precision(self.name, precision)
         placement = explicit_sharding.joined(self.placement, out_sharding)
         use = functools.partial(use, recipe=self.recipe, placement=placement, name=self.name)
         with hardware.simulating(self.multiply):
@@ -67,7 +90,7 @@ class Hook(nnx.Module):
             if amax_observations.calibrating():
                 return self._in_high_precision(use)
             return use()[0]
-        state = self.state.get_value()
+        state = self.roles()
         if stack := next(
             (
                 jax.numpy.shape(role_state.stored)
@@ -152,14 +175,8 @@ def nnx_dot_general(
     """``dot_general`` of one nnx.Linear or nnx.LinearGeneral: a fresh hook for each, as it holds
     the layer's state.
 
-    Shapes:   as lax.dot_general; the layer's kernel is the weight, its contracted dims K. Outputs
-              have the operands' dtype, or the layer's preferred_element_type.
-    Order:    Flax promotes x and the kernel to one dtype, which the recipe then sees; the bias is
-              added to the rounded output.
-    multiply  simulated hardware in place of XLA's FP8 dots, as by ``hardware.simulating``; refuses
-              layers with batch dims.
-    placement of the linear on a mesh, as in ``linear.apply``; N are the kernel's output dims. The
-              layer's own out_sharding is added to it.
+    Shapes:   as ``linen_dot_general``, and so are the order, multiply and placement; outputs may
+              have the layer's preferred_element_type, and its out_sharding is added.
     Raises:   ValueError, naming the layer (in ``value_and_grad`` by its path): as ``linear.apply``;
               a precision, which is the recipe's. ``value_and_grad``, ``update`` and ``convert``
               refuse one hook in several layers.
@@ -201,6 +218,11 @@ def hooks(model: nnx.Module) -> dict[str, Hook]:
                 )
             owners[id(hook)], hooks_by_path[own] = own, hook
     return hooks_by_path
+
+
+def stateful(model: nnx.Module) -> dict[str, Hook]:
+    """Those of ``hooks`` that keep a state."""
+    return {path: hook for path, hook in hooks(model).items() if hook.state is not None}
 
 
 def layer_name(path: str, model: nnx.Module) -> str:

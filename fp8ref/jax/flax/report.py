@@ -18,8 +18,8 @@ import jax.extend.core
 from flax import nnx, traverse_util
 from jax import lax
 
+from fp8ref.jax.flax import linen
 from fp8ref.jax.flax.grouped_linear import GroupedLinear
-from fp8ref.jax.flax.linen import Fp8DotGeneral, Fp8Einsum
 from fp8ref.jax.flax.nnx import Hook
 from fp8ref.recipe import Recipe
 from fp8ref.selection import report as fp8_report
@@ -112,13 +112,11 @@ def nnx_report(
 
 def _bridged(layer: nnx.Module) -> list[nnx.Module]:
     """The linen module inside an NNX layer, as in ``nnx.bridge.ToNNX`` or MaxText's."""
-    hooks = Fp8DotGeneral | Fp8Einsum
-    return [
-        v for v in vars(layer).values() if isinstance(getattr(v, "to_nnx__module", None), hooks)
-    ]
+    bridges = (v for v in vars(layer).values() if hasattr(v, "to_nnx__module"))
+    return [v for v in bridges if isinstance(v.to_nnx__module, linen.Hook)]
 
 
-def _named(hook: Fp8DotGeneral | Fp8Einsum, name: str) -> Fp8DotGeneral | Fp8Einsum:
+def _named(hook: linen.Hook, name: str) -> linen.Hook:
     """A linen hook in a scope of this name: its class's, as it is in no linen module."""
     return type(name, (type(hook),), {})(hook.recipe, hook.multiply, hook.placement)
 

@@ -2,7 +2,7 @@
 state (spec H-9)."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -12,8 +12,9 @@ from flax import nnx, traverse_util
 from fp8ref.jax import delayed
 from fp8ref.jax.flax import amax_observations
 from fp8ref.jax.flax.amax_observations import SEEN, STATE, Observed
-from fp8ref.jax.flax.linen import LayerState, collection, linen_states
-from fp8ref.jax.flax.nnx import Fp8State, Hook, Seen, hooks, layer_name
+from fp8ref.jax.flax.linen import LayerState, collection, first_path, linen_states, state_collection
+from fp8ref.jax.flax.nnx import Fp8State, Hook, Seen, hooks, layer_name, stateful
+from fp8ref.recipe import Recipe
 
 Model: TypeAlias = nnx.Module | Mapping | Sequence["Model"]
 """An NNX model, the variables of a linen model, or a tuple or list of models of one kind."""
@@ -54,25 +55,22 @@ def value_and_grad(
     variables = _checked_filter(wrt)
 
     def run(model: Model, *args, **kwargs):
-        if _is_nnx(model):
-            value, grads, seen = _nnx_value_and_grad(
-                loss_fn, model, args, kwargs, has_aux, variables
-            )
-            if not update:
-                return value, grads, seen
-            _advance(model, seen)
-            return value, grads
-        if wrt is not nnx.Param:
+        is_nnx = _is_nnx(model)
+        if is_nnx:
+            results = _nnx_value_and_grad(loss_fn, model, args, kwargs, has_aux, variables)
+        elif wrt is not nnx.Param:
             raise ValueError(
                 f"wrt filters an NNX model's variables; got wrt={wrt!r} for linen, whose gradient "
                 "is of variables['params']. Leave it out."
             )
-        value, grads, seen = _linen_value_and_grad(
-            functools.partial(loss_fn, **kwargs), model, args, has_aux
-        )
-        if update:
-            return value, grads, _updated_variables(model, seen)
-        return value, grads, seen
+        else:
+            loss = functools.partial(loss_fn, **kwargs)
+            results = _linen_value_and_grad(loss, model, args, has_aux)
+        if not update:
+            return results
+        value, grads, seen = results
+        after = (_advance if is_nnx else _updated_variables)(model, seen)
+        return (value, grads) if is_nnx else (value, grads, after)
 
     return run
 
@@ -167,16 +165,19 @@ def _updated_variables(model: Model, seen: Observed):
     amax_observations.same_layers(_states(model), seen.layers, "update")
 
     def after(prefix: str, variables: Mapping) -> dict:
+        states = linen_states(variables)
+        observed = _by_input(
+            {path: seen.layers[prefix + _key(path)] for path in states},
+            {path: first_path(path, layer) for path, layer in states.items()},
+        )
         layers = {
             path: layer.replace(
-                roles=delayed.update(
-                    layer.roles, seen.layers[prefix + _key(path)], recipe=layer.recipe
-                )
+                roles=delayed.update(layer.roles, observed[path], recipe=layer.recipe)
             )
-            for path, layer in linen_states(variables).items()
+            for path, layer in states.items()
         }
         if layers:
-            return {**variables, STATE: collection(layers, "state")}
+            return {**variables, STATE: state_collection(layers)}
         return dict(variables)
 
     return _like(
@@ -190,13 +191,7 @@ def unseen(model: Model) -> Observed:
     Raises:   ValueError: neither an NNX model nor a linen model's variables.
     """
     if _is_nnx(model):
-        return Observed(
-            layers={
-                path: _unseen_by(hook)
-                for path, hook in hooks(model).items()
-                if hook.state is not None
-            }
-        )
+        return Observed(layers={path: _unseen_by(hook) for path, hook in stateful(model).items()})
     return Observed(
         layers={key: _unseen(layer.recipe, layer.roles) for key, layer in _states(model).items()}
     )
@@ -207,12 +202,8 @@ def unset_layers(model: Model) -> list[str]:
     evaluation under jit, which cannot warn. Raises as ``unseen``.
     """
     if _is_nnx(model):
-        stateful = {
-            path: hook.state.get_value()
-            for path, hook in hooks(model).items()
-            if hook.state is not None
-        }
-        return [layer_name(path, model) for path, state in stateful.items() if delayed.unset(state)]
+        layers = stateful(model).items()
+        return [layer_name(path, model) for path, hook in layers if delayed.unset(hook.roles())]
     return [
         key.rpartition(".")[0] or key
         for key, layer in _states(model).items()
@@ -222,12 +213,30 @@ def unset_layers(model: Model) -> list[str]:
 
 def _advance(model: Model, seen: Observed) -> None:
     """``update`` for an NNX model."""
-    stateful_hooks = {path: hook for path, hook in hooks(model).items() if hook.state is not None}
-    amax_observations.same_layers(stateful_hooks, seen.layers, "update")
-    for path, hook in stateful_hooks.items():
-        hook.state.set_value(
-            delayed.update(hook.state.get_value(), seen.layers[path], recipe=hook.recipe)
-        )
+    layers = stateful(model)
+    amax_observations.same_layers(layers, seen.layers, "update")
+    inputs = {path: hook if hook.shared is None else hook.shared for path, hook in layers.items()}
+    observed = _by_input(seen.layers, {path: id(state) for path, state in inputs.items()})
+    after = {  # of all, before the first one changes a state that others share
+        path: delayed.update(hook.roles(), observed[path], recipe=hook.recipe)
+        for path, hook in layers.items()
+    }
+    for path, hook in layers.items():
+        hook.keep(after[path])
+
+
+def _by_input(layers: Mapping, inputs: Mapping[Any, Hashable]) -> dict[Any, delayed.Seen]:
+    """Observations by path; those of an input merged over all layers that share its state (H-4).
+
+    inputs   what stands for the state of each layer's input.
+    """
+    sharing: dict[Hashable, list] = {}
+    for path, seen in layers.items():
+        inputs_seen = {role: observed for role, observed in seen.items() if role == "input"}
+        sharing.setdefault(inputs[path], []).append(inputs_seen)
+    return {
+        path: {**seen, **delayed.merge(*sharing[inputs[path]])} for path, seen in layers.items()
+    }
 
 
 def _nnx_value_and_grad(
@@ -237,11 +246,11 @@ def _nnx_value_and_grad(
     and weight; its gradient those of grad_output."""
     every = hooks(model)
     names = {path: hook.name for path, hook in every.items()}
-    stateful = {path: hook for path, hook in every.items() if hook.state is not None}
+    keeping = {path: hook for path, hook in every.items() if hook.state is not None}
     try:
         for path, hook in every.items():
             hook.name = layer_name(path, model)
-        for hook in stateful.values():
+        for hook in keeping.values():
             hook.seen = nnx.data(Seen(_unseen_by(hook)))
         with amax_observations.observing() as observers:
             watched = _watched(loss_fn, observers.names)
@@ -252,7 +261,7 @@ def _nnx_value_and_grad(
                 watched, argnums=differentiated, has_aux=has_aux, graph=True, graph_updates=True
             )
             value, both = differentiate(model, *args, **kwargs)
-        forward = {path: hook.seen.get_value() for path, hook in stateful.items()}
+        forward = {path: hook.seen.get_value() for path, hook in keeping.items()}
     finally:
         for path, hook in every.items():
             hook.name, hook.seen = names[path], nnx.data(None)
@@ -324,10 +333,9 @@ def _linen_value_and_grad(loss_fn: Callable, model: Model, args: tuple, has_aux:
         }
         # without a state empty: apply returns it if it is mutable
         observed = {path: seen[prefix + _key(path)] for path in states}
-        state_collection = {STATE: collection(states, "state")} if states else {}
         return {
             **models[prefix],
-            **state_collection,
+            **({STATE: state_collection(states)} if states else {}),
             "params": params,
             SEEN: collection(observed, "seen"),
         }
@@ -453,12 +461,10 @@ def _key(path: tuple[str, ...]) -> str:
 
 
 def _unseen_by(hook: Hook) -> delayed.Seen:
-    return _unseen(hook.recipe, hook.state.get_value())
+    return _unseen(hook.recipe, hook.roles())
 
 
-def _unseen(recipe, roles: Mapping) -> delayed.Seen:
-    return {
-        role: blank
-        for role, role_state in roles.items()
-        for blank in [delayed.unseen(recipe, role_state.stored.shape)[role]]
-    }
+def _unseen(recipe: Recipe, roles: delayed.State) -> delayed.Seen:
+    """Empty observations of one layer, or of a stack."""
+    first, *_ = roles.values()
+    return delayed.unseen(recipe, first.stored.shape)
