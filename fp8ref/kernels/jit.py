@@ -47,7 +47,7 @@ class Launch:
 
     kernel: triton.JITFunction
     grid: tuple[int, ...]
-    numbers: Numbers = field(default_factory=dict)
+    numbers: Numbers = field(default_factory=dict, hash=False)
     outputs: tuple[Output, ...] = ()
     warps: int = 8
 
@@ -55,6 +55,12 @@ class Launch:
     def programs(self) -> int:
         """How many programs there are: the length of partial amaxes."""
         return int(np.prod(self.grid))
+
+    def memory(self, first: str) -> list[Output]:
+        """The outputs as a kernel writes them, with codes as uint8; first: the dtype of the first
+        input."""
+        kinds = {"like": first, "e4m3fn": "uint8", "e5m2": "uint8"}
+        return [(shape, kinds.get(dtype, dtype)) for shape, dtype in self.outputs]
 
 
 def interpret(launch: Launch, arrays: Sequence[np.ndarray], dtypes: Sequence[str]) -> None:

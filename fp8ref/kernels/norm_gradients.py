@@ -31,8 +31,8 @@ def _rounded(x, like_ptr):
 @triton.jit
 def _gradient(
     first_ptr, second_ptr, third_ptr, total_ptr, h_ptr, factor_ptr, weight_ptr, h_gradient_ptr,
-    weight_gradient_ptr, amax_ptr, M, COUNT: tl.constexpr, READERS: tl.constexpr,
-    N: tl.constexpr, BN: tl.constexpr
+    weight_gradient_ptr, amax_ptr, M, COUNT: tl.constexpr, N: tl.constexpr, BN: tl.constexpr,
+    READERS: tl.constexpr
 ):  # fmt: skip
     at, program = tl.arange(0, BN), tl.program_id(0)
     inside = at < N
@@ -62,22 +62,12 @@ def _gradient(
 @triton.jit
 def _gradient_of_two(
     first_ptr, second_ptr, total_ptr, h_ptr, factor_ptr, weight_ptr, h_gradient_ptr,
-    weight_gradient_ptr, amax_ptr, M, COUNT: tl.constexpr, N: tl.constexpr, BN: tl.constexpr
+    weight_gradient_ptr, amax_ptr, M, COUNT: tl.constexpr, N: tl.constexpr, BN: tl.constexpr,
+    READERS: tl.constexpr
 ):  # fmt: skip
     _gradient(
         first_ptr, second_ptr, second_ptr, total_ptr, h_ptr, factor_ptr, weight_ptr,
-        h_gradient_ptr, weight_gradient_ptr, amax_ptr, M, COUNT, 2, N, BN
-    )  # fmt: skip
-
-
-@triton.jit
-def _gradient_of_three(
-    first_ptr, second_ptr, third_ptr, total_ptr, h_ptr, factor_ptr, weight_ptr, h_gradient_ptr,
-    weight_gradient_ptr, amax_ptr, M, COUNT: tl.constexpr, N: tl.constexpr, BN: tl.constexpr
-):  # fmt: skip
-    _gradient(
-        first_ptr, second_ptr, third_ptr, total_ptr, h_ptr, factor_ptr, weight_ptr,
-        h_gradient_ptr, weight_gradient_ptr, amax_ptr, M, COUNT, 3, N, BN
+        h_gradient_ptr, weight_gradient_ptr, amax_ptr, M, COUNT, N, BN, READERS
     )  # fmt: skip
 
 
@@ -92,6 +82,7 @@ def gradient(shape: Shape, readers: int) -> Launch:
     count = min(shape[0], PROGRAMS)
     size = triton.next_power_of_2(shape[1])
     numbers: Numbers = {"M": shape[0], "COUNT": count, "N": shape[1], "BN": size}
+    numbers |= {"READERS": readers}
     outputs = ((shape, "like"), ((count, shape[1]), "float32"), *casts.parts_of((count,)))
-    kernel = _gradient_of_three if readers == 3 else _gradient_of_two
+    kernel = _gradient if readers == 3 else _gradient_of_two
     return Launch(kernel, (count,), numbers, outputs)

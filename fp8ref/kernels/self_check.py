@@ -13,12 +13,9 @@ import ml_dtypes
 import numpy as np
 
 from fp8ref.kernels import adamw, adamw_blocks, casts, norm_gradients, norms, rotary, swiglu
-from fp8ref.kernels.jit import Launch, interpret
+from fp8ref.kernels.jit import Launch, Output, interpret
 
-__all__ = ["Output", "failure"]
-
-Output = tuple[tuple[int, ...], str]
-"""Shape and dtype of an output."""
+__all__ = ["failure"]
 
 _SHAPE, _ROWS = (128, 128), 8
 _HEADS = (1, 128, 2, 64)
@@ -43,10 +40,7 @@ def failure(run: Callable[[Launch, Sequence[np.ndarray], Sequence[Output]], Sequ
 def _launches() -> Iterator[tuple[str, bool, Launch, list[np.ndarray], list[Output]]]:
     """(name, whether it approximates, launch, inputs, outputs) of each kernel."""
     for name, approximate, launch, inputs in _launches_into_new_memory():
-        names = {"float32": "float32", "int32": "int32", "like": inputs[0].dtype.name}
-        # codes as uint8
-        outputs = [(shape, names.get(dtype, "uint8")) for shape, dtype in launch.outputs]
-        yield name, approximate, launch, inputs, outputs
+        yield name, approximate, launch, inputs, launch.memory(inputs[0].dtype.name)
     yield from _adamw_launches()
 
 

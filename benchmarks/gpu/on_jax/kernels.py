@@ -41,7 +41,7 @@ def bits(bench: Bench) -> dict:
     """How many codes and scales differ from the simulator's."""
 
     def run(launch: Launch, inputs: list[np.ndarray], outputs: Sequence[Typed]) -> list[np.ndarray]:
-        results = launches.run(launch, [jnp.asarray(x) for x in inputs], outputs, TritonKernels())
+        results = launches.bind(launch, [jnp.asarray(x) for x in inputs], outputs, TritonKernels())
         return [np.asarray(x) for x in results]
 
     return {"rows": [], "bits": kernel_cases.bits(run, bench.sizes.exact)}
@@ -54,7 +54,7 @@ def run(bench: Bench) -> dict:
 
     def calls(case: Case) -> kernel_cases.Calls:
         def launch(*inputs: jax.Array) -> list[jax.Array]:
-            return launches.run(case.launch, inputs, case.outputs, TritonKernels())
+            return launches.bind(case.launch, inputs, case.outputs, TritonKernels())
 
         sets = [_inputs(bench, case) for _ in range(max(chained, timing.sets(case.bytes)))]
         plain = functools.partial(case.plain, OPERATIONS)

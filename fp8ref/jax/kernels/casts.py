@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8ref.formats import Format
-from fp8ref.jax.kernels.launch import Result, TritonKernels, run
+from fp8ref.jax.kernels.launch import TritonKernels, run
 from fp8ref.jax.quantize import cast
 from fp8ref.jax.quantize.scales import Scales
 from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.recipe import CastSpec, Recipe
 
-__all__ = ["largest", "quantize", "quantized", "results", "share", "takes"]
+__all__ = ["largest", "matrix_shape", "quantize", "quantized", "share", "takes"]
 
 
 def takes(spec: CastSpec) -> bool:
@@ -42,16 +42,15 @@ def quantize(x: jax.Array, by: Scales, fmt: Format, axis: int, kernels: TritonKe
     codes, but that NaN has one code."""
     from fp8ref.kernels import casts
 
-    shape = math.prod(x.shape[:-1]), x.shape[-1]
+    shape = matrix_shape(x)
     launch = casts.cast(shape, (shape[1], 1), e5m2=fmt.name == "e5m2")
-    rows = x.reshape(shape)
-    outputs = run(launch, [rows, by.scale], results(shape, launch.programs), kernels)
+    outputs = run(launch, [x.reshape(shape), by.scale], kernels)
     return quantized(*outputs, by=by, fmt=fmt, shape=x.shape, axis=axis)
 
 
-def results(shape: tuple[int, ...], programs: int) -> list[Result]:
-    """Outputs of a kernel that casts [M, N]: codes in both orders, and partial amaxes."""
-    return [(shape, jnp.uint8), (shape[::-1], jnp.uint8), ((programs,), jnp.int32)]
+def matrix_shape(x: jax.Array) -> tuple[int, int]:
+    """[M, N] of [..., N]."""
+    return math.prod(x.shape[:-1]), x.shape[-1]
 
 
 def quantized(
@@ -62,9 +61,9 @@ def quantized(
     by: Scales,
     fmt: Format,
     shape: tuple[int, ...],
-    axis: int,
+    axis: int = -1,
 ) -> Quantized:
-    """The outputs of such a kernel, of a tensor of this shape."""
+    """The outputs of a kernel that casts, of a tensor of this shape."""
     dtype = cast.DTYPES[fmt.name]
     return Quantized(
         codes=lax.bitcast_convert_type(codes, dtype).reshape(shape),

@@ -71,25 +71,20 @@ Result = tuple[tuple[int, ...], Any]
 
 @dataclass(frozen=True)
 class _Call:
-    """A launch and its outputs, hashable."""
+    """A launch with its outputs, of which some are written over inputs (``bind``)."""
 
-    kernel: Any
-    grid: tuple[int, ...]
-    numbers: tuple[tuple[str, int | float | bool], ...]
-    warps: int
+    launch: "Launch"
     outputs: tuple[Result, ...]
     capability: int | None
-    aliases: tuple[tuple[int, int], ...] = ()
+    aliases: tuple[tuple[int, int], ...]
 
     @property
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self.outputs]
 
 
-def run(
-    launch: "Launch", inputs: Sequence[jax.Array], outputs: Sequence[Result], kernels: TritonKernels
-) -> list[jax.Array]:
-    """The outputs of a launch on contiguous inputs.
+def run(launch: "Launch", inputs: Sequence[jax.Array], kernels: TritonKernels) -> list[jax.Array]:
+    """The outputs of a launch on contiguous inputs; codes are uint8.
 
     Raises:   ValueError: on the mesh of a plain jit; on devices of a CPU that would deadlock.
     """
@@ -103,7 +98,7 @@ def run(
         arrays[0] = one_device.check(arrays[0], _ON_A_MESH)
     elif kernels.capability is None and jax.default_backend() == "cpu":
         hardware.check_devices(mesh.size, mapped=True, platform="cpu")
-    return bind(launch, arrays, outputs, kernels)
+    return bind(launch, arrays, launch.memory(inputs[0].dtype.name), kernels)
 
 
 def bind(
@@ -113,14 +108,12 @@ def bind(
     kernels: TritonKernels,
     aliases: Sequence[tuple[int, int]] = (),
 ) -> list[jax.Array]:
-    """``run`` without its checks of a mesh.
+    """``run`` without its checks of a mesh, and with other outputs.
 
     aliases   places of inputs, and of the outputs that are written over them.
     """
-    numbers = tuple(launch.numbers.items())
     kinds = tuple((tuple(shape), jnp.dtype(dtype)) for shape, dtype in outputs)
-    capability, over = kernels.capability, tuple(aliases)
-    call = _Call(launch.kernel, launch.grid, numbers, launch.warps, kinds, capability, over)
+    call = _Call(launch, kinds, kernels.capability, tuple(aliases))
     return _launch.bind(*inputs, call=call)
 
 
@@ -166,13 +159,13 @@ def _compiled(*arrays: jax.Array, call: _Call) -> list[jax.Array]:
     """On an NVIDIA GPU."""
     import jax_triton
 
-    launch = functools.partial(jax_triton.triton_call, **dict(call.numbers))
+    launch = functools.partial(jax_triton.triton_call, **call.launch.numbers)
     return launch(
         *arrays,
-        kernel=call.kernel,
-        grid=call.grid,
+        kernel=call.launch.kernel,
+        grid=call.launch.grid,
         out_shape=call.shapes,
-        num_warps=call.warps,
+        num_warps=call.launch.warps,
         enable_fp_fusion=False,
         compute_capability=call.capability,
         input_output_aliases=dict(call.aliases),
@@ -196,8 +189,7 @@ def _on_host(call: _Call, inputs: list[np.ndarray]) -> list[np.ndarray]:
     for source, place in call.aliases:
         outputs[place] = inputs[source].copy()
     arrays = [*inputs, *outputs]
-    launch = jit.Launch(call.kernel, call.grid, dict(call.numbers), warps=call.warps)
-    jit.interpret(launch, arrays, [x.dtype.name for x in arrays])
+    jit.interpret(call.launch, arrays, [x.dtype.name for x in arrays])
     return outputs
 
 

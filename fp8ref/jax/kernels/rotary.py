@@ -4,7 +4,6 @@
 import math
 
 import jax
-import jax.numpy as jnp
 
 from fp8ref.formats import Format
 from fp8ref.jax.kernels import casts
@@ -19,9 +18,7 @@ def amax(g: jax.Array, cos: jax.Array, sin: jax.Array, kernels: TritonKernels) -
     """The amax, float32 (), of the rounded gradient."""
     from fp8ref.kernels import rotary
 
-    launch = rotary.amax(*_heads(g))
-    [parts] = run(launch, [g, cos, sin], [((launch.programs,), jnp.int32)], kernels)
-    return casts.largest(parts)
+    return casts.largest(*run(rotary.amax(*_heads(g)), [g, cos, sin], kernels))
 
 
 def quantize(
@@ -35,10 +32,8 @@ def quantize(
     from fp8ref.kernels import rotary
 
     launch = rotary.cast(*_heads(g), e5m2=fmt.name == "e5m2")
-    shape = *g.shape[:2], math.prod(g.shape[2:])
-    kinds = casts.results((shape[0] * shape[1], shape[2]), launch.programs)
-    outputs = run(launch, [g, *tables, by.scale], kinds, kernels)
-    return casts.quantized(*outputs, by=by, fmt=fmt, shape=shape, axis=-1)
+    outputs = run(launch, [g, *tables, by.scale], kernels)
+    return casts.quantized(*outputs, by=by, fmt=fmt, shape=(*g.shape[:2], math.prod(g.shape[2:])))
 
 
 def _heads(g: jax.Array) -> tuple[tuple[int, int, int, int], tuple[int, int, int]]:

@@ -1,10 +1,7 @@
 """SwiGLU and its gradients with their casts, by Triton's kernels (spec M-11); ``plain.swiglu`` is
 the plain form. gate, up and the product's gradient are [..., N] of one dtype."""
 
-import math
-
 import jax
-import jax.numpy as jnp
 
 from fp8ref.formats import Format
 from fp8ref.jax.kernels import casts
@@ -19,9 +16,8 @@ def amax(gate: jax.Array, up: jax.Array, kernels: TritonKernels) -> jax.Array:
     """The amax, float32 (), of the rounded product."""
     from fp8ref.kernels import swiglu
 
-    launch = swiglu.amax(_shape(gate))
-    [parts] = run(launch, _rows(gate, up), [((launch.programs,), jnp.int32)], kernels)
-    return casts.largest(parts)
+    tensors = _rows(gate, up)
+    return casts.largest(*run(swiglu.amax(casts.matrix_shape(gate)), tensors, kernels))
 
 
 def quantize(
@@ -30,10 +26,10 @@ def quantize(
     """The product, rounded to gate's dtype, by ``casts.quantize``."""
     from fp8ref.kernels import swiglu
 
-    launch = swiglu.cast(_shape(gate), e5m2=fmt.name == "e5m2")
-    kinds = casts.results(_shape(gate), launch.programs)
-    outputs = run(launch, [*_rows(gate, up), by.scale], kinds, kernels)
-    return casts.quantized(*outputs, by=by, fmt=fmt, shape=gate.shape, axis=-1)
+    tensors = _rows(gate, up)
+    launch = swiglu.cast(casts.matrix_shape(gate), e5m2=fmt.name == "e5m2")
+    outputs = run(launch, [*tensors, by.scale], kernels)
+    return casts.quantized(*outputs, by=by, fmt=fmt, shape=gate.shape)
 
 
 def gradient_amaxes(
@@ -42,10 +38,9 @@ def gradient_amaxes(
     """The amaxes of gate's rounded gradient and of up's; d is the product's gradient."""
     from fp8ref.kernels import swiglu
 
-    launch = swiglu.gradient_amaxes(_shape(gate))
-    kinds = [((launch.programs,), jnp.int32)] * 2
-    parts = run(launch, _rows(d, gate, up), kinds, kernels)
-    return casts.largest(parts[0]), casts.largest(parts[1])
+    tensors = _rows(d, gate, up)
+    gate_parts, up_parts = run(swiglu.gradient_amaxes(casts.matrix_shape(gate)), tensors, kernels)
+    return casts.largest(gate_parts), casts.largest(up_parts)
 
 
 def quantize_gradients(
@@ -57,22 +52,14 @@ def quantize_gradients(
     """gate's gradient and up's, each rounded, by ``casts.quantize``; of (d, gate, up)."""
     from fp8ref.kernels import swiglu
 
-    shape = _shape(tensors[1])
-    launch = swiglu.cast_gradients(shape, e5m2=fmt.name == "e5m2")
-    *codes, parts = casts.results(shape, launch.programs)
-    inputs = [*_rows(*tensors), *(scales.scale for scales in by)]
-    outputs = run(launch, inputs, [*codes, *codes, parts, parts], kernels)
-
-    def result(i: int) -> Quantized:
-        made = *outputs[2 * i : 2 * i + 2], outputs[4 + i]
-        return casts.quantized(*made, by=by[i], fmt=fmt, shape=tensors[1].shape, axis=-1)
-
-    return result(0), result(1)
-
-
-def _shape(x: jax.Array) -> tuple[int, int]:
-    return math.prod(x.shape[:-1]), x.shape[-1]
+    inputs, shape = _rows(*tensors), tensors[1].shape
+    launch = swiglu.cast_gradients(casts.matrix_shape(tensors[1]), e5m2=fmt.name == "e5m2")
+    *codes, gate_parts, up_parts = run(launch, [*inputs, *(each.scale for each in by)], kernels)
+    return (
+        casts.quantized(codes[0], codes[1], gate_parts, by=by[0], fmt=fmt, shape=shape),
+        casts.quantized(codes[2], codes[3], up_parts, by=by[1], fmt=fmt, shape=shape),
+    )
 
 
 def _rows(*tensors: jax.Array) -> list[jax.Array]:
-    return [x.reshape(_shape(x)) for x in tensors]
+    return [x.reshape(casts.matrix_shape(x)) for x in tensors]

@@ -20,12 +20,13 @@ from fp8ref.jax.distributed import sharding
 from fp8ref.jax.distributed.sharding import Placement
 from fp8ref.jax.kernels import casts, norms, plain, swiglu
 from fp8ref.jax.kernels import rotary as rotary_kernels
+from fp8ref.jax.kernels.launch import TritonKernels
 from fp8ref.jax.linear import arguments, carried, linear, operands
 from fp8ref.jax.linear.carried import Layer, Seen
 from fp8ref.jax.quantize.scales import Scales
 from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.jax.transforms import derivatives
-from fp8ref.recipe import ROLES, CastSpec, Recipe, Role
+from fp8ref.recipe import ROLES, CastSpec, Recipe
 
 __all__ = ["Norm", "Reader", "Rotary", "apply", "takes"]
 
@@ -164,8 +165,7 @@ def _forward(
     differentiated: bool = True,
 ):
     first = group.layers[0]
-    cast, kernels = _spec(first.recipe.output.a), first.kernels
-    assert kernels is not None
+    cast, kernels = _by(first, first.recipe.output.a)
     forward = functools.partial(linear.forward, differentiated=differentiated)
     h, weight = (derivatives.not_again(x, first.name) for x in (stream.h, stream.weight))
     calls, last = list(zip(weights, scales, seen, group.layers, strict=True)), []
@@ -175,13 +175,12 @@ def _forward(
         assert residual is not None
         last = [forward(residual, *calls[3])]
         residual = checkpoint_name(last[0][0][0], group.kept)
-    by = operands.settled(scales[0].get("input"))
-    if by is None:
+    if by := operands.settled(scales[0].get("input")):
+        h, factors, x = norms.normed(h, residual, weight, group.eps, by, cast.fmt, kernels)
+    else:
         h, factors, amax = norms.statistics(h, residual, weight, group.eps, kernels)
         by = operands.dynamic_scales(amax, "input", cast, first)
         x = norms.quantize(h, factors, weight, by, cast.fmt, kernels)
-    else:
-        h, factors, x = norms.normed(h, residual, weight, group.eps, by, cast.fmt, kernels)
     passes = [forward(x, *call) for call in calls[: group.readers]]
     outputs = [output for (output, _), _ in passes]
     if stream.tables is not None:
@@ -190,9 +189,9 @@ def _forward(
     between: tuple[jax.Array, ...] = ()
     if group.swiglu:
         between = gate, up = tuple(checkpoint_name(y, group.kept) for y in outputs)
-        down = group.layers[2]
-        largest = None if "input" in scales[2] else swiglu.amax(gate, up, kernels)
-        by = _scales(scales[2], "input", largest, cast, down)
+        by = operands.settled(scales[2].get("input")) or operands.dynamic_scales(
+            swiglu.amax(gate, up, kernels), "input", cast, group.layers[2]
+        )
         product = swiglu.quantize(gate, up, by, cast.fmt, kernels)
         passes = [*passes, forward(product, *calls[2]), *last]
         outputs = [passes[2][0][0]]
@@ -217,8 +216,7 @@ def _backward(group: _Group, residuals, cotangents):
         linear.backward(layers[i], kept[i], (for_outputs[i], observed[i]))
         for i in range(group.readers)
     ]
-    kernels = layers[0].kernels
-    assert kernels is not None
+    _, kernels = _by(layers[0], layers[0].recipe.grad_input.a)
     readers = [for_x for for_x, *_ in passes]
     for_h, for_weight, amax = norms.gradient(readers, for_total, h, factors, weight, kernels)
     if axes := tuple(sharding.varying(for_weight) - sharding.varying(weight)):
@@ -238,28 +236,25 @@ derivatives.defvjp(_linears, _forward, _backward)
 
 
 def _cast_gradients(
-    d: jax.Array, between: tuple[jax.Array, ...], group: _Group, kept: tuple
+    d: jax.Array, between: tuple[jax.Array, jax.Array], group: _Group, kept: tuple
 ) -> tuple[Quantized, Quantized]:
     """The gradients of gate and of up, cast; d is that of their product."""
-    (gate, up), layers = between, group.layers[:2]
-    cast, kernels = _spec(layers[0].recipe.grad_input.a), layers[0].kernels
-    assert kernels is not None
-    settled = [{"grad_output": saved["grad_output"].scale} for saved, _ in kept[:2]]
-    amaxes: tuple = (None, None)
-    if any(each["grad_output"] is None for each in settled):
-        amaxes = swiglu.gradient_amaxes(d, gate, up, kernels)
-    by = [
-        _scales(each, "grad_output", amax, cast, layer)
-        for each, amax, layer in zip(settled, amaxes, layers, strict=True)
-    ]
-    return swiglu.quantize_gradients((d, gate, up), (by[0], by[1]), cast.fmt, kernels)
+    layers = group.layers[:2]
+    cast, kernels = _by(layers[0], layers[0].recipe.grad_input.a)
+    by_gate, by_up = (operands.settled(saved["grad_output"].scale) for saved, _ in kept[:2])
+    if by_gate is None or by_up is None:
+        amaxes = swiglu.gradient_amaxes(d, *between, kernels)
+        by_gate, by_up = (
+            each or operands.dynamic_scales(amax, "grad_output", cast, layer)
+            for each, amax, layer in zip((by_gate, by_up), amaxes, layers, strict=True)
+        )
+    return swiglu.quantize_gradients((d, *between), (by_gate, by_up), cast.fmt, kernels)
 
 
 def _cast_again(g: jax.Array, amax: jax.Array, layer: Layer, saved: dict) -> jax.Array | Quantized:
     """The gradient g of what made the residual, cast by its amax, which the norm's gradient has
     taken; as it is where a state has its scale."""
-    cast, kernels = _spec(layer.recipe.grad_input.a), layer.kernels
-    assert kernels is not None
+    cast, kernels = _by(layer, layer.recipe.grad_input.a)
     if saved["grad_output"].scale is not None:
         return g
     by = operands.dynamic_scales(amax, "grad_output", cast, layer)
@@ -268,11 +263,10 @@ def _cast_again(g: jax.Array, amax: jax.Array, layer: Layer, saved: dict) -> jax
 
 def _cast_rotated(g: jax.Array, tables: Rotary, layer: Layer, saved: dict) -> Quantized:
     """The gradient of rotated heads, rotated back and cast."""
-    cast, kernels, heads = _spec(layer.recipe.grad_input.a), layer.kernels, _heads(g, tables)
-    assert kernels is not None
-    settled = saved["grad_output"].scale
-    amax = rotary_kernels.amax(heads, *tables, kernels) if settled is None else None
-    by = _scales({"grad_output": settled}, "grad_output", amax, cast, layer)
+    (cast, kernels), heads = _by(layer, layer.recipe.grad_input.a), _heads(g, tables)
+    by = operands.settled(saved["grad_output"].scale) or operands.dynamic_scales(
+        rotary_kernels.amax(heads, *tables, kernels), "grad_output", cast, layer
+    )
     return rotary_kernels.quantize(heads, tables, by, cast.fmt, kernels)
 
 
@@ -281,20 +275,11 @@ def _heads(x: jax.Array, tables: Rotary) -> jax.Array:
     return x.reshape(*x.shape[:-1], -1, tables.cos.shape[-1])
 
 
-def _scales(
-    settled: dict, role: Role, amax: jax.Array | None, cast: CastSpec, layer: Layer
-) -> Scales:
-    """The scales that are settled of a role, or those of its amax."""
-    by = operands.settled(settled.get(role))
-    if by is None:
-        assert amax is not None
-        by = operands.dynamic_scales(amax, role, cast, layer)
-    return by
-
-
-def _spec(cast: CastSpec | None) -> CastSpec:
+def _by(layer: Layer, cast: CastSpec | None) -> tuple[CastSpec, TritonKernels]:
+    """How kernels cast for a layer that they cast for."""
     assert cast is not None
-    return cast
+    assert layer.kernels is not None
+    return cast, layer.kernels
 
 
 def _whole_features(h: jax.Array, placement: Placement | None) -> bool:

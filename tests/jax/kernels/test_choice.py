@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from fp8ref.jax.kernels import TritonKernels, choice
+from fp8ref.jax.kernels import TritonKernels, choice, launch
 from fp8ref.spec import kernels
 from fp8ref.spec.kernels import Kernels
 
@@ -78,43 +78,33 @@ def test_a_failed_self_check_turns_triton_off(gpu):
     assert explained("auto", GPU) == Kernels(False, "cast to e4m3fn has other codes")
 
 
-def test_the_self_check_passes_here_and_sees_wrong_codes(monkeypatch):
+def failing(monkeypatch, change, expected):
+    """The self-check warns of a launch whose results a device changes."""
+    right = launch.bind
+
+    def bind(*arguments):
+        return [change(x) for x in right(*arguments)]
+
+    monkeypatch.setattr(launch, "bind", bind)
+    with pytest.warns(UserWarning, match=f"plain operations cast on cpu.*{expected}"):
+        assert choice.failure(CPU) == expected
+
+
+def test_the_self_check_passes_here():
     assert choice.failure(CPU) == ""
-    right = choice.casts.quantized
-
-    def wrong(codes, transposed, parts, **options):
-        return right(codes, transposed ^ jnp.uint8(1), parts, **options)
-
-    monkeypatch.setattr(choice.casts, "quantized", wrong)
-    with pytest.warns(UserWarning, match="plain operations cast on cpu.*transposed, has other"):
-        assert choice.failure(CPU) == "cast to e4m3fn, transposed, has other codes"
 
 
-def test_the_self_check_sees_wrong_amaxes_and_kernels_that_do_not_run(monkeypatch):
-    right = choice.casts.quantized
+@pytest.mark.parametrize(("kind", "flip"), [(jnp.uint8, 1), (jnp.int32, 1 << 20)])
+def test_the_self_check_sees_wrong_codes_and_amaxes(kind, flip, monkeypatch):
+    def change(x):
+        return x ^ kind(flip) if x.dtype == kind else x
 
-    def wrong(codes, transposed, parts, **options):
-        return right(codes, transposed, jnp.minimum(parts, 7), **options)
+    failing(monkeypatch, change, "results of a cast differ from those of plain operations")
 
-    def broken(*arguments, **options):
+
+def test_a_kernel_that_does_not_run_is_a_failure(monkeypatch):
+    def change(x):
         raise RuntimeError("ptxas is missing\nmore")
 
-    for quantized, failure in (
-        (wrong, "cast has another amax"),
-        (broken, "RuntimeError where a kernel was compiled or run: ptxas is missing"),
-    ):
-        monkeypatch.setattr(choice.casts, "quantized", quantized)
-        with pytest.warns(UserWarning, match=failure):
-            assert choice.failure(CPU) == failure
-
-
-def test_fused_kernels_run_by_the_launches_of_jax(monkeypatch):
-    assert choice.fused(CPU) == ""
-    right = choice.launch.run
-
-    def run(made, inputs, outputs, kernels):
-        *others, last = right(made, inputs, outputs, kernels)
-        return [*others, last + (last.dtype == jnp.int32) * (1 << 20)]
-
-    monkeypatch.setattr(choice.launch, "run", run)
-    assert choice.fused(CPU) == "results of a cast differ from those of plain operations"
+    message = "RuntimeError where a kernel was compiled or run: ptxas is missing"
+    failing(monkeypatch, change, message)
