@@ -103,10 +103,9 @@ def merge(*observations: Observation) -> Observation:
         )
     amax = [np.where(o.seen, o.amax, np.float32(0)) for o in observations]
     flags = [o.non_finite & o.seen for o in observations]
-    any_of = functools.partial(functools.reduce, np.logical_or)
-    return Observation(
-        functools.reduce(np.maximum, amax), any_of(flags), any_of([o.seen for o in observations])
-    )
+    seen = [o.seen for o in observations]
+    largest = functools.reduce(np.maximum, amax)
+    return Observation(largest, *(functools.reduce(np.logical_or, x) for x in (flags, seen)))
 
 
 def scales(state: DelayedState, config: str | DelayedScaling, fmt: Format) -> Scales:
@@ -199,15 +198,11 @@ def _advance(
 ) -> DelayedState:
     """The state after one observation; each element is pushed, skipped or left as unused."""
     pushed = np.concatenate([use.amax[..., None], state.amax_history[..., :-1]], axis=-1)
-    computed = _compute(
-        state.amax_history if config.timing == "use" else pushed, state.stored, config, fmt
-    )
     # Under timing ``use`` the scale that this step used is stored, so what is stored is one step
     # behind.
-    due = state.step % config.interval == 0
-    stored = np.where(
-        due, computed.scale if config.policy.stored == "scale" else computed.scale_inv, state.stored
-    )
+    history = state.amax_history if config.timing == "use" else pushed
+    computed = getattr(_compute(history, state.stored, config, fmt), config.policy.stored)
+    stored = np.where(state.step % config.interval == 0, computed, state.stored)
     skipped = np.zeros(state.stored.shape, bool)
     if config.non_finite == "skip":
         skipped |= use.non_finite | ~np.isfinite(use.amax)
@@ -215,8 +210,8 @@ def _advance(
         skipped |= use.amax == 0
     unused = state
     if config.unused == "zero":
-        unused = state._replace(
-            stored=np.zeros_like(state.stored), amax_history=np.zeros_like(state.amax_history)
+        unused = DelayedState(
+            np.zeros_like(state.stored), np.zeros_like(state.amax_history), state.step
         )
     after = _select(skipped, state, DelayedState(stored, pushed, state.step + 1))
     return _select(use.seen, after, unused)
@@ -261,9 +256,8 @@ def _compute(
     if config.amax_compute == "most_recent":
         amax = history[..., 0]
     else:
-        amax = np.asarray(
-            (np.fmax if config.nan_in_history == "drop" else np.maximum).reduce(history, axis=-1)
-        )
+        maximum = np.fmax if config.nan_in_history == "drop" else np.maximum
+        amax = np.asarray(maximum.reduce(history, axis=-1))
     if not config.policy.keeps:
         return scales_from_amax(amax, fmt, config.policy)
     previous = stored if config.policy.stored == "scale" else scale_inv_from_scale(stored)

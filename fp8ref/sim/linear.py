@@ -9,14 +9,16 @@ axis that its GEMM reduces (L-3), so a tensor may have several FP8 forms, rotate
 cast says so (S-23); accumulate; epilogue; round to out_dtype.
 """
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from fp8ref import recipe as recipes
 from fp8ref.formats import BFLOAT16, Format
 from fp8ref.recipe import OPERANDS, CastSpec, Gemm, GemmSpec, Recipe, Role
+from fp8ref.selection.rules import casts_of
 from fp8ref.sim import philox
 from fp8ref.sim.attention.operands import hadamard
 from fp8ref.sim.gemm import accumulate as sums
@@ -188,11 +190,8 @@ def quantize_operands(
 
 def _check_seed(recipe: Recipe, gemms: tuple[Gemm, ...], seed: int | None) -> None:
     """ValueError unless a seed is passed exactly when one of these GEMMs rounds stochastically."""
-    needed = any(
-        cast_spec is not None and cast_spec.rounding == "stochastic"
-        for g in gemms
-        for cast_spec in (recipe.gemms[g].a, recipe.gemms[g].b)
-    )
+    casts = [spec for (which, _), spec in casts_of(recipe).items() if spec and which in gemms]
+    needed = any(spec.rounding == "stochastic" for spec in casts)
     if needed != (seed is not None):
         phrase = "rounds stochastically in" if needed else "rounds nothing stochastically in"
         raise ValueError(
@@ -206,9 +205,8 @@ def seed_of(seed: int, which: Gemm) -> int:
     L-2, stream 2 (S-24).
     """
     cast.check_seed(seed)
-    low, high = (
-        int(word) for word in philox.words(np.array([list(OPERANDS).index(which)]), 2, seed)[0, :2]
-    )
+    place = np.array([list(OPERANDS).index(which)])
+    low, high = map(int, philox.words(place, 2, seed)[0, :2])
     return high << 32 | low
 
 
@@ -270,30 +268,20 @@ def _quantize(
     if spec.rotation is not None:
         x = hadamard.rotate_blocks(x, spec.rotation)
     seed = seed if spec.rounding == "stochastic" else None
+    cast_with: Callable[..., Quantized]
     if spec.delayed is None and role not in (scales or ()):
-        return scaling.quantize(
-            x,
-            spec.fmt,
-            granularity=spec.granularity,
-            policy=spec.policy,
-            rounding=spec.rounding,
-            seed=seed,
-            ragged=ragged,
-        )
-    if scales is None or role not in scales:
+        cast_with = functools.partial(scaling.quantize, x, ragged=ragged)
+    elif scales is None or role not in scales:
         raise ValueError(
             f"delayed scaling takes the scales of {role} from its state; got "
             f"{'none' if scales is None else ', '.join(scales)}. Pass "
             f"scales={{role: delayed.scales(state, config, fmt)}}."
         )
-    return scaling.quantize_with(
-        x,
-        scales[role],
-        spec.fmt,
-        granularity=spec.granularity,
-        policy=spec.policy,
-        rounding=spec.rounding,
-        seed=seed,
+    else:
+        cast_with = functools.partial(scaling.quantize_with, x, scales[role])
+    granularity, policy, rounding = spec.granularity, spec.policy, spec.rounding
+    return cast_with(
+        fmt=spec.fmt, granularity=granularity, policy=policy, rounding=rounding, seed=seed
     )
 
 
@@ -313,12 +301,7 @@ def check_operands(
         )
     for tensor in (x, w):
         cast.check_dtype(tensor)
-    casts = (
-        (role, spec)
-        for which, pair in recipe.gemms.items()
-        for role, spec in zip(OPERANDS[which], (pair.a, pair.b), strict=True)
-    )
-    delayed = {role for role, spec in casts if spec is not None and spec.delayed is not None}
+    delayed = {role for (_, role), spec in casts_of(recipe).items() if spec and spec.delayed}
     if not set(scales or ()) <= delayed:
         got = ", ".join(sorted(set(scales or ()) - delayed))
         raise ValueError(

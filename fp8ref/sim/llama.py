@@ -242,7 +242,9 @@ class _Pass:
         q, k = (
             self._rotated(name, operand, t, rotary) for operand, t in (("query", q), ("key", k))
         )
-        attend = self._attention if self.numerics.attention is None else self._attention_in_fp8
+        attend = self._attention_in_fp8
+        if self.numerics.attention is None:
+            attend = self._attention
         o = attend(name, q, k, v)
         return self.linear(f"{name}.o_proj", o.swapaxes(1, 2).reshape(*x.shape[:-1], -1))
 

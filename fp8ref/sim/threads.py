@@ -22,13 +22,11 @@ def threads() -> int:
     """The number of threads that kernels use: the process's processors, unless ``using`` sets
     it."""
     chosen = _threads.get()
-    return (
-        chosen
-        if chosen is not None
-        else len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1
-    )
+    if chosen is not None:
+        return chosen
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @contextmanager

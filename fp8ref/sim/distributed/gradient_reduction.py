@@ -71,12 +71,10 @@ def shared_scales(
     if not amax <= gradient_reduction.LARGEST:
         nan = np.asarray(np.nan, np.float32)
         return Scales(nan, nan)
-    scale = scales_from_amax(
-        np.maximum(amax, np.float32(gradient_reduction.SMALLEST)), fmt, policy
-    ).scale
-    scale = scale * (
-        gradient_reduction.factor(prescale, ranks) * gradient_reduction.constant_mu(float(mu))
-    )
+    floored = np.maximum(amax, np.float32(gradient_reduction.SMALLEST))
+    mu = gradient_reduction.constant_mu(float(mu))
+    factor = gradient_reduction.factor(prescale, ranks) * mu
+    scale = scales_from_amax(floored, fmt, policy).scale * factor
     return Scales(scale, scale_inv_from_scale(scale))
 
 
@@ -155,9 +153,9 @@ def reduce(
         saturated += int(np.sum(np.abs(total) > gradient_reduction.saturates_above(fmt)))
         codes = scaling.saturate(total, fmt)
         total = cast.decode(codes, fmt)
-    scale_inv = (
-        shared.scale_inv * gradient_reduction.share_of(len(grads)) if mean else shared.scale_inv
-    )
+    scale_inv = shared.scale_inv
+    if mean:
+        scale_inv = shared.scale_inv * gradient_reduction.share_of(len(grads))
     return Reduced(total * scale_inv, codes, scale_inv, saturated)
 
 

@@ -6,6 +6,7 @@ of a row-parallel linear, which reduces K. ``matmul``'s ``reduce`` says whether 
 accumulators, scaled results or rounded outputs.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -69,25 +70,11 @@ def matmul(
             ]
             return cast.round_to(gemm.matmul(*whole, accumulate="exact") * sa * sb.T, out_dtype)
         if reduce == "accumulators":
-            acc = _sum(
-                [
-                    gemm.matmul(_unit([qa], qa.codes), _unit([qb], qb.codes), accumulate=accumulate)
-                    for qa, qb in ranks
-                ]
-            )
-            return cast.round_to(acc * sa * sb.T, out_dtype)
-        own = FLOAT32 if reduce == "scaled" else out_dtype
-        return cast.round_to(
-            _sum([gemm.matmul(qa, qb, accumulate=accumulate, out_dtype=own) for qa, qb in ranks]),
-            out_dtype,
-        )
-
-
-def _sum(parts: list[np.ndarray]) -> np.ndarray:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+            ranks = [(_unit([qa], qa.codes), _unit([qb], qb.codes)) for qa, qb in ranks]
+        own = out_dtype if reduce == "rounded" else FLOAT32
+        parts = [gemm.matmul(*pair, accumulate=accumulate, out_dtype=own) for pair in ranks]
+        total = functools.reduce(np.add, parts)
+        return cast.round_to(total * sa * sb.T if reduce == "accumulators" else total, out_dtype)
 
 
 def _unit(side: Sequence[Quantized], codes: np.ndarray) -> Quantized:

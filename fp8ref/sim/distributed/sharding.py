@@ -101,10 +101,8 @@ def amax(
         mine = _local_amax(shards[device], granularity, axis, sizes, flag)
         key = layout.mesh.along(device, kept)
         if key in total:
-            mine = Amax(
-                maximum(total[key].amax, mine.amax),
-                np.maximum(total[key].non_finite, mine.non_finite),
-            )
+            flags = np.maximum(total[key].non_finite, mine.non_finite)
+            mine = Amax(maximum(total[key].amax, mine.amax), flags)
         total[key] = mine
     return {
         device: _restore(total[layout.mesh.along(device, kept)]) for device in layout.mesh.devices
@@ -200,22 +198,17 @@ def check_replicas(shards: Mapping[Device, Quantized], layout: Layout) -> None:
     held = [device for device in layout.mesh.devices if shards[device].codes.size]
     # along each axis, which names the one that a scope left out; then all of a group, where empty
     # pieces are between
-    lines = {
-        name: tuple(other for other in names if other != name)
-        for name in names
-        if name not in apart
-    }
-    for name, kept in (*lines.items(), (None, apart)):
+    along_one = [name for name in names if name not in apart]
+    lines = [(name, tuple(other for other in names if other != name)) for name in along_one]
+    for name, kept in (*lines, (None, apart)):
         firsts: dict[Device, Device] = {}
         for device in held:
             first = firsts.setdefault(layout.mesh.along(device, kept), device)
             a = shards[first]
             b = shards[device]
             along = _differing(layout, first, device)
-            if not (
-                np.array_equal(a.scale, b.scale, equal_nan=True)
-                and np.array_equal(a.scale_inv, b.scale_inv, equal_nan=True)
-            ):
+            pairs = (a.scale, b.scale), (a.scale_inv, b.scale_inv)
+            if not all(np.array_equal(*pair, equal_nan=True) for pair in pairs):
                 raise ValueError(
                     f"devices that share a group need one scale; {granularity} scales differ along "
                     f"mesh axis {along}, between devices {first} and {device}. Quantize with a "
@@ -270,10 +263,9 @@ def _local_amax(
     if shard.size:
         value = scaling.amax(shard, granularity, axis=axis)
     else:
-        ones = [
-            1 if size is None else -(-n // size) for n, size in zip(shard.shape, sizes, strict=True)
-        ]
-        value = np.zeros(() if granularity == "tensorwise" else ones, np.float32)
+        pairs = zip(shard.shape, sizes, strict=True)
+        shape = [1 if size is None else -(-n // size) for n, size in pairs]
+        value = np.zeros(() if granularity == "tensorwise" else shape, np.float32)
     if not flag:
         return Amax(np.asarray(value), np.zeros(np.shape(value), np.uint8))
     non_finite = np.where(np.isnan(value), 2, np.isinf(value)).astype(np.uint8)

@@ -102,25 +102,23 @@ def by_name(accumulate: "str | Accumulation") -> "str | Accumulation":
 
 
 def chains_plain(
-    a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation
+    a: np.ndarray,
+    b: np.ndarray,
+    fmt_a: Format,
+    fmt_b: Format,
+    plan: Accumulation,
+    chain: Callable = chain_plain,
 ) -> np.ndarray:
     """The definition of a plan (G-12) over finite values a [M, K] and b [N, K] of the formats, K a
-    multiple of 32: float32 [M, N]."""
-    return _by_chains(chain_plain, a, b, fmt_a, fmt_b, plan)
-
-
-def _by_chains(
-    chain: Callable, a: np.ndarray, b: np.ndarray, fmt_a: Format, fmt_b: Format, plan: Accumulation
-) -> np.ndarray:
+    multiple of 32: float32 [M, N]. chain: what makes a chain."""
     zero = np.zeros((len(a), len(b)), np.float32)
     total = zero
     for indices in parts(a.shape[1], plan):
         left, right = a[:, indices], b[:, indices]
         part = zero
         for begin, end in _chains(len(indices), plan):
-            part = part + chain(
-                left[:, begin:end], right[:, begin:end], zero, fmt_a, fmt_b, plan.unit
-            )
+            pair = left[:, begin:end], right[:, begin:end]
+            part = part + chain(*pair, zero, fmt_a, fmt_b, plan.unit)
         total = total + part
     return total
 
@@ -153,7 +151,7 @@ def chains(
 ) -> np.ndarray:
     """``chains_plain`` with compiled kernels; the result may be a transposed view."""
     if not plan.unit.compiled:
-        return _by_chains(chain, a, b, fmt_a, fmt_b, plan)
+        return chains_plain(a, b, fmt_a, fmt_b, plan, chain)
     if not worth(chain_kernels.chains, len(a) * len(b) * a.shape[1], PRODUCTS):
         return chains_plain(a, b, fmt_a, fmt_b, plan)
     return _chains_compiled(cast.codes_of(a, fmt_a), cast.codes_of(b, fmt_b), fmt_a, fmt_b, plan)

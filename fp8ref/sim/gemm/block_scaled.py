@@ -49,14 +49,11 @@ def matmul(
     if missing := -a.codes.shape[1] % unit.fused_width:  # zeros fill a last block
         a, b = (q._replace(codes=np.pad(q.codes, ((0, 0), (0, missing)))) for q in (a, b))
     nan = np.isnan(a_scales).any(axis=1)[:, None] | np.isnan(b_scales).any(axis=1)[None, :]
-    exponents = [
-        np.frexp(np.where(np.isnan(scale), np.float32(1), scale))[1].astype(np.int64) - 1
-        for scale in (a_scales, b_scales)
-    ]
+    exponents = tensor_core.scale_exponents(a_scales), tensor_core.scale_exponents(b_scales)
     values = [cast.decode(q.codes, q.fmt) for q in (a, b)]
     left, right = (accumulate.finite_part(v) for v in values)
     zero = np.zeros((len(a.codes), len(b.codes)), np.float32)
-    sums = tensor_core.chain(left, right, zero, a.fmt, b.fmt, unit, (exponents[0], exponents[1]))
+    sums = tensor_core.chain(left, right, zero, a.fmt, b.fmt, unit, exponents)
     acc = np.where(nan, np.float32(np.nan), accumulate.with_specials(sums, *values))
     with np.errstate(over="ignore"):
         return cast.round_to(acc, out_dtype)

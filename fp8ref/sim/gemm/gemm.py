@@ -110,10 +110,7 @@ def _exponents_of_scales(
                 f"1]; got {scale.dtype} {scale.shape}."
             )
     nan = np.isnan(scales[0]) | np.isnan(scales[1]).T
-    a_exponents, b_exponents = (
-        np.frexp(np.where(np.isnan(scale), np.float32(1), scale))[1].astype(np.int64) - 1
-        for scale in scales
-    )
+    a_exponents, b_exponents = map(tensor_core.scale_exponents, scales)
     return (a_exponents + b_exponents.T)[..., None], nan
 
 
@@ -221,11 +218,8 @@ def finish_plain(
 ) -> np.ndarray:
     """The definition of ``finish``; bfloat16 has a kernel, float32 threads."""
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        acc = (
-            cast.round_to(acc, out_dtype, rounding=epilogue.rounding)
-            if epilogue.round_first
-            else acc
-        )
+        if epilogue.round_first:
+            acc = cast.round_to(acc, out_dtype, rounding=epilogue.rounding)
         x, y = _factors(acc, scale_inv_a, scale_inv_b, epilogue)
         if epilogue.bias == "fused":
             assert bias is not None
@@ -347,11 +341,9 @@ def _add_bias(
     # A float32 sum is rounded already: another copy of it costs as much as a fiftieth of the GEMM.
     rounded = out_dtype == FLOAT32 and scaled.dtype == np.float32
     out = scaled if rounded else cast.round_to(scaled, out_dtype, rounding=epilogue.rounding)
-    return (
-        cast.round_to(out + bias, out_dtype, rounding=epilogue.rounding)
-        if epilogue.bias == "after_round"
-        else out
-    )
+    if epilogue.bias == "after_round":
+        return cast.round_to(out + bias, out_dtype, rounding=epilogue.rounding)
+    return out
 
 
 def _by_blocks(a: Quantized, b: Quantized, block: int, plan, epilogue: Epilogue) -> np.ndarray:

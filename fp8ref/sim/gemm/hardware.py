@@ -87,7 +87,9 @@ class Hardware:
     def finishing(self, epilogue: str) -> Epilogue:
         """The epilogue that this hardware runs where a recipe asks for ``epilogue``."""
         named = epilogues.by_name(epilogue)
-        return named if self.epilogue is None or named.name != "scale_then_round" else self.epilogue
+        if self.epilogue is None or named.name != "scale_then_round":
+            return named
+        return self.epilogue
 
     def to_dict(self) -> dict[str, Any]:
         """Plans and epilogue as data, for a run's manifest."""
@@ -160,11 +162,9 @@ def probed(accumulate: str | Accumulation, epilogue: Epilogue) -> Hardware:
 
 def without_bias(epilogue: Epilogue) -> Epilogue:
     """The same scales and roundings, without the bias."""
-    return (
-        epilogue
-        if epilogue.bias is None
-        else dataclasses.replace(epilogue, name=f"{epilogue.name} without its bias", bias=None)
-    )
+    if epilogue.bias is None:
+        return epilogue
+    return dataclasses.replace(epilogue, name=f"{epilogue.name} without its bias", bias=None)
 
 
 def _is_scale_then_round(epilogue: Epilogue) -> bool:
@@ -178,7 +178,9 @@ def _is_scale_then_round(epilogue: Epilogue) -> bool:
 def _as_data(plan: str | Accumulation) -> Any:
     """A plan for JSON: its name if 'exact' or 'f32', else its fields."""
     accumulation = sums.by_name(plan)
-    return accumulation if isinstance(accumulation, str) else dataclasses.asdict(accumulation)
+    if isinstance(accumulation, str):
+        return accumulation
+    return dataclasses.asdict(accumulation)
 
 
 def _quantized(factor: Factor) -> Quantized:

@@ -230,10 +230,8 @@ def step_plain(
     products = a[..., :, None, :] * b[..., None, :, :]
     product_exponents = _product_exponents(a, b, products, fmt_a, fmt_b, unit)
     if scales is not None:
-        products, product_exponents = (
-            np.ldexp(products, scales[..., None]),
-            product_exponents + scales[..., None],
-        )
+        products = np.ldexp(products, scales[..., None])
+        product_exponents = product_exponents + scales[..., None]
     c_exponents = exponents(c, unit.accumulator.emin, _LEAST if unit.zeros == "least" else _NONE)
     largest = np.maximum(product_exponents.max(axis=-1), c_exponents)
     largest = np.where(largest < _UNBOUNDED, 0, largest)  # nothing but zeros
@@ -264,15 +262,8 @@ def chain_plain(
     for i, k in enumerate(range(0, a.shape[-1], unit.fused_width)):
         part = slice(k, k + unit.fused_width)
         step_scales = None if scales is None else scales[..., i]
-        acc = step_plain(
-            a[..., part].astype(np.float64),
-            b[..., part].astype(np.float64),
-            acc,
-            fmt_a,
-            fmt_b,
-            unit,
-            step_scales,
-        )
+        left, right = (x[..., part].astype(np.float64) for x in (a, b))
+        acc = step_plain(left, right, acc, fmt_a, fmt_b, unit, step_scales)
     return acc.astype(np.float32)
 
 
@@ -325,6 +316,11 @@ def chain(
         m,
     )
     return acc.astype(np.float32)
+
+
+def scale_exponents(scale: np.ndarray) -> np.ndarray:
+    """int64: the exponents of powers of two; 0 for NaN."""
+    return np.frexp(np.where(np.isnan(scale), np.float32(1), scale))[1].astype(np.int64) - 1
 
 
 def exponents(values: np.ndarray, emin: int, zero: int = _NONE) -> np.ndarray:

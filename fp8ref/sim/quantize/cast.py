@@ -79,9 +79,9 @@ def encode(
     _check(x, fmt, rounding, seed, saturate)
     codes = np.empty(x.shape, np.uint8)
     flat = codes.reshape(-1)
-    kernel = (
-        kernels.encoder(fmt, rounding, saturate) if fmt.signed and x.dtype != np.float64 else None
-    )
+    kernel = None
+    if fmt.signed and x.dtype != np.float64:
+        kernel = kernels.encoder(fmt, rounding, saturate)
     plain = functools.partial(
         encode_plain, fmt=fmt, rounding=rounding, saturate=saturate, seed=seed
     )

@@ -21,7 +21,9 @@ def pack(codes) -> np.ndarray:
         or codes.shape[-1] % 2
         or (codes.size and codes.max() > 15)
     ):
-        largest = f", the largest {codes.max()}" if codes.dtype == np.uint8 and codes.size else ""
+        largest = ""
+        if codes.dtype == np.uint8 and codes.size:
+            largest = f", the largest {codes.max()}"
         raise ValueError(
             f"pack takes uint8 codes up to 15, an even number in the last axis; got {codes.dtype} "
             f"{codes.shape}{largest}."

@@ -199,11 +199,9 @@ _LARGEST = {"float32_max": np.float32(FLOAT32.max), "bfloat16_max": np.float32(B
 
 def _overflow(scale: np.ndarray, policy: ScalePolicy) -> np.ndarray:
     """The policy's largest scale in place of an infinite one."""
-    return (
-        scale
-        if policy.overflow == "inf"
-        else np.where(np.isinf(scale), _LARGEST[policy.overflow], scale)
-    )
+    if policy.overflow == "inf":
+        return scale
+    return np.where(np.isinf(scale), _LARGEST[policy.overflow], scale)
 
 
 def _e8m0_scales(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:

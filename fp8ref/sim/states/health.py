@@ -56,27 +56,20 @@ def numbers(
         tuple(x.reshape(-1) for x in sim.decode(state, named_layout)) for state in (before, after)
     )
     with np.errstate(all="ignore"):
-        new = moments.averages(
-            sim.in_range(cast.exact(g).astype(np.float32).reshape(-1)), old_m, old_v, at, layout
-        )
+        gradient = sim.in_range(cast.exact(g).astype(np.float32).reshape(-1))
+        new = moments.averages(gradient, old_m, old_v, at, layout)
         idle = moments.averages(np.zeros(size, np.float32), stored[0], stored[1], at, layout)
         new_ratios, stored_ratios = (
             moments.ratio(pair[0], pair[1], at).astype(np.float64) for pair in (new, stored)
         )
         roots, stored_roots = (np.sqrt(pair[1].astype(np.float64)) for pair in (new, stored))
-        counts = (
+        counts = [
             size,
             ((stored[1] == 0) & (stored[0] != 0)).sum(),
             (np.abs(new_ratios) > at.bound).sum() if layout.bounded else 0,
-            *(
-                _clipped(x, kept, moment).sum()
-                for x, kept, moment in zip(new, (after.m, after.v), both, strict=True)
-            ),
-            *(
-                _stalled(x, kept, moment).sum()
-                for x, kept, moment in zip(idle, (after.m, after.v), both, strict=True)
-            ),
-        )
+        ]
+        for mask, pair in ((_clipped, new), (_stalled, idle)):
+            counts += [mask(*of).sum() for of in zip(pair, (after.m, after.v), both, strict=True)]
         sums = (
             roots.sum(),
             (stored_roots - roots).sum(),

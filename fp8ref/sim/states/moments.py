@@ -41,13 +41,8 @@ def zeros(shape: tuple[int, ...], moment: Moment) -> MomentState:
     groups = () if moment.block is None else (moment.groups(size),)
     ones = np.ones(groups, np.float32)
     amax = None if moment.amax == "exact" else np.zeros(groups, np.float32)
-    return MomentState(
-        codes,
-        ones,
-        amax,
-        ones.copy() if moment.expansion else None,
-        ones.copy() if moment.expansion else None,
-    )
+    rest = [ones.copy() if moment.expansion else None for _ in range(2)]
+    return MomentState(codes, ones, amax, *rest)
 
 
 def scales(amax, moment: Moment) -> tuple[np.ndarray, np.ndarray]:
@@ -96,17 +91,14 @@ def read(
     stored: MomentState, moment: Moment, codes: np.ndarray, start: int, layout: Layout
 ) -> np.ndarray:
     """The moment that these codes hold (O-4); start is the flat index of the first."""
-    x = cast.decode(codes, moment.fmt) if codes.dtype == np.uint8 else codes
+    x = _values(codes, moment)
     with np.errstate(all="ignore"):
         if stored.scale_inv is not None:
             x = x * spread(stored.scale_inv, start, codes.size, moment)
         if stored.exponent is not None and stored.center is not None:
             exponent = spread(stored.exponent, start, codes.size, moment)
-            x = np.copysign(
-                _root_of_power(np.abs(x), exponent)
-                * spread(stored.center, start, codes.size, moment),
-                x,
-            )
+            center = spread(stored.center, start, codes.size, moment)
+            x = np.copysign(_root_of_power(np.abs(x), exponent) * center, x)
         if moment.root:
             x = x * x
         return not_tiny(x, layout)
@@ -188,12 +180,8 @@ def _store_expanded(
     size = int(np.prod(shape, dtype=np.int64))
     # The smallest magnitude that is not zero: the largest of reciprocals is not exact, so that
     # magnitudes are compared as negative numbers.
-    smallest = -_group_max(
-        [(s, np.where(x == 0, -np.float32(np.inf), -np.abs(x))) for s, x in xs],
-        size,
-        moment,
-        magnitudes=False,
-    )
+    negated = [(s, np.where(x == 0, -np.float32(np.inf), -np.abs(x))) for s, x in xs]
+    smallest = -_group_max(negated, size, moment, magnitudes=False)
     floor = np.float32(moment.floor)
     top = np.maximum(amax, floor)
     bottom = np.minimum(np.maximum(smallest, floor), top)
@@ -263,19 +251,13 @@ def _group_max(
     maxima = np.full(moment.groups(size), np.float32(0 if magnitudes else -np.inf))
     for start, x in pieces:
         value = np.abs(x) if magnitudes else x
-        group = (
-            np.zeros(x.size, np.int64)
-            if moment.block is None
-            else np.arange(start, start + x.size) // moment.block
-        )
+        group = np.arange(start, start + x.size) // (moment.block or size)
         np.maximum.at(maxima, group, value)  # propagates NaN
     return maxima[0] if moment.block is None else maxima
 
 
 def spread(group_values, start: int, count: int, moment: Moment) -> np.ndarray:
     """The values of the groups of the elements start, start + 1, ..."""
-    return (
-        group_values
-        if moment.block is None
-        else group_values[np.arange(start, start + count) // moment.block]
-    )
+    if moment.block is None:
+        return group_values
+    return group_values[np.arange(start, start + count) // moment.block]

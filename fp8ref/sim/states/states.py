@@ -107,13 +107,8 @@ def decode(state: State, layout: str | Layout = "sqrt_e4m3") -> tuple[np.ndarray
     Raises:   ValueError: an unknown layout, or a state of another.
     """
     shape = state.m.codes.shape
-    layout = _check_state(state, layout, shape)
-    both = ((state.m, layout.m), (state.v, layout.v))
-    m, v = (
-        moments.read(stored, moment, stored.codes.reshape(-1), 0, layout).reshape(shape)
-        for stored, moment in both
-    )
-    return m, v
+    m, v = _read_both(state, _check_state(state, layout, shape), 0, None)
+    return m.reshape(shape), v.reshape(shape)
 
 
 def master(p, layout: str | Layout) -> MomentState:
@@ -138,11 +133,8 @@ def master(p, layout: str | Layout) -> MomentState:
             [(0, flat, flat)], moments.zeros(p.shape, of), of, 2, p.shape, _NO_STEP, None, layout
         )
         if layout.master.amax == "predicted":
-            master_state = master_state._replace(
-                amax=np.abs(
-                    moments.read(master_state, of, master_state.codes.reshape(-1), 0, layout)
-                ).max()
-            )
+            kept = moments.read(master_state, of, master_state.codes.reshape(-1), 0, layout)
+            master_state = master_state._replace(amax=np.abs(kept).max())
     return master_state
 
 
@@ -156,9 +148,8 @@ def weight(stored: MomentState, layout: str | Layout) -> np.ndarray:
     layout = _layout_of(layout, stored.codes.shape)
     _check_keeps_master(layout)
     _check_stored(stored, layout.master, "the master", layout, stored.codes.shape)
-    return moments.read(stored, layout.master, stored.codes.reshape(-1), 0, layout).reshape(
-        stored.codes.shape
-    )
+    w = moments.read(stored, layout.master, stored.codes.reshape(-1), 0, layout)
+    return w.reshape(stored.codes.shape)
 
 
 def copy(
@@ -213,9 +204,8 @@ def step(
             m, v = moments.averages(gradient, *_read_both(state, layout, start, stop), at, layout)
             w = _weight(flat_p[start:stop], m, v, at, layout)
             pieces.append((start, gradient, (m, v, w)))
-        for i, (moment, old) in enumerate(
-            zip(layout.kept, (state.m, state.v, stored), strict=False)
-        ):
+        every = zip(layout.kept, (state.m, state.v, stored), strict=False)
+        for i, (moment, old) in enumerate(every):
             assert old is not None
             key = None
             if moment.rounding == "stochastic":
@@ -262,13 +252,12 @@ def _weight(p: np.ndarray, m: np.ndarray, v: np.ndarray, at: Scalars, layout: La
 
 
 def _read_both(
-    state: State, layout: Layout, start: int, stop: int
+    state: State, layout: Layout, start: int, stop: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """m and v of elements start to stop, flat."""
-    both = ((state.m, layout.m), (state.v, layout.v))
+    """m and v of elements start to stop, or to the last, flat."""
     m, v = (
         moments.read(stored, moment, stored.codes.reshape(-1)[start:stop], start, layout)
-        for stored, moment in both
+        for stored, moment in ((state.m, layout.m), (state.v, layout.v))
     )
     return m, v
 

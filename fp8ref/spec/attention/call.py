@@ -182,7 +182,9 @@ class Call:
 
     def under_base(self, number: np.float32) -> np.float32:
         """A float32 number, times log2(e) under base 2 (A-4)."""
-        return np.float32(float(number) * math.log2(math.e)) if self.variant.base == "2" else number
+        if self.variant.base == "2":
+            return np.float32(float(number) * math.log2(math.e))
+        return number
 
 
 def _float32(number: float) -> np.float32:

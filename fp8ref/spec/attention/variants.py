@@ -173,7 +173,9 @@ def by_name(variant: "str | Variant") -> Variant:
 def differentiated(variant: "str | Variant", backward: Backward) -> Variant:
     """The variant with the gradients of a backward pass: its own, or ``bf16``'s (A-25)."""
     resolved = by_name(variant)
-    return resolved if backward == "own" else dataclasses.replace(resolved, backward=backward)
+    if backward == "own":
+        return resolved
+    return dataclasses.replace(resolved, backward=backward)
 
 
 def heads_first(layout: Layout, q: Any, k: Any, v: Any, *others: Any) -> tuple:
@@ -196,7 +198,9 @@ def heads_first(layout: Layout, q: Any, k: Any, v: Any, *others: Any) -> tuple:
 
 def in_layout(layout: Layout, x: Any) -> Any:
     """x [B, heads, T, D] in the layout, or back."""
-    return x.swapaxes(1, 2) if layout == "bthd" and len(getattr(x, "shape", ())) == 4 else x
+    if layout == "bthd" and len(getattr(x, "shape", ())) == 4:
+        return x.swapaxes(1, 2)
+    return x
 
 
 def _fits(shapes: Sequence[tuple[int, ...]], heads: int) -> bool:

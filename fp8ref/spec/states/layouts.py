@@ -12,18 +12,12 @@ import functools
 import math
 import struct
 from numbers import Real
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16
 from fp8ref.shared import errors, registry
-from fp8ref.spec.states.layout import BLOCKS as BLOCKS
-from fp8ref.spec.states.layout import MASTER_FORMATS as MASTER_FORMATS
-from fp8ref.spec.states.layout import MOMENT_FORMATS as MOMENT_FORMATS
-from fp8ref.spec.states.layout import Amax as Amax
-from fp8ref.spec.states.layout import Average as Average
 from fp8ref.spec.states.layout import Layout as Layout
 from fp8ref.spec.states.layout import Moment as Moment
-from fp8ref.spec.states.layout import Scaling as Scaling
 
 __all__ = ["LAYOUTS", "Layout", "Moment", "corrections"]
 
@@ -46,8 +40,11 @@ EXPONENTS = (4.0, 2.0, 1.0, 0.5)
 """The exponents of an expansion, largest first, which products and roots give exactly (O-10)."""
 
 
-class Scalars(NamedTuple):
-    """The numbers of one step, float32 numbers as Python floats (O-3).
+Number = TypeVar("Number")
+
+
+class Scalars(NamedTuple, Generic[Number]):
+    """The numbers of one step, float32 numbers as Python floats or arrays (O-3).
 
     b1, a1, b2, a2           the betas and what they lack to 1
     inverse1, inverse2       1 / (1 - b1^t) and 1 / sqrt(1 - b2^t), which correct the bias
@@ -55,21 +52,21 @@ class Scalars(NamedTuple):
     learning_rate, eps, weight_decay
     """
 
-    b1: float
-    a1: float
-    b2: float
-    a2: float
-    inverse1: float
-    inverse2: float
-    bound: float
-    learning_rate: float
-    eps: float
-    weight_decay: float
+    b1: Number
+    a1: Number
+    b2: Number
+    a2: Number
+    inverse1: Number
+    inverse2: Number
+    bound: Number
+    learning_rate: Number
+    eps: Number
+    weight_decay: Number
 
 
 def scalars(
     step: int, *, learning_rate: float, b1: float, b2: float, eps: float, weight_decay: float
-) -> Scalars:
+) -> Scalars[float]:
     """The numbers of the step with that number, 1 for the first.
 
     Order:    float64 products and quotients, each rounded once, then one rounding to float32 (O-3).

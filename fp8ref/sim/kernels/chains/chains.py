@@ -52,35 +52,17 @@ def pack(a: np.ndarray, fmt: Format, width: int, fraction_bits: int, output_bits
     exponents = np.empty(a.shape, u32)
     bits = np.empty(a.size // 16, np.uint16)
     zero, _ = zero_and_bias(double)
-    sizes = Sizes(
-        0,
-        0,
-        *a.shape[:1],
-        0,
-        a.shape[1],
-        0,
-        width,
-        fraction_bits,
-        output_bits,
-        fmt.mantissa_bits,
-        fmt.bias,
-        zero,
-        0,
-    )
+    sizes = Sizes(mantissa_bits=fmt.mantissa_bits, bias=fmt.bias, zero=zero)
     flat = (a.reshape(-1), numbers.reshape(-1), exponents.reshape(-1))
     size_array = np.array(sizes, np.int64)
+
+    def decode_some(i: int, j: int) -> None:
+        decoded(*(x[16 * i : 16 * j] for x in flat), bits[i:j], size_array)
+
     if a.size:
-        threads.run(
-            lambda i, j: decoded(*(x[16 * i : 16 * j] for x in flat), bits[i:j], size_array),
-            bits.size,
-            grain=1 << 13,
-        )
-    return Rows(
-        numbers,
-        exponents,
-        _by_rows(bits, width).reshape(a.shape[:2]),
-        (width, fraction_bits, output_bits),
-    )
+        threads.run(decode_some, bits.size, grain=1 << 13)
+    signs = _by_rows(bits, width).reshape(a.shape[:2])
+    return Rows(numbers, exponents, signs, (width, fraction_bits, output_bits))
 
 
 def _by_rows(bits: np.ndarray, width: int) -> np.ndarray:
@@ -119,28 +101,10 @@ def columns(
     acc = aligned(2 * m * LANES, f32)
     acc[:] = 0
     zero, one_byte = zero_and_bias(kind == np.float64)
-    sizes = Sizes(
-        begin,
-        end,
-        len(ends),
-        most,
-        m,
-        n,
-        *a.unit,
-        fmt.mantissa_bits,
-        fmt.bias,
-        one_byte + zero,
-        one_byte,
-    )
-    chains(
-        *(x.reshape(-1) for x in (a.numbers, a.exponents, a.signs, b)),
-        ends,
-        b_exponents,
-        parts,
-        acc,
-        out.reshape(-1),
-        np.array(sizes, np.int64),
-    )
+    decoding = fmt.mantissa_bits, fmt.bias, one_byte + zero, one_byte
+    sizes = np.array(Sizes(begin, end, len(ends), most, m, n, *a.unit, *decoding), np.int64)
+    left = (x.reshape(-1) for x in (a.numbers, a.exponents, a.signs, b))
+    chains(*left, ends, b_exponents, parts, acc, out.reshape(-1), sizes)
 
 
 def aligned(size: int, dtype: Any) -> np.ndarray:

@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 from fp8ref.sim.kernels.chains.results import Results
 from fp8ref.sim.kernels.chains.steps import TO_NEAREST, TOWARD_ZERO, Step, write_rounding
 from fp8ref.sim.kernels.chains.tiles import Tile
-from fp8ref.sim.kernels.chains.vectors import I8, I32, I64, LANES, Vectors
+from fp8ref.sim.kernels.chains.vectors import I8, I32, I64, LANES, Vectors, pointers
 
 CHAIN_END, SPLIT_END, RESULT = 1, 2, 4
 """What follows a step: the accumulator joins the part's sum and is cleared; that sum joins the
@@ -41,15 +41,11 @@ def take_chains(
                     chains that end with RESULT.
     sizes           ``Sizes``.
     """
-    argument_types = (a, a_exponents, signs, b, ends, b_exponents, parts, acc, out, sizes)
-    signature = types.void(*argument_types)
+    signature = types.void(a, a_exponents, signs, b, ends, b_exponents, parts, acc, out, sizes)
 
     def generate(context, builder, signature, arguments):
-        pointers = (
-            context.make_array(t)(context, builder, value).data
-            for t, value in zip(signature.args, arguments, strict=True)
-        )
-        _Chains(builder, parts.dtype == types.float64).write(*pointers)
+        arrays = pointers(context, builder, signature, arguments)
+        _Chains(builder, parts.dtype == types.float64).write(*arrays)
         return context.get_dummy_value()
 
     return signature, generate
@@ -73,37 +69,19 @@ class _Chains(Vectors):
             with cgutils.for_range_slice(b, zero, steps, most, intp=I64) as (start, _):
                 count = self._at_most(most, b.sub(steps, start))
                 with cgutils.for_range(b, count) as loop:
-                    Tile(b, self.double, sizes).write(
-                        words,
-                        b_exponents,
-                        parts,
-                        sizes,
-                        first,
-                        b.add(start, loop.index),
-                        loop.index,
-                    )
-                with cgutils.for_range_slice(b, zero, m, ir.Constant(I64, ROWS), intp=I64) as (
-                    row,
-                    _,
-                ):
-                    rows = self._at_most(ir.Constant(I64, ROWS), b.sub(m, row))
+                    tile, which = Tile(b, self.double, sizes), loop.index
+                    step = b.add(start, which)
+                    tile.write(words, b_exponents, parts, sizes, first, step, which)
+                some = ir.Constant(I64, ROWS)
+                with cgutils.for_range_slice(b, zero, m, some, intp=I64) as (row, _):
+                    rows = self._at_most(some, b.sub(m, row))
                     self._rounding(TOWARD_ZERO)
                     with cgutils.for_range(b, count) as loop:
                         step = b.add(start, loop.index)
                         step_row = b.add(b.mul(step, m), row)
-                        Step(b, self.double).write(
-                            a,
-                            a_exponents,
-                            signs,
-                            parts,
-                            b_exponents,
-                            acc,
-                            sizes,
-                            step_row,
-                            loop.index,
-                            row,
-                            rows,
-                        )
+                        arrays = [a, a_exponents, signs, parts, b_exponents, acc]
+                        one = Step(b, self.double)
+                        one.write(arrays, sizes, step_row, loop.index, row, rows)
                         self._end(results, b.load(b.gep(ends, [step])), row, rows)
                     self._rounding(TO_NEAREST)
 
@@ -112,20 +90,13 @@ class _Chains(Vectors):
         b, nothing = self.b, ir.Constant(I8, 0)
         with b.if_then(b.icmp_unsigned("!=", step_end, nothing), likely=False):
             self._rounding(TO_NEAREST)
-            with b.if_else(b.icmp_unsigned("==", step_end, ir.Constant(I8, RESULT))) as (
-                then,
-                otherwise,
-            ):
+            gives = b.icmp_unsigned("==", step_end, ir.Constant(I8, RESULT))
+            with b.if_else(gives) as (then, otherwise):
                 with then:
                     results.give(row, rows)
                 with otherwise:
-                    results.end(
-                        row,
-                        rows,
-                        b.icmp_unsigned(
-                            "!=", b.and_(step_end, ir.Constant(I8, SPLIT_END)), nothing
-                        ),
-                    )
+                    split = b.and_(step_end, ir.Constant(I8, SPLIT_END))
+                    results.end(row, rows, b.icmp_unsigned("!=", split, nothing))
             self._rounding(TOWARD_ZERO)
 
     def _rounding(self, mode: int) -> None:

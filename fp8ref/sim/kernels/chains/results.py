@@ -56,13 +56,13 @@ class Results(Vectors):
     def _vectors(self, first_row, rows):
         """For each 16 columns of a row: offsets in out, accumulators, sums; which exist."""
         b, pointer = self.b, self.vector.as_pointer()
-        sums_offset = b.mul(self.m, ir.Constant(I64, LANES))
+        sums_offset = self.times(self.m, LANES)
         with cgutils.for_range(b, rows) as loop:
             row = b.add(first_row, loop.index)
             row_offset = b.add(b.mul(row, self.n), self.first)
             for v, mask in enumerate(self.masks):
-                at = b.add(b.mul(row, ir.Constant(I64, LANES)), ir.Constant(I64, 16 * v))
-                out_pointer = b.gep(self.out, [b.add(row_offset, ir.Constant(I64, 16 * v))])
+                at = self.plus(self.times(row, LANES), 16 * v)
+                out_pointer = b.gep(self.out, [self.plus(row_offset, 16 * v)])
                 acc_pointer, sum_pointer = (
                     b.bitcast(b.gep(self.acc, [i]), pointer) for i in (at, b.add(at, sums_offset))
                 )
@@ -70,19 +70,10 @@ class Results(Vectors):
 
     def _loaded(self, pointer, mask):
         """16 numbers, 0 where masked."""
-        return self._masked(
-            "load", self.vector, pointer, ir.Constant(I32, 4), mask, self.constant(self.vector, 0.0)
-        )
+        values = pointer, ir.Constant(I32, 4), mask, self.constant(self.vector, 0.0)
+        return self.intrinsic("masked.load.v16f32.p0", self.vector, *values)
 
     def _stored(self, value, pointer, mask) -> None:
         """Store 16 numbers where the mask is set."""
-        self._masked("store", ir.VoidType(), value, pointer, ir.Constant(I32, 4), mask)
-
-    def _masked(self, name: str, result, *values):
-        function = ir.FunctionType(result, [value.type for value in values])
-        return self.b.call(
-            cgutils.get_or_insert_function(
-                self.b.module, function, f"llvm.masked.{name}.v16f32.p0"
-            ),
-            values,
-        )
+        values = value, pointer, ir.Constant(I32, 4), mask
+        self.intrinsic("masked.store.v16f32.p0", ir.VoidType(), *values)

@@ -6,7 +6,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from fp8ref.sim.kernels.chains.codes import Codes
-from fp8ref.sim.kernels.chains.vectors import I8, I16, I32, I64
+from fp8ref.sim.kernels.chains.vectors import I8, I16, I32, pointers
 
 
 @intrinsic
@@ -21,14 +21,9 @@ def decode(typing_context, codes, numbers, exponents, signs, sizes):
     signature = types.void(codes, numbers, exponents, signs, sizes)
 
     def generate(context, builder, signature, arguments):
-        arrays = [
-            context.make_array(t)(context, builder, value)
-            for t, value in zip(signature.args, arguments, strict=True)
-        ]
-        codes, *others, sizes = (array.data for array in arrays)
-        _Rows(builder, numbers.dtype == types.float64, sizes).write(
-            codes, *others, arrays[3].nitems
-        )
+        *arrays, sizes = pointers(context, builder, signature, arguments)
+        count = context.make_array(signs)(context, builder, arguments[3]).nitems
+        _Rows(builder, numbers.dtype == types.float64, sizes).write(*arrays, count)
         return context.get_dummy_value()
 
     return signature, generate
@@ -40,21 +35,14 @@ class _Rows(Codes):
     def write(self, codes, numbers, exponents, signs, count) -> None:
         b, lanes, bytes_ = self.b, ir.VectorType(I32, 16), ir.VectorType(I8, 16)
         with cgutils.for_range(b, count) as loop:
-            at = b.mul(loop.index, ir.Constant(I64, 16))
+            at = self.times(loop.index, 16)
             some = self.load(b.gep(codes, [at]), 0, bytes_)
             exponent_words = b.zext(self.exponents(b.bitcast(some, ir.VectorType(I32, 4))), lanes)
             for places in (8, 16):
-                exponent_words = b.or_(
-                    exponent_words, b.shl(exponent_words, self.constant(lanes, places))
-                )
-            b.store(exponent_words, b.bitcast(b.gep(exponents, [at]), lanes.as_pointer()), align=4)
+                moved = b.shl(exponent_words, self.constant(lanes, places))
+                exponent_words = b.or_(exponent_words, moved)
+            self.put(exponent_words, b.gep(exponents, [at]))
             negative = b.bitcast(b.icmp_signed("<", some, self.constant(bytes_, 0)), I16)
             b.store(negative, b.gep(signs, [loop.index]), align=2)
             for h, x in enumerate(self.numbers(self.magnitudes(b.zext(some, lanes)))):
-                b.store(
-                    x,
-                    b.bitcast(
-                        b.gep(numbers, [b.add(at, ir.Constant(I64, 8 * h))]), x.type.as_pointer()
-                    ),
-                    align=4,
-                )
+                self.put(x, b.gep(numbers, [self.plus(at, 8 * h)]))

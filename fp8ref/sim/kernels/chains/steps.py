@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from fp8ref.sim.kernels.chains.vectors import F32, I8, I32, I64, LANES, Vectors
+from fp8ref.sim.kernels.chains.vectors import F32, I8, I32, I64, LANES, Vectors, pointers
 
 TOWARD_ZERO, TO_NEAREST = 0, 1
 """Rounding modes, as LLVM numbers them."""
@@ -96,11 +96,8 @@ def step(
     )
 
     def generate(context, builder, signature, arguments):
-        arrays = [
-            context.make_array(t)(context, builder, value).data
-            for t, value in zip(signature.args[:7], arguments[:7], strict=True)
-        ]
-        Step(builder, parts.dtype == types.float64).write(*arrays, *arguments[7:])
+        values = pointers(context, builder, signature, arguments)
+        Step(builder, parts.dtype == types.float64).write(values[:6], *values[6:])
         return context.get_dummy_value()
 
     return signature, generate
@@ -114,87 +111,54 @@ class Step(Vectors):
         # rows at a time, as many as keep their sums in registers
         self.together = 2 if LANES == 64 else 1
 
-    def write(
-        self,
-        a,
-        a_exponents,
-        signs,
-        parts,
-        b_exponents,
-        acc,
-        sizes,
-        first,
-        parts_step,
-        acc_row,
-        rows,
-    ) -> None:
-        """``step``, of pointers."""
+    def write(self, arrays: list, sizes, first, parts_step, acc_row, rows) -> None:
+        """``step``, of pointers: arrays are those before sizes."""
+        a, a_exponents, signs, parts, b_exponents, acc = arrays
         b = self.b
         width = self.size(sizes, "width")
         fraction_bits, output_bits = (
             b.trunc(self.size(sizes, name), I32) for name in ("fraction_bits", "output_bits")
         )
-        fraction = ir.Constant(I32, self.fraction)
-        places = self.splat(
-            b.shl(
-                self.widened(b.sub(fraction, fraction_bits)), ir.Constant(self.bits, self.fraction)
-            ),
-            self.n,
-        )
-        mask = self.splat(
-            b.shl(ir.Constant(self.bits, -1), self.widened(b.sub(fraction, output_bits))), self.n
-        )
-        numbers = b.mul(b.mul(parts_step, width), ir.Constant(I64, LANES))  # of b before the step
-        parts = b.gep(parts, [b.mul(numbers, ir.Constant(I64, PARTS))])
+        fraction, whole = ir.Constant(I32, self.fraction), ir.Constant(self.bits, -1)
+        exponent = self.widened(b.sub(fraction, fraction_bits))
+        places = self.splat(b.shl(exponent, ir.Constant(self.bits, self.fraction)), self.n)
+        mask = self.splat(b.shl(whole, self.widened(b.sub(fraction, output_bits))), self.n)
+        numbers = self.times(b.mul(parts_step, width), LANES)  # of b before the step
+        parts = b.gep(parts, [self.times(numbers, PARTS)])
         b_exponents = b.gep(b.bitcast(b_exponents, I8.as_pointer()), [numbers])
-        acc = b.gep(acc, [b.mul(acc_row, ir.Constant(I64, LANES))])
-        with cgutils.for_range_slice(
-            b, *(ir.Constant(I64, n) for n in (0, LANES, self.lanes)), intp=I64
-        ) as (lane, _):
-            lane_parts = b.gep(parts, [b.mul(b.mul(lane, width), ir.Constant(I64, PARTS))])
-            self._columns(
-                a,
-                a_exponents,
-                signs,
-                lane_parts,
-                b.gep(b_exponents, [lane]),
-                b.gep(acc, [lane]),
-                width,
-                places,
-                mask,
-                first,
-                rows,
-            )
+        acc = b.gep(acc, [self.times(acc_row, LANES)])
+        lanes = (ir.Constant(I64, n) for n in (0, LANES, self.lanes))
+        with cgutils.for_range_slice(b, *lanes, intp=I64) as (lane, _):
+            lane_parts = b.gep(parts, [self.times(b.mul(lane, width), PARTS)])
+            columns = lane_parts, b.gep(b_exponents, [lane]), b.gep(acc, [lane])
+            self._columns((a, a_exponents, signs), columns, width, (places, mask), first, rows)
 
-    def _columns(
-        self, a, a_exponents, signs, parts, b_exponents, acc, width, places, mask, first, rows
-    ) -> None:
-        """Sum some columns, beside the search of the next rows' largest exponents."""
+    def _columns(self, a_arrays: tuple, columns: tuple, width, cuts: tuple, first, rows) -> None:
+        """Sum some columns, beside the search of the next rows' largest exponents. columns: of
+        parts, b's exponents and accumulators; cuts: what aligns products, and masks results."""
+        (a, a_exponents, signs), (parts, b_exponents, acc) = a_arrays, columns
+        places, mask = cuts
         b, last = self.b, self.b.sub(rows, ir.Constant(I64, 1))
         beside = cgutils.alloca_once_value(b, ir.Constant(ir.ArrayType(F32, LANES), [0.0] * LANES))
         beside = b.bitcast(beside, acc.type)  # accumulators of a row behind the last
 
         def rows_from(index) -> list:
             """Some rows of a; in place of those behind the last, the last."""
-            some = [b.add(index, ir.Constant(I64, i)) for i in range(self.together)]
+            some = [self.plus(index, i) for i in range(self.together)]
             return [b.add(first, b.select(b.icmp_signed("<", i, last), i, last)) for i in some]
 
         def exponents(some: list) -> list:
             return [b.gep(a_exponents, [b.mul(row, width)]) for row in some]
 
-        ahead = self.registers(
-            [ir.Constant(ir.VectorType(I8, self.lanes), [0] * self.lanes)] * self.together
-        )
-        begin = exponents(rows_from(ir.Constant(I64, 0)))
+        none = self.constant(ir.VectorType(I8, self.lanes), 0)
+        ahead, zero = self.registers([none] * self.together), ir.Constant(I64, 0)
+        begin = exponents(rows_from(zero))
         with cgutils.for_range(b, width) as loop:
             self._largest(ahead, begin, b_exponents, loop.index)
-        with cgutils.for_range_slice(
-            b, ir.Constant(I64, 0), rows, ir.Constant(I64, self.together), intp=I64
-        ) as (index, _):
-            lines = [
-                b.gep(acc, [b.mul(b.add(index, ir.Constant(I64, i)), ir.Constant(I64, LANES))])
-                for i in range(self.together)
-            ]
+        together = ir.Constant(I64, self.together)
+        with cgutils.for_range_slice(b, zero, rows, together, intp=I64) as (index, _):
+            line_rows = (self.plus(index, i) for i in range(self.together))
+            lines = [b.gep(acc, [self.times(row, LANES)]) for row in line_rows]
             lines[1:] = [
                 b.select(b.icmp_signed("<", index, last), line, beside) for line in lines[1:]
             ]
@@ -203,21 +167,20 @@ class Step(Vectors):
                 for line, register in zip(lines, ahead, strict=True)
             ]
             some = rows_from(index)
-            following = rows_from(b.add(index, ir.Constant(I64, self.together)))
+            following = rows_from(b.add(index, together))
             row_operands = [
                 (b.gep(a, [b.mul(row, width)]), b.load(b.gep(signs, [row]))) for row in some
             ]
             self._add(row_operands, parts, width, sums, (ahead, exponents(following), b_exponents))
             for line, (magnitudes, negatives) in zip(lines, sums, strict=True):
                 for v, pair in enumerate(zip(magnitudes, negatives, strict=True)):
-                    self._store(
-                        *map(b.load, pair), mask, b.gep(line, [ir.Constant(I64, v * self.n)])
-                    )
+                    x, y = map(b.load, pair)
+                    self._store(x, y, mask, b.gep(line, [ir.Constant(I64, v * self.n)]))
 
     def _largest(self, registers: list, a_exponents: list, b_exponents, k) -> None:
         """Update the largest exponents, one byte each, of each row with product k of each lane."""
         b, bytes_ = self.b, ir.VectorType(I8, self.lanes)
-        columns = self.load(b.gep(b_exponents, [b.mul(k, ir.Constant(I64, LANES))]), 0, bytes_)
+        columns = self.load(b.gep(b_exponents, [self.times(k, LANES)]), 0, bytes_)
         for register, row in zip(registers, a_exponents, strict=True):
             row_exponents = b.bitcast(self.splat(b.load(b.gep(row, [k])), self.lanes // 4), bytes_)
             b.store(self.call("umax", b.load(register), b.add(columns, row_exponents)), register)
@@ -232,9 +195,8 @@ class Step(Vectors):
             some = ir.Constant(lanes, list(range(v, v + 16)))
             field = b.zext(b.shuffle_vector(largest, largest, some), lanes)
             if (bias := zero_and_bias(self.double)[1]) != 127:
-                field = self.call(
-                    "smax", b.sub(field, self.constant(lanes, bias - 127)), self.constant(lanes, 0)
-                )
+                unbiased = b.sub(field, self.constant(lanes, bias - 127))
+                field = self.call("smax", unbiased, self.constant(lanes, 0))
             fields.append(b.shl(field, self.constant(lanes, 23)))
         return fields
 
@@ -271,43 +233,29 @@ class Step(Vectors):
         b, kind = self.b, ir.VectorType(self.real, self.n)
         left = self.registers([signs for _, signs in row_operands])
         with cgutils.for_range(b, width) as loop:
-            k_parts = b.gep(parts, [b.mul(loop.index, ir.Constant(I64, PARTS * self.lanes))])
+            k_parts = b.gep(parts, [self.times(loop.index, PARTS * self.lanes)])
             some = []
             for (row, _), bits, row_sums in zip(row_operands, left, sums, strict=True):
                 negative = b.zext(b.and_(b.load(bits), ir.Constant(I32, 1)), I64)
                 b.store(b.lshr(b.load(bits), ir.Constant(I32, 1)), bits)
                 factor = self.splat(b.load(b.gep(row, [loop.index])), self.n)
-                some.append(
-                    (
-                        factor,
-                        b.gep(k_parts, [b.mul(negative, ir.Constant(I64, self.lanes))]),
-                        *row_sums,
-                    )
-                )
+                swapped = b.gep(k_parts, [self.times(negative, self.lanes)])
+                some.append((factor, swapped, *row_sums))
             for v in range(self.lanes // self.n):
                 magnitude = self.load(k_parts, v * self.n, kind)
                 for factor, swapped, magnitudes, negatives in some:
-                    b.store(
-                        self.call("fma", factor, magnitude, b.load(magnitudes[v])), magnitudes[v]
-                    )
-                    b.store(
-                        self.call(
-                            "fma",
-                            factor,
-                            self.load(swapped, self.lanes + v * self.n, kind),
-                            b.load(negatives[v]),
-                        ),
-                        negatives[v],
-                    )
+                    total = self.call("fma", factor, magnitude, b.load(magnitudes[v]))
+                    b.store(total, magnitudes[v])
+                    signed = self.load(swapped, self.lanes + v * self.n, kind)
+                    total = self.call("fma", factor, signed, b.load(negatives[v]))
+                    b.store(total, negatives[v])
             self._largest(*following, loop.index)
 
     def _store(self, x, y, mask, line) -> None:
         """Store x = 2^n + A and y = -2^n - N, cut off: A - 2 N = (x + 2 y) + 2^n, each exact."""
         b = self.b
-        power = b.bitcast(
-            b.and_(b.bitcast(x, mask.type), self.constant(mask.type, -1 << self.fraction)), x.type
-        )
+        exponent = self.constant(mask.type, -1 << self.fraction)
+        power = b.bitcast(b.and_(b.bitcast(x, mask.type), exponent), x.type)
         total = b.fadd(self.call("fma", y, self.constant(y.type, 2.0), x), power)
         total = b.bitcast(b.and_(b.bitcast(total, mask.type), mask), x.type)
-        result = b.fptrunc(total, ir.VectorType(F32, self.n)) if self.double else total
-        b.store(result, b.bitcast(line, result.type.as_pointer()), align=4)
+        self.put(b.fptrunc(total, ir.VectorType(F32, self.n)) if self.double else total, line)

@@ -9,7 +9,7 @@ from numba.extending import intrinsic
 
 from fp8ref.sim.kernels.chains.codes import Codes
 from fp8ref.sim.kernels.chains.steps import PARTS
-from fp8ref.sim.kernels.chains.vectors import F32, I32, I64, LANES
+from fp8ref.sim.kernels.chains.vectors import F32, I32, I64, LANES, pointers
 
 
 @intrinsic
@@ -26,11 +26,8 @@ def lay_out(typing_context, words, exponents, parts, sizes, first, step, which):
     signature = types.void(words, exponents, parts, sizes, *[types.int64] * 3)
 
     def generate(context, builder, signature, arguments):
-        arrays = [
-            context.make_array(t)(context, builder, value).data
-            for t, value in zip(signature.args[:4], arguments[:4], strict=True)
-        ]
-        Tile(builder, parts.dtype == types.float64, arrays[3]).write(*arrays, *arguments[4:])
+        values = pointers(context, builder, signature, arguments)
+        Tile(builder, parts.dtype == types.float64, values[3]).write(*values)
         return context.get_dummy_value()
 
     return signature, generate
@@ -44,59 +41,38 @@ class Tile(Codes):
         b = self.b
         width = self.size(sizes, "width")
         lines = b.udiv(width, ir.Constant(I64, 4))  # of a step, LANES words each
-        step_size = b.mul(lines, ir.Constant(I64, LANES))
+        step_size = self.times(lines, LANES)
         # Tiles before this one have steps * lines words for each of their columns.
-        before = b.add(
-            b.mul(b.mul(self.size(sizes, "steps"), lines), first), b.mul(step, step_size)
-        )
-        words = b.gep(words, [before])
-        step_size = b.mul(step_size, ir.Constant(I64, 4))
+        tiles_before = b.mul(b.mul(self.size(sizes, "steps"), lines), first)
+        words = b.gep(words, [b.add(tiles_before, b.mul(step, step_size))])
+        step_size = self.times(step_size, 4)
         exponents, parts = (
-            b.gep(x, [b.mul(b.mul(which, step_size), ir.Constant(I64, n))])
+            b.gep(x, [self.times(b.mul(which, step_size), n)])
             for x, n in ((exponents, 1), (parts, PARTS))
         )
         with cgutils.for_range(b, b.udiv(step_size, ir.Constant(I64, 64))) as loop:
-            at = b.mul(loop.index, ir.Constant(I64, 16))
+            at = self.times(loop.index, 16)
             four = self.load(b.gep(words, [at]), 0, ir.VectorType(I32, 16))
             bytes_ = self.exponents(four)
             # Of four numbers of LANES columns each: the first number, and the first of these 16
             # columns.
-            line = b.mul(b.udiv(at, ir.Constant(I64, LANES)), ir.Constant(I64, 4))
-            lane = b.urem(at, ir.Constant(I64, LANES))
+            line = self.times(b.udiv(at, ir.Constant(I64, LANES)), 4)
+            lane, lanes = b.urem(at, ir.Constant(I64, LANES)), ir.Constant(I64, self.lanes)
             for i in range(4):
-                k = b.mul(b.add(line, ir.Constant(I64, i)), ir.Constant(I64, LANES))
-                k_exponents = b.shuffle_vector(
-                    bytes_, bytes_, ir.Constant(ir.VectorType(I32, 16), list(range(i, 64, 4)))
-                )
-                b.store(
-                    k_exponents,
-                    b.bitcast(b.gep(exponents, [b.add(k, lane)]), k_exponents.type.as_pointer()),
-                    align=1,
-                )
-            numbers = b.mul(
-                b.udiv(lane, ir.Constant(I64, self.lanes)),
-                b.mul(width, ir.Constant(I64, PARTS * self.lanes)),
-            )
-            numbers = b.gep(parts, [b.add(numbers, b.urem(lane, ir.Constant(I64, self.lanes)))])
+                k = self.times(self.plus(line, i), LANES)
+                every_fourth = ir.Constant(ir.VectorType(I32, 16), list(range(i, 64, 4)))
+                k_exponents = b.shuffle_vector(bytes_, bytes_, every_fourth)
+                self.put(k_exponents, b.gep(exponents, [b.add(k, lane)]), align=1)
+            numbers = b.mul(b.udiv(lane, lanes), self.times(width, PARTS * self.lanes))
+            numbers = b.gep(parts, [b.add(numbers, b.urem(lane, lanes))])
             with cgutils.for_range(b, ir.Constant(I64, 4)) as number_loop:
-                code = b.lshr(
-                    four,
-                    self.splat(b.trunc(b.mul(number_loop.index, ir.Constant(I64, 8)), I32), 16),
-                )
-                k_parts = b.gep(
-                    numbers,
-                    [b.mul(b.add(line, number_loop.index), ir.Constant(I64, PARTS * self.lanes))],
-                )
+                places = b.trunc(self.times(number_loop.index, 8), I32)
+                code, k = b.lshr(four, self.splat(places, 16)), b.add(line, number_loop.index)
+                k_parts = b.gep(numbers, [self.times(k, PARTS * self.lanes)])
                 for part, values in enumerate(self._parts(code)):
                     for h, x in enumerate(values):
-                        b.store(
-                            x,
-                            b.bitcast(
-                                b.gep(k_parts, [ir.Constant(I64, part * self.lanes + 8 * h)]),
-                                x.type.as_pointer(),
-                            ),
-                            align=4,
-                        )
+                        at = ir.Constant(I64, part * self.lanes + 8 * h)
+                        self.put(x, b.gep(k_parts, [at]))
 
     def _parts(self, code) -> tuple[list, ...]:
         """The lowest bytes of 16 codes as numbers: magnitudes, negatives, positives times -1."""

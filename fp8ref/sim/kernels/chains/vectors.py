@@ -5,6 +5,7 @@ kernels share.
 from typing import NamedTuple
 
 from llvmlite import binding, ir
+from numba import types
 from numba.core import cgutils
 
 LANES = 64 if binding.get_host_cpu_features().get("avx512f") else 32
@@ -22,19 +23,19 @@ class Sizes(NamedTuple):
     compile many arguments.
     """
 
-    begin: int  # the columns of the result: from a multiple of LANES on
-    end: int
-    steps: int
-    most: int  # steps of a tile of b that are laid out together
-    m: int  # rows and columns of the result
-    n: int
-    width: int  # of the unit; a multiple of 4, at most 32
-    fraction_bits: int
-    output_bits: int
-    mantissa_bits: int  # of the format that is decoded
-    bias: int
-    zero: int  # the bytes of a zero and of 2^0 among its exponents
-    one_byte: int
+    begin: int = 0  # the columns of the result: from a multiple of LANES on
+    end: int = 0
+    steps: int = 0
+    most: int = 0  # steps of a tile of b that are laid out together
+    m: int = 0  # rows and columns of the result
+    n: int = 0
+    width: int = 0  # of the unit; a multiple of 4, at most 32
+    fraction_bits: int = 0
+    output_bits: int = 0
+    mantissa_bits: int = 0  # of the format that is decoded
+    bias: int = 0
+    zero: int = 0  # the bytes of a zero and of 2^0 among its exponents
+    one_byte: int = 0
 
 
 class Vectors:
@@ -53,6 +54,18 @@ class Vectors:
     def size(self, sizes, name: str):
         """One of ``Sizes``, int64."""
         return self.b.load(self.b.gep(sizes, [ir.Constant(I64, Sizes._fields.index(name))]))
+
+    def times(self, value, n: int):
+        """An int64 times a number."""
+        return self.b.mul(value, ir.Constant(I64, n))
+
+    def plus(self, value, n: int):
+        """An int64 plus a number."""
+        return self.b.add(value, ir.Constant(I64, n))
+
+    def put(self, value, pointer, align: int = 4) -> None:
+        """Store a vector where a pointer to its elements points."""
+        self.b.store(value, self.b.bitcast(pointer, value.type.as_pointer()), align=align)
 
     def registers(self, values: list) -> list:
         """Variables with these values, which LLVM keeps in registers."""
@@ -79,33 +92,37 @@ class Vectors:
     def load(self, pointer, offset: int, kind: ir.VectorType):
         """A vector from memory, ``offset`` elements after the pointer; element-aligned."""
         at = self.b.gep(pointer, [ir.Constant(I64, offset)])
-        return self.b.load(
-            self.b.bitcast(at, kind.as_pointer()), align=1 if kind.element is I8 else 4
-        )
+        align = 1 if kind.element is I8 else 4
+        return self.b.load(self.b.bitcast(at, kind.as_pointer()), align=align)
 
     def call(self, name: str, *values):
         """An operation of LLVM on vectors of one type."""
         kind = values[0].type
         element = {"float": "f32", "double": "f64"}.get(str(kind.element), str(kind.element))
-        function = ir.FunctionType(kind, [kind] * len(values))
-        return self.b.call(
-            cgutils.get_or_insert_function(
-                self.b.module, function, f"llvm.{name}.v{kind.count}{element}"
-            ),
-            values,
-        )
+        return self.intrinsic(f"{name}.v{kind.count}{element}", kind, *values)
+
+    def intrinsic(self, name: str, result: ir.Type, *values):
+        """A call of one of LLVM's functions."""
+        function = ir.FunctionType(result, [value.type for value in values])
+        declared = cgutils.get_or_insert_function(self.b.module, function, f"llvm.{name}")
+        return self.b.call(declared, values)
 
     def halves(self, value) -> list:
         """Both halves of a vector of 16."""
-        chosen = (
-            ir.Constant(ir.VectorType(I32, 8), list(range(begin, begin + 8))) for begin in (0, 8)
-        )
+        lanes = ir.VectorType(I32, 8)
+        chosen = (ir.Constant(lanes, list(range(begin, begin + 8))) for begin in (0, 8))
         return [self.b.shuffle_vector(value, value, half_lanes) for half_lanes in chosen]
 
     def numbers(self, value) -> list:
         """16 float32 numbers in the type of the sums: one vector, or two of float64."""
-        return (
-            [self.b.fpext(half, ir.VectorType(self.real, 8)) for half in self.halves(value)]
-            if self.double
-            else [value]
-        )
+        if not self.double:
+            return [value]
+        return [self.b.fpext(half, ir.VectorType(self.real, 8)) for half in self.halves(value)]
+
+
+def pointers(context, builder: ir.IRBuilder, signature, arguments) -> list:
+    """The pointers of an intrinsic's arrays, and its other arguments as they are."""
+    return [
+        context.make_array(t)(context, builder, value).data if isinstance(t, types.Array) else value
+        for t, value in zip(signature.args, arguments, strict=True)
+    ]
