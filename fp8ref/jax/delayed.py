@@ -184,10 +184,9 @@ def over_batch(observed: jax.Array, own_seen: jax.Array) -> jax.Array:
 def _over_batch(axis_size: int, batched: list[bool], observed: jax.Array, own_seen: jax.Array):
     del axis_size
     observed_batched, own_batched = batched
-    merges = observed_batched and not own_batched
-    return over_batch(
-        _largest(observed, axis=0) if merges else observed, own_seen
-    ), observed_batched and own_batched
+    if observed_batched and not own_batched:
+        observed = _largest(observed, axis=0)
+    return over_batch(observed, own_seen), observed_batched and own_batched
 
 
 def keeps_state(recipe: str | Recipe | Casts) -> bool:
@@ -317,9 +316,8 @@ def _used(state: DelayedState | FlaxState, fmt: Format, config: DelayedScaling) 
     return scale_rules.flax_scale_inv(jnp.max(state.amax_history, axis=-1), state.stored, fmt)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("fmt", "config")
-)  # traced once for all states of a shape
+# traced once for all states of a shape
+@functools.partial(jax.jit, static_argnames=("fmt", "config"))
 def _advance(
     state: DelayedState | FlaxState, seen: jax.Array, fmt: Format, config: DelayedScaling
 ) -> DelayedState | FlaxState:
@@ -331,14 +329,17 @@ def _advance(
     past = state.amax_history[..., :-1]
     # The newest first; the oldest falls out.
     pushed = jnp.concatenate([amax[..., None], past], axis=-1)
-    stored = (
-        _used(state, fmt, config)
-        if config.timing == "use"
-        else _scale_of(amax, past, state, fmt, config)
-    )
+    if config.timing == "use":
+        stored = _used(state, fmt, config)
+    else:
+        stored = _scale_of(amax, past, state, fmt, config)
     after = kind(config)(stored, pushed, state.step + 1)
     valid = (was_seen > 0) & ((non_finite == 0) | (config.timing == "use"))
-    kept = _where(valid, after, state)
+
+    def select(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(valid[(..., *[None] * (new.ndim - valid.ndim))], new, old)
+
+    kept = jax.tree.map(select, after, state)
     # A flag above 1 is a sum (see update). Under jit nothing can raise, so a NaN scale makes it
     # visible.
     summed = jnp.maximum(non_finite, was_seen) > 1
@@ -366,24 +367,7 @@ def _scale_of(
     return jnp.where((state.step % config.interval == 0) & (bits != 0), scale, state.stored)
 
 
-def _where(
-    condition: jax.Array, a: DelayedState | FlaxState, b: DelayedState | FlaxState
-) -> DelayedState | FlaxState:
-    """``jnp.where`` over a state's fields; condition has the state's shape."""
-
-    def select(x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.where(
-            condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim)), x, y
-        )
-
-    return jax.tree.map(select, a, b)
-
-
 def _casts(recipe: str | Recipe | Casts) -> dict:
     """``recipe.delayed_casts``, or the casts themselves, if this backend implements them."""
-    if isinstance(recipe, Mapping):
-        return {role: (fmt, implemented(config)) for role, (fmt, config) in recipe.items()}
-    return {
-        role: (fmt, implemented(config))
-        for role, (fmt, config) in recipes.delayed_casts(recipe).items()
-    }
+    casts = recipe if isinstance(recipe, Mapping) else recipes.delayed_casts(recipe)
+    return {role: (fmt, implemented(config)) for role, (fmt, config) in casts.items()}

@@ -59,9 +59,8 @@ def run(
         y_sharding = NamedSharding(mesh, PartitionSpec(*cut.result_axes(placement)))
     else:
         y_sharding = _dot_general_sharding(x, w, numbers, out_sharding, name)
-    if (
-        y_sharding.mesh.empty
-    ):  # neither x nor w is on the mesh of jax.set_mesh, and the result is not
+    # neither x nor w is on the mesh of jax.set_mesh, and the result is not
+    if y_sharding.mesh.empty:
         return body(x, w, constants, carried, None)
     if not mesh.manual_axes:  # inside shard_map over other axes collectives are ours
         if placement:
@@ -122,10 +121,12 @@ class _Region:
 
     def leave(self, y: jax.Array, carried: Any) -> tuple[jax.Array, Any]:
         """The results, with the types they have outside."""
+        return jax.sharding.reshard(y, self.of_y), self.whole(carried)
+
+    def whole(self, carried: Any) -> Any:
+        """What is carried, whole on every device outside."""
         whole = NamedSharding(self.mesh, PartitionSpec())
-        return jax.sharding.reshard(y, self.of_y), jax.tree.map(
-            lambda v: jax.sharding.reshard(v, whole), carried
-        )
+        return jax.tree.map(lambda v: jax.sharding.reshard(v, whole), carried)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -141,12 +142,11 @@ def _on_auto_axes(
 def _forward(region: _Region, x: jax.Array, w: jax.Array, constants: Any, carried: Any) -> tuple:
     with region.axes():
         auto_x, auto_w, constants_, carried_ = region.enter(x, w, constants, carried)
-        out, vjp = jax.vjp(
-            lambda x, w, carried: region.body(x, w, constants_, carried, region.layout),
-            auto_x,
-            auto_w,
-            carried_,
-        )
+
+        def linear(x: jax.Array, w: jax.Array, carried: Any) -> Any:
+            return region.body(x, w, constants_, carried, region.layout)
+
+        out, vjp = jax.vjp(linear, auto_x, auto_w, carried_)
     leaves, tree = jax.tree.flatten(vjp)
     places = tuple("x" if leaf is auto_x else "w" if leaf is auto_w else "" for leaf in leaves)
     saved = _Saved(
@@ -167,11 +167,8 @@ def _backward(region: _Region, saved: "_Saved", cotangents: tuple) -> tuple:
             saved.tree, [arrays[place] if place else next(others) for place in saved.places]
         )
         *grads, carried = vjp((grad_y, grad_carried))
-    grad_x, grad_w = (
-        jax.sharding.reshard(v, to) for v, to in zip(grads, saved.of_grads, strict=True)
-    )
-    whole = NamedSharding(region.mesh, PartitionSpec())
-    return grad_x, grad_w, None, jax.tree.map(lambda v: jax.sharding.reshard(v, whole), carried)
+    grad_x, grad_w = map(jax.sharding.reshard, grads, saved.of_grads)
+    return grad_x, grad_w, None, region.whole(carried)
 
 
 derivatives.defvjp(_on_auto_axes, _forward, _backward)
@@ -201,12 +198,9 @@ def permuted(sharding: Sharding | None, order: Sequence[int]) -> Sharding | None
         return None
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     entries = (*spec, *[None] * (len(order) - len(spec)))
-    moved = PartitionSpec(
-        *(entries[i] for i in order), unreduced=spec.unreduced, reduced=spec.reduced
-    )
-    if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, moved)
-    return moved
+    sums = spec.unreduced, spec.reduced
+    moved = PartitionSpec(*(entries[i] for i in order), unreduced=sums[0], reduced=sums[1])
+    return NamedSharding(sharding.mesh, moved) if isinstance(sharding, NamedSharding) else moved
 
 
 def cutting(x: jax.Array) -> Axes:
@@ -249,19 +243,11 @@ class _Dims:
         if placement:
             gathered = {role: placement.gathered(role) for role in ROLES}
         else:
-            w_gathered = _both([*self.n, *self.k_of_w], entries[: b + m])
-            x_gathered = _both(
-                [*self.m, *self.k_of_x], [_without(_union(self.n), w_gathered), *y_n]
-            )
-            k_axes = [
-                _without(_union(self.k_of_x), x_gathered),
-                _without(_union(self.k_of_w), w_gathered),
-            ]
-            gathered = {
-                "input": x_gathered,
-                "weight": w_gathered,
-                "grad_output": _both([*y_rows, *y_n], k_axes),
-            }
+            of_w = _both([*self.n, *self.k_of_w], entries[: b + m])
+            of_x = _both([*self.m, *self.k_of_x], [_without(_union(self.n), of_w), *y_n])
+            k_axes = [_without(_union(self.k_of_x), of_x), _without(_union(self.k_of_w), of_w)]
+            of_g = _both([*y_rows, *y_n], k_axes)
+            gathered = {"input": of_x, "weight": of_w, "grad_output": of_g}
         batch = [_joined(self.batch)] if self.batch else []
 
         def cut(role: Role, rows: list[Axes], columns: list[Axes], *, flat: bool) -> Cut:
@@ -290,10 +276,13 @@ def _check(cut: _Dims, placement: Placement, mesh, name: str) -> None:
         )
     rows, columns = placement.at_rest("input")
     n_axes, k_axes = placement.at_rest("weight")
-    placed_axes = {"x's M": rows, "x's K": columns, "w's N": n_axes, "w's K": k_axes}
-    for (dim, expected), entries in zip(
-        placed_axes.items(), (cut.m, cut.k_of_x, cut.n, cut.k_of_w), strict=True
-    ):
+    by_dim = {
+        "x's M": (rows, cut.m),
+        "x's K": (columns, cut.k_of_x),
+        "w's N": (n_axes, cut.n),
+        "w's K": (k_axes, cut.k_of_w),
+    }
+    for dim, (expected, entries) in by_dim.items():
         planned, got = (
             {axis for axis in axes if axis in mesh.explicit_axes}
             for axes in (expected, _union(entries))

@@ -69,11 +69,11 @@ def reduce_scatter(
         )
     n = lax.axis_size(axes)
     rows = -(-g.shape[0] // n)
-    codes, scale_inv, saturated = _shared(g, axes, fmt, policy, prescale, mu)
+    codes, factor, saturated = _shared(g, axes, fmt, policy, prescale, mu, mean)
     codes = jnp.pad(codes, [(0, rows * n - g.shape[0]), *[(0, 0)] * (g.ndim - 1)])  # code 0 is zero
     total = _added(codes.reshape(n, rows, *g.shape[1:]), axes, fmt)
     total, _, more = _rounded(total, axes, fmt, result)
-    return Reduced(product(total, _averaged(scale_inv, n, mean)), saturated + more)
+    return Reduced(product(total, factor), saturated + more)
 
 
 def all_reduce(
@@ -93,16 +93,13 @@ def all_reduce(
     Raises:   as reduce_scatter.
     """
     n = lax.axis_size(axes)
-    codes, scale_inv, saturated = _shared(g, axes, fmt, policy, prescale, mu)
-    total = _added(_cut(codes.reshape(-1), n), axes, fmt)
-    total, sum_codes, more = _rounded(total, axes, fmt, result)
-    whole = (
-        _gathered(total, axes)
-        if sum_codes is None
-        else cast.decode(_gathered(sum_codes, axes), fmt)
-    )
-    value = product(whole[: g.size].reshape(g.shape), _averaged(scale_inv, n, mean))
-    return Reduced(value, saturated + more)
+    codes, factor, saturated = _shared(g, axes, fmt, policy, prescale, mu, mean)
+    pieces = jnp.pad(codes.reshape(-1), (0, -codes.size % n)).reshape(n, -1)
+    total, sum_codes, more = _rounded(_added(pieces, axes, fmt), axes, fmt, result)
+    whole = _gathered(total if sum_codes is None else sum_codes, axes)
+    if sum_codes is not None:
+        whole = cast.decode(whole, fmt)
+    return Reduced(product(whole[: g.size].reshape(g.shape), factor), saturated + more)
 
 
 def completed(
@@ -121,16 +118,15 @@ def completed(
     """
     axes, kept = (*sum_over, *scatter), lax.axis_size(scatter) if scatter else 1
     copies = lax.axis_size(sum_over) if sum_over else 1
-    codes, scale_inv, saturated = _shared(partial, axes, fmt, "torchao", "one", mu)
+    codes, scale_inv, saturated = _shared(partial, axes, fmt, "torchao", "one", mu, mean=False)
     codes = codes.reshape(kept, -1)  # device f along scatter keeps row f
     length = codes.shape[1]
     codes = jnp.pad(codes, [(0, 0), (0, -length % copies)]).reshape(kept, copies, -1)
     total = _added(codes.swapaxes(0, 1).reshape(kept * copies, -1), axes, fmt)
     if sum_over:
         total = _gathered(total, sum_over)[:length]
-    return Reduced(
-        product(total.reshape(partial.shape[0] // kept, *partial.shape[1:]), scale_inv), saturated
-    )
+    rows = total.reshape(partial.shape[0] // kept, *partial.shape[1:])
+    return Reduced(product(rows, scale_inv), saturated)
 
 
 class Factor(NamedTuple):
@@ -191,24 +187,23 @@ def _scales(amax: jax.Array, fmt: Format, policy: str | ScalePolicy, factor) -> 
 
 
 def _shared(
-    g: jax.Array, axes: Axes, fmt: Format, policy, prescale: PreScale, mu
+    g: jax.Array, axes: Axes, fmt: Format, policy, prescale: PreScale, mu, mean: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """uint8 codes of g, scale_inv, and saturated elements on all devices."""
+    """uint8 codes of g; what multiplies their sum: scale_inv, for the mean divided by the devices;
+    and saturated elements on all devices."""
     names = (axes,) if isinstance(axes, str) else axes
     pre = gradient_reduction.factor(prescale, lax.axis_size(axes))
     factor = pre * (mu if isinstance(mu, jax.Array) else gradient_reduction.constant_mu(mu))
     by = _scales(scaling.amax(g, over=names), fmt, policy, factor)
     scaled = scaling.scale_blocks(g, by, (None,) * g.ndim)
-    return _codes(scaled, fmt), by.scale_inv, _counted(scaled, axes, fmt)
+    factor = by.scale_inv
+    if mean:
+        factor = factor * gradient_reduction.share_of(lax.axis_size(axes))
+    return _codes(scaled, fmt), factor, _counted(scaled, axes, fmt)
 
 
 def _codes(scaled: jax.Array, fmt: Format) -> jax.Array:
     return lax.bitcast_convert_type(scaling.saturate(scaled, fmt), jnp.uint8)
-
-
-def _cut(codes: jax.Array, n: int) -> jax.Array:
-    """[elements] as [n, ceil(elements / n)]."""
-    return jnp.pad(codes, (0, -codes.size % n)).reshape(n, -1)
 
 
 def _added(pieces: jax.Array, axes: Axes, fmt: Format) -> jax.Array:
@@ -240,10 +235,6 @@ def _counted(scaled: jax.Array, axes: Axes, fmt: Format) -> jax.Array:
     """Saturated elements on all devices, int32 ()."""
     own = jnp.sum(jnp.abs(scaled) > gradient_reduction.saturates_above(fmt), dtype=jnp.int32)
     return lax.psum(jnp.minimum(own, MOST_COUNTED // lax.axis_size(axes)), axes)
-
-
-def _averaged(scale_inv: jax.Array, n: int, mean: bool) -> jax.Array:
-    return scale_inv * gradient_reduction.share_of(n) if mean else scale_inv
 
 
 def _gathered(x: jax.Array, axes: Axes) -> jax.Array:

@@ -7,7 +7,7 @@ layout from the types of the operands.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -120,17 +120,11 @@ def layout(placement: Placement, ndim: Mapping[Role, int], *, turned: bool) -> L
     def cut(role: Role) -> Cut:
         (rows, columns), gathered = placement.at_rest(role), placement.gathered(role)
         leading = (FREE,) * (ndim[role] - 2)
-        if role == "weight":
-            rows, columns = (columns, rows) if turned else (rows, columns)
-            return Cut(
-                rest=(*leading, rows, columns), rows=rows, columns=columns, gathered=gathered
-            )
-        return Cut(
-            rest=(*leading, gathered if leading else rows, columns),
-            rows=rows,
-            columns=columns,
-            gathered=gathered,
-        )
+        if role == "weight" and turned:
+            rows, columns = columns, rows
+        first = gathered if leading and role != "weight" else rows
+        rest = (*leading, first, columns)
+        return Cut(rest=rest, rows=rows, columns=columns, gathered=gathered)
 
     return Layout(
         input=cut("input"), weight=cut("weight"), grad_output=cut("grad_output"), turned=turned
@@ -219,25 +213,19 @@ def check_shapes(
 
     tokens: the number of tokens of the global batch.
     """
-    for dim, size, axes in _dims(tokens, shape, placement):
+    gathered = placement.gathered("input") or placement.gathered("grad_output")
+    cuts = (
+        ("M", tokens, (*placement.m, *gathered)),
+        ("N", shape[0], placement.at_rest("weight")[0]),
+        ("K", shape[1], placement.k),
+    )
+    for dim, size, axes in cuts:
         parts = math.prod(mesh_shape[axis] for axis in axes)
         if size % parts:
             raise ValueError(
                 f"{name}: {dim} is divisible by its {parts} pieces along {', '.join(axes)}; got "
                 f"{dim}={size}. Change the mesh, or pad the layer (P-1)."
             )
-
-
-def _dims(
-    tokens: int, shape: tuple[int, int], placement: Placement
-) -> Iterator[tuple[str, int, Axes]]:
-    yield (
-        "M",
-        tokens,
-        (*placement.m, *(placement.gathered("input") or placement.gathered("grad_output"))),
-    )
-    yield "N", shape[0], placement.at_rest("weight")[0]
-    yield "K", shape[1], placement.k
 
 
 def _check_variance(x: jax.Array, w: jax.Array, placement: Placement, name: str) -> None:

@@ -142,13 +142,9 @@ def matmul(
         )
         return _narrowed(product, out_dtype)
 
+    result, scales = jax.ShapeDtypeStruct(shape, out_dtype), (a.scale_inv, b.scale_inv)
     with jax.named_scope(f"{SCOPE}:{by.name}:{accumulate}"):
-        return _called(
-            multiplied,
-            jax.ShapeDtypeStruct(shape, out_dtype),
-            (a.codes, b.codes),
-            (a.scale_inv, b.scale_inv),
-        )
+        return _called(multiplied, result, (a.codes, b.codes), scales)
 
 
 def batched_matmul(a: jax.Array, b: jax.Array, *, by: Multiply, accumulate: str) -> jax.Array:

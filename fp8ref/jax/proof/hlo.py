@@ -105,11 +105,9 @@ def from_stablehlo(module) -> Iterator[Operation]:
     for op in walk(module):
         kind = op.name.removeprefix("stablehlo.")
         if kind == "dot_general" or kind in COLLECTIVES:
-            precision = (
-                str(op.attributes["precision_config"])
-                if "precision_config" in op.attributes
-                else ""
-            )
+            precision = ""
+            if "precision_config" in op.attributes:
+                precision = str(op.attributes["precision_config"])
             operands = tuple(_typed(v.type) for v in op.operands)
             if kind == "dot_general" and "dequantized" in within(_path(op)):
                 operands = tuple(

@@ -334,11 +334,9 @@ def hlo_name(dtype) -> str:
 def _left_to_partition(lowered: jax.stages.Lowered) -> bool:
     """Whether XLA must split a dot over several devices, outside of shard_map."""
     module = _module(lowered)
-    partitions = (
-        module.attributes["mhlo.num_partitions"].value
-        if "mhlo.num_partitions" in module.attributes
-        else 1
-    )
+    partitions = 1
+    if "mhlo.num_partitions" in module.attributes:
+        partitions = module.attributes["mhlo.num_partitions"].value
     if partitions == 1:
         return False
     functions = {str(op.attributes["sym_name"].value): op for op in hlo.children(module)}

@@ -31,9 +31,8 @@ class Scales(NamedTuple):
     scale_inv: jax.Array
 
 
-@functools.partial(
-    jax.jit, static_argnames=("fmt", "policy")
-)  # traced once for all layers of a shape
+# traced once for all layers of a shape
+@functools.partial(jax.jit, static_argnames=("fmt", "policy"))
 def scales_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "torchao") -> Scales:
     """scale and scale_inv of a policy (spec S-3, S-4, S-9, S-14, S-17): the simulator's, bit
     for bit.
@@ -172,11 +171,8 @@ def _exponent_field(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Ar
     """k + 127 of scale_inv = 2^k; 255 for infinity, arbitrary for NaN (S-4, S-14)."""
     bits = lax.bitcast_convert_type(amax, jnp.int32)
     # A table look-up, because XLA's log2 is an approximation.
-    steps = (
-        jnp.asarray(_steps(fmt, policy))
-        .at[lax.bitcast_convert_type(amax, jnp.uint32) >> 23]
-        .get(mode="promise_in_bounds")
-    )
+    field = lax.bitcast_convert_type(amax, jnp.uint32) >> 23
+    steps = jnp.asarray(_steps(fmt, policy)).at[field].get(mode="promise_in_bounds")
     return (bits + steps) >> 23
 
 
@@ -206,14 +202,11 @@ def _rounded_field(bits: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.nda
         if policy.ratio == "exponents":
             k = (bits >> 23) - 127 - math.floor(math.log2(fmt.max))
         else:
-            quotient = _quotient(amax, fmt, policy).astype(np.float64)
+            if policy.ratio == "amax*(1/max)":
+                quotient = amax.astype(np.float32) * np.float32(1 / fmt.max)
+            else:
+                quotient = amax / fmt.max if policy.e8m0 else fmt.max / amax
+            quotient = quotient.astype(np.float32).astype(np.float64)
             log2 = np.log2(quotient if policy.e8m0 else 1 / quotient)
             k = np.ceil(log2.astype(np.float32) if policy.power_of_two == "exp2_log2" else log2)
     return np.clip(k + 127, *((0, 254) if policy.e8m0 else (1, 255))).astype(np.int64)
-
-
-def _quotient(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.ndarray:
-    """The ratio of float64 amaxes, rounded to float32; in NumPy."""
-    if policy.ratio == "amax*(1/max)":
-        return amax.astype(np.float32) * np.float32(1 / fmt.max)
-    return (amax / fmt.max if policy.e8m0 else fmt.max / amax).astype(np.float32)

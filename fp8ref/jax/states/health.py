@@ -130,15 +130,8 @@ def _measure(g, before, after, at: Scalars, layout: Layout) -> Measured:
     assert len(counts) == len(COUNTS)
     signal, signal_field = _squares(exact_ratio)
     noise, noise_field = _squares(stored_ratio - exact_ratio)
-    sums = (
-        _sum(root),
-        _sum(stored_root - root),
-        signal,
-        noise,
-        signal_field,
-        noise_field,
-        moments.largest(stored_ratio),
-    )
+    squares = signal, noise, signal_field, noise_field
+    sums = (_sum(root), _sum(stored_root - root), *squares, moments.largest(stored_ratio))
     return Measured(jnp.stack(counts), jnp.stack(sums))
 
 

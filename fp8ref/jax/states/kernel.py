@@ -56,25 +56,15 @@ def takes(shape: tuple[int, ...], layout: Layout) -> bool:
     )
 
 
-@functools.partial(
-    jax.jit, static_argnames=("layout", "kernels")
-)  # traced once for all parameters of a shape
-def step(
-    p,
-    g,
-    stored: list[MomentState],
-    at: Scalars,
-    factor,
-    finite,
-    *,
-    layout: Layout,
-    kernels: TritonKernels,
-):
+# traced once for all parameters of a shape
+@functools.partial(jax.jit, static_argnames=("layout", "kernels"))
+def step(p, g, stored: list, at: Scalars, factor, finite, *, layout: Layout, kernels):
     """(the new weight, m, v and a master if one is kept): ``states.step`` of one parameter that the
     kernel ``takes``, on one device or a mesh.
 
-    Shapes:   p, and g, [..., n * block]; factor and finite ().
+    stored    a ``MomentState`` of m, v and, if one is kept, the master.
     kernels   as ``chosen``. On another platform than CUDA the kernel is interpreted.
+    Shapes:   p, and g, [..., n * block]; factor and finite ().
     """
     lead = *p.shape[:-1], p.shape[-1] // _block(layout)
     master = stored[2] if layout.keeps_master else None
@@ -93,11 +83,9 @@ def step(
     if master is None:
         return weight, *both
     largest = cast.from_magnitude_bits(jnp.max(new[-1]), jnp.float32)
-    scales = (
-        jnp.where(finite, x, y)
-        for x, y in ((inverse, read), (moments.product(largest, inverse), amax))
-    )
-    new_master = MomentState(weight, *scales)
+    scale_inv = jnp.where(finite, inverse, read)
+    amax = jnp.where(finite, moments.product(largest, inverse), amax)
+    new_master = MomentState(weight, scale_inv, amax)
     return moments.read(new_master, layout.master, layout).astype(p.dtype), *both, new_master
 
 

@@ -41,19 +41,8 @@ class MomentState(NamedTuple):
     center: jax.Array | None = None
 
 
-class Scalars(NamedTuple):
-    """``fp8ref.spec.states.layouts.Scalars`` as float32 arrays."""
-
-    b1: jax.Array
-    a1: jax.Array
-    b2: jax.Array
-    a2: jax.Array
-    inverse1: jax.Array
-    inverse2: jax.Array
-    bound: jax.Array
-    learning_rate: jax.Array
-    eps: jax.Array
-    weight_decay: jax.Array
+Scalars = states.Scalars[jax.Array]
+"""The numbers of a step, as float32 arrays."""
 
 
 def zeros(p, layout: Layout, which: int, *, stacked: bool = False) -> MomentState:
@@ -65,17 +54,12 @@ def zeros(p, layout: Layout, which: int, *, stacked: bool = False) -> MomentStat
     if moment.scaling is None:
         return MomentState(codes)
     lead = codes.shape[:1] if stacked else ()
-    groups = (
-        lead
-        if moment.block is None
-        else (*lead, moment.groups(math.prod(codes.shape[len(lead) :])))
-    )
+    groups = lead
+    if moment.block is not None:
+        groups = (*lead, moment.groups(math.prod(codes.shape[len(lead) :])))
     amax = None if moment.amax == "exact" else jnp.zeros(groups, jnp.float32)
-    ones = [
-        jnp.ones(groups, jnp.float32) if has else None
-        for has in (True, moment.expansion, moment.expansion)
-    ]
-    return MomentState(codes, ones[0], amax, ones[1], ones[2])
+    rest = [jnp.ones(groups, jnp.float32) if moment.expansion else None for _ in range(2)]
+    return MomentState(codes, jnp.ones(groups, jnp.float32), amax, *rest)
 
 
 def master(p, layout: Layout) -> MomentState:
@@ -136,9 +120,8 @@ def extremes(x, g, moment: Moment, which: int) -> list[jax.Array]:
     magnitude = jnp.abs(division.sqrt(x) if moment.root else x)
     maxima = [_group_max(magnitude, moment)]
     if moment.expansion:
-        maxima.append(
-            _group_max(jnp.where(magnitude == 0, -jnp.inf, -magnitude), moment, empty=-np.inf)
-        )
+        smaller = jnp.where(magnitude == 0, -jnp.inf, -magnitude)
+        maxima.append(_group_max(smaller, moment, empty=-np.inf))
     return maxima
 
 
@@ -204,13 +187,8 @@ def store(
     if moment.expansion:
         return _store_expanded(x, amax, -maxima[1], moment, key)
     scale, scale_inv = scales(amax, moment)
-    divides = moment.scaling == "divide"
-    scaled = (
-        _over(x, _spread(scale_inv, x, moment))
-        if divides
-        else product(x, _spread(scale, x, moment))
-    )
-    codes = _codes(scaled, x, moment, key)
+    by, factor = (_over, scale_inv) if moment.scaling == "divide" else (product, scale)
+    codes = _codes(by(x, _spread(factor, x, moment)), x, moment, key)
     if moment.amax != "predicted":
         return MomentState(codes, scale_inv, own if moment.amax == "previous" else None)
     # Rounding is monotone: the largest code has the largest product.
@@ -264,11 +242,8 @@ def scales(amax, moment: Moment):
     top = jnp.float32(moment.fmt.max)
     if moment.scaling == "divide":
         return None, quotient(amax, top)
-    scale = (
-        division.divide(1, quotient(amax, top))
-        if moment.scaling == "reciprocal"
-        else division.divide(top, amax)
-    )
+    scaled = (1, quotient(amax, top)) if moment.scaling == "reciprocal" else (top, amax)
+    scale = division.divide(*scaled)
     if moment.scaling == "power_of_two":
         bits = lax.bitcast_convert_type(scale, jnp.uint32) & jnp.uint32(0xFF800000)
         scale = jnp.where(jnp.isnan(scale), scale, lax.bitcast_convert_type(bits, jnp.float32))
@@ -315,12 +290,10 @@ def _max_of_groups(x, moment: Moment, empty: float):
         return jnp.max(x)
     # a cut along other axes then needs no collective
     if x.ndim and x.shape[-1] % moment.block == 0:
-        return array_types.whole(
-            jnp.max(x.reshape(*x.shape[:-1], -1, moment.block), axis=-1)
-        ).reshape(-1)
-    padded = jnp.pad(
-        array_types.whole(x).reshape(-1), (0, -x.size % moment.block), constant_values=empty
-    )
+        maxima = jnp.max(x.reshape(*x.shape[:-1], -1, moment.block), axis=-1)
+        return array_types.whole(maxima).reshape(-1)
+    flat, missing = array_types.whole(x).reshape(-1), -x.size % moment.block
+    padded = jnp.pad(flat, (0, missing), constant_values=empty)
     return jnp.max(padded.reshape(-1, moment.block), axis=-1)
 
 
@@ -331,12 +304,10 @@ def _spread(group_values, x, moment: Moment):
         return group_values
     if shape and shape[-1] % block == 0:
         lead = (*shape[:-1], shape[-1] // block)
-        return array_types.like(
-            jnp.broadcast_to(group_values.reshape(*lead, 1), (*lead, block)).reshape(shape), x
-        )
-    return array_types.like(
-        jnp.repeat(group_values, block)[: int(np.prod(shape))].reshape(shape), x
-    )
+        spread = jnp.broadcast_to(group_values.reshape(*lead, 1), (*lead, block))
+    else:
+        spread = jnp.repeat(group_values, block)[: math.prod(shape)]
+    return array_types.like(spread.reshape(shape), x)
 
 
 def _over(x, group_values):

@@ -92,14 +92,8 @@ def trees(state: AdamWState, layout: Layout) -> list[Any]:
 def fields(moment: Moment) -> dict[str, bool]:
     """Whether a stored moment has each field of ``MomentState``."""
     scaled = moment.scaling is not None
-    amax = scaled and moment.amax != "exact"
-    return {
-        "codes": True,
-        "scale_inv": scaled,
-        "amax": amax,
-        "exponent": moment.expansion,
-        "center": moment.expansion,
-    }
+    has = (True, scaled, scaled and moment.amax != "exact", moment.expansion, moment.expansion)
+    return dict(zip(MomentState._fields, has, strict=True))
 
 
 def by_field(
