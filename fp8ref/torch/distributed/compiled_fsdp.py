@@ -28,6 +28,7 @@ from fp8ref.formats import Format
 from fp8ref.recipe import CastSpec
 from fp8ref.torch.delayed import delayed
 from fp8ref.torch.delayed.delayed import RoleState
+from fp8ref.torch.distributed.fp8_gather import check_unshared
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.linear.model_checks import check_no_optimizer, is_compiled
 from fp8ref.torch.quantize import scales, scaling
@@ -147,15 +148,10 @@ class Sharded(nn.Module):
             else:
                 weight_scales[name] = weight.state.scale.clone()
         for spec, names in alike.items():
-            amax = scaling.merge_amax(
-                torch.stack([scaling.amax(shards[name].to(self.dtype)) for name in names]),
-                self.group,
-            )
-            weight_scales.update(
-                zip(
-                    names, scales.scale_from_amax(amax, spec.fmt, spec.policy).unbind(), strict=True
-                )
-            )
+            amaxes = [scaling.amax(shards[name].to(self.dtype)) for name in names]
+            amax = scaling.merge_amax(torch.stack(amaxes), self.group)
+            each = scales.scale_from_amax(amax, spec.fmt, spec.policy).unbind()
+            weight_scales.update(zip(names, each, strict=True))
         return weight_scales
 
 
@@ -173,23 +169,14 @@ class _Weight(NamedTuple):
 
 def _in_fp8(model: nn.Module, group: ProcessGroup, dtype: torch.dtype) -> dict[str, _Weight]:
     """The weights to gather in FP8, by name; ValueError for one that cannot be."""
-    names: dict[torch.Tensor, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(p, []).append(name)
     weights = {}
     for name, linear in model.named_modules():
-        if not isinstance(linear, Float8Linear | Linear) or not linear.recipe.serves_both("weight"):
-            continue
-        spec, config = linear.recipe.output.b, getattr(linear, "linear_mm_config", None)
-        assert spec is not None
-        if len(shared := names[linear.weight]) > 1:
-            raise ValueError(
-                f"{shared[0]} and {shared[1]} are one parameter, and both would become FP8. Untie "
-                f"them, or keep {name} in high precision."
-            )
-        weights[shared[0]] = _Weight(
-            linear, spec, _gather_fp8(group.group_name, group.size(), dtype, spec.fmt, config)
-        )
+        if isinstance(linear, Float8Linear | Linear) and linear.recipe.serves_both("weight"):
+            check_unshared(model, [name])
+            spec, config = linear.recipe.output.b, getattr(linear, "linear_mm_config", None)
+            assert spec is not None
+            gather = _gather_fp8(group.group_name, group.size(), dtype, spec.fmt, config)
+            weights[f"{name}.weight".lstrip(".")] = _Weight(linear, spec, gather)
     return weights
 
 

@@ -2,7 +2,7 @@
 is made of."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,14 +72,14 @@ def sums(
     split = received.split(
         [sum(c.shape[1] for c in codes), sum(4 * p.shape[1] for p in wide)], dim=1
     )
-    sums: Iterator[torch.Tensor] = iter(())
+    in_fp8: Sequence[torch.Tensor] = ()
     if codes:
-        in_fp8 = _added(split[0], cast.fmt).split([c.shape[1] for c in codes])
-        sums = (total * scale_inv for total, scale_inv in zip(in_fp8, inverses, strict=True))
-    others: Iterator[torch.Tensor] = iter(())
+        in_fp8 = _added(split[0], casts.native(cast.fmt)).split([c.shape[1] for c in codes])
+    in_f32: Sequence[torch.Tensor] = ()
     if wide:
-        received_wide = split[1].contiguous().view(torch.float32)
-        others = iter(_in_order(received_wide).split([p.shape[1] for p in wide]))
+        in_f32 = _added(split[1], torch.float32).split([p.shape[1] for p in wide])
+    sums = (total * scale_inv for total, scale_inv in zip(in_fp8, inverses, strict=True))
+    others = iter(in_f32)
     return [next(sums) if is_narrow else next(others) / divisor for is_narrow in narrow]
 
 
@@ -89,30 +89,32 @@ def sum_piece(
     group: ProcessGroup,
     cast: GradientCast,
     mu: torch.Tensor | float,
+    mean: bool,
     result: Result,
     count: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
     """This rank's piece of the sum [n] in the units of codes, its codes under result ``codes``,
-    scale_inv, and the saturated elements of all ranks."""
+    what multiplies it (scale_inv, for the mean divided by the ranks), and the saturated elements of
+    all ranks."""
     gradient_reduction.check_result(result)
-    fmt, pre = cast.fmt, gradient_reduction.factor(cast.prescale, group.size())
-    factor = (
-        float(pre) * mu
-        if isinstance(mu, torch.Tensor)
-        else float(pre * gradient_reduction.constant_mu(mu))
-    )
-    scale = cast.scale(scaling.merge_amax(scaling.amax(g), group.group_name), factor)
+    fmt, factor = cast.fmt, float(gradient_reduction.factor(cast.prescale, group.size()))
+    if not isinstance(mu, torch.Tensor):
+        mu = float(gradient_reduction.constant_mu(mu))
+    scale = cast.scale(scaling.merge_amax(scaling.amax(g), group.group_name), factor * mu)
     scaled = scaling.scale_blocks(casts.checked(padded).reshape(group.size(), -1), scale)
     saturated = _saturated(scaled, fmt) if count else None
     pieces = scaling.quantize_blocks(scaled, None, fmt).view(torch.uint8)
-    total, codes = _added(_exchanged(pieces, group), fmt), None
+    total, codes = _added(_exchanged(pieces, group), casts.native(fmt)), None
     if result == "codes":
         saturated = None if saturated is None else saturated + _saturated(total, fmt)
         codes = scaling.quantize_blocks(total, None, fmt).view(torch.uint8)
         total = casts.decode(codes, fmt)
     if saturated is not None:
         distributed.all_reduce(saturated, group=group)
-    return total, codes, scale.reciprocal(), saturated
+    scale_inv = scale.reciprocal()
+    if mean:
+        scale_inv = scale_inv * float(gradient_reduction.share_of(group.size()))
+    return total, codes, scale_inv, saturated
 
 
 def _saturated(scaled: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -126,28 +128,13 @@ def _exchanged(pieces: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     return received
 
 
-def _added(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """uint8 codes [ranks, n] -> their float32 sum, in rank order."""
-    first, *others = codes.contiguous().view(casts.native(fmt)).unbind()
-    total = first.float()
+def _added(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes [ranks, ...] of numbers of a dtype -> their float32 sum [n], in rank order."""
+    first, *others = parts.contiguous().view(dtype).unbind()
+    total = first.to(torch.float32, copy=True)
     for part in others:
         total += part.float()
     return total
-
-
-def _in_order(parts: torch.Tensor) -> torch.Tensor:
-    """float32 [ranks, n] -> the sum in rank order."""
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
-
-
-def sum_factor(scale_inv: torch.Tensor, group: ProcessGroup, mean: bool) -> torch.Tensor:
-    """What a sum of codes is multiplied by: scale_inv, for the mean divided by the ranks."""
-    if mean:
-        return scale_inv * float(gradient_reduction.share_of(group.size()))
-    return scale_inv
 
 
 def group_of(group: ProcessGroup | None) -> ProcessGroup:

@@ -5,7 +5,7 @@ sets them: every rank casts its shard by the scale of the whole weight, and code
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInpu
 from fp8ref.recipe import CastSpec
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.quantize import cast, scales, scaling
+from fp8ref.torch.tensors.local_part import cut_groups
 
 __all__ = ["FP8Gather", "compute_scales"]
 
@@ -81,13 +82,7 @@ class FP8Gather:
     @property
     def groups(self) -> tuple[str, ...]:
         """Names of the process groups whose ranks hold shards of the weight."""
-        assert isinstance(self.master, DTensor)
-        mesh = self.master.device_mesh
-        return tuple(
-            mesh.get_group(i).group_name
-            for i, placement in enumerate(self.master.placements)
-            if not placement.is_replicate()
-        )
+        return tuple(group.group_name for group in cut_groups(self.master))
 
     def attach(self) -> None:
         """Set FSDP2's hooks on the shard.
@@ -188,6 +183,20 @@ class FP8Gather:
         ), ()
 
 
+def check_unshared(model: nn.Module, linears: Iterable[str]) -> None:
+    """ValueError for one of these linears whose weight another module shares."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for name in linears:
+        own = f"{name}.weight".lstrip(".")
+        if others := [other for other in names[model.get_parameter(own)] if other != own]:
+            raise ValueError(
+                f"{own} and {others[0]} are one parameter, and both would become FP8. Untie them, "
+                f"or name {name} in filter_fqns."
+            )
+
+
 @torch.no_grad()
 def compute_scales(gathers: Sequence[FP8Gather]) -> None:
     """Set the scale of each whole weight as it is now, and the codes of one that keeps them (P-3).
@@ -205,11 +214,9 @@ def compute_scales(gathers: Sequence[FP8Gather]) -> None:
     for (groups, dtype, spec, device), members in alike.items():
         held = [g.shard for g in members if g.shard.numel()]
         norms = iter(torch._foreach_norm(held, math.inf) if held else ())
-        nothing = (
-            torch.zeros((), dtype=members[0].shard.dtype, device=device)
-            if len(held) < len(members)
-            else None
-        )
+        nothing = None
+        if len(held) < len(members):
+            nothing = torch.zeros((), dtype=members[0].shard.dtype, device=device)
         # not by assignment to a list of indices, which would be copied to the device
         amax = torch.stack([next(norms) if g.shard.numel() else nothing for g in members]).float()  # type: ignore[misc]
         for group in groups:

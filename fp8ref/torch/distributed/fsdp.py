@@ -21,9 +21,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, UnshardHandle
 from torch.distributed.tensor import DTensor
 from torchao.float8.float8_linear import Float8Linear
 
-from fp8ref.recipe import CastSpec, Recipe
-from fp8ref.torch.distributed.fp8_gather import FP8Gather, compute_scales
-from fp8ref.torch.distributed.gradient_reduction import UnitReduceScatter, divisor_of
+from fp8ref.recipe import CastSpec
+from fp8ref.torch.distributed.fp8_gather import FP8Gather, check_unshared, compute_scales
+from fp8ref.torch.distributed.gradient_reduction import (
+    UnitReduceScatter,
+    divisor_of,
+    param_groups,
+    params,
+)
 from fp8ref.torch.linear.linear import Linear
 
 __all__ = [
@@ -88,22 +93,15 @@ def check_weights(model: nn.Module) -> dict[str, tuple[Float8Linear | Linear, Ca
         name: (linear, spec)
         for name, linear in model.named_modules()
         if isinstance(linear, Float8Linear | Linear)
-        and (spec := _one_cast(linear.recipe)) is not None
+        and linear.recipe.serves_both("weight")
+        and (spec := linear.recipe.output.b) is not None
     }
     if not linears:
         raise ValueError(
             "an FP8 gather needs one scale for both GEMMs of a weight; the model has no such "
             "linear. Use another recipe."
         )
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for name, (linear, _) in linears.items():
-        if sharers := [other for other in names[id(linear.weight)] if other != f"{name}.weight"]:
-            raise ValueError(
-                f"{name}.weight and {sharers[0]} are one parameter, and both would become FP8. "
-                f"Untie them, or name {name} in filter_fqns."
-            )
+    check_unshared(model, linears)
     return linears
 
 
@@ -219,16 +217,10 @@ def _start_afresh(unit: FSDPModule) -> None:
     unit.reset_iter_state()
     for module in unit.modules():
         if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                for p in group.fsdp_params:
-                    if hasattr(p, "_unsharded_param"):
-                        # the reset keeps it, and the next gradient would be added
-                        p._unsharded_param.grad = None
-
-
-def _one_cast(recipe: Recipe) -> CastSpec | None:
-    """The cast of a weight, if one serves both its GEMMs."""
-    return recipe.output.b if recipe.serves_both("weight") else None
+            for p in params(module):
+                if hasattr(p, "_unsharded_param"):
+                    # the reset keeps it, and the next gradient would be added
+                    p._unsharded_param.grad = None
 
 
 def _check(g: FP8Gather) -> None:
@@ -246,21 +238,16 @@ def _check(g: FP8Gather) -> None:
 
 def _check_unit(name: str, unit: FSDPModule) -> None:
     """ValueError for a unit that FSDP2 would refuse during a step."""
-    state = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    for group in groups:
-        if group and group.post_forward_mesh_info not in (None, group.mesh_info):
+    for group in param_groups(unit):
+        if group.post_forward_mesh_info not in (None, group.mesh_info):
             raise ValueError(
                 f"FSDP2 cannot reshard FP8 weights to a smaller mesh; {name or 'the model'} has an "
                 "integer reshard_after_forward. Use True or False."
             )
         # FSDP2 copies a shard in the host's memory to the device, and asks the copy for the hooks
         # that only the shard has.
-        if (
-            group
-            and isinstance(group.offload_policy, CPUOffloadPolicy)
-            and group.device.type != "cpu"
-        ):
+        offloads = isinstance(group.offload_policy, CPUOffloadPolicy)
+        if offloads and group.device.type != "cpu":
             raise ValueError(
                 f"FP8 weights are cast on their shards' device; {name or 'the model'} has a "
                 f"CPUOffloadPolicy and trains on {group.device.type}. Drop the policy or "
@@ -284,10 +271,8 @@ def keep_reduced_dtype(model: nn.Module) -> None:
     model._get_fsdp_state()._lazy_init()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-                if group:
-                    group._orig_dtype = group.mp_policy.reduce_dtype or group._orig_dtype
+            for group in param_groups(module):
+                group._orig_dtype = group.mp_policy.reduce_dtype or group._orig_dtype
 
 
 class OrderedReduceScatter(UnitReduceScatter):

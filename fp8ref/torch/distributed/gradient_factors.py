@@ -11,10 +11,10 @@ All are in one tensor: a step has one all-reduce of counts for all weights that 
 
 import torch
 from torch import distributed, nn
-from torch.distributed.tensor import DTensor
 
 from fp8ref.spec.gradient_reduction import AUTO, MU_MAX, MU_MIN, AutoScale
 from fp8ref.torch.distributed.gradient_reduction import FP8ReduceScatter, reductions
+from fp8ref.torch.tensors.local_part import cut_groups
 
 __all__ = ["Factors"]
 
@@ -56,7 +56,7 @@ class Factors:
         unit_indices: dict[FP8ReduceScatter, list[int]] = {}
         for i, (reduction, param) in enumerate(reduced_weights):
             unit_indices.setdefault(reduction, []).append(i)
-            self._cut.setdefault(_groups(param.sharded_param), []).append(i)
+            self._cut.setdefault(cut_groups(param.sharded_param), []).append(i)
         for reduction, indices in unit_indices.items():
             part = slice(indices[0], indices[-1] + 1)  # those of a unit follow each other
             reduction.factors = self.mu[part], self._counts[part]
@@ -78,10 +78,8 @@ class Factors:
             counts > self._allowed, self.mu * 0.5, self.mu * float(self.auto.growth)
         ).clamp(MU_MIN, MU_MAX)
         if finite is not None:
-            mu, counts = (
-                torch.where(finite, mu, self.mu),
-                torch.where(finite, counts, self.saturated),
-            )
+            mu = torch.where(finite, mu, self.mu)
+            counts = torch.where(finite, counts, self.saturated)
         self.mu.copy_(mu)
         self.saturated.copy_(counts)
         self.forget()
@@ -93,13 +91,3 @@ class Factors:
     def tensors(self) -> dict[str, torch.Tensor]:
         """mu by weight name, () each: views, for a checkpoint to save and load."""
         return dict(zip(self.names, self.mu.unbind(), strict=True))
-
-
-def _groups(weight: torch.Tensor) -> tuple[distributed.ProcessGroup, ...]:
-    """The groups of ranks with pieces of a weight; each counts its own gradient or piece."""
-    assert isinstance(weight, DTensor)
-    return tuple(
-        weight.device_mesh.get_group(i)
-        for i, placement in enumerate(weight.placements)
-        if not placement.is_replicate()
-    )

@@ -88,13 +88,10 @@ def reduce_scatter(
     group = fp8_exchange.group_of(group)
     rows = -(-len(g) // group.size())
     padded = functional.pad(g, (*[0] * (2 * g.ndim - 1), rows * group.size() - len(g)))
-    total, _, scale_inv, saturated = fp8_exchange.sum_piece(
-        padded, g, group, cast, mu, result, count
+    total, _, factor, saturated = fp8_exchange.sum_piece(
+        padded, g, group, cast, mu, mean, result, count
     )
-    return Reduced(
-        (total * fp8_exchange.sum_factor(scale_inv, group, mean)).view(rows, *g.shape[1:]),
-        saturated,
-    )
+    return Reduced((total * factor).view(rows, *g.shape[1:]), saturated)
 
 
 @torch.no_grad()
@@ -115,18 +112,13 @@ def all_reduce(
     """
     group = fp8_exchange.group_of(group)
     padded = functional.pad(g.reshape(-1), (0, -g.numel() % group.size()))
-    total, codes, scale_inv, saturated = fp8_exchange.sum_piece(
-        padded, g, group, cast, mu, result, count
+    total, codes, factor, saturated = fp8_exchange.sum_piece(
+        padded, g, group, cast, mu, mean, result, count
     )
-    whole = (
-        fp8_exchange.gathered(total, group)
-        if codes is None
-        else casts.decode(fp8_exchange.gathered(codes, group), cast.fmt)
-    )
-    return Reduced(
-        (whole * fp8_exchange.sum_factor(scale_inv, group, mean))[: g.numel()].view(g.shape),
-        saturated,
-    )
+    whole = fp8_exchange.gathered(total if codes is None else codes, group)
+    if codes is not None:
+        whole = casts.decode(whole, cast.fmt)
+    return Reduced((whole * factor)[: g.numel()].view(g.shape), saturated)
 
 
 def next_mu(
@@ -227,23 +219,24 @@ class FP8ReduceScatter(UnitReduceScatter):
 
     def weights(self) -> list:
         """FSDP2's records of the weights that are reduced in FP8, in the order of ``factors``."""
-        return [
-            p for p in _params(self.unit) if p.sharded_param.requires_grad and _is_linear_weight(p)
-        ]
+        return [p for p in self._with_gradients() if _is_linear_weight(p)]
+
+    def _with_gradients(self) -> list:
+        return [p for p in params(self.unit) if p.sharded_param.requires_grad]
 
     def _parameters(self, elements: int) -> tuple[list[int], list[bool]]:
         """The shard's elements of each parameter with gradients, and whether it is a linear's
         weight. ValueError unless they add up to what FSDP2 reduces."""
-        params = [p for p in _params(self.unit) if p.sharded_param.requires_grad]
-        sizes = [math.prod(p.padded_sharded_param_size) for p in params]
+        reduced = self._with_gradients()
+        sizes = [math.prod(p.padded_sharded_param_size) for p in reduced]
         if sum(sizes) != elements:
-            names = ", ".join(p._param_fqn or p._module_info.param_name for p in params)
+            names = ", ".join(p._param_fqn or p._module_info.param_name for p in reduced)
             raise ValueError(
                 "FP8 gradients need every parameter of an FSDP2 unit in the loss; a shard of "
                 f"{names} has {sum(sizes)} elements, its gradients {elements}. Use all of them, or "
                 "freeze the rest."
             )
-        return sizes, [_is_linear_weight(p) for p in params]
+        return sizes, [_is_linear_weight(p) for p in reduced]
 
 
 def reduce_in_fp8(model: nn.Module, cast: GradientCast = E4M3) -> list[nn.Module]:
@@ -258,21 +251,20 @@ def reduce_in_fp8(model: nn.Module, cast: GradientCast = E4M3) -> list[nn.Module
     units = [
         m
         for m in model.modules()
-        if isinstance(m, FSDPModule) and any(_is_linear_weight(p) for p in _params(m))
+        if isinstance(m, FSDPModule) and any(_is_linear_weight(p) for p in params(m))
     ]
     if not units:
         raise ValueError(
             "FP8 gradients need units with linears; the model has none. Call fully_shard first."
         )
     for unit in units:
-        if any(
-            group._is_hsdp and group._all_reduce_process_group.size() > 1 for group in _groups(unit)
-        ):
+        copied = (g._all_reduce_process_group for g in param_groups(unit) if g._is_hsdp)
+        if any(group.size() > 1 for group in copied):
             raise ValueError(
                 "FP8 gradients need a mesh of one dim: FSDP2's all-reduce over copies has no hook. "
                 "Shard over all ranks."
             )
-        if others := {p.mp_policy.reduce_dtype for p in _params(unit)} - {torch.float32}:
+        if others := {p.mp_policy.reduce_dtype for p in params(unit)} - {torch.float32}:
             raise ValueError(
                 f"FP8 gradients are cast from float32; got reduce_dtype {others.pop()}. Use "
                 "MixedPrecisionPolicy(reduce_dtype=torch.float32)."
@@ -288,7 +280,7 @@ def reductions(model: nn.Module) -> list[FP8ReduceScatter]:
     return [
         reduction
         for unit in units
-        for group in _groups(unit)
+        for group in param_groups(unit)
         if isinstance(reduction := group._reduce_scatter_comm, FP8ReduceScatter)
     ]
 
@@ -334,24 +326,20 @@ def divisor_of(unit: FSDPModule, group: ProcessGroup, op: ReduceOp) -> float:
         return 1
     if op == ReduceOp.AVG:
         return group.size()
-    (factor,) = {param_group.gradient_divide_factor for param_group in _groups(unit)}
+    (factor,) = {param_group.gradient_divide_factor for param_group in param_groups(unit)}
     return factor
 
 
-def _params(unit: FSDPModule) -> list:
+def params(unit: FSDPModule) -> list:
     """FSDP2's records of a unit's parameters, in reduction order."""
-    return [p for group in _groups(unit) for p in group.fsdp_params]
+    return [p for group in param_groups(unit) for p in group.fsdp_params]
 
 
-def _groups(unit: FSDPModule) -> list:
+def param_groups(unit: FSDPModule) -> list:
     """FSDP2's parameter groups of a unit; at most one before torch 2.13."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
-    return [
-        group
-        for group in ([state._fsdp_param_group] if groups is None else groups)
-        if group is not None
-    ]
+    return list(filter(None, [state._fsdp_param_group] if groups is None else groups))
 
 
 def _is_linear_weight(param) -> bool:

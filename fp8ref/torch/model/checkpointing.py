@@ -132,16 +132,11 @@ def policy(keep: Iterable[Operation | Callable] = EVERY) -> Callable[..., Checkp
     kept = AMAXES.union(*(OPERATORS[name] if isinstance(name, str) else [name] for name in keep))
 
     def of(context, op, *args, **kwargs) -> CheckpointPolicy:
+        keeps = op is _ALL_REDUCE and args[1] == _MOST
         if _within_attention.get():
-            keeps = op in named or (op is _ALL_REDUCE and args[1] == _MOST)
-            if keeps:
-                return CheckpointPolicy.MUST_SAVE
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        keeps = (
-            (args[1] == _MOST or "linears" in keep or op in kept)
-            if op is _ALL_REDUCE
-            else op in kept
-        )
+            keeps = keeps or op in named
+        else:
+            keeps = keeps or op in kept or (op is _ALL_REDUCE and "linears" in keep)
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     return of

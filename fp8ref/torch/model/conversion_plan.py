@@ -164,7 +164,9 @@ def plan_conversion(
         expert_reasons=experts_selection.reasons(mixtures, expert_decisions, selection.rules),
         by_torchao=frozenset(),
     )
-    return plan if shared else dataclasses.replace(plan, by_torchao=_by_torchao(plan, selection))
+    if shared:
+        return plan
+    return dataclasses.replace(plan, by_torchao=_by_torchao(plan, selection))
 
 
 def _by_torchao(plan: ConversionPlan, selection: Selection) -> frozenset[Recipe]:

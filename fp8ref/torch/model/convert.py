@@ -109,9 +109,11 @@ def convert(
               With ``experts``: none that can be converted; rules by which no grouped linear runs;
               amax_group with dynamic scaling, as experts scale by their own rank's amaxes.
     """
-    _check_module(model)
+    reports.check_module(model)
     reports.check_shapes(model)
-    kernels, fuse = _casting(casting)
+    if unknown := sorted(set(casting) - set(Casting.__annotations__)):
+        raise TypeError(f"convert() got an unexpected keyword argument {unknown[0]!r}")
+    kernels = casting.get("kernels", "auto")
     selection = Selection(
         filter_fqns=filter_fqns, fp8_fqns=fp8_fqns, rules=rules, experts=experts, kernels=kernels
     )
@@ -122,16 +124,9 @@ def convert(
         _set_up_compilers(plan)
         group = None if amax_group is None else amax_group.group_name
         model = _converted(model, plan, group, kernels)
-        _keep_reasons(model, plan, fusing.fuse(model) if fuse else {})
+        _keep_reasons(model, plan, fusing.fuse(model) if casting.get("fuse") else {})
     reports.log(model, kind, plan.recipe)
     return model
-
-
-def _casting(casting: Casting) -> tuple[Choice, bool]:
-    """kernels and fuse; TypeError of anything else."""
-    if unknown := sorted(set(casting) - set(Casting.__annotations__)):
-        raise TypeError(f"convert() got an unexpected keyword argument {unknown[0]!r}")
-    return casting.get("kernels", "auto"), casting.get("fuse", False)
 
 
 def _set_up_compilers(plan: ConversionPlan) -> None:
@@ -218,7 +213,7 @@ def deconvert(model: nn.Module) -> nn.Module:
     Raises:   ValueError, and nothing is changed: a model that is compiled or sharded; a linear in
               FP8 that was given hooks or other methods.
     """
-    _check_module(model)
+    reports.check_module(model)
     fp8 = {
         name: m
         for name, m in model.named_modules(remove_duplicate=False)
@@ -253,7 +248,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
     Raises:   ValueError: model is not an nn.Module.
     """
-    _check_module(model)
+    reports.check_module(model)
     states = {id(value) for _, state in delayed.states(model) for value in state.buffers()}
     # By identity: wrappers of modules change the names in a state_dict.
     left_out = {
@@ -269,13 +264,6 @@ def _plain(linear: nn.Linear) -> nn.Linear:
     _carry(linear, plain)
     plain.__class__ = getattr(type(linear), METHODS_OF, nn.Linear)
     return plain
-
-
-def _check_module(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"a model is an nn.Module; got a {type(model).__name__}. Give the module itself."
-        )
 
 
 def _carry(old: nn.Linear, new: nn.Linear) -> None:

@@ -84,10 +84,15 @@ def parallelize(
     gathers_fp8 = (
         parallelism.gather_fp8 and recipe.fp8 and recipe.serves_both("weight") and bool(ranks.batch)
     )
-    if gathers_fp8:
-        _check_weights(model)
-    # 2 expert parallelism, and tensor parallelism, of whole linears
-    experts = _cut(model, recipe, ranks, group, parallelism)
+    try:
+        if gathers_fp8:
+            fsdp.check_weights(model)
+        # 2 expert parallelism, and tensor parallelism, of whole linears
+        experts = _cut(model, ranks, group, parallelism)
+    except ValueError:
+        if recipe.fp8:  # under 'bf16' nothing was converted: FP8 linears are the caller's
+            convert.deconvert(model)
+        raise
     # 3 checkpointing, and 4 torch.compile around it
     for block in blocks:
         block.forward = checkpoints.checkpointed(
@@ -101,24 +106,11 @@ def parallelize(
     return model
 
 
-def _check_weights(model: nn.Module) -> None:
-    """``fsdp.check_weights`` of a model just converted; undoes the conversion if refused."""
-    try:
-        fsdp.check_weights(model)
-    except ValueError:
-        convert.deconvert(model)
-        raise
-
-
 def _cut(
-    model: nn.Module,
-    recipe: Recipe,
-    ranks: Ranks,
-    group: ProcessGroup | None,
-    parallelism: Parallelism,
+    model: nn.Module, ranks: Ranks, group: ProcessGroup | None, parallelism: Parallelism
 ) -> list[nn.Module]:
-    """Expert and tensor parallelism; returns the modules of experts. Undoes the conversion if
-    refused. group: the ranks that share a batch's amaxes."""
+    """Expert and tensor parallelism; returns the modules of experts. group: the ranks that share a
+    batch's amaxes."""
     experts: list[nn.Module] = []
     if ranks.experts is not None:
         assert ranks.whole is not None
@@ -126,20 +118,13 @@ def _cut(
         share_groups(model, ranks.whole)
     if ranks.tensor is not None:
         assert ranks.whole is not None
-        every = ranks.whole._flatten("ranks").get_group() if group is not None else None
-        try:
-            tensor_parallel.parallelize(
-                model,
-                ranks.tensor,
-                sequence=parallelism.sequence,
-                plan=parallelism.tensor_plan,
-                amax_group=every,
-            )
-        except ValueError:
-            # under 'bf16' nothing was converted: FP8 linears, if any, are the caller's
-            if recipe.fp8:
-                convert.deconvert(model)
-            raise
+        tensor_parallel.parallelize(
+            model,
+            ranks.tensor,
+            sequence=parallelism.sequence,
+            plan=parallelism.tensor_plan,
+            amax_group=ranks.whole._flatten("ranks").get_group() if group is not None else None,
+        )
     return experts
 
 

@@ -43,7 +43,11 @@ def check(
     """
     keep_dtype, compile = list(parallelism.keep_dtype), parallelism.compile
     _check_modules(model, blocks, keep_dtype)
-    _check_blocks(blocks, parallelism)
+    if not blocks and (parallelism.checkpointing != "none" or compile == "block"):
+        raise ValueError(
+            "checkpointing and compile='block' apply to blocks; got "
+            f"{parallelism.checkpointing!r} and {compile!r} without blocks. Name blocks."
+        )
     if parallelism.checkpointing != "none":
         _check_no_cache(model)
     ranks = Ranks.of(mesh)
@@ -67,10 +71,7 @@ def check(
                 f"rules need one device; got a mesh of {mesh.size()}. Leave rules or mesh out."
             )
         check_no_optimizer(model)
-    if ranks.batch is not None:
-        _check_batch(recipe, ranks.batch, parallelism)
-    if parallelism.reduces_fp8:
-        _check_fp8_gradients(ranks.batch)
+    _check_batch(recipe, ranks.batch, parallelism)
     if ranks.batch is not None:
         _check_units(model, [*keep_dtype, *(blocks if compile != "model" else ())])
         if ranks.batch.ndim == 2:
@@ -118,11 +119,9 @@ def _check_units(model: nn.Module, units: Sequence[nn.Module]) -> None:
                 continue
             name = f"{path}.{key}" if path else key
             if p.ndim == 0 or not p.is_contiguous():
-                defect = (
-                    "has no dim to shard; give it the shape (1,)"
-                    if p.ndim == 0
-                    else "is not contiguous; make it so"
-                )
+                defect = "is not contiguous; make it so"
+                if p.ndim == 0:
+                    defect = "has no dim to shard; give it the shape (1,)"
                 raise ValueError(
                     f"fully_shard cuts parameters along their first dim, in place: {name} {defect}."
                 )
@@ -137,16 +136,6 @@ def _check_units(model: nn.Module, units: Sequence[nn.Module]) -> None:
                     f"apart: {apart}. Name one unit around both, or neither in blocks and "
                     "keep_dtype, or untie them."
                 )
-
-
-def _check_blocks(blocks: Sequence[nn.Module], parallelism: Parallelism) -> None:
-    """ValueError for options of blocks without any block."""
-    checkpointing, compile = parallelism.checkpointing, parallelism.compile
-    if not blocks and (checkpointing != "none" or compile == "block"):
-        raise ValueError(
-            f"checkpointing and compile='block' apply to blocks; got {checkpointing!r} and "
-            f"{compile!r} without blocks. Name blocks."
-        )
 
 
 def _check_cuda_graphs(model: nn.Module, mesh: DeviceMesh | None, parallelism: Parallelism) -> None:
@@ -194,22 +183,21 @@ def _check_tensor_dim(mesh: DeviceMesh | None) -> None:
         )
 
 
-def _check_batch(recipe: Recipe, batch: DeviceMesh, parallelism: Parallelism) -> None:
-    """ValueError for a recipe or reduction that a batch's ranks cannot have."""
-    if parallelism.ordered_reduction and batch.ndim == 2 and batch.size(0) > 2:
-        raise ValueError(f"ordered_reduction needs 1 or 2 ranks along data; got {batch.size(0)}.")
-    if parallelism.amax_scope == "local" and recipes.delayed_casts(recipe):
+def _check_batch(recipe: Recipe, batch: DeviceMesh | None, parallelism: Parallelism) -> None:
+    """ValueError for a recipe or reduction that a batch's ranks cannot have, such as FP8 gradients
+    that no reduce-scatter over all ranks sums (P-25)."""
+    copies = batch.size(0) if batch is not None and batch.ndim == 2 else 1
+    if parallelism.ordered_reduction and copies > 2:
+        raise ValueError(f"ordered_reduction needs 1 or 2 ranks along data; got {copies}.")
+    local = batch is not None and parallelism.amax_scope == "local"
+    if local and recipes.delayed_casts(recipe):
         raise ValueError(
             f"recipe {recipe.name!r} needs global amaxes; got amax_scope='local'. Use 'global'."
         )
-
-
-def _check_fp8_gradients(batch: DeviceMesh | None) -> None:
-    """ValueError for FP8 gradients that no reduce-scatter over all ranks sums (P-25)."""
-    if batch is None or (batch.ndim == 2 and batch.size(0) > 1):
+    if parallelism.reduces_fp8 and (batch is None or copies > 1):
         got = "no ranks that share a batch"
-        if batch is not None:
-            got = f"{batch.size(0)} ranks along data"
+        if copies > 1:
+            got = f"{copies} ranks along data"
         raise ValueError(
             "reduce_dtype torch.float8_e4m3fn needs gradients summed over fsdp alone: FSDP2's sum "
             f"over data has no hook; got {got}."
@@ -218,13 +206,11 @@ def _check_fp8_gradients(batch: DeviceMesh | None) -> None:
 
 def _check_one_graph(model: nn.Module, keep_dtype: Sequence[nn.Module]) -> None:
     """ValueError if a graph of the whole forward would have FSDP units, without their hooks."""
+    kept = set(keep_dtype)
     nested = [
         name or "the model"
         for name, module in model.named_modules()
-        if isinstance(module, FSDPModule)
-    ]
-    nested += [
-        name for name, module in model.named_modules() if any(module is kept for kept in keep_dtype)
+        if isinstance(module, FSDPModule) or module in kept
     ]
     if nested:
         raise ValueError(

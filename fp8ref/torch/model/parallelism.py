@@ -158,7 +158,9 @@ class Ranks(NamedTuple):
         batch = mesh[shared] if shared else None
         if "expert" in names:  # weights other than experts' are sharded over both
             shards = mesh[("fsdp", "expert")]._flatten("shards")
-            batch = DeviceMesh._concatenate([mesh["data"], shards]) if "data" in shared else shards
+            batch = shards
+            if "data" in shared:
+                batch = DeviceMesh._concatenate([mesh["data"], shards])
         by_dim = [mesh[axis] if axis in names else None for axis in ("tensor", "expert")]
         parts = (batch, *by_dim)
         return cls(mesh, *(p if p is not None and p.size() > 1 else None for p in parts))

@@ -126,12 +126,17 @@ def report(model: nn.Module, inputs: tuple | None = None) -> Report:
               sharded model calls it, and counts its own products.
     Raises:   ValueError: model is not an nn.Module; a lazy module, which has no shape yet.
     """
+    check_module(model)
+    check_shapes(model)
+    return Report(rows=_rows(model, None if inputs is None else _counted(model, inputs)))
+
+
+def check_module(model: object) -> None:
+    """ValueError for what is no nn.Module."""
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"a model is an nn.Module; got a {type(model).__name__}. Give the module itself."
         )
-    check_shapes(model)
-    return Report(rows=_rows(model, None if inputs is None else _counted(model, inputs)))
 
 
 def check_shapes(model: nn.Module) -> None:
@@ -183,22 +188,15 @@ class _Products(TorchDispatchMode):
             plain = [x for x in args if type(x) in (torch.Tensor, nn.Parameter)]
             owners = (self.owners.get(_storage(x)) for x in plain)
             layer = self.running or next((owner for owner in owners if owner is not None), None)
-            read = (
-                layer if self.running is None and isinstance(layer, Float8Linear | Linear) else None
-            )
-            if layer is not None and read is None:
+            name, why = func._schema.name.removeprefix("aten::"), OUTSIDE
+            if self.running is None and isinstance(layer, Float8Linear | Linear):
+                called = f"reads {self.names[layer]}.weight and does not call the linear"
+                layer, why = None, f"{called}: in high precision"
+            if layer is not None:
                 self.layers[layer] += count
             else:
                 result = out if isinstance(out, torch.Tensor) else out[0]
-                why = (
-                    OUTSIDE
-                    if read is None
-                    else f"reads {self.names[read]}.weight and does not call the linear: in "
-                    "high precision"
-                )
-                self.others[func._schema.name.removeprefix("aten::"), tuple(result.shape), why] += (
-                    count
-                )
+                self.others[name, tuple(result.shape), why] += count
         return out
 
     def begin(self, module: nn.Module, args: tuple) -> None:
@@ -241,17 +239,10 @@ def _counted(model: nn.Module, inputs: tuple) -> _Products:
     with contextlib.ExitStack() as entered:
         for module in model.modules():
             if isinstance(module, nn.Linear | Experts | GroupedLinear):
-                for handle in (
-                    module.register_forward_pre_hook(counted.begin),
-                    module.register_forward_hook(counted.end),
-                ):
-                    entered.callback(handle.remove)
-        for context in (
-            torch.random.fork_rng(),
-            torch.no_grad(),
-            torch.compiler.set_stance("force_eager"),
-            counted,
-        ):
+                entered.callback(module.register_forward_pre_hook(counted.begin).remove)
+                entered.callback(module.register_forward_hook(counted.end).remove)
+        eager = torch.compiler.set_stance("force_eager")
+        for context in (torch.random.fork_rng(), torch.no_grad(), eager, counted):
             entered.enter_context(context)
         torch.func.functional_call(model, buffers, inputs)
     return counted
@@ -262,7 +253,12 @@ def _storage(x: torch.Tensor) -> int:
 
 
 def _rows(model: nn.Module, counted: _Products | None) -> list[Row]:
-    reasons = dict(_reasons(model))
+    # of every linear that a conversion looked at
+    reasons = {
+        f"{name}.{path}".strip("."): reason
+        for name, module in model.named_modules()
+        for path, reason in vars(module).get(REASONS, {}).items()
+    }
     seen: set[int] = set()
     rows: dict[str, Row] = {}
     vectors = []
@@ -281,9 +277,8 @@ def _rows(model: nn.Module, counted: _Products | None) -> list[Row]:
             continue
         # a switch may have undone it
         convertible = isinstance(module, nn.Linear | Experts | GroupedLinear)
-        rows[name] = _row(
-            name, module, shapes, sizes, reasons.get(name) if convertible else None, counted
-        )
+        reason = reasons.get(name) if convertible else None
+        rows[name] = _row(name, module, shapes, sizes, reason, counted)
     listed = [rows[name] for name, _ in modules if name in rows]
     if vectors:
         why = f"of {len(vectors)} modules"
@@ -314,8 +309,8 @@ def _row(
     """The row of one layer, from its parameters' shapes and the sizes of those that count here."""
     recipe, kernel = _in_fp8(module)
     largest = max(shapes.values(), key=math.prod)
-    if isinstance(module, nn.Linear):
-        largest = _dims(module, shapes)
+    if isinstance(module, nn.Linear):  # also of a pruned or parametrized one
+        largest = shapes.get("weight", (module.out_features, module.in_features))
     count = None if counted is None else counted.layers.get(module, 0)
     why = reason or ("converted" if recipe else _why_not(module, largest))
     experts = isinstance(module, Experts | GroupedLinear)
@@ -333,20 +328,14 @@ def _row(
     )
 
 
-def _dims(linear: nn.Linear, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """[N, K], also of a pruned or parametrized linear."""
-    return shapes.get("weight", (linear.out_features, linear.in_features))
-
-
 def _in_fp8(module: nn.Module) -> tuple[str | None, str | None]:
     """(recipe, kernel) of an FP8 linear or experts, else None."""
     if isinstance(module, Experts | GroupedLinear):
         name = module.recipes_in_fp8 if isinstance(module, Experts) else module.recipe.name
         return (name, module.kernels()) if module.in_fp8 else (None, None)
     if isinstance(module, Float8Linear | Linear):
-        return module.recipe.name, gemm.kernel(
-            module.recipe, module.weight.device, (module.out_features, module.in_features)
-        )
+        shape = (module.out_features, module.in_features)
+        return module.recipe.name, gemm.kernel(module.recipe, module.weight.device, shape)
     if isinstance(module, float8_linear.Float8Linear):
         return "torchao's config", gemm.SCALED_MM
     return None, None
@@ -384,10 +373,3 @@ def _outside(shape: tuple[int, ...]) -> str:
         f"a parameter of {len(shape)} dims outside linears: experts (torch._grouped_mm) or a "
         "hand-written product stay in high precision"
     )
-
-
-def _reasons(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """(path, why) of every linear that a conversion looked at."""
-    for name, module in model.named_modules():
-        for path, reason in vars(module).get(REASONS, {}).items():
-            yield ".".join(part for part in (name, path) if part), reason

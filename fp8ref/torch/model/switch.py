@@ -44,23 +44,16 @@ class Switch:
         }
         self._linears = {recipe: mine}
         self._states: dict[str, RoleState] = dict(delayed.states(model))
-        if twins and (
-            gathered := [name for name, linear in mine.items() if hasattr(linear, "fp8_gather")]
-        ):
+        gathered = [name for name, linear in mine.items() if hasattr(linear, "fp8_gather")]
+        if twins and gathered:
             raise ValueError(
                 f"a switchable model gathers weights in high precision; {gathered[0]} is gathered "
                 "in FP8. Use gather_fp8=False: the bits are the same."
             )
-        every = {recipe: model, **twins}
-        mixtures = {
-            name
-            for one in every.values()
-            for name, m in one.named_modules()
-            if isinstance(m, Experts)
-        }
+        modules = [item for each in (model, *twins.values()) for item in each.named_modules()]
         self._forms = {
             name: {recipe: experts_form.form_of(model.get_submodule(name))}
-            for name in sorted(mixtures)
+            for name in sorted({name for name, m in modules if isinstance(m, Experts)})
         }
         for other, twin in twins.items():
             self._linears[other] = {

@@ -61,20 +61,21 @@ def observe_gemms(
     reporter = _Reporter(observer, grouped_observer)
     handles = [model.register_forward_pre_hook(reporter.begin)]
     for name, module in model.named_modules():
+        before: list[Callable] = []
         if isinstance(module, GroupedLinear):
-            handles.append(module.register_forward_pre_hook(reporter.enter(name)))
-            handles.append(module.register_forward_hook(reporter.keep_grad_output(name)))
-        is_linear = isinstance(module, Float8Linear | Linear)
-        if is_linear or getattr(module, "shares_input", False):
+            before = [reporter.enter]
+        elif isinstance(module, Float8Linear | Linear):
+            before = [reporter.once_a_pass, reporter.keep_weight]
+        if reporter.keep_weight in before or getattr(module, "shares_input", False):
             # First of all hooks: tensor parallelism's own may cast the input, in the linear or in
             # the block around it.
-            handles.append(
-                module.register_forward_pre_hook(reporter.keep_input(name), prepend=True)
-            )
-        if is_linear:
-            handles.append(module.register_forward_pre_hook(reporter.once_a_pass(name)))
-            handles.append(module.register_forward_pre_hook(reporter.keep_weight(name)))
-            handles.append(module.register_forward_hook(reporter.keep_grad_output(name)))
+            keep_input = functools.partial(reporter.keep_input, name)
+            handles.append(module.register_forward_pre_hook(keep_input, prepend=True))
+        hooks = [functools.partial(hook, name) for hook in before]
+        handles += map(module.register_forward_pre_hook, hooks)
+        if before:
+            keep_grad_output = functools.partial(reporter.keep_grad_output, name)
+            handles.append(module.register_forward_hook(keep_grad_output))
     linear.observers.append(reporter.multiplied)
     grouped.observers.append(reporter.multiplied_groups)
     try:
@@ -102,54 +103,39 @@ class _Reporter(TorchDispatchMode):
         """Hook: a pass of the model begins."""
         self._called.clear()
 
-    def once_a_pass(self, name: str):
-        def hook(module, args):
-            if torch._C._current_graph_task_id() != -1:  # recomputed
-                return
-            if name in self._called:
-                raise ValueError(
-                    f"observation needs linears that run once in a pass; it calls {name} again. "
-                    "Drop statistics, or use a linear per call."
-                )
-            self._called.add(name)
+    def once_a_pass(self, name: str, module, args) -> None:
+        if torch._C._current_graph_task_id() != -1:  # recomputed
+            return
+        if name in self._called:
+            raise ValueError(
+                f"observation needs linears that run once in a pass; it calls {name} again. Drop "
+                "statistics, or use a linear per call."
+            )
+        self._called.add(name)
 
-        return hook
+    def keep_input(self, name: str, module, args) -> None:
+        x = local_part(args[0].detach())
+        if isinstance(x, Float8TrainingTensor):
+            x = self._hp[name.rpartition(".")[0]]["input"]
+        # setdefault: when a checkpointed block runs again, its grad_output is there already
+        self._hp.setdefault(name, {})["input"] = x
 
-    def keep_input(self, name: str):
-        def hook(module, args):
-            x = local_part(args[0].detach())
-            if isinstance(x, Float8TrainingTensor):
-                x = self._hp[name.rpartition(".")[0]]["input"]
-            # setdefault: when a checkpointed block runs again, its grad_output is there already
-            self._hp.setdefault(name, {})["input"] = x
+    def enter(self, name: str, module, args) -> None:
+        self._forward = name
 
-        return hook
+    def keep_weight(self, name: str, module, args) -> None:
+        self._forward = name
+        weight = module.weight.detach()
+        if isinstance(weight, DTensor):
+            self._meshes[name] = weight.device_mesh
+        weight = local_part(weight)
+        if isinstance(weight, Float8TrainingTensor):
+            weight = weight.to_original_precision()
+        self._hp[name]["weight"] = weight
 
-    def enter(self, name: str):
-        def hook(module, args):
-            self._forward = name
-
-        return hook
-
-    def keep_weight(self, name: str):
-        def hook(module, args):
-            self._forward = name
-            weight = module.weight.detach()
-            if isinstance(weight, DTensor):
-                self._meshes[name] = weight.device_mesh
-            weight = local_part(weight)
-            if isinstance(weight, Float8TrainingTensor):
-                weight = weight.to_original_precision()
-            self._hp[name]["weight"] = weight
-
-        return hook
-
-    def keep_grad_output(self, name: str):
-        def hook(module, args, out):
-            if out.requires_grad:
-                out.register_hook(functools.partial(self._on_grad_output, name))
-
-        return hook
+    def keep_grad_output(self, name: str, module, args, out) -> None:
+        if out.requires_grad:
+            out.register_hook(functools.partial(self._on_grad_output, name))
 
     def _on_grad_output(self, name: str, grad_output: torch.Tensor) -> None:
         self._backward = name

@@ -65,14 +65,7 @@ def manifest_of_products(
         "variant": variant.name,
         "backward": variant.backward,
         "gemms": [
-            {
-                "gemm": record.name,
-                "a": record.a,
-                "b": record.b,
-                "accumulate": record.accumulate,
-                "fp8": record.fp8,
-            }
-            | ({"plan": record.plan} if record.plan else {})
+            record.entry("accumulate", "fp8", *(["plan"] if record.plan else []))
             for record in dict.fromkeys(trace.products)
             if record.layer in layers
         ],

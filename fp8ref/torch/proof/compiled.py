@@ -20,15 +20,7 @@ from fp8ref.recipe import Gemm
 from fp8ref.torch.attention.observer import LABEL
 from fp8ref.torch.linear.model_checks import is_compiled
 from fp8ref.torch.proof import records
-from fp8ref.torch.proof.records import (
-    BLOCK_GEMM,
-    OPERANDS_AT,
-    PRODUCTS_AT,
-    SCALED_MM,
-    SIMULATED,
-    GemmRecord,
-    GemmTrace,
-)
+from fp8ref.torch.proof.records import OPERANDS_AT, PRODUCTS_AT, SCALED_MM, GemmRecord, GemmTrace
 
 _aten = torch.ops.aten
 # the key in a node's metadata of (layer, which), set on the joint graph
@@ -105,15 +97,11 @@ class _Reader:
     def _plan(self, region: str) -> tuple:
         """What decides a region's graph: class, kinds and recipes of layers by name."""
         module, begin = self._regions[region], len(region)
-        inside = {str(id(m)) for m in module.modules()}
+        inside = {str(id(m)): m for m in module.modules()}
         recipes = {
-            self._names[str(id(m))][begin:]: (
-                type(m),
-                getattr(m, "recipe", None),
-                getattr(m, "config", None),
-            )
-            for m in module.modules()
-            if str(id(m)) in self._names
+            name[begin:]: (type(m), getattr(m, "recipe", None), getattr(m, "config", None))
+            for key, m in inside.items()
+            if (name := self._names.get(key)) is not None
         }
         attention = {name[begin:] for key, name in self._attention.items() if key in inside}
         return type(getattr(module, "_orig_mod", module)), recipes, attention
@@ -233,16 +221,10 @@ class _Reader:
         region = self._region(layer)
         if region is None:
             return [layer]
-        alike = [
-            name + layer[len(region) :]
-            for name, plan in self._plans.items()
-            if plan == self._plans[region]
-        ]
-        return [
-            name
-            for name in alike
-            if name in self._names.values() or name in self._attention.values()
-        ]
+        within, plan = layer[len(region) :], self._plans[region]
+        alike = [other + within for other, theirs in self._plans.items() if theirs == plan]
+        known = {*self._names.values(), *self._attention.values()}
+        return [name for name in alike if name in known]
 
 
 def _backward(node: Node) -> bool:
@@ -256,31 +238,20 @@ def _operands(node: Node) -> list[Node]:
 
 def _numerics(node: Node) -> tuple[str | None, ...]:
     """Accumulation and granularity of a product, and its simulated hardware if any."""
-    if node.target is SIMULATED:
-        return records.simulated_numerics(node.args)
-    if node.target is BLOCK_GEMM:
-        codes_b, scale_b = (_node(node.args[i]).meta["val"] for i in (1, 3))
-        return records.block_numerics(codes_b, scale_b, str(node.args[5]))
-    if node.target is SCALED_MM:
-        return _scaled(node)
-    return records.group_numerics(node.target, node.args)
-
-
-def _scaled(node: Node) -> tuple[str, str]:
-    """Accumulation and granularity of a _scaled_mm."""
+    if node.target is not SCALED_MM:
+        values = [arg.meta.get("val") if isinstance(arg, Node) else arg for arg in node.args]
+        return records.numerics(node.target, values)
     arguments = records.arguments(node.target, node.args, node.kwargs)
     accumulate = "fast" if arguments.get("use_fast_accum") else "slow"
     scales = _node(arguments["scale_a"]), _node(arguments["scale_b"])
     if not all(scale.target is _aten.full.default and scale.args[1] == 1 for scale in scales):
         return accumulate, records.granularity(*(scale.meta["val"] for scale in scales))
     factors = [
-        _node(user.args[1])
+        _node(user.args[1]).meta["val"]
         for user in node.users
         if user.target is _aten.mul.Tensor and user.args[0] is node
     ]
-    return accumulate, records.granularity(
-        *(factor.meta["val"] for factor in factors)
-    ) if factors else "unit"
+    return accumulate, records.granularity(*factors) if factors else "unit"
 
 
 def _node(argument: Any) -> Node:

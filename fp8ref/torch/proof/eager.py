@@ -1,7 +1,9 @@
 """Trace the GEMMs of a model that runs eagerly: every matrix product in its linears."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ from fp8ref.torch.attention.observer import observe_attention
 from fp8ref.torch.gemm import gemm
 from fp8ref.torch.linear.model_checks import is_compiled
 from fp8ref.torch.proof import records
-from fp8ref.torch.proof.records import BLOCK_GEMM, SCALED_MM, SIMULATED, GemmRecord, GemmTrace
+from fp8ref.torch.proof.records import SCALED_MM, GemmRecord, GemmTrace
 
 _aten = torch.ops.aten
 _ONES = (_aten.ones.default, _aten.new_ones.default)
@@ -50,20 +52,14 @@ def trace_eager(
             )
     trace = GemmTrace("eager dispatch")
     tracer = _Tracer(trace)
-    handles = []
-    try:
+    with ExitStack() as hooks:
         for name, module in records.linears(model):
-            handles.append(module.register_forward_pre_hook(tracer.on_enter(name)))
-            handles.append(
-                module.register_forward_hook(
-                    tracer.on_leave(name), with_kwargs=True, always_call=True
-                )
-            )
+            enter, leave = (functools.partial(f, name) for f in (tracer.on_enter, tracer.on_leave))
+            left = module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+            hooks.callback(module.register_forward_pre_hook(enter).remove)
+            hooks.callback(left.remove)
         with observe_attention(attention or {}, None), tracer:
             yield trace
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Tracer(TorchDispatchMode):
@@ -79,34 +75,23 @@ class _Tracer(TorchDispatchMode):
         # results under unit scales, to their index among the GEMMs
         self._unscaled = WeakTensorKeyDictionary()
 
-    def on_enter(self, name: str) -> Callable:
-        def hook(module, args):
-            self._inside.append(name)
+    def on_enter(self, name: str, module, args) -> None:
+        self._inside.append(name)
 
-        return hook
-
-    def on_leave(self, name: str) -> Callable:
-        def hook(module, args, kwargs, output):
-            self._inside.pop()
-            # None: an exception, or early stopping of a checkpoint
-            if not isinstance(output, torch.Tensor) or output.grad_fn is None:
-                return
-            x = next(
-                value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)
-            )
-            needed = {"grad_input": x.requires_grad, "grad_weight": module.weight.requires_grad}
-            for which, is_needed in needed.items():
-                (self._trace.wanted if is_needed else self._trace.unwanted).add(f"{name}/{which}")
-            # torchao multiplies for both gradients, and leaves to autograd which of them is dropped
-            order = [
-                which
-                for which, is_needed in needed.items()
-                if is_needed or isinstance(module, Float8Linear)
-            ]
-            for node in _between((x, module.weight, module.bias), output):
-                _memory(node)[_LAYER_KEY] = {"layer": name, "order": order}
-
-        return hook
+    def on_leave(self, name: str, module, args, kwargs, output) -> None:
+        self._inside.pop()
+        # None: an exception, or early stopping of a checkpoint
+        if not isinstance(output, torch.Tensor) or output.grad_fn is None:
+            return
+        x = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        needed = {"grad_input": x.requires_grad, "grad_weight": module.weight.requires_grad}
+        for which, is_needed in needed.items():
+            (self._trace.wanted if is_needed else self._trace.unwanted).add(f"{name}/{which}")
+        # torchao multiplies for both gradients, and leaves to autograd which of them is dropped
+        makes_both = isinstance(module, Float8Linear)
+        order = [which for which, is_needed in needed.items() if is_needed or makes_both]
+        for node in _between((x, module.weight, module.bias), output):
+            _memory(node)[_LAYER_KEY] = {"layer": name, "order": order}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if FakeTensor in types:  # DTensor asks for shapes; nothing is computed
@@ -151,21 +136,15 @@ class _Tracer(TorchDispatchMode):
             granularity = records.granularity(*scales)
             if all(scale in self._ones or gemm.is_kept_unit(scale) for scale in scales):
                 granularity, self._unscaled[out] = "unit", len(self._trace.gemms)
-        elif func is BLOCK_GEMM:
-            accumulate, granularity = records.block_numerics(args[1], args[3], args[5])
-        elif func is SIMULATED:
-            accumulate, granularity, plan = records.simulated_numerics(args)
         else:
-            accumulate, granularity = records.group_numerics(func, args)
+            accumulate, granularity, plan = records.numerics(func, args)
         self._trace.gemms.append(
             GemmRecord(layer, announced or which, a, b, accumulate, granularity, plan)
         )
 
     def _record_scale(self, index: int, factor: torch.Tensor) -> None:
-        gemm = self._trace.gemms[index]
-        self._trace.gemms[index] = GemmRecord(
-            gemm.layer, gemm.which, gemm.a, gemm.b, gemm.accumulate, records.granularity(factor)
-        )
+        gemms = self._trace.gemms
+        gemms[index] = dataclasses.replace(gemms[index], granularity=records.granularity(factor))
 
     def _where(self) -> tuple[str | None, Gemm]:
         """The layer that runs and its next GEMM, or None."""

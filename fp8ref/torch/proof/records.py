@@ -91,6 +91,15 @@ class _Record:
         """Whether both operands are FP8."""
         return self.a.startswith("f8") and self.b.startswith("f8")
 
+    @property
+    def name(self) -> str:
+        """``layer/gemm``, or ``layer/product``."""
+        raise NotImplementedError
+
+    def entry(self, *keys: str) -> dict[str, Any]:
+        """The record in a run's manifest: its name, operands, and what is named of it."""
+        return {"gemm": self.name} | {key: getattr(self, key) for key in ("a", "b", *keys)}
+
     def _words(self, *numerics: str | None) -> str:
         under = self.plan and f"under {self.plan}"
         return ", ".join(filter(None, (f"{self.a} x {self.b}", *numerics, under)))
@@ -216,28 +225,23 @@ def product_record(
     elif func is SCALED_MMS:
         accumulate = "fast" if args[3] else "slow"
     elif func is SIMULATED:
-        accumulate, _, plan = simulated_numerics(args)
+        accumulate, _, plan = numerics(func, args)
     return ProductRecord(layer, product, *types, accumulate, plan)
 
 
-def block_numerics(codes_b: torch.Tensor, scale_b: torch.Tensor, by: str) -> tuple[str, str]:
-    """Accumulation and granularity of a GEMM by kernels for scales of blocks (G-17)."""
-    return BLOCKS[by], f"blockwise_1x128 x {block_gemm.granularity_of_b(codes_b, scale_b)}"
+KIND_AT = {SIMULATED: 4, GROUPED_GEMM: 6, SCALED_GROUPED_MM: 5}
+"""{operator of a GEMM: position of the text of its ``GemmKind`` among its arguments}."""
 
 
-def group_numerics(func: Any, arguments: Sequence[Any]) -> tuple[str | None, str | None]:
-    """Accumulation and granularity of the GEMMs of all groups, by an operator of ``experts.gemm``;
-    (None, None) by another, or in high precision."""
+def numerics(func: Any, args: Sequence[Any]) -> tuple[str | None, str | None, str | None]:
+    """Accumulation, granularity and simulated hardware of a GEMM by an operator of fp8ref; None of
+    one in high precision or by another operator. Tensors of args may be fake."""
+    if func is BLOCK_GEMM:  # scales of blocks (G-17)
+        squares = block_gemm.granularity_of_b(args[1], args[3])
+        return BLOCKS[args[5]], f"blockwise_1x128 x {squares}", None
     if func is GROUPED_DEEP_GEMM:
-        return BLOCKS["deep_gemm"], SQUARES
-    if func not in (GROUPED_GEMM, SCALED_GROUPED_MM):
-        return None, None
-    kind = GemmKind.parse(arguments[6 if func is GROUPED_GEMM else 5])
-    return kind.accumulate, kind.scales
-
-
-def simulated_numerics(arguments: Sequence[Any]) -> tuple[str, str, str]:
-    """Accumulation, granularity and plan of a GEMM under simulated hardware."""
-    text, _, plan = arguments[4:]
-    kind = GemmKind.parse(text)
-    return kind.accumulate, kind.scales, plan
+        return BLOCKS["deep_gemm"], SQUARES, None
+    if func not in KIND_AT:
+        return None, None, None
+    kind = GemmKind.parse(args[KIND_AT[func]])
+    return kind.accumulate, kind.scales, args[6] if func is SIMULATED else None

@@ -77,21 +77,11 @@ def manifest(
     """
     fp8, pruned = list(_fp8(planned, plan)), trace.pruned
     once = [g for g in dict.fromkeys(trace.gemms) if g.layer in planned]
+    simulated = [g.entry("accumulate", "granularity", "plan") for g in once if g.plan is not None]
     by_kernel = {g.name for g in trace.gemms if g.fp8} - {g.name for g in trace.gemms if not g.fp8}
     return {
         "read_from": trace.read_from,
-        "gemms": [
-            {
-                "gemm": g.name,
-                "a": g.a,
-                "b": g.b,
-                "accumulate": g.accumulate,
-                "granularity": g.granularity,
-                "fp8": g.fp8,
-            }
-            for g in once
-            if g.plan is None
-        ],
+        "gemms": [g.entry("accumulate", "granularity", "fp8") for g in once if g.plan is None],
         "on_dequantised_operands": [
             record.name
             for record, granularity in fp8
@@ -100,18 +90,7 @@ def manifest(
         "pruned": [record.name for record, _ in fp8 if record.name in pruned],
         "gathers": dict(collections.Counter((gathers or {}).values())),
         "missing": missing,
-    } | ({"simulated": [_simulated_entry(g) for g in once if g.plan is not None]} if plan else {})
-
-
-def _simulated_entry(g: GemmRecord) -> dict:
-    return {
-        "gemm": g.name,
-        "a": g.a,
-        "b": g.b,
-        "accumulate": g.accumulate,
-        "granularity": g.granularity,
-        "plan": g.plan,
-    }
+    } | ({"simulated": simulated} if plan else {})
 
 
 def _fp8(planned: Mapping[str, str | Recipe], plan: str | None) -> Iterator[tuple[GemmRecord, str]]:

@@ -16,6 +16,7 @@ once, where it would cast the shard for each gather.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInpu
 
 from fp8ref import recipe as recipes
 from fp8ref.recipe import CastSpec
-from fp8ref.torch.distributed.fp8_gather import FP8Gather, compute_scales
+from fp8ref.torch.distributed.fp8_gather import FP8Gather, check_unshared, compute_scales
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.quantize import scales, scaling
 from fp8ref.torch.states import states
@@ -34,6 +35,7 @@ from fp8ref.torch.states import states
 __all__ = ["Copies", "keep", "quantized_copy"]
 
 
+@dataclass(frozen=True, eq=False)
 class Copies:
     """The FP8 copies of a model's weights; ``keep`` makes them.
 
@@ -41,17 +43,10 @@ class Copies:
     gathers   those of sharded weights.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        weights: dict[str, tuple[nn.Parameter, CastSpec]],
-        gathers: list[FP8Gather],
-        optimizer: states.AdamW,
-    ) -> None:
-        self.weights = weights
-        self.gathers = gathers
-        self._model = model
-        self._optimizer = optimizer
+    weights: dict[str, tuple[nn.Parameter, CastSpec]]
+    gathers: list[FP8Gather]
+    _model: nn.Module
+    _optimizer: states.AdamW
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -101,17 +96,24 @@ def keep(model: nn.Module, optimizer: states.AdamW) -> Copies:
         for name, linear in model.named_modules()
         if isinstance(linear, Float8Linear | Linear)
     }
-    specs = {name: spec for name, linear in linears.items() if (spec := _cast(linear)) is not None}
+    specs = {
+        name: recipes.weight_copy(linear.recipe)
+        for name, linear in linears.items()
+        if recipes.casts_weight_once(linear.recipe)
+    }
     if not specs:
         raise ValueError(
             "FP8 weight copies need linears that cast a weight once for both GEMMs, by its own "
             "amax, and the model has none. Convert it with recipe 'tensorwise' (O-16)."
         )
-    _check_new({name: linears[name] for name in specs})
-    gathers = [linears[name].fp8_gather for name in specs if hasattr(linears[name], "fp8_gather")]
-    plain = {
-        name: linears[name].weight for name in specs if not hasattr(linears[name], "fp8_gather")
-    }
+    gathers = {name: g for name in specs if (g := getattr(linears[name], "fp8_gather", None))}
+    plain = {name: linears[name].weight for name in specs if name not in gathers}
+    for name, kept in {**plain, **gathers}.items():
+        if isinstance(kept, Float8TrainingTensor) or getattr(kept, "keeps_codes", False):
+            raise ValueError(  # a step would cast it twice
+                f"a model's weights are kept in FP8 once; {name}.weight is already. Use what "
+                "copies.keep returned; call refresh() after a load."
+            )
     _check(model, plain, optimizer)
     optimizer.begin()
     weights = {}
@@ -125,12 +127,15 @@ def keep(model: nn.Module, optimizer: states.AdamW) -> Copies:
         )
         replacing = nn.Parameter(fp8, requires_grad=p.requires_grad)
         replacing.grad_dtype = p.grad_dtype
-        linears[name].weight = _replaced(optimizer, p, replacing)
+        for group in optimizer.param_groups:
+            group["params"] = [replacing if param is p else param for param in group["params"]]
+        optimizer.state[replacing] = optimizer.state.pop(p)
+        linears[name].weight = replacing
         linears[name].register_load_state_dict_pre_hook(_take_scale)
-        weights[name] = (linears[name].weight, specs[name])
-    for g in gathers:
+        weights[name] = (replacing, specs[name])
+    for g in gathers.values():
         g.keeps_codes = True
-    copies = Copies(model, weights, gathers, optimizer)
+    copies = Copies(weights, list(gathers.values()), model, optimizer)
     copies.refresh()
     optimizer.register_step_post_hook(lambda *_: copies.refresh())
     optimizer.register_load_state_dict_post_hook(lambda _: copies._refresh_whole())
@@ -152,14 +157,6 @@ def quantized_copy(optimizer: states.AdamW, p: nn.Parameter, spec: CastSpec) -> 
     return scaling.quantize_with(w, scale, spec.fmt)
 
 
-def _replaced(optimizer: states.AdamW, p: nn.Parameter, by: nn.Parameter) -> nn.Parameter:
-    """The parameter that replaces p in the optimizer, with p's states."""
-    for group in optimizer.param_groups:
-        group["params"] = [by if param is p else param for param in group["params"]]
-    optimizer.state[by] = optimizer.state.pop(p)
-    return by
-
-
 def _take_scale(linear: nn.Module, saved: dict[str, Any], prefix: str, *_: object) -> None:
     """Load codes of another scale, which torchao refuses; cast high-precision weights."""
     saved_weight, mine = saved.get(f"{prefix}weight"), linear.weight
@@ -178,24 +175,6 @@ def _take_scale(linear: nn.Module, saved: dict[str, Any], prefix: str, *_: objec
         mine._scale.copy_(saved_weight._scale)
 
 
-def _cast(linear: Float8Linear | Linear) -> CastSpec | None:
-    recipe = linear.recipe
-    return recipes.weight_copy(recipe) if recipes.casts_weight_once(recipe) else None
-
-
-def _check_new(linears: dict[str, Any]) -> None:
-    """ValueError for a weight that an earlier ``keep`` keeps: a step would cast it twice."""
-    for name, linear in linears.items():
-        gather: FP8Gather | None = getattr(linear, "fp8_gather", None)
-        if isinstance(linear.weight, Float8TrainingTensor) or (
-            gather is not None and gather.keeps_codes
-        ):
-            raise ValueError(
-                f"a model's weights are kept in FP8 once; {name}.weight is already. Use what "
-                "copies.keep returned; call refresh() after a load."
-            )
-
-
 def _check(model: nn.Module, plain: dict[str, nn.Parameter], optimizer: states.AdamW) -> None:
     if not isinstance(optimizer, states.AdamW):
         raise ValueError(
@@ -204,9 +183,6 @@ def _check(model: nn.Module, plain: dict[str, nn.Parameter], optimizer: states.A
             "'sqrt_e4m3_f16'."
         )
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
     for name, p in plain.items():
         if isinstance(p, DTensor):
             raise ValueError(
@@ -216,8 +192,4 @@ def _check(model: nn.Module, plain: dict[str, nn.Parameter], optimizer: states.A
             raise ValueError(
                 f"{name}.weight is not in the optimizer. Build it with model.parameters()."
             )
-        if len(names[id(p)]) > 1:
-            raise ValueError(
-                f"{' and '.join(names[id(p)])} are one parameter, and both would become FP8. Untie "
-                f"them, or name {name} in filter_fqns."
-            )
+    check_unshared(model, plain)

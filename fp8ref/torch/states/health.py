@@ -88,36 +88,22 @@ def _measure(optimizer: states.AdamW, p: Tensor, old: Stored, new: Stored) -> Te
         return g.new_zeros(len(FIELDS), dtype=torch.float64)
     layout, part, at = new.layout, new.part, states.scalars_of(optimizer, p, new.step)
     both = (layout.m, layout.v)
-
-    def read(stored: Stored) -> list[Tensor]:
-        return [
-            moments.read(state, moment, layout, part)
-            for state, moment in zip(stored[:2], both, strict=True)
-        ]
-
-    old_m, old_v = read(old)
+    (old_m, old_v), (stored_m, stored_v) = (
+        [moments.read(x, moment, layout, part) for x, moment in zip(pair[:2], both, strict=True)]
+        for pair in (old, new)
+    )
     m, v = moments.averages(g, old_m, old_v, at, layout)
-    stored_m, stored_v = read(new)
     exact, actual = _ratio(m, v, at).double(), _ratio(stored_m, stored_v, at).double()
     root, stored_root = v.double().sqrt(), stored_v.double().sqrt()
     lost = ((stored_v == 0) & (stored_m != 0)).count_nonzero()
     none = torch.zeros((), dtype=torch.int64, device=g.device)
     bounded = (exact.abs() > at.bound).count_nonzero() if layout.bounded else none
-    clipped = [
-        _clipped(x, state, moment, part, none)
-        for x, state, moment in zip((m, v), new[:2], both, strict=True)
-    ]
     idle = moments.averages(torch.zeros_like(g), stored_m, stored_v, at, layout)
-    stalled = [
-        _stalled(x, state, moment, part, none)
-        for x, state, moment in zip(idle, new[:2], both, strict=True)
-    ]
-    sums = (
-        root.sum(),
-        (stored_root - root).sum(),
-        exact.square().sum(),
-        (actual - exact).square().sum(),
+    clipped, stalled = (
+        [count(*of, part, none) for of in zip(pair, new[:2], both, strict=True)]
+        for count, pair in ((_clipped, (m, v)), (_stalled, idle))
     )
+    sums = [x.sum() for x in (root, stored_root - root, exact.square(), (actual - exact).square())]
     counts = (none + g.numel(), lost, bounded, *clipped, *stalled)
     shared = torch.stack([x.double() for x in (*counts, *sums)]) / new.copies
     return torch.cat([shared, actual.abs().amax().reshape(1)])

@@ -122,21 +122,16 @@ def extremes(x: Tensor, g: Tensor, moment: Moment, part: Part, which: int) -> li
     if moment.amax == "predicted":
         maxima.append(_group_max(g.abs(), moment, part))
     if moment.expansion:
-        maxima.append(
-            _group_max(
-                torch.where(magnitude == 0, -torch.inf, -magnitude), moment, part, empty=-torch.inf
-            )
-        )
+        smaller = torch.where(magnitude == 0, -torch.inf, -magnitude)
+        maxima.append(_group_max(smaller, moment, part, empty=-torch.inf))
     return maxima
 
 
 def reductions(moment: Moment, which: int) -> int:
     """How many ``extremes`` m, v or the master has (0 to 2)."""
-    if which == 2 and moment.amax == "predicted":
+    if moment.scaling is None or (which == 2 and moment.amax == "predicted"):
         return 0
-    return (
-        0 if moment.scaling is None else 2 if moment.expansion or moment.amax == "predicted" else 1
-    )
+    return 2 if moment.expansion or moment.amax == "predicted" else 1
 
 
 def store(
@@ -173,12 +168,8 @@ def store(
     if moment.expansion:
         return _store_expanded(x, amax, -maxima[1], moment, part, key)
     scale, scale_inv = _scales(amax, moment)
-    scaled = (
-        _by_group(torch.div, x, scale_inv, moment, part)
-        if scale is None
-        else _by_group(torch.mul, x, scale, moment, part)
-    )
-    codes = _codes(scaled, x, moment, part, key)
+    by, factor = (torch.div, scale_inv) if scale is None else (torch.mul, scale)
+    codes = _codes(_by_group(by, x, factor, moment, part), x, moment, part, key)
     if moment.amax != "predicted":
         return MomentState(codes, scale_inv, own if moment.amax == "previous" else None)
     # Rounding is monotone: the largest code has the largest product.

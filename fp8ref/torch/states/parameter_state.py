@@ -16,7 +16,7 @@ from fp8ref.spec.states.layouts import Layout
 from fp8ref.torch.quantize import cast, philox
 from fp8ref.torch.states import moments
 from fp8ref.torch.states.moments import MomentState, Part
-from fp8ref.torch.tensors.local_part import check_alike, local_like, local_part
+from fp8ref.torch.tensors.local_part import check_alike, cut_groups, local_like, local_part
 
 
 def keeps_apart(layout: Layout) -> bool:
@@ -49,9 +49,7 @@ def master(p: Tensor, w: Tensor, layout: Layout) -> MomentState:
     amax = moments.amax_of(x, moment, part)
     reduce_amaxes([(ranks, [amax])])
     master_state = moments.master(x, amax, moment, part)
-    codes = torch.zeros_like(
-        p, dtype=master_state.codes.dtype, memory_format=torch.contiguous_format
-    )
+    codes = moments.zeros(p, moment).codes
     local_like(codes, p).view(-1).copy_(master_state.codes)
     return master_state._replace(codes=codes)
 
@@ -108,11 +106,10 @@ def place(p: Tensor) -> tuple[int, tuple[distributed.ProcessGroup, ...]]:
     the others."""
     if not isinstance(p, DTensor):
         return 0, ()
-    cut = [i for i, placement in enumerate(p.placements) if not isinstance(placement, Replicate)]
     _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
     row = p.numel() // p.shape[0] if p.ndim else 1
     start = min(offset[0] * row if offset else 0, p.numel())
-    return start, tuple(p.device_mesh.get_group(i) for i in cut)
+    return start, cut_groups(p)
 
 
 def check(p: Tensor, layout: Layout) -> None:
@@ -145,9 +142,9 @@ def check_cut(p: Tensor, layout: Layout) -> None:
     if not blocks and not layout.stochastic:
         return
     if not all(isinstance(x, Replicate) or _by_rows(p, i) for i, x in enumerate(p.placements)):
-        reason = (
-            "has blocks of consecutive elements" if blocks else "rounds by the index of an element"
-        )
+        reason = "rounds by the index of an element"
+        if blocks:
+            reason = "has blocks of consecutive elements"
         raise ValueError(
             f"layout {layout.name!r} {reason}, so a parameter is cut by rows; got {p.placements} "
             f"of {tuple(p.shape)}. Use a layout such as 'sqrt_e5m2' (O-11)."
@@ -221,19 +218,14 @@ def check_saved(layout: Layout, p: Tensor, saved: dict[str, Any]) -> None:
         return
     like = torch.empty(p.shape, device="meta", dtype=torch.float32)
     expected = {"step": ((), torch.float32, False)}
-    kept = [
-        ("m", layout.m),
-        ("v", layout.v),
-        *([("master", layout.master)] if in_state(layout, p) else []),
-    ]
-    for key, moment in kept:
+    kept = {"m": layout.m, "v": layout.v}
+    if in_state(layout, p):
+        kept["master"] = layout.master
+    for key, moment in kept.items():
         for field, x in moments.zeros(like, moment)._asdict().items():
             if x is not None:
-                expected[f"{key}_{field}"] = (
-                    tuple(x.shape),
-                    x.dtype,
-                    field == "codes" and isinstance(p, DTensor),
-                )
+                is_cut = field == "codes" and isinstance(p, DTensor)
+                expected[f"{key}_{field}"] = tuple(x.shape), x.dtype, is_cut
     actual = {
         key: (tuple(x.shape), x.dtype, isinstance(x, DTensor))
         for key, x in saved.items()

@@ -85,25 +85,14 @@ class AdamW(torch.optim.Optimizer):
         states.check_seed(seed, self.layout)
         self._updates = Update(compiled)
         self._layout_of = functools.cache(self.layout.of)
-        defaults: dict[str, Any] = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "seed": seed,
-        }
-        super().__init__(
-            params,
-            defaults
-            | {"layout": self.layout.name, "decisions": layout_decisions.written(self.layout)},
-        )
+        decisions = layout_decisions.written(self.layout)
+        values = (lr, betas, eps, weight_decay, seed, self.layout.name, decisions)
+        super().__init__(params, dict(zip(parameter_groups.KEYS, values, strict=True)))
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copy and pickle; torch's leaves out a subclass's attributes."""
         return super().__getstate__() | {
-            "layout": self.layout,
-            "_updates": self._updates,
-            "kernels": self.kernels,
+            key: getattr(self, key) for key in ("layout", "_updates", "kernels")
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -179,13 +168,11 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Layouts and shapes of a model are finite, and each compiles once: dynamo's limit of
-        # recompilations is for others.
-        with (
-            torch._dynamo.utils.disable_cache_limit()
-            if self._updates.compiled
-            else contextlib.nullcontext()
-        ):
+        with contextlib.ExitStack() as compiling:
+            if self._updates.compiled:
+                # Layouts and shapes of a model are finite, and each compiles once: dynamo's limit
+                # of recompilations is for others.
+                compiling.enter_context(torch._dynamo.utils.disable_cache_limit())
             self._steps()
         return loss
 
@@ -235,8 +222,8 @@ class AdamW(torch.optim.Optimizer):
         for works in small.values():
             self._updates.update_together(works)
         amaxes = [self._updates.begin(work) for work, _ in cut]
-        reduce_amaxes([(ranks, maxima) for (_, ranks), maxima in zip(cut, amaxes, strict=True)])
-        both = zip(cut, amaxes, strict=True)
+        both = list(zip(cut, amaxes, strict=True))
+        reduce_amaxes([(ranks, maxima) for (_, ranks), maxima in both])
         reduce_amaxes(
             [(ranks, self._updates.update(work, maxima)) for (work, ranks), maxima in both]
         )
@@ -263,19 +250,13 @@ class AdamW(torch.optim.Optimizer):
         if not state:
             layout = self._layout(p)
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-            for key, moment in (("m", layout.m), ("v", layout.v)):
-                state.update(
-                    {
-                        f"{key}_{field}": x
-                        for field, x in moments.zeros(p, moment)._asdict().items()
-                        if x is not None
-                    }
-                )
+            kept = {"m": moments.zeros(p, layout.m), "v": moments.zeros(p, layout.v)}
             if keeps_apart(layout):
-                master = parameter_state.master(p, p if w is None else w, layout)
-                state.update(
-                    {f"master_{field}": x for field, x in master._asdict().items() if x is not None}
-                )
+                kept["master"] = parameter_state.master(p, p if w is None else w, layout)
+            for key, stored in kept.items():
+                for field, x in stored._asdict().items():
+                    if x is not None:
+                        state[f"{key}_{field}"] = x
         return state
 
 
@@ -299,13 +280,12 @@ def decode(optimizer: AdamW, p: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(
             "a parameter has moments after its first step; got none. Call optimizer.step() first."
         )
-    layout, part = optimizer.layout.of(p.numel()), Part(p.numel(), place(p)[0])
-    both = (("m", layout.m), ("v", layout.v))
+    held = stored(optimizer, p)
     m, v = (
-        moments.read(moment_state(p, optimizer.state[p], key), moment, layout, part)
-        for key, moment in both
+        moments.read(kept, moment, held.layout, held.part).view(local_part(p).shape)
+        for kept, moment in zip(held[:2], held.layout.kept, strict=False)
     )
-    return m.view(local_part(p).shape), v.view(local_part(p).shape)
+    return m, v
 
 
 class Stored(NamedTuple):
@@ -400,14 +380,10 @@ def weight(optimizer: AdamW, p: Tensor, dtype: torch.dtype | None = None) -> Ten
             f"got none under layout {optimizer.layout.name!r}. Read the parameter, or call "
             "optimizer.begin()."
         )
-    stored = moment_state(p, optimizer.state[p], "master")
-    moment = optimizer.layout.master
-    part = Part(p.numel(), place(p)[0])
-    return (
-        moments.read(stored, moment, optimizer.layout.of(p.numel()), part)
-        .to(dtype or p.dtype)
-        .view(local_part(p).shape)
-    )
+    master = moment_state(p, optimizer.state[p], "master")
+    layout, part = optimizer.layout.of(p.numel()), Part(p.numel(), place(p)[0])
+    w = moments.read(master, optimizer.layout.master, layout, part)
+    return w.to(dtype or p.dtype).view(local_part(p).shape)
 
 
 def largest_weight(optimizer: AdamW, p: Tensor) -> Tensor:

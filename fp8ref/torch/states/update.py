@@ -62,10 +62,8 @@ class Update:
         """Update a weight and its state in place; the amaxes that other ranks complete."""
         pieces = list(self._pieces(work))
         if maxima is None and len(pieces) > 1:
-            if (
-                not any(moment.scaling and moment.block is None for moment in work.layout.kept)
-                and not work.layout.stochastic
-            ):
+            whole = any(moment.scaling and moment.block is None for moment in work.layout.kept)
+            if not whole and not work.layout.stochastic:
                 for piece in pieces:
                     self.update(_alone(piece))
                 return []
@@ -106,14 +104,10 @@ class Update:
         inside: list[Tensor] = []
         outside: list[Tensor] = []
 
-        def joined(
-            tensors: list[Tensor], slots: list[int], fill: float, dtype: torch.dtype
-        ) -> Tensor:
+        def joined(tensors: list[Tensor], slots: list[int], fill: float, dtype: torch.dtype):
             buffer = torch.full((sum(slots),), fill, dtype=dtype, device=tensors[0].device)
-            inside.extend(
-                slot[: x.numel()].view(x.shape)
-                for slot, x in zip(buffer.split(slots), tensors, strict=True)
-            )
+            for slot, x in zip(buffer.split(slots), tensors, strict=True):
+                inside.append(slot[: x.numel()].view(x.shape))
             outside.extend(tensors)
             return buffer
 
@@ -124,10 +118,8 @@ class Update:
             rest: list[Tensor | None] = []
             for field in MomentState._fields[1:]:
                 values = [getattr(x, field) for x in each]
-                fill = field != "amax"
-                rest.append(
-                    None if values[0] is None else joined(values, slots, fill, torch.float32)
-                )
+                filled = (values, slots, field != "amax", torch.float32)
+                rest.append(None if values[0] is None else joined(*filled))
             return MomentState(codes, *rest)
 
         layout, elements = works[0].layout, [n * CELL for n in cells]
@@ -202,22 +194,12 @@ def begin_part(
     maxima += moments.extremes(root if layout.v.root else new_v, g, layout.v, part, 1)
     if reduces_master:
         p = moments.read(kept[2], layout.master, layout, part)
-        maxima += moments.extremes(
-            p.sub_(_change(p, new_m, root, at, layout)), g, layout.master, part, 2
-        )
+        p.sub_(_change(p, new_m, root, at, layout))
+        maxima += moments.extremes(p, g, layout.master, part, 2)
     return maxima
 
 
-def finish_part(
-    p: Tensor,
-    g: Tensor,
-    kept: tuple[MomentState, ...],
-    at: Scalars,
-    layout: Layout,
-    part: Part,
-    keys,
-    maxima,
-):
+def finish_part(p: Tensor, g: Tensor, kept, at: Scalars, layout: Layout, part: Part, keys, maxima):
     """Change the weight and the codes; return what else is stored of what is kept. maxima is
     ``begin_part``'s, of all parts, or None."""
     g, new_m, new_v = _new_moments(g, kept, at, layout, part)
@@ -288,7 +270,7 @@ def _on_device(piece: Work) -> Work:
         None if key is None else tuple(torch.tensor(key, device=piece.p.device).unbind())
         for key in piece.keys
     ]
-    at = Scalars(*numbers(piece.at, piece.p.device).unbind())  # type: ignore[arg-type]
+    at = Scalars(*numbers(piece.at, piece.p.device).unbind())
     return in_blocks(piece)._replace(at=at, keys=tuple(keys))  # type: ignore[arg-type]
 
 

@@ -147,7 +147,11 @@ def named(fqn: str) -> str:
     """A linear's name in errors: "3" alone, as nn.Sequential names its parts, would read as a
     number of linears.
     """
-    return fqn if any(c.isalpha() for c in fqn) else f"linear {fqn}" if fqn else "a linear in FP8"
+    if any(c.isalpha() for c in fqn):
+        return fqn
+    if fqn:
+        return f"linear {fqn}"
+    return "a linear in FP8"
 
 
 def without_autocast(pass_: Callable) -> Callable:

@@ -9,9 +9,10 @@ A bare ``to_local`` of a gradient that is still a sum over ranks gives one rank'
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-__all__ = ["check_alike", "local_like", "local_part"]
+__all__ = ["check_alike", "cut_groups", "local_like", "local_part"]
 
 
 def local_part(x: Tensor) -> Tensor:
@@ -52,6 +53,14 @@ def local_like(x: Tensor, parameter: Tensor, *, redistribute: bool = False) -> T
                 "old sharding."
             )
     return local_part(x)
+
+
+def cut_groups(x: Tensor) -> tuple[ProcessGroup, ...]:
+    """The process groups whose ranks hold pieces of a DTensor; none of another tensor."""
+    if not isinstance(x, DTensor):
+        return ()
+    cut = [i for i, placement in enumerate(x.placements) if not placement.is_replicate()]
+    return tuple(x.device_mesh.get_group(i) for i in cut)
 
 
 class _Unchanged(torch.autograd.Function):

@@ -13,12 +13,12 @@ from fp8ref.torch.quantize import cast
 def test_codes_are_added_in_rank_order_in_float32():  # P-21
     """2^-24 is half of what 1 can take: each alone is lost beside 1, two together are not."""
     parts = torch.tensor([[1.0], [2.0**-24], [2.0**-24]])
-    assert fp8_exchange._in_order(parts).tolist() == [1.0]
-    assert fp8_exchange._in_order(parts.flip(0)).tolist() == [1.0 + 2.0**-23]
+    assert fp8_exchange._added(parts, torch.float32).tolist() == [1.0]
+    assert fp8_exchange._added(parts.flip(0), torch.float32).tolist() == [1.0 + 2.0**-23]
     codes = cast.to_fp8(torch.tensor([[448.0, -1.0], [0.5, 1.0], [-448.0, math.nan]]), E4M3FN).view(
         torch.uint8
     )
-    added = fp8_exchange._added(codes, E4M3FN)
+    added = fp8_exchange._added(codes, torch.float8_e4m3fn)
     assert added[0] == 0.5
     assert added[1].isnan()
 

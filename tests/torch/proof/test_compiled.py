@@ -104,9 +104,9 @@ def test_grouped_gemms_of_a_graph_say_how_they_run(operator):  # X-10
         "f8e4m3fn",
         "f8e4m3fn",
     ]
-    blocks = ("blocks, DeepGEMM", "blockwise_1x128 x blockwise_128x128")
+    blocks = ("blocks, DeepGEMM", "blockwise_1x128 x blockwise_128x128", None)
     assert compiled._numerics(node) == (
-        blocks if operator is records.GROUPED_DEEP_GEMM else ("slow", "rowwise")
+        blocks if operator is records.GROUPED_DEEP_GEMM else ("slow", "rowwise", None)
     )
 
 
