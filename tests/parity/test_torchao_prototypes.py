@@ -16,7 +16,7 @@ import torch
 
 from fp8ref.formats import E4M3FN
 from fp8ref.sim.quantize import cast
-from fp8ref.torch.linear import linear
+from fp8ref.torch.linear import linear, passes
 from fp8ref.torch.quantize import scaling
 
 # ---- blockwise ----
@@ -232,7 +232,7 @@ def mx_operands(monkeypatch, models, x, grad_output):
 
     monkeypatch.setattr(mx_tensor, "to_mx", spy)
     monkeypatch.setattr(
-        linear, "observers", [lambda which, a, b, out: own.update({(which, 0): a, (which, 1): b})]
+        passes, "observers", [lambda which, a, b, out: own.update({(which, 0): a, (which, 1): b})]
     )
     for model in models:
         passed(model, x, grad_output)

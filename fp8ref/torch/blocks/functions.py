@@ -1,22 +1,19 @@
 """The parts of a block as autograd.Functions: each keeps for its backward pass the residual stream,
 its rstd, codes, and what its linears computed; neither the norm nor the product of SwiGLU."""
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from fp8ref.torch.blocks import operations
 from fp8ref.torch.blocks.operations import Norm
-from fp8ref.torch.blocks.projection import TENSORS, Projection
-from fp8ref.torch.blocks.sources import ByRows, Codes, Source, fuses, operands
-from fp8ref.torch.kernels import choice, fused
-from fp8ref.torch.linear import both_orders
-from fp8ref.torch.linear.linear import _Operand, _Spec, _States, check_differentiated_once
+from fp8ref.torch.blocks.sources import Kernels, Source
+from fp8ref.torch.kernels import fused
+from fp8ref.torch.linear.passes import TENSORS, Operand, Pass, load, save
+from fp8ref.torch.linear.spec import Spec
 
 __all__ = ["FIRST", "Part", "Tables", "Tensors", "bind", "numbered"]
 
@@ -26,6 +23,8 @@ BLOCK = 128
 FIRST = 5
 """How many tensors a function takes before those of its linears."""
 
+FUSED = ("tensorwise", "rowwise", "blockwise_1x128")
+"""The scales by which kernels cast a norm as they compute it."""
 
 Tensors = Sequence[Any]
 """Tensors, or None in place of those that a part does without."""
@@ -45,11 +44,16 @@ class Part:
     rotated   how many of the outputs are rotated, from the first.
     """
 
-    linears: tuple[_Spec, ...]
+    linears: tuple[Spec, ...]
     norm: Norm | None
     mlp: bool = False
     twice: bool = False
     rotated: int = 0
+
+    @property
+    def readers(self) -> int:
+        """How many of the linears read the part's input, from the first."""
+        return 2 if self.mlp else len(self.linears)
 
 
 @torch.compiler.assume_constant_result
@@ -57,7 +61,7 @@ def numbered(numbers: tuple[int, ...], eps: float | None, norm_twice: bool, mlp:
     """``bind`` of a part whose linears have these ``spec_number``s; dynamo calls it as it traces,
     with constants. more: the part's twice and rotated."""
     norm = None if eps is None else Norm(eps, norm_twice)
-    return bind(Part(tuple(map(_Spec.numbered, numbers)), norm, mlp, *more))
+    return bind(Part(tuple(map(Spec.numbered, numbers)), norm, mlp, *more))
 
 
 @functools.lru_cache(maxsize=256)
@@ -73,14 +77,93 @@ def bind(part: Part) -> type[torch.autograd.Function]:
         @staticmethod
         def forward(ctx, h: torch.Tensor, *tensors: torch.Tensor | None):
             ctx.set_materialize_grads(False)
-            return (_mlp if part.mlp else _projections)(ctx, part, h, tensors)
+            return _forward(ctx, part, h, tensors)
 
         @staticmethod
         def backward(ctx, *grads: torch.Tensor | None):
-            check_differentiated_once()
-            return (_mlp_backward if part.mlp else _projections_backward)(ctx, part, grads)
+            return _backward(ctx, part, grads)
 
     return PartFunction
+
+
+def _forward(ctx, part: Part, h: torch.Tensor, tensors: Tensors):
+    """(h + residual or None, *outputs); of an MLP its one output."""
+    linears = [
+        Pass.of(spec, tensors[FIRST - 1 + i * TENSORS :][:TENSORS])
+        for i, spec in enumerate(part.linears)
+    ]
+    x, n = _Input.of(part, h, tensors), part.readers
+    outputs, saved = _outputs(x.source(), linears[:n], h)
+    kept: Sequence[torch.Tensor] = ()
+    if part.mlp:
+        kept = outputs
+        outputs, more = _outputs(_product(part, *kept), linears[n:], h)
+        saved += more
+    elif part.rotated:
+        kept = [table.contiguous() for table in tensors[2:4]]
+        width = kept[0].shape[-1]  # [B, T, H D] -> [B, T, H, D]
+        outputs = [y.view(*y.shape[:-1], y.shape[-1] // width, width) for y in outputs]
+        for i in range(part.rotated):
+            outputs[i] = _rotated(part.linears[i], outputs[i], *kept)
+    save(ctx, linears, saved, (x.h, x.rstd, x.weight, *kept))
+    return None if tensors[0] is None else x.h, *outputs
+
+
+def _outputs(source: Source, linears: Sequence[Pass], h: torch.Tensor) -> tuple[list, list]:
+    """The outputs [..., N] of linears of one input, like h [..., K], and what each saves."""
+    inputs = source.shared("input", linears)
+    results = [each.output(a, h.shape, h.dtype) for each, a in zip(linears, inputs, strict=True)]
+    return [y for y, _ in results], [saved for _, saved in results]
+
+
+def _backward(ctx, part: Part, grads: Tensors) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of all inputs of a part's function."""
+    linears, (h, rstd, norm_weight, *kept) = load(ctx, part.linears)
+    x, n = _Input(part.norm, h, rstd, norm_weight), part.readers
+    needs = ctx.needs_input_grad
+    needs_x, needs_weights = any(needs[:3]), needs[FIRST::TENSORS]
+    grad_sum, *grad_outputs = grads
+    operands: Iterator[tuple[int, Operand]] = iter(())
+    grad_down: list[torch.Tensor | None] = [None] * (len(linears) - n)
+    if not part.mlp:
+        operands = _projected(part, linears, grad_outputs, kept)
+    elif (g := grad_outputs[0]) is not None:
+        down = enumerate(Source(g.device, lambda: [_rows(g)]).operands("grad_output", linears[n:]))
+        product, needed = _product(part, *kept), (True, *needs_weights[n:])
+        d, grad_down = _gradients(linears[n:], down, product, needed, g.dtype)
+        assert d is not None
+        both = _product_gradients(part, d, *kept).operands("grad_output", linears[:n])
+        operands = reversed(list(enumerate(both)))
+    needed = needs_x, *needs_weights[:n]
+    grad_x, grad_weights = _gradients(linears[:n], operands, x.source(), needed, x.h.dtype)
+    grad_h, grad_norm = x.gradients(grad_x, grad_sum)
+    results = [grad_h, grad_h, grad_norm, *[None] * (len(needs) - 3)]
+    results[FIRST::TENSORS] = [*grad_weights, *grad_down]
+    return tuple(grad if needed else None for grad, needed in zip(results, needs, strict=True))
+
+
+def _gradients(
+    linears: Sequence[Pass],
+    operands: Iterable[tuple[int, Operand]],
+    source: Source,
+    needed: Sequence[bool],
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+    """The gradients of linears' one input and of their weights, as far as they are needed.
+
+    operands  the numbers of linears, and the gradients of their outputs, from the last: so does
+              autograd add them up.
+    """
+    total: torch.Tensor | None = None
+    grad_weights: list[torch.Tensor | None] = [None] * len(linears)
+    for i, g in operands:
+        if needed[0]:
+            grad = linears[i].grad_input(g, dtype)
+            total = grad if total is None else total + grad
+        if needed[1 + i]:
+            x = linears[i].input
+            grad_weights[i] = linears[i].grad_weight(g, source.value if x is None else x, dtype)
+    return total, grad_weights
 
 
 @dataclass
@@ -99,13 +182,11 @@ class _Input:
 
     @classmethod
     def of(cls, part: Part, h: torch.Tensor, tensors: Tensors) -> "_Input":
+        """From the tensors of a part's function."""
         residual, weight = tensors[:2]
         norm = part.norm
-        kinds = ("tensorwise", "rowwise", "blockwise_1x128")
-        readers = part.linears[:2] if part.mlp else part.linears
-        if norm is None or not any(
-            fuses(spec, "input", h.device, k) for spec in readers for k in kinds
-        ):
+        casts = [spec.by_kernels("input", h.device) for spec in part.linears[: part.readers]]
+        if norm is None or not any(cast and cast.granularity in FUSED for cast in casts):
             s = h if residual is None else h + residual
             return cls(norm, s, None if norm is None else norm.rstd(s), weight)
         rows = _rows(h).contiguous()
@@ -118,36 +199,29 @@ class _Input:
             )
         return cls(norm, s.view(h.shape), factor.view(*h.shape[:-1], 1), weight, amax)
 
-    @property
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """What the backward pass needs."""
-        return self.h, self.rstd, self.weight
-
     def source(self) -> Source:
         """The input of the linears, [M, K]."""
-        rows, norm, rstd, weight = _rows(self.h), self.norm, self.rstd, self.weight
+        rows, norm = _rows(self.h), self.norm
         if norm is None:
-            return Source(rows.device, lambda: rows)
+            return Source(rows.device, lambda: [rows])
+        kernels = Kernels(
+            self._amax,
+            fused.norm_cast,
+            fused.norm_amax_lines,
+            fused.norm_cast_lines,
+            fused.norm_lines,
+        )
         return Source(
             rows.device,
-            lambda: _rows(norm.value(self.h, rstd, weight)),
-            lambda: self.amax,
-            self._cast,
-            lambda e5m2: self._by(fused.norm_lines)(e5m2=e5m2),
-            ByRows(lambda: self._by(fused.norm_amax_lines)(), self._by(fused.norm_cast_lines)),
+            lambda: [_rows(norm.value(self.h, self.rstd, self.weight))],
+            kernels,
+            (rows, self.rstd.flatten(), self.weight),
+            {"twice": norm.twice},
         )
 
-    def _by(self, operator: Callable[..., Any]) -> Callable[..., Any]:
-        """An operator of the norm, which takes scales and options."""
-        assert self.norm is not None
-        tensors = _rows(self.h), self.rstd.flatten(), self.weight
-        return functools.partial(operator, *tensors, twice=self.norm.twice)
-
-    def _cast(self, scale: torch.Tensor, e5m2: bool) -> Codes:
-        assert self.norm is not None
-        rows, factor = _rows(self.h), self.rstd.flatten()
-        tensors, twice = (rows, factor, self.weight, scale), self.norm.twice
-        return Codes._make((*fused.norm_cast(*tensors, e5m2=e5m2, twice=twice)[:2], self.amax))
+    def _amax(self, *tensors: torch.Tensor, twice: bool) -> torch.Tensor:
+        """As an operator of ``Kernels``: the amaxes that came with the statistics."""
+        return self.amax
 
     def gradients(
         self, g: torch.Tensor | None, grad_sum: torch.Tensor | None
@@ -164,271 +238,89 @@ class _Input:
         return grad_sum + g, grad_weight
 
 
-def _projections(ctx, part: Part, h: torch.Tensor, tensors: Tensors):
-    """(h + residual, *outputs) of linears of one input."""
-    linears = _linears(part, tensors)
-    x = _Input.of(part, h, tensors)
-    tables = (tensors[2].contiguous(), tensors[3].contiguous()) if part.rotated else None
-    inputs = operands(x.source(), "input", [(each.spec, each.states) for each in linears])
-    outputs, weights = [], []
-    for each, a in zip(linears, inputs, strict=True):
-        y, weight = each.output(a, h.shape, h.dtype)
-        outputs.append(y)
-        weights.append(weight)
-    if tables is not None:
-        width = tables[0].shape[-1]  # [B, T, H D] -> [B, T, H, D]
-        outputs = [y.view(*y.shape[:-1], y.shape[-1] // width, width) for y in outputs]
-        for i in range(part.rotated):
-            outputs[i] = _rotated(part.linears[i], outputs[i], tables)
-    saved = [each.saved_input(a) for each, a in zip(linears, inputs, strict=True)]
-    _keep(ctx, (x.tensors, tables, saved, weights), linears)
-    return _behind(tensors, x), *outputs
-
-
-def _projections_backward(ctx, part: Part, grads: Tensors):
-    (x_tensors, tables, inputs, weights), linears = _kept(ctx, part)
-    x = _Input(part.norm, *x_tensors)
-    source, (grad_sum, *grad_outputs) = x.source(), grads
-    grad_weights: list[torch.Tensor | None] = [None] * len(linears)
-    total = None
-    # autograd adds up the gradients of one input from the last linear to the first
-    for i in reversed(range(len(linears))):
-        g = grad_outputs[i]
-        if g is None:
-            continue
-        rotated_by = tables if i < part.rotated else None
-        operand = linears[i].grad_operand(_output_gradient(g, rotated_by))
-        if any(ctx.needs_input_grad[:3]):
-            one = linears[i].grad_input(operand, weights[i], g.dtype)
-            total = one if total is None else total + one
-        if ctx.needs_input_grad[FIRST + i * TENSORS]:
-            a = source.value if inputs[i] is None else inputs[i]
-            grad_weights[i] = linears[i].grad_weight(operand, a, g.dtype)
-    return _gradients(ctx, *x.gradients(total, grad_sum), grad_weights)
-
-
-def _rotated(spec: _Spec, y: torch.Tensor, tables: Tables) -> torch.Tensor:
+def _rotated(spec: Spec, y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Heads [B, T, H, D], rotated by tables."""
-    if choice.resolve(spec.kernels, y.device) and _is_power_of_two(y.shape[-1]):
-        return fused.rotate(y, *tables)
-    return operations.rotate(y, *_by_head(tables))
+    if spec.runs_kernels(y.device) and _is_power_of_two(y.shape[-1]):
+        return fused.rotate(y, cos, sin)
+    return operations.rotate(y, cos[:, None], sin[:, None])  # [T, D] -> [T, 1, D]
 
 
 def _is_power_of_two(width: int) -> bool:
     return not width & (width - 1)
 
 
-def _output_gradient(g: torch.Tensor, tables: Tables | None) -> Source:
-    """The gradient [M, N] of a linear's output, from that of the part's, [..., N] or heads
-    [B, T, H, D], which tables had rotated if there are any."""
-    if tables is None:
-        return Source(g.device, lambda: _rows(g if g.ndim != 4 else g.flatten(-2)))
-    cos, sin = tables
+def _projected(
+    part: Part, linears: Sequence[Pass], grads: Tensors, tables: Sequence[torch.Tensor]
+) -> Iterator[tuple[int, Operand]]:
+    """The gradients of linears' outputs as operands, from the last: of heads [B, T, H, D] that
+    tables had rotated, or [..., N]."""
+    for i in reversed(range(len(linears))):
+        if (g := grads[i]) is not None:
+            source = _rotary_gradient(g, *tables) if i < part.rotated else _rows_of_heads(g)
+            yield i, source.operands("grad_output", [linears[i]])[0]
 
-    def plain() -> torch.Tensor:
-        return _rows(operations.rotate_gradient(g, *_by_head(tables)).flatten(-2))
+
+def _rows_of_heads(g: torch.Tensor) -> Source:
+    """The gradient [M, N] of a linear's output, of heads [B, T, H, D] or [..., N]."""
+    return Source(g.device, lambda: [_rows(g if g.ndim != 4 else g.flatten(-2))])
+
+
+def _rotary_gradient(g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Source:
+    """The gradient [M, N] of a linear's output, from that of its rotated heads [B, T, H, D]."""
+
+    def plain() -> list[torch.Tensor]:
+        return [_rows(operations.rotate_gradient(g, cos[:, None], sin[:, None]).flatten(-2))]
 
     if g.stride(-1) != 1 or not _is_power_of_two(g.shape[-1]):
         return Source(g.device, plain)
-    return Source(
-        g.device,
-        plain,
-        lambda: fused.rotary_gradient_amax(g, cos, sin),
-        lambda scale, e5m2: Codes._make(fused.rotary_gradient_cast(g, cos, sin, scale, e5m2=e5m2)),
-        functools.partial(_rotated_lines, g, cos, sin) if g.shape[-1] == BLOCK else None,
-        ByRows(
-            lambda: fused.rotary_gradient_amax_lines(g, cos, sin),
-            functools.partial(fused.rotary_gradient_cast_lines, g, cos, sin),
-        ),
+    kernels = Kernels(
+        fused.rotary_gradient_amax,
+        fused.rotary_gradient_cast,
+        fused.rotary_gradient_amax_lines,
+        fused.rotary_gradient_cast_lines,
+        fused.rotary_gradient_lines if g.shape[-1] == BLOCK else None,
     )
-
-
-def _rotated_lines(g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, e5m2: bool):
-    return fused.rotary_gradient_lines(g, cos, sin, e5m2=e5m2)
-
-
-def _mlp(ctx, part: Part, h: torch.Tensor, tensors: Tensors):
-    """(h + residual, output [..., K]) of gate, up and down."""
-    gate, up, down = linears = _linears(part, tensors)
-    x = _Input.of(part, h, tensors)
-    inputs = operands(x.source(), "input", [(each.spec, each.states) for each in (gate, up)])
-    (y_gate, w_gate), (y_up, w_up) = (
-        each.output(a, h.shape, h.dtype) for each, a in zip((gate, up), inputs, strict=True)
-    )
-    product = _product(part, y_gate, y_up)
-    inputs += operands(product, "input", [(down.spec, down.states)])
-    out, w_down = down.output(inputs[2], h.shape, h.dtype)
-    saved = [each.saved_input(a) for each, a in zip(linears, inputs, strict=True)]
-    _keep(ctx, (x.tensors, (y_gate, y_up), saved, (w_gate, w_up, w_down)), linears)
-    return _behind(tensors, x), out
-
-
-def _mlp_backward(ctx, part: Part, grads: Tensors):
-    (x_tensors, outputs, inputs, weights), linears = _kept(ctx, part)
-    x = _Input(part.norm, *x_tensors)
-    grad_sum, grad_out = grads
-    if grad_out is None:
-        return _gradients(ctx, *x.gradients(None, grad_sum), [None] * 3)
-    dtype, source, needs = grad_out.dtype, x.source(), ctx.needs_input_grad
-    values = [source, source, _product(part, *outputs)]
-    grad_weights: list[torch.Tensor | None] = [None] * 3
-
-    def weight_gradient(i: int, g: _Operand) -> None:
-        if needs[FIRST + i * TENSORS]:
-            a = values[i].value if inputs[i] is None else inputs[i]
-            grad_weights[i] = linears[i].grad_weight(g, a, dtype)
-
-    g = linears[2].grad_operand(Source(grad_out.device, lambda: _rows(grad_out)))
-    grad_product = linears[2].grad_input(g, weights[2], dtype)
-    weight_gradient(2, g)
-    pair = _product_gradients(part, grad_product, outputs, linears)
-    total = None
-    for i in (1, 0):  # as autograd adds them up
-        g = linears[i].grad_operand(pair[i])
-        if any(needs[:3]):
-            one = linears[i].grad_input(g, weights[i], dtype)
-            total = one if total is None else total + one
-        weight_gradient(i, g)
-    return _gradients(ctx, *x.gradients(total, grad_sum), grad_weights)
+    return Source(g.device, plain, kernels, (g, cos, sin))
 
 
 def _product(part: Part, gate: torch.Tensor, up: torch.Tensor) -> Source:
     """silu(gate) * up, [M, N]."""
     gate, up = _rows(gate), _rows(up)
+    kernels = Kernels(
+        fused.swiglu_amax,
+        fused.swiglu_cast,
+        fused.swiglu_amax_lines,
+        fused.swiglu_cast_lines,
+        fused.swiglu_lines,
+    )
     return Source(
         gate.device,
-        lambda: operations.swiglu(gate, up, twice=part.twice),
-        lambda: fused.swiglu_amax(gate, up, twice=part.twice),
-        lambda scale, e5m2: Codes._make(
-            fused.swiglu_cast(gate, up, scale, e5m2=e5m2, twice=part.twice)
-        ),
-        lambda e5m2: fused.swiglu_lines(gate, up, e5m2=e5m2, twice=part.twice),
-        ByRows(
-            lambda: fused.swiglu_amax_lines(gate, up, twice=part.twice),
-            functools.partial(fused.swiglu_cast_lines, gate, up, twice=part.twice),
-        ),
+        lambda: [operations.swiglu(gate, up, twice=part.twice)],
+        kernels,
+        (gate, up),
+        {"twice": part.twice},
     )
 
 
-def _product_gradients(
-    part: Part, d: torch.Tensor, outputs: Sequence[torch.Tensor], linears: Sequence[Projection]
-) -> list[Source]:
+def _product_gradients(part: Part, d: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> Source:
     """The gradients of gate and up, [M, N], from that of their product, which one kernel casts."""
-    gate, up = map(_rows, outputs)
-    plain = functools.cache(lambda: operations.swiglu_gradient(d, gate, up, twice=part.twice))
-    amaxes = functools.cache(lambda: fused.swiglu_gradient_amaxes(d, gate, up, twice=part.twice))
-    pair = [
-        Source(d.device, lambda: plain()[0], lambda: amaxes()[0]),
-        Source(d.device, lambda: plain()[1], lambda: amaxes()[1]),
-    ]
-    scaled = [dataclasses.replace(each) for each in pair]  # what pair refers to, without a cycle
-    specs = [each.spec for each in linears[:2]]
-    fmts = {cast and cast.fmt for cast in (spec.recipe.grad_input.a for spec in specs)}
-
-    def casts_both(granularity: str) -> bool:
-        return len(fmts) == 1 and all(
-            fuses(spec, "grad_output", d.device, granularity) for spec in specs
-        )
-
-    if casts_both("rowwise"):
-        line_amaxes = functools.cache(
-            lambda: fused.swiglu_gradient_amax_lines(d, gate, up, twice=part.twice)
-        )
-
-        @functools.cache
-        def by_rows(e5m2: bool) -> tuple[torch.Tensor, ...]:
-            uses = [spec.pairs["grad_output"] for spec in specs]
-            lines = [
-                line.scale.contiguous()
-                for i in (0, 1)
-                for line in both_orders.line_scales(line_amaxes()[2 * i : 2 * i + 2], uses[i])
-            ]
-            return fused.swiglu_gradient_cast_lines(
-                d, gate, up, *lines, e5m2=e5m2, twice=part.twice
-            )
-
-        pair[0].by_rows = ByRows(lambda: line_amaxes()[:2], lambda *_, e5m2: by_rows(e5m2)[:2])
-        pair[1].by_rows = ByRows(lambda: line_amaxes()[2:], lambda *_, e5m2: by_rows(e5m2)[2:])
-    if casts_both("blockwise_1x128"):
-        lines = functools.cache(
-            lambda e5m2: fused.swiglu_gradient_lines(d, gate, up, e5m2=e5m2, twice=part.twice)
-        )
-        pair[0].lines, pair[1].lines = (lambda e5m2: lines(e5m2)[:6], lambda e5m2: lines(e5m2)[6:])
-    if not casts_both("tensorwise"):
-        return pair
-
-    @functools.cache
-    def codes(e5m2: bool) -> tuple[torch.Tensor, ...]:
-        scales = [
-            source.scale("grad_output", each.spec, each.states)[0]
-            for source, each in zip(scaled, linears, strict=False)
-        ]
-        return fused.swiglu_gradient_cast(d, gate, up, *scales, e5m2=e5m2, twice=part.twice)
-
-    pair[0].cast = lambda _, e5m2: Codes._make(codes(e5m2)[i] for i in (0, 1, 4))
-    pair[1].cast = lambda _, e5m2: Codes._make(codes(e5m2)[i] for i in (2, 3, 5))
-    return pair
+    gate, up = _rows(gate), _rows(up)
+    kernels = Kernels(
+        fused.swiglu_gradient_amaxes,
+        fused.swiglu_gradient_cast,
+        fused.swiglu_gradient_amax_lines,
+        fused.swiglu_gradient_cast_lines,
+        fused.swiglu_gradient_lines,
+    )
+    return Source(
+        d.device,
+        lambda: operations.swiglu_gradient(d, gate, up, twice=part.twice),
+        kernels,
+        (d, gate, up),
+        {"twice": part.twice},
+    )
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """[..., K] -> [M, K]."""
     return x.reshape(-1, x.shape[-1])
-
-
-def _by_head(tables: Tables) -> list[torch.Tensor]:
-    """[T, D] -> [T, 1, D]."""
-    return [table[:, None] for table in tables]
-
-
-def _linears(part: Part, tensors: Tensors) -> list[Projection]:
-    own = tensors[FIRST - 1 :]
-    return [
-        Projection.of(spec, tuple(own[i * TENSORS : (i + 1) * TENSORS]))
-        for i, spec in enumerate(part.linears)
-    ]
-
-
-def _behind(tensors: Tensors, x: _Input) -> torch.Tensor | None:
-    """The residual stream behind a part; None where nothing was added to its input."""
-    return None if tensors[0] is None else x.h
-
-
-def _keep(ctx, tree: Any, linears: Sequence[Projection]) -> None:
-    """Save a tree of tensors for the backward pass, and the linears."""
-    # Attributes, not saved tensors: other uses may write observations before the backward pass,
-    # which autograd would refuse.
-    ctx.seen = [each.states.seen for each in linears]
-    scales = [tuple(each.states.scales) for each in linears]
-    leaves, ctx.tree = pytree.tree_flatten((tree, scales))
-    ctx.others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    ctx.save_for_backward(*(leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves))
-
-
-def _kept(ctx, part: Part) -> tuple[Any, list[Projection]]:
-    """What ``_keep`` saved."""
-    leaves = [
-        other if tensor is None else tensor
-        for tensor, other in zip(ctx.saved_tensors, ctx.others, strict=True)
-    ]
-    tree, scales = pytree.tree_unflatten(leaves, ctx.tree)
-    linears = [
-        Projection(spec, _States(seen, each))
-        for spec, each, seen in zip(part.linears, scales, ctx.seen, strict=True)
-    ]
-    return tree, linears
-
-
-def _gradients(
-    ctx,
-    grad_h: torch.Tensor | None,
-    grad_norm: torch.Tensor | None,
-    grad_weights: Sequence[torch.Tensor | None],
-) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of all inputs of a function."""
-    grads: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
-    grads[:3] = [grad_h, grad_h, grad_norm]
-    for i, grad in enumerate(grad_weights):
-        grads[FIRST + i * TENSORS] = grad
-    return tuple(
-        grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=True)
-    )

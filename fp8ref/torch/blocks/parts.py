@@ -13,7 +13,7 @@ both orders in the pass that computes them, and never their values (spec M-11).
 import functools
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,11 +22,11 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref.torch.blocks.functions import Tables, numbered
 from fp8ref.torch.blocks.operations import Norm
-from fp8ref.torch.blocks.projection import KEPT
 from fp8ref.torch.delayed import delayed
-from fp8ref.torch.delayed import state_checks as delayed_checks
-from fp8ref.torch.kernels import choice
-from fp8ref.torch.linear.linear import ROLES, Linear, _Spec
+from fp8ref.torch.linear.cut import writable
+from fp8ref.torch.linear.linear import Linear
+from fp8ref.torch.linear.passes import zero_row
+from fp8ref.torch.linear.spec import Spec
 from fp8ref.torch.tensors import linear_input
 
 __all__ = ["NormModule", "any_hooked", "fuses", "hooked", "mlp", "projections", "unlike", "why_not"]
@@ -67,7 +67,7 @@ def projections(
     """
     first = (residual, norm.weight if norm else None, *(tables or (None, None)))
     function = _function(linears, norm, mlp=False, twice=False, rotated=rotated if tables else 0)
-    s, *outputs = function.apply(h, *first, *_tensors(h, linears))
+    s, *outputs = _apply(function, h, first, linears)
     return (h if residual is None else s), outputs
 
 
@@ -87,7 +87,7 @@ def mlp(
     """
     function = _function(linears, norm, mlp=True, twice=twice, rotated=0)
     first = (residual, norm.weight if norm else None, None, None)
-    s, output = function.apply(h, *first, *_tensors(h, linears))
+    s, output = _apply(function, h, first, linears)
     return (h if residual is None else s), output
 
 
@@ -113,7 +113,7 @@ def _log(reason: str) -> None:
 
 @torch.compiler.assume_constant_result
 def _kernels_cast(number: int, device: torch.device) -> bool:
-    return choice.resolve(_Spec.numbered(number).kernels, device)
+    return Spec.numbered(number).runs_kernels(device)
 
 
 def why_not(h: torch.Tensor, linears: Sequence[nn.Module], others: Sequence[nn.Module] = ()) -> str:
@@ -123,7 +123,7 @@ def why_not(h: torch.Tensor, linears: Sequence[nn.Module], others: Sequence[nn.M
     """
     if delayed.calibrating():
         return "delayed.calibrate runs the linears in high precision"
-    if not h.numel():
+    if not h.numel() and not any(each.groups.every for each in linears if isinstance(each, Linear)):
         return "there are no tokens (L-9)"
     if linear_input.autocast_dtype(h) is not None:
         return "torch.autocast is enabled"
@@ -178,20 +178,22 @@ def _function(
     return numbered(numbers, eps, norm_twice, mlp, twice, rotated)
 
 
-def _tensors(h: torch.Tensor, linears: Sequence[nn.Linear]) -> list[torch.Tensor | None]:
-    """The tensors of linears in a pass of h, as ``Linear.forward`` has them."""
+def _apply(
+    function: type[torch.autograd.Function],
+    h: torch.Tensor,
+    first: tuple[torch.Tensor | None, ...],
+    linears: Sequence[nn.Linear],
+) -> Sequence[Any]:
+    """A part's results. first: residual, the norm's weight, and tables."""
     linear_input.check_transforms("a part of a block in FP8", h)
-    tensors: list[torch.Tensor | None] = []
-    for linear in linears:
-        assert isinstance(linear, Linear)
-        w = linear_input.weight(linear, h)
-        observes = delayed.observes(linear)
-        states = [linear.state(role) for role in ROLES]
-        delayed_checks.check_pass(linear, linear.states, h, observes)
-        seen = [state.seen if observes and state else None for state in states]
-        if isinstance(w, Float8TrainingTensor):
-            seen[1] = None  # fp8_gather.FP8Gather has observed this rank's shard already
-        kept = () if linear.kept is None else linear.kept.serving(w, linear.fqn)
-        tensors += [w, *seen, *(state.scale if state else None for state in states)]
-        tensors += [linear.guesses(w.device)[1], *(kept or [None] * KEPT)]
-    return tensors
+    tensors = [x for linear in linears for x in linear.tensors(h)]  # type: ignore[operator]
+    if h.numel():
+        return function.apply(h, *first, *tensors)
+    # Other ranks merge the amaxes of their parts (L-9): a row of zeros runs.
+    residual, weight, *tables = first
+    one = residual if residual is None else zero_row(residual)[None]
+    ends = [table if table is None else table.new_zeros(1, table.shape[-1]) for table in tables]
+    results = function.apply(zero_row(h)[None], one, weight, *ends, *tensors)  # [1, 1, ...]
+    return [
+        y if y is None else writable(y[0, :0].reshape(*h.shape[:-1], *y.shape[2:])) for y in results
+    ]

@@ -1,139 +1,142 @@
 """Values of a block before they are cast: computed and cast in one pass where kernels are on, else
 computed, rounded and cast as a linear casts its operands, to the same codes (spec M-11)."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
-from fp8ref.recipe import ROLES, Role
-from fp8ref.torch.delayed import delayed
-from fp8ref.torch.kernels import casts, choice
+from fp8ref.recipe import ROLES, CastSpec, Role
 from fp8ref.torch.linear import both_orders
-from fp8ref.torch.linear.linear import _Operand, _operand, _Spec, _States
+from fp8ref.torch.linear.both_orders import Pair
+from fp8ref.torch.linear.passes import Operand, Pass
 from fp8ref.torch.quantize import scales, scaling
+from fp8ref.torch.quantize.scales import Scales
 
-__all__ = ["Codes", "Source", "fuses", "operands"]
-
-
-class Codes(NamedTuple):
-    """What a kernel returns: codes [M, K], transposed codes [K, M], and partial amaxes."""
-
-    codes: torch.Tensor
-    transposed: torch.Tensor
-    parts: torch.Tensor
+__all__ = ["Kernels", "Source"]
 
 
-class ByRows(NamedTuple):
-    """Kernels that cast a value by rows and columns.
+class Kernels(NamedTuple):
+    """Operators of ``kernels.fused`` that compute n values and cast them, all in one pass.
 
-    amaxes    as ``kernels.casts.amax_lines``.
-    cast      as ``kernels.casts.cast_lines``.
+    amax          -> partial amaxes of each.
+    cast          with a scale () of each -> codes and transposed codes of each, then partial
+                  amaxes of each.
+    amax_lines    -> partial amaxes of rows and columns of each.
+    cast_lines    with scales of rows and columns of each -> codes and transposed codes of each.
+    lines         -> as ``kernels.casts.lines``, of each; or None.
     """
 
-    amaxes: Callable[[], Sequence[torch.Tensor]]
-    cast: Callable[..., Sequence[torch.Tensor]]
+    amax: Callable[..., Any]
+    cast: Callable[..., Any]
+    amax_lines: Callable[..., Any]
+    cast_lines: Callable[..., Any]
+    lines: Callable[..., Any] | None
 
 
 @dataclass
 class Source:
-    """A value [M, K] that is computed where it is needed.
+    """Values [M, K] that are computed where they are needed: one, or two that one kernel casts.
 
-    device    where it is.
-    compute   returns it in high precision.
-    amax      returns its partial amaxes, by a kernel.
-    cast      casts it by a scale (), to e5m2 or else to e4m3fn, by a kernel; None: no kernel does.
-    lines     casts it by blocks of 1 x 128 along both axes: as ``kernels.casts.lines``, or None.
-    by_rows   casts it by a scale for each row, and transposed for each column, or None.
+    device    where they are.
+    compute   returns them in high precision.
+    kernels   what casts them, if anything does, from tensors, with options.
     """
 
     device: torch.device
-    compute: Callable[[], torch.Tensor]
-    amax: Callable[[], torch.Tensor] | None = None
-    cast: Callable[[torch.Tensor, bool], Codes] | None = None
-    lines: Callable[[bool], Sequence[torch.Tensor]] | None = None
-    by_rows: ByRows | None = None
-    _value: torch.Tensor | None = None
-    _parts: torch.Tensor | None = None
+    compute: Callable[[], Sequence[torch.Tensor]]
+    kernels: Kernels | None = None
+    tensors: tuple[torch.Tensor, ...] = ()
+    options: Mapping[str, bool] = field(default_factory=dict)
+
+    @functools.cached_property
+    def values(self) -> Sequence[torch.Tensor]:
+        """The values in high precision, computed once."""
+        return self.compute()
 
     @property
     def value(self) -> torch.Tensor:
-        """The value in high precision, computed once."""
-        if self._value is None:
-            self._value = self.compute()
-        return self._value
+        """The one value in high precision."""
+        return self.values[0]
 
-    def operand(self, role: Role, spec: _Spec, states: _States) -> _Operand:
-        """The value as a linear's operand, observed by its state."""
-        if self.lines is not None and fuses(spec, role, self.device, "blockwise_1x128"):
-            cast = spec.pairs[role][0].cast
-            assert cast is not None
-            codes, transposed, *four = self.lines(cast.fmt.name == "e5m2")
-            pair = both_orders.pair(cast, (codes, *four[:2], transposed, *four[2:]))
-            return _Operand(role, pair.rows, None, pair.columns)
-        if self.by_rows is not None and fuses(spec, role, self.device, "rowwise"):
-            cast = spec.pairs[role][0].cast
-            assert cast is not None
-            rows, columns = both_orders.line_scales(self.by_rows.amaxes(), spec.pairs[role])
-            factors = rows.scale.contiguous(), columns.scale.contiguous()
-            by_rows = self.by_rows.cast(*factors, e5m2=cast.fmt.name == "e5m2")
-            pair = both_orders.pair(cast, (by_rows[0], *rows, by_rows[1], *columns))
-            return _Operand(role, pair.rows, None, pair.columns)
-        if self.cast is None or not fuses(spec, role, self.device):
-            return _operand(spec, role, self.value, states)
-        scale, scale_inv = self.scale(role, spec, states)
-        cast = spec.pairs[role][0].cast
-        assert cast is not None
-        codes, transposed, self._parts = self.cast(scale, cast.fmt.name == "e5m2")
-        pair = both_orders.pair(cast, (codes, scale, scale_inv, transposed, scale, scale_inv))
-        if (seen := states.seen[ROLES.index(role)]) is not None:
-            self.observe(seen)
-        return _Operand(role, pair.rows, states.scales[ROLES.index(role)], pair.columns)
+    def shared(self, role: Role, linears: Sequence[Pass]) -> list[Operand]:
+        """The one value as an operand of several linears; those of one scale, whose state is one,
+        or that compute the same scale, cast and observe it once."""
+        operands: dict[tuple, Operand] = {}
+        keys = []
+        for linear in linears:
+            scale = linear.scales[ROLES.index(role)]
+            number = None if scale is None else id(scale)
+            key = linear.spec.role_uses[role], linear.spec.kernels, number
+            keys.append(key)
+            if key not in operands:
+                (operands[key],) = self.operands(role, [linear])
+        return [operands[key] for key in keys]
 
-    def scale(self, role: Role, spec: _Spec, states: _States) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scale () and scale_inv () of a kernel's cast: the state's, or by the value's amax."""
-        delayed_scale = states.scales[ROLES.index(role)]
-        if delayed_scale is not None:
-            return delayed_scale, delayed_scale.reciprocal()
-        use = spec.pairs[role][0]
-        assert self.amax is not None
-        assert use.cast is not None
-        amax = self.amax().amax().view(torch.float32)
-        if use.group is not None:
-            amax = scaling.merge_amax(amax, use.group)
-        return scales.scales_from_amax(amax, use.cast.fmt, use.cast.policy)
+    def operands(self, role: Role, linears: Sequence[Pass]) -> list[Operand]:
+        """Each value as an operand of a linear of its own, observed."""
+        casts = {linear.spec.by_kernels(role, self.device) for linear in linears}
+        cast = casts.pop()
+        pairs = None
+        if cast is not None and not casts:
+            pairs = self._cast(role, cast, linears)
+        if pairs is None:
+            return [
+                linear.operand(role, value)
+                for linear, value in zip(linears, self.values, strict=True)
+            ]
+        return [linear.observed(role, pair) for linear, pair in zip(linears, pairs, strict=True)]
 
-    def observe(self, seen: torch.Tensor) -> None:
-        """Merge the value's observation into seen, after the cast."""
-        if self._parts is None:
-            delayed.merge_(seen, self.value)
-        else:
-            casts.merge_(seen, self._parts)
+    def _cast(self, role: Role, cast: CastSpec, linears: Sequence[Pass]) -> list[Pair] | None:
+        """The values, cast by kernels of their own; None if there are none for this cast."""
+        kernels, e5m2, numbers = self.kernels, cast.fmt.name == "e5m2", range(len(linears))
+        if kernels is None:
+            return None
+        if cast.granularity == "blockwise_1x128" and kernels.lines is not None:
+            results = kernels.lines(*self.tensors, e5m2=e5m2, **self.options)
+            six = [results[6 * i : 6 * i + 6] for i in numbers]
+            return [
+                both_orders.pair(cast, (codes, *four[:2], transposed, *four[2:]))
+                for codes, transposed, *four in six
+            ]
+        if cast.granularity == "rowwise":
+            amaxes = kernels.amax_lines(*self.tensors, **self.options)
+            lines = [
+                both_orders.line_scales(amaxes[2 * i : 2 * i + 2], linears[i].spec.pairs[role])
+                for i in numbers
+            ]
+            factors = [line.scale.contiguous() for both in lines for line in both]
+            codes = kernels.cast_lines(*self.tensors, *factors, e5m2=e5m2, **self.options)
+            return [
+                both_orders.pair(cast, (codes[2 * i], *rows, codes[2 * i + 1], *columns))
+                for i, (rows, columns) in enumerate(lines)
+            ]
+        if cast.granularity == "tensorwise":
+            whole = self._scales(role, linears, kernels)
+            factors = [scale for scale, _ in whole]
+            results = kernels.cast(*self.tensors, *factors, e5m2=e5m2, **self.options)
+            parts = results[2 * len(linears) :]
+            return [
+                both_orders.pair(cast, (results[2 * i], *both, results[2 * i + 1], *both), parts[i])
+                for i, both in enumerate(whole)
+            ]
+        return None
 
-
-def fuses(spec: _Spec, role: Role, device: torch.device, granularity: str = "tensorwise") -> bool:
-    """Whether kernels cast a role's value, by scales of this granularity, in the pass that computes
-    it."""
-    if role not in spec.pairs or not choice.resolve(spec.kernels, device):
-        return False
-    cast = spec.pairs[role][0].cast
-    return cast is not None and cast.granularity == granularity
-
-
-def operands(
-    source: Source, role: Role, linears: Sequence[tuple[_Spec, _States]]
-) -> list[_Operand]:
-    """A value as an operand of several linears; those of one scale, whose state is one, or that
-    compute the same scale, cast and observe it once."""
-    place = ROLES.index(role)
-    cast: dict[tuple, _Operand] = {}
-    found = []
-    for spec, states in linears:
-        scale = states.scales[place]
-        uses = tuple(use for (_, each), use in spec.uses.items() if each == role)
-        key = uses, spec.kernels, None if scale is None else id(scale)
-        if key not in cast:
-            cast[key] = source.operand(role, spec, states)
-        found.append(cast[key])
-    return found
+    def _scales(self, role: Role, linears: Sequence[Pass], kernels: Kernels) -> list[Scales]:
+        """The scale () and scale_inv () of each value: the state's, or by the value's amax."""
+        delayed = [linear.scales[ROLES.index(role)] for linear in linears]
+        known = [Scales(scale, scale.reciprocal()) for scale in delayed if scale is not None]
+        if known:
+            return known
+        parts = kernels.amax(*self.tensors, **self.options)
+        by_amax = []
+        for linear, each in zip(linears, [parts] if len(linears) == 1 else parts, strict=True):
+            use = linear.spec.pairs[role][0]
+            assert use.cast is not None
+            amax = each.amax().view(torch.float32)
+            if use.group is not None:
+                amax = scaling.merge_amax(amax, use.group)
+            by_amax.append(scales.scales_from_amax(amax, use.cast.fmt, use.cast.policy))
+        return by_amax

@@ -24,8 +24,9 @@ from fp8ref.torch.experts import selection as experts_selection
 from fp8ref.torch.gemm import gemm
 from fp8ref.torch.kernels import choice as kernel_choice
 from fp8ref.torch.linear import torchao_linear
-from fp8ref.torch.linear.linear import casts_by_kernels, check_recipe
+from fp8ref.torch.linear.linear import check_recipe
 from fp8ref.torch.linear.model_checks import check_model
+from fp8ref.torch.linear.spec import casts_by_kernels
 from fp8ref.torch.model import report as reports
 from fp8ref.torch.model.convert_checks import check_linear, device_of
 

@@ -16,7 +16,7 @@ from fp8ref.recipe import OPERANDS, REDUCED_AXES
 from fp8ref.torch.experts import grouped
 from fp8ref.torch.experts import operands as grouped_operands
 from fp8ref.torch.experts.layer import GroupedLinear
-from fp8ref.torch.linear import linear
+from fp8ref.torch.linear import passes
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.tensors.local_part import local_part
 
@@ -76,13 +76,13 @@ def observe_gemms(
         if before:
             keep_grad_output = functools.partial(reporter.keep_grad_output, name)
             handles.append(module.register_forward_hook(keep_grad_output))
-    linear.observers.append(reporter.multiplied)
+    passes.observers.append(reporter.multiplied)
     grouped.observers.append(reporter.multiplied_groups)
     try:
         with reporter:
             yield
     finally:
-        linear.observers.remove(reporter.multiplied)
+        passes.observers.remove(reporter.multiplied)
         grouped.observers.remove(reporter.multiplied_groups)
         for handle in handles:
             handle.remove()

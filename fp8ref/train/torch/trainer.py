@@ -23,7 +23,7 @@ from fp8ref.torch.attention import observer as attention_observer
 from fp8ref.torch.attention import statistics as attention_stats
 from fp8ref.torch.delayed import delayed
 from fp8ref.torch.kernels import choice
-from fp8ref.torch.linear.linear import roles_by_kernels
+from fp8ref.torch.linear.spec import roles_by_kernels
 from fp8ref.torch.model.parallel import AXES
 from fp8ref.torch.observe import statistics as stats
 from fp8ref.torch.observe.gemms import group_gemms, observe_gemms

@@ -4,7 +4,8 @@ import gc
 
 import pytest
 import torch
-from torch import nn
+from helpers.processes.ranks import run as run_ranks
+from torch import distributed, nn
 from torch.nn import functional
 
 from fp8ref.recipe import RECIPES, trained_recipes
@@ -16,11 +17,13 @@ from fp8ref.torch.linear.linear import Linear
 from fp8ref.train.torch.llama.llama import Layer
 
 FP8 = [name for name, recipe in trained_recipes().items() if recipe.fp8]
+GROUP = "0"
+"""torch's name of the group of all ranks."""
 SIZES = {"hidden_size": 256, "intermediate_size": 128, "num_attention_heads": 2}
 TOKENS = 24
 
 
-def layer(recipe, *, kernels="plain", **keys):
+def layer(recipe, *, kernels="plain", group=None, **keys):
     """A block of the trainer's Llama in bfloat16, by fp8ref's own linears."""
     torch.manual_seed(0)
     sizes = SIZES | {"num_key_value_heads": 1} | keys
@@ -31,7 +34,7 @@ def layer(recipe, *, kernels="plain", **keys):
     for name, linear in list(made.named_modules()):
         if isinstance(linear, nn.Linear):
             parent, _, key = name.rpartition(".")
-            converted = Linear.of(linear, recipe, kernels=kernels)
+            converted = Linear.of(linear, recipe, group, kernels)
             setattr(made.get_submodule(parent), key, converted)
     return made
 
@@ -196,11 +199,11 @@ def test_linears_with_one_state_cast_and_observe_once(monkeypatch):
     blocks = [layer("delayed", kernels="triton") for _ in "ab"]
     gate, up, _ = blocks[1].mlp.linears
     up.states["input"].first = (gate.states["input"],)
-    operand, counts, found = sources.Source.operand, [], []
+    operands, counts, found = sources.Source.operands, [], []
     for block in blocks:
         roles = []
         with monkeypatch.context() as patch:
-            patch.setattr(sources.Source, "operand", noted(operand, roles))
+            patch.setattr(sources.Source, "operands", noted(operands, roles))
             found.append(results(block, Layer.forward, tokens=8))
         counts.append(roles.count("input"))
     assert counts == [6, 5]  # of q, k, v, gate and up, each by a state of its own; and SwiGLU's
@@ -209,10 +212,10 @@ def test_linears_with_one_state_cast_and_observe_once(monkeypatch):
     assert not differing(*states)
 
 
-def noted(operand, roles):
+def noted(operands, roles):
     def run(source, role, *arguments):
         roles.append(role)
-        return operand(source, role, *arguments)
+        return operands(source, role, *arguments)
 
     return run
 
@@ -403,3 +406,17 @@ def test_a_compiled_part_is_the_eager_one(kernels):
     block.zero_grad()
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     assert not differing(eager, mlp_results(TransformersMLP(block), compiled))
+
+
+def without_tokens(recipe):
+    """Gradients of a block in FP8, of which the second of two ranks has no tokens."""
+    block, rank = layer(recipe, kernels="triton", group=GROUP), distributed.get_rank()
+    return results(block, Layer.forward, tokens=0 if rank else 8)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_rank_without_tokens_merges_amaxes_as_often(recipe):  # L-9, P-2
+    first, second = run_ranks(2, without_tokens, recipe)
+    alone = results(layer(recipe), Layer.forward, tokens=8)
+    assert not differing(alone, first)
+    assert not any(second[name].any() for name in second if name.endswith("weight"))

@@ -15,7 +15,7 @@ from fp8ref.torch.gemm import gemm
 from fp8ref.torch.kernels import casts
 from fp8ref.torch.linear import both_orders
 from fp8ref.torch.linear.both_orders import Use
-from fp8ref.torch.linear.linear import casts_by_kernels
+from fp8ref.torch.linear.spec import casts_by_kernels
 from fp8ref.torch.quantize import scaling
 
 POWERS = CastSpec(fmt=E4M3FN, policy=POLICIES["torchao_pow2"])

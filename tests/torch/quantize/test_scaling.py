@@ -17,7 +17,7 @@ from fp8ref.recipe import OPERANDS
 from fp8ref.sim.quantize import cast as sim_cast
 from fp8ref.sim.quantize import scaling as sim
 from fp8ref.torch.linear import linear as layer
-from fp8ref.torch.linear import torchao_linear
+from fp8ref.torch.linear import passes, torchao_linear
 from fp8ref.torch.model import convert
 from fp8ref.torch.quantize import cast, float_values, scaling
 from fp8ref.torch.quantize.scaling import Groups
@@ -229,9 +229,9 @@ def operands(model, x, g):
             for role, q in zip(OPERANDS[which], (a, b), strict=True)
         }
     )
-    layer.observers.append(observer)
+    passes.observers.append(observer)
     model(x.requires_grad_()).backward(g)
-    layer.observers.remove(observer)
+    passes.observers.remove(observer)
     return found
 
 

@@ -1,0 +1,123 @@
+"""What is constant of a linear, and how each of its GEMMs takes its operands (spec L-2, L-3)."""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import distributed
+from torch.distributed.distributed_c10d import _get_default_store
+
+from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, CastSpec, Gemm, Recipe, Role
+from fp8ref.shared.errors import require
+from fp8ref.spec.kernels import Choice
+from fp8ref.torch.delayed import rank_checks
+from fp8ref.torch.kernels import choice
+from fp8ref.torch.linear import both_orders
+from fp8ref.torch.linear.both_orders import Use
+from fp8ref.torch.quantize.scaling import Groups
+
+__all__ = ["Spec", "casts_by_kernels", "roles_by_kernels"]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A linear's constants: recipe, process groups that share amaxes, and what casts. autocast: the
+    weight was cast to torch.autocast's dtype for this pass; nothing else keeps it. sharded: FSDP2
+    frees the weight after this pass, and codes kept for the backward pass would fill its place."""
+
+    recipe: Recipe
+    groups: Groups
+    kernels: Choice
+    autocast: bool = False
+    sharded: bool = False
+
+    @classmethod
+    def numbered(cls, number: int) -> "Spec":
+        """The spec of a ``number``, which dynamo reads as a constant."""
+        return list(_NUMBERS)[number]
+
+    @property
+    def number(self) -> int:
+        """The number of equal specs in this process."""
+        return _NUMBERS.setdefault(self, len(_NUMBERS))
+
+    @functools.cached_property
+    def uses(self) -> dict[tuple[Gemm, Role], Use]:
+        """How each GEMM takes both its operands."""
+        uses = {}
+        for which, spec in self.recipe.gemms.items():
+            operands = zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True)
+            for role, cast, axis in operands:
+                group = self.groups.sharing(role, cast.granularity, axis - 2) if cast else None
+                uses[which, role] = Use(cast, axis - 2, group, ragged=which == "grad_weight")
+        return uses
+
+    @functools.cached_property
+    def role_uses(self) -> dict[Role, tuple[Use, Use]]:
+        """How both GEMMs of a role take its tensor, in the order of a step."""
+        uses = {r: [use for (_, role), use in self.uses.items() if role == r] for r in ROLES}
+        return {role: (first, second) for role, (first, second) in uses.items()}
+
+    @functools.cached_property
+    def cast_once(self) -> dict[Role, CastSpec | None]:
+        """The cast of each role whose two GEMMs take the same codes (L-3); None of any other."""
+        return {
+            role: first.cast if self.recipe.serves_both(role) else None
+            for role, (first, _) in self.role_uses.items()
+        }
+
+    @functools.cached_property
+    def pairs(self) -> dict[Role, tuple[Use, Use]]:
+        """``role_uses`` of the roles that kernels can cast once for both."""
+        return {
+            role: uses for role, uses in self.role_uses.items() if both_orders.is_supported(uses)
+        }
+
+    def runs_kernels(self, device: torch.device) -> bool:
+        """Whether Triton kernels cast on a device, and on all ranks that share amaxes.
+
+        ValueError: as ``choice.explain``; another rank does otherwise.
+        """
+        return _run_kernels(self.kernels, device, self.groups.every)
+
+    def by_kernels(self, role: Role, device: torch.device) -> CastSpec | None:
+        """The cast of a role's tensor for both its GEMMs, if kernels do it on a device."""
+        if role not in self.pairs or not self.runs_kernels(device):
+            return None
+        return self.pairs[role][0].cast
+
+
+_NUMBERS: dict[Spec, int] = {}
+
+
+@functools.cache
+def _run_kernels(kernels: Choice, device: torch.device, group: str | None) -> bool:
+    """``Spec.runs_kernels`` for the ranks of a group, by name.
+
+    Kernels merge amaxes another number of times than plain operations: ranks that differ would
+    hang, or take one amax for another. The first rank writes to the store of the job what it does;
+    others compare theirs with it. No rank waits for another.
+    """
+    own = choice.explain(kernels, device)
+    if group is None or not rank_checks.several_ranks() or distributed.get_backend() == "fake":
+        return own.triton
+    key = f"fp8ref/kernels/{group}/{kernels}/{device.type}"
+    what = "Triton kernels" if own.triton else "plain operations"
+    first = _get_default_store().compare_set(key, "", what).decode()
+    require(
+        first == what,
+        f"ranks that share amaxes cast by one kind of kernels; on this rank {what} cast "
+        f"({own.reason}), on another one {first}. Use kernels 'plain' on every rank, which gives "
+        "the same bits.",
+    )
+    return own.triton
+
+
+def casts_by_kernels(recipe: Recipe) -> bool:
+    """Whether Triton kernels, where they run, cast every operand of a recipe."""
+    return len(roles_by_kernels(recipe)) == len(ROLES)
+
+
+def roles_by_kernels(recipe: Recipe) -> frozenset[Role]:
+    """The roles whose tensors Triton kernels, where they run, cast for both GEMMs at once."""
+    return frozenset(Spec(recipe, Groups(), "auto").pairs)
