@@ -83,9 +83,10 @@ def _linear(i: int):
 
     from fp8ref.recipe import RECIPES
     from fp8ref.torch.linear import linear
+    from fp8ref.torch.linear.spec import Spec
 
     return linear._bind(
-        linear._Spec(dataclasses.replace(RECIPES["rowwise"], name=f"recipe{i}"), None, "plain")
+        Spec(dataclasses.replace(RECIPES["rowwise"], name=f"recipe{i}"), None, "plain")
     )
 
 

@@ -10,6 +10,7 @@ from fp8ref.spec.attention.variants import Variant
 from fp8ref.torch.attention.observer import multiplying
 from fp8ref.torch.attention.operands.operands import Tile
 from fp8ref.torch.gemm import batched as batched_gemm
+from fp8ref.torch.quantize import cast
 
 
 def matmul(a: Tensor, b: Tensor, variant: Variant) -> Tensor:
@@ -19,7 +20,7 @@ def matmul(a: Tensor, b: Tensor, variant: Variant) -> Tensor:
     Order:    that of the library. FP8 codes: a GEMM for each of [...], as torch._scaled_mm takes
               matrices. Numbers of higher precision: one batched GEMM, in float32, or float64.
     """
-    codes = a.dtype in batched_gemm.FORMATS
+    codes = a.dtype in cast.FORMATS
     if not codes and not (a.dtype == torch.bfloat16 and a.is_cuda):
         wide = torch.float64 if a.dtype == torch.float64 else torch.float32
         return torch.matmul(a.to(wide), b.to(wide).transpose(-1, -2))

@@ -204,17 +204,10 @@ class _Input:
         rows, norm = _rows(self.h), self.norm
         if norm is None:
             return Source(rows.device, lambda: [rows])
-        kernels = Kernels(
-            self._amax,
-            fused.norm_cast,
-            fused.norm_amax_lines,
-            fused.norm_cast_lines,
-            fused.norm_lines,
-        )
         return Source(
             rows.device,
             lambda: [_rows(norm.value(self.h, self.rstd, self.weight))],
-            kernels,
+            Kernels.of("norm")._replace(amax=self._amax),
             (rows, self.rstd.flatten(), self.weight),
             {"twice": norm.twice},
         )
@@ -273,30 +266,19 @@ def _rotary_gradient(g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> S
 
     if g.stride(-1) != 1 or not _is_power_of_two(g.shape[-1]):
         return Source(g.device, plain)
-    kernels = Kernels(
-        fused.rotary_gradient_amax,
-        fused.rotary_gradient_cast,
-        fused.rotary_gradient_amax_lines,
-        fused.rotary_gradient_cast_lines,
-        fused.rotary_gradient_lines if g.shape[-1] == BLOCK else None,
-    )
+    kernels = Kernels.of("rotary_gradient")
+    if g.shape[-1] != BLOCK:
+        kernels = kernels._replace(lines=None)
     return Source(g.device, plain, kernels, (g, cos, sin))
 
 
 def _product(part: Part, gate: torch.Tensor, up: torch.Tensor) -> Source:
     """silu(gate) * up, [M, N]."""
     gate, up = _rows(gate), _rows(up)
-    kernels = Kernels(
-        fused.swiglu_amax,
-        fused.swiglu_cast,
-        fused.swiglu_amax_lines,
-        fused.swiglu_cast_lines,
-        fused.swiglu_lines,
-    )
     return Source(
         gate.device,
         lambda: [operations.swiglu(gate, up, twice=part.twice)],
-        kernels,
+        Kernels.of("swiglu"),
         (gate, up),
         {"twice": part.twice},
     )
@@ -305,17 +287,10 @@ def _product(part: Part, gate: torch.Tensor, up: torch.Tensor) -> Source:
 def _product_gradients(part: Part, d: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> Source:
     """The gradients of gate and up, [M, N], from that of their product, which one kernel casts."""
     gate, up = _rows(gate), _rows(up)
-    kernels = Kernels(
-        fused.swiglu_gradient_amaxes,
-        fused.swiglu_gradient_cast,
-        fused.swiglu_gradient_amax_lines,
-        fused.swiglu_gradient_cast_lines,
-        fused.swiglu_gradient_lines,
-    )
     return Source(
         d.device,
         lambda: operations.swiglu_gradient(d, gate, up, twice=part.twice),
-        kernels,
+        Kernels.of("swiglu_gradient")._replace(amax=fused.swiglu_gradient_amaxes),
         (d, gate, up),
         {"twice": part.twice},
     )

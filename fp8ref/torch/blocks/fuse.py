@@ -149,7 +149,9 @@ def fuse(model: nn.Module) -> dict[str, str]:
         if not reason:
             block, _, key = name.rpartition(".")
             norm = _deferred_norm(model.get_submodule(block), key, parents) if name else None
-            _change(module, kind, names, norm)
+            read = _input_name(module, names, kind)
+            module.__class__ = _fused_class(type(module), kind, names if kind is _Attention else ())  # type: ignore[arg-type]
+            module.fused = _Fused(names, () if norm is None else (norm,), read)  # type: ignore[assignment]
             first, *others = names[: 2 if kind is _MLP else 3]
             shared_inputs.share(module, dict.fromkeys(others, first))
             steps = [*names[:-1], "SwiGLU", names[-1]] if kind is _MLP else names
@@ -193,12 +195,18 @@ def _obstacle(module: nn.Module, names: tuple[str, ...], kind: type[_Module]) ->
     first, *others = [each.spec for each in linears if isinstance(each, Linear)]
     if any(spec != first for spec in others):
         return "its linears differ in recipe"
-    if kind is _MLP and not forms.swiglu_input(module, names):
-        return f"the forward of {type(module).__name__} is not down(silu(gate(x)) * up(x))"
-    if kind is _Attention and not forms.input_name(module, names):
-        return f"the forward of {type(module).__name__} reads its input by more than its linears"
+    if not _input_name(module, names, kind):
+        does = "is not down(silu(gate(x)) * up(x))"
+        if kind is _Attention:
+            does = "reads its input by more than its linears"
+        return f"the forward of {type(module).__name__} {does}"
     hooked = next((each for each in (module, *linears) if each and parts.hooked(each)), None)
     return f"a {type(hooked).__name__} has hooks" if hooked is not None else ""
+
+
+def _input_name(module: nn.Module, names: tuple[str, ...], kind: type[_Module]) -> str:
+    """The parameter of a forward that a part can stand for; "" of another one."""
+    return (forms.swiglu_input if kind is _MLP else forms.input_name)(module, names)
 
 
 def _deferred_norm(block: nn.Module, reader: str, parents: Counter) -> "_Norm | None":
@@ -208,31 +216,17 @@ def _deferred_norm(block: nn.Module, reader: str, parents: Counter) -> "_Norm | 
     constants = None if norm is None or parts.hooked(norm) else forms.norm_constants(norm)
     if norm is None or constants is None or parents[norm] > 1:
         return None
-    norm.__class__ = _fused_class(type(norm), _Norm, ())
+    norm.__class__ = _fused_class(type(norm), _Norm, ())  # type: ignore[arg-type]
     norm.constants, norm.place = constants, (block, reader)  # type: ignore[assignment]
     return norm  # type: ignore[return-value]
 
 
-def _change(
-    module: nn.Module, kind: type[_Module], names: tuple[str, ...], norm: "_Norm | None"
-) -> None:
-    """Give a module the class of a fused one."""
-    read = (forms.swiglu_input if kind is _MLP else forms.input_name)(module, names)
-    module.__class__ = _fused_class(type(module), kind, names if kind is _Attention else ())
-    module.fused = _Fused(names, () if norm is None else (norm,), read)  # type: ignore[assignment]
-
-
-_classes: dict[tuple, type] = {}
-
-
+@functools.cache
 def _fused_class(base: type, kind: type, read: tuple[str, ...]) -> type:
     """The class of fused modules of a class; read: the linears whose results it is given."""
-    key = base, kind, read
-    if key not in _classes:
-        names = {name: _reading(name) for name in read}
-        more = {"__module__": base.__module__, "__reduce__": _reduce, _MADE_OF: key}
-        _classes[key] = type(base.__name__, (kind, base), names | more)
-    return _classes[key]
+    names = {name: _reading(name) for name in read}
+    more = {"__module__": base.__module__, "__reduce__": _reduce, _MADE_OF: (base, kind, read)}
+    return type(base.__name__, (kind, base), names | more)
 
 
 def _reduce(module: nn.Module) -> tuple:

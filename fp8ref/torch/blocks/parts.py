@@ -65,9 +65,8 @@ def projections(
     residual, norm, tables
               None: not added, normalized or rotated.
     """
-    first = (residual, norm.weight if norm else None, *(tables or (None, None)))
-    function = _function(linears, norm, mlp=False, twice=False, rotated=rotated if tables else 0)
-    s, *outputs = _apply(function, h, first, linears)
+    constants = False, False, rotated if tables else 0
+    s, *outputs = _apply(h, linears, residual, norm, tables or (None, None), constants)
     return (h if residual is None else s), outputs
 
 
@@ -85,9 +84,7 @@ def mlp(
     twice     whether silu(gate) is rounded before it is multiplied by up, as transformers and
               torchtitan do; else only the product is (M-3).
     """
-    function = _function(linears, norm, mlp=True, twice=twice, rotated=0)
-    first = (residual, norm.weight if norm else None, None, None)
-    s, output = _apply(function, h, first, linears)
+    s, output = _apply(h, linears, residual, norm, (None, None), (True, twice, 0))
     return (h if residual is None else s), output
 
 
@@ -123,7 +120,8 @@ def why_not(h: torch.Tensor, linears: Sequence[nn.Module], others: Sequence[nn.M
     """
     if delayed.calibrating():
         return "delayed.calibrate runs the linears in high precision"
-    if not h.numel() and not any(each.groups.every for each in linears if isinstance(each, Linear)):
+    merges = any(each.groups.every for each in linears if isinstance(each, Linear))
+    if not h.numel() and not merges:
         return "there are no tokens (L-9)"
     if linear_input.autocast_dtype(h) is not None:
         return "torch.autocast is enabled"
@@ -170,27 +168,23 @@ def _unlike_input(linear: nn.Module, h: torch.Tensor) -> str:
     return ""
 
 
-def _function(
-    linears: Sequence[nn.Linear], norm: NormModule | None, *, mlp: bool, twice: bool, rotated: int
-) -> type[torch.autograd.Function]:
+def _apply(
+    h: torch.Tensor,
+    linears: Sequence[nn.Linear],
+    residual: torch.Tensor | None,
+    norm: NormModule | None,
+    tables: Sequence[torch.Tensor | None],
+    constants: tuple[bool, bool, int],
+) -> Sequence[Any]:
+    """h + residual and the outputs of a part. constants: its mlp, twice and rotated."""
+    linear_input.check_transforms("a part of a block in FP8", h)
     eps, norm_twice = (norm.constants.eps, norm.constants.twice) if norm else (None, False)
     numbers = tuple(linear.spec_number for linear in linears)
-    return numbered(numbers, eps, norm_twice, mlp, twice, rotated)
-
-
-def _apply(
-    function: type[torch.autograd.Function],
-    h: torch.Tensor,
-    first: tuple[torch.Tensor | None, ...],
-    linears: Sequence[nn.Linear],
-) -> Sequence[Any]:
-    """A part's results. first: residual, the norm's weight, and tables."""
-    linear_input.check_transforms("a part of a block in FP8", h)
+    function, weight = numbered(numbers, eps, norm_twice, *constants), norm.weight if norm else None
     tensors = [x for linear in linears for x in linear.tensors(h)]  # type: ignore[operator]
     if h.numel():
-        return function.apply(h, *first, *tensors)
+        return function.apply(h, residual, weight, *tables, *tensors)
     # Other ranks merge the amaxes of their parts (L-9): a row of zeros runs.
-    residual, weight, *tables = first
     one = residual if residual is None else zero_row(residual)[None]
     ends = [table if table is None else table.new_zeros(1, table.shape[-1]) for table in tables]
     results = function.apply(zero_row(h)[None], one, weight, *ends, *tensors)  # [1, 1, ...]

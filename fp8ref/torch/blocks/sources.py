@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8ref.recipe import ROLES, CastSpec, Role
+from fp8ref.torch.kernels import fused
 from fp8ref.torch.linear import both_orders
 from fp8ref.torch.linear.both_orders import Pair
 from fp8ref.torch.linear.passes import Operand, Pass
@@ -22,11 +23,13 @@ class Kernels(NamedTuple):
     """Operators of ``kernels.fused`` that compute n values and cast them, all in one pass.
 
     amax          -> partial amaxes of each.
-    cast          with a scale () of each -> codes and transposed codes of each, then partial
+    cast          a scale () of each -> codes and transposed codes of each, then partial
                   amaxes of each.
     amax_lines    -> partial amaxes of rows and columns of each.
-    cast_lines    with scales of rows and columns of each -> codes and transposed codes of each.
+    cast_lines    scales of rows and columns of each -> codes and transposed codes of each.
     lines         -> as ``kernels.casts.lines``, of each; or None.
+
+    Each takes the tensors that the values are computed of first.
     """
 
     amax: Callable[..., Any]
@@ -34,6 +37,12 @@ class Kernels(NamedTuple):
     amax_lines: Callable[..., Any]
     cast_lines: Callable[..., Any]
     lines: Callable[..., Any] | None
+
+    @classmethod
+    def of(cls, value: str) -> "Kernels":
+        """The operators whose names begin with a value's, such as ``swiglu_cast``."""
+        operators: list[Any] = [getattr(fused, f"{value}_{key}", None) for key in cls._fields]
+        return cls(*operators)
 
 
 @dataclass

@@ -9,8 +9,7 @@ import gc
 import hashlib
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import distributed, nn
@@ -19,26 +18,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8ref.formats import Format
-from fp8ref.spec.delayed import DelayedScaling
+from fp8ref.torch.delayed.role_states import RoleState
 from fp8ref.torch.tensors.local_part import local_part
 
 SAMPLE = 1024
 """The elements of a weight's gradient that ranks compare in the first update."""
-
-
-class State(Protocol):
-    """What is read here of a ``delayed.RoleState``, whose module imports this one."""
-
-    fmt: Format
-    config: DelayedScaling
-    group: str | None
-    compared: bool
-    scale: torch.Tensor
-
-    def buffers(self) -> Iterator[torch.Tensor]:
-        """Its tensors."""
-        ...
 
 
 _gradients: weakref.WeakKeyDictionary[object, torch.Tensor] = weakref.WeakKeyDictionary()
@@ -46,7 +30,7 @@ _gradients: weakref.WeakKeyDictionary[object, torch.Tensor] = weakref.WeakKeyDic
 """
 
 
-def sample(linear: object, weight: torch.Tensor, states: Iterable[State]) -> None:
+def sample(linear: object, weight: torch.Tensor, states: Iterable[RoleState]) -> None:
     """Keep elements of a gradient for ``check_copies``, which runs after gradients are cleared."""
     grad = weight.grad
     if grad is None or grad.ndim != 2 or not several_ranks():
@@ -59,7 +43,7 @@ def sample(linear: object, weight: torch.Tensor, states: Iterable[State]) -> Non
         _gradients[linear] = local_part(grad).detach().reshape(-1)[:SAMPLE].clone()
 
 
-def check_ranks(model: nn.Module, named: Sequence[tuple[str, State]]) -> None:
+def check_ranks(model: nn.Module, named: Sequence[tuple[str, RoleState]]) -> None:
     """Refuse, at a model's first update, ranks that train one model and do not share its states.
 
     Raises:   ValueError: a model that is sharded, or copied by DistributedDataParallel, with states
@@ -104,7 +88,7 @@ def check_ranks(model: nn.Module, named: Sequence[tuple[str, State]]) -> None:
         raise _separate(alone)
 
 
-def check_copies(model: nn.Module, named: Sequence[tuple[str, State]]) -> bool:
+def check_copies(model: nn.Module, named: Sequence[tuple[str, RoleState]]) -> bool:
     """Refuse ranks with equal weights and gradients and other scales, after a model's first update;
     return whether they were compared.
 
@@ -137,8 +121,7 @@ def check_copies(model: nn.Module, named: Sequence[tuple[str, State]]) -> bool:
     compared = bytes(about + "".join(map(_digest, values)), "utf-8")
     key = f"fp8ref/delayed/{hashlib.sha256(compared).hexdigest()}"
     scales = _digest(torch.stack([state.scale for _, state in alone]))
-    first = _get_default_store().compare_set(key, "", scales)
-    if (first.decode() if isinstance(first, bytes) else first) != scales:
+    if _get_default_store().compare_set(key, "", scales).decode() != scales:
         raise _separate(alone[0][0])
     for path in sampled:
         del _gradients[model.get_submodule(path)]

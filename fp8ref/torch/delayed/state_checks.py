@@ -7,14 +7,14 @@ passes, after which no optimizer steps, count for nothing. Nothing here waits fo
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8ref.torch.delayed import rank_checks, unset_scales
+from fp8ref.torch.delayed.role_states import RoleState
 from fp8ref.torch.tensors import linear_input
 
 MOST = 10
@@ -23,46 +23,14 @@ MOST = 10
 _CALL = "Call fp8ref.torch.delayed.update(model) after each optimizer.step()"
 
 
-class State(rank_checks.State, unset_scales.State, Protocol):
-    """A ``delayed.RoleState``, which imports this module."""
-
-    missed: int
-    idle: int
-    version: int | None
-    used: bool
-    updated: bool
-    ahead: bool
-
-
-class Linear(Protocol):
-    """A ``linear.Linear``, ``experts.layer.GroupedLinear`` or ``experts.Experts``, which import
-    this module."""
-
-    fqn: str
-    training: bool
-    _parameters: dict[str, nn.Parameter | None]
-    _modules: dict[str, nn.Module | None]
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """[N, K]; experts have other names."""
-        ...
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Its Parameters."""
-        ...
-
-    def __hash__(self) -> int: ...
-
-
-_linears: weakref.WeakSet[Linear] = weakref.WeakSet()
-_evaluated: weakref.WeakSet[Linear] = weakref.WeakSet()
+_linears: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_evaluated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The linears whose last forward pass with gradients was in eval mode, and observed nothing."""
 _untraced = False
 """Whether dynamo traced an optimizer step whole, which the hook after it does not count."""
 
 
-def watch(linear: Linear) -> None:
+def watch(linear: nn.Module) -> None:
     """Count the optimizer steps of a linear's weight that no update follows, if it keeps states."""
     if any(True for _ in _states(linear)):
         _linears.add(linear)
@@ -110,7 +78,7 @@ def _traced_alone() -> bool:
 def _count_step(optimizer: torch.optim.Optimizer) -> None:
     """Count a step for the linears whose weights an optimizer has."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    evaluated: Linear | None = None
+    evaluated: nn.Module | None = None
     for linear in list(_linears):
         weights = _weights(linear)
         if not any(p.requires_grad for p in weights):
@@ -144,22 +112,22 @@ def _count_step(optimizer: torch.optim.Optimizer) -> None:
     if evaluated is not None:
         warnings.warn(
             "delayed scaling observes amaxes in training mode; an optimizer step took gradients of "
-            f"{linear_input.named(evaluated.fqn)} that eval mode computed, and its scales do not "
+            f"{_name(evaluated)} that eval mode computed, and its scales do not "
             "change. Call model.train() first.",
             stacklevel=2,
         )
 
 
-def _weights(linear: Linear) -> list[torch.Tensor]:
+def _weights(linear: nn.Module) -> list[torch.Tensor]:
     """What an optimizer trains of a linear's weight, also if pruned or parametrized."""
     own, bias = linear._parameters.get("weight"), linear._parameters.get("bias")
     if own is None:
-        return [p for p in linear.parameters() if p is not bias] or [linear.weight]
+        return [p for p in linear.parameters() if p is not bias] or [linear.weight]  # type: ignore[list-item]
     return [own]
 
 
 def check_pass(
-    linear: Linear, states: nn.ModuleDict | None, x: torch.Tensor, observes: bool
+    linear: nn.Module, states: nn.ModuleDict | None, x: torch.Tensor, observes: bool
 ) -> None:
     """``check`` in a pass of x with gradients, else ``unset_scales.check``."""
     if not states:
@@ -173,7 +141,7 @@ def check_pass(
     if torch.is_tensor(x) and not x.numel():  # nothing is cast, nor observed
         return
     if not observes:
-        unset_scales.check(states, linear_input.named(linear.fqn))
+        unset_scales.check(states, _name(linear))
         return
     for role, state in states.items():
         # grad_output is observed in the backward pass, which a calibration has not
@@ -181,7 +149,7 @@ def check_pass(
             state.used = True  # type: ignore[assignment]
 
 
-def check(linear: Linear) -> None:
+def check(linear: nn.Module) -> None:
     """Warn of an optimizer step that no update followed; called in a forward pass with gradients.
 
     Raises:   ValueError: there were MOST of them.
@@ -200,14 +168,14 @@ def check(linear: Linear) -> None:
     _judge(linear)
 
 
-def _judge(linear: Linear) -> None:
+def _judge(linear: nn.Module) -> None:
     """Warn or raise for the updates that a linear's states missed."""
     frozen, missed = not any(p.requires_grad for p in _weights(linear)), 0
     for state in _states(linear):
         missed = max(missed, state.missed, state.idle if frozen and not state.updated else 0)
     if missed >= MOST:
         raise ValueError(
-            f"delayed scaling computes scales in delayed.update; {linear_input.named(linear.fqn)} "
+            f"delayed scaling computes scales in delayed.update; {_name(linear)} "
             f"had {missed} optimizer steps without one. {_CALL}, or delayed.forget after a skipped "
             "step."
         )
@@ -219,23 +187,11 @@ def _judge(linear: Linear) -> None:
         )
 
 
-def wrong_values(state: Mapping[str, torch.Tensor]) -> str:
-    """The errors of a loaded state's values: "KEY is ..., got ..."; or ""."""
-    for key, required in (
-        ("scale", "positive"),
-        ("amax_history", "at least 0"),
-        ("step", "at least 0"),
-    ):
-        x = state.get(key)
-        if x is None or x.is_meta or type(x) not in (torch.Tensor, nn.Parameter):
-            continue
-        wrong = ~(x.isfinite() & (x > 0 if key == "scale" else x >= 0))
-        if wrong.any():
-            return f"{key} is finite and {required}; got {x[wrong].flatten()[0].item()}."
-    return ""
+def _name(linear: nn.Module) -> str:
+    return linear_input.named(str(linear.fqn))
 
 
-def _states(linear: Linear) -> Iterable[State]:
+def _states(linear: nn.Module) -> Iterable[RoleState]:
     """The states by role; for experts those of all weights."""
     own, grouped = linear._modules.get("states"), linear._modules.get("grouped_states")
     each = [own] if own is not None else [] if grouped is None else grouped.children()

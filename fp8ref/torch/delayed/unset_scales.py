@@ -9,69 +9,24 @@ has seen (``scaled``), and reads ``step`` once where it has seen nothing, as of 
 loaded in place.
 """
 
-import itertools
 import re
 import sys
 import warnings
-import weakref
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import nn
 
 from fp8ref.spec import delayed
 from fp8ref.spec.attention import variants as attention
+from fp8ref.torch.delayed import role_states
+from fp8ref.torch.delayed.role_states import RoleState
 from fp8ref.torch.tensors import linear_input
 
 FORWARD = frozenset({"input", "weight", *attention.ROLES})
 """The roles whose scales a pass without gradients casts by."""
 
 _CALIBRATE = "fp8ref.torch.delayed.calibrate(model, batches)"
-
-
-class Notice:
-    """Of a model: whether it was warned of, or its scales were seen to be set.
-
-    model   tells models apart in compiled programs, which models of one structure share; "" where
-            no conversion made the states.
-    """
-
-    settled = False
-    model = ""
-
-    @classmethod
-    def new_model(cls) -> "Notice":
-        """A notice of a model that nobody was warned of."""
-        notice = cls()
-        notice.model = next(_names)
-        return notice
-
-    def __setstate__(self, kept: dict) -> None:  # of a copy, which is another model
-        vars(self).update(kept)
-        if self.model:
-            self.model = next(_names)
-
-
-_names = (f"model {number}" for number in itertools.count(1))
-
-
-class State(Protocol):
-    """What is read here of a ``delayed.RoleState``, whose module imports this one."""
-
-    scaled: bool
-    notice: Notice
-    path: str
-    step: torch.Tensor
-
-
-_states: weakref.WeakValueDictionary[int, nn.ModuleDict] = weakref.WeakValueDictionary()
-"""The states of each linear and each attention, in the order in which they were made."""
-
-
-def register(states: nn.ModuleDict) -> None:
-    """Have a compiled pass find these states, which it cannot read."""
-    _states[id(states)] = states
 
 
 def check(states: nn.ModuleDict, name: str) -> None:
@@ -106,10 +61,10 @@ def check_traced(states: nn.ModuleDict) -> None:
 @torch._dynamo.assume_constant_result
 def _check_model(model: str) -> None:
     """Run in Python while dynamo traces; changes notices only, which no guard reads."""
-    forward = [state for states in list(_states.values()) for state in _forward(states)]
     forward = [
         state
-        for state in forward
+        for states in list(role_states.registered.values())
+        for state in _forward(states)
         if not (state.scaled or state.notice.settled) and state.notice.model == model
     ]
     # torch.export puts tensors without numbers in the place of states, and what it writes is for
@@ -131,7 +86,7 @@ def _check_model(model: str) -> None:
         state.notice.settled = True
 
 
-def _forward(states: nn.ModuleDict) -> Sequence[State]:
+def _forward(states: nn.ModuleDict) -> Sequence[RoleState]:
     """The states that a pass without gradients casts with."""
     return [state for role, state in states.items() if role in FORWARD]  # type: ignore[misc]
 
@@ -146,7 +101,7 @@ def _within_function() -> bool:
     return False
 
 
-def _busy(states: Sequence[State]) -> bool:
+def _busy(states: Sequence[RoleState]) -> bool:
     """Whether a step cannot be read now: no values, or operators are recorded."""
     steps = [state.step for state in states]
     capturing = any(x.is_cuda for x in steps) and torch.cuda.is_current_stream_capturing()

@@ -40,7 +40,7 @@ def take(module: nn.Module, form: Form) -> None:
     vars(module).update(form.added)
     if form.states is not None:
         module.grouped_states = form.states.train(module.training)
-        delayed_checks.watch(module)  # type: ignore[arg-type]
+        delayed_checks.watch(module)
     unit = isinstance(module, FSDPModule) and not issubclass(form.kind, FSDPModule)
     module.__class__ = _unit(form.kind, type(module)) if unit else form.kind  # type: ignore[arg-type]
 

@@ -61,7 +61,7 @@ class Experts(nn.Module):
         states = dict(self.grouped_states.items()).get(key)
         assert states is None or isinstance(states, nn.ModuleDict)
         bound = self._bound.get(key, self._bound[""])
-        delayed_checks.check_pass(self, states, x, delayed.observes(self))  # type: ignore[arg-type]
+        delayed_checks.check_pass(self, states, x, delayed.observes(self))
         return grouped.apply(
             x, w, ends, recipe=bound, states=states, observe=self.training, name=f"{self.fqn}.{key}"
         )
@@ -99,7 +99,7 @@ class Experts(nn.Module):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         vars(self)["_bound"] = _bound(self.recipe, self.of_weights)
-        delayed_checks.watch(self)  # type: ignore[arg-type]
+        delayed_checks.watch(self)
 
     def extra_repr(self) -> str:
         """What the module prints, and the recipe's name; of each weight, where rules changed
@@ -328,7 +328,7 @@ def convert(
         module.grouped_states = nn.ModuleDict(states).train(module.training)
         vars(module).update(recipe=recipe, fqn=name, of_weights=weight_recipes, _bound=bound)
         module.__class__ = _made(kind, type(module))  # type: ignore[arg-type]
-        delayed_checks.watch(module)  # type: ignore[arg-type]
+        delayed_checks.watch(module)
 
 
 def deconvert(modules: Iterable[nn.Module]) -> None:

@@ -12,12 +12,9 @@ heads.
 import torch
 from torch import Tensor
 
-from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.torch.gemm import gemm, hardware
+from fp8ref.torch.quantize import cast
 from fp8ref.torch.quantize.scaling import Quantized
-
-FORMATS = {torch.float8_e4m3fn: E4M3FN, torch.float8_e5m2: E5M2}
-"""{torch's dtype of codes: their format}."""
 
 
 def products(
@@ -31,7 +28,7 @@ def products(
     out       float32 [n, M, N], which products of float32 numbers are written to.
     Order:    the library's. Under simulated hardware, FP8 codes by its plan.
     """
-    if a.dtype not in FORMATS:
+    if a.dtype not in cast.FORMATS:
         if a.dtype == torch.bfloat16:
             return torch.bmm(a, b.transpose(1, 2), out_dtype=torch.float32)
         if out is None:
@@ -72,4 +69,4 @@ def _(a, b, factor, fast):
 
 
 def _quantized(codes: Tensor, scale_inv: Tensor) -> Quantized:
-    return Quantized(codes, scale_inv, scale_inv, FORMATS[codes.dtype], "tensorwise", 1)
+    return Quantized(codes, scale_inv, scale_inv, cast.FORMATS[codes.dtype], "tensorwise", 1)

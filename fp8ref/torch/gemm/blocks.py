@@ -11,7 +11,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from types import ModuleType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -99,20 +99,16 @@ def deep_gemm() -> ModuleType | None:
     """The module ``deep_gemm``, or None. That it is installed and cannot be imported is logged."""
     if importlib.util.find_spec("deep_gemm") is None:
         return None
+    fault = ""
     try:
         library = importlib.import_module("deep_gemm")
     except Exception as error:  # it asserts a CUDA toolkit, and loads a library
-        _logger.warning(
-            "deep_gemm is installed and cannot be imported (%s: %s): torchao's kernels multiply.",
-            type(error).__name__,
-            error,
-        )
-        return None
-    if not hasattr(library, "fp8_gemm_nt"):
-        _logger.warning(
-            "deep_gemm %s has no fp8_gemm_nt: torchao's kernels multiply.",
-            getattr(library, "__version__", ""),
-        )
+        fault = f"is installed and cannot be imported ({type(error).__name__}: {error})"
+    else:
+        if not hasattr(library, "fp8_gemm_nt"):
+            fault = f"{getattr(library, '__version__', '')} has no fp8_gemm_nt"
+    if fault:
+        _logger.warning("deep_gemm %s: torchao's kernels multiply.", fault)
         return None
     return library
 
@@ -146,7 +142,9 @@ def multiply(
     Order:    spec G-17.
     """
     run = {"scaled_mm": _by_scaled_mm, "deep_gemm": _by_deep_gemm}.get(by, _by_torchao)
-    return run(codes_a.contiguous(), codes_b.contiguous(), scale_inv_a, scale_inv_b, out_dtype)
+    return run(
+        _Operands(codes_a.contiguous(), codes_b.contiguous(), scale_inv_a, scale_inv_b), out_dtype
+    )
 
 
 @multiply.register_fake
@@ -154,13 +152,21 @@ def _(codes_a, codes_b, scale_inv_a, scale_inv_b, out_dtype, by):
     return codes_a.new_empty((codes_a.shape[0], codes_b.shape[0]), dtype=out_dtype)
 
 
-def _by_scaled_mm(
-    codes_a: torch.Tensor,
-    codes_b: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    scale_inv_b: torch.Tensor,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+class _Operands(NamedTuple):
+    """The operands of ``multiply``, of row-major codes [M, K] and [N, K]."""
+
+    codes_a: torch.Tensor
+    codes_b: torch.Tensor
+    scale_inv_a: torch.Tensor
+    scale_inv_b: torch.Tensor
+
+    @property
+    def squares(self) -> bool:
+        """Whether b is in blocks of 128x128, or in those of 1x128."""
+        return granularity_of_b(self.codes_b, self.scale_inv_b) == "blockwise_128x128"
+
+
+def _by_scaled_mm(x: _Operands, out_dtype: torch.dtype) -> torch.Tensor:
     """``torch.nn.functional.scaled_mm`` (PyTorch 2bec3bdf, ATen/native/cuda/ScaledBlas.cpp).
 
     Layout:   codes row-major [M, K] and column-major [K, N]; scales of 1x128 [M, K/128], of 128x128
@@ -168,48 +174,37 @@ def _by_scaled_mm(
               bfloat16 and float32, and has no fast accumulation of such scales.
     """
     line, square = (functional.ScalingType.BlockWise1x128, functional.ScalingType.BlockWise128x128)
-    squares = granularity_of_b(codes_b, scale_inv_b) == "blockwise_128x128"
+    scale_inv_b = x.scale_inv_b
     return functional.scaled_mm(
-        codes_a,
-        codes_b.t(),
-        _column_major(scale_inv_a),
+        x.codes_a,
+        x.codes_b.t(),
+        _column_major(x.scale_inv_a),
         line,
-        _roomy(scale_inv_b, columns=4).t() if squares else _column_major(scale_inv_b),
-        square if squares else line,
+        _roomy(scale_inv_b, columns=4).t() if x.squares else _column_major(scale_inv_b),
+        square if x.squares else line,
         output_dtype=torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32,
     ).to(out_dtype)
 
 
-def _by_torchao(
-    codes_a: torch.Tensor,
-    codes_b: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    scale_inv_b: torch.Tensor,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+def _by_torchao(x: _Operands, out_dtype: torch.dtype) -> torch.Tensor:
     """Layout: codes row-major [M, K] and column-major [K, N]; scales of a column-major, of b
     column-major in blocks of 128x128 and row-major in those of 1x128, each with room for whole
     tiles.
     """
     kernel_pair = kernels()
     assert kernel_pair is not None
-    line_gemm, square_gemm = kernel_pair
-    a_s = _roomy(scale_inv_a.t(), columns=TILE).t()  # [M + room, K/128], column-major
-    if granularity_of_b(codes_b, scale_inv_b) == "blockwise_128x128":
-        # [K/128, N/128 + room], column-major
-        run, b_s = square_gemm, _roomy(scale_inv_b, rows=TILE // BLOCK).t()
-    else:
-        run, b_s = line_gemm, _roomy(scale_inv_b.t(), columns=TILE)  # [K/128, N + room], row-major
-    return run(a=codes_a, b=codes_b.t(), a_s=a_s, b_s=b_s, block_size=BLOCK, out_dtype=out_dtype)
+    run = kernel_pair[x.squares]
+    a_s = _roomy(x.scale_inv_a.t(), columns=TILE).t()  # [M + room, K/128], column-major
+    if x.squares:  # [K/128, N/128 + room], column-major
+        b_s = _roomy(x.scale_inv_b, rows=TILE // BLOCK).t()
+    else:  # [K/128, N + room], row-major
+        b_s = _roomy(x.scale_inv_b.t(), columns=TILE)
+    return run(
+        a=x.codes_a, b=x.codes_b.t(), a_s=a_s, b_s=b_s, block_size=BLOCK, out_dtype=out_dtype
+    )
 
 
-def _by_deep_gemm(
-    codes_a: torch.Tensor,
-    codes_b: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    scale_inv_b: torch.Tensor,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+def _by_deep_gemm(x: _Operands, out_dtype: torch.dtype) -> torch.Tensor:
     """``fp8_gemm_nt`` writes d = c + a @ b.T (DeepGEMM 54e2261, csrc/apis/gemm.hpp, of 9.0).
 
     Layout:   codes row-major; scales of 1x128 in any layout, which it turns by itself; those of
@@ -219,20 +214,15 @@ def _by_deep_gemm(
     """
     library = deep_gemm()
     assert library is not None
-    m, n = len(codes_a), len(codes_b)
-    squares = granularity_of_b(codes_b, scale_inv_b) == "blockwise_128x128"
-    if squares and out_dtype == torch.bfloat16:
-        out = codes_a.new_empty(m, n, dtype=out_dtype)
-        library.fp8_gemm_nt(
-            (codes_a, scale_inv_a),
-            (codes_b, scale_inv_b.contiguous()),
-            out,
-            recipe=(1, BLOCK, BLOCK),
-        )
+    m, n, a = len(x.codes_a), len(x.codes_b), (x.codes_a, x.scale_inv_a)
+    if x.squares and out_dtype == torch.bfloat16:
+        out = x.codes_a.new_empty(m, n, dtype=out_dtype)
+        b = x.codes_b, x.scale_inv_b.contiguous()
+        library.fp8_gemm_nt(a, b, out, recipe=(1, BLOCK, BLOCK))
         return out
-    lines = scale_inv_b.repeat_interleave(BLOCK, dim=0)[:n] if squares else scale_inv_b
-    out = codes_a.new_zeros(m, n, dtype=torch.float32)
-    library.fp8_gemm_nt((codes_a, scale_inv_a), (codes_b, lines), out, c=out, recipe=(1, 1, BLOCK))
+    lines = x.scale_inv_b.repeat_interleave(BLOCK, dim=0)[:n] if x.squares else x.scale_inv_b
+    out = x.codes_a.new_zeros(m, n, dtype=torch.float32)
+    library.fp8_gemm_nt(a, (x.codes_b, lines), out, c=out, recipe=(1, 1, BLOCK))
     return out.to(out_dtype)
 
 

@@ -195,8 +195,6 @@ def use_native_scaled_mm() -> None:
     codes one by one. So ``_scaled_product`` does what that kernel does, with ``float_values``. All
     satisfy spec B-1, and the last two are equal bit for bit.
     """
-    if not hasattr(torch.library, "get_kernel"):  # before torch 2.9: slow, but correct
-        return
     kernel = torch.library.get_kernel("aten::_scaled_mm", "CPU")
 
     def without_onednn(keyset, *args, **kwargs):

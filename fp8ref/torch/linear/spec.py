@@ -78,6 +78,8 @@ class Spec:
 
         ValueError: as ``choice.explain``; another rank does otherwise.
         """
+        if self.groups.every is None:
+            return choice.resolve(self.kernels, device)
         return _run_kernels(self.kernels, device, self.groups.every)
 
     def by_kernels(self, role: Role, device: torch.device) -> CastSpec | None:
@@ -91,7 +93,7 @@ _NUMBERS: dict[Spec, int] = {}
 
 
 @functools.cache
-def _run_kernels(kernels: Choice, device: torch.device, group: str | None) -> bool:
+def _run_kernels(kernels: Choice, device: torch.device, group: str) -> bool:
     """``Spec.runs_kernels`` for the ranks of a group, by name.
 
     Kernels merge amaxes another number of times than plain operations: ranks that differ would
@@ -99,7 +101,7 @@ def _run_kernels(kernels: Choice, device: torch.device, group: str | None) -> bo
     others compare theirs with it. No rank waits for another.
     """
     own = choice.explain(kernels, device)
-    if group is None or not rank_checks.several_ranks() or distributed.get_backend() == "fake":
+    if not rank_checks.several_ranks() or distributed.get_backend() == "fake":
         return own.triton
     key = f"fp8ref/kernels/{group}/{kernels}/{device.type}"
     what = "Triton kernels" if own.triton else "plain operations"

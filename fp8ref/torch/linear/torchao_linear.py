@@ -2,6 +2,7 @@
 
 import math
 import types
+from collections.abc import Iterator
 
 import torch
 from torchao.float8 import (
@@ -18,8 +19,9 @@ from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, LinearMMConfig
 
 from fp8ref.recipe import OPERANDS, ROLES, CastSpec, Gemm, Recipe, Role
+from fp8ref.spec import support
 from fp8ref.torch.delayed import delayed
-from fp8ref.torch.quantize import cast, float_values, scales
+from fp8ref.torch.quantize import cast, float_values
 from fp8ref.torch.tensors import linear_input
 
 __all__ = ["GRANULARITIES", "Float8Linear", "expresses", "torchao_config"]
@@ -152,57 +154,45 @@ def pads(x: torch.Tensor) -> bool:
 
 def expresses(recipe: Recipe) -> bool:
     """Whether torchao_config takes the recipe."""
-    try:
-        torchao_config(recipe)
-    except ValueError:
-        return False
-    return True
+    return next(_obstacles(recipe), None) is None
 
 
-_Casts = dict[tuple[Gemm, Role], CastSpec | None]
+def _casts(recipe: Recipe) -> dict[tuple[Gemm, Role], CastSpec | None]:
+    return {
+        (gemm, role): cast_spec
+        for gemm, spec in recipe.gemms.items()
+        for role, cast_spec in zip(OPERANDS[gemm], (spec.a, spec.b), strict=True)
+    }
 
 
-def _check(recipe: Recipe, casts: _Casts) -> None:
-    """ValueError: what torchao cannot express."""
-
-    def refuse(reason: str) -> ValueError:
-        return ValueError(
-            f"torchao cannot run recipe {recipe.name!r}: {reason}. Use 'tensorwise' or 'rowwise'."
-        )
-
+def _obstacles(recipe: Recipe) -> Iterator[str]:
+    """What torchao cannot express."""
+    casts = _casts(recipe)
     present = [c for c in casts.values() if c is not None]
     powers = {c.policy.power_of_two for c in present}
     if len(powers) > 1 or "mask" in powers:
-        raise refuse(
-            f"power_of_two is None or 'exp2_log2' in every cast; got {sorted(map(str, powers))}"
-        )
+        yield f"power_of_two is None or 'exp2_log2' in every cast; got {sorted(map(str, powers))}"
     for c in present:
         if c.delayed is not None:
-            raise refuse("it scales dynamically; this recipe is delayed")
+            yield "it scales dynamically; this recipe is delayed"
         if c.policy.unscaled:
-            raise refuse(f"it scales every cast; policy {c.policy.name!r} does not")
+            yield f"it scales every cast; policy {c.policy.name!r} does not"
         if c.granularity not in GRANULARITIES:
-            raise refuse(f"granularity is tensorwise or rowwise; got {c.granularity!r}")
-        try:
-            scales.implemented(c.policy)
-        except ValueError as error:
-            raise refuse(str(error).rstrip(".")) from None
+            yield f"granularity is tensorwise or rowwise; got {c.granularity!r}"
+        for feature in ("scale policies", "floors of scale policies"):
+            if refusal := support.refusal(feature, "torch", c.policy):
+                yield refusal.rstrip(".")
     for role in ROLES:
         formats = {c.fmt.name for (_, r), c in casts.items() if r == role and c is not None}
         if len(formats) > 1:
-            raise refuse(
-                f"a role has one format in both its GEMMs; got {role} in {sorted(formats)}"
-            )
+            yield f"a role has one format in both its GEMMs; got {role} in {sorted(formats)}"
     for gemm, spec in recipe.gemms.items():
         if spec.one_sided:
-            raise refuse(f"{gemm} casts one operand alone (L-4)")
-        meant = (
-            "unit_round_scale_round"
-            if spec.rowwise and spec.accumulate == "slow"
-            else "scale_then_round"
-        )
+            yield f"{gemm} casts one operand alone (L-4)"
+        unit = spec.rowwise and spec.accumulate == "slow"
+        meant = "unit_round_scale_round" if unit else "scale_then_round"
         if spec.fp8 and spec.epilogue != meant:
-            raise refuse(f"the epilogue of {gemm} is {meant!r}; got {spec.epilogue!r}")
+            yield f"the epilogue of {gemm} is {meant!r}; got {spec.epilogue!r}"
 
 
 def torchao_config(recipe: Recipe) -> Float8LinearConfig:
@@ -212,12 +202,11 @@ def torchao_config(recipe: Recipe) -> Float8LinearConfig:
               two or an epilogue of its own choosing, a role in two formats, scales not tensorwise
               or rowwise.
     """
-    casts: _Casts = {
-        (gemm, role): cast_spec
-        for gemm, spec in recipe.gemms.items()
-        for role, cast_spec in zip(OPERANDS[gemm], (spec.a, spec.b), strict=True)
-    }
-    _check(recipe, casts)
+    for reason in _obstacles(recipe):
+        raise ValueError(
+            f"torchao cannot run recipe {recipe.name!r}: {reason}. Use 'tensorwise' or 'rowwise'."
+        )
+    casts = _casts(recipe)
     rounds = any(c is not None and c.policy.power_of_two is not None for c in casts.values())
 
     def cast_config(gemm: Gemm, role: Role) -> CastConfig:

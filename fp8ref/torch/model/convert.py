@@ -28,7 +28,8 @@ from fp8ref.recipe import Recipe
 from fp8ref.selection.rules import Rule
 from fp8ref.spec.kernels import Choice
 from fp8ref.torch.blocks import fuse as fusing
-from fp8ref.torch.delayed import delayed, unset_scales
+from fp8ref.torch.delayed import delayed
+from fp8ref.torch.delayed.role_states import Notice
 from fp8ref.torch.experts import layer as grouped_linear
 from fp8ref.torch.experts import models as experts_models
 from fp8ref.torch.gemm import gemm
@@ -183,7 +184,7 @@ def _converted(
     for name, grouped_recipe in plan.group_recipes.items():
         plan.grouped[name].fqn = name
         plan.grouped[name].convert(grouped_recipe, group=group)
-    notice = unset_scales.Notice.new_model()
+    notice = Notice.new_model()
     for name, state in delayed.states(model):
         state.notice, state.path = notice, name
     return model
