@@ -293,24 +293,6 @@ def test_a_norm_that_others_read_stays_a_module():
     assert forms.norm_name(Again(), "feed_forward") == ""
 
 
-def test_norms_of_other_forms_have_no_constants():
-    class Shifted(nn.RMSNorm):
-        def forward(self, x):
-            return super().forward(x) + 1
-
-    assert forms.norm_constants(nn.RMSNorm(8, eps=1e-6)).eps == 1e-6
-    assert not forms.norm_constants(nn.RMSNorm(8, eps=1e-6)).twice
-    assert forms.norm_constants(library("Llama").model.norm).twice
-    for norm in (
-        Shifted(8, eps=1e-6),
-        nn.RMSNorm(8),
-        nn.RMSNorm((2, 8), eps=1e-6),
-        nn.RMSNorm(8, eps=1e-6, elementwise_affine=False),
-        nn.LayerNorm(8),
-    ):
-        assert forms.norm_constants(norm) is None
-
-
 class Pair(nn.Module):
     """Two blocks that share a norm."""
 
