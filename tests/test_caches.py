@@ -27,8 +27,8 @@ FINITE = {
     "jax/kernels/choice.py: explain": "choices, devices",
     "torch/kernels/choice.py: _explained": "choices, devices",
     "torch/kernels/choice.py: checked": "devices",
-    "torch/blocks/functions.py: codes": "formats, in one pass",
-    "torch/blocks/functions.py: by_rows": "formats, in one pass",
+    "torch/blocks/fuse.py: _fused_class": "classes of the program",
+    "torch/linear/spec.py: _run_kernels": "choices, devices, process groups",
 }
 """{function kept forever by its arguments: why there are few of them}."""
 
