@@ -69,7 +69,8 @@ class Linear(nn.Linear):
     Specials: as ``scaling.quantize`` and ``gemm.matmul``: under policy torchao a NaN or Inf makes
               NaN of every output that its scale reaches.
     Raises:   ValueError: a recipe that ``check_recipe`` refuses; in the forward pass an input of
-              another K, dtype or device than the weight's.
+              another K, dtype or device than the weight's, or another rank of ``group`` whose casts
+              are not by the same kernels.
     """
 
     fqn: str = ""
