@@ -119,15 +119,11 @@ def kernel(recipe: Recipe, device: torch.device, shape: tuple[int, int]) -> str:
     K]."""
     if by := hardware.active():
         return by.name
-    specs = {which: spec for which, spec in recipe.gemms.items() if spec.a and spec.b}
-    if not any(in_blocks(spec.a.granularity) for spec in specs.values() if spec.a):
+    fp8 = [(which, s.a, s.b) for which, s in recipe.gemms.items() if s.a and s.b]
+    if not any(in_blocks(a.granularity) for _, a, _ in fp8):
         return SCALED_MM
-    keys = []
-    for which, spec in specs.items():
-        assert spec.a
-        assert spec.b
-        columns = shape[0] if which == "output" else shape[1]
-        keys.append(blocks.takes(spec.a, spec.b, device, columns=columns))
+    columns = {"output": shape[0], "grad_input": shape[1], "grad_weight": shape[1]}
+    keys = {blocks.takes(a, b, device, columns=columns[which]) for which, a, b in fp8}
     return " and ".join(name for key, name in blocks.NAMES.items() if key in keys)
 
 

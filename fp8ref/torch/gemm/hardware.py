@@ -58,15 +58,13 @@ def simulating(multiply: Multiply | None) -> Iterator[None]:
     if multiply is None:
         yield
         return
-    original = getattr(float8_ops, REPLACED, None)
-    if original is None or (
-        original is not _addmm and tuple(inspect.signature(original).parameters) != PARAMETERS
-    ):
-        problem = (
-            "is not there"
-            if original is None
-            else f"takes {', '.join(inspect.signature(original).parameters)}"
-        )
+    original, problem = getattr(float8_ops, REPLACED, None), ""
+    if original is None:
+        problem = "is not there"
+    elif original is not _addmm:
+        parameters = tuple(inspect.signature(original).parameters)
+        problem = f"takes {', '.join(parameters)}" if parameters != PARAMETERS else ""
+    if problem:
         raise ImportError(
             "simulated hardware replaces "
             f"torchao.float8.float8_ops.{REPLACED}({', '.join(PARAMETERS)}), as of torchao "

@@ -23,16 +23,11 @@ def check_model(model: nn.Module, remedy: str) -> None:
     for name, module in model.named_modules():
         if is_compiled(module):
             raise ValueError(f"{name or 'the model'} is compiled. {remedy.format('compile')}.")
-        if isinstance(module, FSDPModule):
-            raise ValueError(
-                f"{name or 'the model'} is sharded by fully_shard. {remedy.format('shard')}."
-            )
         # FSDP1 writes parameters into the modules that it has wrapped.
-        if isinstance(module, FullyShardedDataParallel):
-            raise ValueError(
-                f"{name or 'the model'} is sharded by FullyShardedDataParallel. "
-                f"{remedy.format('shard')}."
-            )
+        wrapped = isinstance(module, FullyShardedDataParallel)
+        if wrapped or isinstance(module, FSDPModule):
+            by = "FullyShardedDataParallel" if wrapped else "fully_shard"
+            raise ValueError(f"{name or 'the model'} is sharded by {by}. {remedy.format('shard')}.")
 
 
 def check_no_optimizer(model: nn.Module) -> None:
