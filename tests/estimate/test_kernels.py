@@ -8,7 +8,7 @@ from fp8ref.estimate.kernels import Kernel
 from fp8ref.jax.kernels import casts
 from fp8ref.policy import POLICIES
 from fp8ref.recipe import RECIPES, ROLES
-from fp8ref.torch.linear import linear
+from fp8ref.torch.linear import spec
 
 COMPILED = sizes.COMPILED
 QUANTIZED = [
@@ -144,7 +144,7 @@ def test_roles_that_tritons_kernels_cast(recipe, backend, roles):
     made = kernels.by_triton(RECIPES[recipe], config, backend)
     assert made == roles
     if backend == "torch":
-        assert set(made) == linear.roles_by_kernels(RECIPES[recipe])
+        assert set(made) == spec.roles_by_kernels(RECIPES[recipe])
     else:
         assert bool(made) == (casts.share(RECIPES[recipe]) == 1)
     plain = config.replace(numerics={"kernels": "plain"})
