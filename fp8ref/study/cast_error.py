@@ -312,8 +312,8 @@ def _casts(
             for name, spec in recipes.items()
         }
     named = trained_recipes() if recipes is None else recipes
-    known = [RECIPES.get(one) if isinstance(one, str) else one for one in named]
-    if alone := [one.name for one in known if isinstance(one, Recipe) and one.simulated]:
+    defined = [RECIPES.get(one) if isinstance(one, str) else one for one in named]
+    if alone := [one.name for one in defined if isinstance(one, Recipe) and one.simulated]:
         raise ValueError(
             f"recipe {alone[0]!r} is for the simulator alone; a study takes recipes that train. "
             f"Use fp8ref.compare(x, [{alone[0]!r}]) for a tensor."

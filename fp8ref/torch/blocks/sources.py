@@ -136,9 +136,9 @@ class Source:
     def _scales(self, role: Role, linears: Sequence[Pass], kernels: Kernels) -> list[Scales]:
         """The scale () and scale_inv () of each value: the state's, or by the value's amax."""
         delayed = [linear.scales[ROLES.index(role)] for linear in linears]
-        known = [Scales(scale, scale.reciprocal()) for scale in delayed if scale is not None]
-        if known:
-            return known
+        settled = [Scales(scale, scale.reciprocal()) for scale in delayed if scale is not None]
+        if settled:
+            return settled
         parts = kernels.amax(*self.tensors, **self.options)
         by_amax = []
         for linear, each in zip(linears, [parts] if len(linears) == 1 else parts, strict=True):

@@ -8,7 +8,6 @@ function of ``fp8ref.kernels`` that makes it.
 
 import ctypes
 import functools
-import importlib
 import inspect
 import json
 from collections.abc import Callable
@@ -56,8 +55,8 @@ def prepared(room: str, name: str, x: Tensor, options: str) -> "Launch":
     and strides if it takes them; else x is contiguous. options: its other arguments, as JSON."""
     shape, strides = tuple(x.shape), x.stride()
     # a compiler's symbol has no hash; what its launch asks of it guards the graph
-    known = all(type(n) is int for n in (*shape, *strides))
-    prepare = _prepared if known else _prepared.__wrapped__
+    sizes_are_numbers = all(type(n) is int for n in (*shape, *strides))
+    prepare = _prepared if sizes_are_numbers else _prepared.__wrapped__
     return prepare(room, name, shape, strides, options)
 
 
@@ -65,7 +64,10 @@ def prepared(room: str, name: str, x: Tensor, options: str) -> "Launch":
 def _prepared(
     room: str, name: str, shape: tuple[int, ...], strides: tuple[int, ...], options: str
 ) -> "Launch":
-    make = getattr(importlib.import_module(f"fp8ref.kernels.{room}"), name)
+    from fp8ref.kernels import casts, norms, rotary, swiglu
+
+    rooms = {"casts": casts, "norms": norms, "rotary": rotary, "swiglu": swiglu}
+    make = getattr(rooms[room], name)
     if "strides" in inspect.signature(make).parameters:
         make = functools.partial(make, strides=strides)
     else:
