@@ -243,11 +243,16 @@ class _Dims:
         if placement:
             gathered = {role: placement.gathered(role) for role in ROLES}
         else:
-            of_w = _both([*self.n, *self.k_of_w], entries[: b + m])
-            of_x = _both([*self.m, *self.k_of_x], [_without(_union(self.n), of_w), *y_n])
-            k_axes = [_without(_union(self.k_of_x), of_x), _without(_union(self.k_of_w), of_w)]
-            of_g = _both([*y_rows, *y_n], k_axes)
-            gathered = {"input": of_x, "weight": of_w, "grad_output": of_g}
+            w_gathered = _both([*self.n, *self.k_of_w], entries[: b + m])
+            x_gathered = _both(
+                [*self.m, *self.k_of_x], [_without(_union(self.n), w_gathered), *y_n]
+            )
+            k_axes = [
+                _without(_union(self.k_of_x), x_gathered),
+                _without(_union(self.k_of_w), w_gathered),
+            ]
+            g_gathered = _both([*y_rows, *y_n], k_axes)
+            gathered = {"input": x_gathered, "weight": w_gathered, "grad_output": g_gathered}
         batch = [_joined(self.batch)] if self.batch else []
 
         def cut(role: Role, rows: list[Axes], columns: list[Axes], *, flat: bool) -> Cut:
