@@ -110,7 +110,6 @@ def convert(
               With ``experts``: none that can be converted; rules by which no grouped linear runs;
               amax_group with dynamic scaling, as experts scale by their own rank's amaxes.
     """
-    reports.check_module(model)
     reports.check_shapes(model)
     if unknown := sorted(set(casting) - set(Casting.__annotations__)):
         raise TypeError(f"convert() got an unexpected keyword argument {unknown[0]!r}")
@@ -122,7 +121,6 @@ def convert(
     kind = type(model).__name__
     if not plan.is_empty:
         plan.check(model)
-        _set_up_compilers(plan)
         group = None if amax_group is None else amax_group.group_name
         model = _converted(model, plan, group, kernels)
         _keep_reasons(model, plan, fusing.fuse(model) if casting.get("fuse") else {})
@@ -160,6 +158,7 @@ def _converted(
     model: nn.Module, plan: ConversionPlan, group: str | None, kernels: Choice
 ) -> nn.Module:
     """The model with the plan's modules in FP8. group: the ranks that share amaxes."""
+    _set_up_compilers(plan)
     linear_recipes = plan.linear_recipes
     names = {linear: name for name, linear in plan.linears.items()}
 

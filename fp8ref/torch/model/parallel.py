@@ -94,11 +94,7 @@ def parallelize(
             convert.deconvert(model)
         raise
     # 3 checkpointing, and 4 torch.compile around it
-    for block in blocks:
-        block.forward = checkpoints.checkpointed(
-            block.forward, parallelism.checkpointing, parallelism.keep
-        )
-    _compile_forwards(model, blocks, parallelism)
+    _wrap_forwards(model, blocks, parallelism)
     if ranks.batch is not None:
         # 5 fully_shard, around compiled forwards, and 6 FP8 gather, of units that exist
         _shard(model, [] if parallelism.compile == "model" else blocks, experts, ranks, parallelism)
@@ -128,10 +124,13 @@ def _cut(
     return experts
 
 
-def _compile_forwards(
-    model: nn.Module, blocks: Sequence[nn.Module], parallelism: Parallelism
-) -> None:
-    """Compile forward methods, not modules: FSDP2's hooks, unknown to dynamo, stay outside."""
+def _wrap_forwards(model: nn.Module, blocks: Sequence[nn.Module], parallelism: Parallelism) -> None:
+    """Checkpoint and compile forward methods, not modules: FSDP2's hooks, unknown to dynamo, stay
+    outside."""
+    for block in blocks:
+        block.forward = checkpoints.checkpointed(
+            block.forward, parallelism.checkpointing, parallelism.keep
+        )
     compiled = {"none": (), "block": blocks, "model": (model,)}[parallelism.compile]
     mode = "reduce-overhead" if parallelism.cuda_graphs else None
     for module in compiled:

@@ -126,7 +126,6 @@ def report(model: nn.Module, inputs: tuple | None = None) -> Report:
               sharded model calls it, and counts its own products.
     Raises:   ValueError: model is not an nn.Module; a lazy module, which has no shape yet.
     """
-    check_module(model)
     check_shapes(model)
     return Report(rows=_rows(model, None if inputs is None else _counted(model, inputs)))
 
@@ -140,7 +139,9 @@ def check_module(model: object) -> None:
 
 
 def check_shapes(model: nn.Module) -> None:
-    """ValueError for a parameter of a lazy module, whose shape the first forward pass decides."""
+    """ValueError for what is no nn.Module, and for a parameter of a lazy module, whose shape the
+    first forward pass decides."""
+    check_module(model)
     lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
     if lazy is not None:
         raise ValueError(

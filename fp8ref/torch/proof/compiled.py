@@ -223,8 +223,8 @@ class _Reader:
             return [layer]
         within, plan = layer[len(region) :], self._plans[region]
         alike = [other + within for other, theirs in self._plans.items() if theirs == plan]
-        known = {*self._names.values(), *self._attention.values()}
-        return [name for name in alike if name in known]
+        layers = {*self._names.values(), *self._attention.values()}
+        return [name for name in alike if name in layers]
 
 
 def _backward(node: Node) -> bool:

@@ -122,9 +122,8 @@ def keep(model: nn.Module, optimizer: states.AdamW) -> Copies:
         copied = quantized_copy(optimizer, p, specs[name])
         # torchao's multiplication asks the tensor for it
         config = getattr(linears[name], "linear_mm_config", None)
-        fp8 = Float8TrainingTensor(
-            copied.codes, copied.scale.clone(), p.dtype, config, GemmInputRole.WEIGHT
-        )
+        parts = copied.codes, copied.scale.clone(), p.dtype, config
+        fp8 = Float8TrainingTensor(*parts, GemmInputRole.WEIGHT)
         replacing = nn.Parameter(fp8, requires_grad=p.requires_grad)
         replacing.grad_dtype = p.grad_dtype
         for group in optimizer.param_groups:
