@@ -18,7 +18,8 @@ KINDS = (
     ("optimizer", r"multi_tensor_apply|adam|_foreach|^_step(_and_cast)?(_\d+)?$"),
     (
         "cast (fp8ref)",
-        r"^_(re)?cast|^_(amax|lines|squares|statistics|gradient|rotate|merge|transpose)(_|$)",
+        r"^_(re)?cast|^_scaled(_\d+)?$"
+        r"|^_(amax|lines|squares|statistics|gradient|rotate|merge|transpose)(_|$)",
     ),
     ("attention", r"flash|fmha|attention|sdpa"),
     ("gemm (XLA's Triton)", r"gemm_fusion|triton_gemm|nested_gemm"),
