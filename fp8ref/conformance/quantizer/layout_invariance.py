@@ -148,12 +148,14 @@ def _compared(
 ) -> tuple[
     list[tuple[int, int]], list[tuple[int, int]], list[Counterexample], list[Counterexample]
 ]:
-    """(shapes taken, shapes refused, the first counterexample, those of a lost NaN (P-3))."""
+    """(shapes taken, shapes refused, the first counterexample, and the first of a lost NaN (P-3)).
+    What is wrong in a shape counts where a later tensor of it is refused too.
+    """
     quantizer, layout = comparison.quantizer, comparison.scale_layout
+    wrong: list[Counterexample] = []
     lost: list[Counterexample] = []
 
     def compare(shape: tuple[int, int]) -> list[Counterexample]:
-        wrong: list[Counterexample] = []
         for tensor in planted_tensors.tensors(shape, layout, quantizer):
             try:
                 output = quantizer.ask(tensor.x)
@@ -164,13 +166,13 @@ def _compared(
             unexplained = _counterexample(comparison, tensor, output)
             padded = ragged_blocks.padded(tensor.x, layout)
             nan = unexplained and "NaN" in tensor.planted
-            if nan and policy_match.loses_nan(quantizer, padded, layout):
-                lost.extend(unexplained)
-            else:
-                wrong = wrong or unexplained
+            is_lost = nan and policy_match.loses_nan(quantizer, padded, layout)
+            first = lost if is_lost else wrong
+            first += [] if first else unexplained
         return wrong
 
-    return *compare_each(shapes, compare), lost
+    accepted, refused, _ = compare_each(shapes, compare)
+    return accepted, refused, wrong, lost
 
 
 def check_strides(

@@ -245,6 +245,12 @@ def strided(x):
     return not x.flags.c_contiguous
 
 
+def refuses_nan_where_it_is_wrong(x):
+    if len(x) == 64 and np.isnan(x).any():
+        raise ValueError("no NaN, please")
+    return only(lambda x: len(x) == 64, lambda amax: 2 * torchao(amax))(x)
+
+
 @pytest.mark.parametrize(
     ("function", "what", "said"),
     [
@@ -283,6 +289,7 @@ def strided(x):
             "NaN inside",
         ),
         (only(lambda x: len(x) == 64, lambda amax: 2 * torchao(amax)), "shapes", "of x [64, 512]"),
+        (refuses_nan_where_it_is_wrong, "shapes", "of x [64, 512]"),
     ],
 )
 def test_a_scale_rule_of_some_tensors_alone(function, what, said):  # S-16
