@@ -79,9 +79,10 @@ def _raw(
         stays = behind >= -variant.threshold
         new, c = torch.where(stays, old, new), torch.where(stays, 1.0, c)
     m, offset = finite(new), float(variant.offset)
-    bias = offset - times(m, row_factor)
     if variant.bias == "fused":
         bias = -multiply_add(m, row_factor, -offset)
+    else:
+        bias = offset - times(m, row_factor)
     return exponential(multiply_add(s, factor, bias[..., None]), "2", arithmetic), c, new
 
 

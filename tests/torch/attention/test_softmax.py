@@ -69,3 +69,15 @@ def test_a_nan_score_makes_nan_of_its_row():
             s = torch.zeros(2, 8)
         total = online_softmax.total(state.sums, variant.sum_order)
         assert total.isnan().tolist() == [False, True], name
+
+
+@pytest.mark.parametrize(("bias", "count"), [("fused", 1), ("separate", 2)])
+def test_a_bias_is_computed_in_one_way(bias, count, monkeypatch):  # A-5
+    """Maxima are multiplied once for what is behind, and again for a separate bias alone."""
+    calls, times = [], online_softmax.times
+    monkeypatch.setattr(online_softmax, "times", lambda *pair: calls.append(pair) or times(*pair))
+    variant = next(v for v in KINDS.values() if v.scores == "raw" and v.bias == bias)
+    state = online_softmax.start((2,), variant.sum_order, torch.device("cpu"))
+    online_softmax.step(torch.zeros(2, 8), state, None, variant, [1.0], "stated")
+    # both times with the factor, which nothing else is multiplied by
+    assert sum(factor == 1.0 for _, factor in calls if isinstance(factor, float)) == count

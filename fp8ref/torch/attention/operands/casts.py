@@ -93,7 +93,6 @@ def _cast(x: Tensor, role: str, casts: Casts) -> Tensor:
     if role not in casts.roles:
         return x
     fmt = casts.variant.format_of(role)
-    one = torch.ones((), device=x.device, dtype=torch.float32)
-    amax = one if role == "p" else scaling.amax(x)
+    amax = x.new_ones(()) if role == "p" else scaling.amax(x)
     scale, _ = head_scaling.scales_of(amax, fmt, casts.variant.policy)
     return scaling.dequantize(scaling.quantize_with(x, scale, fmt))

@@ -6,6 +6,8 @@ What is refused is in test_attention.py.
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental import symbolic_shapes
 
 from fp8ref.sim.attention import attention as sim
 from fp8ref.spec.attention.variants import VARIANTS
@@ -24,6 +26,22 @@ def test_scales_have_the_shapes_of_the_simulators(name, rng):
             attention_inputs.scale_shape(VARIANTS[name], role, Shape(2, 4, 2, 150, 300, 64))
             == x.scale.shape
         )
+
+
+def test_sizes_of_scales_may_be_other_symbols_than_those_of_q():
+    """As a compiler names them that gives equal sizes no common name."""
+    mode = FakeTensorMode(shape_env=symbolic_shapes.ShapeEnv(duck_shape=False))
+    dynamic = [symbolic_shapes.DimDynamic.DYNAMIC] * 4
+    context = symbolic_shapes.StatelessSymbolicContext(dynamic_sizes=dynamic)
+    q, scale = (
+        mode.from_tensor(torch.ones(shape), symbolic_context=context)
+        for shape in ((2, 4, 64, 32), (2, 4, 1, 1))
+    )
+    b, h, t, d = q.shape
+    assert str(b) != str(scale.shape[0])
+    shape = Shape(b, h, h, t, t, d)
+    given = attention_inputs.check_scales({"q": scale}, VARIANTS["fa3"], ("q",), shape)
+    assert given == {"q": scale}
 
 
 def test_documents_of_both_or_of_each():
