@@ -58,7 +58,8 @@ def wrap(
             "a GEMM takes (a, b) or (codes of a, codes of b, scale_inv of a, scale_inv of b); "
             f"{name} takes {count} arguments."
         )
-    subject.check_framework(framework)
+    if framework is not None:
+        subject.check_framework(framework)
     imported = [one for one in subject.FRAMEWORKS if one == "numpy" or one in sys.modules]
     return _in_framework(scaled, [framework] if framework else imported, device, formats)
 
@@ -87,9 +88,11 @@ def _in_framework(
 
 def _arguments(function: Callable[..., Any]) -> tuple[int, bool]:
     """(how many arguments besides ``bias`` have no default, whether one is called bias)."""
-    names = subject.parameters(function)
-    if not names:  # a builtin without a signature
+    try:
+        inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin without a signature
         return 4, False
+    names = subject.parameters(function)
     return len(set(subject.needed(function)) - {"bias"}), "bias" in names
 
 

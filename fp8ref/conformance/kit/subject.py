@@ -190,7 +190,8 @@ def wrap(
     """
     if not callable(function):
         raise ValueError(f"what is asked is a function of an array; got {type(function).__name__}.")
-    check_framework(framework)
+    if framework is not None:
+        check_framework(framework)
     if framework is not None and importlib.util.find_spec(framework) is None:
         raise ImportError(
             f"arrays of {framework} need {framework}, which is not installed. Install "
@@ -218,9 +219,9 @@ def wrap(
     raise RefusedError("\n".join(dict.fromkeys(refused)))
 
 
-def check_framework(framework: str | None) -> None:
+def check_framework(framework: str) -> None:
     """ValueError for a framework that is none of FRAMEWORKS."""
-    if framework not in (None, *FRAMEWORKS):
+    if framework not in FRAMEWORKS:
         raise ValueError(f"framework is one of {', '.join(FRAMEWORKS)}; got {framework!r}.")
 
 

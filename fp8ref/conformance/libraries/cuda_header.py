@@ -137,8 +137,8 @@ def encode_e8m0(x: np.ndarray, *, up: bool, saturate: bool) -> np.ndarray:
 
 def _filled(name: str, inputs: np.ndarray, dtype: type, *options: int) -> np.ndarray:
     """What a function of the library makes of each input, of the inputs' shape."""
-    inputs = np.ascontiguousarray(inputs)
     out: np.ndarray = np.empty(inputs.shape, dtype)
+    inputs = np.ascontiguousarray(inputs)  # of shape [1] where it was ()
     pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (inputs, out)]
     getattr(load(), f"fp8ref_{name}")(*pointers, ctypes.c_int64(inputs.size), *options)
     return out

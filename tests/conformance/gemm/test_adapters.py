@@ -64,6 +64,8 @@ def test_a_function_of_operands():
 def test_what_is_no_gemm():
     with pytest.raises(ValueError, match=r"a GEMM takes \(a, b\) or .*; one takes 1 arguments"):
         wrap(lambda a: a, name="one")
+    with pytest.raises(ValueError, match="none takes 0 arguments"):
+        wrap(lambda: 0, name="none")
     with pytest.raises(ValueError, match="framework is one of numpy, torch, jax; got 'cupy'"):
         wrap(numpy, framework="cupy")
     with pytest.raises(RefusedError, match="raised ZeroDivisionError"):

@@ -111,3 +111,10 @@ def test_no_header_is_said(monkeypatch):
     assert not cuda_header.available()
     with pytest.raises(cuda_header.NoHeaderError, match=r"pip install 'fp8ref\[cuda\]'"):
         cuda_header.include_folders()
+
+
+def test_one_number_of_no_dimension():
+    one = np.array(1.5, np.float32)
+    code = cuda_header.encode_bits(one, "float32", E4M3FN, saturate=True)
+    assert (code.shape, cuda_header.decode(code, E4M3FN).shape) == ((), ())
+    assert cuda_header.encode_e8m0(one, up=True, saturate=True).shape == ()

@@ -190,7 +190,11 @@ def grade_offsets(
     if not isinstance(function, Subject):
         function = Subject(name=name_of(function), function=function, framework=framework)
     ask = functools.partial(_asked, function, which, fmt=fmt)
-    question, refused, others = Question(tuple(sizes or SIZES), rest, n, k), "", 0
+    question, refused, others = (
+        Question(tuple(SIZES if sizes is None else sizes), rest, n, k),
+        "",
+        0,
+    )
     if sizes is not None:
         faults = ask(question)
     else:

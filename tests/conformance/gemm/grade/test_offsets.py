@@ -312,6 +312,10 @@ ROWS = CastSpec(fmt=E4M3FN, granularity="rowwise", policy=RECIPES["rowwise"].out
 SPEC = GemmSpec(a=ROWS, b=ROWS, accumulate="fast")
 
 
+def test_sizes_may_be_an_array():
+    assert grade_offsets(output, sizes=np.array([5, 0, 1, 17])).ok
+
+
 @pytest.mark.parametrize("which", ["output", "grad_weight"])
 def test_fp8refs_in_torch(which):
     def function(a, b, scale_a, scale_b, offs):
@@ -345,6 +349,7 @@ def test_fp8refs_in_jax():  # X-5
     [
         ({"which": "grad_input"}, ValueError, "which is 'output' or 'grad_weight'"),
         ({"framework": "cupy"}, ValueError, "framework is one of numpy, torch, jax"),
+        ({"framework": None}, ValueError, "framework is one of numpy, torch, jax; got None"),
         ({"sizes": [0, 0]}, ValueError, "groups have sizes of 0 or more rows"),
         ({"rest": -1}, ValueError, "groups have sizes of 0 or more rows"),
         ({"function": lambda *_: 1 / 0}, RefusedError, "mine raised ZeroDivisionError"),
