@@ -40,7 +40,7 @@ EXPONENTS = (4.0, 2.0, 1.0, 0.5)
 """The exponents of an expansion, largest first, which products and roots give exactly (O-10)."""
 
 
-Number = TypeVar("Number")
+Number = TypeVar("Number")  # a float, or an array of one
 
 
 class Scalars(NamedTuple, Generic[Number]):

@@ -11,11 +11,11 @@ from numba.core import cgutils
 LANES = 64 if binding.get_host_cpu_features().get("avx512f") else 32
 """Columns of a tile: as many as keep float32 sums in registers."""
 
-I8 = ir.IntType(8)
-I16 = ir.IntType(16)
-I32 = ir.IntType(32)
-I64 = ir.IntType(64)
-F32 = ir.FloatType()
+I8 = ir.IntType(8)  # 8 bits, of either sign
+I16 = ir.IntType(16)  # 16 bits, of either sign
+I32 = ir.IntType(32)  # 32 bits, of either sign
+I64 = ir.IntType(64)  # 64 bits, of either sign
+F32 = ir.FloatType()  # LLVM's float32
 
 
 class Sizes(NamedTuple):
