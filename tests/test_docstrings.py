@@ -95,7 +95,7 @@ SECTIONS = {
     },
     "jax/attention/exponentials.py": {"fused": ("Order", "Specials")},
     "jax/attention/operands/heads.py": {"quantize": ("Shapes", "Order", "Specials", "Raises")},
-    "jax/attention/operands/hadamard.py": {"rotate": ("Shapes", "Order", "Raises")},
+    "jax/attention/operands/hadamard.py": {"signs": ("Raises",), "rotate": ("Shapes", "Order")},
     "jax/attention/softmax.py": {"step": ("Shapes", "Order")},
     "jax/attention/probability_value.py": {"add": ("Shapes", "Order")},
     "jax/states/states.py": {"adamw": ALL, "decode": ("Raises",)},
@@ -122,11 +122,8 @@ SECTIONS = {
         "forward": ALL,
         "backward": ALL,
     },
-    "torch/delayed/delayed.py": {
-        "observe": ("Raises",),
-        "advance": ("Shapes", "Specials"),
-        "update": ("Specials",),
-    },
+    "torch/delayed/role_states.py": {"observe": ("Raises",)},
+    "torch/delayed/delayed.py": {"advance": ("Shapes", "Specials"), "update": ("Specials",)},
     "torch/states/states.py": {
         "AdamW": ("Shapes", "State", "Order", "Specials", "Raises", "Source"),
         "decode": ("Raises",),
