@@ -37,6 +37,9 @@ transpose = operator("casts", "transpose")
 AMAXES = frozenset({torch.ops.fp8ref.amax.default, torch.ops.fp8ref.amax_lines.default})
 """The operators of ``amax`` and ``amax_lines``."""
 
+SCALED = torch.ops.fp8ref.scaled.default
+"""The operator of ``scaled``."""
+
 
 @torch.library.custom_op("fp8ref::cast_by_guess_", mutates_args=("guess",))
 def cast_by_guess_(x: Tensor, guess: Tensor, e5m2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

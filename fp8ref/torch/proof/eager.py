@@ -18,6 +18,7 @@ from fp8ref.recipe import OPERANDS, Gemm
 from fp8ref.torch.attention import observer as attention_observer
 from fp8ref.torch.attention.observer import observe_attention
 from fp8ref.torch.gemm import gemm
+from fp8ref.torch.kernels import casts
 from fp8ref.torch.linear.model_checks import is_compiled
 from fp8ref.torch.proof import records
 from fp8ref.torch.proof.records import SCALED_MM, GemmRecord, GemmTrace
@@ -118,6 +119,8 @@ class _Tracer(TorchDispatchMode):
             self._ones[out] = True
         elif func in _TIMES and args[0] in self._unscaled and isinstance(args[1], torch.Tensor):
             self._record_scale(self._unscaled.pop(args[0]), args[1])
+        elif func is casts.SCALED and args[0][0] in self._unscaled:
+            self._record_scale(self._unscaled.pop(args[0][0]), *args[0][1:])
         elif func in records.OPERANDS_AT:
             self._record(func, args, kwargs or {}, out)
         return out
@@ -142,9 +145,9 @@ class _Tracer(TorchDispatchMode):
             GemmRecord(layer, announced or which, a, b, accumulate, granularity, plan)
         )
 
-    def _record_scale(self, index: int, factor: torch.Tensor) -> None:
+    def _record_scale(self, index: int, *factors: torch.Tensor) -> None:
         gemms = self._trace.gemms
-        gemms[index] = dataclasses.replace(gemms[index], granularity=records.granularity(factor))
+        gemms[index] = dataclasses.replace(gemms[index], granularity=records.granularity(*factors))
 
     def _where(self) -> tuple[str | None, Gemm]:
         """The layer that runs and its next GEMM, or None."""

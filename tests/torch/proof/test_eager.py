@@ -51,6 +51,15 @@ def test_every_planned_gemm_is_seen_and_no_bit_changes(recipe):
     assert not hooks(watched)
 
 
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+def test_products_that_a_kernel_scales_are_seen(recipe):  # G-5
+    pytest.importorskip("triton")
+    model = convert.convert(nn.Sequential(nn.Linear(32, 32)).bfloat16(), recipe, kernels="triton")
+    with proof.trace_eager(model) as trace:
+        step(model, torch.randn(32, 32).bfloat16().requires_grad_())
+    assert proof.missing(trace, {"0": recipe}) == []
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "blockwise", "mxfp8"])
 def test_gemms_in_high_precision_are_seen_as_such_and_not_asked_for(recipe):
     model = square(recipe)
