@@ -179,6 +179,8 @@ def _apply(
     """h + residual and the outputs of a part. constants: its mlp, twice and rotated."""
     linear_input.check_transforms("a part of a block in FP8", h)
     eps, norm_twice = (norm.constants.eps, norm.constants.twice) if norm else (None, False)
+    if eps == 0 and not h.numel():
+        eps = 1.0  # by 0 a row of zeros would be NaN, and the amaxes of all ranks
     numbers = tuple(linear.spec_number for linear in linears)
     function, weight = numbered(numbers, eps, norm_twice, *constants), norm.weight if norm else None
     tensors = [x for linear in linears for x in linear.tensors(h)]  # type: ignore[operator]

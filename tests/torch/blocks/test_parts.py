@@ -420,3 +420,15 @@ def test_a_rank_without_tokens_merges_amaxes_as_often(recipe):  # L-9, P-2
     alone = results(layer(recipe), Layer.forward, tokens=8)
     assert not differing(alone, first)
     assert not any(second[name].any() for name in second if name.endswith("weight"))
+
+
+def of_no_tokens(recipe):
+    """Of a block whose norms have no eps, on a rank that shares its amaxes."""
+    block = layer(recipe, kernels="triton", group=GROUP)
+    block.input_layernorm.eps = block.post_attention_layernorm.eps = 0.0
+    return results(block, Layer.forward, tokens=0)
+
+
+def test_no_tokens_are_no_nan_in_norms_without_eps():  # L-9
+    (found,) = run_ranks(1, of_no_tokens, "tensorwise")
+    assert not any(found[name].any() for name in found if name.endswith("weight"))
