@@ -211,16 +211,17 @@ _FILE = pydantic.TypeAdapter(Measured)
 
 
 def gemm_seconds(
-    m: int, n: int, k: int, rate: float, bytes_: float, ceilings: Ceilings, *, experts: int = 1
+    m: int, n: int, k: int, rate: float, bytes_: float, ceilings: Ceilings, *, experts: int = 0
 ) -> float:
     """Time of [M, K] x [N, K] -> [M, N] at ``rate`` FLOP a second, with bytes_ of memory traffic.
-    experts: so many GEMMs of this size in one kernel, which cuts no sum into pieces.
+    experts: so many GEMMs of this size in one kernel, which cuts no sum into pieces; 0: one alone.
     """
     processors, fastest = ceilings.sheet.processors, math.inf
-    traffic = experts * bytes_ / ceilings.bandwidth
+    count = experts or 1
+    traffic = count * bytes_ / ceilings.bandwidth
     for height, width in TILES:
-        tiles = experts * math.ceil(m / height) * math.ceil(n / width)
-        for pieces in PIECES if experts == 1 else (1,):
+        tiles = count * math.ceil(m / height) * math.ceil(n / width)
+        for pieces in (1,) if experts else PIECES:
             # every wave takes a tile's time on all processors, even if only one of them has a tile
             waves = math.ceil(tiles * pieces / processors)
             busy = waves * processors * 2 * height * width * k / pieces / rate

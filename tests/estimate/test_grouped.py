@@ -69,6 +69,14 @@ def test_times_of_each_way():
     assert [gemm.launches for gemm in (one, each, looped)] == [1, 8, 48]
 
 
+def test_a_kernel_of_one_expert_cuts_no_sum():
+    """One tile, of a sum that a GEMM alone would share among processors."""
+    size, rates = (128, 128, 1 << 16), (H200.fp8, 1, 2, H200)
+    one, each = (grouped.GroupedGemm("output", *size, 1, by).seconds(*rates) for by in (ONE, EACH))
+    assert one == pytest.approx(132 * 2 * math.prod(size) / H200.fp8)
+    assert each < one / 2
+
+
 def tiny(**parallel):
     return configs.load("tiny-moe").replace(parallel=parallel)
 
