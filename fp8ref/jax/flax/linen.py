@@ -153,13 +153,20 @@ def layer_name(module: nn.Module) -> str:
 
 def linen_states(variables: Mapping) -> dict[tuple[str, ...], LayerState]:
     """The state of every hook, by the path of the hook; that of an input which several share in
-    each."""
+    each. ValueError, naming the layer, where the one that has it has no state."""
     flat = traverse_util.flatten_dict(variables.get(STATE, {}))
     states = {path[:-1]: layer for path, layer in flat.items()}
 
     def whole(path: tuple[str, ...], layer: LayerState) -> LayerState:
-        shared = states[first_path(path, layer)].roles["input"] if layer.first else None
-        return layer.replace(roles={**layer.roles, "input": shared}) if shared else layer
+        if not layer.first:
+            return layer
+        first = states.get(first_path(path, layer))
+        if first is None:
+            raise ValueError(
+                f"{'.'.join(path[:-1])}: it shares the state of {layer.first}'s input, of which "
+                "these variables have none. Init it by inputs that call every layer."
+            )
+        return layer.replace(roles={**layer.roles, "input": first.roles["input"]})
 
     return {path: whole(path, layer) for path, layer in states.items()}
 

@@ -197,6 +197,13 @@ def test_linen_takes_the_states_of_separate_inputs():
     same(shared.states(), separate.states())
 
 
+def test_linen_variables_without_the_first_linear_are_refused():
+    variables = Linen(readers=READERS).variables
+    del variables[fj.flax.STATE]["block"]["gate"]
+    with pytest.raises(ValueError, match=r"^block.up: it shares .* of gate's input, of which"):
+        fj.flax.unseen(variables)
+
+
 def test_nnx_shares_states_that_are_equal():
     """As those of a run are; others are refused."""
     trained, separate = Nnx(), Nnx()
