@@ -144,6 +144,7 @@ def check_ranks(config, parallel, **bounds) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*no update has set its scales:UserWarning")
 @pytest.mark.parametrize("backend", loop.BACKENDS)
 def test_parts_of_the_tokens_share_delayed_states(backend, config):  # A-19, A-24, H-4
     """Amaxes of q, k, v and o are of the same numbers, so the states are one device's bits after

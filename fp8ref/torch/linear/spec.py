@@ -98,7 +98,8 @@ def _run_kernels(kernels: Choice, device: torch.device, group: str) -> bool:
 
     Kernels merge amaxes another number of times than plain operations: ranks that differ would
     hang, or take one amax for another. The first rank writes to the store of the job what it does;
-    others compare theirs with it. No rank waits for another.
+    others compare theirs with it. No rank waits for another. Ranks that were given different
+    choices are not compared: models of one group may have choices of their own.
     """
     own = choice.explain(kernels, device)
     if not rank_checks.several_ranks() or distributed.get_backend() == "fake":

@@ -131,7 +131,8 @@ class Pass:
         q, k, device = factors.q, factors.k, do8.codes.device
         self.lse = parts.rows_of(saved.lse, problem.shape, q.shape[2])
         self.dq = torch.zeros(q.shape, device=device, dtype=torch.float32)
-        self.dk, self.dv = torch.zeros(2, *k.shape, device=device, dtype=torch.float32)
+        self.dk = torch.zeros(k.shape, device=device, dtype=torch.float32)
+        self.dv = torch.zeros(k.shape, device=device, dtype=torch.float32)
         self.tally_p = Tally(self.variant.fmt, report, device)
         self.tally_ds = Tally(problem.gradient_fmt, report, device)
         self.kept = Kept(keep, (*q.shape[:-1], k.shape[2]), device)
