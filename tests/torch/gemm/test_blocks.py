@@ -299,7 +299,7 @@ def test_torchs_own_check_of_scaled_mm_takes_the_layouts(shape, squares):  # G-1
         a, b = (torch.empty(size, k, dtype=torch.float8_e4m3fn) for size in (m, n))
         scales = torch.empty(m, k // 128), torch.empty(n // 128 if squares else n, k // 128)
         out = block_gemm.multiply(a, b, *scales, torch.bfloat16, "scaled_mm")
-        inner = block_gemm._by_scaled_mm(a, b, *scales, torch.bfloat16)
+        inner = block_gemm._by_scaled_mm(block_gemm._Operands(a, b, *scales), torch.bfloat16)
     assert out.shape == inner.shape == (m, n)
     assert out.dtype == inner.dtype == torch.bfloat16
 
