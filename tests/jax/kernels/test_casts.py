@@ -48,6 +48,13 @@ def test_amaxes_are_nan_before_infinite():  # S-2
         np.testing.assert_array_equal(found.amax, jnp.float32(expected))
 
 
+@pytest.mark.parametrize("place", [(0, 0), (0, -1), (-1, 0), (-1, -1)], ids=str)
+def test_an_amax_is_the_largest_of_all_programs(place):  # S-2
+    x = jnp.ones((130, 70), jnp.bfloat16).at[place].set(-3)  # ragged: four tiles, one a corner
+    found = casts.quantize(x, scaling.scales.with_inverse(jnp.float32(1)), E5M2, -1, KERNELS)
+    assert found.amax == 3
+
+
 def step(x, w, g, *, recipe):
     """Output, gradients and observations of a linear."""
     state, seen = delayed.init(recipe) or None, delayed.unseen(recipe) or None
