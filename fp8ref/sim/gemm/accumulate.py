@@ -12,6 +12,7 @@ All take finite values; ``with_specials`` puts infinities and NaNs back (G-6). S
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 import numpy as np
@@ -226,17 +227,19 @@ def exact_sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """RN32 of the exact sum over K (G-2): a [M, K], b [N, K], finite values of FP8 formats; float32
     [M, N]; a zero sum is +0.
     """
-    return round_sum(*exact_pair(a, b)) + np.float32(0)  # -0 becomes +0
+    total, tail = exact_pair(a, b)
+    rounded = round_sum(total, tail) if tail.any() else total.astype(np.float32)
+    return rounded + np.float32(0)  # -0 becomes +0
 
 
 def exact_pair(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Two float64 arrays [M, N] whose exact sum is the exact sum over K; a [M, K], b [N, K], finite
     values of FP8 formats.
 
-    A float64 alone does not hold the exact sum of products of e5m2 numbers, so it is kept in
+    A float64 alone does not always hold the exact sum of products of e5m2 numbers, so it is kept in
     several.
     """
-    parts = _exact_products(a.astype(np.float64), b.astype(np.float64))
+    parts = _exact_products(_Operand.of(a), _Operand.of(b))
     # The parts are multiples of 2^-34 below 2^48 each, so that the error terms, at most 2^-4, add
     # without rounding.
     total, tail = parts[0], np.zeros_like(parts[0])
@@ -275,28 +278,64 @@ def round_sum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         return (bits + even * outward).view(np.float64).astype(np.float32)
 
 
-def _exact_products(a: np.ndarray, b: np.ndarray) -> list[np.ndarray]:
+@dataclass(frozen=True)
+class _Operand:
+    """Numbers of an FP8 format, float64 [rows, K], and the magnitudes among them that are not 0."""
+
+    numbers: np.ndarray
+    magnitudes: np.ndarray
+
+    @classmethod
+    def of(cls, x: np.ndarray) -> "_Operand":
+        """An operand of float32 numbers, which are bfloat16 numbers too: 16 bits name each."""
+        bits = np.ascontiguousarray(x, np.float32).view(np.uint32) >> 16
+        there = np.flatnonzero(np.bincount(bits.ravel(), minlength=1 << 16)).astype(np.uint32)
+        magnitudes = np.unique(abs((there << 16).view(np.float32))).astype(np.float64)
+        return cls(x.astype(np.float64), magnitudes[magnitudes > 0])
+
+    @property
+    def width(self) -> int:
+        """The bits of an integer that holds each number in units of the largest power of two that
+        divides all of them.
+        """
+        if not self.magnitudes.size:
+            return 0
+        fractions, exponents = np.frexp(self.magnitudes)
+        integers = np.ldexp(fractions, 53).astype(np.int64)
+        units = exponents - 53 + np.log2(integers & -integers).astype(int)
+        return int(exponents.max() - units.min())
+
+    def halves(self) -> "list[_Operand]":
+        """Two operands that sum to this one: the larger and the smaller half of its exponents."""
+        exponents = np.frexp(self.magnitudes)[1]
+        middle = 2.0 ** ((int(exponents.max()) + int(exponents.min())) // 2 - 1)
+        large = np.where(abs(self.numbers) >= middle, self.numbers, 0)
+        above = self.magnitudes >= middle
+        parts = ((large, above), (self.numbers - large, ~above))
+        return [_Operand(numbers, self.magnitudes[held]) for numbers, held in parts]
+
+    def columns(self, start: int, stop: int) -> "_Operand":
+        """The operand of some of K."""
+        return _Operand(self.numbers[:, start:stop], self.magnitudes)
+
+
+def _exact_products(a: _Operand, b: _Operand) -> list[np.ndarray]:
     """Float64 [M, N] arrays whose exact sum is a @ b.T.
 
-    Numbers of magnitude at least 1 are multiples of 2^-3 below 2^16, the others multiples of 2^-17:
-    at most 19 bits either way. Products of such parts have at most 38 bits and share one quantum,
-    and so do sums of 2^15 of them: 53 bits, which a float64 matrix product adds in any order
-    without rounding. (E4M3 and E5M2 in all variants: F-2, F-3.)
+    A float64 product sums in any order without rounding where its sums are below 2^53 in units that
+    divide all products: for all numbers of E4M3 and K up to 2^17, and for e5m2 if they lie close
+    enough. Else operands are split by magnitude, and then along K.
     """
-    chunks = range(0, a.shape[1], 1 << 15)
-    parts = [
-        left @ right.T  # [M, k] x [N, k] -> [M, N]
-        for k in chunks
-        for left in _by_magnitude(a[:, k : k + (1 << 15)])
-        for right in _by_magnitude(b[:, k : k + (1 << 15)])
-    ]
-    return parts or [np.zeros((len(a), len(b)))]
-
-
-def _by_magnitude(x: np.ndarray) -> list[np.ndarray]:
-    """Arrays that sum to x, split at magnitude 1; all-zero parts are left out."""
-    large = np.where(abs(x) >= 1, x, 0)
-    return [part for part in (large, x - large) if part.any()]
+    k = a.numbers.shape[1]
+    if a.width + b.width + int(np.ceil(np.log2(max(k, 1)))) <= 53:
+        return [a.numbers @ b.numbers.T]  # [M, K] x [N, K] -> [M, N]
+    if max(a.width, b.width) > 19:
+        left, right = (x.halves() if x.width > 19 else [x] for x in (a, b))
+        pairs = list(product(left, right))
+    else:
+        spans = ((0, k // 2), (k // 2, k))
+        pairs = [(a.columns(*span), b.columns(*span)) for span in spans]
+    return [part for pair in pairs for part in _exact_products(*pair)]
 
 
 def _two_sum(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -77,7 +77,7 @@ def test_sums_that_cancel(pair, rng):  # G-2
 
 @pytest.mark.parametrize("k", [1, 2, 31, (1 << 15) - 1, 1 << 15, (1 << 15) + 1, 70_000])
 def test_one_column_of_any_length(k, rng):  # G-2
-    """2^15 products make a part; the values spread over e5m2's whole range, so that parts cancel
+    """About 2^15 products make a part; the values spread over e5m2's whole range, so that parts cancel
     and meet at all magnitudes.
     """
     x, y = (values(rng, (1, k), E5M2) for _ in range(2))
@@ -96,6 +96,19 @@ def test_the_last_bit_of_the_largest_sum(fmt):
     assert accumulate.exact_sum(x, y)[0, 0] == np.float32(fmt.smallest_subnormal**2)
     y[0, 1] = 0
     assert accumulate.exact_sum(x, y)[0, 0] == exact_dot(x[0], y[0]) == np.float32(-(fmt.max**2))
+
+
+@pytest.mark.parametrize("k", [1 << 17, 1 << 19])
+def test_one_product_holds_e4m3(k):  # G-2
+    """2^17 products of 36 bits fill 53 bits; of more, a second sum is needed. The largest products
+    leave the sum odd in its last place, so that a bit lost anywhere shows.
+    """
+    x = np.full((1, k), E4M3FN.max, np.float32)
+    y = x.copy()
+    x[0, 0] = y[0, 0] = E4M3FN.smallest_subnormal
+    total, tail = accumulate.exact_pair(x, y)
+    expected = (k - 1) * Fraction(448) ** 2 + Fraction(2) ** -18
+    assert Fraction(float(total[0, 0])) + Fraction(float(tail[0, 0])) == expected
 
 
 def test_a_tie_is_broken_by_the_smallest_product():
