@@ -7,6 +7,11 @@ import pytest
 from fp8ref.formats import (
     BFLOAT16,
     E2M1FN,
+    E2M3FN,
+    E3M2FN,
+    E3M4,
+    E4M3,
+    E4M3B11FNUZ,
     E4M3FN,
     E4M3FNUZ,
     E5M2,
@@ -17,14 +22,20 @@ from fp8ref.formats import (
     FORMATS,
     FP4_FORMATS,
     FP8_FORMATS,
+    P3109_FORMATS,
     QUANTIZED_FORMATS,
     Format,
+    by_name,
 )
 
 EIGHT_BITS = (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ, E8M0FNU)
 DTYPES = {
     **{f: np.dtype(getattr(ml_dtypes, f"float8_{f.name}")) for f in EIGHT_BITS},
     E2M1FN: np.dtype(ml_dtypes.float4_e2m1fn),
+    E2M3FN: np.dtype(ml_dtypes.float6_e2m3fn),
+    E3M2FN: np.dtype(ml_dtypes.float6_e3m2fn),
+    E3M4: np.dtype(ml_dtypes.float8_e3m4),
+    E4M3B11FNUZ: np.dtype(ml_dtypes.float8_e4m3b11fnuz),
     BFLOAT16: np.dtype(ml_dtypes.bfloat16),
     FLOAT16: np.dtype(np.float16),
     FLOAT32: np.dtype(np.float32),
@@ -79,7 +90,7 @@ def test_derived_numbers_are_those_of_ml_dtypes(fmt):  # F-1
 @every_format
 def test_max_code_is_the_last_finite_one(fmt):
     assert value_of(fmt.max_code, fmt) == fmt.max
-    if fmt.specials not in ("fnuz", "finite"):  # there the code after max is -0's: the NaN of fnuz
+    if fmt.nan in ("top_exponent", "top_code"):  # else the code after max is -0's
         assert not np.isfinite(value_of(fmt.max_code + 1, fmt))
 
 
@@ -146,7 +157,7 @@ def test_e2m1fn_holds_sixteen_numbers():  # F-5
 
 def test_formats_are_found_by_name():
     assert {name: fmt.name for name, fmt in FORMATS.items()} == {
-        fmt.name: fmt.name for fmt in DTYPES
+        fmt.name: fmt.name for fmt in (*DTYPES, *P3109_FORMATS.values())
     }
     assert all(FORMATS[name] is FP8_FORMATS[name] for name in FP8_FORMATS)
 
@@ -167,7 +178,7 @@ def test_formats_are_keyword_only():
 
 def test_a_new_format_is_data_alone():
     """Float8 E3M4 of ml_dtypes, IEEE-like: max 15.5, smallest normal 2^-2, infinity 0x70."""
-    e3m4 = Format(name="e3m4", exponent_bits=3, mantissa_bits=4, bias=3, specials="ieee")
+    e3m4 = Format(name="e3m4", exponent_bits=3, mantissa_bits=4, bias=3)
     info = ml_dtypes.finfo(ml_dtypes.float8_e3m4)
     assert (e3m4.max, e3m4.smallest_normal, e3m4.smallest_subnormal) == (
         float(info.max),
@@ -175,3 +186,22 @@ def test_a_new_format_is_data_alone():
         float(info.smallest_subnormal),
     )
     assert e3m4.inf_code == 0x70
+
+
+def test_p3109_has_every_precision_with_and_without_infinities():  # F-7
+    """K = 8, precision P: bias 2^(7 - P); one NaN, at the code of -0; the top codes are Inf."""
+    assert len(P3109_FORMATS) == 14
+    for precision in range(1, 8):
+        extended, finite = (P3109_FORMATS[f"binary8p{precision}s{domain}"] for domain in "ef")
+        assert (extended.max_code, extended.inf_code, extended.nan_code) == (0x7E, 0x7F, 0x80)
+        assert (finite.max_code, finite.inf_code, finite.nan_code) == (0x7F, None, 0x80)
+        assert extended.emin == finite.emin == 1 - 2 ** (7 - precision)
+        assert extended.bits == finite.bits == 8
+
+
+def test_e4m3_is_a_format_but_its_name_is_refused():  # F-6
+    """Who writes e4m3 means e4m3fn nearly always: the two differ above 240."""
+    assert (E4M3.max, E4M3.inf_code) == (240, 0x78)
+    assert by_name(E4M3) is E4M3
+    with pytest.raises(ValueError, match=r"got 'e4m3'\. Did you mean 'e4m3fn'"):
+        by_name("e4m3")

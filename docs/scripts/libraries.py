@@ -181,7 +181,7 @@ def _in_float32(
 
 def _became(codes: np.ndarray, fmt: Format) -> str:
     """What values above max became: max, Inf or NaN."""
-    magnitude = codes if fmt.specials == "fnuz" else codes & 0x7F
+    magnitude = codes & 0x7F if fmt.negative_zero else codes
     magnitude = np.where(codes == fmt.nan_code, fmt.nan_code, magnitude & 0x7F)
     names = {fmt.max_code: "max", fmt.nan_code: "NaN"} | (
         {fmt.inf_code: "Inf"} if fmt.inf_code is not None else {}

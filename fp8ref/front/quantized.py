@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fp8ref import policy as policies
-from fp8ref.formats import E4M3FN, QUANTIZED_FORMATS, Format
+from fp8ref.formats import E4M3FN, FP8_FORMATS, NARROW_FORMATS, Format
 from fp8ref.front import card
 from fp8ref.policy import POLICIES, ScalePolicy
 from fp8ref.recipe import RECIPES, CastSpec, Recipe
@@ -188,7 +188,7 @@ def quantize(
     Order:    as ``fp8ref.sim.quantize.scaling.quantize``, and the same bits in each framework.
     Raises:   ValueError: an unknown name, with the nearest; x of another dtype, or empty; an axis
               that x lacks, or that blocks do not divide; what x's framework does not have, such as
-              4 bits in PyTorch and JAX.
+              a format other than FP8's in PyTorch and JAX.
     Source:   spec S-5.
 
     >>> q = quantize([[0.5, -3.0], [1.0, 7.0]], "e4m3fn", "rowwise")
@@ -200,8 +200,8 @@ def quantize(
     axis = granularities.normalize_axis(axis, max(x.ndim, 1))
     backend, kind, policy = _backend(x), spec.granularity, spec.policy
     got = f"{spec.fmt} for {_framework(x)}. Give x in NumPy"
-    fits = backend is scaling or spec.fmt.bits == 8
-    require(fits, f"formats of 4 bits are simulated, in NumPy alone; got {got}.")
+    fits = backend is scaling or spec.fmt.name in FP8_FORMATS
+    require(fits, f"formats other than FP8's are simulated, in NumPy alone; got {got}.")
     q = backend.quantize(x, spec.fmt, granularity=kind, policy=policy, axis=axis)
     return Quantized(q, spec.policy, axis)
 
@@ -236,7 +236,7 @@ def cast_spec(
         "quantize neither rotates nor rounds stochastically. Use fp8ref.sim.linear.",
     )
     return CastSpec(
-        fmt=registry.lookup(which, QUANTIZED_FORMATS, spec.fmt if fmt is None else fmt, Format),
+        fmt=registry.lookup(which, NARROW_FORMATS, spec.fmt if fmt is None else fmt, Format),
         granularity=spec.granularity,
         policy=policies.by_name(spec.policy if policy is None else policy),
     )

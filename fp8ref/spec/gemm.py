@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from fp8ref.formats import QUANTIZED_FORMATS, Format
+from fp8ref.formats import FP8_FORMATS, NARROW_FORMATS, QUANTIZED_FORMATS, Format
 from fp8ref.policy import POLICIES, ScalePolicy
 from fp8ref.shared import errors
 from fp8ref.spec import epilogue, granularity
@@ -21,9 +21,9 @@ class CastSpec:
     rotation    of its blocks along the reduced axis, before it is scaled (spec S-23); None: none.
     rounding    ``nearest_even``, or ``stochastic`` by a seed (C-2).
 
-    Raises:     ValueError: a fmt that is neither FP8 nor FP4, an unknown granularity or rounding,
-                delayed scaling that is not tensorwise or by another policy than its own, or with a
-                rotation.
+    Raises:     ValueError: an unsigned fmt, or one of more than 8 bits, an unknown granularity or
+                rounding, delayed scaling that is not tensorwise or by another policy than its own,
+                or with a rotation.
     """
 
     fmt: Format
@@ -34,7 +34,8 @@ class CastSpec:
     rounding: Literal["nearest_even", "stochastic"] = "nearest_even"
 
     def __post_init__(self) -> None:
-        errors.one_of("an operand's fmt", self.fmt.name, QUANTIZED_FORMATS)
+        text = f"an operand's fmt is one of {', '.join(NARROW_FORMATS)}; got {self.fmt.name!r}."
+        errors.require(self.fmt.signed and self.fmt.bits <= 8, text)
         granularity.by_name(self.granularity)
         errors.one_of("an operand's rounding", self.rounding, ("nearest_even", "stochastic"))
         if self.delayed is not None and (
@@ -48,8 +49,13 @@ class CastSpec:
 
     @property
     def simulated(self) -> bool:
-        """Whether the simulator alone has it: FP4, a rotation, or stochastic rounding."""
-        return self.fmt.bits < 8 or self.rotation is not None or self.rounding != "nearest_even"
+        """Whether the simulator alone has it: another format than FP8's, a rotation, or stochastic
+        rounding."""
+        return (
+            self.fmt.name not in FP8_FORMATS
+            or self.rotation is not None
+            or self.rounding != "nearest_even"
+        )
 
     @property
     def pairs(self) -> bool:
@@ -72,8 +78,8 @@ class GemmSpec:
                 operands, None without.
     epilogue    the name of one of ``epilogue.EPILOGUES`` that takes no bias.
 
-    Raises:     ValueError: accumulate or epilogue that do not go with the operands; operands whose
-                rotations differ (spec S-23).
+    Raises:     ValueError: operands neither FP8 nor FP4, or whose rotations differ (spec S-23);
+                accumulate or epilogue that do not go with them.
     """
 
     a: CastSpec | None = None
@@ -82,6 +88,8 @@ class GemmSpec:
     epilogue: str = "scale_then_round"
 
     def __post_init__(self) -> None:
+        for cast in filter(None, (self.a, self.b)):
+            errors.one_of("an operand's fmt", cast.fmt.name, QUANTIZED_FORMATS)
         allowed = ("fast", "slow") if self.fp8 else (None,)
         if self.accumulate not in allowed:
             kind = "an FP8" if self.fp8 else "a high-precision"

@@ -108,7 +108,7 @@ def test_odd(rounding, saturate, drawn):
     fmt, x, _ = drawn
     plus, minus = encode(x, fmt, rounding, saturate), encode(-x, fmt, rounding, saturate)
     np.testing.assert_array_equal(cast.decode(minus, fmt), -cast.decode(plus, fmt))
-    signed = ~np.isnan(cast.decode(plus, fmt)) & ((fmt.specials != "fnuz") | (plus != 0))
+    signed = ~np.isnan(cast.decode(plus, fmt)) & (fmt.negative_zero | (plus != 0))
     np.testing.assert_array_equal(minus[signed], (plus ^ fmt.sign_bit)[signed])
 
 

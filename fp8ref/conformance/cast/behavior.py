@@ -94,13 +94,13 @@ class KnownCast:
         code = fmt.nan_code
         if self.nan == "quiet" and fmt.inf_code is not None:
             code = fmt.inf_code | 1 << (fmt.mantissa_bits - 1)
-        one_nan = self.nan == "emitted" or fmt.specials == "fnuz"
+        one_nan = self.nan == "emitted" or not fmt.negative_zero
         signed = code if one_nan else code | fmt.sign_bit
         return Behavior(
             overflow=beyond,
             infinite=beyond,
             nan=(code, signed),
-            negative_zero="lost" if fmt.specials == "fnuz" else "kept",
+            negative_zero="kept" if fmt.negative_zero else "lost",
         )
 
 
@@ -171,7 +171,7 @@ def encode(
         and value.dtype == np.float32
     )
     plain &= (
-        behavior.negative_zero == ("lost" if fmt.specials == "fnuz" else "kept")
+        behavior.negative_zero == ("kept" if fmt.negative_zero else "lost")
         and fmt.name in formats.FP8_FORMATS
     )
     if plain and behavior.overflow == behavior.infinite and behavior.overflow in ("max", special):
@@ -191,19 +191,20 @@ def _magnitude_codes(value: np.ndarray, fmt: Format, behavior: Behavior) -> np.n
     if behavior.subnormals == "flushed_before":
         value = np.where(np.abs(value) < fmt.smallest_normal, np.copysign(0.0, value), value)
     n, exponent = cast.in_spacings(value, fmt)
-    code = cast.magnitude_codes(
-        _rounded(n, np.signbit(value), fmt, behavior.rounding), exponent, fmt
-    )
+    n = _rounded(n, exponent, np.signbit(value), fmt, behavior.rounding)
+    code = cast.magnitude_codes(n, exponent, fmt)
     if behavior.subnormals != "kept":
         # By the rounded code: what rounds up to the smallest normal number is kept here.
         code = np.where(code < 1 << fmt.mantissa_bits, 0, code)
     return code
 
 
-def _rounded(n: np.ndarray, negative: np.ndarray, fmt: Format, rounding: str) -> np.ndarray:
+def _rounded(
+    n: np.ndarray, exponent: np.ndarray, negative: np.ndarray, fmt: Format, rounding: str
+) -> np.ndarray:
     """n of ``cast.in_spacings`` as integers: rounded by the simulator if it has the mode."""
     if rounding in cast.ROUNDINGS:
-        return cast.round_spacings(n, fmt, rounding)  # type: ignore[arg-type]
+        return cast.round_spacings(n, exponent, fmt, rounding)  # type: ignore[arg-type]
     # The rest is exact, and so is its comparison with a half.
     floor = np.floor(n)
     rest = n - floor

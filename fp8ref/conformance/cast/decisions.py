@@ -89,9 +89,9 @@ def negative_zero(a: Responses, b: Behavior) -> Finding:
     value = None
     if code == 0:
         value = "lost" if a.codes[under] == 0 else "lost_at_zero"
-    elif code == a.fmt.sign_bit and a.fmt.specials != "fnuz":
+    elif code == a.fmt.sign_bit and a.fmt.negative_zero:
         value = "kept"
-    right = value == ("lost" if a.fmt.specials == "fnuz" else "kept")
+    right = value == ("kept" if a.fmt.negative_zero else "lost")
     witness = None if right else a.counterexample(at, b, "C-6")
     return Finding("negative_zero", value, evidence, witness=witness)
 

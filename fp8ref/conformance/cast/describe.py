@@ -73,7 +73,7 @@ def summary(b: Behavior, a: Responses, fmt: Format, *, complete: bool, everywher
     decision_text = f"rounds {b.rounding}, overflow gives {b.overflow}, infinities {b.infinite}"
     if b.subnormals != "kept":
         decision_text += f", subnormals are {b.subnormals.replace('_', ' ')}"
-    if b.negative_zero != "kept" and found_fmt.specials != "fnuz":
+    if b.negative_zero != "kept" and found_fmt.negative_zero:
         decision_text += ", -0 becomes 0"
     if not np.isnan(decoded := decode(np.array(b.nan, np.uint8), found_fmt)).all():
         decision_text += f", NaN becomes {decoded[0]:g}"

@@ -362,7 +362,7 @@ def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, 
             show(x[at]),
             outputs.output_text(output, at, found_fmt or fmt),
             outputs.output_text(expected_output, at, fmt),
-            "F-2" if fmt.specials != "fnuz" else "F-3",
+            "F-2" if fmt.negative_zero else "F-3",
             bits=(bits_of(x[at], source),),
             dtype=source,
         )

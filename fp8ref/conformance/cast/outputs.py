@@ -229,7 +229,7 @@ def codes_of_values(values: np.ndarray, fmt: Format) -> np.ndarray:
     at = np.minimum(np.searchsorted(table, magnitude), len(table) - 1)
     signed = at | np.where(np.signbit(values), fmt.sign_bit, 0)
     codes = np.where(table[at] == magnitude, signed, NO_CODE)
-    if fmt.specials == "fnuz":
+    if not fmt.negative_zero:
         codes = np.where(values == 0, 0, codes)
     return np.where(np.isnan(values), fmt.nan_code, codes).astype(np.int64)
 

@@ -44,7 +44,7 @@ def specials(bench: Bench) -> list[Finding]:
         "NaN x 0": ({0: (nan_a, 0)}, "nan"),
         "1 x 1 - 1 x 1": ({0: (one_a, one_b), 1: (one_a | 0x80, one_b)}, "+0"),
     }
-    if bench.fmt_a.specials != "fnuz":  # fnuz has no -0
+    if bench.fmt_a.negative_zero:  # fnuz has no -0
         stimuli["-0 x 1"] = ({0: (0x80, one_b)}, "+0")
     if bench.fmt_a.inf_code is not None:
         stimuli |= _infinities("a", bench.fmt_a.inf_code, one_b, left=True)

@@ -8,19 +8,10 @@ the others.
 import numpy as np
 
 from fp8ref.conformance.inputs import dtypes
-from fp8ref.formats import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, Format
+from fp8ref.formats import E3M4, E4M3, E4M3B11FNUZ, FP8_FORMATS, Format
 from fp8ref.sim.quantize import cast
 
-E4M3 = Format(name="e4m3", exponent_bits=4, mantissa_bits=3, bias=7, specials="ieee")
-"""The e4m3 of ml_dtypes, which has infinities: OFP8 does not have this format."""
-
-E4M3B11FNUZ = Format(name="e4m3b11fnuz", exponent_bits=4, mantissa_bits=3, bias=11, specials="fnuz")
-"""The e4m3b11fnuz of ml_dtypes: bias 11, no infinities, no negative zero."""
-
-E3M4 = Format(name="e3m4", exponent_bits=3, mantissa_bits=4, bias=3, specials="ieee")
-"""The e3m4 of ml_dtypes, with infinities."""
-
-CAST_FORMATS = {f.name: f for f in (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ, E4M3, E4M3B11FNUZ, E3M4)}
+CAST_FORMATS = {**FP8_FORMATS, **{f.name: f for f in (E4M3, E4M3B11FNUZ, E3M4)}}
 """The formats that an unknown cast may have: the specification's four, and three of ml_dtypes
 alone."""
 

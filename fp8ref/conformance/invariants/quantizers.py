@@ -84,7 +84,7 @@ def _sharding(function: Any, fmt: Format, inputs: tuple[np.ndarray, int]) -> str
 @QUANTIZERS.states("a negated tensor has negated codes", _TENSOR)
 def _odd(function: Any, fmt: Format, x: np.ndarray) -> str:
     expected = _parts(function, x)[0] ^ np.uint8(0x80)
-    if fmt.specials == "fnuz":
+    if not fmt.negative_zero:
         expected = np.where(expected == 0x80, 0, expected).astype(np.uint8)  # the one zero
     return _codes_differ(x, _parts(function, -x)[0], expected, "negated", fmt)
 

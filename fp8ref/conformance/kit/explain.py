@@ -66,7 +66,7 @@ class Rules:
                 "to the nearest power of two, halfway upwards, and no lower than "
                 f"{fmt.smallest_normal:g} (C-7)"
             )
-        positive = fmt.specials == "fnuz"
+        positive = not fmt.negative_zero
         if kind == "zero":
             return (
                 f"both zeros become +0 in {fmt} (C-6)" if positive else "zero keeps its sign (C-6)"

@@ -110,7 +110,7 @@ def summary(
             f"; its amax is stale, from {memory} earlier call{'s' if memory > 1 else ''}; only "
             "ordinary amaxes were compared"
         )
-    if fields["negative_zero"] not in ("kept", None) and chosen.fmt.specials != "fnuz":
+    if fields["negative_zero"] not in ("kept", None) and chosen.fmt.negative_zero:
         notes += ", -0 becomes 0"
     notes += "" if everywhere else "; it gives other results for other tensors"
     if everywhere and not identified and not matched.deviation:

@@ -251,7 +251,7 @@ def _operand(
         "zero": np.zeros(shape),
         "specials": magnitude,
     }[pattern].astype(np.uint8)
-    if fmt.specials == "fnuz":
+    if not fmt.negative_zero:
         sign[codes == 0] = 0
     codes = codes | sign
     if pattern == "canceling":
@@ -261,7 +261,7 @@ def _operand(
         codes[:, half : 2 * half - 1] = codes[:, : half - 1] ^ np.uint8(
             fmt.sign_bit if seed % 2 else 0
         )
-        if fmt.specials == "fnuz":
+        if not fmt.negative_zero:
             codes[codes == fmt.nan_code] = 0
     if pattern == "specials":  # at most one NaN or Inf a line, so that some results are finite
         finite = np.isfinite(cast.decode(codes, fmt))

@@ -1,5 +1,5 @@
-"""Casts from float32 bits to codes of 8 or 4 bits, one pass, eight lanes at a time, for every
-signed format and rounding.
+"""Casts from float32 bits to codes of at most 8 bits, one pass, eight lanes at a time, for every
+format of ``encodes`` and every rounding.
 
 The code of |x| is n + (E - emin) * 2^m, where E = max(floor(log2|x|), emin) and n is |x| in units
 of the format's spacing at E, rounded to an integer. Nearest-even lets the adder round: |x| + 2^(E +
@@ -63,11 +63,17 @@ def layout(fmt: Format, rounding: str, saturate: bool) -> Layout:
         sign_bit=u32(fmt.sign_bit),
         sign_shift=u32(32 - fmt.bits),
         saturate=saturate,
-        negative_zero=fmt.specials != "fnuz",
+        negative_zero=fmt.negative_zero,
         directed=rounding in ("toward_zero", "to_odd"),
         away=rounding == "nearest_away",
         odd=rounding == "to_odd",
     )
+
+
+def encodes(fmt: Format) -> bool:
+    """Whether kernels cast to it: signed, with codes of a byte and a mantissa, whose last bit alone
+    makes a code odd."""
+    return fmt.signed and fmt.bits <= 8 and fmt.mantissa_bits > 0
 
 
 @functools.lru_cache(maxsize=64)

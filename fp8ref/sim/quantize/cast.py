@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from fp8ref import formats
-from fp8ref.formats import BFLOAT16, E8M0FNU, FLOAT16, FLOAT32, QUANTIZED_FORMATS, Format
+from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
 from fp8ref.sim import philox, threads
 from fp8ref.sim.kernels import cast as kernels
 from fp8ref.sim.kernels.compiled import ELEMENTS, worth
@@ -39,7 +39,7 @@ stochastic    away from zero with a probability equal to the discarded fraction
 ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "to_odd", "stochastic")
 """The values of ``Rounding``."""
 
-_CODED = (8, 4)  # bits of the formats that have codes here
+_MOST_BITS = 16  # of a format that has codes here
 _PIECE = 1 << 18  # elements that are widened to float32 or float64 at a time: 2 MiB a float64 array
 
 
@@ -51,22 +51,23 @@ def encode(
     saturate: bool = True,
     seed: int | None = None,
 ) -> np.ndarray:
-    """Round x once to a format of 8 or 4 bits and return its codes, one a byte (``packing`` puts
-    two of 4 bits into one).
+    """Round x once to a format of at most 16 bits and return its codes, one a byte, or one a
+    uint16 above 8 bits (``packing`` puts two of 4 bits into a byte).
 
     rounding  nearest_even, nearest_away (ties), toward_zero, to_odd, or stochastic, by a seed in
               [0, 2^64) and the flat index in C order.
     Shapes:   x any shape and memory order, empty too, float64, float32, float16 or bfloat16; codes
-              uint8 of the same shape, C order.
+              uint8, or uint16 above 8 bits, of the same shape, C order.
     Order:    round as if the exponent were unbounded; then saturate or overflow; then zeros,
               infinities, NaNs.
-    Specials: NaN -> fmt.nan_code; -0 and underflow keep their sign (not in fnuz, which has no -0);
+    Specials: NaN -> fmt.nan_code; -0 and underflow keep their sign where the format has -0;
               above fmt.max: max if saturate, else Inf, or NaN in a format without infinities;
               infinities likewise. toward_zero and to_odd give max of any finite x. Into e8m0fnu:
-              zero and negative values -> NaN, below 2^-127 -> 2^-127. Into e2m1fn: NaN -> 6.
-    Raises:   ValueError: fmt not of 8 or 4 bits; x not floating point; unknown rounding; a seed
-              missing or not used; to_odd or stochastic into e8m0fnu; e2m1fn without saturate;
-              e8m0fnu in a thread that takes subnormals for zeros.
+              zero and negative values -> NaN, below 2^-127 -> 2^-127. Into a format without NaN,
+              such as e2m1fn: NaN -> max.
+    Raises:   ValueError: fmt of more than 16 bits; x not floating point; unknown rounding; a seed
+              missing or not used; to_odd or stochastic into e8m0fnu; a format without NaN and
+              without saturate; subnormals that a thread takes for zeros.
     Source:   spec C-1 to C-7, C-9.
 
     >>> from fp8ref.formats import E4M3FN
@@ -77,10 +78,10 @@ def encode(
     """
     x, fmt = array(x), formats.by_name(fmt)
     _check(x, fmt, rounding, seed, saturate)
-    codes = np.empty(x.shape, np.uint8)
+    codes = np.empty(x.shape, code_dtype(fmt))
     flat = codes.reshape(-1)
     kernel = None
-    if fmt.signed and x.dtype != np.float64:
+    if kernels.encodes(fmt) and x.dtype != np.float64:
         kernel = kernels.encoder(fmt, rounding, saturate)
     plain = functools.partial(
         encode_plain, fmt=fmt, rounding=rounding, saturate=saturate, seed=seed
@@ -133,7 +134,8 @@ def encode_plain(
     _check(x, fmt, rounding, seed, saturate)
     value = exact(x)
     n, exponent = in_spacings(value, fmt)
-    code = magnitude_codes(round_spacings(n, fmt, rounding, seed=seed, start=start), exponent, fmt)
+    n = round_spacings(n, exponent, fmt, rounding, seed=seed, start=start)
+    code = magnitude_codes(n, exponent, fmt)
     if not fmt.signed:
         code -= 1  # no zero: the smallest magnitude is 1 * 2^emin, and its code is 0
     directed = rounding in ("toward_zero", "to_odd")
@@ -146,38 +148,39 @@ def encode_plain(
     code = np.where(above, np.where(directed & ~np.isinf(value), fmt.max_code, overflow), code)
     if fmt.signed:
         negative = np.signbit(value) & ((code != fmt.nan_code) | (not fmt.has_nan))
-        # fnuz has no -0: that code is its NaN.
-        if fmt.specials == "fnuz":
-            negative &= code != 0
+        negative &= fmt.negative_zero | (code != 0)
         code = np.where(negative, code | fmt.sign_bit, code)
     else:
         code = np.where(value <= 0, fmt.nan_code, np.maximum(code, 0))
-    return np.where(np.isnan(value), fmt.nan_code, code).astype(np.uint8)
+    return np.where(np.isnan(value), fmt.nan_code, code).astype(code_dtype(fmt))
+
+
+def code_dtype(fmt: Format) -> type[np.uint8 | np.uint16]:
+    """The dtype of a format's codes."""
+    return np.uint8 if fmt.bits <= 8 else np.uint16
 
 
 def decode(codes, fmt: Format | str) -> np.ndarray:
     """The values of the codes, exactly.
 
-    Shapes:   codes any shape, uint8; float32 of the same shape.
-    Specials: every NaN code -> NaN; e5m2's 0x7C and 0xFC -> infinities; e8m0fnu has no zero.
-    Raises:   ValueError: fmt not of 8 or 4 bits; codes not uint8, or of e2m1fn above 15.
-    Source:   spec F-2 to F-5.
+    Shapes:   codes any shape, uint8, or uint16 above 8 bits; float32 of the same shape.
+    Specials: every NaN code -> NaN; codes of infinities -> infinities; e8m0fnu has no zero.
+    Raises:   ValueError: fmt of more than 16 bits; codes of another dtype, or not below 2^bits.
+    Source:   spec F-2 to F-7.
     """
-    codes = array(codes)
-    if codes.dtype != np.uint8:
+    codes, fmt = array(codes), formats.by_name(fmt)
+    _check_coded(fmt, "decode")
+    if codes.dtype != code_dtype(fmt):
         raise ValueError(
-            f"codes are uint8; got {codes.dtype}. View float8 arrays with .view(np.uint8)."
+            f"codes of {fmt} are {code_dtype(fmt).__name__}; got {codes.dtype}. View float8 arrays "
+            "with .view(np.uint8)."
         )
-    fmt = formats.by_name(fmt)
-    if fmt.bits not in _CODED:
+    if fmt.smallest_subnormal < 2.0**-126:
+        check_subnormals()
+    if codes.itemsize * 8 > fmt.bits and codes.size and int(codes.max()) >> fmt.bits:
         raise ValueError(
-            f"decode takes codes of {', '.join([*QUANTIZED_FORMATS, 'e8m0fnu'])}; got {fmt}."
-        )
-    if fmt == E8M0FNU:
-        check_subnormals()  # of 2^-127
-    if fmt.bits == 4 and codes.size and codes.max() > 15:
-        raise ValueError(
-            f"codes of {fmt} are at most 15; got {codes.max()}. Unpack pairs with packing.unpack."
+            f"codes of {fmt} are at most {(1 << fmt.bits) - 1}; got {codes.max()}. Unpack pairs "
+            "with packing.unpack."
         )
     # no code is out of range, and this is the fastest mode
     return np.take(_table(fmt), codes, mode="wrap")
@@ -191,7 +194,7 @@ def codes_of(numbers: np.ndarray, fmt: Format | str) -> np.ndarray:
 def canonical_nans(codes: np.ndarray, fmt: Format | str) -> np.ndarray:
     """codes with NaNs as encode emits them, for comparisons (C-5). Raises as decode."""
     fmt = formats.by_name(fmt)
-    return np.where(np.isnan(decode(codes, fmt)), np.uint8(fmt.nan_code), codes)
+    return np.where(np.isnan(decode(codes, fmt)), code_dtype(fmt)(fmt.nan_code), codes)
 
 
 def round_to(
@@ -214,7 +217,7 @@ def round_to(
     Source:   spec C-1 to C-6.
     """
     fmt = formats.by_name(fmt)
-    if fmt.bits in _CODED:
+    if fmt.bits <= 8:
         return decode(encode(x, fmt, rounding=rounding, saturate=saturate, seed=seed), fmt)
     _check_wide(fmt)
     x = array(x)
@@ -245,7 +248,7 @@ def round_to_plain(
     _check_rounding(rounding, seed)
     value = exact(x)
     n, exponent = in_spacings(value, fmt)
-    n = round_spacings(n, fmt, rounding, seed=seed, start=start)
+    n = round_spacings(n, exponent, fmt, rounding, seed=seed, start=start)
     rounded = np.ldexp(n, exponent - fmt.mantissa_bits)
     overflow = fmt.max if saturate else np.nan if fmt.inf_code is None else np.inf
     rounded = np.where(
@@ -259,7 +262,7 @@ def _check_wide(fmt: Format) -> None:
     """ValueError unless float32 holds the values of a wide format."""
     if (
         not fmt.signed
-        or fmt.specials == "fnuz"
+        or not fmt.negative_zero
         or fmt.mantissa_bits > 23
         or fmt.emin < -126
         or fmt.max > FLOAT32.max
@@ -371,10 +374,7 @@ def _pieces(x: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 def _check(x: np.ndarray, fmt: Format, rounding: str, seed: int | None, saturate: bool) -> None:
     if not isinstance(saturate, bool | np.bool_):
         raise ValueError(f"saturate is True or False; got {saturate!r}.")
-    if fmt.bits not in _CODED:
-        raise ValueError(
-            f"encode takes formats of 8 or 4 bits; got {fmt}. Use round_to for wider formats."
-        )
+    _check_coded(fmt, "encode")
     if not saturate and not fmt.has_nan:
         raise ValueError(
             f"{fmt} has no infinity or NaN, so casts saturate; got saturate=False. Use True (C-9)."
@@ -385,9 +385,16 @@ def _check(x: np.ndarray, fmt: Format, rounding: str, seed: int | None, saturate
             "(C-7)."
         )
     _check_rounding(rounding, seed)
-    if fmt == E8M0FNU:
-        check_subnormals()  # of 2^-127
+    if fmt.smallest_subnormal < 2.0**-126:
+        check_subnormals()
     check_dtype(x)
+
+
+def _check_coded(fmt: Format, name: str) -> None:
+    if fmt.bits > _MOST_BITS:
+        raise ValueError(
+            f"{name} takes formats of at most {_MOST_BITS} bits; got {fmt}. Use round_to."
+        )
 
 
 def check_dtype(x: np.ndarray) -> None:
@@ -447,27 +454,31 @@ def in_spacings(value: np.ndarray, fmt: Format) -> tuple[np.ndarray, np.ndarray]
 
 def round_spacings(
     n: np.ndarray,
+    exponent: np.ndarray,
     fmt: Format,
     rounding: Rounding,
     *,
     seed: int | None = None,
     start: int | np.ndarray = 0,
 ) -> np.ndarray:
-    """n of ``in_spacings`` rounded to integers, float64.
+    """n of ``in_spacings``, with its exponents, rounded to integers, float64.
 
     start  the flat index of its first element, or of each, for stochastic rounding.
     """
-    floor = np.floor(n)
-    rest = n - floor
     if rounding == "nearest_even" and fmt.mantissa_bits:
         return np.rint(n)
-    # Without mantissa bits (e8m0fnu) n is 1 or between 1 and 2. Ties go up (C-7), not to an even n.
-    if rounding in ("nearest_even", "nearest_away"):
+    floor = np.floor(n)
+    rest = n - floor
+    # Without mantissa bits the exponent alone makes a code odd. Ties to e8m0fnu go up (C-7).
+    odd = (floor + (0 if fmt.mantissa_bits else exponent - fmt.emin)) % 2 == 1
+    if rounding == "nearest_away" or (rounding == "nearest_even" and not fmt.signed):
         return floor + (rest >= 0.5)
+    if rounding == "nearest_even":
+        return floor + ((rest > 0.5) | ((rest == 0.5) & odd))
     if rounding == "toward_zero":
         return floor
     if rounding == "to_odd":
-        return floor + ((rest > 0) & (floor % 2 == 0))
+        return floor + ((rest > 0) & ~odd)
     assert seed is not None
     # Away from zero if the rest, cut to 48 bits, and a random 48-bit integer together carry: with
     # the probability of what is cut off (C-2).
@@ -488,7 +499,7 @@ def magnitude_codes(n: np.ndarray, exponent: np.ndarray, fmt: Format) -> np.ndar
 
 @functools.lru_cache(maxsize=64)
 def _table(fmt: Format) -> np.ndarray:
-    """The value of each code, float32 [256] or [16]."""
+    """The value of each code, float32 [2^bits]."""
     code = np.arange(1 << fmt.bits)
     magnitude = code & ~fmt.sign_bit
     mantissa = magnitude & ((1 << fmt.mantissa_bits) - 1)
@@ -506,5 +517,5 @@ def _table(fmt: Format) -> np.ndarray:
     if fmt.inf_code is not None:
         value[fmt.inf_code], value[fmt.inf_code | fmt.sign_bit] = np.inf, -np.inf
     if fmt.has_nan:
-        value[fmt.nan_code] = np.nan  # the only one of a fnuz format
+        value[fmt.nan_code] = np.nan  # may be the code of -0
     return value.astype(np.float32)

@@ -33,6 +33,7 @@ from fp8ref.formats import FLOAT32, Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.sim import threads
 from fp8ref.sim.kernels import scaling as kernels
+from fp8ref.sim.kernels.cast import encodes
 from fp8ref.sim.kernels.compiled import ELEMENTS, worth
 from fp8ref.sim.quantize import cast, two_level
 from fp8ref.sim.quantize.cast import Rounding
@@ -255,7 +256,7 @@ def quantize_blocks(
         divides_in is None
         and rounding == "nearest_even"
         and seed is None
-        and fmt.bits <= 8
+        and encodes(fmt)
         and worth(_encoder(fmt, x.shape, blocks), x.size, ELEMENTS)
     ):
         return _compiled_encode(x, scales.scale, fmt, blocks)
@@ -364,8 +365,7 @@ def target(fmt: Format | str) -> Format:
     fmt = formats.by_name(fmt)
     if fmt.bits > 8 or not fmt.signed:
         raise ValueError(
-            f"quantize takes fmt {', '.join(formats.QUANTIZED_FORMATS)}; got {fmt}. Use "
-            "cast.encode."
+            f"quantize takes fmt {', '.join(formats.NARROW_FORMATS)}; got {fmt}. Use cast.encode."
         )
     return fmt
 

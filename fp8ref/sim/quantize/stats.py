@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from fp8ref.formats import QUANTIZED_FORMATS, Format
+from fp8ref.formats import NARROW_FORMATS, Format
 from fp8ref.sim.quantize import cast, scaling
 from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.spec import granularity as granularities
@@ -363,8 +363,8 @@ def _check(x, q: Quantized) -> None:
     x = np.asarray(x)
     for scale in (q.scale_inv, q.scale):
         scaling.check_scales(q._replace(scale_inv=scale) if isinstance(q, Quantized) else q, "q")
-    if q.fmt.name not in QUANTIZED_FORMATS:
-        raise ValueError(f"statistics take codes of {', '.join(QUANTIZED_FORMATS)}; got {q.fmt}.")
+    if q.fmt.name not in NARROW_FORMATS:
+        raise ValueError(f"statistics take codes of {', '.join(NARROW_FORMATS)}; got {q.fmt}.")
     if x.dtype == np.float64:
         raise ValueError(
             "statistics take x as it was quantized, never float64. Use x.astype(np.float32)."

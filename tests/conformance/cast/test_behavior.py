@@ -62,7 +62,7 @@ def test_roundings_by_the_table_of_numbers(fmt, rounding):  # C-2, C-8
         "down": inexact & negative,
     }[rounding]
     codes = below + away
-    signed = negative & ((codes != 0) | (fmt.specials != "fnuz"))
+    signed = negative & ((codes != 0) | fmt.negative_zero)
     model = dataclasses.replace(KNOWN_CASTS["saturating"].behavior(fmt), rounding=rounding)
     np.testing.assert_array_equal(
         behavior.encode(x, fmt, model, source="float64"), codes | np.where(signed, fmt.sign_bit, 0)

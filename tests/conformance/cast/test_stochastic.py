@@ -48,7 +48,7 @@ def test_stochastic_rounding(fmt, saturate, repeats):  # C-2 to C-6
         "nan_code": fmt.nan_code,
         "nan_code_of_negative": fmt.nan_code,
         "subnormals": "kept",
-        "negative_zero": "lost" if fmt.specials == "fnuz" else "kept",
+        "negative_zero": "kept" if fmt.negative_zero else "lost",
         "policy": None,
         "gives": "uint8",
     }

@@ -14,10 +14,10 @@ import numpy as np
 from fp8ref.formats import BFLOAT16, FLOAT16, Format
 from fp8ref.sim.quantize import cast
 
-TF32 = Format(name="tf32", exponent_bits=8, mantissa_bits=10, bias=127, specials="ieee")
+TF32 = Format(name="tf32", exponent_bits=8, mantissa_bits=10, bias=127)
 """The 19 bits that NVIDIA's tensor cores read of a float32."""
 
-E8M13 = Format(name="e8m13", exponent_bits=8, mantissa_bits=13, bias=127, specials="ieee")
+E8M13 = Format(name="e8m13", exponent_bits=8, mantissa_bits=13, bias=127)
 """The bits that Hopper's and Ada's tensor cores keep of a sum of FP8 products (G-10)."""
 
 FORMATS = (BFLOAT16, FLOAT16, TF32, E8M13)  # the formats of accumulators that are tried

@@ -1,0 +1,27 @@
+"""The formats of operands: of a recipe's GEMMs, and of casts alone."""
+
+import pytest
+
+from fp8ref.formats import E2M1FN, E3M4, E4M3FN, E5M2, NARROW_FORMATS, QUANTIZED_FORMATS
+from fp8ref.spec.gemm import CastSpec, GemmSpec
+
+
+@pytest.mark.parametrize("fmt", NARROW_FORMATS.values(), ids=str)
+def test_a_recipe_takes_fp8_and_fp4_alone(fmt):  # R-1
+    cast = CastSpec(fmt=fmt)
+    if fmt.name in QUANTIZED_FORMATS:
+        assert GemmSpec(a=cast, b=cast, accumulate="slow").fp8
+        return
+    other = CastSpec(fmt=E4M3FN)
+    for operands in ({"a": cast, "b": other}, {"a": other, "b": cast}):
+        with pytest.raises(ValueError, match=f"operand's fmt is one of e4m3fn, .*; got '{fmt}'"):
+            GemmSpec(**operands, accumulate="slow")
+
+
+def test_other_formats_are_simulated():
+    assert [CastSpec(fmt=fmt).simulated for fmt in (E4M3FN, E5M2, E2M1FN, E3M4)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
