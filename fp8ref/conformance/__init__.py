@@ -6,13 +6,28 @@ the specification.
 own, ``identify_attention`` attention, ``delayed.identify_delayed`` a delayed scaling state.
 ``gemm.grade_gemm`` calls a GEMM right, imprecise or wrong. ``delayed.require_delayed``,
 ``sharded.require_sharded`` and ``invariants`` test scaling over steps and over ranks.
-``strategies``, ``parameters`` and ``require`` are for the tests of any library. ``vectors`` judges
-programs in any language. ``certify`` compares the libraries installed here.
+``strategies``, ``parameters`` and ``require`` are for the tests of any library, and
+``pytest_plugin`` is pytest's fixture. ``vectors`` judges programs in any language. ``certify``
+compares the libraries installed here.
 """
 
-from fp8ref.conformance.attention.identify import identify_attention as identify_attention
-from fp8ref.conformance.cast.identify import identify_cast as identify_cast
-from fp8ref.conformance.optimizer.identify import identify_optimizer as identify_optimizer
-from fp8ref.conformance.quantizer.identify import identify_quantizer as identify_quantizer
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fp8ref.conformance.attention.identify import identify_attention as identify_attention
+    from fp8ref.conformance.cast.identify import identify_cast as identify_cast
+    from fp8ref.conformance.optimizer.identify import identify_optimizer as identify_optimizer
+    from fp8ref.conformance.quantizer.identify import identify_quantizer as identify_quantizer
 
 __all__ = ["identify_cast", "identify_quantizer"]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str):
+        """The names above, imported when one is first used: pytest imports this package for its
+        fixture wherever fp8ref is installed."""
+        kind = name.removeprefix("identify_")
+        if kind == name or kind not in ("attention", "cast", "optimizer", "quantizer"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{kind}.identify"), name)

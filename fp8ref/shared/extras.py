@@ -1,5 +1,6 @@
 """Packages that an installation may lack: which extra of fp8ref brings them."""
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import re
@@ -51,6 +52,15 @@ def extra_of(package: str) -> str | None:
         if name and extra and _normalized(name[0]) == normalized:
             extras.add(extra[1])
     return next((extra for extra in ORDER if extra in extras), min(extras, default=None))
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """{package: its version} of those that are installed."""
+    by_name = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            by_name[name] = importlib.metadata.version(name)
+    return by_name
 
 
 def _normalized(name: str) -> str:

@@ -177,8 +177,8 @@ def _strings_imported() -> Iterator[tuple[str, str]]:
                     yield name, said
 
 
-LAZY_LOADERS = {"fp8ref"}
-"""The modules that import their public names when one is used."""
+LAZY_LOADERS = {"fp8ref", "fp8ref.conformance"}
+"""The modules that import their public names when one is used; pytest imports both for its plugin."""
 
 
 def module_getattrs() -> list[str]:

@@ -95,6 +95,25 @@ def identify_cast(
     return _identify_repeating(subject, first, fmt, format_finding, expect, exhaustive)
 
 
+def require_cast(
+    function: Callable[..., Any],
+    fmt: Format | str = "e4m3fn",
+    *,
+    expect: str | None = "saturating",
+    exhaustive: bool = False,
+    **options: Any,
+) -> Outcome:
+    """Require that a function is the cast of a name, else raise an AssertionError with the simplest
+    inputs that differ.
+
+    exhaustive also compare all 2^32 float32 inputs, of FP8; options: others of ``identify_cast``.
+    Raises:    as ``identify_cast``.
+    Source:    spec C-8.
+    """
+    exhaustive = exhaustive and formats.by_name(fmt).bits == 8
+    return identify_cast(function, fmt, expect=expect, exhaustive=exhaustive, **options).require()
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Explained:
     """The behavior found of a cast, and the responses to inputs of each dtype, the first one first.

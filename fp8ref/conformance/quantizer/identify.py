@@ -90,6 +90,20 @@ def identify_quantizer(
     return _identify_by_amaxes(quantizer, fmt, expected)
 
 
+def require_quantizer(
+    function: Callable[..., Any],
+    fmt: Format | str = "e4m3fn",
+    *,
+    expect: str | None = "torchao",
+    **options: Any,
+) -> Outcome:
+    """Require that a function is a quantizer of a policy, else raise an AssertionError with the
+    simplest tensors that differ. Options and errors are those of ``identify_quantizer`` (spec
+    S-16).
+    """
+    return identify_quantizer(function, fmt, expect=expect, **options).require()
+
+
 def _identify_by_amaxes(quantizer: Quantizer, fmt: Format, expected: Expected) -> Outcome:
     """Identify a quantizer whose scales are functions of the amax of their group alone."""
     quantizer, remembered = identify_memory(quantizer)

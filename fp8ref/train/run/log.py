@@ -8,7 +8,6 @@ manifest.json     versions, device, data, linears, the proof, and the status
 """
 
 import contextlib
-import importlib.metadata
 import json
 import math
 import os
@@ -25,7 +24,7 @@ import tomli_w
 import fp8ref
 from fp8ref.selection import rules as linear_rules
 from fp8ref.selection.linears import Decision
-from fp8ref.shared import console, files
+from fp8ref.shared import console, extras, files
 from fp8ref.shared.errors import ConfigError, LostRunError
 from fp8ref.spec.kernels import Kernels
 from fp8ref.train.config import architecture, hardware
@@ -196,7 +195,7 @@ def manifest(
         "backend": backend,
         "device": device,
         "kernels": {name: ran.manifest for name, ran in (kernels or {}).items()},
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **extras.versions(*PACKAGES)},
         "config": configs.to_dict(config),
         "data": data,
         **_described(config, decisions, (proofs or {}).get(config.numerics.recipe)),
@@ -392,14 +391,6 @@ def _json(manifest: dict) -> str:
 
 def _line(metrics: dict) -> str:
     return json.dumps(metrics, allow_nan=False) + "\n"
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions
 
 
 def _replace(path: Path, text: str) -> None:
