@@ -66,13 +66,6 @@ SCALES = (
 )
 
 
-def row(function: Function) -> str:
-    """The name of a function's row, such as ``torchao/mx_even/e5m2``."""
-    return "/".join(
-        part for part in (function.library, function.variant, function.fmt.name) if part
-    )
-
-
 def known_by(function: Function) -> str:
     """Whether the library ran here, in which version, or its source was transcribed, from which
     file.
@@ -111,7 +104,7 @@ def describe_cast(function: Function, count: int) -> list[str]:
     small = (kind == "number") & (np.abs(x) < fmt.smallest_normal)
     differ = found != cast.encode(x, fmt)
     return [
-        f"`{row(function)}`",
+        f"`{function.row}`",
         function.call,
         known_by(function),
         ", ".join(roundings) or "none",
@@ -156,7 +149,7 @@ def describe_scale(function: Function, count: int) -> list[str]:
     )
     other = ~scales_asked.same(*_in_float32(found, made, default))
     return [
-        f"`{row(function)}`",
+        f"`{function.row}`",
         f"{function.call}: {made}",
         known_by(function),
         ", ".join(f"`{p}`" for p in alike) if not those else f"nearest `{nearest}`",
@@ -228,7 +221,7 @@ def table(kind: str, count: int, only: Iterable[str] = ("*",)) -> list[list[str]
     asked = [
         function
         for function in functions(kind)
-        if any(fnmatch.fnmatchcase(row(function), pattern) for pattern in only)
+        if any(fnmatch.fnmatchcase(function.row, pattern) for pattern in only)
     ]
     describe = describe_cast if kind == "casts" else describe_scale
     return [describe(function, count) for function in asked]

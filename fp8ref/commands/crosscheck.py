@@ -25,6 +25,8 @@ def add(commands) -> None:
     certificate.option(
         "--exhaustive", None, "compare all 2^32 inputs of each cast and all 2^31 amaxes (minutes)"
     )
+    text = "instead: what changed since FILE, which --json wrote with other versions"
+    certificate.option("--against", "FILE", text)
     shared.add_json(certificate, "write every comparison to FILE")
 
 
@@ -35,11 +37,16 @@ def _certify(arguments: argparse.Namespace) -> int:
 
     $ fp8ref certify
     $ fp8ref certify --json certificate.json
+    $ fp8ref certify --against certificate.json
     $ fp8ref certify --exhaustive
     """
-    check_json(arguments.json)
+    check_json(arguments.json, arguments.against)
+    from fp8ref.conformance import drift
     from fp8ref.conformance.certify import certify
 
+    if arguments.against:
+        shared.refuse(arguments, "--against compares the edges alone", "exhaustive")
+        return conclude(drift.compare(arguments.against), arguments.json)
     return conclude(certify(exhaustive=arguments.exhaustive), arguments.json)
 
 

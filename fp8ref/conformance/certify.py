@@ -7,9 +7,10 @@ decides overflow or NaN otherwise than C-4 and C-5 is listed with the number of 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from fp8ref.conformance import drift
 from fp8ref.conformance.exhaustive import Tally, Task, run
 from fp8ref.conformance.kit.compare import Report
 from fp8ref.conformance.libraries import profiles as libraries
@@ -50,15 +51,18 @@ def certify(*, exhaustive: bool = False, workers: int | None = None) -> "Certifi
         for task, tally in run(tasks, (workers or threads.threads()) if exhaustive else 1):
             result.tallies.setdefault((task.fmt, task.kind), Tally()).add(tally)
             advance(f"{task.fmt} {task.kind}")
-    return result
+    return replace(result, answers=drift.installed())
 
 
 @dataclass
 class Certificate(Result):
-    """The differences of every library, tallied by (format, ``cast`` or a policy)."""
+    """The differences of every library, tallied by (format, ``cast`` or a policy); and the table
+    that ``drift`` compares.
+    """
 
     exhaustive: bool
     tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)
+    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def report(self) -> Report:
         """A check for each format, cast or policy, and library.
@@ -105,10 +109,11 @@ class Certificate(Result):
         return self.report().ok
 
     def to_dict(self) -> dict[str, Any]:
-        """``report`` and ``disagreements``."""
+        """``report``, ``disagreements`` and ``answers``."""
         return self.report().to_dict() | {
             "exhaustive": self.exhaustive,
             "disagreements": self.disagreements(),
+            "answers": self.answers,
         }
 
     def render(self, console: "Console") -> None:

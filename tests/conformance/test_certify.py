@@ -8,7 +8,8 @@ from fp8ref import cli
 from fp8ref.conformance import certify as certificates
 from fp8ref.conformance.certify import certify
 
-RECORD = Path(__file__).parents[2] / "benchmarks/results/certificate.json"
+ROOT = Path(__file__).parents[2]
+RECORD = ROOT / "benchmarks/results/certificate.json"
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,17 @@ def test_the_record_that_is_kept_is_of_every_input_and_finds_the_same_classes(st
         for rows in (strided.disagreements(), record["disagreements"])
     )
     assert found == kept
+
+
+def test_the_table_of_the_example_is_of_the_libraries_that_the_tests_run_with(strided):
+    table, header = (
+        json.loads((ROOT / "examples/ci/libraries.json").read_text())["answers"],
+        "cuda_fp8.hpp",
+    )
+    answers = {row: own for row, own in strided.answers.items() if not row.startswith(header)}
+    assert {row: table.get(row) for row in answers} == answers
+    libraries = {row.split("/")[0] for row in answers}
+    assert libraries == {"ml_dtypes", "torch", "jax", "torchao", "flax", "gfloat"}
 
 
 @pytest.mark.parametrize("exhaustive", [True, False])

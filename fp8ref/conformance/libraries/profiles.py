@@ -61,6 +61,11 @@ class Function:
     source: str = ""
     transcribed: bool = False
 
+    @property
+    def row(self) -> str:
+        """Its name in tables, such as ``torchao/mx_even/e5m2``."""
+        return "/".join(filter(None, (self.library, self.variant, self.fmt.name)))
+
 
 @functools.lru_cache(maxsize=64)
 def casts(fmt: Format) -> dict[str, Function]:
@@ -109,36 +114,24 @@ def scales(fmt: Format, policy: str) -> dict[str, Function]:
 
 
 def every_cast() -> Iterator[Function]:
-    """Every cast of a library on a CPU, overflowing as the library does by default."""
+    """Every cast of an installed library on a CPU, overflowing as the library does by default."""
     for fmt in FP8_FORMATS.values():
         # a device stands behind a blank
         yield from (f for name, f in casts(fmt).items() if " " not in name)
     for fmt in (E4M3FN, E5M2):
-        yield Function(
-            "torchao",
-            fmt,
-            on_torch("cpu")(functions.torchao_cast(fmt)),
-            variant="saturated",
-            call="`to_fp8_saturated(x, dtype)`",
-            source="float8/float8_utils.py",
-        )
-        yield Function(
-            "flax",
-            fmt,
-            partial(functions.flax_cast, fmt=fmt),
-            variant="quantize",
-            call="`fp8_ops.quantize(x, dtype, 1, float32)`",
-            source="linen/fp8_ops.py",
-        )
-        for saturate in (False, True):
-            yield Function(
-                "gfloat",
-                fmt,
-                partial(functions.gfloat_cast, fmt=fmt, saturate=saturate),
-                variant="sat" if saturate else "",
-                call=f"`encode_ndarray(fi, round_ndarray(fi, x, sat={saturate}))`",
-                source="round_ndarray.py",
-            )
+        if _installed("torch", "torchao"):
+            run = on_torch("cpu")(functions.torchao_cast(fmt))
+            call, file = "`to_fp8_saturated(x, dtype)`", "float8/float8_utils.py"
+            yield Function("torchao", fmt, run, variant="saturated", call=call, source=file)
+        if _installed("jax", "flax"):
+            run = partial(functions.flax_cast, fmt=fmt)
+            call, file = "`fp8_ops.quantize(x, dtype, 1, float32)`", "linen/fp8_ops.py"
+            yield Function("flax", fmt, run, variant="quantize", call=call, source=file)
+        for saturate in (False, True) if _installed("gfloat") else ():
+            run = partial(functions.gfloat_cast, fmt=fmt, saturate=saturate)
+            variant, file = "sat" if saturate else "", "round_ndarray.py"
+            call = f"`encode_ndarray(fi, round_ndarray(fi, x, sat={saturate}))`"
+            yield Function("gfloat", fmt, run, variant=variant, call=call, source=file)
     if cuda_header.available():
         for fmt, saturate in itertools.product((E4M3FN, E5M2), (False, True)):
             mode = "__NV_SATFINITE" if saturate else "__NV_NOSAT"
@@ -153,10 +146,37 @@ def every_cast() -> Iterator[Function]:
 
 
 def every_scale() -> Iterator[Function]:
-    """Every scale of a library on a CPU."""
+    """Every scale of ``library_scales``, of transcriptions, and of fp8ref."""
     for fmt in (E4M3FN, E5M2):
-        yield from _torchao_scales(fmt)
+        yield from library_scales(fmt)
         yield from _other_scales(fmt)
+
+
+def library_scales(fmt: Format) -> Iterator[Function]:
+    """Every scale of an installed library on a CPU."""
+    if _installed("torch", "torchao"):
+        yield from _torchao_scales(fmt)
+    if _installed("jax", "flax"):
+        yield Function(
+            "flax",
+            fmt,
+            partial(functions.flax_scale, fmt=fmt),
+            variant="compute_scale",
+            call="`fp8_ops.compute_scale(amax, 1, max)`",
+            made="scale_inv",
+            source="linen/fp8_ops.py",
+        )
+    if _installed("gfloat"):
+        yield Function(
+            "gfloat",
+            fmt,
+            partial(functions.gfloat_scale, fmt=fmt),
+            variant="compute_scale_amax",
+            call="`compute_scale_amax(fi.emax, x)`",
+            made="e8m0",
+            slow=True,
+            source="block.py",
+        )
 
 
 def _torchao_scales(fmt: Format) -> Iterator[Function]:
@@ -180,25 +200,6 @@ def _torchao_scales(fmt: Format) -> Iterator[Function]:
 
 
 def _other_scales(fmt: Format) -> Iterator[Function]:
-    yield Function(
-        "flax",
-        fmt,
-        partial(functions.flax_scale, fmt=fmt),
-        variant="compute_scale",
-        call="`fp8_ops.compute_scale(amax, 1, max)`",
-        made="scale_inv",
-        source="linen/fp8_ops.py",
-    )
-    yield Function(
-        "gfloat",
-        fmt,
-        partial(functions.gfloat_scale, fmt=fmt),
-        variant="compute_scale_amax",
-        call="`compute_scale_amax(fi.emax, x)`",
-        made="e8m0",
-        slow=True,
-        source="block.py",
-    )
     for transcription in TRANSCRIPTIONS:
         yield Function(
             transcription.library,
