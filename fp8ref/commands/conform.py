@@ -1,5 +1,5 @@
-"""fp8ref conform: identify a custom cast, quantizer, optimizer or attention, and test it against
-the specification.
+"""fp8ref conform: identify a custom cast, quantizer, decoder, optimizer or attention, and test it
+against the specification.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from fp8ref.shared.errors import require
 KINDS = {
     "cast": "a cast",
     "quantizer": "a quantizer",
+    "decoder": "a decoder",
     "gemm": "a GEMM",
     "optimizer": "an optimizer",
     "attention": "attention",
@@ -26,6 +27,7 @@ KINDS = {
 OPTIONS = {
     "cast": "format expect framework device exhaustive",
     "quantizer": "format expect framework device granularity axis",
+    "decoder": "format framework device granularity layout",
     "gemm": "format granularity",
     "optimizer": "expect numbers steps",
     "attention": "format expect framework device layout alignment",
@@ -43,7 +45,7 @@ def add(commands) -> None:
     option("--kind", "KIND", f"one of {', '.join(KINDS)} (default: detected)")
     text = "a cast, such as saturating, a policy, such as torchao, a layout, such as te,"
     option("--expect", "NAME", f"{text} or attention, such as fa3")
-    option("--granularity", "NAME", "of --expect POLICY, such as rowwise, or of a GEMM")
+    option("--granularity", "NAME", "of --expect POLICY, such as rowwise, a GEMM or a decoder")
     option("--framework", "NAME", "numpy, torch or jax (default: the first that works)")
     option("--device", "NAME", "of PyTorch tensors, such as cuda", "cpu")
     option("--exhaustive", None, "a cast: also all 2^32 float32 inputs (minutes)")
@@ -53,26 +55,29 @@ def add(commands) -> None:
     text = "an optimizer's learning_rate, b1, b2, eps or weight_decay, such as b2=0.999"
     rare("--numbers", "KEY=VALUE", text, [], nargs="+")
     rare("--steps", "N", "steps of an optimizer to compare (default 6)")
-    rare("--layout", "NAME", "of attention: BHTD (batch, heads, tokens, features) or BTHD")
+    text = "of attention: BHTD (batch, heads, tokens, features) or BTHD; of a decoder's scales"
+    rare("--layout", "NAME", f"{text}, such as swizzled_128x4")
     rare("--alignment", "NAME", "of attention's masks: end (the default) or start")
 
 
 def _conform(arguments: argparse.Namespace) -> int:
-    """Identify a cast, quantizer, optimizer or attention by its outputs.
+    """Identify a cast, quantizer, decoder, optimizer or attention by its outputs.
 
     Exits with 1 if it matches no known name or, with --expect, differs from the expected name.
 
     $ fp8ref conform mine:cast --format e5m2
     $ fp8ref conform mine:quantize --expect torchao --granularity rowwise
+    $ fp8ref conform mine:dequantize --kind decoder --granularity mx_1x32
     $ fp8ref conform torch.optim:AdamW --expect float32
     """
     check_json(arguments.json)
     from fp8ref import formats
     from fp8ref.conformance.gemm import library_gemms
 
-    names = ", ".join(formats.QUANTIZED_FORMATS)
-    text = f"--format is one of {names}; got {arguments.format}."
-    require(arguments.format in formats.QUANTIZED_FORMATS, text)
+    decodes = arguments.kind == "decoder"
+    named = formats.FORMATS if decodes else formats.QUANTIZED_FORMATS
+    text = f"--format is one of {', '.join(named)}; got {arguments.format}."
+    require(arguments.format in named, text)
     text = f"--kind is one of {', '.join(KINDS)}; got {arguments.kind}."
     require(arguments.kind in (None, *KINDS), text)
     text = f"--axis is -1, the last axis of x [M, K], or 0, the first; got {arguments.axis}."
@@ -92,6 +97,8 @@ def _conform(arguments: argparse.Namespace) -> int:
             outcome = _attention(arguments, subject)
         elif kind == "optimizer":
             outcome = _optimizer(arguments, subject)
+        elif kind == "decoder":
+            outcome = _decoder(arguments, subject)
         elif kind != "gemm":
             outcome = _cast_or_quantizer(arguments, subject, kind)
     return _probe(arguments) if kind == "gemm" else conclude(outcome, arguments.json)
@@ -127,6 +134,20 @@ def _attention(arguments: argparse.Namespace, function):
         device=arguments.device,
         layout=arguments.layout or subjects.LAYOUTS[0],
         alignment=arguments.alignment or "end",
+    )
+
+
+def _decoder(arguments: argparse.Namespace, function):
+    from fp8ref.conformance import identify_decoder
+
+    return identify_decoder(
+        function,
+        arguments.format,
+        name=arguments.subject,
+        granularity=arguments.granularity,
+        layout=arguments.layout or "row_major",
+        framework=arguments.framework,
+        device=arguments.device,
     )
 
 

@@ -14,6 +14,7 @@ FORM = """
 A line is one vector: fields separated by blanks, each one number or several separated by commas, \
 as bits in hexadecimal (a shape in decimal). Write each line again, and append your answers:
   cast      VALUE                              CODE
+  decode    CODE SCALE_INV                     VALUE
   scale     AMAX                               SCALE
   quantize  SHAPE VALUES                       CODES SCALES
   gemm      M,N,K CODES_A SCALE_INV_A CODES_B SCALE_INV_B   VALUES
@@ -36,6 +37,7 @@ SETTINGS = {
         "tensorwise (the default), rowwise, blockwise_1x128, blockwise_128x128, mx_1x32, mx_32x32; "
         "for a quantizer, of any format, also nvfp4_1x16",
     ),
+    "scales": ("NAME", "scales of a decoder: float32 (the default), e8m0fnu or e4m3fn codes"),
     "axis": ("N", "the reduced axis (default -1)"),
     "out-dtype": ("NAME", "float32 (the default), bfloat16 or float16"),
     "mask": ("NAME", "full (the default), causal or causal_start"),
@@ -54,6 +56,7 @@ SETTINGS = {
 
 ASKED = {
     "cast": "format source seed count",
+    "decode": "format scales out-dtype seed count",
     "scale": "format policy seed count",
     "quantize": "format source policy granularity axis shape seed count",
     "gemm": "format format-b granularity out-dtype shape seed count",
@@ -67,6 +70,7 @@ _SCALES = {
 }
 RULES = {
     "cast": {"rounding": "nearest_even (the default), nearest_away, toward_zero, to_odd"},
+    "decode": {},
     "scale": _SCALES,
     "quantize": _SCALES,
     "gemm": {
@@ -82,6 +86,7 @@ RULES = {
 
 WHAT = {
     "cast": "a cast",
+    "decode": "a decoder",
     "scale": "a scale",
     "quantize": "a quantizer",
     "gemm": "a scaled GEMM",

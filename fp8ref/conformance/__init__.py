@@ -1,7 +1,8 @@
 """Identify and test implementations of casts, quantizers, GEMMs, optimizers and attention against
 the specification.
 
-``identify_cast`` and ``identify_quantizer`` identify a function of one array,
+``identify_cast`` and ``identify_quantizer`` identify a function of one array, ``identify_decoder``
+one of codes and of their scales,
 ``gemm.identify_gemm`` a GEMM, ``identify_optimizer`` an optimizer of torch, of optax or of your
 own, ``identify_attention`` attention, ``delayed.identify_delayed`` a delayed scaling state.
 ``gemm.grade_gemm`` calls a GEMM right, imprecise or wrong. ``delayed.require_delayed``,
@@ -17,10 +18,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fp8ref.conformance.attention.identify import identify_attention as identify_attention
     from fp8ref.conformance.cast.identify import identify_cast as identify_cast
+    from fp8ref.conformance.decoder.identify import identify_decoder as identify_decoder
     from fp8ref.conformance.optimizer.identify import identify_optimizer as identify_optimizer
     from fp8ref.conformance.quantizer.identify import identify_quantizer as identify_quantizer
 
-__all__ = ["identify_cast", "identify_quantizer"]
+__all__ = ["identify_cast", "identify_decoder", "identify_quantizer"]
+
+_KINDS = ("attention", "cast", "decoder", "optimizer", "quantizer")
 
 if not TYPE_CHECKING:
 
@@ -28,6 +32,6 @@ if not TYPE_CHECKING:
         """The names above, imported when one is first used: pytest imports this package for its
         fixture wherever fp8ref is installed."""
         kind = name.removeprefix("identify_")
-        if kind == name or kind not in ("attention", "cast", "optimizer", "quantizer"):
+        if kind == name or kind not in _KINDS:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(importlib.import_module(f"{__name__}.{kind}.identify"), name)

@@ -28,7 +28,9 @@ __all__ = ["ROOMS", "Kit", "fp8ref_kit"]
 ROOMS = {
     "require_attention": "attention",
     "require_cast": "cast.identify",
+    "require_decoder": "decoder.identify",
     "require_delayed": "delayed",
+    "require_dequantized": "require",
     "require_gemm": "gemm",
     "require_grouped": "gemm",
     "require_invariants": "invariants.invariant",
@@ -41,7 +43,11 @@ ROOMS = {
 }
 """{function of the kit: its module in fp8ref.conformance}."""
 
-OPTIONS = {"require_cast": ("device", "exhaustive"), "require_quantizer": ("device",)}
+OPTIONS = {
+    "require_cast": ("device", "exhaustive"),
+    "require_decoder": ("device",),
+    "require_quantizer": ("device",),
+}
 """{function of the kit: its arguments whose defaults are the options --fp8ref-...}."""
 
 PROPERTY = "fp8ref"

@@ -12,13 +12,15 @@ from fp8ref import formats
 from fp8ref import policy as policies
 from fp8ref.conformance.inputs import dtypes, kinds
 from fp8ref.conformance.kit import explain
-from fp8ref.conformance.kit.arrays import as_numpy, named
+from fp8ref.conformance.kit.arrays import as_numpy, named, same_bits
 from fp8ref.conformance.kit.explain import Rules
 from fp8ref.conformance.vectors import quantize, scale
 from fp8ref.formats import E8M0FNU, Format
+from fp8ref.sim.quantize import cast, scaling
+from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.spec import granularity as granularities
 
-__all__ = ["Inverses", "require_cast", "require_quantized", "require_scales"]
+__all__ = ["Inverses", "require_cast", "require_dequantized", "require_quantized", "require_scales"]
 
 
 def require_cast(
@@ -142,6 +144,50 @@ def require_quantized(
         why = quantize.difference(x, codes, bits, scale_kind, way)
         if why is not None:
             raise _differs(f"{granularity} {fmt} of shape {x.shape} differs:", why)
+
+
+def require_dequantized(
+    codes,
+    found,
+    fmt: Format | str,
+    *,
+    scale_inv=None,
+    tensor_scale_inv=None,
+    granularity: str = "tensorwise",
+    axis: int = -1,
+) -> None:
+    """Require that found are the numbers of codes, times scale_inv if it is given, else raise an
+    AssertionError.
+
+    Shapes:   codes uint8 or an FP8 dtype, of 4 bits one a byte; found of their shape in float32,
+              bfloat16 or float16, to which the product is rounded; scale_inv float32, or e8m0 codes
+              in their own dtype, of ``scale_shape``; tensor_scale_inv one float32 (S-22).
+    Specials: all NaNs count as equal; any other bit counts.
+    Raises:   ValueError: shapes or dtypes that do not fit; unknown names.
+    Source:   spec S-8, S-22.
+    """
+    fmt, (values, dtype) = formats.by_name(fmt), named(found)
+    codes = _codes(codes, values.shape, fmt)
+    shape = granularities.scale_shape(granularity, codes.shape, axis, ragged=True)
+    if scale_inv is None:
+        scale_inv, granularity, shape = np.float32(1), "tensorwise", ()
+    kind = "e8m0" if named(scale_inv)[1].endswith(E8M0FNU.name) else "scale_inv"
+    bits = _scales(scale_inv, kind, shape).reshape(shape)
+    scales = cast.decode(bits, E8M0FNU) if kind == "e8m0" else bits.view(np.float32)
+    tensor = None if tensor_scale_inv is None else np.float32(as_numpy(tensor_scale_inv))
+    q = Quantized(codes, scales, scales, fmt, granularity, axis, tensor)
+    out = dtypes.rounded(scaling.dequantize(q), dtype)
+    differ = ~same_bits(values.astype(np.float32), out)
+    if differ.any():
+        i = int(np.argmax(differ))
+        lines = {
+            "input": f"{explain.code(int(codes.reshape(-1)[i]), fmt)}{_at(i, codes.shape)}",
+            "expected": explain.decimal(out.reshape(-1)[i]),
+            "got": explain.decimal(values.reshape(-1)[i]),
+            "rule": "the code's number times scale_inv, rounded to float32 (F-1, S-8)",
+        }
+        title = f"{int(differ.sum())} of {codes.size} numbers of {fmt} differ; the first:"
+        raise AssertionError(_message(title, lines))
 
 
 def _require_tensor_scale(x: np.ndarray, tensor_scale_inv, way: quantize.Way) -> None:

@@ -283,3 +283,36 @@ def test_elements_that_are_masked():
     with pytest.raises(ValueError, match="every element counts; got an array with 1 masked ones"):
         require.require_cast(x, np.uint8([0x38, 0]), E4M3FN)
     require.require_cast(np.ma.masked_array(np.float32([1])), np.uint8([0x38]), E4M3FN)
+
+
+def test_require_dequantized():  # S-8
+    x = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
+    q = scaling.quantize(x, E4M3FN, granularity="blockwise_1x128")
+    values = scaling.dequantize(q)
+    options = {"granularity": "blockwise_1x128"}
+    require.require_dequantized(q.codes, values, "e4m3fn", scale_inv=q.scale_inv, **options)
+    require.require_dequantized(q.codes, cast.decode(q.codes, E4M3FN), E4M3FN)
+    require.require_dequantized(
+        q.codes, values.astype(ml_dtypes.bfloat16), E4M3FN, scale_inv=q.scale_inv, **options
+    )
+    wrong = values.copy()
+    wrong[1, 5] *= 2
+    with pytest.raises(AssertionError, match=r"1 of 768 numbers of e4m3fn differ; the first:") as e:
+        require.require_dequantized(q.codes, wrong, E4M3FN, scale_inv=q.scale_inv, **options)
+    assert "at [1, 5]" in str(e.value)
+    with pytest.raises(ValueError, match="scale_inv is float32 with 6 elements"):
+        require.require_dequantized(q.codes, values, E4M3FN, scale_inv=q.scale_inv[:1], **options)
+    mx = scaling.quantize(x, E4M3FN, granularity="mx_1x32", policy="mx_floor")
+    e8m0 = cast.encode(mx.scale_inv, "e8m0fnu").view(ml_dtypes.float8_e8m0fnu)
+    require.require_dequantized(
+        mx.codes, scaling.dequantize(mx), E4M3FN, scale_inv=e8m0, granularity="mx_1x32"
+    )
+    nv = scaling.quantize(x, "e2m1fn", granularity="nvfp4_1x16", policy="te_nvfp4")
+    require.require_dequantized(
+        nv.codes,
+        scaling.dequantize(nv),
+        "e2m1fn",
+        scale_inv=nv.scale_inv,
+        tensor_scale_inv=nv.tensor_scale_inv,
+        granularity="nvfp4_1x16",
+    )

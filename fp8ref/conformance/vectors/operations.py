@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from fp8ref.conformance.vectors import attention, cast, gemm, quantize, scale
+from fp8ref.conformance.vectors import attention, cast, decode, gemm, quantize, scale
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors.verdict import AskedVector, Verdict
 
@@ -29,6 +29,7 @@ class Operation(NamedTuple):
 
 _QUESTIONS: dict[type, Any] = {
     cast.Cast: cast,
+    decode.Decode: decode,
     scale.Scale: scale,
     quantize.Quantize: quantize,
     gemm.Gemm: gemm,

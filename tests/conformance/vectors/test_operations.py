@@ -547,6 +547,7 @@ def test_a_set_is_the_same_wherever_it_is_made(operation):
 
 KNOWN = {
     "cast": "08a807a6e50cd2d8",
+    "decode": "2f22ac416e80221c",
     "scale": "4ec9ae6a87bda448",
     "quantize": "1ff1bff36fda37a3",
     "gemm": "d008d584eebb5c9c",
@@ -578,3 +579,39 @@ def test_bfloat16_needs_no_ml_dtypes():
     np.testing.assert_array_equal(
         dtypes.values(bits, dtypes.by_name("bfloat16")), cast.round_to(x, BFLOAT16)
     )
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NaN scales
+@pytest.mark.parametrize("scales_of", ["float32", "e8m0fnu", "e4m3fn"])
+@pytest.mark.parametrize("fmt", ["e4m3fn", "e5m2", "e2m1fn"])
+def test_decoders_of_ml_dtypes_agree(fmt, scales_of):  # S-8
+    """Products in float64, rounded once more: numbers of 8 bits times 24 are exact there."""
+    bits = 4 if fmt == "e2m1fn" else 8
+    number = getattr(ml_dtypes, f"float{bits}_{fmt}")
+
+    def answer(code: str, scale: str, *, flush: bool = False) -> str:
+        dtype = np.float32 if scales_of == "float32" else getattr(ml_dtypes, f"float8_{scales_of}")
+        x, s = values(code, number).astype(np.float64), values(scale, dtype).astype(np.float64)
+        s = np.where((s < 2.0**-126) & flush, 0, s)
+        with np.errstate(over="ignore"):
+            return f"{(x * s).astype(np.float32).view(np.uint32)[0]:08X}"
+
+    settings = {"format": fmt, "scales": scales_of, "count": 400}
+    verdict = judged("decode", settings, answer)
+    assert verdict.ok, verdict.text()
+    assert {"zero", "subnormal", "number", "scale at an end"} <= set(verdict.compared)
+    if scales_of == "e8m0fnu":  # byte 0 read as 0, vllm#46676
+        wrong = judged("decode", settings, lambda *of: answer(*of, flush=True))
+        assert set(wrong.differ) == {"scale at an end"}
+        assert "(S-8)" in wrong.first[0]["rule"]
+
+
+def test_decoders_round_to_the_dtype_asked_for():
+    @np.errstate(all="ignore")
+    def answer(code: str, scale: str) -> str:
+        x = cast.decode(np.uint8([int(code, 16)]), E4M3FN) * values(scale, np.float32)
+        return f"{x.astype(ml_dtypes.bfloat16).view(np.uint16)[0]:04X}"
+
+    assert judged("decode", {"format": "e4m3fn", "out_dtype": "bfloat16", "count": 200}, answer).ok
+    with pytest.raises(ValueError, match="a decoder's scales is one of float32, e8m0fnu, e4m3fn"):
+        judged("decode", {"format": "e4m3fn", "scales": "e5m2"}, answer)

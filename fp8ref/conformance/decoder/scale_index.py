@@ -1,0 +1,88 @@
+"""Which scale each element is multiplied by: the index that a dequantizer reads, and its name."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from fp8ref.conformance.decoder.subject import Decoder
+from fp8ref.sim.quantize import cast
+from fp8ref.sim.quantize.scale_layouts import SCALE_LAYOUTS
+
+BASE = 12
+"""The digits of an index are exponents from -6 to 5, which every format of scales has."""
+
+NO_INDEX = -1  # what stands for a result that is no power of two
+
+LENGTHS = (1, 8, 16, 32, 64, 128, 256)  # the lengths of wrong blocks that have a name
+
+
+def read_index(decoder: Decoder, shape: tuple[int, int]) -> np.ndarray:
+    """The flat index of the scale that each element of ones [M, K] is multiplied by, int64; each
+    call shows a digit of it.
+    """
+    one = np.full(shape, cast.encode(np.ones(1, np.float32), decoder.fmt)[0], np.uint8)
+    scales = decoder.scale_shape(shape)
+    count = int(np.prod(scales))
+    numbers = np.arange(count)
+    index, known, place = np.zeros(shape, np.int64), np.ones(shape, bool), 1
+    while place == 1 or place < count:
+        digits = numbers // place % BASE
+        read = decoder.decode(one, np.exp2(digits - 6.0).reshape(scales)).numbers
+        with np.errstate(all="ignore"):
+            exponent = np.log2(1 / read if decoder.divides else read)
+        known &= np.isin(exponent, np.arange(BASE) - 6.0)
+        index += np.where(known, exponent + 6, 0).astype(np.int64) * place
+        place *= BASE
+    return np.where(known, index, NO_INDEX)
+
+
+def expected_index(decoder: Decoder, shape: tuple[int, int]) -> np.ndarray:
+    """The index that S-6 says, int64 [M, K]."""
+    scales = decoder.scale_shape(shape)
+    return decoder.spread(np.arange(int(np.prod(scales))).reshape(scales), shape)
+
+
+def name(decoder: Decoder, found: np.ndarray, right: np.ndarray) -> str:
+    """What the index found is, in words; empty where it has no name."""
+    for words, index in _wrong_indices(decoder, right):
+        inside = (index >= 0) & (index <= right.max())
+        if inside.any() and np.array_equal(found[inside], index[inside]):
+            return words
+    rows, columns = np.nonzero(found != right)
+    last = right[-1, -1]
+    if (right[rows, columns] == last).all():
+        return "the last block reads another scale"
+    return ""
+
+
+def _wrong_indices(decoder: Decoder, right: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """(words, index of each element) of mistakes; those outside of the scales do not count."""
+    shape = right.shape
+    grid = decoder.scale_shape(shape)
+    rows, columns = grid if len(grid) == 2 else (1, 1)
+    r, c = right // columns, right % columns
+    yield "every block reads the first scale", np.zeros_like(right)
+    yield "every block reads the last scale", np.full_like(right, right.max())
+    yield "a block reads the scale of the one after it", right + 1
+    yield "a block reads the scale of the one before it", right - 1
+    yield "scales are read as their transpose", c * rows + r
+    yield "every row reads the scales of the first", c
+    yield "every block of a row reads its first scale", r * columns
+    yield "every block of a row reads its last scale", r * columns + columns - 1
+    yield "blocks of a row read its scales backwards", r * columns + (columns - 1 - c)
+    width = 1 if decoder.scales_as != "float32" else 4
+    for layout in SCALE_LAYOUTS.values():
+        if layout.name != decoder.layout.name and len(grid) == 2:
+            # element (r, c) reads what decoder.layout keeps where the other layout keeps it
+            kept = decoder.layout.places((rows, columns), width).reshape(-1)
+            memory = np.full(max(kept.max(), layout.places((rows, columns), width).max()) + 1, -1)
+            memory[kept] = np.arange(kept.size)
+            read = memory[layout.places((rows, columns), width)]
+            yield f"scales are read as {layout.name}", read[r, c]
+    i, j = np.indices(shape)
+    for down in (*LENGTHS, shape[0]):
+        for across in (*LENGTHS, shape[1]):
+            words = f"blocks of {down}x{across} elements share a scale"
+            yield words, np.minimum(i // down, rows - 1) * columns + j // across
+    for across in LENGTHS:
+        yield f"scales follow each other every {across} elements", (i * shape[1] + j) // across
