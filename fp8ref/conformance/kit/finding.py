@@ -241,10 +241,12 @@ class Outcome(Described):
 
     @property
     def message(self) -> str:
-        """The summary, the counterexamples to what was expected, and what was not asked."""
+        """The summary, what it does not explain or what differs from what was expected, and what
+        was not asked."""
         if self.expected is None:
             nameless = self.identified and not self.named
             lines = [self.summary + ". It matches no known name" * nameless]
+            lines += [f"  {w}" for w in self.unlike]
         elif self.ok:
             lines = [f"{self.name} is {self.expected!r}: {self.summary}"]
         else:
@@ -273,9 +275,7 @@ class Outcome(Described):
         }
 
     def render(self, console: "Console") -> None:
-        """Print the findings, then ``unlike`` if no name was expected, then the message."""
+        """Print the findings, then the message."""
         title = f"{self.name}: a {self.kind} of {self.framework} arrays, {self.fmt}"
         console.print(table(self.findings, title))
-        for witness in self.unlike if self.expected is None else ():
-            console.out(f"unlike: {witness}", highlight=False)
         console.out(self.message, highlight=False)
