@@ -174,7 +174,9 @@ def require_dequantized(
     kind = "e8m0" if named(scale_inv)[1].endswith(E8M0FNU.name) else "scale_inv"
     bits = _scales(scale_inv, kind, shape).reshape(shape)
     scales = cast.decode(bits, E8M0FNU) if kind == "e8m0" else bits.view(np.float32)
-    tensor = None if tensor_scale_inv is None else np.float32(as_numpy(tensor_scale_inv))
+    tensor = (
+        None if tensor_scale_inv is None else np.asarray(as_numpy(tensor_scale_inv), np.float32)
+    )
     q = Quantized(codes, scales, scales, fmt, granularity, axis, tensor)
     out = dtypes.rounded(scaling.dequantize(q), dtype)
     differ = ~same_bits(values.astype(np.float32), out)

@@ -333,7 +333,7 @@ def test_attention_and_the_variant_that_it_should_be(functions, capsys):  # A-1
         ),
         (
             ["rows", "--layout", "BTHD"],
-            "--layout is for attention; somebodys_functions:rows is a quantizer",
+            "--layout is for a decoder or attention; somebodys_functions:rows is a quantizer",
         ),
         (["rows", "--kind", "attention"], "somebodys_functions:rows raised"),
         (
@@ -355,7 +355,7 @@ def test_attention_and_the_variant_that_it_should_be(functions, capsys):  # A-1
         (["four", "--format", "e2m1fn", "--exhaustive"], "exhaustive is of casts to FP8"),
         (
             ["ties_away", "--kind", "norm"],
-            "--kind is one of cast, quantizer, gemm, optimizer, attention; got norm",
+            "--kind is one of cast, quantizer, decoder, gemm, optimizer, attention; got norm",
         ),
         (
             ["ties_away", "--axis", "1"],
@@ -367,7 +367,7 @@ def test_attention_and_the_variant_that_it_should_be(functions, capsys):  # A-1
         ),
         (
             ["ties_away", "--granularity", "rowwise"],
-            "--granularity is for a quantizer or a GEMM; somebodys_functions:ties_away is a cast.",
+            "--granularity is for a quantizer or a decoder or a GEMM; somebodys_functions:ties_away is a cast.",
         ),
         (
             ["ties_away", "--framework", "mxnet"],

@@ -86,7 +86,7 @@ class Decoder:
     def decode(
         self,
         codes: np.ndarray,
-        scale_inv: np.ndarray | float = 1.0,
+        scale_inv: np.ndarray | np.floating | float = 1.0,
         tensor_scale_inv: float = 1.0,
         *,
         view: str = "contiguous",
@@ -164,7 +164,7 @@ class Decoder:
     def expected(
         self,
         codes: np.ndarray,
-        scale_inv: np.ndarray | float,
+        scale_inv: np.ndarray | np.floating | float,
         dtype: str,
         tensor_scale_inv: float = 1.0,
     ) -> np.ndarray:
@@ -220,7 +220,7 @@ def wrap(
 def _ways(decoder: Decoder) -> Iterator[Decoder]:
     """The ways of calling it that are tried."""
     packings = ("one a byte",) if decoder.fmt.bits != 4 else ("one a byte", "pairs")
-    scales = ("float32",)
+    scales: tuple[str, ...] = ("float32",)
     if decoder.levels and decoder.scale_fmt is not None:
         scales = ("native", "uint8", "float32")
     for packing, codes_as, scales_as in itertools.product(packings, CODES_AS, scales):

@@ -20,9 +20,11 @@ from fp8ref.sim.quantize import cast
 
 FIELDS, ANSWERS = ("code", "scale_inv"), ("value",)
 NAMES = tuple(f.name for f in FORMATS.values() if f.bits <= 8)
+"""The names of the formats of at most 8 bits."""
 SCALES = {"float32": None, "e8m0fnu": E8M0FNU, "e4m3fn": E4M3FN}
 """{what a scale_inv is: the format of its code; None: a float32}."""
 KINDS = ("NaN code", "infinite", "zero", "subnormal", "number", "scale at an end")
+"""What decides a value: the code, or the scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,7 @@ class Decode:
 
     def inputs(self) -> tuple[np.ndarray, np.ndarray]:
         """(codes, bits of scales), uint64 [n] each."""
-        ends = np.array([1, *np.exp2(np.float64(ENDS)), np.nan], np.float32)
+        ends = np.array([1, *np.exp2(np.array(ENDS, np.float64)), np.nan], np.float32)
         kept = np.unique(self.scale_bits(ends))
         codes = np.arange(1 << self.fmt.bits, dtype=np.uint64)
         random = dtypes.random(self.seed, 2 * self.count).reshape(2, self.count)
