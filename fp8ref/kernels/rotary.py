@@ -1,14 +1,21 @@
 """Rotary embedding, and its gradient with its cast (spec M-3).
 
 Attention returns gradients of q and k as [B, T, H, D], of any strides but along D. The linear
-that made them takes its gradient as [B T, H D]. Each program has rows of one head, both halves.
+that made them takes its gradient as [B T, H D]. Each program has rows of one head.
 """
 
 import triton
 import triton.language as tl
 
 from fp8ref.kernels import casts
-from fp8ref.kernels.casts import codes_of, magnitude, scale_of, store_scales
+from fp8ref.kernels.casts import (
+    store_amax,
+    store_amax_lines,
+    store_cast,
+    store_cast_lines,
+    store_lines,
+    store_tile,
+)
 from fp8ref.kernels.jit import Launch, Numbers
 
 __all__ = ["amax", "amax_lines", "cast", "cast_lines", "lines", "rotate"]
@@ -16,139 +23,116 @@ __all__ = ["amax", "amax_lines", "cast", "cast_lines", "lines", "rotate"]
 ROWS = 64
 """Tokens of a tile, which is as wide as a head."""
 
+FORMS = ("halves", "rounded halves", "pairs")
+"""What rotates: a head's halves, or pairs of neighbors. "rounded halves" rounds both products to
+the tensor's dtype before it adds them, as transformers does."""
 
-@triton.jit
-def _rotate(x_ptr, cos_ptr, sin_ptr, out_ptr, M, N, T, BM: tl.constexpr, HALF: tl.constexpr):
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    half = tl.arange(0, HALF)[None, :]
-    inside = (rows < M)[:, None]
-    at = rows[:, None].to(tl.int64) * N + tl.program_id(1) * (2 * HALF) + half
-    first = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x_ptr + at + HALF, mask=inside, other=0.0).to(tl.float32)
-    table = (rows % T)[:, None] * (2 * HALF) + half
-    cos1, cos2 = tl.load(cos_ptr + table), tl.load(cos_ptr + table + HALF)
-    sin1, sin2 = tl.load(sin_ptr + table), tl.load(sin_ptr + table + HALF)
-    kind = x_ptr.dtype.element_ty
-    tl.store(out_ptr + at, (first * cos1 - second * sin1).to(kind), mask=inside)
-    tl.store(out_ptr + at + HALF, (second * cos2 + first * sin2).to(kind), mask=inside)
+_ROUNDED, _PAIRS = tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def _store_half(x, scale, scale_t, q_ptr, t_ptr, rows, columns, M, N, E5M2: tl.constexpr):
-    """Cast a half [rows, columns] of a head by one scale, and transposed by another; store both."""
-    codes, inside = codes_of(x * scale, E5M2), rows[:, None] < M
-    tl.store(q_ptr + rows[:, None].to(tl.int64) * N + columns[None, :], codes, mask=inside)
-    codes = codes_of(x * scale_t, E5M2)
-    at = columns[:, None].to(tl.int64) * M + rows[None, :]
-    tl.store(t_ptr + at, tl.trans(codes), mask=rows[None, :] < M)
+def _load(ptr, lines, mask, columns):
+    at = ptr + lines[:, None] + columns[None, :]
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _rotated(
-    g_ptr, cos_ptr, sin_ptr, stride_b, stride_t, stride_h, M, T, BM: tl.constexpr,
-    HALF: tl.constexpr
+def _product(x, table, like_ptr, FORM: tl.constexpr):
+    product = x * table
+    if FORM == _ROUNDED:
+        product = product.to(like_ptr.dtype.element_ty).to(tl.float32)
+    return product
+
+
+@triton.jit
+def _turned(
+    x_ptr, cos_ptr, sin_ptr, SB, ST, SH, M, T, BACK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, FORM: tl.constexpr
 ):  # fmt: skip
-    """This program's rows of one head, both halves, rotated back."""
+    """This program's rows of one head, rotated, or (BACK) the gradient of that; rounded.
+    SB, ST, SH: strides of sequences, tokens and heads."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    half = tl.arange(0, HALF)[None, :]
     token = rows % T
-    lines = (rows // T).to(tl.int64) * stride_b + token.to(tl.int64) * stride_t
-    lines += tl.program_id(1).to(tl.int64) * stride_h
-    inside = (rows < M)[:, None]
-    at = g_ptr + lines[:, None] + half
-    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
-    at = token[:, None] * (2 * HALF) + half
-    cos1, cos2 = tl.load(cos_ptr + at), tl.load(cos_ptr + at + HALF)
-    sin1, sin2 = tl.load(sin_ptr + at), tl.load(sin_ptr + at + HALF)
-    rotated = first * cos1 + second * sin2
-    second = (second * cos2 - first * sin1).to(g_ptr.dtype.element_ty).to(tl.float32)
-    return rotated.to(g_ptr.dtype.element_ty).to(tl.float32), second
+    lines = (rows // T).to(tl.int64) * SB + token.to(tl.int64) * ST
+    lines += tl.program_id(1).to(tl.int64) * SH
+    columns, table, inside = tl.arange(0, BN), token * BN, (rows < M)[:, None]
+    x = _load(x_ptr, lines, inside, columns)
+    y = _product(x, _load(cos_ptr, table, True, columns), x_ptr, FORM)
+    if FORM == _PAIRS:
+        first = columns % 2 == 0
+        sin = _load(sin_ptr, table, True, columns)
+        a, b = tl.split(tl.reshape(x * sin if BACK else x, (BM, BN // 2, 2)))
+        turned = tl.reshape(tl.join(b, a), (BM, BN))
+        if not BACK:
+            turned = turned * sin
+    else:
+        first, others = columns < BN // 2, (columns + BN // 2) % BN
+        sin = _load(sin_ptr, table, True, others if BACK else columns)
+        turned = _product(_load(x_ptr, lines, inside, others), sin, x_ptr, FORM)
+    y = tl.where(first[None, :] == BACK, y + turned, y - turned)
+    if FORM == _ROUNDED and BACK:  # autograd adds the halves' gradients beside zeros
+        y += 0.0  # which make -0 a 0
+    return y.to(x_ptr.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
-def _store_amax(first, second, amax_ptr):
-    largest = tl.maximum(magnitude(first), magnitude(second))
-    place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(amax_ptr + place, tl.max(tl.max(largest, 1), 0))
+def _rotate(
+    x_ptr, cos_ptr, sin_ptr, out_ptr, SB, ST, SH, M, N, T,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, FORM: tl.constexpr
+):  # fmt: skip
+    y = _turned(x_ptr, cos_ptr, sin_ptr, SB, ST, SH, M, T, False, BM, BN, FORM)
+    store_tile(y.to(out_ptr.dtype.element_ty), out_ptr, M, N, BM, BN, EVEN)
 
 
 @triton.jit
 def _amax(
-    g_ptr, cos_ptr, sin_ptr, amax_ptr, stride_b, stride_t, stride_h, M, T,
-    BM: tl.constexpr, HALF: tl.constexpr
+    g_ptr, cos_ptr, sin_ptr, amax_ptr, SB, ST, SH, M, N, T,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, FORM: tl.constexpr
 ):  # fmt: skip
-    first, second = _rotated(g_ptr, cos_ptr, sin_ptr, stride_b, stride_t, stride_h, M, T, BM, HALF)
-    _store_amax(first, second, amax_ptr)
+    g = _turned(g_ptr, cos_ptr, sin_ptr, SB, ST, SH, M, T, True, BM, BN, FORM)
+    store_amax(g, amax_ptr)
 
 
 @triton.jit
 def _cast(
-    g_ptr, cos_ptr, sin_ptr, scale_ptr, q_ptr, t_ptr, amax_ptr, stride_b, stride_t,
-    stride_h, M, N, T, BM: tl.constexpr, HALF: tl.constexpr, E5M2: tl.constexpr
+    g_ptr, cos_ptr, sin_ptr, scale_ptr, q_ptr, t_ptr, amax_ptr, SB, ST, SH, M, N, T,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, FORM: tl.constexpr,
+    E5M2: tl.constexpr
 ):  # fmt: skip
-    first, second = _rotated(g_ptr, cos_ptr, sin_ptr, stride_b, stride_t, stride_h, M, T, BM, HALF)
-    scale = tl.load(scale_ptr)
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    columns = tl.program_id(1) * (2 * HALF) + tl.arange(0, HALF)
-    _store_half(first, scale, scale, q_ptr, t_ptr, rows, columns, M, N, E5M2)
-    _store_half(second, scale, scale, q_ptr, t_ptr, rows, columns + HALF, M, N, E5M2)
-    _store_amax(first, second, amax_ptr)
+    g = _turned(g_ptr, cos_ptr, sin_ptr, SB, ST, SH, M, T, True, BM, BN, FORM)
+    store_cast(g, tl.load(scale_ptr), q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)
+    store_amax(g, amax_ptr)
 
 
 @triton.jit
 def _amax_lines(
-    g_ptr, cos_ptr, sin_ptr, rows_ptr, columns_ptr, stride_b, stride_t, stride_h, M, N, T,
-    BM: tl.constexpr, HALF: tl.constexpr
+    g_ptr, cos_ptr, sin_ptr, rows_ptr, columns_ptr, SB, ST, SH, M, N, T,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, FORM: tl.constexpr
 ):  # fmt: skip
-    first, second = _rotated(g_ptr, cos_ptr, sin_ptr, stride_b, stride_t, stride_h, M, T, BM, HALF)
-    first, second = magnitude(first), magnitude(second)
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    largest = tl.maximum(tl.max(first, 1), tl.max(second, 1))
-    tl.store(rows_ptr + tl.program_id(1) * M + rows, largest, mask=rows < M)
-    at = columns_ptr + tl.program_id(0) * N + tl.program_id(1) * (2 * HALF) + tl.arange(0, HALF)
-    tl.store(at, tl.max(first, 0))
-    tl.store(at + HALF, tl.max(second, 0))
+    g = _turned(g_ptr, cos_ptr, sin_ptr, SB, ST, SH, M, T, True, BM, BN, FORM)
+    store_amax_lines(g, rows_ptr, columns_ptr, M, N, BM, BN)
 
 
 @triton.jit
 def _cast_lines(
-    g_ptr, cos_ptr, sin_ptr, rows_ptr, columns_ptr, q_ptr, t_ptr, stride_b, stride_t, stride_h, M,
-    N, T, BM: tl.constexpr, HALF: tl.constexpr, E5M2: tl.constexpr
+    g_ptr, cos_ptr, sin_ptr, rows_ptr, columns_ptr, q_ptr, t_ptr, SB, ST, SH,
+    M, N, T, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, FORM: tl.constexpr,
+    E5M2: tl.constexpr
 ):  # fmt: skip
-    first, second = _rotated(g_ptr, cos_ptr, sin_ptr, stride_b, stride_t, stride_h, M, T, BM, HALF)
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    columns = tl.program_id(1) * (2 * HALF) + tl.arange(0, HALF)
-    scale = tl.load(rows_ptr + rows, mask=rows < M, other=0.0)[:, None]
-    scale_t = tl.load(columns_ptr + columns)[None, :]
-    _store_half(first, scale, scale_t, q_ptr, t_ptr, rows, columns, M, N, E5M2)
-    scale_t = tl.load(columns_ptr + columns + HALF)[None, :]
-    _store_half(second, scale, scale_t, q_ptr, t_ptr, rows, columns + HALF, M, N, E5M2)
+    g = _turned(g_ptr, cos_ptr, sin_ptr, SB, ST, SH, M, T, True, BM, BN, FORM)
+    store_cast_lines(g, rows_ptr, columns_ptr, q_ptr, t_ptr, M, N, BM, BN, EVEN, E5M2)
 
 
 @triton.jit
 def _lines(
     g_ptr, cos_ptr, sin_ptr, q_ptr, t_ptr, scale_ptr, inverse_ptr, scale_t_ptr, inverse_t_ptr,
-    stride_b, stride_t, stride_h, M, N, T, BM: tl.constexpr, HALF: tl.constexpr,
-    E5M2: tl.constexpr, EPS: tl.constexpr
+    SB, ST, SH, M, N, T, EPS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, EVEN: tl.constexpr, FORM: tl.constexpr, E5M2: tl.constexpr
 ):  # fmt: skip
-    first, second = _rotated(g_ptr, cos_ptr, sin_ptr, stride_b, stride_t, stride_h, M, T, BM, HALF)
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    columns = tl.program_id(1) * (2 * HALF) + tl.arange(0, HALF)
-    largest = tl.maximum(tl.max(magnitude(first), 1), tl.max(magnitude(second), 1))
-    scale = scale_of(largest, E5M2, EPS)
-    at = rows * tl.num_programs(1) + tl.program_id(1)
-    store_scales(scale, scale_ptr, inverse_ptr, at, rows < M)
-    at = tl.program_id(0) * N + columns
-    scale_t = scale_of(tl.max(magnitude(first), 0), E5M2, EPS)
-    store_scales(scale_t, scale_t_ptr, inverse_t_ptr, at, columns < N)
-    _store_half(
-        first, scale[:, None], scale_t[None, :], q_ptr, t_ptr, rows, columns, M, N, E5M2
-    )  # fmt: skip
-    scale_t = scale_of(tl.max(magnitude(second), 0), E5M2, EPS)
-    store_scales(scale_t, scale_t_ptr, inverse_t_ptr, at + HALF, columns < N)
-    _store_half(
-        second, scale[:, None], scale_t[None, :], q_ptr, t_ptr, rows, columns + HALF, M, N, E5M2
+    g = _turned(g_ptr, cos_ptr, sin_ptr, SB, ST, SH, M, T, True, BM, BN, FORM)
+    store_lines(
+        g, q_ptr, t_ptr, scale_ptr, inverse_ptr, scale_t_ptr, inverse_t_ptr, M, N, EPS, BM, BN,
+        EVEN, E5M2
     )  # fmt: skip
 
 
@@ -156,57 +140,64 @@ Heads = tuple[int, int, int, int]
 """Sequences, tokens, heads, the width of a head."""
 
 
-def rotate(shape: Heads) -> Launch:
+def rotate(shape: Heads, *, form: str = FORMS[0]) -> Launch:
     """x [B, T, H, D], contiguous, cos and sin float32 [T, D] -> x rotated, of its shape and dtype.
 
     Order:   first half x1 cos1 - x2 sin1, second x2 cos2 + x1 sin2, each product and sum rounded to
              float32, the result to x's dtype. D is a power of two.
+    form     one of FORMS; of a pair the first number stands for the first half.
     """
-    numbers = _numbers(shape, (0, 0, 0))
-    numbers = {key: numbers[key] for key in ("M", "N", "T", "BM", "HALF")}
+    _, tokens, heads, width = shape
+    numbers = _numbers(shape, (tokens * heads * width, heads * width, width), form)
     return Launch(_rotate, _grid(shape), numbers, ((shape, "like"),))
 
 
-def amax(shape: Heads, strides: tuple[int, ...]) -> Launch:
+def amax(shape: Heads, strides: tuple[int, ...], *, form: str = FORMS[0]) -> Launch:
     """The gradient, cos and sin -> partial amaxes, for the scale of ``cast``; as there."""
-    numbers = _numbers(shape, strides)
-    del numbers["N"]
+    numbers = _numbers(shape, strides, form)
     return Launch(_amax, _grid(shape), numbers, casts.parts_of(_grid(shape)))
 
 
-def cast(shape: Heads, strides: tuple[int, ...], *, e5m2: bool) -> Launch:
+def cast(shape: Heads, strides: tuple[int, ...], *, e5m2: bool, form: str = FORMS[0]) -> Launch:
     """The gradient [B, T, H, D], cos and sin float32 [T, D], and a scale () -> codes [B T, H D],
     codes [H D, B T], and partial amaxes.
 
     strides  of B, T and H, first; D is contiguous, and a power of two.
     Order:   first half g1 cos1 + g2 sin2, second g2 cos2 - g1 sin1, each product and sum rounded to
-             float32, the result to g's dtype; RN32(. * scale); cast.
+             float32, the result to g's dtype; RN32(. * scale); cast. In "rounded halves" each
+             product is rounded to g's dtype first, and -0 becomes 0, as autograd computes it.
+    form     as of ``rotate``.
     """
-    numbers, grid = _numbers(shape, strides) | {"E5M2": e5m2}, _grid(shape)
+    numbers, grid = _numbers(shape, strides, form) | {"E5M2": e5m2}, _grid(shape)
     outputs = casts.codes(_matrix(shape), e5m2) + casts.parts_of(grid)
     return Launch(_cast, grid, numbers, outputs)
 
 
-def amax_lines(shape: Heads, strides: tuple[int, ...]) -> Launch:
+def amax_lines(shape: Heads, strides: tuple[int, ...], *, form: str = FORMS[0]) -> Launch:
     """The gradient, cos and sin -> partial amaxes of rows, int32 [H, B T], and of columns [tiles
     along B T, H D]; as ``cast``."""
-    grid, matrix = _grid(shape), _matrix(shape)
-    outputs = ((grid[1], matrix[0]), "int32"), ((grid[0], matrix[1]), "int32")
-    return Launch(_amax_lines, grid, _numbers(shape, strides), outputs)
+    outputs = casts.parts_of_lines(_matrix(shape), _grid(shape))
+    return Launch(_amax_lines, _grid(shape), _numbers(shape, strides, form), outputs)
 
 
-def cast_lines(shape: Heads, strides: tuple[int, ...], *, e5m2: bool) -> Launch:
+def cast_lines(
+    shape: Heads, strides: tuple[int, ...], *, e5m2: bool, form: str = FORMS[0]
+) -> Launch:
     """As ``cast``, by scales of rows [B T] and of columns [H D]; without amaxes."""
-    numbers, outputs = _numbers(shape, strides) | {"E5M2": e5m2}, casts.codes(_matrix(shape), e5m2)
+    numbers, outputs = (
+        _numbers(shape, strides, form) | {"E5M2": e5m2},
+        casts.codes(_matrix(shape), e5m2),
+    )
     return Launch(_cast_lines, _grid(shape), numbers, outputs)
 
 
-def lines(shape: Heads, strides: tuple[int, ...], *, e5m2: bool) -> Launch:
+def lines(shape: Heads, strides: tuple[int, ...], *, e5m2: bool, form: str = FORMS[0]) -> Launch:
     """The gradient, cos and sin -> what ``casts.blocks`` returns of it, of lines; D is 128."""
     matrix = _matrix(shape)
     blocks = casts.blocks(matrix, (matrix[1], 1), e5m2=e5m2, square=False)
     more = {"BM": casts.BLOCK, "E5M2": e5m2, "EPS": blocks.numbers["EPS"]}
-    return Launch(_lines, blocks.grid, _numbers(shape, strides) | more, blocks.outputs)
+    more |= {"EVEN": matrix[0] % casts.BLOCK == 0}
+    return Launch(_lines, blocks.grid, _numbers(shape, strides, form) | more, blocks.outputs)
 
 
 def _matrix(shape: Heads) -> tuple[int, int]:
@@ -217,8 +208,8 @@ def _grid(shape: Heads) -> tuple[int, int]:
     return -(-shape[0] * shape[1] // ROWS), shape[2]
 
 
-def _numbers(shape: Heads, strides: tuple[int, ...]) -> Numbers:
-    batch, tokens, heads, width = shape
-    numbers: Numbers = dict(zip(("stride_b", "stride_t", "stride_h"), strides[:3], strict=True))
-    numbers |= {"M": batch * tokens, "N": heads * width, "T": tokens}
-    return numbers | {"BM": ROWS, "HALF": width // 2}
+def _numbers(shape: Heads, strides: tuple[int, ...], form: str) -> Numbers:
+    numbers: Numbers = dict(zip(("SB", "ST", "SH"), strides[:3], strict=True))
+    matrix = casts.matrix(_matrix(shape), (0, 0), (ROWS, shape[3]))
+    del matrix["stride_m"], matrix["stride_n"]
+    return numbers | matrix | {"T": shape[1], "FORM": FORMS.index(form)}

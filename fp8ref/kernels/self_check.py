@@ -137,20 +137,26 @@ def _by_lines(tensors: Sequence[np.ndarray], factors: np.ndarray, e5m2: bool, tw
     yield "gradients", swiglu.gradient_lines(shape, e5m2=e5m2, twice=twice), gradients
     heads, tables = (1, shape[0], 1, shape[1]), [t.astype(np.float32) for t in (x, y)]
     rotated, strides = [z.reshape(heads), *tables], (z.size, shape[1], shape[1])
-    yield "a rotary gradient's amaxes", rotary.amax_lines(heads, strides), rotated
-    cast = rotary.cast_lines(heads, strides, e5m2=e5m2)
-    yield "a rotary gradient's cast", cast, [*rotated, *scales]
-    yield "a rotary gradient", rotary.lines(heads, strides, e5m2=e5m2), rotated
+    for form in rotary.FORMS:
+        amaxes = rotary.amax_lines(heads, strides, form=form)
+        cast = rotary.cast_lines(heads, strides, e5m2=e5m2, form=form)
+        lines = rotary.lines(heads, strides, e5m2=e5m2, form=form)
+        yield f"a rotary gradient's amaxes, of {form}", amaxes, rotated
+        yield f"a rotary gradient's cast, of {form}", cast, [*rotated, *scales]
+        yield f"a rotary gradient of {form}", lines, rotated
 
 
 def _rotary_launches(e5m2: bool, one: np.ndarray):
     g = _planted(_HEADS, 4)
     cos, sin = (_planted((_HEADS[1], _HEADS[3]), seed).astype(np.float32) for seed in (5, 6))
     strides = (g.size, _HEADS[2] * _HEADS[3], _HEADS[3])
-    amax, cast = rotary.amax(_HEADS, strides), rotary.cast(_HEADS, strides, e5m2=e5m2)
-    yield "a rotary embedding", False, rotary.rotate(_HEADS), [g, cos, sin]
-    yield "a rotary gradient's amax", False, amax, [g, cos, sin]
-    yield "a rotary gradient", False, cast, [g, cos, sin, one]
+    for form in rotary.FORMS:
+        amax = rotary.amax(_HEADS, strides, form=form)
+        cast = rotary.cast(_HEADS, strides, e5m2=e5m2, form=form)
+        rotate = rotary.rotate(_HEADS, form=form)
+        yield f"a rotary embedding of {form}", False, rotate, [g, cos, sin]
+        yield f"a rotary gradient's amax, of {form}", False, amax, [g, cos, sin]
+        yield f"a rotary gradient of {form}", False, cast, [g, cos, sin, one]
 
 
 def _adamw_launches():

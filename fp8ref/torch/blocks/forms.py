@@ -1,17 +1,21 @@
 """What a module's forward computes, read off its source: SwiGLU's MLP, an attention that reads its
-input by linears alone, a block that calls a norm for one of them."""
+input by linears alone and rotates the results of two, a block that calls a norm for one of them."""
 
 import ast
 import inspect
 import re
 import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.nn import functional
 
+from fp8ref.torch.blocks import operations
 from fp8ref.torch.blocks.operations import Norm
 
-__all__ = ["input_name", "norm_constants", "norm_name", "swiglu_input"]
+__all__ = ["Rotation", "input_name", "norm_constants", "norm_name", "rotation", "swiglu_input"]
 
 _ACTIVATIONS = {"SiLU", "SiLUActivation"}
 
@@ -116,3 +120,89 @@ def norm_constants(norm: nn.Module) -> Norm | None:
     if forward is None or _text(forward) != _RMS_NORM:
         return None
     return Norm(norm.variance_epsilon, twice=True)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The call ``q, k = function(q, k, ...)`` of a forward with these parameters.
+
+    form        of ``operations.rotate``, of heads of this width.
+    arguments   the parameter that has cos and sin, or complex numbers of pairs; then those with
+                which the function rotates otherwise, unless they are None.
+    """
+
+    function: str = ""
+    form: str = "halves"
+    width: int = 0
+    arguments: tuple[str, ...] = ("",)
+    parameters: tuple[str, ...] = ()
+
+
+NONE = Rotation()
+"""Of a forward whose rotation no part can do."""
+
+
+_CALL = r"^(\w+), (\w+) = (\w+)\((?:\w+=)?\1, (?:\w+=)?\2, (.*)\)$"
+_VIEWS = r"(\.view\([^()]*\)|\.transpose\(1, 2\))*"
+
+
+def rotation(module: nn.Module, names: tuple[str, ...]) -> tuple[Rotation, str]:
+    """How a forward rotates the results of its linears' first two, and why a part cannot, or "".
+
+    It calls the forward's function with small tensors: a form is known by what it computes.
+    """
+    tree, forward = _forward(module), type(module).forward
+    if tree is None or hasattr(forward, "__wrapped__"):
+        return NONE, "its forward has no source of its own"
+    width, text = getattr(module, "head_dim", 0), _text(tree)
+    call = re.search(_CALL, text, re.M)
+    if call is None or len(re.findall(rf"\b{call.group(3)}\b", text)) > 1:
+        return NONE, "no one call rotates its query and key"
+    q, k, function, rest = call.groups()
+    linears = ", ".join(rf"self\.{name}\(\w+\)" for name in names)
+    before, layouts = text[: call.start()], set()
+    for y, name in zip((q, k), names[:2], strict=True):
+        lines = re.findall(rf"^.*\b{y}\b.*$", before, re.M)
+        step = rf"{y} = (self\.{name}\(\w+\)|{y}){_VIEWS}|{q}, {k}, \w+ = \({linears}\)"
+        if not lines or not all(re.fullmatch(step, line) for line in lines):
+            return NONE, "its query and key change before they are rotated"
+        layouts.add("".join(lines).count(".transpose(1, 2)"))
+    arguments = tuple(each.rpartition("=")[2] for each in rest.split(", "))
+    if two := re.search(rf"^{', '.join(arguments)} = (\w+)$", before, re.M):
+        arguments = (two.group(1),)
+    form = _form(forward.__globals__.get(function), two is not None, layouts)
+    parameters = tuple(each.arg for each in tree.args.args[1:])
+    if not form or not set(arguments) <= set(parameters):
+        return NONE, f"{function} rotates in another form, or a part of each head"
+    if width < 2 or width & (width - 1):
+        return NONE, f"its head_dim is no power of two: {width}"
+    return Rotation(function, form, width, arguments, parameters), ""
+
+
+def _form(function: Callable | None, two: bool, layouts: set[int]) -> str:
+    """The form in which a function rotates a query and a key [2, T, H, D], or with heads before
+    tokens (layouts {1}), by two tables or by complex numbers; "" if it is none."""
+    generator = torch.Generator().manual_seed(0)
+    *heads, cos, sin = [  # of 8 bits, so that float32 has their products exactly
+        (torch.randint(-255, 256, shape, generator=generator) / 128).bfloat16()
+        for shape in ((2, 3, 4, 8), (2, 3, 2, 8), (3, 1, 8), (3, 1, 8))
+    ]
+    tables: Sequence[torch.Tensor] = cos[None, :, 0], sin[None, :, 0]
+    if not two:
+        tables = [torch.complex(*(x[:, 0, :4].float() for x in (cos, sin)))]
+        cos, sin = (x[..., :4].repeat_interleave(2, -1) for x in (cos, sin))
+    axes = (1, 2) if layouts == {1} else (1, 1)
+
+    def rotated(tables: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        try:
+            pair = function(*(x.transpose(*axes) for x in heads), *tables)  # type: ignore[misc]
+            return [x.transpose(*axes) for x in pair]
+        except Exception:  # a stranger's function may raise anything
+            return ()
+
+    results = () if rotated([table[..., :2] for table in tables]) else rotated(tables)
+    for form in ("halves", "rounded halves") if two else ("pairs",):
+        expected = [operations.rotate(x, cos, sin, form) for x in heads]
+        if results and all(map(torch.equal, results, expected)):
+            return form
+    return ""

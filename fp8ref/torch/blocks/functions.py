@@ -30,7 +30,7 @@ Tensors = Sequence[Any]
 """Tensors, or None in place of those that a part does without."""
 
 Tables = tuple[torch.Tensor, torch.Tensor]
-"""cos and sin of a rotary embedding, float32 [T, D]."""
+"""cos and sin of a rotary embedding, [T, D]; of pairs [T, D / 2]."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Part:
     mlp       whether the part is [gate, up] -> SwiGLU -> down; else linears with one input.
     twice     whether silu(gate) is rounded before it is multiplied by up.
     rotated   how many of the outputs are rotated, from the first.
+    form      what rotates (``kernels.rotary``).
     """
 
     linears: tuple[Spec, ...]
@@ -49,6 +50,7 @@ class Part:
     mlp: bool = False
     twice: bool = False
     rotated: int = 0
+    form: str = "halves"
 
     @property
     def readers(self) -> int:
@@ -59,7 +61,7 @@ class Part:
 @torch.compiler.assume_constant_result
 def numbered(numbers: tuple[int, ...], eps: float | None, norm_twice: bool, mlp: bool, *more):
     """``bind`` of a part whose linears have these ``spec_number``s; dynamo calls it as it traces,
-    with constants. more: the part's twice and rotated."""
+    with constants. more: the part's twice, rotated and form."""
     norm = None if eps is None else Norm(eps, norm_twice)
     return bind(Part(tuple(map(Spec.numbered, numbers)), norm, mlp, *more))
 
@@ -100,11 +102,11 @@ def _forward(ctx, part: Part, h: torch.Tensor, tensors: Tensors):
         outputs, more = _outputs(_product(part, *kept), linears[n:], h)
         saved += more
     elif part.rotated:
-        kept = [table.contiguous() for table in tensors[2:4]]
-        width = kept[0].shape[-1]  # [B, T, H D] -> [B, T, H, D]
+        kept, tables = tensors[2:4], _whole_tables(part, *tensors[2:4])
+        width = tables[0].shape[-1]  # [B, T, H D] -> [B, T, H, D]
         outputs = [y.view(*y.shape[:-1], y.shape[-1] // width, width) for y in outputs]
         for i in range(part.rotated):
-            outputs[i] = _rotated(part.linears[i], outputs[i], *kept)
+            outputs[i] = _rotated(part, part.linears[i], outputs[i], *tables)
     save(ctx, linears, saved, (x.h, x.rstd, x.weight, *kept))
     return None if tensors[0] is None else x.h, *outputs
 
@@ -231,11 +233,19 @@ class _Input:
         return grad_sum + g, grad_weight
 
 
-def _rotated(spec: Spec, y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _whole_tables(part: Part, *tables: torch.Tensor) -> Sequence[torch.Tensor]:
+    """cos and sin as kernels read them: float32 [T, D]."""
+    if part.form == "pairs":
+        tables = tuple(table.repeat_interleave(2, -1) for table in tables)
+    return [table.float().contiguous() for table in tables]
+
+
+def _rotated(part: Part, spec: Spec, y: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
     """Heads [B, T, H, D], rotated by tables."""
     if spec.runs_kernels(y.device) and _is_power_of_two(y.shape[-1]):
-        return fused.rotate(y, cos, sin)
-    return operations.rotate(y, cos[:, None], sin[:, None])  # [T, D] -> [T, 1, D]
+        return fused.rotate(y, *tables, form=part.form)
+    cos, sin = (table[:, None] for table in tables)  # [T, D] -> [T, 1, D]
+    return operations.rotate(y, cos, sin, part.form)
 
 
 def _is_power_of_two(width: int) -> bool:
@@ -247,9 +257,11 @@ def _projected(
 ) -> Iterator[tuple[int, Operand]]:
     """The gradients of linears' outputs as operands, from the last: of heads [B, T, H, D] that
     tables had rotated, or [..., N]."""
+    whole = _whole_tables(part, *tables) if part.rotated else ()
     for i in reversed(range(len(linears))):
         if (g := grads[i]) is not None:
-            source = _rotary_gradient(g, *tables) if i < part.rotated else _rows_of_heads(g)
+            turns = i < part.rotated
+            source = _rotary_gradient(part, g, *whole) if turns else _rows_of_heads(g)
             yield i, source.operands("grad_output", [linears[i]])[0]
 
 
@@ -258,18 +270,19 @@ def _rows_of_heads(g: torch.Tensor) -> Source:
     return Source(g.device, lambda: [_rows(g if g.ndim != 4 else g.flatten(-2))])
 
 
-def _rotary_gradient(g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Source:
+def _rotary_gradient(part: Part, g: torch.Tensor, *tables: torch.Tensor) -> Source:
     """The gradient [M, N] of a linear's output, from that of its rotated heads [B, T, H, D]."""
 
     def plain() -> list[torch.Tensor]:
-        return [_rows(operations.rotate_gradient(g, cos[:, None], sin[:, None]).flatten(-2))]
+        cos, sin = (table[:, None] for table in tables)
+        return [_rows(operations.rotate_gradient(g, cos, sin, part.form).flatten(-2))]
 
     if g.stride(-1) != 1 or not _is_power_of_two(g.shape[-1]):
         return Source(g.device, plain)
     kernels = Kernels.of("rotary_gradient")
     if g.shape[-1] != BLOCK:
         kernels = kernels._replace(lines=None)
-    return Source(g.device, plain, kernels, (g, cos, sin))
+    return Source(g.device, plain, kernels, (g, *tables), {"form": part.form})
 
 
 def _product(part: Part, gate: torch.Tensor, up: torch.Tensor) -> Source:

@@ -5,17 +5,23 @@ computes SwiGLU; an attention that reads its input by q_proj, k_proj and v_proj,
 a block that calls a norm for one of them. So are those of transformers' Llama, Qwen3 and Mistral
 and of torchtitan's Llama. A module keeps its Parameters, its children and its name; its class gets
 a forward that calls a part where kernels are on, else what it was.
+
+A part also rotates the query and key of an attention. A copy of its forward then runs, in whose
+globals another function has the place of the one that rotates them.
 """
 
 import functools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FunctionType
 
 import torch
 from torch import nn
 
 from fp8ref.torch.blocks import forms, parts
+from fp8ref.torch.blocks.forms import NONE, Rotation
+from fp8ref.torch.blocks.functions import Tables
 from fp8ref.torch.blocks.operations import Norm
 from fp8ref.torch.delayed import shared_inputs
 from fp8ref.torch.linear.linear import Linear
@@ -35,11 +41,15 @@ _MADE_OF = "_fp8ref_fused"
 @dataclass(frozen=True)
 class _Fused:
     """What a fused module knows. norm: alone in a tuple, so that it is no submodule; or ().
-    input: the name of its forward's parameter."""
+    input: the name of its forward's parameter. rotation: a part's too, unless it is the default."""
 
     names: tuple[str, ...]
     norm: tuple["_Norm", ...] = ()
     input: str = "x"
+    rotation: Rotation = NONE
+
+
+_UNFUSED = _Fused(())
 
 
 class _Module(nn.Module):
@@ -81,21 +91,63 @@ class _Attention(_Module):
     """Its forward finds results in place of the linears that a part has run."""
 
     ready: dict | None = None
+    rotated: FunctionType
 
     def forward(self, *args, **kwargs):
         x = args[0] if args else kwargs[self.fused.input]
+        run = super().forward
         if not self.fuses(x):
             x = self.normalized(x)
         else:
-            _, outputs = parts.projections(x, self.linears, norm=self.norm)
+            rotation = self.fused.rotation
+            values = dict(zip(rotation.parameters, args, strict=False)) | kwargs
+            tables = _tables(rotation, x, values)
+            _, outputs = parts.projections(
+                x, self.linears, norm=self.norm, tables=tables, form=rotation.form
+            )
+            if tables is not None:
+                # Query and key stay [B, T, H, D]: views of the forward then copy no gradient.
+                run, outputs[2] = self.rotated, outputs[2].flatten(-2)  # type: ignore[assignment]
             named = zip(self.fused.names, outputs, strict=True)
             self.ready = {name: functools.partial(_given, y) for name, y in named}
         try:
             if args:
-                return super().forward(x, *args[1:], **kwargs)
-            return super().forward(**(kwargs | {self.fused.input: x}))
+                return run(x, *args[1:], **kwargs)
+            return run(**(kwargs | {self.fused.input: x}))
         finally:
             self.ready = None
+
+
+def _tables(rotation: Rotation, x: torch.Tensor, values: dict) -> Tables | None:
+    """cos and sin of a pass of x [B, T, K], or None where the forward has to rotate: by tables of
+    each sequence, of another dtype or with gradients. values: of the forward's parameters."""
+    tables, *others = map(values.get, rotation.arguments)
+    if tables is None or x.ndim != 3 or any(other is not None for other in others):
+        return None
+    shape, dtype = (x.shape[1], rotation.width), x.dtype
+    if rotation.form == "pairs":
+        tables = tables.real[: shape[0]], tables.imag[: shape[0]]
+        shape, dtype = (shape[0], shape[1] // 2), torch.float32
+    cos, sin = (table.squeeze(0) for table in tables)
+    known = *shape, dtype, False
+    fit = [(*each.shape, each.dtype, each.requires_grad) == known for each in (cos, sin)]
+    return (cos, sin) if all(fit) else None
+
+
+def _as_they_are(query: torch.Tensor, key: torch.Tensor, *tables, **options):
+    """In place of a function that rotates query and key: a part has rotated them."""
+    return query, key
+
+
+def _with_rotated(forward: FunctionType, function: str) -> FunctionType:
+    """A copy of a forward that calls ``_as_they_are`` in place of one of its globals."""
+    # Without __name__: dynamo would read the globals of the module of that name.
+    scope = forward.__globals__ | {function: _as_they_are}
+    del scope["__name__"]
+    code, defaults, cells = forward.__code__, forward.__defaults__, forward.__closure__
+    copy = FunctionType(code, scope, forward.__name__, defaults, cells)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
 
 
 def _given(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -125,7 +177,7 @@ class _Norm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         reader = getattr(*self.place)
-        left = self in getattr(reader, "fused", _Fused(())).norm
+        left = self in getattr(reader, "fused", _UNFUSED).norm
         hooked = parts.hooked(self) or parts.hooked(reader) or parts.any_hooked()
         if self.normalizes != (hooked or not left):
             self.normalizes = not self.normalizes
@@ -150,12 +202,16 @@ def fuse(model: nn.Module) -> dict[str, str]:
             block, _, key = name.rpartition(".")
             norm = _deferred_norm(model.get_submodule(block), key, parents) if name else None
             read = _input_name(module, names, kind)
-            module.__class__ = _fused_class(type(module), kind, names if kind is _Attention else ())  # type: ignore[arg-type]
-            module.fused = _Fused(names, () if norm is None else (norm,), read)  # type: ignore[assignment]
+            turns = forms.rotation(module, names) if kind is _Attention else (NONE, "")
+            rotation, why = turns
+            made = _fused_class(type(module), kind, names, rotation.function)
+            module.__class__ = made  # type: ignore[assignment]
+            module.fused = _Fused(names, (norm,) if norm else (), read, rotation)  # type: ignore[assignment]
             first, *others = names[: 2 if kind is _MLP else 3]
             shared_inputs.share(module, dict.fromkeys(others, first))
             steps = [*names[:-1], "SwiGLU", names[-1]] if kind is _MLP else names
             note = f"fused: {'norm, ' if norm else ''}{', '.join(steps)}"
+            note += ", RoPE" if rotation.function else f"; not RoPE: {why}" if why else ""
         prefix = f"{name}." if name else ""
         notes |= {f"{prefix}{key}": note or f"not fused: {reason}" for key in names}
     return notes
@@ -216,16 +272,20 @@ def _deferred_norm(block: nn.Module, reader: str, parents: Counter) -> "_Norm | 
     constants = None if norm is None or parts.hooked(norm) else forms.norm_constants(norm)
     if norm is None or constants is None or parents[norm] > 1:
         return None
-    norm.__class__ = _fused_class(type(norm), _Norm, ())  # type: ignore[arg-type]
+    norm.__class__ = _fused_class(type(norm), _Norm, (), "")  # type: ignore[arg-type]
     norm.constants, norm.place = constants, (block, reader)  # type: ignore[assignment]
     return norm  # type: ignore[return-value]
 
 
 @functools.cache
-def _fused_class(base: type, kind: type, read: tuple[str, ...]) -> type:
-    """The class of fused modules of a class; read: the linears whose results it is given."""
-    names = {name: _reading(name) for name in read}
-    more = {"__module__": base.__module__, "__reduce__": _reduce, _MADE_OF: (base, kind, read)}
+def _fused_class(base: type, kind: type, read: tuple[str, ...], rotates: str) -> type:
+    """The class of fused modules of a class; read: the linears whose results it is given; rotates:
+    the function whose work a part does."""
+    names = {name: _reading(name) for name in read if kind is _Attention}
+    made_of = (base, kind, read, rotates)
+    more = {"__module__": base.__module__, "__reduce__": _reduce, _MADE_OF: made_of}
+    if rotates:
+        more["rotated"] = _with_rotated(base.forward, rotates)  # type: ignore[attr-defined]
     return type(base.__name__, (kind, base), names | more)
 
 
@@ -234,6 +294,6 @@ def _reduce(module: nn.Module) -> tuple:
     return _empty, getattr(type(module), _MADE_OF), vars(module).copy()
 
 
-def _empty(base: type, kind: type, read: tuple[str, ...]) -> nn.Module:
-    fused = _fused_class(base, kind, read)
-    return fused.__new__(fused)  # type: ignore[call-overload]
+def _empty(*made_of) -> nn.Module:
+    fused = _fused_class(*made_of)
+    return fused.__new__(fused)

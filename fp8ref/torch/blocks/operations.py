@@ -70,17 +70,30 @@ def swiglu_gradient(
     return grad_gate.to(dtype), (g * torch.nn.functional.silu(gate)).to(dtype)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of heads x [..., D] by float32 tables that broadcast to it, rounded once to
-    x's dtype."""
-    wide = x.float()
-    first, second = wide.chunk(2, dim=-1)
-    half = torch.cat([-second, first], dim=-1)
-    return (wide * cos + half * sin).to(x.dtype)
+Table = torch.Tensor
+"""cos or sin, which broadcasts to heads [..., D]."""
 
 
-def rotate_gradient(g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, cos: Table, sin: Table, form: str = "halves") -> torch.Tensor:
+    """Rotary embedding of heads x [..., D], rounded once to x's dtype, or in another form of
+    ``kernels.rotary``."""
+    wide = x if form == "rounded halves" else x.float()
+    cos, sin = cos.to(wide.dtype), sin.to(wide.dtype)
+    return (wide * cos + _quarter_turn(wide, form) * sin).to(x.dtype)
+
+
+def rotate_gradient(g: torch.Tensor, cos: Table, sin: Table, form: str = "halves") -> torch.Tensor:
     """The gradient of x, from that of ``rotate``, of one shape and dtype."""
-    wide = g.float()
-    first, second = (wide * sin).chunk(2, dim=-1)
-    return (wide * cos + torch.cat([second, -first], dim=-1)).to(g.dtype)
+    wide = g if form == "rounded halves" else g.float()
+    cos, sin = cos.to(wide.dtype), sin.to(wide.dtype)
+    grad = wide * cos - _quarter_turn(wide * sin, form)
+    # autograd adds each half's gradient beside zeros, which make -0 a 0
+    return grad + 0.0 if form == "rounded halves" else grad.to(g.dtype)
+
+
+def _quarter_turn(x: torch.Tensor, form: str) -> torch.Tensor:
+    """(-second, first) in place of each (first, second)."""
+    if form == "pairs":
+        return torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)

@@ -56,16 +56,18 @@ def projections(
     norm: NormModule | None = None,
     tables: Tables | None = None,
     rotated: int = 2,
+    form: str = "halves",
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """h + residual, and the outputs [..., N] of linears that read its norm.
 
     Shapes:   h and residual [..., K]; with tables h is [B, T, K].
     Order:    the sum, the norm and each output are rounded to h's dtype (M-3); then the first
-              ``rotated`` outputs are rotated by tables [T, D], and rounded.
+              ``rotated`` outputs are rotated by tables [T, D], and rounded, in a form of
+              ``kernels.rotary``; tables of "pairs" are [T, D / 2]. Outputs are then [B, T, H, D].
     residual, norm, tables
               None: not added, normalized or rotated.
     """
-    constants = False, False, rotated if tables else 0
+    constants = False, False, rotated if tables else 0, form
     s, *outputs = _apply(h, linears, residual, norm, tables or (None, None), constants)
     return (h if residual is None else s), outputs
 
@@ -84,7 +86,7 @@ def mlp(
     twice     whether silu(gate) is rounded before it is multiplied by up, as transformers and
               torchtitan do; else only the product is (M-3).
     """
-    s, output = _apply(h, linears, residual, norm, (None, None), (True, twice, 0))
+    s, output = _apply(h, linears, residual, norm, (None, None), (True, twice, 0, "halves"))
     return (h if residual is None else s), output
 
 
@@ -174,9 +176,9 @@ def _apply(
     residual: torch.Tensor | None,
     norm: NormModule | None,
     tables: Sequence[torch.Tensor | None],
-    constants: tuple[bool, bool, int],
+    constants: tuple[bool, bool, int, str],
 ) -> Sequence[Any]:
-    """h + residual and the outputs of a part. constants: its mlp, twice and rotated."""
+    """h + residual and the outputs of a part. constants: its mlp, twice, rotated and form."""
     linear_input.check_transforms("a part of a block in FP8", h)
     eps, norm_twice = (norm.constants.eps, norm.constants.twice) if norm else (None, False)
     if eps == 0 and not h.numel():

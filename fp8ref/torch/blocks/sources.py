@@ -58,7 +58,7 @@ class Source:
     compute: Callable[[], Sequence[torch.Tensor]]
     kernels: Kernels | None = None
     tensors: tuple[torch.Tensor, ...] = ()
-    options: Mapping[str, bool] = field(default_factory=dict)
+    options: Mapping[str, bool | str] = field(default_factory=dict)
 
     @functools.cached_property
     def values(self) -> Sequence[torch.Tensor]:

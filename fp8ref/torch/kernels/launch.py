@@ -75,7 +75,7 @@ def _prepared(
     return make(shape, **json.loads(options))
 
 
-def text(**options: bool | float) -> str:
+def text(**options: bool | float | str) -> str:
     """Options as JSON, one text for equal ones."""
     return json.dumps(options, sort_keys=True)
 
@@ -104,7 +104,7 @@ def operator(room: str, name: str, *, called: str = "", **fixed: bool) -> Callab
     custom = torch.library.custom_op(f"fp8ref::{called}", launched, mutates_args=(), schema=schema)
     custom.register_fake(empty)
 
-    def call(*tensors: Tensor, **options: bool | float) -> Any:
+    def call(*tensors: Tensor, **options: bool | float | str) -> Any:
         outputs = custom(list(tensors), text(**fixed, **options))
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 

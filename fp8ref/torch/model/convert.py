@@ -55,10 +55,10 @@ class Casting(TypedDict, total=False):
 
     kernels     Triton kernels on a GPU with FP8, else plain operations ("auto", the default); or
                 one of them ("triton", "plain").
-    fuse        True: where kernels cast, norms and SwiGLU are computed in the pass that casts them
-                for the linears that read them, in modules of the form of transformers' Llama,
-                Qwen3 and Mistral or torchtitan's Llama (``blocks.fuse``). The report says of each
-                linear whether it is, or why not. False is the default.
+    fuse        True: where kernels cast, norms, SwiGLU and RoPE's gradient are computed in the pass
+                that casts them for linears, in modules of the form of transformers' Llama, Qwen3
+                and Mistral or torchtitan's Llama (``blocks.fuse``). The report says of each linear
+                whether it is, or why not. False is the default.
     """
 
     kernels: Choice

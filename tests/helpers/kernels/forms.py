@@ -84,15 +84,13 @@ def _casts(dtype: str, e5m2: bool, transposed: bool) -> dict[str, Form]:
 
 def _fused(dtype: str, e5m2: bool) -> dict[str, Form]:
     x, size, tile = (dtype,), BYTES[dtype], casts.ROWS * casts.COLUMNS
-    small, row, head = swiglu.ROWS * swiglu.COLUMNS, SHAPE[1], rotary.ROWS * HEADS[3]
-    strides = (HEADS[1] * HEADS[2] * HEADS[3], HEADS[2] * HEADS[3], HEADS[3])
+    small, row = swiglu.ROWS * swiglu.COLUMNS, SHAPE[1]
     norm, of_sum = (norms.statistics(SHAPE, eps=1e-5, residual=more) for more in (False, True))
     gradients = swiglu.cast_gradients(SHAPE, e5m2=e5m2)
     of_lines, block = (*CODES, *ONE * 4), casts.BLOCK**2
     lines, gradient_lines = (
         make(SHAPE, e5m2=e5m2) for make in (swiglu.lines, swiglu.gradient_lines)
     )
-    of_heads = (*x, *ONE * 2)
     return {
         "norm": Form(norm, (*x, *x, *ONE, *PARTS), row, row * size),
         "norm of a sum": Form(of_sum, (*x * 3, *x, *ONE, *PARTS), row, 2 * row * size),
@@ -141,21 +139,39 @@ def _fused(dtype: str, e5m2: bool) -> dict[str, Form]:
             tile * size,
             codes=2,
         ),
-        "rotary, forward": Form(rotary.rotate(HEADS), (*of_heads, *x), head, head * size),
         **_fused_lines(dtype, e5m2),
         "swiglu, lines": Form(lines, (*x * 2, *of_lines), block, 2 * block * size, codes=2),
         "swiglu's gradients, lines": Form(
             gradient_lines, (*x * 3, *of_lines * 2), block, 3 * block * size, codes=4
         ),
-        "rotary, amax": Form(rotary.amax(HEADS, strides), (*of_heads, *PARTS), head, head * size),
-        "rotary": Form(
-            rotary.cast(HEADS, strides, e5m2=e5m2),
-            (*of_heads, *ONE, *CODES, *PARTS),
-            head,
-            head * size,
-            codes=2,
-        ),
+        **_rotations(dtype, e5m2),
     }
+
+
+def _rotations(dtype: str, e5m2: bool) -> dict[str, Form]:
+    """A rotary embedding and its gradient, in each form."""
+    head, heads = rotary.ROWS * HEADS[3], (dtype, *ONE * 2)
+    read = head * BYTES[dtype]
+    strides = (HEADS[1] * HEADS[2] * HEADS[3], HEADS[2] * HEADS[3], HEADS[3])
+    forms = {}
+    for form in rotary.FORMS:
+        name = "rotary" if form == rotary.FORMS[0] else f"rotary in {form}"
+        forward, amax = rotary.rotate(HEADS, form=form), rotary.amax(HEADS, strides, form=form)
+        cast = rotary.cast(HEADS, strides, e5m2=e5m2, form=form)
+        cast_lines = rotary.cast_lines(HEADS, strides, e5m2=e5m2, form=form)
+        lines = rotary.lines(HEADS, strides, e5m2=e5m2, form=form)
+        of_lines = rotary.amax_lines(HEADS, strides, form=form)
+        forms |= {
+            f"{name}, forward": Form(forward, (*heads, dtype), head, read),
+            f"{name}, amax": Form(amax, (*heads, *PARTS), head, read),
+            name: Form(cast, (*heads, *ONE, *CODES, *PARTS), head, read, codes=2),
+            f"{name}, amax lines": Form(of_lines, (*heads, *PARTS * 2), head, read),
+            f"{name}, cast lines": Form(cast_lines, (*heads, *ONE * 2, *CODES), head, read, 2),
+            f"{name}, lines": Form(
+                lines, (*heads, *CODES, *ONE * 4), casts.BLOCK**2, casts.BLOCK**2 * BYTES[dtype], 2
+            ),
+        }
+    return forms
 
 
 def _norms_at_once(dtype: str, e5m2: bool) -> dict[str, Form]:
@@ -175,16 +191,14 @@ def _norms_at_once(dtype: str, e5m2: bool) -> dict[str, Form]:
 
 
 def _fused_lines(dtype: str, e5m2: bool) -> dict[str, Form]:
-    """Amaxes and casts by rows and columns, and a norm and a rotary gradient by blocks."""
+    """Amaxes and casts by rows and columns, and a norm by blocks."""
     x, size = (dtype,), BYTES[dtype]
     tile, small = casts.ROWS * casts.COLUMNS, swiglu.ROWS * swiglu.COLUMNS
-    head, block = rotary.ROWS * HEADS[3], casts.BLOCK**2
-    strides = (HEADS[1] * HEADS[2] * HEADS[3], HEADS[2] * HEADS[3], HEADS[3])
-    norm, heads, two, of_lines = (*x, *ONE, *x), (*x, *ONE * 2), ONE * 2, (*CODES, *ONE * 4)
+    block = casts.BLOCK**2
+    norm, two, of_lines = (*x, *ONE, *x), ONE * 2, (*CODES, *ONE * 4)
     cast_norm, of_norm = (f(SHAPE, e5m2=e5m2) for f in (norms.cast_lines, norms.lines))
     cast, gradients = (f(SHAPE, e5m2=e5m2) for f in (swiglu.cast_lines, swiglu.cast_gradient_lines))
-    turned, of_turned = (f(HEADS, strides, e5m2=e5m2) for f in (rotary.cast_lines, rotary.lines))
-    of_heads, of_three = rotary.amax_lines(HEADS, strides), swiglu.gradient_amax_lines(SHAPE)
+    of_three = swiglu.gradient_amax_lines(SHAPE)
     return {
         "norm, amax lines": Form(norms.amax_lines(SHAPE), (*norm, *PARTS * 2), tile, tile * size),
         "norm, cast lines": Form(cast_norm, (*norm, *two, *CODES), tile, tile * size, codes=2),
@@ -199,9 +213,6 @@ def _fused_lines(dtype: str, e5m2: bool) -> dict[str, Form]:
         "swiglu's gradients, cast lines": Form(
             gradients, (*x * 3, *two * 2, *CODES * 2), small, 3 * small * size, codes=4
         ),
-        "rotary, amax lines": Form(of_heads, (*heads, *PARTS * 2), head, head * size),
-        "rotary, cast lines": Form(turned, (*heads, *two, *CODES), head, head * size, codes=2),
-        "rotary, lines": Form(of_turned, (*heads, *of_lines), block, block * size, codes=2),
     }
 
 

@@ -8,11 +8,13 @@ import torch
 import transformers
 from torch import nn
 from torch.nn import functional
+from transformers.models.llama import modeling_llama
 
 import fp8ref.torch as ft
 from fp8ref.selection.rules import Rule
 from fp8ref.torch.blocks import forms, parts
 from fp8ref.torch.delayed import delayed
+from fp8ref.torch.kernels import fused as kernels
 
 TOKENS = torch.randint(0, 64, (1, 12), generator=torch.Generator().manual_seed(0))
 SIZES = {
@@ -47,8 +49,31 @@ class FeedForward(nn.Module):
         return self.w2(functional.silu(self.w1(x)) * self.w3(x))
 
 
+def reshape_for_broadcast(freqs_cis, x):
+    """torchtitan's: [max_seqlen, D / 2] as [1, T, 1, D / 2]."""
+    freqs_cis = freqs_cis[0 : x.shape[1]]
+    assert freqs_cis.shape == (x.shape[1], x.shape[-1])
+    return freqs_cis.view(1, x.shape[1], 1, x.shape[-1])
+
+
+def apply_rotary_emb(xq, xk, freqs_cis):
+    """torchtitan's: neighbors are complex numbers."""
+    xq_ = torch.view_as_complex(xq.float().reshape(*xq.shape[:-1], -1, 2))
+    xk_ = torch.view_as_complex(xk.float().reshape(*xk.shape[:-1], -1, 2))
+    freqs_cis = reshape_for_broadcast(freqs_cis, xq_)
+    xq_out = torch.view_as_real(xq_ * freqs_cis).flatten(3)
+    xk_out = torch.view_as_real(xk_ * freqs_cis).flatten(3)
+    return xq_out.type_as(xq), xk_out.type_as(xk)
+
+
+def angles(tokens, width=32):
+    """freqs_cis [tokens, width / 2]."""
+    freqs = torch.outer(torch.arange(tokens), 100.0 ** -(torch.arange(0, width, 2) / width))
+    return torch.polar(torch.ones_like(freqs), freqs)
+
+
 class Attention(nn.Module):
-    """torchtitan's, without rotation."""
+    """torchtitan's, with as many heads of keys."""
 
     def __init__(self, dim, heads):
         super().__init__()
@@ -58,8 +83,11 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
         bs, seqlen, _ = x.shape
         xq, xk, xv = self.wq(x), self.wk(x), self.wv(x)
-        xq, xk, xv = (y.view(bs, seqlen, -1, self.head_dim) for y in (xq, xk, xv))
-        xq, xk, xv = ((y * freqs_cis).transpose(1, 2) for y in (xq, xk, xv))
+        xq = xq.view(bs, seqlen, -1, self.head_dim)
+        xk = xk.view(bs, seqlen, -1, self.head_dim)
+        xv = xv.view(bs, seqlen, -1, self.head_dim)
+        xq, xk = apply_rotary_emb(xq, xk, freqs_cis=freqs_cis)
+        xq, xk, xv = (y.transpose(1, 2) for y in (xq, xk, xv))
         output = functional.scaled_dot_product_attention(xq, xk, xv, is_causal=True)
         return self.wo(output.transpose(1, 2).reshape(bs, seqlen, -1))
 
@@ -87,7 +115,7 @@ class Titan(nn.Module):
     def forward(self, tokens):
         h = self.tok_embeddings(tokens)
         for layer in self.layers:
-            h = layer(h, torch.ones(1, dtype=h.dtype))
+            h = layer(h, angles(16))
         return self.lm_head(h)
 
 
@@ -120,7 +148,7 @@ def differing(first, second):
 
 @pytest.fixture
 def ran(monkeypatch):
-    """The parts that ran, and whether with a norm."""
+    """The parts that ran, whether with a norm, and what they rotated."""
     calls = []
     for name in ("mlp", "projections"):
         monkeypatch.setattr(parts, name, noted(calls, name, getattr(parts, name)))
@@ -129,10 +157,15 @@ def ran(monkeypatch):
 
 def noted(calls, name, part):
     def run(*arguments, **options):
-        calls.append((name, options["norm"] is not None))
+        rotates = options.get("tables") is not None
+        calls.append((name, options["norm"] is not None, options["form"] if rotates else ""))
         return part(*arguments, **options)
 
     return run
+
+
+ROTATED = {"llama": "rounded halves", "mistral": "rounded halves", "torchtitan": "pairs"}
+"""{model: the form of its rotation, if a part does it}."""
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -145,10 +178,115 @@ def test_a_fused_model_computes_what_it_did(name, recipe, ran):  # M-11, R-5
     fused = ft.convert(MODELS[name](), recipe, fuse=True, **options)
     assert not ran
     assert not differing(plain, results(fused, steps))
-    assert ran == [("projections", True), ("mlp", True)] * steps
+    form = ROTATED.get(name, "")
+    assert ran == [("projections", True, form), ("mlp", True, "")] * steps
     rows = ft.report(fused).fused
     assert len(rows) == 6  # q, k, v, gate, up, down
     assert all("; fused: norm, " in row.reason for row in rows)
+    why = "not RoPE: its query and key change before they are rotated"  # by QK norms
+    assert all(row.reason.endswith("RoPE" if form else why) for row in rows[:3])
+
+
+@pytest.mark.parametrize("name", ROTATED)
+def test_kernels_cast_the_gradient_as_they_rotate_it(name, monkeypatch):  # M-11
+    """Query's and key's: then no GEMM's operand is cast of them by itself."""
+    shapes = []
+
+    def noted_cast(g, *arguments, **options):
+        shapes.append((tuple(g.shape), options["form"]))
+        return cast(g, *arguments, **options)
+
+    cast = kernels.rotary_gradient_cast
+    monkeypatch.setattr(kernels, "rotary_gradient_cast", noted_cast)
+    results(ft.convert(MODELS[name](), "tensorwise", kernels="triton", fuse=True))
+    heads = 2 if name == "torchtitan" else 1
+    expected = [((1, 12, heads, 32), ROTATED[name]), ((1, 12, 2, 32), ROTATED[name])]
+    assert shapes == expected  # key's, then query's
+
+
+def test_a_converted_instance_alone_rotates_otherwise():
+    scope, function = vars(modeling_llama), modeling_llama.apply_rotary_pos_emb
+    forward, before = modeling_llama.LlamaAttention.forward, dict(scope)
+    other = library("Llama")
+    expected = other(TOKENS).logits
+    ft.convert(library("Llama"), "tensorwise", kernels="triton", fuse=True)(TOKENS)
+    assert scope == before
+    assert modeling_llama.apply_rotary_pos_emb is function
+    assert modeling_llama.LlamaAttention.forward is forward
+    assert torch.equal(other(TOKENS).logits, expected)
+
+
+def plain_and_fused(model, run):
+    """What it returns of a model, unfused and fused."""
+    return [
+        run(ft.convert(copy.deepcopy(model), "tensorwise", kernels="triton", fuse=fuse))
+        for fuse in (False, True)
+    ]
+
+
+def test_tables_of_each_sequence_are_left_to_the_model(ran):
+    positions = torch.stack([torch.arange(12), torch.arange(12).flip(0)])
+
+    def run(model):
+        y = model(TOKENS.expand(2, -1), position_ids=positions).logits
+        y.float().square().mean().backward()
+        return [y, *(p.grad for p in model.parameters())]
+
+    assert all(map(torch.equal, *plain_and_fused(library("Llama"), run)))
+    assert ran == [("projections", True, ""), ("mlp", True, "")]
+
+
+class Positioned(Attention):
+    """torchtitan's, by positions if there are any."""
+
+    def forward(self, x, freqs_cis, attention_masks=None, positions=None):
+        bs, seqlen, _ = x.shape
+        xq, xk, xv = self.wq(x), self.wk(x), self.wv(x)
+        xq = xq.view(bs, seqlen, -1, self.head_dim)
+        xk = xk.view(bs, seqlen, -1, self.head_dim)
+        xq, xk = rotated_by_position(xq, xk, freqs_cis, positions)
+        return self.wo(xq.flatten(-2) * xk.flatten(-2) + xv)
+
+
+def rotated_by_position(xq, xk, freqs_cis, positions):
+    freqs_cis = freqs_cis if positions is None else freqs_cis[positions]
+    return apply_rotary_emb(xq, xk, freqs_cis)
+
+
+@pytest.mark.parametrize("positions", [None, torch.arange(12).flip(0)], ids=["none", "some"])
+def test_positions_are_left_to_the_model(positions, ran):
+    torch.manual_seed(0)
+    attention, x = Positioned(64, 2).bfloat16(), torch.randn(1, 12, 64).bfloat16()
+
+    def run(attention):
+        y = attention(x, angles(16), None, positions)
+        y.float().square().mean().backward()
+        return [y, *(p.grad for p in attention.parameters())]
+
+    assert all(map(torch.equal, *plain_and_fused(attention, run)))
+    assert ran == [("projections", False, "pairs" if positions is None else "")]
+
+
+def attention_results(x, tables):
+    def run(attention):
+        y, _ = attention(x, position_embeddings=tables, attention_mask=None)
+        y.float().square().mean().backward()
+        return [y, *(p.grad for p in attention.parameters())]
+
+    return run
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_tables_with_gradients_are_left_to_the_model(trained, ran):
+    generator = torch.Generator().manual_seed(0)
+    x, cos, sin = (torch.randn(1, 12, n, generator=generator).bfloat16() for n in (64, 32, 32))
+    sin.requires_grad_(trained)
+    results = plain_and_fused(
+        library("Llama").model.layers[0].self_attn, attention_results(x, (cos, sin))
+    )
+    assert all(map(torch.equal, *results))
+    assert (sin.grad is None) != trained
+    assert ran == [("projections", False, "" if trained else "rounded halves")]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -211,6 +349,24 @@ def reasons(change, recipe="tensorwise", **options):
     }
 
 
+class Normalized(Attention):
+    def __init__(self, dim, heads):
+        super().__init__(dim, heads)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-5)
+
+    def forward(self, x, freqs_cis):
+        bs, seqlen, _ = x.shape
+        xq, xk, xv = self.wq(x), self.wk(x), self.wv(x)
+        xq = self.q_norm(xq.view(bs, seqlen, -1, self.head_dim))
+        xk = xk.view(bs, seqlen, -1, self.head_dim)
+        xq, xk = apply_rotary_emb(xq, xk, freqs_cis=freqs_cis)
+        return self.wo(xq.flatten(-2) * xk.flatten(-2) + xv)
+
+
+def normalize(block):
+    block.attention = Normalized(64, 2).bfloat16()
+
+
 class Other(FeedForward):
     def forward(self, x):
         return self.w2(functional.gelu(self.w1(x)) * self.w3(x))
@@ -269,6 +425,13 @@ def test_what_is_not_fused_is_named(change, options, part, reason):  # R-7
     assert found[other].startswith("fused: ")
 
 
+def test_a_rotation_that_is_not_fused_is_named():  # R-7
+    found = reasons(normalize)["attention.wq"]
+    reason = "its query and key change before they are rotated"
+    assert found == f"fused: norm, wq, wk, wv; not RoPE: {reason}"
+    assert reasons(nothing)["attention.wq"] == "fused: norm, wq, wk, wv, RoPE"
+
+
 def test_torchaos_linears_are_not_fused():
     found = ft.convert(Titan().bfloat16(), "tensorwise", kernels="plain", fuse=True)
     (why,) = {row.reason for row in ft.report(found).rows if ".w1" in row.path}
@@ -305,8 +468,7 @@ class Pair(nn.Module):
         setattr(self.second, shared, getattr(self.first, shared))
 
     def forward(self, x):
-        one = torch.ones(1, dtype=x.dtype)
-        return self.second(self.first(x, one), one)
+        return self.second(self.first(x, angles(16)), angles(16))
 
 
 @pytest.mark.parametrize("shared", ["attention_norm", "ffn_norm"])
@@ -341,7 +503,7 @@ def test_a_hook_reads_what_a_norm_returned_before(register):
         else:
             handles.append(nn.modules.module.register_module_forward_hook(hook))
         with torch.no_grad():
-            y, again = (block(x, torch.ones(1).bfloat16()) for _ in "ab")
+            y, again = (block(x, angles(16)) for _ in "ab")
         assert torch.equal(y, again)
         found.append((y, *outputs))
     assert len(found[0]) == 2
@@ -356,14 +518,14 @@ def test_hooks_of_what_a_part_stands_for_are_called():
     block.feed_forward.register_forward_pre_hook(lambda _, inputs: seen.extend(inputs))
     mlp.act_fn.register_forward_hook(lambda *_: seen.append("called"))
     with torch.no_grad():
-        block(5 * x, torch.ones(1).bfloat16())
+        block(5 * x, angles(16))
         mlp(x)
     assert torch.isclose(seen[0].float().square().mean(), torch.tensor(1.0), rtol=0.1)  # normalized
     assert seen[1:] == ["called"]
 
 
 def test_a_module_in_a_readers_place_reads_the_norm():
-    x, one = torch.randn(1, 16, 64).bfloat16(), torch.ones(1).bfloat16()
+    x = torch.randn(1, 16, 64).bfloat16()
     blocks = [TransformerBlock().bfloat16() for _ in "ab"]
     blocks[1].load_state_dict(blocks[0].state_dict())
     other = Other(64, 128).bfloat16()
@@ -371,7 +533,7 @@ def test_a_module_in_a_readers_place_reads_the_norm():
         for block, fuse in zip(blocks, (False, True), strict=True):
             ft.convert(block, "tensorwise", kernels="triton", fuse=fuse)
             block.feed_forward = other
-        assert torch.equal(*(block(5 * x, one) for block in blocks))
+        assert torch.equal(*(block(5 * x, angles(16)) for block in blocks))
 
 
 def test_a_fused_mlp_takes_its_input_by_name():
@@ -398,9 +560,11 @@ def test_an_unknown_option_is_an_error():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's guards
-def test_a_compiled_fused_model_is_the_eager_one():
-    fused = ft.convert(MODELS["torchtitan"](), "delayed", kernels="triton", fuse=True)
+@pytest.mark.parametrize("name", ["torchtitan", "llama"])
+def test_a_compiled_fused_model_is_the_eager_one(name, ran):
+    fused = ft.convert(MODELS[name](), "delayed", kernels="triton", fuse=True)
     eager = results(copy.deepcopy(fused))
-    for layer in fused.layers:
+    for layer in getattr(fused, "model", fused).layers:
         layer.compile(backend="aot_eager", fullgraph=True)
     assert not differing(eager, results(fused))
+    assert ("projections", True, ROTATED[name]) in ran

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.models.llama import modeling_llama
 
 from fp8ref.torch.blocks import operations
 from fp8ref.torch.blocks.operations import Norm
@@ -47,11 +48,50 @@ def test_where_silu_is_rounded_changes_bits():
     assert not torch.equal(once, twice)
 
 
-def test_the_gradient_of_a_rotation_is_autograds():
-    x, g = tensors((2, 5, 3, 8), (2, 5, 3, 8))
-    cos, sin = torch.rand(2, 5, 1, 8, generator=torch.Generator().manual_seed(1))
-    (expected,) = torch.autograd.grad(operations.rotate(x, cos, sin), x, g)
-    assert torch.equal(operations.rotate_gradient(g, cos, sin), expected)
+def transformers_rotation(x, cos, sin):
+    return modeling_llama.apply_rotary_pos_emb(x, x, cos, sin)[0]
+
+
+def complex_rotation(x, cos, sin):
+    """torchtitan's, of neighbors."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    angles = torch.complex(cos[..., ::2].contiguous(), sin[..., ::2].contiguous())
+    return torch.view_as_real(pairs * angles).flatten(-2).to(x.dtype)
+
+
+def once(x, cos, sin):
+    wide, half = x.float(), x.shape[-1] // 2
+    turned = torch.cat([-wide[..., half:], wide[..., :half]], -1)
+    return (wide * cos + turned * sin).to(x.dtype)
+
+
+LIBRARIES = {"halves": once, "rounded halves": transformers_rotation, "pairs": complex_rotation}
+
+
+@pytest.mark.parametrize("form", LIBRARIES)
+def test_a_rotation_and_its_gradient_are_the_librarys(form):  # M-3
+    x, g = tensors((2, 3, 8, 16), (2, 3, 8, 16))
+    with torch.no_grad():
+        g[..., ::3] = 0
+        g[:, :, ::2].neg_()  # zeros of both signs
+    cos, sin = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1))
+    if form == "rounded halves":
+        cos, sin = cos.bfloat16(), sin.bfloat16()
+    if form == "pairs":
+        cos, sin = (table[..., ::2].repeat_interleave(2, -1) for table in (cos, sin))
+    batched = form == "rounded halves"  # transformers' tables are [B, T, D]
+    y = LIBRARIES[form](x, cos[None] if batched else cos, sin[None] if batched else sin)
+    (expected,) = torch.autograd.grad(y, x, g)
+    with torch.no_grad():
+        if form == "rounded halves":
+            cos, sin = cos.float(), sin.float()  # exactly the same numbers
+        turned, grad = (
+            f(z, cos, sin, form)
+            for f, z in ((operations.rotate, x), (operations.rotate_gradient, g))
+        )
+        assert torch.equal(turned, y)
+        # of zeros the signs too
+        assert torch.equal(grad.view(torch.int16), expected.view(torch.int16))
 
 
 def test_a_quarter_turn_exchanges_halves():
