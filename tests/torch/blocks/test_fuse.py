@@ -248,7 +248,7 @@ class Positioned(Attention):
         return self.wo(xq.flatten(-2) * xk.flatten(-2) + xv)
 
 
-def rotated_by_position(xq, xk, freqs_cis, positions):
+def rotated_by_position(xq, xk, freqs_cis, positions=None):
     freqs_cis = freqs_cis if positions is None else freqs_cis[positions]
     return apply_rotary_emb(xq, xk, freqs_cis)
 
