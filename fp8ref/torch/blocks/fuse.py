@@ -107,7 +107,7 @@ class _Attention(_Module):
             )
             if tables is not None:
                 # Query and key stay [B, T, H, D]: views of the forward then copy no gradient.
-                run, outputs[2] = self.rotated, outputs[2].flatten(-2)  # type: ignore[assignment]
+                run, outputs[2] = self.rotated, outputs[2].flatten(-2)
             named = zip(self.fused.names, outputs, strict=True)
             self.ready = {name: functools.partial(_given, y) for name, y in named}
         try:
@@ -204,8 +204,8 @@ def fuse(model: nn.Module) -> dict[str, str]:
             read = _input_name(module, names, kind)
             turns = forms.rotation(module, names) if kind is _Attention else (NONE, "")
             rotation, why = turns
-            made = _fused_class(type(module), kind, names, rotation.function)
-            module.__class__ = made  # type: ignore[assignment]
+            made = _fused_class(type(module), kind, names, rotation.function)  # type: ignore[arg-type]
+            module.__class__ = made
             module.fused = _Fused(names, (norm,) if norm else (), read, rotation)  # type: ignore[assignment]
             first, *others = names[: 2 if kind is _MLP else 3]
             shared_inputs.share(module, dict.fromkeys(others, first))
@@ -296,4 +296,4 @@ def _reduce(module: nn.Module) -> tuple:
 
 def _empty(*made_of) -> nn.Module:
     fused = _fused_class(*made_of)
-    return fused.__new__(fused)
+    return fused.__new__(fused)  # type: ignore[call-overload]
