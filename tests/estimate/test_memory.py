@@ -446,10 +446,10 @@ def test_the_most_that_fsdp2_keeps_alive_in_a_backward_pass():
 @pytest.mark.parametrize("row", COMPILED["rows"], ids=lambda row: f"{row['recipe']} {row['mesh']}")
 def test_an_estimate_is_near_what_xla_allots_for_an_h200(row):
     """Gradients are temporary there. Which of a block's results live at once is XLA's choice, and
-    of two layers one is half: 10 % below and 20 % above. The most above are GEMMs of Triton on one
+    of two layers one is half: 8 % below and 23 % above. The most above are GEMMs of Triton on one
     device, and the first layer, where its own gradients are not there yet."""
     config = sizes.compiled(row)
-    assert 0.9 <= in_a_step(config, "jax") / (row["temporary_mib"] * 2**20) <= 1.2
+    assert 0.92 <= in_a_step(config, "jax") / (row["temporary_mib"] * 2**20) <= 1.23
 
 
 @pytest.mark.parametrize(

@@ -46,14 +46,14 @@ def quantizing(config: Config, backend: str) -> float:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['recipe']} {row['mesh']}")
 def test_bytes_of_all_kernels_are_near_those_that_xla_compiles_for_h200s(row):
-    """Of all kernels but GEMMs and collectives: at most 14 % below and none above. Seconds are
+    """Of all kernels but GEMMs and collectives: at most 12 % below and 1 % above. Seconds are
     these bytes at the rate of a copy, and an H100's AdamW reached 70 % of it
     (``test_a_copys_rate_is_not_every_kernels``): a byte is not worth more than half of that error.
     Not counted are what XLA computes twice, orders of heads, and joined weights of q, k and v, most
     of all their joined gradient in float32 of bf16 under plain jit."""
     config = sizes.compiled(row)
     estimated = sum(outside_linears.moved(config, "jax").values()) + quantizing(config, "jax")
-    assert 0.86 <= estimated / 1e9 / row["outside_gemms"]["gb"] <= 1
+    assert 0.88 <= estimated / 1e9 / row["outside_gemms"]["gb"] <= 1.01
 
 
 def test_a_copys_rate_is_not_every_kernels():
