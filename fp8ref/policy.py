@@ -8,6 +8,7 @@ of POLICIES.
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -88,6 +89,15 @@ class TwoLevel:
             raise ValueError(
                 f"smallest is in [0, 1), block_fmt e4m3fn; got {self.smallest}, {self.block_fmt}."
             )
+
+
+def _changed(decisions: "ScalePolicy | E8M0Rule", besides: tuple[str, ...]) -> list[str]:
+    """The decisions, besides some, that are not the default."""
+    return [
+        f.name
+        for f in dataclasses.fields(decisions)
+        if f.name not in besides and getattr(decisions, f.name) != f.default
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,16 +193,13 @@ class ScalePolicy:
             )
         if self.unscaled or self.two_level is not None:
             own = "ratio" if self.two_level is None else "two_level"
-            others = [
-                f.name
-                for f in dataclasses.fields(self)
-                if f.name not in ("name", own) and getattr(self, f.name) != f.default
-            ]
-            if others:
+            if others := _changed(self, besides=("name", own)):
                 raise ValueError(
                     f"a policy with {own} {getattr(self, own)!r} takes no other decision; got "
                     f"{', '.join(others)}. Leave them out."
                 )
+        # Casts ask each time, and a compiler that traces one cannot enter cached_property's lock.
+        _ = self.floored_quotient, self.in_backends
 
     def _one_of(self, key: str, allowed) -> None:
         errors.one_of(key, getattr(self, key), get_args(allowed))
@@ -283,34 +290,26 @@ class ScalePolicy:
             return "S-3" if self.power_of_two is None else "S-4"
         return "S-9"
 
-    @property
+    @functools.cached_property
     def floored_quotient(self) -> bool:
         """True if only eps and power_of_two may differ from policy ``torchao``."""
-        # torch.compile traces this: it cannot make a policy of constants
-        return (
-            not self.makes_scale_inv
-            and dataclasses.replace(self, name="", eps=0.0, power_of_two=None) == _PLAIN
-        )
+        return not _changed(self, besides=("name", "eps", "power_of_two"))
 
-    @property
+    @functools.cached_property
     def in_backends(self) -> bool:
         """Whether the backends have its decisions: ``floored_quotient``, and S-14's and S-17's.
         They refuse the others, and some eps (``spec.support``)."""
         if not self.makes_scale_inv:
             return self.floored_quotient
         # Every other decision, one that is added later too, is the default in the backends.
-        others = dataclasses.replace(
-            self, name="", eps=0.0, ratio="amax/max", power_of_two=None, e8m0=None
-        )
-        if others != _PLAIN_SCALE_INV:
+        if _changed(self, besides=("name", "eps", "ratio", "power_of_two", "e8m0")):
             return False
         if self.e8m0 is None:
             return self.power_of_two is None
-        rule = dataclasses.replace(self.e8m0, scale_of_code_0=1.0, scale_of_nan="nan")
         plain = self.ratio in ("amax/max", "amax*(1/max)") or (
             self.ratio == "exponents" and self.power_of_two == "mask"
         )
-        return plain and rule == _PLAIN_RULE
+        return plain and not _changed(self.e8m0, besides=("scale_of_code_0", "scale_of_nan"))
 
     @property
     def finite_quotient(self) -> bool:
@@ -320,8 +319,6 @@ class ScalePolicy:
 
 
 _PLAIN = ScalePolicy(name="")
-_PLAIN_SCALE_INV = ScalePolicy(name="", ratio="amax/max")
-_PLAIN_RULE = E8M0Rule(scale_of_code_0=1.0, scale_of_nan="nan")
 
 
 # torchao 0.18, float8/float8_utils.py: amax_to_scale, _round_scale_down_to_power_of_2.

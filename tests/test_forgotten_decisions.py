@@ -145,17 +145,18 @@ def test_every_decision_of_a_cast_is_read_or_refused(room, kind):  # R-1
 
 def taken_by_backends() -> set[str]:
     """The decisions of a policy and of its e8m0 rule that backends take with other values than the
-    defaults: those that ``in_backends`` and ``floored_quotient`` set back before they compare."""
-    replaced = {
-        keyword.arg
+    defaults: those besides which ``in_backends`` and ``floored_quotient`` want no other."""
+    besides = {
+        key.value
         for function in functions("policy.py")
         if function.name in ("in_backends", "floored_quotient")
         for node in ast.walk(function)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "dataclasses.replace"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "_changed"
         for keyword in node.keywords
+        for key in ast.walk(keyword.value)
+        if isinstance(key, ast.Constant)
     }
-    assert None not in replaced
-    return {str(key) for key in replaced} - {"name"}
+    return {str(key) for key in besides} - {"name"}
 
 
 def test_the_simulator_reads_every_decision_of_a_policy():  # S-9

@@ -123,13 +123,13 @@ def blocks(
     Raises:   ValueError: an empty tensor (spec S-7); unless tensorwise, an axis that x lacks
               or, unless ragged, a block that does not divide K.
     """
-    sizes = lengths(name, len(shape), axis)
+    is_whole = name == "tensorwise"
+    result = shape if is_whole else block_sizes(shape, lengths(name, len(shape), axis))
     if math.prod(shape) == 0:
         raise ValueError(
             f"a scale needs at least one element; got x.shape={shape}. Drop empty tensors."
         )
-    result = block_sizes(shape, sizes)
-    if name == "tensorwise":
+    if is_whole:
         return result
     axis = normalize_axis(axis, len(shape))
     if shape[axis] % result[axis] and not ragged:

@@ -53,7 +53,6 @@ def observe(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.where(finite, amax, 0.0), not_finite, torch.ones_like(amax)])
 
 
-@torch.no_grad()
 def merge_(seen: torch.Tensor, x: torch.Tensor) -> None:
     """Merge a tensor's observation into seen, float32 [3], in place (H-4). Raises as observe."""
     # An operator that returns nothing: a selective checkpoint that keeps every result would keep

@@ -58,7 +58,7 @@ class Operand(NamedTuple):
         if self.columns is not None and use.axis == self.columns.axis:
             return self.columns
         if isinstance(x, Quantized):
-            return x._replace(axis=use.axis)
+            return x if x.axis == use.axis else x._replace(axis=use.axis)
         if spec is None:
             return x
         if self.scale is not None:
@@ -122,7 +122,7 @@ class Pass(NamedTuple):
         operand = Operand(role, x, scale)
         if self.spec.cast_once[role] is None:
             return operand
-        return operand._replace(tensor=operand.cast(self.spec.role_uses[role][0]))
+        return Operand(role, operand.cast(self.spec.role_uses[role][0]), scale)
 
     def observed(self, role: Role, pair: Pair) -> Operand:
         """What kernels cast for both GEMMs of a role, observed."""
@@ -176,16 +176,17 @@ class Pass(NamedTuple):
 
     def grad_input(self, g: Operand, dtype: torch.dtype) -> torch.Tensor:
         """[M, N] @ [N, K] -> [M, K]."""
-        return self._gradient("grad_input", g, Operand("weight", self._columns()), dtype)
+        return self._gradient(
+            "grad_input", g, Operand("weight", self._columns(), self.scales[1]), dtype
+        )
 
     def grad_weight(self, g: Operand, x: Saved, dtype: torch.dtype) -> torch.Tensor:
         """[N, M] @ [M, K] -> [N, K]; x: the input as it was saved, or itself."""
-        return self._gradient("grad_weight", g, Operand("input", x), dtype)
+        return self._gradient("grad_weight", g, Operand("input", x, self.scales[0]), dtype)
 
     def _gradient(
         self, which: Gemm, g: Operand, other: Operand, dtype: torch.dtype
     ) -> torch.Tensor:
-        other = other._replace(scale=self.scales[ROLES.index(other.role)])
         a, b = (each.cast(self.spec.uses[which, each.role]) for each in (g, other))
         return self._multiply(which, a, b, dtype)
 
@@ -209,13 +210,14 @@ class Pass(NamedTuple):
         if isinstance(a, Quantized) and isinstance(b, Quantized):
             assert spec.accumulate is not None
             out_dtype = gemm.output_dtype(spec, dtype)
+            is_unit = spec.epilogue == "unit_round_scale_round"
             out = gemm.matmul(
                 a,
                 b,
                 accumulate=spec.accumulate,
                 epilogue=spec.epilogue,
                 out_dtype=out_dtype,
-                kernels=self.spec.runs_kernels(a.codes.device),
+                kernels=is_unit and self.spec.runs_kernels(a.codes.device),
             ).to(dtype)
             for observer in observers:
                 observer(which, a, b, out)

@@ -79,3 +79,13 @@ def test_quotients_below_the_table_have_the_least_exponent(policy):  # S-14
     assert len(amaxes) > 1000
     found = np.asarray(scales.scales_from_amax(torch.from_numpy(amaxes), E4M3FN, policy).scale_inv)
     assert (found.view(np.uint32) == 0x00400000).all()
+
+
+def test_a_compiler_reads_what_a_custom_policy_decides():
+    """It cannot compute it: cached_property has a lock."""
+    amax = torch.tensor([0.0, 1.0, 300.0])
+    policy = ScalePolicy(name="mine", eps=1e-12)
+    compiled = torch.compile(scales.scales_from_amax, fullgraph=True, backend="eager")
+    expected = scales.scales_from_amax(amax, E4M3FN)
+    for mine, torchaos in zip(compiled(amax, E4M3FN, policy), expected, strict=True):
+        assert torch.equal(mine, torchaos)
