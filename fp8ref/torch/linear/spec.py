@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import distributed
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, CastSpec, Gemm, Recipe, Role
 from fp8ref.shared.errors import require
@@ -73,6 +73,12 @@ class Spec:
             role: uses for role, uses in self.role_uses.items() if both_orders.is_supported(uses)
         }
 
+    @functools.cached_property
+    def merges(self) -> bool:
+        """Whether a pass merges amaxes of several ranks; under delayed scaling an update does."""
+        shared = [use.cast for use in self.uses.values() if use.cast and use.group]
+        return any(cast.delayed is None for cast in shared)
+
     def runs_kernels(self, device: torch.device) -> bool:
         """Whether Triton kernels cast on a device, and on all ranks that share amaxes.
 
@@ -80,7 +86,7 @@ class Spec:
         """
         if self.groups.every is None:
             return choice.resolve(self.kernels, device)
-        return _run_kernels(self.kernels, device, self.groups.every)
+        return _run_kernels(self.kernels, device, self.groups.every, self.merges)
 
     def by_kernels(self, role: Role, device: torch.device) -> CastSpec | None:
         """The cast of a role's tensor for both its GEMMs, if kernels do it on a device."""
@@ -92,28 +98,55 @@ class Spec:
 _NUMBERS: dict[Spec, int] = {}
 
 
+_USED: dict[tuple[str, str], list[bool]] = {}
+"""{process group, kind of device: what casts there, by first use; True: Triton kernels}."""
+
+
 @functools.cache
-def _run_kernels(kernels: Choice, device: torch.device, group: str) -> bool:
+def _run_kernels(kernels: Choice, device: torch.device, group: str, merges: bool) -> bool:
     """``Spec.runs_kernels`` for the ranks of a group, by name.
 
     Kernels merge amaxes another number of times than plain operations: ranks that differ would
-    hang, or take one amax for another. The first rank writes to the store of the job what it does;
-    others compare theirs with it. No rank waits for another. Ranks that were given different
-    choices are not compared: models of one group may have choices of their own.
+    hang, or take one amax for another. Models of one group may have choices of their own: the first
+    kind that casts on a rank is compared with the first one on others, and so is the second.
     """
-    own = choice.explain(kernels, device)
-    if not rank_checks.several_ranks() or distributed.get_backend() == "fake":
-        return own.triton
-    key = f"fp8ref/kernels/{group}/{kernels}/{device.type}"
-    what = "Triton kernels" if own.triton else "plain operations"
-    first = _get_default_store().compare_set(key, "", what).decode()
-    require(
-        first == what,
-        f"ranks that share amaxes cast by one kind of kernels; on this rank {what} cast "
-        f"({own.reason}), on another one {first}. Use kernels 'plain' on every rank, which gives "
-        "the same bits.",
-    )
+    used = _USED.setdefault((group, device.type), [])
+    key = f"fp8ref/kernels/{group}/{device.type}/{len(used)}"
+    compares = rank_checks.several_ranks() and distributed.get_backend() != "fake"
+    try:
+        own = choice.explain(kernels, device)
+    except ValueError:
+        if compares:
+            _get_default_store().set(f"{key}/alike", "no")
+        raise
+    if compares and own.triton not in used:
+        what = "Triton kernels" if own.triton else "plain operations"
+        require(
+            _are_alike(key, own.triton, group, waits=merges),
+            f"ranks that share amaxes cast by one kind of kernels; on this rank {what} cast "
+            f"({own.reason}), on another one they do not. Use kernels 'plain' on every rank, which "
+            "gives the same bits.",
+        )
+        used.append(own.triton)
     return own.triton
+
+
+def _are_alike(key: str, triton: bool, group: str, *, waits: bool) -> bool:
+    """Whether all ranks of a group do as this one, by the store of the job.
+
+    waits     for the other ranks, as merging their amaxes does; else for those that came before.
+              A trace never waits: another rank may have its graph from a cache.
+    """
+    store, size = _get_default_store(), _resolve_process_group(group).size()
+    traces = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    alike = store.add(f"{key}/{triton}", 1)
+    if store.add(f"{key}/{not triton}", 0):
+        store.set(f"{key}/alike", "no")
+    elif alike == size:
+        store.set(f"{key}/alike", "yes")
+    elif not waits or traces:
+        return True
+    return store.get(f"{key}/alike") == b"yes"
 
 
 def casts_by_kernels(recipe: Recipe) -> bool:
