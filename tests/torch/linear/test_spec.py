@@ -95,7 +95,7 @@ def test_models_of_one_group_may_have_choices_of_their_own():
 
 def test_a_rank_whose_choice_is_refused_ends_the_others():
     """A rank without Triton: the others do not wait for it."""
-    refused, other = run(2, without_triton)
+    refused, other = run(2, without_triton, timeout=60)
     assert "triton" in refused
     assert "on another one they do not" in other
 
@@ -109,7 +109,7 @@ def without_triton():
 @pytest.mark.parametrize(("recipe", "traced"), [("delayed", False), ("tensorwise", True)])
 def test_no_rank_waits_where_none_merges_amaxes(recipe, traced):
     """Under delayed scaling, and in a trace: another rank may have its graph from a cache."""
-    assert run(2, chosen_alone, recipe, traced) == [[""], []]
+    assert run(2, chosen_alone, recipe, traced, timeout=60) == [[""], []]
 
 
 def chosen_alone(recipe, traced):
