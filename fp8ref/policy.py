@@ -8,9 +8,8 @@ of POLICIES.
 """
 
 import dataclasses
-import functools
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from fp8ref.formats import BFLOAT16, E4M3FN, FLOAT32, Format
 from fp8ref.shared import errors, registry
@@ -93,10 +92,12 @@ class TwoLevel:
 
 def _changed(decisions: "ScalePolicy | E8M0Rule", besides: tuple[str, ...]) -> list[str]:
     """The decisions, besides some, that are not the default."""
+    # of the class, where a compiler that traces it finds formats
+    defaults = type(decisions)
     return [
         f.name
         for f in dataclasses.fields(decisions)
-        if f.name not in besides and getattr(decisions, f.name) != f.default
+        if f.name not in besides and getattr(decisions, f.name) != getattr(defaults, f.name)
     ]
 
 
@@ -155,6 +156,10 @@ class ScalePolicy:
     scale_dtype: Format = FLOAT32
     two_level: TwoLevel | None = None
 
+    # of each policy, but no fields: equal policies have equal ones
+    _floored: ClassVar[bool]
+    _backed: ClassVar[bool]
+
     def __post_init__(self) -> None:
         self._one_of("ratio", Ratio)
         self._one_of("overflow", Overflow)
@@ -198,8 +203,9 @@ class ScalePolicy:
                     f"a policy with {own} {getattr(self, own)!r} takes no other decision; got "
                     f"{', '.join(others)}. Leave them out."
                 )
-        # Casts ask each time, and a compiler that traces one cannot enter cached_property's lock.
-        _ = self.floored_quotient, self.in_backends
+        # Each cast asks. A compiler that traces one cannot enter the lock of cached_property.
+        object.__setattr__(self, "_floored", self._is_floored_quotient())
+        object.__setattr__(self, "_backed", self._is_in_backends())
 
     def _one_of(self, key: str, allowed) -> None:
         errors.one_of(key, getattr(self, key), get_args(allowed))
@@ -290,15 +296,21 @@ class ScalePolicy:
             return "S-3" if self.power_of_two is None else "S-4"
         return "S-9"
 
-    @functools.cached_property
+    @property
     def floored_quotient(self) -> bool:
         """True if only eps and power_of_two may differ from policy ``torchao``."""
+        return self._floored
+
+    def _is_floored_quotient(self) -> bool:
         return not _changed(self, besides=("name", "eps", "power_of_two"))
 
-    @functools.cached_property
+    @property
     def in_backends(self) -> bool:
         """Whether the backends have its decisions: ``floored_quotient``, and S-14's and S-17's.
         They refuse the others, and some eps (``spec.support``)."""
+        return self._backed
+
+    def _is_in_backends(self) -> bool:
         if not self.makes_scale_inv:
             return self.floored_quotient
         # Every other decision, one that is added later too, is the default in the backends.

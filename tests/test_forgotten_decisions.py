@@ -145,11 +145,11 @@ def test_every_decision_of_a_cast_is_read_or_refused(room, kind):  # R-1
 
 def taken_by_backends() -> set[str]:
     """The decisions of a policy and of its e8m0 rule that backends take with other values than the
-    defaults: those besides which ``in_backends`` and ``floored_quotient`` want no other."""
+    defaults: those besides which ``_is_in_backends`` and ``_is_floored_quotient`` want no other."""
     besides = {
         key.value
         for function in functions("policy.py")
-        if function.name in ("in_backends", "floored_quotient")
+        if function.name in ("_is_in_backends", "_is_floored_quotient")
         for node in ast.walk(function)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "_changed"
         for keyword in node.keywords

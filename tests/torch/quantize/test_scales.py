@@ -82,7 +82,6 @@ def test_quotients_below_the_table_have_the_least_exponent(policy):  # S-14
 
 
 def test_a_compiler_reads_what_a_custom_policy_decides():
-    """It cannot compute it: cached_property has a lock."""
     amax = torch.tensor([0.0, 1.0, 300.0])
     policy = ScalePolicy(name="mine", eps=1e-12)
     compiled = torch.compile(scales.scales_from_amax, fullgraph=True, backend="eager")
