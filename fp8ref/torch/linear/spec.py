@@ -137,7 +137,8 @@ def _are_alike(key: str, triton: bool, group: str, *, waits: bool) -> bool:
     waits     for the other ranks, as merging their amaxes does; else for those that came before.
               A trace never waits: another rank may have its graph from a cache.
     """
-    store, size = _get_default_store(), _resolve_process_group(group).size()
+    store = _get_default_store()
+    size = _resolve_process_group(group).size()  # type: ignore[arg-type]  # a name is a string
     traces = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
     alike = store.add(f"{key}/{triton}", 1)
     if store.add(f"{key}/{not triton}", 0):
