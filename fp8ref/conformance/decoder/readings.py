@@ -59,10 +59,11 @@ def readings(fmt: Format) -> Iterator[Reading]:
     zero, zeros = right == 0, np.zeros_like(right)
     mantissa = (codes & ((1 << fmt.mantissa_bits) - 1)) / 2.0**fmt.mantissa_bits
     one = (sign * (1 + mantissa) * 2.0**-fmt.bias).astype(np.float32)
-    words = "subnormal codes of {} are "
+    small_codes = "subnormal codes of {}"
+    words = small_codes + " are "
     yield Reading(words + "taken for 0", np.copysign(zeros, right), small & ~zero)
     yield Reading(words + "taken for +0", zeros, small & ~zero)
-    yield Reading(words + "and zero are read as normal numbers", one, small)
+    yield Reading(small_codes + " and zero are read as normal numbers", one, small)
     yield Reading(words + "read as normal numbers", one, small & ~zero)
     for factor, times in ((2.0, "twice"), (0.5, "half")):
         with np.errstate(over="ignore"):
@@ -91,6 +92,12 @@ def readings(fmt: Format) -> Iterator[Reading]:
         yield Reading("the largest exponent of {} is read as infinities and NaN", ieee, top)
         yield Reading("the largest exponent of {} is read as NaN", zeros * np.nan, top)
     if not fmt.signed:
+        with np.errstate(over="ignore"):
+            for bits in (8, 6, 5):  # of a shift count, whose last bit may be a sign
+                count = codes & ((1 << bits) - 1)
+                power = np.exp2(count.astype(np.float64)).astype(np.float32)
+                for table in (power, np.where(count == (1 << bits) - 1, -power, power)):
+                    yield Reading("{} is read as a power of two without its bias", table, every)
         yield Reading("code 0 of {} is taken for 0", zeros, codes == 0)
 
 

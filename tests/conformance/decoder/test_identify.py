@@ -88,6 +88,10 @@ WRONG = {
             c & 124 == 124, np.where(c > 127, -1, 1) * (1 + (c & 3) / 4) * 65536, t
         ),
     ),
+    "e8m0fnu is read as a power of two without its bias": (
+        E8M0,
+        lambda t, c: np.int32(1) << (c & 31).astype(np.int32),
+    ),
     "code 0 of e8m0fnu is taken for 0": (E8M0, lambda t, c: np.where(c == 0, 0, t)),
     "NaN of e8m0fnu is taken for infinity": (E8M0, lambda t, c: np.where(np.isnan(t), np.inf, t)),
     "subnormal codes of e2m1fn are taken for 0": (
@@ -117,7 +121,7 @@ def test_two_mistakes_have_both_names():
 
 def test_a_mistake_without_a_name_shows_its_code():
     outcome = identify_decoder(changed(E4M3, lambda t, c: np.where(c == 0x35, 7, t)), E4M3)
-    assert outcome.found["faults"] == ["code 0x35 and 0 others"]
+    assert outcome.found["faults"] == ["codes are read otherwise: 0x35 as 7"]
     assert "got 7, expected 0.8125 (F-1)" in str(outcome.unlike[0])
 
 
@@ -141,6 +145,29 @@ def test_pairs(swap):  # F-5
     assert outcome.ok is not swap
     assert outcome.found["faults"] == ["of a pair the high half comes first"] * swap
     assert outcome.found["packing"] == ("pairs, high first" if swap else "pairs")
+
+
+def split(packed, block: int, *, high: bool):
+    """Numbers of ``block / 2`` bytes, first those of one half of each byte, as GGML keeps them."""
+    halves = unpack(np.asarray(packed)).reshape(*packed.shape[:-1], -1, block // 2, 2)
+    halves = np.moveaxis(halves[..., ::-1] if high else halves, -1, -2)
+    return numbers(halves.reshape(*packed.shape[:-1], -1), E2M1)
+
+
+PACKED = {
+    "of 16 bytes all low halves come first": lambda p: split(p, 32, high=False),
+    "of 8 bytes all high halves come first": lambda p: split(p, 16, high=True),
+    "the second number of a pair is 0": lambda p: numbers(
+        unpack(p) * np.uint8([1, 0] * p.shape[-1]), E2M1
+    ),
+    "a pair has its first number twice": lambda p: numbers(np.repeat(p & 15, 2, axis=-1), E2M1),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_wrong_pairs_have_names(name):  # F-5
+    outcome = identify_decoder(lambda packed: PACKED[name](np.asarray(packed)), E2M1)
+    assert outcome.found["faults"] == [name]
 
 
 def dequantize(block: int, scale=lambda s: s, product=lambda x, s: x * s, fmt: Format = E4M3):
@@ -213,6 +240,15 @@ MX = {
         + np.where(e == 255, np.float32(np.inf), np.float32(0))
     ),
 }
+
+
+def test_scales_read_as_integers_have_a_name():  # S-8
+    def function(codes, scale_inv):
+        assert scale_inv.dtype == np.uint8
+        return bfloat16(numbers(codes) * spread(scale_inv.astype(np.float32), 32))
+
+    outcome = identify_decoder(function, E4M3, granularity="mx_1x32", framework="numpy")
+    assert outcome.found["faults"] == ["codes of scales are read as integers"]
 
 
 @pytest.mark.parametrize("name", MX)
