@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 
+from fp8ref.conformance.cast.outputs import FLOATS
 from fp8ref.conformance.decoder import readings
 from fp8ref.conformance.decoder.report import Fault, Report, first, place
 from fp8ref.conformance.decoder.subject import Decoder
-from fp8ref.conformance.gemm.scaled_gemm import OUT_DTYPES
 from fp8ref.conformance.inputs import dtypes
 from fp8ref.conformance.kit.arrays import same_bits
 from fp8ref.conformance.kit.finding import Counterexample, Finding, show
@@ -61,12 +61,20 @@ def _packing(
             options.append((f"the {name} number of a pair is 0", filled, decoder))
         if same_bits(pairs[..., other], expected[..., one]).all():
             options.append((f"a pair has its {kept} number twice", filled, decoder))
+    if (numbers[..., 1::2] == 0).all():
+        half = right[..., : right.shape[-1] // 2]
+        filled = right if same_bits(numbers[..., ::2], half).all() else numbers
+        options.append(("every second number is 0", filled, decoder))
     for block in SPLITS:
         halves = numbers.reshape(*numbers.shape[:-1], -1, 2, block // 2)
         for words, order in (("low", halves), ("high", halves[..., ::-1, :])):
             name = f"of {block // 2} bytes all {words} halves come first"
             merged = np.moveaxis(order, -2, -1).reshape(numbers.shape)
             options.append((name, merged, decoder))
+            woven = np.moveaxis(numbers.reshape(*order.shape[:-2], -1, 2), -1, -2)
+            woven = woven if words == "low" else woven[..., ::-1, :]
+            name = f"numbers of both halves of {block} alternate"
+            options.append((name, woven.reshape(numbers.shape), decoder))
     best = max(options, key=lambda option: same_bits(option[1], right).mean())
     if same_bits(best[1], right).mean() > same_bits(numbers, right).mean():
         return best
@@ -87,7 +95,7 @@ def _wrong_codes(
         return [Fault(f"a code's number depends on its place: {place(wrong)}", witness)]
     integer = cast.encode(np.float32(1), decoder.scale_fmt) if decoder.scale_fmt else 1
     product = readings.right_numbers(fmt) * np.float32(integer)
-    products = (dtypes.rounded(product, dtype) for dtype in OUT_DTYPES)
+    products = (dtypes.rounded(product, dtype) for dtype in FLOATS[:3])
     if integer != 1 and any(same_bits(table, numbers).all() for numbers in products):
         witness = _code_witness(decoder, codes, numbers, right, first(wrong), "S-8")
         return [Fault("codes of scales are read as integers", witness)]
