@@ -1,4 +1,4 @@
-# make setup | demo | demo-full | test | slow | faults | gpu | wheels | extras | newest | exhaustive | bench | bench-jax | bench-torch | bench-optimizer | bench-losses | bench-attention-losses | bench-attention-first-steps | bench-attention-speed | bench-attention-rate | bench-trainer | bench-simulated | findings | compile-matrix | aot | aot-torch | notebooks | libraries | docs | docs-serve | clauses | house | lint | release-check.
+# make setup | demo | demo-full | test | slow | faults | gpu | wheels | extras | newest | ci-example | exhaustive | bench | bench-jax | bench-torch | bench-optimizer | bench-losses | bench-attention-losses | bench-attention-first-steps | bench-attention-speed | bench-attention-rate | bench-trainer | bench-simulated | findings | compile-matrix | aot | aot-torch | notebooks | libraries | docs | docs-serve | clauses | house | lint | release-check.
 # Everything is installed into .venv, but for aot's, aot-torch's and newest's, into .venv-aot, .venv-aot-torch and .venv-newest; PYTHON names the interpreter they are made with.
 # What is imported is compiled then, and kept: most modules of these packages never are. Where the environment forbids to keep it,
 # every process would compile anew what it imports: PyTorch for 8 seconds, JAX for 3.
@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALL := -m pip install --disable-pip-version-check --no-compile
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo demo-full test slow faults gpu $(addprefix gpu-,kernels profile bench-torch bench-jax probe tests parity) wheels extras newest exhaustive bench bench-jax bench-torch bench-optimizer bench-losses bench-attention-losses bench-attention-first-steps bench-attention-speed bench-attention-rate bench-trainer bench-simulated findings compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses support house lint release-check
+.PHONY: setup demo demo-full test slow faults gpu $(addprefix gpu-,kernels profile bench-torch bench-jax probe tests parity) wheels extras newest ci-example exhaustive bench bench-jax bench-torch bench-optimizer bench-losses bench-attention-losses bench-attention-first-steps bench-attention-speed bench-attention-rate bench-trainer bench-simulated findings compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses support house lint release-check
 
 setup: .venv/ready
 
@@ -107,6 +107,10 @@ extras:
 # takes any build of PyTorch, such as one of gigabytes with CUDA; without it a build for CPUs, if there is one for that Python.
 newest:
 	$(PYTHON) tests/install/newest.py $(if $(TORCH),--torch '$(TORCH)')
+
+# examples/ci in an empty folder, with fp8ref's wheel in a new environment, by the commands of the workflow that other projects call.
+ci-example: setup
+	$(BIN)/python tests/install/ci_example.py
 
 exhaustive: setup
 	$(BIN)/python -m pytest -m exhaustive $(TESTS)
