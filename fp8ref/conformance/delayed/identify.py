@@ -173,8 +173,7 @@ def _ordinary_rules(subject: Subject, asked: Asked) -> tuple[list[DelayedScaling
         return [], [early]
     interval, steps = _interval(subject), _remembered(subject)
     if steps is None:
-        shown = f"a large amax still shows after {REMEMBERED[-1]:,} steps"
-        return [], [f"{shown}, or no amax ever does"]
+        return [], [unnamed.unforgotten(subject, REMEMBERED[-1])]
     tried = _ordinary(subject, asked, interval, steps)
     rules = _kept(subject, asked, tried, "ordinary")
     if rules:

@@ -31,6 +31,19 @@ def remembers(subject: Subject) -> str:
     )
 
 
+def unforgotten(subject: Subject, steps: int) -> str:
+    """Why a large amax has no end, in a sentence; steps: after how many it was looked for last."""
+    scales = {one.scale for one in subject.run(tuple((2.0**i,) for i in range(0, 40, 2)))}
+    if len(scales) == 1:
+        return f"no amax changes its scale, {show(scales.pop())}: amaxes are not used (H-1)"
+    if len(scales) == 2:
+        return "its scale changes once, and then never again (H-3)"
+    falling = subject.run(((64.0,), *((1.0,),) * steps))
+    if all(one.scale == falling[1].scale for one in falling[1:]):
+        return f"an amax is never forgotten: after {steps:,} steps its scale is that of it (H-3)"
+    return f"its scale goes on to change after {steps:,} equal steps (H-3)"
+
+
 def reductions(subject: Subject, fmt: Format, value: str) -> list[str]:
     """What else than the largest or the newest amax of a history its scale is made of, or how else
     its scale is rounded, if it is known."""

@@ -36,10 +36,13 @@ class Collective:
 
     def expected(self, case: Case) -> float:
         """The value of the whole tensor."""
-        amax = scaling.amax(whole(case))
+        return self.scaled_amax(float(scaling.amax(whole(case))))
+
+    def scaled_amax(self, amax: float) -> float:
+        """The value of an amax."""
         if self.made == "amax":
-            return float(amax)
-        scales = scales_from_amax(amax, self.fmt, self.policy)
+            return amax
+        scales = scales_from_amax(np.asarray(amax, np.float32), self.fmt, self.policy)
         return float(scales.scale if self.made == "scale" else scales.scale_inv)
 
     def values(self, case: Case) -> list[float] | str:
@@ -121,7 +124,7 @@ def departure(collective: Collective, difficulty: str, cases: Sequence[Case]) ->
     got = values if isinstance(values, str) else " and ".join(map(show, values))
     if not wrong(collective, case) or values == [expected] * len(case):
         got += ": not the same in every call"
-    elif words := remembers(collective):
+    elif words := remembers(collective) or reduction(collective):
         got += f"; {words}"
     bits = "" if np.isnan(expected) else f" ({bits_of(expected, 'float32')})"
     return Departure(
@@ -146,6 +149,27 @@ def remembers(collective: Collective) -> str:
         f"what it gives depends on earlier calls: {named(small)} gives other values after "
         f"{named(large)}"
     )
+
+
+def reduction(collective: Collective) -> str:
+    """In words, what ranks get in place of the largest amax, if it has a name; else ""."""
+    amaxes = (2.0, 8.0, 1.0, 4.0)
+    values = collective.values(tuple((((amax,),),) for amax in amaxes))
+    for words, each in {
+        "each rank has the amax of its own shard": amaxes,
+        "every rank has the smallest amax": (1.0,) * 4,
+        "every rank has the mean of the amaxes": (3.75,) * 4,
+        "every rank has the sum of the amaxes": (15.0,) * 4,
+        "every rank has the first rank's amax": (2.0,) * 4,
+        "every rank has the last rank's amax": (4.0,) * 4,
+        "only the first rank has the largest amax": (8.0, *amaxes[1:]),
+        "a rank has the largest amax of those before it": (2.0, 8.0, 8.0, 8.0),
+        "a rank has its neighbor's amax": (4.0, 2.0, 8.0, 1.0),
+        "a rank has its other neighbor's amax": (8.0, 1.0, 4.0, 2.0),
+    }.items():
+        if values == [collective.scaled_amax(amax) for amax in each]:
+            return words
+    return ""
 
 
 def _simpler(case: Case) -> Iterator[Case]:

@@ -127,3 +127,42 @@ def test_an_object_is_no_class():
         ValueError, match=r"got Scaling\. Of an object give the class, or a function that makes one"
     ):
         require_delayed(Scaling(), "delayed")
+
+
+class Unused(Scaling):
+    def update(self):
+        """Never done."""
+
+
+class Once(Scaling):
+    def rescale(self, amax):
+        self.scale = self.made(448 / amax) if self.scale == 1 else self.scale
+
+
+class NeverReset(Scaling):
+    largest = 0.0
+
+    def rescale(self, amax):
+        self.largest = max(self.largest, amax)
+        super().rescale(self.largest)
+
+
+class Drifting(Scaling):
+    def rescale(self, amax):
+        self.scale = np.float32(self.scale * np.float32(0.999))
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (Unused, "no amax changes its scale, 1: amaxes are not used"),
+        (Once, "its scale changes once, and then never again"),
+        (NeverReset, "an amax is never forgotten: after 2,100 steps its scale is that of it"),
+        (Drifting, "its scale goes on to change after 2,100 equal steps"),
+    ],
+)
+def test_a_scale_without_a_history_says_why(fault, words):  # H-1, H-3
+    (reason,) = identify_delayed(fault).evidence
+    assert reason.startswith(words)
+    with pytest.raises(AssertionError, match=words):
+        require_delayed(fault, "delayed", examples=8)

@@ -70,6 +70,24 @@ def mean(shards):
     return everywhere([F32(np.mean([local(shard) for shard in shards]))])[:1] * len(shards)
 
 
+def test_what_ranks_get_instead_has_a_name():
+    """Of an amax and of a scale; a right collective is given none."""
+    named = {
+        "each rank has the amax of its own shard": rank_local,
+        "every rank has the mean of the amaxes": mean,
+        "every rank has the smallest amax": lambda x: everywhere(rank_local(x), np.minimum),
+        "every rank has the first rank's amax": lambda x: [local(x[0])] * len(x),
+        "a rank has its neighbor's amax": lambda x: np.roll(rank_local(x), 1),
+    }
+    for words, collective in named.items():
+        assert words in said(collective)
+    scales = "each rank has the amax of its own shard"
+    assert scales in said(
+        lambda x: [scales_from_amax(np.asarray(amax), E4M3FN).scale for amax in rank_local(x)],
+        made="scale",
+    )
+
+
 def drops_nan(shards):
     return everywhere([np.nanmax(np.abs(shard), initial=F32(0)) for shard in shards], np.fmax)
 
