@@ -196,6 +196,8 @@ KERNELS = {
     "aten::_scaled_mm": "gemm fp8",
     "_cast_by_amax": "cast (fp8ref)",
     "_amax": "cast (fp8ref)",
+    "_amax_list": "cast (fp8ref)",
+    "_cast_list": "cast (fp8ref)",
     "_step_and_cast": "optimizer",
     "something": "other",
 }

@@ -48,7 +48,7 @@ LOADED = 2048
 PROGRAMS = 264
 """The most programs of ``recast``: two on each of a Hopper's processors."""
 
-_EPS = int(np.float32(1e-12).view(np.int32))
+EPS = int(np.float32(1e-12).view(np.int32))
 """The bits of torchao's least amax: by it and by the float64 1e-12 all scales are the same."""
 
 
@@ -164,6 +164,26 @@ def store_cast(
 
 
 @triton.jit
+def read_tiles(
+    x_ptr, q_ptr, t_ptr, scale, stride_m, stride_n, M, N, STEP, BM: tl.constexpr, BN: tl.constexpr,
+    EVEN: tl.constexpr, CASTS: tl.constexpr, E5M2: tl.constexpr
+):  # fmt: skip
+    """The amax of every STEP-th tile from this program's on; CASTS: they are cast, and stored."""
+    columns, largest = tl.cdiv(N, BN), tl.zeros((BM,), tl.int32)
+    tiles = tl.cdiv(M, BM) * columns
+    # addresses that are kept from tile to tile would take registers that other warps need
+    for tile in tl.range(tl.program_id(0), tiles, STEP, disable_licm=True):
+        i, j = tile // columns * BM, tile % columns * BN
+        x = load_at(x_ptr, i, j, stride_m, stride_n, M, N, BM, BN, EVEN).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(magnitude(x), 1))
+        if CASTS:
+            codes = codes_of(x * scale, E5M2)
+            store_at(codes, q_ptr, i, j, M, N, BM, BN, EVEN)
+            store_at(tl.trans(codes), t_ptr, j, i, N, M, BN, BM, EVEN)
+    return tl.max(largest, 0)
+
+
+@triton.jit
 def _cast(
     x_ptr, scale_ptr, q_ptr, t_ptr, amax_ptr, stride_m, stride_n, M, N,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, E5M2: tl.constexpr
@@ -222,13 +242,9 @@ def _recast(
         tl.store(inverse_ptr, tl.div_rn(1.0, scale))
     # a NaN counts as another scale
     if scale != tl.load(used_ptr):
-        columns = tl.cdiv(N, BN)
-        for tile in range(tl.program_id(0), tl.cdiv(M, BM) * columns, PROGRAMS):
-            i, j = tile // columns * BM, tile % columns * BN
-            x = load_at(x_ptr, i, j, stride_m, stride_n, M, N, BM, BN, EVEN)
-            codes = codes_of(x.to(tl.float32) * scale, E5M2)
-            store_at(codes, q_ptr, i, j, M, N, BM, BN, EVEN)
-            store_at(tl.trans(codes), t_ptr, j, i, N, M, BN, BM, EVEN)
+        read_tiles(
+            x_ptr, q_ptr, t_ptr, scale, stride_m, stride_n, M, N, PROGRAMS, BM, BN, EVEN, True, E5M2
+        )  # fmt: skip
 
 
 @triton.jit
@@ -311,13 +327,10 @@ def _amax(
     x_ptr, amax_ptr, stride_m, stride_n, M, N, COUNT, BM: tl.constexpr,
     BN: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    columns = tl.cdiv(N, BN)
-    largest = tl.zeros((BM, BN), tl.int32)
-    for tile in range(tl.program_id(0), tl.cdiv(M, BM) * columns, COUNT):
-        i, j = tile // columns * BM, tile % columns * BN
-        x = load_at(x_ptr, i, j, stride_m, stride_n, M, N, BM, BN, EVEN)
-        largest = tl.maximum(largest, magnitude(x.to(tl.float32)))
-    tl.store(amax_ptr + tl.program_id(0), tl.max(tl.max(largest, 1), 0))
+    amax = read_tiles(
+        x_ptr, x_ptr, x_ptr, 1.0, stride_m, stride_n, M, N, COUNT, BM, BN, EVEN, False, False
+    )  # fmt: skip
+    tl.store(amax_ptr + tl.program_id(0), amax)
 
 
 @triton.jit
@@ -454,7 +467,7 @@ def cast(shape: Shape, strides: Shape, *, e5m2: bool) -> Launch:
 def cast_by_amax(shape: Shape, strides: Shape, *, e5m2: bool, power: bool = False) -> Launch:
     """x and the partial amaxes of ``amax`` -> codes [M, N], codes [N, M], scale () and scale_inv
     (), by policy torchao (S-3); power: by torchao_pow2 (S-4)."""
-    numbers = matrix(shape, strides) | {"COUNT": parts(shape), "PARTS": PARTS, "EPS": _EPS}
+    numbers = matrix(shape, strides) | {"COUNT": parts(shape), "PARTS": PARTS, "EPS": EPS}
     numbers |= {"E5M2": e5m2, "POWER": power}
     outputs = (*codes(shape, e5m2), *(((), "float32"),) * 2)
     return Launch(_cast_by_amax, tiles(*shape), numbers, outputs)
@@ -468,7 +481,7 @@ def recast(shape: Shape, strides: Shape, *, e5m2: bool) -> Launch:
               written only if the guess is another: otherwise each program ends at once.
     """
     rows, columns = tiles(*shape)
-    numbers = matrix(shape, strides) | {"COUNT": rows * columns, "SIZE": LOADED, "EPS": _EPS}
+    numbers = matrix(shape, strides) | {"COUNT": rows * columns, "SIZE": LOADED, "EPS": EPS}
     programs = min(PROGRAMS, rows * columns)
     numbers |= {"PROGRAMS": programs, "E5M2": e5m2}
     return Launch(_recast, (programs,), numbers, (*codes(shape, e5m2), *(((), "float32"),) * 3))
@@ -489,7 +502,7 @@ def cast_lines_by_amaxes(
     torchao_pow2 (S-4)."""
     _, bands = _bands(shape)
     numbers = matrix(shape, strides) | {"ROW_PARTS": bands[1], "COLUMN_PARTS": bands[0]}
-    numbers |= {"SIZE": triton.next_power_of_2(max(bands)), "EPS": _EPS}
+    numbers |= {"SIZE": triton.next_power_of_2(max(bands)), "EPS": EPS}
     numbers |= {"E5M2": e5m2, "POWER": power}
     by_rows, by_columns = codes(shape, e5m2)
     rows, columns = ((shape[0], 1), "float32"), ((1, shape[1]), "float32")
@@ -553,7 +566,7 @@ def blocks(shape: Shape, strides: Shape, *, e5m2: bool, square: bool) -> Launch:
              M, [tiles along M, N], by which the transposed codes are made.
     """
     tile = (BLOCK, BLOCK)
-    numbers = matrix(shape, strides, tile) | {"EPS": _EPS, "E5M2": e5m2}
+    numbers = matrix(shape, strides, tile) | {"EPS": EPS, "E5M2": e5m2}
     rows, columns = grid = tiles(*shape, tile)
     if square:
         outputs = (*codes(shape, e5m2), *((grid, "float32"),) * 2)

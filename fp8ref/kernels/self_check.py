@@ -4,6 +4,7 @@ NumPy's operations interpret them, each rounded. Results are compared bit by bit
 device approximates an exponential or sums in another order: there a result may be a neighbor.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -12,12 +13,23 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fp8ref.kernels import adamw, adamw_blocks, casts, norm_gradients, norms, rotary, swiglu
+from fp8ref.kernels import (
+    adamw,
+    adamw_blocks,
+    cast_lists,
+    casts,
+    norm_gradients,
+    norms,
+    rotary,
+    swiglu,
+)
 from fp8ref.kernels.jit import Launch, Output, interpret
 
 __all__ = ["failure"]
 
 _SHAPE, _ROWS = (128, 128), 8
+_SHAPES = _SHAPE, (136, 72)
+"""Of whole tiles, and of ragged ones."""
 _HEADS = (1, 128, 2, 64)
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -42,10 +54,13 @@ def _launches() -> Iterator[tuple[str, bool, Launch, list[np.ndarray], list[Outp
     for name, approximate, launch, inputs in _launches_into_new_memory():
         yield name, approximate, launch, inputs, launch.memory(inputs[0].dtype.name)
     yield from _adamw_launches()
+    for shape in _SHAPES:
+        for e5m2 in (False, True):
+            yield from _list_launches(shape, e5m2)
 
 
 def _launches_into_new_memory() -> Iterator[tuple[str, bool, Launch, list[np.ndarray]]]:
-    for shape in (_SHAPE, (136, 72)):  # of whole tiles, and of ragged ones
+    for shape in _SHAPES:
         for e5m2 in (False, True):
             for name, launch, inputs in _cast_launches(shape, e5m2):
                 yield name, False, launch, inputs
@@ -112,6 +127,25 @@ def _cast_launches(shape: tuple[int, int], e5m2: bool):
         yield "a cast in blocks", cast, [x if e5m2 else finite]
     yield "transposed codes", casts.transpose(shape, strides), [codes]
     yield "merged amaxes", casts.merge(parts.shape), [parts, np.zeros(3, np.float32)]
+
+
+def _list_launches(shape: tuple[int, int], e5m2: bool):
+    """Of a matrix, and of its last rows."""
+    (m, n), x = shape, _planted(shape, 15)
+    half, shapes, wide = m // 2 * n, [shape, (m // 2, n)], shape == _SHAPE
+    rows = [m, n, n, 1, 0, 0, 0, 0, 0, 2], [m // 2, n, n, 1, half, m * n, m * n, 1, 2, 1]
+    inputs = [x, np.array(rows).T.copy().view(np.int32), np.array([3.1415927, 0.7], np.float32)]
+    codes: Output = ((m * n + half,), "uint8")
+    outputs: list[Output] = [codes, codes, *[((2, 4), "float32")] * 2]
+    amax, cast = cast_lists.amax(shapes, wide=wide), cast_lists.cast(shapes, wide=wide, e5m2=e5m2)
+    parts: Output = amax.grid[::-1], "int32"
+    yield "amaxes of a list", False, amax, inputs[:2], [parts]
+    yield "a cast of a list", False, cast, inputs, [parts, *outputs]
+    inputs.append(_bits(np.array([1.5, 5.5, 7.5])))
+    for power in (False, True):
+        numbers = cast.numbers | {"BY_AMAX": True, "GIVEN": power, "POWER": power}
+        by_amax = dataclasses.replace(cast, numbers=numbers)
+        yield "a cast of a list by its amaxes", False, by_amax, inputs, outputs
 
 
 def _bits(x: np.ndarray) -> np.ndarray:

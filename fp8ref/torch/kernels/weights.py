@@ -35,11 +35,6 @@ class Left(NamedTuple):
         """Whether codes are by a scale as it is now."""
         return self.scale is scale and self.scaled == versions(scale)
 
-    @property
-    def amax(self) -> Tensor:
-        """The amax of ``weight``, float32 ()."""
-        return self.parts.amax().view(torch.float32)
-
 
 @dataclass
 class Trace:

@@ -84,13 +84,11 @@ def quantize(
     x: torch.Tensor,
     uses: tuple[Use, Use],
     scale: torch.Tensor | None = None,
-    amax: torch.Tensor | None = None,
     guess: torch.Tensor | None = None,
 ) -> Pair:
     """x [M, K] cast for two GEMMs, along its last axis and its first.
 
     scale     (), of a delayed state; None: x is scaled by its own amaxes.
-    amax      that of x, float32 (), if it is known, for one scale; else x is read for it.
     guess     (), int32: the bits of the scale of the last step, which become those of this one.
               Where ``is_guessed``, a right one spares a pass over x; no bit depends on it.
     Order:    as ``scaling.quantize`` and ``scaling.quantize_with``.
@@ -104,7 +102,7 @@ def quantize(
     e5m2, kind = spec.fmt.name == "e5m2", spec.granularity
     if kind == "rowwise":
         parts, power = casts.amax_lines(x), spec.policy.power_of_two is not None
-        if _kernels_scale(uses):
+        if kernels_scale(uses):
             return pair(spec, casts.cast_lines_by_amaxes(x, *parts, e5m2=e5m2, power=power))
         rows, columns = line_scales(parts, uses)
         codes, transposed = casts.cast_lines(x, rows.scale, columns.scale, e5m2=e5m2)
@@ -115,37 +113,33 @@ def quantize(
     if kind == "blockwise_1x128":
         codes, transposed, *four = casts.lines(x, e5m2=e5m2)
         return pair(spec, (codes, *four[:2], transposed, *four[2:]))
-    if guess is not None and amax is None and is_guessed(uses):
+    if guess is not None and is_guessed(uses):
         codes, transposed, *both = casts.cast_by_guess_(x, guess, e5m2)
         return pair(spec, (codes, *both, transposed, *both))
-    return _by_one_scale(x, uses, scale, amax)
+    return _by_one_scale(x, uses, scale)
 
 
-def _kernels_scale(uses: tuple[Use, Use]) -> bool:
+def kernels_scale(uses: tuple[Use, Use]) -> bool:
     """Whether kernels make a role's scales of its amaxes, which are of this rank alone."""
     policies = POLICIES["torchao"], POLICIES["torchao_pow2"]
     return all(use.cast and use.cast.policy in policies and not use.group for use in uses)
 
 
-def _by_one_scale(
-    x: torch.Tensor, uses: tuple[Use, Use], scale: torch.Tensor | None, amax: torch.Tensor | None
-) -> Pair:
+def _by_one_scale(x: torch.Tensor, uses: tuple[Use, Use], scale: torch.Tensor | None) -> Pair:
     (spec, _, group, _), parts = uses[0], None
     assert spec is not None
     e5m2, compiles = spec.fmt.name == "e5m2", torch.compiler.is_compiling()
     if scale is not None:
         codes, transposed, parts = casts.cast(x, scale, e5m2=e5m2)
         scale_inv = scale.reciprocal()
-    elif amax is None and _kernels_scale(uses) and not compiles:
+    elif kernels_scale(uses) and not compiles:
         power = spec.policy.power_of_two is not None
         codes, transposed, scale, scale_inv = casts.cast_by_amax(
             x, casts.amax(x), e5m2=e5m2, power=power
         )
     else:
-        if amax is None:
-            # A compiler takes the amax in the kernel that makes x, which no kernel of ours is part
-            # of.
-            amax = scaling.amax(x) if compiles else casts.amax(x).amax().view(torch.float32)
+        # A compiler takes the amax in the kernel that makes x, which no kernel of ours is part of.
+        amax = scaling.amax(x) if compiles else casts.amax(x).amax().view(torch.float32)
         if group is not None:
             amax = scaling.merge_amax(amax, group)
         scale, scale_inv = scales.scales_from_amax(amax, spec.fmt, spec.policy)

@@ -5,21 +5,22 @@
             loss(model(x), y).backward()
     optimizer.step()
 
-Without it each forward pass casts its weights again. A weight whose last change was a step of
+Without it each forward pass casts its weights again. Weights by one scale each are cast as a list,
+by one launch for all, or two (``kernels.cast_lists``). A weight whose last change was a step of
 ``states.AdamW`` by its Triton kernel has its amax from there; under delayed scaling its codes too,
 after ``delayed.update(model, before_step=True)``. The codes, in both orders, take two bytes a
 parameter until the context ends; compiled graphs take them as inputs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from fp8ref.torch.kernels import choice, weights
+from fp8ref.torch.kernels import cast_lists, choice, weights
+from fp8ref.torch.kernels.cast_lists import Weight
 from fp8ref.torch.linear import both_orders
-from fp8ref.torch.linear.both_orders import Pair
 from fp8ref.torch.linear.linear import Linear, is_sharded
 from fp8ref.torch.linear.weight_codes import WeightCodes
 from fp8ref.torch.quantize.cast import DTYPES
@@ -40,8 +41,7 @@ def cast_once(model: nn.Module) -> Iterator[None]:
     linears = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
     try:
         with torch.no_grad():
-            for linear in linears.values():
-                linear.kept = _codes(linear)
+            _keep([linear for linear in linears.values() if _is_kept(linear)])
         yield
         for name, linear in linears.items():
             if linear.kept is not None:
@@ -51,33 +51,41 @@ def cast_once(model: nn.Module) -> Iterator[None]:
             linear.kept = None
 
 
-def _codes(linear: Linear) -> WeightCodes | None:
-    """A weight's codes, if kernels make them."""
-    spec = linear.spec
+def _is_kept(linear: Linear) -> bool:
+    """Whether kernels cast a weight that is whole."""
+    spec, w = linear.spec, linear.weight
     if "weight" not in spec.pairs or "parametrizations" in linear._modules or is_sharded(linear):
-        return None
-    w = linear.weight
-    plain = type(w) in (torch.Tensor, nn.Parameter)
-    if not plain or not choice.resolve(spec.kernels, w.device):
-        return None
-    state = linear.state("weight")
-    scale = None if state is None else state.scale
-    return WeightCodes.of(_pair(linear, w, scale), w, scale)
+        return False
+    return type(w) in (torch.Tensor, nn.Parameter) and choice.resolve(spec.kernels, w.device)
 
 
-def _pair(linear: Linear, w: torch.Tensor, scale: torch.Tensor | None) -> Pair:
-    """A weight cast for its two GEMMs, by what the optimizer's step left of it, if it did."""
-    uses = linear.spec.pairs["weight"]
-    cast, amax = uses[0].cast, None
+def _keep(linears: Sequence[Linear]) -> None:
+    """Cast weights, those with one scale each as a list."""
+    casts = {linear: _cast(linear) for linear in linears}
+    listed = cast_lists.cast({name: w for name, w in casts.items() if isinstance(w, Weight)})
+    for linear, each in casts.items():
+        tensors = listed[linear] if isinstance(each, Weight) else each
+        state = linear.state("weight")
+        scale = None if state is None else state.scale
+        linear.kept = WeightCodes.of(tensors, linear.weight, scale)
+
+
+def _cast(linear: Linear) -> Weight | tuple[torch.Tensor | None, ...]:
+    """The tensors of ``WeightCodes``, or what a weight is cast by in a list: what the optimizer's
+    step left of it, if it did."""
+    w, uses, state = linear.weight.detach(), linear.spec.pairs["weight"], linear.state("weight")
+    cast, left = uses[0].cast, weights.fresh(linear.weight)
     assert cast is not None
-    left = weights.fresh(w)
-    if scale is not None:
-        weights.trace(w).ask(scale, e5m2=cast.fmt.name == "e5m2")
-        if left is not None and left.is_cast_by(scale):
-            rows, columns = (x.view(DTYPES[cast.fmt.name]) for x in left.codes)
-            both = (scale, scale.reciprocal())
-            return both_orders.pair(cast, (rows, *both, columns, *both), left.parts)
-    elif left is not None and cast.granularity == "tensorwise":
-        amax = left.amax
-    guess = linear.guesses(w.device)[1]
-    return both_orders.quantize(w.detach(), uses, scale, amax, guess)
+    fmt, power = cast.fmt.name, cast.policy.power_of_two is not None
+    if state is not None:
+        weights.trace(linear.weight).ask(state.scale, e5m2=fmt == "e5m2")
+        if left is None or not left.is_cast_by(state.scale):
+            return Weight(w, fmt, scale=state.scale)
+        rows, columns = (x.view(DTYPES[fmt]) for x in left.codes)
+        scales = state.scale, state.scale.reciprocal()
+        return rows, *scales, columns, *scales, left.parts
+    if not w.numel() or cast.granularity != "tensorwise" or not both_orders.kernels_scale(uses):
+        return *both_orders.quantize(w, uses).tensors, None
+    if left is None:
+        return Weight(w, fmt, power, guess=linear.guesses(w.device)[1])
+    return Weight(w, fmt, power, parts=left.parts)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 
 from fp8ref.shared.errors import require
-from fp8ref.torch.linear.both_orders import Pair
 from fp8ref.torch.tensors import linear_input
 
 __all__ = ["WeightCodes"]
@@ -15,6 +14,7 @@ __all__ = ["WeightCodes"]
 class WeightCodes:
     """The codes of a weight, and what they were made of.
 
+    tensors   those of ``both_orders.Pair``, and its parts.
     versions  torch's counts of the operations that had changed the weight and the scale of its
               delayed state; they count no write through ``.data``.
     """
@@ -25,9 +25,14 @@ class WeightCodes:
     versions: tuple[int, int]
 
     @classmethod
-    def of(cls, pair: Pair, weight: torch.Tensor, scale: torch.Tensor | None) -> "WeightCodes":
-        """The codes of a weight that was cast just now."""
-        return cls((*pair.tensors, pair.parts), weight, scale, _versions(weight, scale))
+    def of(
+        cls,
+        tensors: tuple[torch.Tensor | None, ...],
+        weight: torch.Tensor,
+        scale: torch.Tensor | None,
+    ) -> "WeightCodes":
+        """The tensors of a weight that was cast just now."""
+        return cls(tensors, weight, scale, _versions(weight, scale))
 
     def check(self, name: str) -> None:
         """ValueError if the weight, or the scale of its state, has changed since."""

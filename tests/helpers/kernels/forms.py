@@ -10,7 +10,16 @@ from dataclasses import dataclass
 import triton
 
 from fp8ref import kernels
-from fp8ref.kernels import adamw, adamw_blocks, casts, norm_gradients, norms, rotary, swiglu
+from fp8ref.kernels import (
+    adamw,
+    adamw_blocks,
+    cast_lists,
+    casts,
+    norm_gradients,
+    norms,
+    rotary,
+    swiglu,
+)
 from fp8ref.kernels.jit import Launch
 from fp8ref.spec.states import layouts
 
@@ -42,6 +51,7 @@ def forms(dtype: str = "bfloat16", *, e5m2: bool = False, transposed: bool = Fal
     """{name: form} of every kernel. transposed: x is a transposed view, where a kernel takes one."""
     return (
         _casts(dtype, e5m2, transposed)
+        | _lists(dtype, e5m2)
         | _fused(dtype, e5m2)
         | _adamw(dtype, e5m2)
         | _in_blocks(dtype)
@@ -80,6 +90,24 @@ def _casts(dtype: str, e5m2: bool, transposed: bool) -> dict[str, Form]:
         "squares": Form(squares, (*x, *CODES, *ONE * 2), **blocks),
         "lines": Form(of_lines, (*x, *CODES, *ONE * 4), **blocks),
     }
+
+
+def _lists(dtype: str, e5m2: bool) -> dict[str, Form]:
+    """Of ragged tiles, whose sides are multiples of 16."""
+    shapes, tile = [SHAPE, (1040, 80)], casts.ROWS * casts.COLUMNS
+    size, x = tile * BYTES[dtype], (dtype, "int32")
+    dtypes = (*x, *ONE, *PARTS, *CODES, *ONE * 2)
+    forms = {"amaxes of a list": Form(cast_lists.amax(shapes, wide=True), (*x, *PARTS), tile, size)}
+    for name, given, by_amax in (
+        ("", True, False),
+        (" by amaxes", False, True),
+        (", again", True, True),
+    ):
+        cast = cast_lists.cast(
+            shapes, wide=True, e5m2=e5m2, power=by_amax, given=given, by_amax=by_amax
+        )
+        forms[f"cast of a list{name}"] = Form(cast, dtypes, tile, size, codes=2)
+    return forms
 
 
 def _fused(dtype: str, e5m2: bool) -> dict[str, Form]:

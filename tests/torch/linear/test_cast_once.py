@@ -1,16 +1,17 @@
 """Weights that are cast once for the passes of a step, and never used once they have changed."""
 
+import itertools
 from contextlib import ExitStack
 
 import pytest
 import torch
+from helpers.kernels.launches import counted
 from helpers.kernels.linears import steps
 from torch import nn
 
 pytest.importorskip("triton")
 
 from fp8ref.torch.delayed import delayed
-from fp8ref.torch.kernels import casts
 from fp8ref.torch.linear.cast_once import cast_once
 from fp8ref.torch.linear.linear import Linear
 
@@ -34,21 +35,52 @@ def test_compiled_microbatches_take_codes_as_inputs():
     assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
 
 
-def test_the_weight_is_cast_once(monkeypatch):
-    shapes, made = [], casts.cast_by_amax
+def listed(names) -> list[str]:
+    """The launches that cast lists of weights."""
+    return [name for name in names if name.endswith("_list")]
 
-    def counted(x, *rest, **options):
-        shapes.append(tuple(x.shape))
-        return made(x, *rest, **options)
 
-    monkeypatch.setattr(casts, "cast_by_amax", counted)
+def test_the_weight_is_cast_once():
     layers = model()
-    with cast_once(layers):
-        for _ in range(3):
-            layers(X)
-    assert shapes.count((48, 64)) == 1
-    layers(X)
-    assert shapes.count((48, 64)) == 2
+    with counted() as names:
+        with cast_once(layers):
+            for _ in range(3):
+                layers(X)
+        inside = len(names)
+        layers(X)
+    # an amax and a cast of the weight, and then of three inputs
+    assert listed(names[:2]) == names[:2] == ["_amax_list", "_cast_list"]
+    assert listed(names[2:]) == []
+    assert sum(name == "_cast_by_amax" for name in names[:inside]) == 3
+    assert sum(name == "_cast_by_amax" for name in names[inside:]) == 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "launches"),
+    [
+        ("tensorwise", ["_amax_list", "_cast_list"]),
+        ("tensorwise_pow2", ["_cast_list", "_cast_list"]),
+        ("delayed", ["_cast_list"]),
+    ],
+)
+def test_all_weights_of_a_model_are_cast_by_the_launches_of_one(recipe, launches):
+    widths = (64, 48, 112, 80, 64)
+    layers = nn.Sequential(
+        *(
+            Linear.of(nn.Linear(k, n, dtype=torch.bfloat16), recipe, kernels="triton")
+            for k, n in itertools.pairwise(widths)
+        )
+    )
+    with counted() as names, cast_once(layers):
+        kernels = [name for name in names if not name.startswith("aten::")]
+        assert kernels == launches
+        plain = {"aten::_foreach_copy_"} if recipe == "tensorwise_pow2" else set()
+        assert {name for name in names if name.startswith("aten::")} <= plain
+    alone = [Linear.of(layer, recipe, kernels="triton") for layer in layers]
+    for layer, one in zip(layers, alone, strict=True):
+        with cast_once(layers), cast_once(one):
+            for x, y in zip(layer.kept.tensors[:-1], one.kept.tensors[:-1], strict=True):
+                assert torch.equal(x.float(), y.float())
 
 
 @torch._dynamo.config.patch(error_on_recompile=True)
