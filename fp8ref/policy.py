@@ -8,6 +8,7 @@ of POLICIES.
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -28,6 +29,9 @@ Ratio = Literal[
 ]
 """What a policy computes first: a scale, a scale_inv (the others), or nothing (``one``; S-21)."""
 
+Inverse = Literal["reciprocal", "amax*(1/max)"]
+"""What a policy that computes a scale returns as its scale_inv."""
+
 Special = Literal["compute", "one", "keep", "keep_inverse"]
 """The scale of a zero, infinite or NaN amax.
 
@@ -40,8 +44,9 @@ keep_inverse  RN32(1 / previous scale)
 Overflow = Literal["inf", "float32_max", "bfloat16_max"]
 """The scale that replaces one above float32's range: infinity, or a dtype's largest number."""
 
-PowerOfTwo = Literal["mask", "exp2_log2", "cut"]
-"""How a scale is rounded to a power of two: by its bits, by a float32 log2 (S-4), or cut (S-20)."""
+PowerOfTwo = Literal["mask", "exp2_log2", "cut", "up"]
+"""How a scale is rounded to a power of two: by its bits, by a float32 log2 (S-4), cut or up (S-20).
+"""
 
 Stored = Literal["scale", "scale_inv"]
 """Which of the two a cast applies: it multiplies by ``scale``, or divides by ``scale_inv``."""
@@ -53,13 +58,13 @@ class E8M0Rule:
     2^-127, code 0, and where the amax is NaN.
 
     scale_of_code_0  where scale_inv is 2^-127; arithmetic would give 2^127.
-    scale_of_nan     ``zero``, ``nan``: scale_inv is NaN, and scale 0 or NaN; ``as_infinite``: both
-                     are those of an infinite amax.
+    scale_of_nan     ``zero``, ``nan``: scale_inv is NaN, and scale 0 or NaN; ``as_infinite``,
+                     ``as_zero``: both are those of an infinite or a zero amax.
     infinite         an infinite amax: ``computed``, with k at most 127; ``as_nan``.
     """
 
     scale_of_code_0: float
-    scale_of_nan: Literal["zero", "nan", "as_infinite"]
+    scale_of_nan: Literal["zero", "nan", "as_infinite", "as_zero"]
     infinite: Literal["computed", "as_nan"] = "computed"
 
 
@@ -118,7 +123,10 @@ class ScalePolicy:
                   ``one``: scale 1 for every amax (S-21).
     power_of_two  None; ``mask``: the largest power of two not above the scale; ``exp2_log2``: the
                   same by way of RN32(log2). Where the ratio makes scale_inv, scale_inv is rounded
-                  up instead, which rounds the scale down; ``cut`` clears its mantissa, a NaN's too.
+                  up instead, which rounds the scale down; ``cut`` clears its mantissa, a NaN's
+                  too; ``up`` rounds it up by its bits, without an E8M0Rule.
+    inverse       of a scale: ``reciprocal``: scale_inv is RN32(1 / scale); ``amax*(1/max)``: it is
+                  made from the amax by that ratio, and the tensor multiplied by scale (S-20).
     overflow      the scale that replaces one above float32's range.
     zero, infinite, nan
                   the scale of such an amax: ``compute``: the result of the arithmetic; ``one``:
@@ -129,7 +137,7 @@ class ScalePolicy:
                   (S-13).
     e8m0          for the ratios that make scale_inv: its values are those of e8m0fnu. None: they
                   are float32 numbers, and scale is RN32(1 / scale_inv) (S-17).
-    one_below     of a scale_inv: a smaller one becomes 1; 0 has no effect (S-20).
+    one_below     of a scale_inv: a smaller one becomes ``replaced``; 0 has no effect (S-20).
     factor        of a scale_inv: it is multiplied by RN32(factor), in float32 (S-20).
     scale_dtype   of a scale_inv: it is rounded to this dtype (S-20).
     two_level     scales of blocks under a scale of the tensor (S-22): no other decision goes with
@@ -143,6 +151,7 @@ class ScalePolicy:
     eps: float = 0.0
     margin: int = 0
     ratio: Ratio = "max/amax"
+    inverse: Inverse = "reciprocal"
     power_of_two: PowerOfTwo | None = None
     overflow: Overflow = "inf"
     zero: Special = "compute"
@@ -152,6 +161,7 @@ class ScalePolicy:
     compute: Format = FLOAT32
     e8m0: E8M0Rule | None = None
     one_below: float = 0.0
+    replaced: float = 1.0
     factor: float = 1.0
     scale_dtype: Format = FLOAT32
     two_level: TwoLevel | None = None
@@ -162,13 +172,15 @@ class ScalePolicy:
 
     def __post_init__(self) -> None:
         self._one_of("ratio", Ratio)
+        self._one_of("inverse", Inverse)
         self._one_of("overflow", Overflow)
         self._one_of("stored", Stored)
         for key in ("zero", "infinite", "nan"):
             self._one_of(key, Special)
         if self.power_of_two not in (None, *get_args(PowerOfTwo)):
             raise ValueError(
-                f"power_of_two is None, 'mask', 'exp2_log2' or 'cut'; got {self.power_of_two!r}."
+                "power_of_two is None, 'mask', 'exp2_log2', 'cut' or 'up'; got "
+                f"{self.power_of_two!r}."
             )
         if not 0 <= self.eps < 1:
             raise ValueError(f"eps must be in [0, 1); got {self.eps}.")
@@ -186,15 +198,14 @@ class ScalePolicy:
             )
         if self.makes_scale_inv:
             self._check_scale_inv()
-        elif self.power_of_two == "cut" or (self.one_below, self.factor, self.scale_dtype) != (
-            0,
-            1,
-            FLOAT32,
+        elif self.power_of_two in ("cut", "up") or any(
+            getattr(self, key) != getattr(ScalePolicy, key) for key in _OF_SCALE_INV
         ):
             raise ValueError(
                 "power_of_two 'cut', one_below, factor and scale_dtype need a ratio that makes "
-                f"scale_inv; got ratio={self.ratio!r}, one_below={self.one_below}, "
-                f"factor={self.factor}, scale_dtype={self.scale_dtype}."
+                f"scale_inv, and so do replaced and 'up'; got ratio={self.ratio!r}, "
+                f"power_of_two={self.power_of_two!r}, one_below={self.one_below}, "
+                f"replaced={self.replaced}, factor={self.factor}, scale_dtype={self.scale_dtype}."
             )
         if self.unscaled or self.two_level is not None:
             own = "ratio" if self.two_level is None else "two_level"
@@ -237,10 +248,10 @@ class ScalePolicy:
                 f"e8m0 with ratio {self.ratio!r} needs power_of_two {need}; got "
                 f"{self.power_of_two!r}."
             )
-        left_out = ["margin", "overflow", "zero", "infinite", "nan"]
+        left_out = ["margin", "overflow", "zero", "infinite", "nan", "inverse"]
         left_out += ["eps"] if self.of_exponents else []
         if self.e8m0 is not None:
-            left_out += ["stored", "one_below", "factor", "scale_dtype"]
+            left_out += ["stored", *_OF_SCALE_INV]
         for key in left_out:
             if getattr(self, key) != getattr(_PLAIN, key):
                 raise ValueError(
@@ -282,7 +293,9 @@ class ScalePolicy:
             return "S-21"
         if self.two_level is not None:
             return "S-22"
-        if not self.in_backends and (self.makes_scale_inv or self.overflow == "bfloat16_max"):
+        if not self.in_backends and (
+            self.makes_scale_inv or self.overflow == "bfloat16_max" or self.inverse != "reciprocal"
+        ):
             return "S-20"
         if self.e8m0 is not None:
             return "S-14"
@@ -321,6 +334,7 @@ class ScalePolicy:
         plain = self.ratio in ("amax/max", "amax*(1/max)") or (
             self.ratio == "exponents" and self.power_of_two == "mask"
         )
+        plain = plain and self.e8m0.scale_of_nan != "as_zero"
         return plain and not _changed(self.e8m0, besides=("scale_of_code_0", "scale_of_nan"))
 
     @property
@@ -330,6 +344,7 @@ class ScalePolicy:
         return dataclasses.replace(self, name="") == _FINITE
 
 
+_OF_SCALE_INV = ("one_below", "replaced", "factor", "scale_dtype")
 _PLAIN = ScalePolicy(name="")
 
 
@@ -403,9 +418,29 @@ _DEEPSEEK = dataclasses.replace(_ADAMW_FP8, name="deepseek_v3", eps=1e-4)
 
 # vLLM, fp8_utils.py: _per_token_group_quant_fp8 divides by amax / max. SGLang's
 # _per_token_group_quant_8bit multiplies by its reciprocal; slime, miles and verl do the same. Both
-# floor the amax at 1e-10.
+# floor the amax at 1e-10. docs/spec/profiles.md has commits and files of these and of the following
+# libraries; a floor of scale_inv is written as the amax that gives it.
 _VLLM = dataclasses.replace(_ADAMW_FP8, name="vllm", eps=1e-10)
 _SGLANG = ScalePolicy(name="sglang", eps=1e-10, ratio="amax/max")
+
+# compressed-tensors, quantization/utils/helpers.py: calculate_qparams divides the amax by 448 in
+# its own dtype, and replaces a scale of 0 by that dtype's eps.
+_COMPRESSED = ScalePolicy(
+    name="compressed_tensors",
+    ratio="amax/max",
+    stored="scale_inv",
+    one_below=2.0**-149,
+    replaced=2.0**-23,
+)
+_BF16 = functools.partial(dataclasses.replace, compute=BFLOAT16, scale_dtype=BFLOAT16)
+
+# torchao 0.19, prototype/mx_formats/mx_tensor.py: scale is 2^-k for every k, an infinite amax as a
+# NaN.
+_MX_019 = functools.partial(
+    dataclasses.replace,
+    power_of_two="mask",
+    e8m0=E8M0Rule(scale_of_code_0=2.0**127, scale_of_nan="nan", infinite="as_nan"),
+)
 
 # microxcaling (commit 3b429a84), mx/mx_ops.py: _shared_exponents, _quantize_mx, on a CPU. gfloat
 # 0.5.2, block.py: compute_scale_amax. Both take log2 in float32.
@@ -475,6 +510,29 @@ POLICIES = {
             _QWIX, name="qwix_mx", factor=60 / 31, scale_dtype=BFLOAT16, power_of_two="cut"
         ),
         dataclasses.replace(_QWIX, name="qwix_mx_0.1.8", power_of_two="exp2_log2"),
+        dataclasses.replace(_VLLM, name="vllm_ue8m0", power_of_two="exp2_log2"),
+        dataclasses.replace(_VLLM, name="vllm_ue8m0_cuda", eps=4.48e-8, power_of_two="up"),
+        dataclasses.replace(_VLLM, name="vllm_token", eps=2.0**-9),
+        dataclasses.replace(_SGLANG, name="vllm_native", eps=2.0**-9),
+        dataclasses.replace(_SGLANG, name="sglang_token", eps=0.0),
+        ScalePolicy(name="sglang_cuda", eps=1e-10, inverse="amax*(1/max)"),
+        _MX_019(_SGLANG, name="sglang_ue8m0", ratio="amax*(1/max)"),
+        ScalePolicy(name="transformers", ratio="max*(1/amax)", zero="one", nan="one"),
+        ScalePolicy(name="verl_torch", zero="one", infinite="one"),
+        dataclasses.replace(_VLLM, name="flashinfer", eps=4.48e-10),
+        _COMPRESSED,
+        _BF16(_COMPRESSED, name="compressed_tensors_bf16", replaced=2.0**-7),
+        _BF16(_DEEPSEEK, name="modelopt_bf16", eps=0.0),
+        # modelopt, quantization/qtensor/mxfp8_tensor.py: a NaN amax is not above 0.
+        dataclasses.replace(
+            _MX_RCEIL,
+            name="modelopt_mx",
+            e8m0=E8M0Rule(scale_of_code_0=2.0**127, scale_of_nan="as_zero"),
+        ),
+        _MX_019(_MX_FLOOR, name="mx_floor_0.19"),
+        _MX_019(_MX_FLOOR, name="mx_ceil_0.19", ratio="exponents_up"),
+        _MX_019(_MX_FLOOR, name="mx_even_0.19", ratio="exponents_even"),
+        _MX_019(_MX_RCEIL, name="mx_rceil_0.19"),
     )
 }
 """The scale policies by name (S-3, S-4, S-9 to S-15, S-17, S-20)."""
@@ -535,6 +593,24 @@ SUMMARIES = {
     "qwix_bf16": "As qwix, in bfloat16.",
     "qwix_mx": "As qwix, nearly doubled and cut to a power of two: its mxfp8.",
     "qwix_mx_0.1.8": "As qwix, rounded up to a power of two: mxfp8 of version 0.1.8.",
+    "vllm_ue8m0": "As vllm, rounded up to a power of two: Triton kernels of both engines.",
+    "vllm_ue8m0_cuda": "As vllm_ue8m0 by its bits, at least 1e-10: vLLM's CUDA kernel.",
+    "vllm_token": "Divides by amax / max, amaxes at least 2^-9: vLLM's tokens.",
+    "vllm_native": "As vllm_token, multiplying by the reciprocal: vLLM without its kernels.",
+    "sglang_token": "As sglang without its least amax: SGLang's tokens, tensors of both engines.",
+    "sglang_cuda": "max / amax, and amax * (1 / max) beside it: groups of SGLang's CUDA kernel.",
+    "sglang_ue8m0": "As sglang, rounded up to a power of two: groups of SGLang's CUDA kernel.",
+    "transformers": "max * (1 / amax), or 1 for a zero or NaN amax: weights of transformers.",
+    "verl_torch": "max / amax, or 1 for a zero or infinite amax: verl without Triton.",
+    "flashinfer": "Divides by amax / max, at least 1e-12: flashinfer, and finegrained-fp8.",
+    "compressed_tensors": "Divides by amax / max, or by 2^-23 if that is 0: compressed-tensors.",
+    "compressed_tensors_bf16": "As compressed_tensors in bfloat16, 2^-7 for a scale of 0.",
+    "modelopt_bf16": "Divides by amax / max, in bfloat16: ModelOpt's weights.",
+    "modelopt_mx": "As mx_rceil with scale 2^-k, a NaN amax being a zero one: ModelOpt's MXFP8.",
+    "mx_floor_0.19": "As mx_floor with scale 2^-k and NaN for an infinite amax: torchao 0.19.",
+    "mx_ceil_0.19": "As mx_floor_0.19, with the exponent rounded up.",
+    "mx_even_0.19": "As mx_floor_0.19, of the amax rounded to the format's mantissa.",
+    "mx_rceil_0.19": "amax / max, rounded up exactly, with scale 2^-k: torchao 0.19's RCEIL.",
     "te_nvfp4": "4 bits: e4m3 scales of blocks under one of the tensor: Transformer Engine.",
     "torchao_nvfp4": "4 bits: as te_nvfp4, with a block's scale at least 2^-6: torchao.",
     "torchao_nvfp4_one_level": "4 bits: e4m3 scales of blocks alone, at least 2^-6: torchao.",

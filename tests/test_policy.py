@@ -59,6 +59,20 @@ FURTHER = (
     "qwix_mx",
     "qwix_mx_0.1.8",
     "vllm",
+    "vllm_ue8m0",
+    "vllm_ue8m0_cuda",
+    "vllm_token",
+    "sglang_cuda",
+    "sglang_ue8m0",
+    "flashinfer",
+    "compressed_tensors",
+    "compressed_tensors_bf16",
+    "modelopt_bf16",
+    "modelopt_mx",
+    "mx_floor_0.19",
+    "mx_ceil_0.19",
+    "mx_even_0.19",
+    "mx_rceil_0.19",
 )
 
 
@@ -76,6 +90,8 @@ def test_backends_implement_none_of_the_further_ones():  # S-20
         "deepgemm_cpu",
         "deepgemm_ue8m0",
         "sglang",
+        "vllm_native",
+        "sglang_token",
     ]
 
 
@@ -124,17 +140,20 @@ def test_every_policy_names_the_clause_that_decides_it():
         "flax": "S-13",
         "flax_bf16": "S-13",
         "msamp": "S-15",
+        "transformers": "S-15",
     }
     clauses |= {
         "deepgemm": "S-17",
         "deepgemm_cpu": "S-17",
         "sglang": "S-17",
+        "vllm_native": "S-17",
+        "sglang_token": "S-17",
         "deepgemm_ue8m0": "S-14",
     }
     clauses |= dict.fromkeys(("mx_floor", "mx_rceil", "te_mxfp8", "te_mxfp8_2.13"), "S-14")
-    clauses |= dict.fromkeys(("te_current", "te_delayed", "te_block"), "S-9") | dict.fromkeys(
-        FURTHER, "S-20"
-    )
+    clauses |= dict.fromkeys(
+        ("te_current", "te_delayed", "te_block", "verl_torch"), "S-9"
+    ) | dict.fromkeys(FURTHER, "S-20")
     assert {name: p.clause for name, p in POLICIES.items()} == clauses
 
 
@@ -193,6 +212,8 @@ E8M0 = policy.E8M0Rule(scale_of_code_0=1.0, scale_of_nan="nan")
         ({"margin": 0.5}, "margin"),
         ({"margin": True}, "margin"),
         ({"ratio": "amax / max"}, r"ratio is one of max/amax"),
+        ({"inverse": "amax/max"}, r"inverse is one of reciprocal, amax\*\(1/max\)"),
+        ({"ratio": "amax/max", "inverse": "amax*(1/max)"}, "so inverse is 'reciprocal'"),
         ({"overflow": "max"}, "overflow is one of inf, float32_max, bfloat16_max"),
         ({"zero": "previous"}, "zero is one of compute, one, keep"),
         ({"infinite": "inf"}, "infinite is one of"),
@@ -219,6 +240,16 @@ E8M0 = policy.E8M0Rule(scale_of_code_0=1.0, scale_of_nan="nan")
             "'cut', one_below, factor and scale_dtype need a ratio that makes scale_inv",
         ),
         ({"one_below": 0.5}, "need a ratio that makes scale_inv"),
+        ({"replaced": 0.5}, "need a ratio that makes .* so do replaced and 'up'; .* replaced=0.5"),
+        ({"power_of_two": "up"}, "need a ratio that makes scale_inv"),
+        (
+            {"ratio": "amax/max", "power_of_two": "up", "e8m0": E8M0},
+            "needs power_of_two 'mask' or 'exp2_log2'",
+        ),
+        (
+            {"ratio": "amax/max", "replaced": 0.5, "power_of_two": "mask", "e8m0": E8M0},
+            "so replaced is 1.0",
+        ),
         ({"factor": 1.5}, "need a ratio that makes scale_inv"),
         ({"scale_dtype": BFLOAT16}, "need a ratio that makes scale_inv"),
         ({"ratio": "amax/max", "scale_dtype": FLOAT16}, "scale_dtype is float32 or bfloat16"),

@@ -9,6 +9,8 @@ or several: fnmatch patterns python docs/scripts/libraries.py --only 'torchao*' 
 import argparse
 import fnmatch
 import importlib.metadata
+import importlib.util
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Iterable
@@ -24,15 +26,19 @@ from fp8ref.conformance.libraries.profiles import Function
 from fp8ref.conformance.libraries.transcriptions import TRANSCRIPTIONS
 from fp8ref.conformance.vectors import cast as casts_asked
 from fp8ref.conformance.vectors import scale as scales_asked
-from fp8ref.formats import E8M0FNU, Format
+from fp8ref.formats import E4M3FN, E8M0FNU, Format
 from fp8ref.policy import POLICIES
 from fp8ref.sim.quantize import cast
+
+_spec = importlib.util.spec_from_file_location("engines", Path(__file__).with_name("engines.py"))
+engines = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(engines)
 
 PAGE = Path(__file__).parents[1] / "libraries.md"
 LIBRARIES = ("torch", "jax", "ml_dtypes", "torchao", "flax", "gfloat", "numpy")
 ORDER = (
     *("ml_dtypes", "torch", "jax", "torchao", "flax", "gfloat", libraries.CUDA_HEADER),
-    *dict.fromkeys(known.library for known in TRANSCRIPTIONS),
+    *dict.fromkeys(known.library for known in (*TRANSCRIPTIONS, *engines.ENGINES)),
     *("fp8ref.torch", "fp8ref.jax"),
 )
 COUNT = 200_000  # random inputs of a row; SLOWLY for a library that takes one number at a time
@@ -213,7 +219,24 @@ def _bits(value: np.float32) -> str:
 def functions(kind: str) -> list[Function]:
     """The "casts" or "scales" that the page lists, in its order."""
     every = libraries.every_cast() if kind == "casts" else libraries.every_scale()
+    if kind == "scales":
+        every = itertools.chain(every, _engines())
     return sorted(every, key=lambda function: ORDER.index(function.library))
+
+
+def _engines() -> Iterable[Function]:
+    """The scales of ``engines``, which cast to e4m3fn alone."""
+    for known in engines.ENGINES:
+        yield Function(
+            known.library,
+            E4M3FN,
+            known.of(E4M3FN),
+            variant=known.variant,
+            call=known.call,
+            made=known.made,
+            source=known.source,
+            transcribed=True,
+        )
 
 
 def table(kind: str, count: int, only: Iterable[str] = ("*",)) -> list[list[str]]:
@@ -238,8 +261,8 @@ def page(count: int) -> str:
         "# What each library is",
         f"Written by `make libraries` (docs/scripts/libraries.py), on a CPU: {versions()}.",
         "*known by*: *run* means that the installed library was called here; *transcribed* "
-        "means that fp8ref/conformance/libraries/transcriptions.py\nrepeats the steps of its "
-        "source. "
+        "means that fp8ref/conformance/libraries/transcriptions.py\nor docs/scripts/engines.py "
+        "repeats the steps of its source. "
         "`cuda_fp8.hpp` is CUDA's header, compiled for the host.",
         "`python docs/scripts/libraries.py --only ROW` computes and prints a row. Inputs are "
         "the vectors of `fp8ref vectors`: every number and tie of a format\nwith their "

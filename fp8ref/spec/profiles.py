@@ -46,6 +46,11 @@ _torchao = functools.partial(Profile, library="torchao", known="run")
 _te = functools.partial(
     Profile, library="Transformer Engine", known="transcribed", cast="saturating"
 )
+_engine = functools.partial(Profile, known="transcribed")
+_LAYERS = "model_executor/layers/quantization/"
+_GROUPS = "csrc/quantization/w8a8/fp8/per_token_group_quant.cu"
+_SGL_KERNEL = "sgl-project/sglang sgl-kernel/csrc/gemm/"
+_MODELOPT = "NVIDIA/Model-Optimizer modelopt/torch/quantization/qtensor/"
 _TE_COMMON = "NVIDIA/TransformerEngine transformer_engine/common/"
 
 PROFILES = {
@@ -232,23 +237,125 @@ PROFILES = {
             granularities=("blockwise_1x128", "blockwise_128x128", "rowwise"),
             sources=("deepseek-ai/DeepGEMM deep_gemm/utils/math.py 54e22612",),
         ),
-        Profile(
+        _engine(
             name="vllm",
             library="vLLM",
-            versions="2026",
-            known="read",
-            policies=("vllm",),
-            granularities=("blockwise_1x128",),
-            sources=("vllm-project/vllm fp8_utils.py",),
+            versions="August 2026",
+            policies=(
+                "vllm",
+                "vllm_ue8m0",
+                "vllm_ue8m0_cuda",
+                "vllm_token",
+                "vllm_native",
+                "sglang_token",
+            ),
+            granularities=("blockwise_1x128", "rowwise", "tensorwise"),
+            sources=(
+                f"vllm-project/vllm vllm/{_LAYERS}utils/fp8_utils.py 007d5005",
+                f"vllm-project/vllm vllm/{_LAYERS}input_quant_fp8.py 014af6b5",
+                "vllm-project/vllm csrc/quantization/w8a8/fp8/common.cu 096d3dc9",
+                f"vllm-project/vllm {_GROUPS} 0f5257e2",
+            ),
         ),
-        Profile(
+        _engine(
             name="sglang",
             library="SGLang",
-            versions="2026",
-            known="read",
-            policies=("sglang",),
-            granularities=("blockwise_1x128",),
-            sources=("sgl-project/sglang fp8_kernel.py",),
+            versions="August 2026",
+            policies=(
+                "sglang",
+                "vllm",
+                "vllm_ue8m0",
+                "sglang_cuda",
+                "sglang_ue8m0",
+                "sglang_token",
+            ),
+            granularities=("blockwise_1x128", "rowwise", "tensorwise"),
+            sources=(
+                "sgl-project/sglang python/sglang/srt/layers/quantization/fp8_kernel.py 008601fa",
+                f"{_SGL_KERNEL}per_token_group_quant_8bit_v2.cu 037cd6ea",
+                f"{_SGL_KERNEL}per_token_quant_fp8.cu 0490047f",
+                f"{_SGL_KERNEL}per_tensor_quant_fp8.cu 28f9412d",
+            ),
+        ),
+        _engine(
+            name="slime",
+            library="slime",
+            versions="624b824",
+            policies=("sglang", "torchao_adamw_fp8"),
+            granularities=("blockwise_128x128", "rowwise"),
+            sources=(
+                "THUDM/slime slime/backends/megatron_utils/kernels/fp8_kernel.py 624b824a",
+                "THUDM/slime tools/convert_hf_to_fp8.py 624b824a",
+            ),
+        ),
+        _engine(
+            name="miles",
+            library="miles",
+            versions="31f1ca9",
+            policies=("sglang", "deepseek_v3_2024", "torchao_adamw_fp8"),
+            granularities=("blockwise_128x128", "rowwise"),
+            sources=(
+                "radixark/miles miles/utils/fp8_kernel.py 31f1ca96",
+                "radixark/miles tools/convert_hf_to_fp8.py 31f1ca96",
+            ),
+        ),
+        _engine(
+            name="verl",
+            library="verl",
+            versions="1dda039",
+            policies=("sglang", "verl_torch"),
+            granularities=("blockwise_128x128",),
+            sources=("verl-project/verl verl/utils/kernel/fp8_kernel.py 1dda039b",),
+        ),
+        _engine(
+            name="transformers-5.23",
+            library="transformers",
+            versions="5.23",
+            policies=("transformers", "flashinfer"),
+            granularities=("blockwise_128x128", "blockwise_1x128"),
+            sources=(
+                "transformers 5.23 (PyPI) integrations/finegrained_fp8.py",
+                "huggingface/kernels-community finegrained-fp8/torch-ext/finegrained_fp8/"
+                "act_quant.py 46fa5522",
+            ),
+        ),
+        _engine(
+            name="flashinfer",
+            library="flashinfer",
+            versions="0.6.18",
+            policies=("flashinfer", "transformers", "deepseek_v3_ue8m0"),
+            granularities=("blockwise_1x128", "blockwise_128x128", "tensorwise"),
+            sources=(
+                "flashinfer-ai/flashinfer flashinfer/fused_moe/prepare.py fb28d724",
+                "flashinfer-ai/flashinfer flashinfer/testing/utils.py fb28d724",
+            ),
+        ),
+        _engine(
+            name="compressed-tensors",
+            library="compressed-tensors",
+            versions="0.20",
+            policies=("compressed_tensors", "compressed_tensors_bf16"),
+            granularities=("tensorwise", "rowwise", "blockwise_128x128"),
+            sources=(
+                "vllm-project/compressed-tensors "
+                "src/compressed_tensors/quantization/utils/helpers.py ac8e2ba8",
+            ),
+        ),
+        _engine(
+            name="modelopt",
+            library="ModelOpt",
+            versions="0.47",
+            policies=("deepseek_v3_2024", "modelopt_bf16", "modelopt_mx"),
+            granularities=("tensorwise", "rowwise", "blockwise_128x128", "mx_1x32"),
+            sources=(f"{_MODELOPT}fp8_tensor.py a2fbac7b", f"{_MODELOPT}mxfp8_tensor.py a2fbac7b"),
+        ),
+        _engine(
+            name="torchao-0.19",
+            library="torchao 0.19",
+            versions="36027d8",
+            policies=("mx_floor_0.19", "mx_rceil_0.19", "mx_ceil_0.19", "mx_even_0.19"),
+            granularities=("mx_1x32",),
+            sources=("pytorch/ao torchao/prototype/mx_formats/mx_tensor.py 36027d82",),
         ),
         Profile(
             name="microxcaling",

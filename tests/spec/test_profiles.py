@@ -1,5 +1,6 @@
 """Profiles are data in the names of the specification, and the page of profiles lists them."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from fp8ref.spec import profiles
 from fp8ref.spec.granularity import GRANULARITIES
 from fp8ref.spec.profiles import PROFILES
 
-PAGE = (Path(__file__).parents[2] / "docs" / "spec" / "profiles.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "spec" / "profiles.md").read_text(encoding="utf-8")
 OWN = {"torchao_mask"}
 """Policies of no library."""
 
@@ -56,7 +58,10 @@ def test_the_page_lists_each_profile_with_its_policies():
 
 
 def test_what_is_transcribed_says_so():
-    transcribed = {known.library for known in TRANSCRIPTIONS}
+    spec = importlib.util.spec_from_file_location("engines", DOCS / "scripts" / "engines.py")
+    engines = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(engines)
+    transcribed = {known.library for known in (*TRANSCRIPTIONS, *engines.ENGINES)}
     # HIP's casts are transcribed in tests/conformance/test_hip_header.py.
     assert {p.library for p in PROFILES.values() if p.known == "transcribed"} == transcribed | {
         "HIP"

@@ -5,6 +5,7 @@ FP8, ``scale_inv`` out of it. Every quotient is formed of exact numbers and roun
 ``fp8ref.policy`` holds the decisions as data. There is no compiled twin: amaxes are few.
 """
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -77,6 +78,9 @@ def scales_from_amax(
             if special != "compute":
                 scale = np.where(met, kept[special], scale)
         scale = np.asarray(_overflow(scale, policy), np.float32)[()]
+        if policy.inverse != "reciprocal":
+            of_amax = dataclasses.replace(policy, ratio=policy.inverse, inverse="reciprocal")
+            return Scales(scale, _scale_inv_ratio(amax, fmt, of_amax)[()])
     return Scales(scale, scale_inv_from_scale(scale))
 
 
@@ -182,12 +186,15 @@ def _scale_inv(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> np.ndarray
     scale_inv = _scale_inv_ratio(amax, fmt, policy)
     # Rounded before the comparison, as in arrays of that dtype, and again after the factor.
     scale_inv = np.asarray(cast.round_to(scale_inv, policy.compute))
-    scale_inv = np.where(scale_inv < policy.one_below, np.float32(1), scale_inv)
+    scale_inv = np.where(scale_inv < policy.one_below, np.float32(policy.replaced), scale_inv)
     scale_inv = np.asarray(
         cast.round_to(scale_inv * np.float32(policy.factor), policy.scale_dtype), np.float32
     )
     if policy.power_of_two == "cut":
         scale_inv = (scale_inv.view(np.uint32) & np.uint32(0x7F800000)).view(np.float32)
+    elif policy.power_of_two == "up":  # infinity stays, and so does a NaN
+        up = (scale_inv.view(np.uint32) + np.uint32(0x7FFFFF)) & np.uint32(0x7F800000)
+        scale_inv = np.where(np.isnan(scale_inv), scale_inv, up.view(np.float32))
     elif policy.power_of_two == "exp2_log2":
         k = np.ceil(np.log2(scale_inv.astype(np.float64)).astype(np.float32))
         scale_inv = np.exp2(k.astype(np.float64)).astype(np.float32)
@@ -209,6 +216,8 @@ def _e8m0_scales(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
     assert policy.e8m0 is not None
     if policy.e8m0.scale_of_nan == "as_infinite":
         amax = np.where(np.isnan(amax), np.float32(np.inf), amax)
+    elif policy.e8m0.scale_of_nan == "as_zero":
+        amax = np.where(np.isnan(amax), np.float32(0), amax)
     if policy.of_exponents:
         k = _exponent(amax, fmt, policy) - (math.frexp(fmt.max)[1] - 1)
     else:

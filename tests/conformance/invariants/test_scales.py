@@ -42,6 +42,25 @@ BREAK = {
     "qwix": {"reciprocal"},
     "qwix_bf16": {"reciprocal"},
     "qwix_mx_0.1.8": {"power_of_two_equivariance"},  # RN32(log2)
+    # an eps of 1e-10, 4.48e-8, 2^-9, 4.48e-10
+    "vllm_ue8m0": {"power_of_two_equivariance", "range_used"},
+    "vllm_ue8m0_cuda": {"power_of_two_equivariance", "range_used"},
+    "vllm_token": {"power_of_two_equivariance", "range_used", "reciprocal"},
+    "vllm_native": {"power_of_two_equivariance", "range_used", "reciprocal"},
+    "sglang_cuda": {"power_of_two_equivariance", "range_used", "reciprocal"},
+    "sglang_ue8m0": {"power_of_two_equivariance", "range_used"},
+    "flashinfer": {"power_of_two_equivariance", "range_used", "reciprocal"},
+    # no eps
+    "sglang_token": {"finite", "reciprocal"},
+    "transformers": {"finite"},
+    "verl_torch": {"finite"},
+    "compressed_tensors": {"finite", "reciprocal"},
+    "compressed_tensors_bf16": {"finite", "reciprocal"},
+    "modelopt_bf16": {"finite", "reciprocal"},
+    "modelopt_mx": {"power_of_two_equivariance"},  # RN32(log2)
+    "mx_floor_0.19": {"within_max"},
+    "mx_ceil_0.19": {"range_used"},
+    "mx_even_0.19": {"within_max"},
 }
 """The invariants that policies break, each for a reason that their clause states.
 

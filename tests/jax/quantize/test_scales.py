@@ -9,7 +9,7 @@ from fp8ref.policy import POLICIES, ScalePolicy
 from fp8ref.sim.quantize import scales as sim
 
 AMAX_BF16 = np.arange(0x7F81, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
-FLOORED = [p for p in POLICIES.values() if p.in_backends and not p.e8m0] + [
+FLOORED = [p for p in POLICIES.values() if p.in_backends and p.eps and not p.e8m0] + [
     ScalePolicy(name="small_eps", eps=1e-27)
 ]
 E8M0 = [p for p in POLICIES.values() if p.in_backends and p.e8m0]
@@ -96,6 +96,8 @@ def test_errors():
         scales.scale_from_amax(np.float32(1), E4M3FN, "flax")
     with pytest.raises(ValueError, match=r"eps >= 1e-27"):
         scales.implemented(ScalePolicy(name="mine", eps=1e-28))
+    with pytest.raises(ValueError, match=r"eps >= 1e-27; got policy 'sglang_token'"):
+        scales.implemented("sglang_token")
 
 
 def test_subnormals_underflow_in_every_format_under_every_eps_that_is_taken():  # S-3

@@ -209,7 +209,11 @@ def test_quantized_is_a_pytree_whose_format_is_static():
         ((4, 4), {"policy": ScalePolicy(name="mine", eps=1e-28)}, "needs eps >= 1e-27.*'mine'"),
         ((4, 4), {"policy": ScalePolicy(name="room", eps=1e-12, margin=1)}, "'room'.*fp8ref.sim"),
         *(
-            ((4, 4), {"policy": p}, f"deepgemm_ue8m0, sglang; got policy '{p.name}'")
+            (
+                (4, 4),
+                {"policy": p},
+                f"deepgemm_ue8m0, sglang, vllm_native, sglang_token; got policy '{p.name}'",
+            )
             for p in POLICIES.values()
             if p not in IMPLEMENTED
         ),

@@ -48,8 +48,8 @@ def test_scales_equal_the_simulators(policy, fmt, rng):  # S-3, S-4, S-14, S-17
 def test_other_policies_are_refused(policy):
     with pytest.raises(
         ValueError,
-        match="te_mxfp8, te_mxfp8_2.13, deepgemm, deepgemm_cpu, deepgemm_ue8m0, sglang; got "
-        f"policy '{policy.name}'.*fp8ref.sim",
+        match="te_mxfp8, te_mxfp8_2.13, deepgemm, deepgemm_cpu, deepgemm_ue8m0, sglang, "
+        f"vllm_native, sglang_token; got policy '{policy.name}'.*fp8ref.sim",
     ):
         scales.scale_from_amax(torch.ones(()), E4M3FN, policy)
 
