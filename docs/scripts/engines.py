@@ -102,7 +102,8 @@ def torchao_mx(amax: np.ndarray, *, mode: str) -> np.ndarray:
     field, mantissa = bits >> 23 & 0xFF, bits & 0x7FFFFF
     up = {"ceil": mantissa > 0, "rceil": mantissa > 0x400000 * (field == 0)}.get(mode, 0)
     codes = np.clip(field + up - 8 * (mode != "rceil"), 0, 255)
-    return np.where(np.isfinite(amax), codes, 255).astype(np.uint8)
+    infinite = ~np.isfinite(amax) | ((mode == "even") & (field == 255))  # of the rounded amax
+    return np.where(infinite, 255, codes).astype(np.uint8)
 
 
 GROUP = partial(quotient, eps=1e-10)

@@ -218,8 +218,9 @@ def _e8m0_scales(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
         amax = np.where(np.isnan(amax), np.float32(np.inf), amax)
     elif policy.e8m0.scale_of_nan == "as_zero":
         amax = np.where(np.isnan(amax), np.float32(0), amax)
+    emax = math.frexp(fmt.max)[1] - 1
     if policy.of_exponents:
-        k = _exponent(amax, fmt, policy) - (math.frexp(fmt.max)[1] - 1)
+        k = _exponent(amax, fmt, policy) - emax
     else:
         quotient = _scale_inv_ratio(amax, fmt, policy).astype(np.float64)
         if policy.power_of_two == "exp2_log2":
@@ -233,7 +234,9 @@ def _e8m0_scales(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
             k = np.where(
                 np.isinf(quotient), 127, np.where(quotient == 0, -127, k - (fraction == 0.5))
             )
-    nan = np.isnan(amax) | (np.isinf(amax) & (policy.e8m0.infinite == "as_nan"))
+    # an amax is infinite after it is rounded
+    infinite = np.isinf(amax) | ((policy.ratio == "exponents_even") & (k + emax > 127))
+    nan = np.isnan(amax) | (infinite & (policy.e8m0.infinite == "as_nan"))
     k = np.where(nan, 0, np.clip(k, -127, 127)).astype(np.int64)
     scale = np.where(k == -127, policy.e8m0.scale_of_code_0, np.ldexp(1.0, -k))
     scale = np.where(nan, 0.0 if policy.e8m0.scale_of_nan == "zero" else np.nan, scale)

@@ -165,7 +165,8 @@ def torchao_mx(mode):
         finite = largest.isfinite()
         bits = (largest * (1.0 / 448.0) if mode == "rceil" else largest).view(torch.int32)
         if mode == "even":
-            bits = torch.where(largest.isnan(), bits, bits + (1 << 19))
+            bits = torch.where(largest.isnan(), bits, (bits + (1 << 19)) & 0x7F800000)
+            finite = bits.view(torch.float32).isfinite() & ~largest.isnan()
         field, mantissa = bits >> 23 & 0xFF, bits & 0x7FFFFF
         if mode == "rceil":
             code = field + torch.where(field == 0, mantissa > 0x400000, mantissa != 0)
