@@ -138,8 +138,8 @@ def test_a_planted_fault_is_found_and_nothing_else(collective, expected):  # P-2
 
 def test_messages_are_minimal():
     assert said(rank_local).splitlines()[1:] == [
-        "  equal shards of ordinary numbers: rank 0 has [1]; rank 1 has [2]: got 1 and 2, "
-        "expected 2 (0x40000000) on every rank (P-2)"
+        "  equal shards of ordinary numbers: rank 0 has [1]; rank 1 has [2]: got 1 and 2; "
+        "each rank has the amax of its own shard, expected 2 (0x40000000) on every rank (P-2)"
     ]
     assert said(drops_nan).splitlines()[1:] == [
         "  a NaN on some ranks: rank 0 has [nan]: got 0, expected nan on every rank (P-3)"
