@@ -67,7 +67,7 @@ def _cast(weights: Sequence[Weight]) -> Iterable[tuple[Tensor, ...]]:
     """``cast`` of weights that have the same launches."""
     from fp8ref.kernels import cast_lists
 
-    x, fmt, power, scale, known, guess = weights[0]
+    x, fmt, power, scale, amaxes, guess = weights[0]
     tensors, wide = [w.tensor for w in weights], _is_wide(x)
     shapes = [(w.shape[0], w.shape[1]) for w in tensors]
     prepare = functools.partial(cast_lists.cast, shapes, wide=wide, e5m2=fmt == "e5m2")
@@ -85,7 +85,7 @@ def _cast(weights: Sequence[Weight]) -> Iterable[tuple[Tensor, ...]]:
     memory = x, table, given[0], parts[0], codes[0], transposed[0], *scales
     if scale is not None or guess is not None:
         launch.run(prepare(), *memory)
-    elif known is None:
+    elif amaxes is None:
         launch.run(observe, x, table, parts[0])
     if scale is None:
         launch.run(prepare(power=power, given=guess is not None, by_amax=True), *memory)
@@ -93,7 +93,7 @@ def _cast(weights: Sequence[Weight]) -> Iterable[tuple[Tensor, ...]]:
         torch._foreach_copy_(given, [*scales[0, :, 0]])
     by = [*zip(*scales[..., 0], strict=True)]
     results = zip(codes, by, transposed, parts, strict=True)
-    return ((q, *both, t, *both, amaxes) for q, both, t, amaxes in results)
+    return ((q, *both, t, *both, part) for q, both, t, part in results)
 
 
 def _distances(tensors: Sequence[Tensor]) -> list[int]:
