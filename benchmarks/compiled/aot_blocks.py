@@ -104,7 +104,8 @@ def compiled_step(name: str, h200) -> jax.stages.Compiled:
         params = nnx.split(nnx.List(blocks))[1]
         tables = [jnp.asarray(table) for table in llama.rotary_tables(MODEL, TOKENS)]
         x = jnp.zeros(x_shape, jnp.bfloat16)
-        return (params, optimizer.init(params), variant.initial(linears)), tables, x, x
+        kept = variant.initial(linears) | variant.weighed(params)
+        return (params, optimizer.init(params), kept), tables, x, x
 
     def step(state, tables, x, g):
         params, opt_state, kept = state
@@ -116,7 +117,8 @@ def compiled_step(name: str, h200) -> jax.stages.Compiled:
 
         y, by_params, by_x, kept = variant.gradients(forward, params, x, g, kept)
         updates, opt_state = optimizer.update(by_params, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state, kept), y, by_x
+        params = optax.apply_updates(params, updates)
+        return (params, opt_state, kept | variant.weighed(params)), y, by_x
 
     graph: list = []
     arguments = jax.tree.map(

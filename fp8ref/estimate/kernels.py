@@ -10,7 +10,7 @@ inductor  torchao's own list, testing/training/roofline_utils.py of 0.18. Tensor
           the forward and once in the backward pass. Rowwise: amax and cast in one, along memory;
           across it after a transpose in bfloat16.
 xla       amax and cast are two kernels, a cast writes both orders. What makes a tensor takes one
-          amax along: ``_taken_by_maker``.
+          amax along: ``_taken_by_maker``; also where Triton's kernels cast, AdamW that of a weight.
 eager     PyTorch without torch.compile: every operation of a cast is a kernel, and each GEMM has
           its operands made anew.
 
@@ -82,6 +82,7 @@ class Place:
     by_triton   the roles that fp8ref's Triton kernels cast (``by_triton``).
     fused       whether the passes of ``FUSED`` cast what they make.
     freed       whether codes of the weight are freed, and cast again in the backward pass.
+    weighed     whether AdamW takes the amax of the weight that it writes (P-9).
     """
 
     linear: str = ""
@@ -91,6 +92,7 @@ class Place:
     by_triton: tuple[Role, ...] = ()
     fused: bool = False
     freed: bool = False
+    weighed: bool = False
 
 
 ALONE = Place()  # a linear by itself
@@ -184,7 +186,7 @@ def linear_kernels(
         served = [one for one in casts if multiplies_fp8(recipe.gemms[one.gemm], backend)]
         kernels += _dequantized(n, fusion) * (len(casts) - len(served))
         if served and fusion == "xla":
-            kernels += _xla(role, served, n, gathered, place.linear)
+            kernels += _xla(role, served, n, gathered, place)
         elif served:
             kernels += _torch(role, served, n, fusion, gathered)
     return kernels
@@ -239,7 +241,7 @@ def _triton(role: Role, cast: CastSpec, n: float, fusion: Fusion, place: Place) 
     kernels = []
     if cast.delayed is not None:
         kernels = [Kernel("scale", 0)] * 2  # the state's scale, and its observation
-    elif not in_blocks and not guessed:
+    elif not (in_blocks or guessed or (role == "weight" and place.weighed)):
         kernels = [Kernel("amax", (again or 2) * n)]
     times = 2 if role == "weight" and place.freed else 1
     return kernels + [Kernel("cast", 4 * n)] * (times if again is None else 0)
@@ -288,7 +290,7 @@ def _rowwise(role: Role, n: float, *, transposed: bool, after: bool) -> list[Ker
 
 
 def _xla(
-    role: Role, served: list[OperandCast], n: float, gathered: float | None, linear: str
+    role: Role, served: list[OperandCast], n: float, gathered: float | None, place: Place
 ) -> list[Kernel]:
     """One scale of the whole tensor or one for each order, an amax for each but the one that the
     tensor's maker takes, and a cast. Gathered codes of one scale are laid out in the other order;
@@ -296,9 +298,9 @@ def _xla(
     rows = sum(one.cast.granularity == "rowwise" for one in served)
     whole = next((one.cast for one in served if one.cast.granularity == "tensorwise"), None)
     scales = rows + (whole is not None)
-    masters = role == "weight" and linear and not rows  # read in float32
+    masters = role == "weight" and place.linear and not rows  # read in float32
     read = 4 if masters else 2
-    amaxes = scales - _taken_by_maker(role, linear, rows, whole)
+    amaxes = scales - _taken_by_maker(role, place, rows, whole)
     kernels = [Kernel("scale", 0)] * scales + [Kernel("amax", read * n)] * amaxes
     orders = len(served) if gathered is None or rows else 1
     kernels.append(Kernel("cast", (read + orders) * n))
@@ -308,11 +310,13 @@ def _xla(
     return kernels
 
 
-def _taken_by_maker(role: Role, linear: str, rows: int, whole: CastSpec | None) -> bool:
+def _taken_by_maker(role: Role, place: Place, rows: int, whole: CastSpec | None) -> bool:
     """Whether the kernel that writes a tensor in a Llama takes one of its amaxes: SwiGLU's and
     those of sums; of a norm and of a weight's bfloat16 copy only amaxes of rows, because they are
-    computed again once a scale is known; under delayed scaling, where it is, any."""
-    if (role, linear) in _SUMS:
+    computed again once a scale is known; under delayed scaling, where it is, any. AdamW takes those
+    of weights that it writes."""
+    linear = place.linear
+    if (role, linear) in _SUMS or (role == "weight" and place.weighed):
         return True
     made = linear and (role == "weight" or (role == "input" and linear in ("q_proj", "gate_proj")))
     return bool(made and (rows or (whole is not None and whole.delayed is not None)))

@@ -10,7 +10,7 @@ from fp8ref.recipe import ROLES, Gemm, Recipe, Role
 from fp8ref.selection.linears import Decision
 from fp8ref.spec import llama
 from fp8ref.train.config.config import Config
-from fp8ref.train.config.device_shapes import in_fp8, sharded
+from fp8ref.train.config.device_shapes import amax_handed_on, in_fp8, sharded
 
 
 def of(
@@ -47,4 +47,5 @@ def of(
         fused=kernels.fuses(recipe, config, backend)
         and all(recipes.get(parent + other) == recipe for other in group),
         freed=backend == "torch" and sharded(config, backend),
+        weighed=backend == "jax" and amax_handed_on(decision, config),
     )

@@ -24,7 +24,7 @@ from fp8ref.estimate.ledger import Ledger, Step
 from fp8ref.recipe import RECIPES, Gemm, GemmSpec, Recipe
 from fp8ref.selection.linears import Decision
 from fp8ref.train.config.config import Config
-from fp8ref.train.config.device_shapes import runs_output_again, scaled_first, tokens, used
+from fp8ref.train.config.device_shapes import runs_output_again, tokens, used
 
 
 class Size(NamedTuple):
@@ -93,25 +93,20 @@ def _unfiltered_step(config: Config, backend: str, ceilings: Ceilings) -> Step:
 
 
 def _once(config: Config, backend: str) -> dict[str, list[Kernel]]:
-    """{linear: the kernels that quantize its weight once a step}: in JAX those of scales that are
-    made first (P-9), in PyTorch Triton's, whose codes a step keeps."""
-    scaled, fusion = scaled_first(config), kernels.fusion(config, backend)
+    """{linear: the kernels that quantize its weight once a step}: in PyTorch Triton's, whose codes
+    a step keeps."""
+    fusion = kernels.fusion(config, backend)
     decisions = [d for d in config.decisions() if d.experts is None]
     recipes = {d.path: d.recipe for d in decisions}
     once = {}
     for d in decisions:
-        kept = kernels.code_bytes(d.recipe, config, backend) == 2
-        if not kept and (backend == "torch" or d.path not in scaled):
+        if kernels.code_bytes(d.recipe, config, backend) < 2:
             continue
         sizes = gemm_sizes(d, config, backend)
         place = linear_place.of(d, config, backend, recipes)
-        once[d.path] = [
-            kernel
-            for kernel in kernels.linear_kernels(
-                d.recipe, _elements(sizes), fusion, dataclasses.replace(place, roles=("weight",))
-            )
-            if kept or kernel.part == "amax"
-        ]
+        once[d.path] = kernels.linear_kernels(
+            d.recipe, _elements(sizes), fusion, dataclasses.replace(place, roles=("weight",))
+        )
     return once
 
 

@@ -58,7 +58,8 @@ class Blocks:
         self.tables = [
             jnp.asarray(table) for table in llama.rotary_tables(config, sets[0][0].shape[1])
         ]
-        self.state = params, self.optimizer.init(params), self.variant.initial(linears)
+        kept = self.variant.initial(linears) | self.variant.weighed(params)
+        self.state = params, self.optimizer.init(params), kept
         self.compiled = bench.compiled(
             self._step, self.state, *sets[0], options=self.variant.options, donate=(0,)
         )
@@ -85,7 +86,8 @@ class Blocks:
         params, opt_state, kept = state
         y, by_params, by_x, kept = self.variant.gradients(self._forward, params, x, g, kept)
         updates, opt_state = self.optimizer.update(by_params, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state, kept), y, by_x
+        params = optax.apply_updates(params, updates)
+        return (params, opt_state, kept | self.variant.weighed(params)), y, by_x
 
 
 @jax.jit

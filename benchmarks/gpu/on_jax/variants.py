@@ -3,7 +3,7 @@ Fp8DirectDotGeneralOp, a minimal tensorwise one, and qwix's where it is installe
 
 Each is a ``Pass`` through fp8ref's own layers, which ask it for their linears; what a kind of
 linear keeps between steps is its state. All compile with the options of the trainer's step, except
-those whose name says otherwise.
+those whose name says otherwise. A step hands on the amaxes of its new weights, as the trainer's.
 """
 
 import importlib.util
@@ -15,13 +15,16 @@ from typing import Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 
+from fp8ref import recipe as recipes
 from fp8ref.jax import delayed
 from fp8ref.jax.kernels import choice
 from fp8ref.recipe import RECIPES
-from fp8ref.train.jax.llama import shared_inputs
+from fp8ref.train.jax.llama import shared_inputs, weight_scales
 from fp8ref.train.jax.llama.forward_pass import Pass
+from fp8ref.train.jax.parameter_trees import named
 from fp8ref.train.jax.step import EVERY_ROUNDING
 from reporting.report import OURS
 
@@ -34,6 +37,7 @@ WITH_TRITON = ", Triton GEMMs"
 BY_TRITON = tuple(f"{name}{WITH_TRITON}" for name in ("bf16", FLAX))
 OTHERS = (FLAX, MINIMAL, *([QWIX] if importlib.util.find_spec("qwix") else []))
 ALL = ("bf16", "bf16 again", *(f"fp8ref {recipe}" for recipe in OURS), *OTHERS)
+AMAXES = "amaxes of weights"  # among what linears keep
 # Flax's collection of scales and histories, whose gradients are their new values
 KEPT = "_overwrite_with_gradient"
 ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
@@ -95,6 +99,12 @@ class Variant:
             if delayed.keeps_state(self.recipe)
         }
 
+    def weighed(self, params) -> dict:
+        """What a recipe keeps of the weights of blocks: the amaxes that the next step scales by."""
+        if not recipes.casts_weight_once(self.recipe):
+            return {}
+        return {AMAXES: weight_scales.amaxes(_matrices(params))}
+
     def gradients(self, function: Callable, params, x: jax.Array, g: jax.Array, state: dict):
         """(y, gradient by params, gradient by x, state after the step) of function(params, x, pass)
         -> y, given the gradient by y.
@@ -109,12 +119,23 @@ class Variant:
             return y, by_params, by_x, after
 
         # as the trainer's model does
+        prepared, state = {}, dict(state)
+        if AMAXES in state:
+            leading = dict.fromkeys(_matrices(params), ())
+            scaled = dict.fromkeys(leading, self.recipe)
+            prepared = weight_scales.of(state.pop(AMAXES), leading, scaled)
         first = shared_inputs.first_readers(dict.fromkeys(state, self.recipe))
         shared = shared_inputs.states(state, first)
 
         def of(params, x, seen):
             kind = PASSES.get(self.linears, Pass)
-            run = kind(shared, dict(seen), attention=self.attention, kernels=self.kernels)
+            run = kind(
+                shared,
+                dict(seen),
+                attention=self.attention,
+                kernels=self.kernels,
+                prepared=prepared,
+            )
             return function(params, x, run), run.seen
 
         unseen = {linear: delayed.unseen(self.recipe) for linear in state}
@@ -130,6 +151,12 @@ class Variant:
                 for linear in state
             },
         )
+
+
+def _matrices(params) -> dict[str, jax.Array]:
+    """The weights of blocks by linear."""
+    arrays = named(nnx.to_pure_dict(params)).items()
+    return {f"model.layers.{name.removesuffix('.weight')}": w for name, w in arrays if w.ndim == 2}
 
 
 def _flax_state() -> dict:

@@ -13,6 +13,7 @@ from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.recipe import Recipe, Role
 from fp8ref.spec import llama
 from fp8ref.spec.attention.delayed import Casts
+from fp8ref.train.config.config import Config
 from fp8ref.train.jax.parameter_trees import LayerStacks
 
 States = Mapping[str, Mapping[Role, delayed.DelayedState | delayed.FlaxState]]
@@ -91,8 +92,10 @@ class Model(ABC):
     def check_states(self, states: States) -> None:  # noqa: B027  # a model may refuse none
         """ConfigError for states that no run has."""
 
-    def prepare(self, weights) -> dict[str, Scales]:
-        """Scales of weights that are made once a step, by linear (P-9)."""
+    @staticmethod
+    def scaled(config: Config) -> Mapping[str, Recipe]:
+        """Linears whose weights have one scale a step, made of amaxes that the step before hands on
+        (P-9), and their recipes; config: in one recipe."""
         return {}
 
     @abstractmethod

@@ -30,6 +30,7 @@ from fp8ref.spec.hardware import Multiply
 from fp8ref.train.config.config import Config
 from fp8ref.train.jax.custom.model import CustomModel
 from fp8ref.train.jax.gradient_sums import GradientSums
+from fp8ref.train.jax.llama import weight_scales
 from fp8ref.train.jax.llama.model import LlamaModel
 from fp8ref.train.jax.mesh import Layout
 from fp8ref.train.jax.model import Gradients, Inputs, Model, States
@@ -60,12 +61,15 @@ class State(NamedTuple):
     fp8        delayed-scaling states by linear, of all recipes.
     mu         factors of gradients that are exchanged in FP8, by linear; of an automatic mu alone
                (P-22).
+    amaxes     of the weights in ``params``, as ``Step.amaxes`` takes them: a step makes both. None
+               where no step did, as of restored weights: they are not part of a checkpoint.
     """
 
     params: Any
     optimizer: OptimizerState
     fp8: States
     mu: dict[str, Factor]
+    amaxes: jax.Array | None = None
 
 
 class Step:
@@ -87,6 +91,13 @@ class Step:
         built = LlamaModel if config.architecture.kind == "llama" else CustomModel
         self.model: Model = built(own, layout, multiply)
         self.stacks = self.model.stacks
+        self._scaled = built.scaled(own)
+        # a phase in another recipe begins with the amaxes that the one before leaves
+        self.weighed = {
+            name: self.stacks.leading(name)
+            for each in config.recipes
+            for name in built.scaled(config.under(each))
+        }
         self.optimizer = Optimizer(config, layout, self.stacks, self.model.params)
         self._specs = self.optimizer.parameter_specs
 
@@ -112,9 +123,12 @@ class Step:
             )
             for name in names
         }
-        specs = State(*self.optimizer.specs, *jax.tree.map(lambda _: P(), (fp8, mu)))
+        length = sum(map(math.prod, self.weighed.values()))
+        amaxes = jax.ShapeDtypeStruct((length,), np.float32) if self.weighed else None
+        specs = State(*self.optimizer.specs, *jax.tree.map(lambda _: P(), (fp8, mu, amaxes)))
         if layout.abstract:
-            return jax.tree.map(layout.put, State(*self.optimizer.shapes(), fp8, mu), specs), specs
+            shapes = State(*self.optimizer.shapes(), fp8, mu, amaxes)
+            return jax.tree.map(layout.put, shapes, specs), specs
         # One after the other: a host holds its shards of one weight
         placed = (
             (name, layout.put(value, layout.parameter(name, value.shape)))
@@ -132,7 +146,9 @@ class Step:
 
         Where loss or norm is not finite, the state is the old one (T-4).
         """
-        loss, grads, seen, saturated = self.gradients(state.params, state.fp8, tokens, state.mu)
+        loss, grads, seen, saturated = self.gradients(
+            state.params, state.fp8, tokens, state.mu, state.amaxes
+        )
         params, optimizer, norm, finite = self.optimizer.update(
             state.params, state.optimizer, grads, loss, lr
         )
@@ -143,7 +159,19 @@ class Step:
         }
         mu = {name: self._tuned(name, factor, saturated[name]) for name, factor in state.mu.items()}
         kept = new_if(finite, (fp8, mu), (state.fp8, state.mu))
-        return State(params, optimizer, *kept), loss, norm
+        return State(params, optimizer, *kept, self.amaxes(params)), loss, norm
+
+    def amaxes(self, params) -> jax.Array | None:
+        """Of ``State.params``, those that the next pass scales weights by: of linears of all
+        recipes, ``weighed``, one after the other (P-9)."""
+        if not self.weighed:
+            return None
+
+        def of(weights) -> jax.Array:
+            arrays = named(weights)
+            return weight_scales.amaxes({name: arrays[f"{name}.weight"] for name in self.weighed})
+
+        return self.layout.map(of, (self._specs,), P())(self.optimizer.weights(params))
 
     def _tuned(self, name: str, factor: Factor, saturated: jax.Array) -> Factor:
         """The factor of a linear for the next step (P-22); of a stack each layer's."""
@@ -191,22 +219,31 @@ class Step:
         }
         return State(*self.optimizer.restored(state.params, state.optimizer, tensors), fp8, mu)
 
-    def computed(self, params, states: States, factors: Mapping[str, Factor]) -> tuple[Any, Inputs]:
+    def computed(
+        self, params, states: States, factors: Mapping[str, Factor], amaxes: jax.Array | None = None
+    ) -> tuple[Any, Inputs]:
         """What passes compute with, of ``State.params``: weights, and what is prepared of them, FP8
-        copies or scales; with states and mu."""
+        copies or scales; with states and mu. Without their amaxes these are taken here."""
         weights = self.optimizer.weights(params)
         prepared: dict[str, Any] = {**self.optimizer.copies(params, self.model.copied)}
-        prepared |= self.layout.map(self.model.prepare, (self._specs,), P())(weights)
+        amaxes = self.amaxes(params) if amaxes is None else amaxes
+        if amaxes is not None:
+            prepared |= weight_scales.of(amaxes, self.weighed, self._scaled)
         mu = {name: factor.mu for name, factor in factors.items()}
         return weights, Inputs(prepared, mu, states)
 
     def gradients(
-        self, params, states: States, tokens: jax.Array, factors: Mapping[str, Factor]
+        self,
+        params,
+        states: States,
+        tokens: jax.Array,
+        factors: Mapping[str, Factor],
+        amaxes: jax.Array | None = None,
     ) -> Gradients:
         """Those of a batch, or of its parts, and what both passes show."""
         f = self._accumulate if tokens.ndim == 3 else self.model.differentiate
         out = Gradients(P(), self._specs, P(), P())  # type: ignore[arg-type]  # specs in place of arrays
-        return self._mapped(f, out, tokens, self.computed(params, states, factors))
+        return self._mapped(f, out, tokens, self.computed(params, states, factors, amaxes))
 
     def _accumulate(self, weights, inputs: Inputs, parts: jax.Array) -> Gradients:
         sums = GradientSums(

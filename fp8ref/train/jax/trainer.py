@@ -44,6 +44,7 @@ class _Programs(NamedTuple):
     watched: Callable
     health: Callable
     logits: Callable
+    amaxes: Callable
 
 
 class Trainer:
@@ -119,7 +120,7 @@ class Trainer:
             )
         self.recipe, programs = recipe, self._programs[recipe]
         self._step, self._train, self._loss, self._measure, self._gradients, *others = programs
-        self._observed, self._watched, self._health, self._logits = others
+        self._observed, self._watched, self._health, self._logits, self._amaxes = others
         self.decisions = self._step.decisions
 
     def _compile(self, step: Step) -> _Programs:
@@ -133,10 +134,9 @@ class Trainer:
             # A function of its own, as its GEMMs report: to ``_observer``, whichever a pass has.
             observed=compiled(lambda *arguments: step.gradients(*arguments)[1]),
             watched=compiled(lambda *arguments: step.gradients(*arguments)[1]),
-            health=compiled(
-                lambda grads, state: step.optimizer.health(grads, state.params, state.optimizer)
-            ),
+            health=compiled(step.optimizer.health),
             logits=compiled(functools.partial(step.forward, step.model.logits)),
+            amaxes=compiled(step.amaxes, out_shardings=self._placed and self._placed[0].amaxes),
         )
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
@@ -306,7 +306,7 @@ class Trainer:
         # Gradients of the program that ``gradients`` uses: a program for passes and health together
         # would be compiled anew.
         grads = self._gradients(*self._passed(tokens))[1]
-        measured = self._health(grads, self._state)
+        measured = self._health(grads, self._params, self._state.optimizer)
         return recorded(
             list(self._step.stacks.named(grads)),
             health.numbers(jax.tree.map(self._layout.fetch, measured)),
@@ -347,6 +347,9 @@ class Trainer:
 
     def _arguments(self, tokens: np.ndarray) -> tuple:
         lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)
+        if self._state.amaxes is None and self._step.weighed:
+            # now, so that the first step is compiled as those after it
+            self._state = self._state._replace(amaxes=self._amaxes(self._params))
         return self._state, self._parts(tokens), np.float32(lr)
 
     def _passed(self, tokens: np.ndarray) -> tuple:

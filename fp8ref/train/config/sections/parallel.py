@@ -73,8 +73,8 @@ class ParallelConfig:
     """
     precompute_scales: bool = True
     """Compute the scales of all weights that are cast once for both GEMMs with one all-reduce, not
-    one for each weight: where a forward pass begins, and in JAX once a step. PyTorch: of those that
-    FSDP gathers in FP8. Results are the same bits."""
+    one for each weight: where a forward pass begins, and in JAX where a step has written the
+    weights. PyTorch: of those that FSDP gathers in FP8. Results are the same bits."""
     reduction: Literal["native", "ordered"] = "native"
     """PyTorch: sum gradients over FSDP devices as the backend does (native) or in rank order
     (ordered).

@@ -12,20 +12,20 @@ from flax import nnx
 from fp8ref.jax import delayed
 from fp8ref.jax.kernels import choice as kernel_choice
 from fp8ref.jax.quantize import stats
-from fp8ref.jax.quantize.scales import Scales
+from fp8ref.recipe import Recipe
 from fp8ref.spec import llama
 from fp8ref.spec.attention.products import RECORDED
 from fp8ref.spec.hardware import Multiply
 from fp8ref.train.config import device_shapes
 from fp8ref.train.config.config import Config
-from fp8ref.train.jax.llama import chunked_loss, shared_inputs, weight_scales
+from fp8ref.train.jax.llama import chunked_loss, shared_inputs
 from fp8ref.train.jax.llama.cross_entropy import cross_entropy
 from fp8ref.train.jax.llama.experts import balancing_loss
 from fp8ref.train.jax.llama.forward_pass import Carried, Pass
 from fp8ref.train.jax.llama.llama import Llama
 from fp8ref.train.jax.mesh import Layout
 from fp8ref.train.jax.model import Gradients, Inputs, Model
-from fp8ref.train.jax.parameter_trees import LayerStacks, name_of, named
+from fp8ref.train.jax.parameter_trees import LayerStacks, name_of
 
 
 class LlamaModel(Model):
@@ -49,9 +49,7 @@ class LlamaModel(Model):
         }
         self._first_readers = shared_inputs.first_readers(self.linears)
         copied = device_shapes.copied(config, "jax")
-        scaled = device_shapes.scaled_first(config)
         self.copied = {in_program(path): recipe for path, recipe in copied.items()}
-        self._scaled = {in_program(path): recipe for path, recipe in scaled.items()}
         self.attention = list(dict.fromkeys(map(in_program, config.attention_in_fp8)))
         self.measured = {
             "linears": [d.path for d in config.decisions() if d.fp8],
@@ -99,11 +97,12 @@ class LlamaModel(Model):
         """As ``Model.check_states``: linears that read one tensor have one state of it."""
         shared_inputs.check(states, self._first_readers)
 
-    def prepare(self, weights) -> dict[str, Scales]:
-        """As ``Model.prepare``."""
-        arrays = named(weights)
-        rounded = {name: arrays[f"{name}.weight"].astype(jnp.bfloat16) for name in self._scaled}
-        return weight_scales.of(rounded, self._scaled)
+    @staticmethod
+    def scaled(config: Config) -> dict[str, Recipe]:
+        """As ``Model.scaled``."""
+        in_program = llama.stack_of if config.parallel.scan else str
+        scaled = device_shapes.scaled_first(config)
+        return {in_program(path): recipe for path, recipe in scaled.items()}
 
     def differentiate(self, weights, inputs: Inputs, tokens: jax.Array) -> Gradients:
         """As ``Model.differentiate``; seen is of this device's passes."""

@@ -1,6 +1,7 @@
 import re
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from helpers.models import sizes
@@ -36,7 +37,12 @@ def test_scales_are_those_of_each_weights_own_amax():
     weights["b"][1] *= 100
     weights["c"][0, 1] = np.nan
     weights = {name: jnp.asarray(w, jnp.bfloat16) for name, w in weights.items()}
-    found = weight_scales.of(weights, dict.fromkeys(weights, recipe.by_name("tensorwise")))
+    leading, tensorwise = (
+        {name: w.shape[:-2] for name, w in weights.items()},
+        dict.fromkeys(weights, recipe.by_name("tensorwise")),
+    )
+    amaxes = weight_scales.amaxes(weights)
+    found = weight_scales.of(amaxes, leading, tensorwise)
     for name, w in weights.items():
         own = [
             scaling.quantize(one, recipe.weight_copy("tensorwise").fmt)
@@ -45,24 +51,42 @@ def test_scales_are_those_of_each_weights_own_amax():
         for field in scales.Scales._fields:
             wanted = np.array([getattr(one, field) for one in own]).reshape(w.shape[:-2])
             assert np.array_equal(np.asarray(getattr(found[name], field)), wanted, equal_nan=True)
-    assert weight_scales.of(weights, {}) == {}
+    assert weight_scales.of(amaxes, leading, {}) == {}
+    some = weight_scales.of(amaxes, leading, {"c": tensorwise["c"]})
+    assert some.keys() == {"c"}
+    assert np.array_equal(some["c"].scale, found["c"].scale, equal_nan=True)
 
 
-def trained(parts=1, **parallel):
-    trainer, draw = (
-        Trainer(sizes.config("tensorwise", parts, **parallel)),
-        np.random.default_rng(0).integers,
-    )
-    losses = [trainer.step(tokens)["loss"] for tokens in draw(0, 256, (2, 8, 33))]
+BATCHES = np.random.default_rng(0).integers(0, 256, (3, 8, 33))
+
+
+def trained(parts=1, recipe="tensorwise", **parallel):
+    trainer = Trainer(sizes.config(recipe, parts, **parallel))
+    losses = [trainer.step(tokens)["loss"] for tokens in BATCHES[:2]]
     return losses, trainer.weights(), trainer
+
+
+def largest(trainer):
+    """The amaxes of the weights that a trainer has, rounded to bfloat16, in the order of its
+    program."""
+    weights = trainer.weights()
+    layers = range(trainer.config.model.num_hidden_layers)
+    return [
+        np.abs(weights[f"{each}.weight"].astype(ml_dtypes.bfloat16)).max().astype(np.float32)
+        for name in trainer._step.weighed
+        for each in ([name.replace("*", str(i)) for i in layers] if "*" in name else [name])
+    ]
 
 
 @pytest.mark.parametrize("parallel", [pytest.param(mesh, id=name) for name, mesh in MESHES.items()])
 def test_scales_made_before_a_pass_change_no_bit(parallel):
     """P-9"""
-    losses, weights, _ = trained(**parallel)
-    others, apart, _ = trained(**parallel, precompute_scales=False)
+    losses, weights, trainer = trained(**parallel)
+    others, apart, plain = trained(**parallel, precompute_scales=False)
     assert losses == others
+    assert np.asarray(trainer._state.amaxes).tolist() == largest(trainer)
+    assert trainer._train._cache_size() == 1
+    assert plain._state.amaxes is None
     assert all(np.array_equal(w, apart[name]) for name, w in weights.items())
 
 
@@ -98,3 +122,58 @@ def test_one_maximum_between_devices_is_of_all_weights():
     assert together.count(linears) == 1
     assert linears not in apart
     assert sorted(apart) == sorted([one for one in together if one != linears] + [1] * linears)
+
+
+def test_a_step_hands_on_the_amaxes_of_its_new_weights():
+    """The step after a planted amax differs; a pass that updates nothing takes its own."""
+    _, _, trainer = trained()
+    state, tokens = trainer._state, BATCHES[2]
+    right = Trainer(trainer.config, trainer.weights()).evaluate(tokens)
+    trainer._state = state._replace(amaxes=state.amaxes.at[0].mul(1.5))
+    assert trainer.evaluate(tokens) == right
+    assert trainer.step(tokens)["loss"] != right
+    assert np.asarray(trainer._state.amaxes).tolist() == largest(trainer)
+
+
+def test_restored_weights_bring_amaxes_of_their_own(tmp_path):  # K-2
+    """In a trainer that has stepped since, and on another mesh; a checkpoint has none."""
+    _, _, trainer = trained()
+    trainer.save(tmp_path / "state")()
+    before, loss = np.asarray(trainer._state.amaxes), trainer.step(BATCHES[2])["loss"]
+    assert not np.array_equal(trainer._state.amaxes, before)
+    other = Trainer(sizes.config("tensorwise", fsdp=2, scan=True))
+    for each in (trainer, other):
+        each.load(tmp_path / "state", 2)
+        assert each._state.amaxes is None
+        assert each.step(BATCHES[2])["loss"] == pytest.approx(
+            loss, rel=0 if each is trainer else 1e-3
+        )
+        assert np.asarray(each._state.amaxes).tolist() == largest(each)
+
+
+def test_a_step_that_is_not_finite_keeps_them():  # T-4
+    _, _, trainer = trained()
+    weights, before = trainer.weights(), np.asarray(trainer._state.amaxes)
+    trainer._state.params["lm_head"]["weight"] = jnp.full_like(
+        trainer._state.params["lm_head"]["weight"], np.inf
+    )
+    assert not np.isfinite(trainer.step(BATCHES[2])["loss"])
+    kept = [name != "lm_head" for name in trainer._step.weighed]
+    assert np.array_equal(np.asarray(trainer._state.amaxes)[kept], before[kept])
+    assert np.array_equal(trainer.weights()["model.norm.weight"], weights["model.norm.weight"])
+
+
+def test_a_phase_begins_with_amaxes_of_the_weights_that_another_recipe_left():  # T-9
+    schedule = ((0, "bf16"), (1, "tensorwise"))
+    trainer = Trainer(sizes.config("bf16").replace(numerics={"schedule": schedule}))
+    trainer.step(BATCHES[0])
+    assert np.asarray(trainer._state.amaxes).tolist() == largest(trainer)
+    trainer.switch("tensorwise")
+    fresh = Trainer(sizes.config("tensorwise"), trainer.weights())
+    assert trainer.step(BATCHES[1])["loss"] == fresh.step(BATCHES[1])["loss"]
+
+
+@pytest.mark.parametrize("name", ["rowwise", "delayed", "bf16"])
+def test_other_recipes_have_none(name):
+    state, *_ = Trainer(sizes.config(name))._arguments(BATCHES[0])
+    assert state.amaxes is None
