@@ -69,7 +69,7 @@ class State(NamedTuple):
     optimizer: OptimizerState
     fp8: States
     mu: dict[str, Factor]
-    amaxes: jax.Array | None = None
+    amaxes: Any = None
 
 
 class Step:
@@ -159,7 +159,7 @@ class Step:
         }
         mu = {name: self._tuned(name, factor, saturated[name]) for name, factor in state.mu.items()}
         kept = new_if(finite, (fp8, mu), (state.fp8, state.mu))
-        return State(params, optimizer, *kept, self.amaxes(params)), loss, norm
+        return State(params, optimizer, *kept, amaxes=self.amaxes(params)), loss, norm
 
     def amaxes(self, params) -> jax.Array | None:
         """Of ``State.params``, those that the next pass scales weights by: of linears of all
