@@ -158,8 +158,8 @@ class Step:
             for name, amaxes in seen.items()
         }
         mu = {name: self._tuned(name, factor, saturated[name]) for name, factor in state.mu.items()}
-        kept = new_if(finite, (fp8, mu), (state.fp8, state.mu))
-        return State(params, optimizer, *kept, amaxes=self.amaxes(params)), loss, norm
+        fp8, mu = new_if(finite, (fp8, mu), (state.fp8, state.mu))
+        return State(params, optimizer, fp8, mu, self.amaxes(params)), loss, norm
 
     def amaxes(self, params) -> jax.Array | None:
         """Of ``State.params``, those that the next pass scales weights by: of linears of all
