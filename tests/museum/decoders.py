@@ -261,7 +261,7 @@ EXHIBITS = (
         fault=mx(bytes_as_numbers),
         twin=mx(e8m0),
         ask=ask.decoder("e2m1fn", granularity="mx_1x32"),
-        unnamed="got 190, expected 1.5 (F-1)",
+        named="codes of scales are read as integers",
     ),
     Exhibit(
         name="tilelang-2748",
@@ -272,7 +272,7 @@ EXHIBITS = (
         fault=shift_count,
         twin=e8m0,
         ask=ask.decoder("e8m0fnu"),
-        unnamed="got 1, expected 5.8774717541114375e-39 (F-1)",
+        named="read as a power of two without its bias",
     ),
     Exhibit(
         name="neural-compressor-1891",
@@ -283,7 +283,7 @@ EXHIBITS = (
         fault=wrong_table,
         twin=e2m1,
         ask=ask.decoder("e2m1fn"),
-        unnamed="got 0.0625, expected 0.5 (F-1)",
+        named="0x01 as 0.0625, 0x09 as -0.0625",
     ),
     Exhibit(
         name="intel-llvm-22781",
@@ -294,7 +294,7 @@ EXHIBITS = (
         fault=second_is_empty,
         twin=pairs,
         ask=ask.decoder("e2m1fn"),
-        unnamed="a code's number depends on its place",
+        named="every second number is 0",
     ),
     Exhibit(
         name="imp-567",
@@ -305,7 +305,7 @@ EXHIBITS = (
         fault=of_ggml(pairs),
         twin=of_ggml(split_halves),
         ask=ask.decoder("e2m1fn"),
-        unnamed="a code's number depends on its place",
+        named="numbers of both halves of 32 alternate",
     ),
     Exhibit(
         name="sglang-23625",
@@ -327,7 +327,7 @@ EXHIBITS = (
         fault=widened,
         twin=e8m0,
         ask=ask.decoder("e8m0fnu"),
-        unnamed="got 0, expected 5.8774717541114375e-39 (F-1)",
+        named="codes of e8m0fnu are read as integers",
     ),
     Exhibit(
         name="one-bit-monster-300",

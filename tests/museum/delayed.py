@@ -144,7 +144,7 @@ EXHIBITS = (
         fault=ZeroedFirst,
         twin=MostRecent,
         ask=ask.delayed(dataclasses.replace(DELAYED["delayed"], history_length=1)),
-        unnamed="got 1 (0x3F800000), expected 448 (0x43E00000) (H-1, S-9)",
+        named="no amax changes its scale",
     ),
     Exhibit(
         name="te-2044",
@@ -155,7 +155,7 @@ EXHIBITS = (
         fault=OldMemory,
         twin=Scaling,
         ask=ask.delayed(),
-        unnamed="got 1 (0x3F800000), expected 448 (0x43E00000) (H-1, S-9)",
+        named="no amax changes its scale",
     ),
     Exhibit(
         name="torchtitan-698",
@@ -166,7 +166,7 @@ EXHIBITS = (
         fault=NeverUpdated,
         twin=Scaling,
         ask=ask.delayed(),
-        unnamed="got 1 (0x3F800000), expected 448 (0x43E00000) (H-1, S-9)",
+        named="no amax changes its scale",
     ),
     Exhibit(
         name="ms-amp-17",
@@ -177,7 +177,7 @@ EXHIBITS = (
         fault=NeverReset,
         twin=Scaling,
         ask=ask.delayed(),
-        unnamed="got 224 (0x43600000), expected 448 (0x43E00000) (H-3)",
+        named="an amax is never forgotten",
     ),
     Exhibit(
         name="te-74",
@@ -188,6 +188,6 @@ EXHIBITS = (
         fault=own_amax,
         twin=largest_amax,
         ask=ask.sharded(),
-        unnamed="got 1 and 2, expected 2 (0x40000000) on every rank (P-2)",
+        named="each rank has the amax of its own shard",
     ),
 )
