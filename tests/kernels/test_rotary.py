@@ -117,6 +117,18 @@ def test_an_embedding_is_rotated_and_rounded(shape, dtype, fmt, form):  # M-3
     np.testing.assert_array_equal(out.astype(np.float32), expected)
 
 
+@pytest.mark.parametrize("form", rotary.FORMS)
+def test_zeros_have_the_signs_that_autograd_gives_them(form):  # M-11
+    shape, strides = (1, 4, 1, 8), (32, 8, 8)
+    g = np.resize(np.array([0.0, -0.0, -0.0], np.float32), shape)
+    cos, sin = (planted(4, 8, "float32", seed=seed) for seed in (5, 6))
+    launch = rotary.cast(shape, strides, e5m2=False, form=form)
+    memory = [*both_orders((4, 8)), ((launch.programs,), "int32")]
+    codes, *_ = run(launch, [g, cos, sin, np.float32(1)], memory)
+    np.testing.assert_array_equal(codes >> 7, np.signbit(rotated(g, cos, sin, form))[0, :, 0])
+    assert (0x80 in codes) == (form != "rounded halves")
+
+
 def test_operations_are_in_the_stated_order():  # M-11
     """In float32 partial amaxes show a result to its last bit: each tile here has one number."""
     shape = (1, 64 * 16, 1, 2)

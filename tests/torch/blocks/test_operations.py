@@ -60,8 +60,9 @@ def complex_rotation(x, cos, sin):
 
 
 def once(x, cos, sin):
-    wide, half = x.float(), x.shape[-1] // 2
-    turned = torch.cat([-wide[..., half:], wide[..., :half]], -1)
+    wide = x.float()
+    first, second = wide.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], -1)
     return (wide * cos + turned * sin).to(x.dtype)
 
 
@@ -72,7 +73,7 @@ LIBRARIES = {"halves": once, "rounded halves": transformers_rotation, "pairs": c
 def test_a_rotation_and_its_gradient_are_the_librarys(form):  # M-3
     x, g = tensors((2, 3, 8, 16), (2, 3, 8, 16))
     with torch.no_grad():
-        g[..., ::3] = 0
+        g[:, 0] = 0
         g[:, :, ::2].neg_()  # zeros of both signs
     cos, sin = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1))
     if form == "rounded halves":
