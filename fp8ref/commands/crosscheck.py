@@ -35,7 +35,6 @@ def _certify(arguments: argparse.Namespace) -> int:
 
     Casts and scales of torch, jax, ml_dtypes, torchao and fp8ref's own backends.
 
-    $ fp8ref certify
     $ fp8ref certify --json certificate.json
     $ fp8ref certify --against certificate.json
     $ fp8ref certify --exhaustive

@@ -1,4 +1,4 @@
-"""fp8ref vectors gen and verify: test vectors for programs in any language."""
+"""fp8ref vectors gen, verify and dataset: test vectors for programs in any language."""
 
 import argparse
 import contextlib
@@ -98,9 +98,14 @@ _EXAMPLE = {"--format": "e4m3fn", "--variant": "fa3"}
 
 
 def add(commands) -> None:
-    """Add ``fp8ref vectors gen`` and ``fp8ref vectors verify``."""
+    """Add ``fp8ref vectors gen``, ``verify`` and ``dataset``."""
     text, operations = "Test vectors for programs in any language.", "|".join(ASKED)
-    verbs = shared.group(commands, "vectors gen|verify", f"{text}\n\n{FORM}")
+    verbs = shared.group(commands, "vectors gen|verify|dataset", f"{text}\n\n{FORM}")
+    data_set = shared.plain(verbs, "dataset DIR", _data_set)
+    data_set.option("folder", "DIR", "a folder, new or empty")
+    data_set.option("--seed", *SETTINGS["seed"])
+    data_set.option("--check", None, "compare DIR with its manifest, and write nothing")
+    shared.add_json(data_set)
     text = f"Write test vectors to standard output.\n\n{FORM}"
     makers = shared.group(verbs, f"gen {operations}", text)
     text = f"Judge answers from standard input.\n\n{FORM}"
@@ -171,6 +176,24 @@ def _verify(arguments: argparse.Namespace) -> int:
     if arguments.json:
         verdict.write(arguments.json)
     return verdict.exit_code
+
+
+def _data_set(arguments: argparse.Namespace) -> int:
+    """Write vectors of every operation and format with their answers, and a manifest of checksums.
+
+    At most 16 MiB in some 200 files, the same bytes for the same fp8ref and seed.
+
+    $ fp8ref vectors dataset fp8-vectors
+    $ fp8ref vectors dataset fp8-vectors --check
+    $ fp8ref vectors dataset other-vectors --seed 7
+    """
+    check_json(arguments.json)
+    from fp8ref.conformance.vectors import dataset
+
+    if arguments.check:
+        shared.refuse(arguments, "--check writes nothing", "seed")
+        return shared.conclude(dataset.check(arguments.folder), arguments.json)
+    return shared.conclude(dataset.write(arguments.folder, arguments.seed or 0), arguments.json)
 
 
 def _settings(arguments: argparse.Namespace) -> dict:

@@ -165,6 +165,14 @@ class Rules:
             )
 
 
+def specified(question: Attention, rules: Rules) -> Iterator[str]:
+    """The simulator's answer to each vector."""
+    for _, bits in question.problems():
+        result = _forward(question, *(dtypes.values(array, _BFLOAT16) for array in bits))
+        pair = (dtypes.bits(np.asarray(x), _FLOAT32) for x in (result.o, result.lse))
+        yield " ".join(text.join(array, 32) for array in pair)
+
+
 def verify(
     question: Attention, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict
 ) -> None:

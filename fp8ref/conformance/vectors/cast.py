@@ -67,6 +67,12 @@ class Cast:
         return kinds.cast_kinds(dtypes.values(bits, source), source, self.fmt)
 
 
+def specified(question: Cast, rules: Rules) -> Iterator[str]:
+    """The simulator's answer to each vector."""
+    x = dtypes.values(question.inputs(), dtypes.by_name(question.source))
+    return iter(text.hexadecimal(rules.encode(x, question.fmt), question.fmt.bits))
+
+
 def verify(question: Cast, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
     """Judge every vector, and record it in the verdict. All NaN codes count as equal (C-5); any
     code of a NaN does in a format without NaN (C-9)."""

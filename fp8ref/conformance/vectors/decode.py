@@ -119,6 +119,14 @@ class Rules:
     """A value has one right answer: there is nothing to choose."""
 
 
+def specified(question: Decode, rules: Rules) -> Iterator[str]:
+    """The simulator's answer to each vector."""
+    fields = zip(*(line.split() for _, line in question.vectors()), strict=True)
+    codes, scales = (np.array([int(bits, 16) for bits in field], np.uint64) for field in fields)
+    out = dtypes.by_name(question.out_dtype)
+    return iter(text.hexadecimal(dtypes.bits(question.expected(codes, scales), out), out.bits))
+
+
 def verify(
     question: Decode, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict
 ) -> None:

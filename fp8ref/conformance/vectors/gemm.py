@@ -128,6 +128,15 @@ class Rules:
             )
 
 
+def specified(question: Gemm, rules: Rules) -> Iterator[str]:
+    """The simulator's answer to each vector."""
+    out = dtypes.by_name(question.out_dtype)
+    multiply = functools.partial(gemm.matmul, out_dtype=FORMATS[question.out_dtype])
+    for _, a, b in question.operands():
+        values = multiply(a, b, accumulate=rules.accumulate, epilogue=rules.epilogue)
+        yield text.join(dtypes.bits(values, out), out.bits)
+
+
 def verify(question: Gemm, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
     """Judge every vector, and record it in the verdict. All NaNs count as equal."""
     out, worst = dtypes.by_name(question.out_dtype), 0.0

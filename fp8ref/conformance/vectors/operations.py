@@ -8,7 +8,7 @@ from fp8ref.conformance.vectors import attention, cast, decode, gemm, quantize, 
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors.verdict import AskedVector, Verdict
 
-__all__ = ["OPERATIONS", "Operation", "generate", "judge"]
+__all__ = ["OPERATIONS", "Operation", "answered", "generate", "judge"]
 
 
 class Operation(NamedTuple):
@@ -17,12 +17,14 @@ class Operation(NamedTuple):
     question  the class of a set of vectors, whose ``vectors()`` are (kind, line).
     rules     the class of how answers are judged.
     verify    judges a stream of vectors by a question and rules, and records each in a verdict.
+    specified the simulator's answer to each vector of a question, by rules.
     fields    names of the inputs on a line; answers: names of what is appended.
     """
 
     question: type
     rules: type
     verify: Callable[[Any, Any, Iterator[text.Vector], Verdict], None]
+    specified: Callable[[Any, Any], Iterator[str]]
     fields: tuple[str, ...]
     answers: tuple[str, ...]
 
@@ -38,7 +40,7 @@ _QUESTIONS: dict[type, Any] = {
 
 OPERATIONS = {
     question.__name__.lower(): Operation(
-        question, module.Rules, module.verify, module.FIELDS, module.ANSWERS
+        *(question, module.Rules, module.verify, module.specified), *(module.FIELDS, module.ANSWERS)
     )
     for question, module in _QUESTIONS.items()
 }
@@ -56,6 +58,20 @@ def generate(operation: str, settings: Mapping[str, Any]) -> Iterator[str]:
     yield from _comments(operation, question)
     for _, line in question.vectors():
         yield line
+
+
+def answered(
+    operation: str, settings: Mapping[str, Any], rules: Mapping[str, Any]
+) -> Iterator[str]:
+    """The lines of ``generate``, with the simulator's answers by rules, as ``judge`` takes them.
+
+    Raises:   ValueError: unknown or invalid settings or rules.
+    """
+    of = OPERATIONS[operation]
+    answers = of.specified(of.question(**settings), of.rules(**rules))
+    first, second, *lines = generate(operation, settings)
+    yield from (first, second)
+    yield from (f"{line} {answer}" for line, answer in zip(lines, answers, strict=True))
 
 
 def judge(

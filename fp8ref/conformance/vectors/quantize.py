@@ -106,6 +106,18 @@ def dims(shape: str, axes: str = "") -> tuple[int, ...]:
     return sizes
 
 
+def specified(question: Quantize, rules: Rules) -> Iterator[str]:
+    """The simulator's answer to each vector; of two levels, the tensor's scale_inv last."""
+    way, source, made = question.way, dtypes.by_name(question.source), rules.made
+    for _, bits in question.tensors():
+        q = way.quantize(dtypes.values(bits, source))
+        scales = scale.stored_bits(Scales(q.scale, q.scale_inv), way.policy, made)
+        fields = [text.join(q.codes, way.fmt.bits), text.join(scales, scale.MADE[made])]
+        if q.tensor_scale_inv is not None:
+            fields[1] += f",{text.join(np.asarray(q.tensor_scale_inv).view(np.uint32), 32)}"
+        yield " ".join(fields)
+
+
 def verify(
     question: Quantize, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict
 ) -> None:

@@ -125,6 +125,13 @@ def scale_text(bits: int, scale_kind: str) -> str:
     return f"{bits:08X} ({explain.decimal(np.uint32(bits).view(np.float32))})"
 
 
+def specified(question: Scale, rules: Rules) -> Iterator[str]:
+    """The simulator's answer to each vector. Raises as ``check_made``."""
+    amax = question.inputs().astype(np.uint32).view(np.float32)
+    bits = expected_bits(amax, question.fmt, question.policy, rules.made)
+    return iter(text.hexadecimal(bits, MADE[rules.made]))
+
+
 def verify(question: Scale, rules: Rules, vectors: Iterator[text.Vector], verdict: Verdict) -> None:
     """Judge every vector, and record it in the verdict. All NaNs count as equal.
 
