@@ -78,17 +78,25 @@ class TwoLevel:
                there is none, and the blocks' scales are the only ones.
     smallest   the least scale of a block: a smaller one becomes it; 0 has no effect.
     block_fmt  the format of the blocks' scales.
+    error      four over six: the sum, ``mae`` or ``mse``, by which a block is scaled to 4 instead
+               of 6 where that makes it smaller; "": all are scaled to 6.
+    largest    the scale of a block that the largest amax has, if it is scaled to 6.
 
     Raises:    ValueError: an unknown word, a smallest outside [0, 1), a block_fmt other than
-               e4m3fn.
+               e4m3fn, an error or a largest without ``encode``.
     """
 
     tensor: Literal["encode", "decode", "none"]
     smallest: float = 0.0
     block_fmt: Format = E4M3FN
+    error: Literal["", "mae", "mse"] = ""
+    largest: Literal[448, 256] = 448
 
     def __post_init__(self) -> None:
         errors.one_of("the tensor's scale", self.tensor, ("encode", "decode", "none"))
+        encodes = self.tensor == "encode"
+        errors.one_of("error", self.error, ("", "mae", "mse") if encodes else ("",))
+        errors.one_of("largest", self.largest, (448, 256) if encodes else (448,))
         if not 0 <= self.smallest < 1 or self.block_fmt != E4M3FN:
             raise ValueError(
                 f"smallest is in [0, 1), block_fmt e4m3fn; got {self.smallest}, {self.block_fmt}."
@@ -549,6 +557,14 @@ FP4_POLICIES = {
         # compute_global_encode_scaling_factor_FP4,
         # quantization_and_transposition_SF::compute_decoding_scaling_factor (commit d0067d0d).
         ScalePolicy(name="te_nvfp4", two_level=TwoLevel(tensor="encode")),
+        # cast/nvfp4/quantize_4over6_nvfp4.cuh: compute_scale_pair, accumulate_dequant_error.
+        ScalePolicy(
+            name="te_nvfp4_4over6", two_level=TwoLevel(tensor="encode", error="mae", largest=256)
+        ),
+        ScalePolicy(
+            name="te_nvfp4_4over6_mse",
+            two_level=TwoLevel(tensor="encode", error="mse", largest=256),
+        ),
         # torchao 0.18, prototype/mx_formats/nvfp4_tensor.py: nvfp4_quantize, with per_tensor_scale
         # of per_tensor_amax_to_scale, and without. E4M3_EPS is torch's tiny of float8_e4m3fn.
         ScalePolicy(name="torchao_nvfp4", two_level=TwoLevel(tensor="decode", smallest=2.0**-6)),
@@ -612,6 +628,8 @@ SUMMARIES = {
     "mx_even_0.19": "As mx_floor_0.19, of the amax rounded to the format's mantissa.",
     "mx_rceil_0.19": "amax / max, rounded up exactly, with scale 2^-k: torchao 0.19's RCEIL.",
     "te_nvfp4": "4 bits: e4m3 scales of blocks under one of the tensor: Transformer Engine.",
+    "te_nvfp4_4over6": "4 bits: as te_nvfp4, or scaled to 4 where the mean error is smaller.",
+    "te_nvfp4_4over6_mse": "4 bits: as te_nvfp4_4over6, by the mean squared error.",
     "torchao_nvfp4": "4 bits: as te_nvfp4, with a block's scale at least 2^-6: torchao.",
     "torchao_nvfp4_one_level": "4 bits: e4m3 scales of blocks alone, at least 2^-6: torchao.",
 }

@@ -403,6 +403,14 @@ PROFILES = {
                 "transformer_engine/pytorch/custom_recipes/reference_nvfp4.py d0067d0d",
             ),
         ),
+        _te(
+            name="te-nvfp4-4over6",
+            versions="d0067d0",
+            bits=4,
+            policies=("te_nvfp4_4over6", "te_nvfp4_4over6_mse"),
+            granularities=("nvfp4_1x16", "nvfp4_16x16"),
+            sources=(f"{_TE_COMMON}cast/nvfp4/quantize_4over6_nvfp4.cuh d0067d0d",),
+        ),
         Profile(
             name="hip-fp8",
             library="HIP",

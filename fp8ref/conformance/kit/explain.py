@@ -196,6 +196,9 @@ def scale_rule(kind: str, policy: str | ScalePolicy) -> str:
             "none": "RN32(amax / 6) in e4m3fn",
         }[policy.two_level.tensor]
         floor = ""
+        if policy.two_level.error:
+            limit = 6 * policy.two_level.largest
+            formula = f"RN32(RN32(amax / 6) * S) or RN32(1.5 of it) in e4m3fn, S of {limit}"
         if policy.two_level.smallest:
             floor = f", at least {policy.two_level.smallest:g}"
         return f"policy {policy.name}: scale_inv of a block = {formula}{floor} ({policy.clause})"

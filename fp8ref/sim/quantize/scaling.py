@@ -31,6 +31,7 @@ from fp8ref import formats
 from fp8ref import policy as policies
 from fp8ref.formats import FLOAT32, Format
 from fp8ref.policy import ScalePolicy
+from fp8ref.shared import errors
 from fp8ref.sim import threads
 from fp8ref.sim.kernels import scaling as kernels
 from fp8ref.sim.kernels.cast import encodes
@@ -46,6 +47,7 @@ from fp8ref.spec.granularity import Blocks
 
 __all__ = ["Scales", "amax", "dequantize", "quantize", "quantize_with", "scale_from_amax"]
 
+_FOUR_BITS = ("nvfp4_1x16", "nvfp4_16x16")
 _PIECE = 1 << 18  # elements whose float32 bits are held at a time
 
 
@@ -131,6 +133,9 @@ def quantize(
         scales = scales_from_amax(block_amaxes, fmt, policy)
     else:
         levels = two_level.scales_from_amaxes(block_amaxes, amax(x), fmt, policy)
+        if policy.two_level.error:
+            errors.one_of("granularity of four over six", granularity, _FOUR_BITS)
+            levels = two_level.four_over_six(x, block_amaxes, amax(x), policy, axis)
         scales = Scales(levels.scale, levels.scale_inv)
         if policy.two_level.tensor != "none":
             tensor_scale_inv = levels.tensor_scale_inv

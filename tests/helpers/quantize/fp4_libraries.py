@@ -62,6 +62,44 @@ def transformer_engine(x, rows=1):
     return pairs(scaled), scale.squeeze(-1), amax
 
 
+def four_over_six(x, rows, error, largest):
+    """TransformerEngine, pytorch/custom_recipes/reference_nvfp4.py:
+    _quantize_blockwise_4over6_reference (commit d0067d0d): (pairs of codes, scales, a row each)."""
+    m, n = x.shape
+    blocks, top = x.float().view(m, n // 16, 16), torch.tensor(6.0)
+    amaxes = blocks.abs().amax(-1).view(m // rows, rows, -1).amax(1).repeat_interleave(rows, 0)
+    amax, biggest = x.abs().max().float(), torch.tensor(TOP)
+    encode = torch.minimum(torch.tensor(float(largest)) * top / amax, biggest)
+    base = torch.div(amaxes, top) * encode
+    made = {}
+    for name, wanted in (("six", base), ("four", base * 1.5)):
+        scale = wanted.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        by = torch.minimum(torch.div(1.0, scale.float() * torch.div(1.0, encode)), biggest)
+        codes = pairs((blocks * by.unsqueeze(-1)).clamp(-6, 6).reshape(m, n))
+        read = values(codes).view(m, n // 16, 16)
+        total = torch.zeros(m, n // 16)
+        for i in range(16):
+            diff = read[:, :, i] * scale.float() * amax / (top * largest) - blocks[:, :, i]
+            total = total + (diff * diff if error == "mse" else diff.abs())
+        if rows == 16:
+            by_row = total.view(m // 16, 16, -1)
+            for half in (8, 4, 2, 1):
+                by_row = by_row[:, :half] + by_row[:, half : 2 * half]
+            total = by_row.repeat_interleave(16, 1).reshape(m, -1)
+        made[name] = codes, scale.float(), total
+    four = made["four"][2] < made["six"][2]
+    codes = torch.where(four.repeat_interleave(8, 1), made["four"][0], made["six"][0])
+    return codes, torch.where(four, made["four"][1], made["six"][1]), four
+
+
+def values(codes):
+    """The numbers of pairs of codes."""
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    table = torch.cat([table, -table])
+    both = torch.stack([table[(codes & 15).long()], table[(codes >> 4).long()]], -1)
+    return both.flatten(-2)
+
+
 def pairs(x):
     """cast_to_fp4x2: the thresholds between neighbors, ties to the even code."""
     code = torch.zeros_like(x, dtype=torch.uint8)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.quantize.fp4_libraries import (
+    four_over_six,
     torchao_mx,
     torchao_nvfp4,
     torchao_nvfp4_one_level,
@@ -91,6 +92,69 @@ def test_te_nvfp4_is_its_sources(granularity, rows, rng):  # S-22
             np.testing.assert_allclose(
                 q.tensor_scale_inv, amax.numpy() / np.float32(2688), rtol=2.0**-22, atol=0
             )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("axis", [-1, 0])
+@pytest.mark.parametrize("largest", [256, 448])
+@pytest.mark.parametrize("error", ["mae", "mse"])
+@pytest.mark.parametrize(("granularity", "rows"), [("nvfp4_1x16", 1), ("nvfp4_16x16", 16)])
+def test_four_over_six_is_its_sources(granularity, rows, error, largest, axis, dtype, rng):  # S-22
+    policy = ScalePolicy(
+        name="mine", two_level=TwoLevel(tensor="encode", error=error, largest=largest)
+    )
+    if largest == 256:
+        name = "te_nvfp4_4over6" + "_mse" * (error == "mse")
+        assert policy.two_level == FP4_POLICIES[name].two_level
+    chosen = []
+    for x in tensors(rng):
+        x = cast.round_to(x, BFLOAT16) if dtype == "bfloat16" else x
+        codes, scale, four = four_over_six(torch.from_numpy(x), rows, error, largest)
+        q = scaling.quantize(
+            x.T if axis == 0 else x, E2M1FN, granularity=granularity, policy=policy, axis=axis
+        )
+        if axis == 0:
+            q = q._replace(codes=q.codes.T, scale=q.scale.T, scale_inv=q.scale_inv.T, axis=-1)
+        assert_equal(
+            x,
+            q._replace(
+                scale_inv=np.repeat(q.scale_inv, rows, axis=0),
+                scale=np.repeat(q.scale, rows, axis=0),
+                granularity="nvfp4_1x16",
+            ),
+            codes.numpy(),
+            scale.numpy(),
+        )
+        chosen.append(four.float().mean())
+    assert 0 < np.mean(chosen) < 1
+
+
+def test_the_order_of_a_sum_of_errors():  # S-22
+    """1s that 2^24 absorbs one by one: rows 8 apart are added first; elements of a row in order."""
+    e = np.zeros((16, 1, 16), np.float32)
+    e[0, 0, 0], e[8:10, 0, 0] = 2.0**24, 1
+    assert two_level._sum_of_blocks(e) == 2.0**24
+    e[8, 0, 0], e[9, 0, 0], e[1, 0, 0] = 0, 1, 1
+    assert two_level._sum_of_blocks(e) == 2.0**24 + 2
+    e[:] = 0
+    e[0, 0, :] = 1
+    e[0, 0, 0] = 2.0**24
+    assert two_level._sum_of_blocks(e) == 2.0**24
+
+
+def test_four_over_six_of_batches_and_ragged_rows(rng):  # S-6, S-22
+    """Each matrix has the choice that it has alone under the batch's amax; missing rows are zeros."""
+    x = rng.standard_normal((3, 40, 32)).astype(np.float32)
+    x[:, 0, 0] = 9  # the amax of each
+    options = {"granularity": "nvfp4_16x16", "policy": "te_nvfp4_4over6"}
+    q = scaling.quantize(x, E2M1FN, **options)
+    alone = [scaling.quantize(part, E2M1FN, **options) for part in x]
+    np.testing.assert_array_equal(q.codes, [part.codes for part in alone])
+    padded = scaling.quantize(np.pad(x[0], [(0, 8), (0, 0)]), E2M1FN, **options)
+    np.testing.assert_array_equal(padded.scale_inv, alone[0].scale_inv)
+    line = scaling.quantize(x[0, 0], E2M1FN, granularity="nvfp4_1x16", policy="te_nvfp4_4over6")
+    rows = scaling.quantize(x[0, :1], E2M1FN, granularity="nvfp4_1x16", policy="te_nvfp4_4over6")
+    np.testing.assert_array_equal(line.codes, rows.codes[0])
 
 
 @pytest.mark.parametrize("mode", ["floor", "ceil", "even", "rceil"])
@@ -202,6 +266,18 @@ def test_errors():  # S-22
     ):
         with pytest.raises(ValueError, match=r"encode, decode, none|smallest is in \[0, 1\)"):
             TwoLevel(**wrong)
+    for wrong, message in (
+        ({"tensor": "encode", "error": "max"}, "error is one of , mae, mse"),
+        ({"tensor": "decode", "error": "mae"}, "error is one of"),
+        ({"tensor": "encode", "largest": 240}, "largest is one of 448, 256"),
+        ({"tensor": "none", "largest": 256}, "largest is one of 448"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TwoLevel(**wrong)
+    with pytest.raises(ValueError, match="granularity of four over six is one of nvfp4_1x16"):
+        scaling.quantize(
+            np.ones((16, 16), np.float32), E2M1FN, granularity="rowwise", policy="te_nvfp4_4over6"
+        )
     q = scaling.quantize(
         np.ones((1, 16), np.float32), E2M1FN, granularity="nvfp4_1x16", policy="te_nvfp4"
     )
