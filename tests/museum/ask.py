@@ -13,7 +13,7 @@ from museum.exhibit import Ask, Verdict
 from fp8ref import conformance
 from fp8ref.conformance import invariants as properties
 from fp8ref.conformance import parameters, require
-from fp8ref.conformance.attention import decisions, identify_attention, require_attention
+from fp8ref.conformance.attention import identify_attention, probe, require_attention
 from fp8ref.conformance.delayed import require_delayed
 from fp8ref.conformance.gemm import grade_gemm
 from fp8ref.conformance.gemm.adapters import wrap
@@ -65,10 +65,10 @@ def required(require_: Callable[..., Any], *arguments: Any, **options: Any) -> A
 
 @functools.cache
 def cast(
-    fmt: str, expect: str | None = "saturating", *, infinities: str = "", once: bool = False
+    fmt: str, expect: str | None = "saturating", *, once: bool = False, **decisions: str
 ) -> Ask:
-    """A cast to a format, by its name; or one that saturates, and makes something else of
-    infinities. once: no dtype is rounded to another one first."""
+    """A cast to a format, by its name, or by decisions such as ``infinities`` where no name has
+    them. once: no dtype is rounded to another one first."""
 
     def ask(function: Callable[..., Any]) -> Verdict:
         try:
@@ -76,12 +76,10 @@ def cast(
                 outcome = conformance.identify_cast(function, fmt, expect=expect)
         except ConformanceError as error:
             return Verdict(False, str(error))
-        ok, found = outcome.ok, outcome.found
-        if infinities:
-            ok = outcome.identified and found["overflow"] == "max"
-            ok &= found["infinities"] == infinities
+        ok = outcome.identified if decisions else outcome.ok
+        ok &= all(outcome.found[key] == value for key, value in decisions.items())
         if once:
-            ok &= not any(found["double_roundings"].values())
+            ok &= not any(outcome.found["double_roundings"].values())
         return Verdict(ok, report(outcome))
 
     return ask
@@ -171,7 +169,7 @@ def required_attention(variant: str, **options: Any) -> Ask:
 @functools.cache
 def probed(**options: Any) -> Ask:
     """Attention of any arithmetic: its masks, heads, descales and range of P."""
-    return judged(decisions.probe, **options)
+    return judged(probe, **options)
 
 
 @functools.cache

@@ -161,6 +161,21 @@ def one_subnormal_exponent(codes):
     return np.where((c & 0x78 == 0) & (c & 7 != 0), subnormal, decoded(codes, E4M3))
 
 
+def of_columns(codes, scale_inv, *, column=None):
+    """Codes [M, K] times scales of blocks of 128, which lie in columns of M; column: the stride
+    from one column to the next."""
+    m, count = codes.shape[0], -(-codes.shape[1] // 128)
+    stride = m if column is None else column
+    index = np.arange(m)[:, None] + stride * np.arange(count)
+    scales = np.repeat(np.asarray(scale_inv).reshape(-1)[index], 128, axis=1)
+    return decoded(codes) * scales[:, : codes.shape[1]]
+
+
+def unit_column(codes, scale_inv):
+    """The row's stride is passed, and the column's taken for 1."""
+    return of_columns(codes, scale_inv, column=1)
+
+
 TILELANG = "https://github.com/tile-ai/tilelang/"
 
 EXHIBITS = (
@@ -339,5 +354,16 @@ EXHIBITS = (
         twin=e4m3,
         ask=ask.decoder("e4m3fn"),
         named="subnormal codes of e4m3fn are read as normal numbers",
+    ),
+    Exhibit(
+        name="vllm-53338",
+        link="https://github.com/vllm-project/vllm/issues/53338",
+        library="vLLM",
+        year=2026,
+        title="The column stride of the scales is ignored when rows are scattered to experts",
+        fault=unit_column,
+        twin=of_columns,
+        ask=ask.decoder("e4m3fn", granularity="blockwise_1x128", layout="column_major"),
+        named="an element reads another scale: columns from 128 on",
     ),
 )

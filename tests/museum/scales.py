@@ -57,7 +57,7 @@ EXHIBITS = (
     ),
     Exhibit(
         name="flashinfer-2595",
-        link="https://github.com/flashinfer-ai/flashinfer/pull/2595",
+        link="https://github.com/flashinfer-ai/flashinfer/issues/2595",
         library="FlashInfer",
         year=2026,
         title="448 / amax overflows for a block of subnormal size",
