@@ -11,7 +11,7 @@ the module itself, in a REPL or a notebook, shows a line on each.
 import math
 import sys
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fp8ref.shared import registry
@@ -20,11 +20,7 @@ from fp8ref.shared.tables import Listing
 __all__ = [
     "BFLOAT16",
     "E2M1FN",
-    "E2M3FN",
-    "E3M2FN",
-    "E3M4",
     "E4M3",
-    "E4M3B11FNUZ",
     "E4M3FN",
     "E5M2",
     "FLOAT16",
@@ -32,7 +28,6 @@ __all__ = [
     "FORMATS",
     "FP8_FORMATS",
     "NARROW_FORMATS",
-    "P3109_FORMATS",
     "Format",
 ]
 
@@ -150,19 +145,10 @@ E4M3FN = Format(
 E5M2 = Format(name="e5m2", exponent_bits=5, mantissa_bits=2, bias=15)
 """FP8 with 5 exponent and 2 mantissa bits: max 57344, with infinities (F-2)."""
 
-E4M3FNUZ = Format(
-    name="e4m3fnuz", exponent_bits=4, mantissa_bits=3, bias=8, nan="negative_zero", infinities=False
-)
+E4M3FNUZ = replace(E4M3FN, name="e4m3fnuz", bias=8, nan="negative_zero")
 """FP8 with 4 exponent and 3 mantissa bits: max 240, no infinities, no negative zero (F-3)."""
 
-E5M2FNUZ = Format(
-    name="e5m2fnuz",
-    exponent_bits=5,
-    mantissa_bits=2,
-    bias=16,
-    nan="negative_zero",
-    infinities=False,
-)
+E5M2FNUZ = replace(E4M3FNUZ, name="e5m2fnuz", exponent_bits=5, mantissa_bits=2, bias=16)
 """FP8 with 5 exponent and 2 mantissa bits: max 57344, no infinities, no negative zero (F-3)."""
 
 E8M0FNU = Format(
@@ -179,23 +165,16 @@ E8M0FNU = Format(
 E2M1FN = Format(name="e2m1fn", exponent_bits=2, mantissa_bits=1, bias=1, nan=None, infinities=False)
 """FP4 with 2 exponent bits and 1 mantissa bit: 16 numbers up to 6, no infinities, no NaN (F-5)."""
 
-E2M3FN = Format(name="e2m3fn", exponent_bits=2, mantissa_bits=3, bias=1, nan=None, infinities=False)
+E2M3FN = replace(E2M1FN, name="e2m3fn", mantissa_bits=3)
 """FP6 with 2 exponent and 3 mantissa bits: 64 numbers up to 7.5, no infinities, no NaN (F-6)."""
 
-E3M2FN = Format(name="e3m2fn", exponent_bits=3, mantissa_bits=2, bias=3, nan=None, infinities=False)
+E3M2FN = replace(E2M1FN, name="e3m2fn", exponent_bits=3, mantissa_bits=2, bias=3)
 """FP6 with 3 exponent and 2 mantissa bits: 64 numbers up to 28, no infinities, no NaN (F-6)."""
 
 E3M4 = Format(name="e3m4", exponent_bits=3, mantissa_bits=4, bias=3)
 """The e3m4 of ml_dtypes: max 15.5, with infinities (F-6)."""
 
-E4M3B11FNUZ = Format(
-    name="e4m3b11fnuz",
-    exponent_bits=4,
-    mantissa_bits=3,
-    bias=11,
-    nan="negative_zero",
-    infinities=False,
-)
+E4M3B11FNUZ = replace(E4M3FNUZ, name="e4m3b11fnuz", bias=11)
 """The e4m3b11fnuz of ml_dtypes: bias 11, no infinities, no negative zero (F-6)."""
 
 E4M3 = Format(name="e4m3", exponent_bits=4, mantissa_bits=3, bias=7)

@@ -75,6 +75,13 @@ def test_some_rows_asked_again_are_the_same(libraries, kind, same_versions):
         assert " | ".join(asked[row[0]]) == " | ".join(row)
 
 
+def test_casts_to_e8m0_are_the_rows_of_the_page(libraries, same_versions):  # C-10
+    asked = [" | ".join(cells) for cells in libraries.table("e8m0", 0) if "cuda" not in cells[0]]
+    section = PAGE.split("## Casts to e8m0\n")[1].split("\n## ")[0]
+    written = [line.strip("| ") for line in section.splitlines() if line.startswith("| `")]
+    assert [row for row in written if not row.startswith("`cuda_fp8.hpp")] == asked
+
+
 def test_the_text_is_the_scripts(libraries, same_versions, monkeypatch):
     monkeypatch.setattr(libraries, "table", lambda kind, count: [])
     without_rows = re.sub(r"^\| `.*\n", "", PAGE, flags=re.MULTILINE)

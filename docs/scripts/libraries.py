@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from fp8ref.conformance import identify_cast
+from fp8ref.conformance.cast.e8m0 import DECISIONS
 from fp8ref.conformance.inputs import kinds
 from fp8ref.conformance.kit import explain
 from fp8ref.conformance.libraries import cuda_header
@@ -240,7 +242,9 @@ def _engines() -> Iterable[Function]:
 
 
 def table(kind: str, count: int, only: Iterable[str] = ("*",)) -> list[list[str]]:
-    """The rows of "casts" or "scales" whose names match one of the patterns."""
+    """The rows of "casts" or "scales" whose names match one of the patterns; those of "e8m0"."""
+    if kind == "e8m0":
+        return e8m0_table()
     asked = [
         function
         for function in functions(kind)
@@ -251,9 +255,7 @@ def table(kind: str, count: int, only: Iterable[str] = ("*",)) -> list[list[str]
 
 
 def versions() -> str:
-    return ", ".join(
-        f"{name} {importlib.metadata.version(name).split('+')[0]}" for name in LIBRARIES
-    )
+    return ", ".join(f"{name} {_version(name)}" for name in LIBRARIES)
 
 
 def page(count: int) -> str:
@@ -273,6 +275,10 @@ def page(count: int) -> str:
         "*differ* counts differences from the simulator's default, nearest even and saturating. "
         "The last column shows the\nsimplest: the library's code *for* the simulator's.",
         _markdown(CASTS, table("casts", count)),
+        "## Casts to e8m0",
+        "The decisions of [C-10](spec/c.md#c-10), found by `identify_cast`, and the names of casts "
+        "with the same ones. The simulator's default is `saturating`.",
+        _markdown(E8M0_CASTS, table("e8m0", count)),
         "## Scales",
         "*policy*: the [policy](concepts/scaling.md) that gives the same scales for all amaxes "
         "compared, with a previous scale of 1. If there is none, the\nnearest policy, with the "
@@ -288,6 +294,43 @@ def page(count: int) -> str:
         "FP8, and it has no backward pass.",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+E8M0_CASTS = ("row", "what", "known by", *DECISIONS, "names")
+
+
+def e8m0_table() -> list[list[str]]:
+    """The casts to e8m0fnu of the installed libraries and of CUDA's header, by their decisions."""
+    import jax.numpy as jnp
+    import ml_dtypes
+    import torch
+
+    rows = {
+        "ml_dtypes": ("x.astype(dtype)", "numpy", lambda x: x.astype(ml_dtypes.float8_e8m0fnu)),
+        "torch": ("x.to(dtype)", "torch", lambda x: x.to(torch.float8_e8m0fnu)),
+        "jax": ("x.astype(dtype)", "jax", lambda x: x.astype(jnp.float8_e8m0fnu)),
+    }
+    for up, mode in ((True, "cudaRoundPosInf"), (False, "cudaRoundZero")):
+        for saturate, kind in ((True, "__NV_SATFINITE"), (False, "__NV_NOSAT")):
+
+            def function(x, up=up, saturate=saturate):
+                return cuda_header.encode_e8m0(x, up=up, saturate=saturate)
+
+            name = f"{libraries.CUDA_HEADER}/{'up' if up else 'zero'}{'/sat' * saturate}"
+            rows[name] = (f"__nv_cvt_float_to_e8m0(x, {kind}, {mode})", "numpy", function)
+    cells = []
+    for name, (what, framework, function) in rows.items():
+        found = identify_cast(function, "e8m0fnu", framework=framework).found
+        of_header = name.startswith(libraries.CUDA_HEADER)
+        version = cuda_header.version() if of_header else f"{name} {_version(name)}"
+        decided = [str(found[decision]) for decision in DECISIONS]
+        names = ", ".join(f"`{known}`" for known in found["behavior"])
+        cells.append([f"`{name}`", f"`{what}`", f"run: {version}", *decided, names])
+    return cells
+
+
+def _version(library: str) -> str:
+    return importlib.metadata.version(library).split("+")[0]
 
 
 def _markdown(head: Iterable[str], rows: list[list[str]]) -> str:

@@ -75,7 +75,7 @@ def _conform(arguments: argparse.Namespace) -> int:
     from fp8ref.conformance.gemm import library_gemms
 
     decodes = arguments.kind == "decoder"
-    named = formats.FORMATS if decodes else formats.QUANTIZED_FORMATS
+    named = formats.FORMATS if decodes else [*formats.NARROW_FORMATS, "e8m0fnu"]
     text = f"--format is one of {', '.join(named)}; got {arguments.format}."
     require(arguments.format in named, text)
     text = f"--kind is one of {', '.join(KINDS)}; got {arguments.kind}."
@@ -188,7 +188,7 @@ def _cast_or_quantizer(arguments: argparse.Namespace, function, kind: str):
     identify = functools.partial(
         conformance.identify_cast if is_cast else conformance.identify_quantizer,
         function,
-        formats.QUANTIZED_FORMATS[arguments.format],
+        formats.FORMATS[arguments.format],
         name=arguments.subject,
         expect=same,
         framework=arguments.framework,
@@ -209,9 +209,9 @@ def _cast_or_quantizer(arguments: argparse.Namespace, function, kind: str):
 def _expected_kind(name: str | None) -> str | None:
     """Whether --expect names a cast's behavior, or a quantizer's policy; None without."""
     from fp8ref import policy
-    from fp8ref.conformance.cast.behavior import KNOWN_CASTS, NANS_OF_4_BITS
+    from fp8ref.conformance.cast import behavior
 
-    casts = dict.fromkeys([*KNOWN_CASTS, *NANS_OF_4_BITS])
+    casts = behavior.NAMES
     policies = (*policy.POLICIES, *policy.FP4_POLICIES)
     require(
         name is None or name in casts or name in policies,

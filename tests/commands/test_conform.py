@@ -337,8 +337,12 @@ def test_attention_and_the_variant_that_it_should_be(functions, capsys):  # A-1
         ),
         (["rows", "--kind", "attention"], "somebodys_functions:rows raised"),
         (
-            ["ties_away", "--format", "e8m0fnu"],
-            "--format is one of e4m3fn, e5m2, e4m3fnuz, e5m2fnuz, e2m1fn; got e8m0fnu",
+            ["ties_away", "--format", "float16"],
+            "--format is one of e4m3fn, e5m2, e4m3fnuz, e5m2fnuz, e2m1fn, e2m3fn, e3m2fn, e3m4",
+        ),
+        (
+            ["rows", "--format", "e2m3fn"],
+            "a quantizer's format is one of e4m3fn, e5m2, e4m3fnuz, e5m2fnuz, e2m1fn; got 'e2m3fn'",
         ),
         (
             ["attend", "--format", "e2m1fn"],

@@ -189,7 +189,7 @@ EXHIBITS = (
         fault=shifted_subnormals,
         twin=e2m1,
         ask=ask.cast("e2m1fn", "ml_dtypes"),
-        unnamed="got 0, expected 0.5 (C-2)",
+        unnamed="got 0x00 = 0, expected 0x01 = 0.5 (F-1)",
     ),
     Exhibit(
         name="tt-metal-51975",

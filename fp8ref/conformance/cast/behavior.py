@@ -7,12 +7,14 @@ that the specification does not have.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from fp8ref import formats
-from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
+from fp8ref.conformance.cast import e8m0
+from fp8ref.conformance.cast.e8m0 import E8m0Behavior
+from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, P3109_FORMATS, Format
 from fp8ref.sim.quantize import cast
 
 ROUNDINGS = (
@@ -71,6 +73,10 @@ class Behavior:
     double_rounding: Mapping[str, DoubleRounding] = field(default_factory=dict)
 
 
+AnyBehavior = Behavior | E8m0Behavior
+"""The behavior of a cast to any format of at most 8 bits."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class KnownCast:
     """A cast with a name, in every format.
@@ -122,19 +128,37 @@ Where two are the same in a format, a cast has both names. Since 2.12 torch satu
 """
 
 
-NANS_OF_4_BITS = {"saturating": (7, 7), "ml_dtypes": (8, 0), "torchao_f4": (3, 11)}
-"""The codes of NaN and of -NaN in e2m1fn, which has no NaN, by the name of a cast: that of C-9 and
-PTX; ml_dtypes 0.6; torchao 0.18's f32_to_f4_unpacked. The three are one on numbers."""
+NANS_OF_TORCHAO: dict[str, dict[str, tuple[int, int]]] = {
+    "e2m1fn": {"torchao_f4": (3, 11)},
+    "e2m3fn": {"torchao_f6": (12, 44)},
+    "e3m2fn": {"torchao_f6": (14, 46)},
+}
+"""The codes of NaN and of -NaN in formats without NaN, of torchao 0.18's f32_to_f4_unpacked,
+f32_to_f6_e2m3_unpacked and f32_to_f6_e3m2_unpacked, by the name of a cast. They are those of the
+NaNs of arithmetic: other payloads give others."""
+
+NAMES = tuple(dict.fromkeys([*KNOWN_CASTS, "torchao_f4", "torchao_f6", *e8m0.KNOWN_E8M0_CASTS]))
+"""The names that a cast may have."""
 
 
-def known_casts(fmt: Format) -> dict[str, Behavior]:
-    """The behaviors in one format that have a name, the specification's first."""
-    if fmt.bits == 4:
-        return {name: Behavior(nan=nan) for name, nan in NANS_OF_4_BITS.items()}
-    return {name: known.behavior(fmt) for name, known in KNOWN_CASTS.items()}
+def known_casts(fmt: Format) -> dict[str, Any]:
+    """The behaviors in one format that have a name, the specification's first.
+
+    In a format without NaN they differ in the code of a NaN alone: that of C-9 and PTX; that of
+    ml_dtypes 0.6, a zero of the other sign; torchao's.
+    """
+    if not fmt.signed:
+        return dict(e8m0.KNOWN_E8M0_CASTS)
+    if not fmt.has_nan:
+        nans = {"saturating": (fmt.nan_code, fmt.nan_code), "ml_dtypes": (fmt.sign_bit, 0)}
+        nans |= NANS_OF_TORCHAO.get(fmt.name, {})
+        return {name: Behavior(nan=nan) for name, nan in nans.items()}
+    # no library has those of P3109
+    own = [k for k in KNOWN_CASTS.values() if fmt.name not in P3109_FORMATS or k.nan == "emitted"]
+    return {k.name: k.behavior(fmt) for k in own}
 
 
-def by_name(name: str, fmt: Format) -> Behavior:
+def by_name(name: str, fmt: Format) -> Any:
     """The known cast of this name in one format; ValueError lists the names."""
     casts = known_casts(fmt)
     if name not in casts:
@@ -146,7 +170,7 @@ def by_name(name: str, fmt: Format) -> Behavior:
 
 
 def encode(
-    x: np.ndarray, fmt: Format | str, behavior: Behavior, *, source: str = "float32"
+    x: np.ndarray, fmt: Format | str, behavior: AnyBehavior, *, source: str = "float32"
 ) -> np.ndarray:
     """The codes that a cast of this behavior gives.
 
@@ -156,6 +180,8 @@ def encode(
               zeros; infinities; NaN.
     """
     fmt = formats.by_name(fmt)
+    if isinstance(behavior, E8m0Behavior):
+        return behavior.encode(x)
     through = behavior.double_rounding.get(source)
     value = x
     if through is not None:

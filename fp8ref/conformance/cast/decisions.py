@@ -12,7 +12,7 @@ from fp8ref.conformance.cast.behavior import KNOWN_CASTS, ROUNDINGS, WIDE, Behav
 from fp8ref.conformance.cast.outputs import Responses, number_text, output_text
 from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.kit.explain import simplest
-from fp8ref.conformance.kit.finding import Counterexample, Finding
+from fp8ref.conformance.kit.finding import Finding
 from fp8ref.sim.quantize import cast
 
 
@@ -51,23 +51,6 @@ def _decided(
     matches = [v for v, other in behaviors.items() if not a.mismatches(other, relevant).any()]
     shown = a.counterexample(simplest(a.x, differs), b, clause)
     return Finding(name, matches[0] if matches else None, str(shown), witness=shown)
-
-
-def nearest_rounding(
-    a: Responses, number: np.ndarray
-) -> tuple[cast.Rounding, list[Counterexample]]:
-    """The rounding of C-2 that contradicts the fewest codes, and the first one that it does.
-
-    number  for each input, whether it counts: not a NaN, if the format has none (C-9).
-    """
-    specified: tuple[cast.Rounding, ...] = ("nearest_even", "nearest_away", "toward_zero", "to_odd")
-    b = KNOWN_CASTS["saturating"].behavior(a.fmt)
-    behaviors = {r: dataclasses.replace(b, rounding=r) for r in specified}
-    wrong = {r: a.mismatches(other, number) for r, other in behaviors.items()}
-    nearest = min(wrong, key=lambda r: int(wrong[r].sum()))
-    if not wrong[nearest].any():
-        return nearest, []
-    return nearest, [a.counterexample(int(np.argmax(wrong[nearest])), behaviors[nearest], "C-2")]
 
 
 def subnormals(a: Responses, b: Behavior) -> Finding:
@@ -136,7 +119,7 @@ def nans(a: Responses, b: Behavior) -> tuple[Finding, tuple[int, int] | None]:
         sorted({int(c) for c in a.codes[nan & (np.signbit(a.x) == negative)]})
         for negative in (False, True)
     ]
-    if a.output.values_only and by_sign == [[a.fmt.nan_code]] * 2:
+    if a.fmt.has_nan and a.output.values_only and by_sign == [[a.fmt.nan_code]] * 2:
         evidence = "NaN stays NaN; values do not show its code"
         return Finding("nan_code", None, evidence, words="NaN"), (a.fmt.nan_code,) * 2
     # Codes may differ by the payload: then no pair of codes describes them.
@@ -148,7 +131,11 @@ def nans(a: Responses, b: Behavior) -> tuple[Finding, tuple[int, int] | None]:
         return Finding("nan_code", None, evidence), None
     pair = by_sign[0][0], by_sign[1][0]
     differs = a.mismatches(b, nan)
-    wrong = a.counterexample(int(np.argmax(differs)), b, "C-5") if differs.any() else None
+    wrong = (
+        a.counterexample(int(np.argmax(differs)), b, "C-5" if a.fmt.has_nan else "C-9")
+        if differs.any()
+        else None
+    )
     word = f"0x{pair[0] & 255:02X}"
     word += f", of -NaN 0x{pair[1] & 255:02X}" if pair[0] != pair[1] else ""
     return Finding("nan_code", pair[0], evidence, words=word, witness=wrong), pair

@@ -18,19 +18,21 @@ from fp8ref.conformance.cast import (
     behavior,
     decisions,
     describe,
+    identify_e8m0,
     layout_invariance,
     outputs,
     stochastic,
 )
 from fp8ref.conformance.cast.behavior import KNOWN_CASTS, Behavior
 from fp8ref.conformance.cast.outputs import Responses
-from fp8ref.conformance.inputs import cast_inputs, dtypes
+from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.inputs.dtypes import rounded
 from fp8ref.conformance.kit import subject as subjects
 from fp8ref.conformance.kit.explain import simplest
 from fp8ref.conformance.kit.finding import Counterexample, Finding, Outcome, bits_of, show
 from fp8ref.conformance.kit.subject import ConformanceError, RefusedError, Subject
 from fp8ref.formats import Format
+from fp8ref.shared import errors
 from fp8ref.sim.quantize import cast
 
 
@@ -59,21 +61,20 @@ def identify_cast(
                repeat itself.
     """
     fmt = formats.by_name(fmt)
-    four_bits = fmt.name in formats.FP4_FORMATS
-    if four_bits and exhaustive:
+    check_format(fmt)
+    if exhaustive and fmt.name not in formats.FP8_FORMATS:
         raise ValueError(
             f"exhaustive is of casts to FP8; {fmt} is asked at every number, midpoint and "
             "neighbor of these. Leave it out."
         )
-    if not four_bits:
-        check_format(fmt)
     if expect is not None:
         behavior.by_name(expect, fmt)
     name = name or subjects.name_of(function)
     subject = subjects.wrap(name, function, framework=framework, device=device, shape=(16,))
     source = subjects.first_dtype(subject)
-    if four_bits:
-        return _identify_four_bits(subject, fmt, source, expect)
+    subject = outputs.narrow(subject, fmt, source)
+    if not fmt.signed:
+        return identify_e8m0.identify(subject, source, expect)
     if exhaustive and source != "float32":
         raise ConformanceError(
             f"--exhaustive tests all float32 inputs; {name} takes no float32. Leave "
@@ -110,7 +111,7 @@ def require_cast(
     Raises:    as ``identify_cast``.
     Source:    spec C-8.
     """
-    exhaustive = exhaustive and formats.by_name(fmt).bits == 8
+    exhaustive = exhaustive and formats.by_name(fmt).name in formats.FP8_FORMATS
     return identify_cast(function, fmt, expect=expect, exhaustive=exhaustive, **options).require()
 
 
@@ -145,7 +146,8 @@ class _Explained:
         first = next(iter(self.responses.values()))
         asked = f"{first.x.size:,} of the {first.source} inputs"
         evidence = f"of {total:,} are those of this"
-        evidence += "" if exhaustive else "; --exhaustive asks all of float32"
+        if not exhaustive and first.fmt.name in formats.FP8_FORMATS:
+            evidence += "; --exhaustive asks all of float32"
         unasked = () if exhaustive else (f"all but {asked}",)
         return Finding("answers", right, evidence, words=f"{right:,}", unasked=unasked)
 
@@ -200,6 +202,10 @@ def _identify_repeating(
         expected = behavior.by_name(expect, fmt)
         differences = describe.differences_from(explained.responses, expected, fmt, format_finding)
     named = {"behavior": names, "behavior_but_for_nan_codes": names_but_for_nan}
+    packing = dict[str, str]()
+    if isinstance(subject, outputs.NarrowSubject) and fmt.bits == 4:
+        packing = {"packing": subject.packing}
+        findings.append(Finding("packing", subject.packing, "the shape of its output"))
     if unlike:
         named = {key: [] for key in named}
     return Outcome(
@@ -207,7 +213,7 @@ def _identify_repeating(
         kind="cast",
         fmt=fmt,
         framework=subject.framework,
-        found=describe.result_dict(b, findings, first) | named,
+        found=describe.result_dict(b, findings, first) | named | packing,
         findings=findings,
         identified=complete and not elsewhere,
         named=bool(names_but_for_nan),
@@ -216,59 +222,6 @@ def _identify_repeating(
         expected=expect,
         differences=differences,
         limits=subject.other_devices,
-    )
-
-
-def _identify_four_bits(subject: Subject, fmt: Format, source: str, expect: str | None) -> Outcome:
-    """Identify a cast to e2m1fn, whose numbers are so few that all of them, their midpoints and
-    what is next to these are asked at once: its rounding, its codes of NaN, and how pairs of codes
-    are packed.
-    """
-    x = dtypes.rounded(cast_inputs.identifying(fmt, source), source)
-    x = np.concatenate([x, np.zeros(x.size % 2, np.float32)])
-    number = ~np.isnan(x)
-    output = outputs.ask_four_bits(subject, x, source, fmt)
-    a = Responses(x=x, source=source, output=output, fmt=fmt)
-    again = outputs.ask_four_bits(subject, x, source, fmt)
-    rounding, unlike = "stochastic", list[Counterexample]()
-    if np.array_equal(a.codes, again.codes(fmt)):
-        rounding, unlike = decisions.nearest_rounding(a, number)
-    else:
-        unlike = stochastic.unlike_four_bits(subject, x[number], source, fmt)
-    nans = np.array([np.nan, -np.nan] * 8, np.float32)
-    codes = outputs.ask_four_bits(subject, nans, source, fmt).codes(fmt)
-    pair = int(codes[0]), int(codes[1])
-    usual = rounding in ("nearest_even", "stochastic")
-    known = behavior.known_casts(fmt)
-    names = [n for n, b in known.items() if b.nan == pair and usual and not unlike]
-    differences = list(unlike)
-    if expect is not None and not unlike and expect not in names:
-        words = ("NaN", f"codes {pair}", f"codes {known[expect].nan}", "C-9")
-        if not usual:
-            words = ("a tie", f"rounding {rounding}", "nearest_even", "C-2")
-        differences = [Counterexample(*words, dtype=source)]
-    summary = f"a cast to {fmt}, {rounding}, NaN to code {pair[0]}"
-    summary += f": {names[0]}" if names else ""
-    return Outcome(
-        name=subject.name,
-        kind="cast",
-        fmt=fmt,
-        framework=subject.framework,
-        findings=describe.findings_of_four_bits(a, rounding, pair),
-        identified=not unlike,
-        named=bool(names),
-        found={
-            "format": None if unlike else fmt.name,
-            "rounding": rounding,
-            "packing": output.packing,
-            "nan_code": pair[0],
-            "is": names,
-        },
-        summary=f"no known cast to {fmt}; the nearest rounds {rounding}" if unlike else summary,
-        unlike=unlike,
-        expected=expect,
-        differences=differences if expect is not None else [],
-        limits=["other dtypes, shapes and strides", *subject.other_devices],
     )
 
 
@@ -347,21 +300,22 @@ def _check_no_reuse(subject: Subject, a: Responses) -> None:
 
 
 def check_format(fmt: Format) -> None:
-    """ValueError unless fmt is an FP8 format that tensors are cast to."""
+    """ValueError unless fmt is a format of at most 8 bits that tensors are cast to."""
     formats.check(fmt)
-    if fmt.name not in formats.FP8_FORMATS:
-        raise ValueError(f"a cast is to one of {', '.join(formats.FP8_FORMATS)}; got {fmt}.")
+    names = ", ".join([*formats.NARROW_FORMATS, "e8m0fnu"])
+    errors.require(fmt.bits <= 8, f"a cast is to one of {names}; got {fmt}.")
 
 
 def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, Finding]:
     """The format that it casts to, from the numbers of every format; None if there is none."""
-    x = rounded(cast_inputs.all_numbers(), source)
+    x = rounded(cast_inputs.all_numbers(fmt), source)
     output, position = outputs.ask_twice(subject, x, source)
     # The identity would be taken for a cast to any format.
     if output.values_only and np.array_equal(output.array, x):
+        tried = cast_inputs.CAST_FORMATS | {fmt.name: fmt}
         evidence = (
-            f"all {x.size} numbers of {len(cast_inputs.CAST_FORMATS)} formats come back "
-            "unchanged: it rounds to none of them"
+            f"all {x.size} numbers of {len(tried)} formats come back unchanged: it rounds to none "
+            "of them"
         )
         return None, Finding("format", None, evidence)
     found_fmt, evidence = outputs.identify_format(output, x, fmt)
@@ -381,7 +335,7 @@ def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, 
             show(x[at]),
             outputs.output_text(output, at, found_fmt or fmt),
             outputs.output_text(expected_output, at, fmt),
-            "F-2" if fmt.negative_zero else "F-3",
+            _CLAUSES.get(fmt.name, "F-1"),
             bits=(bits_of(x[at], source),),
             dtype=source,
         )
@@ -391,6 +345,9 @@ def _format(subject: Subject, fmt: Format, source: str) -> tuple[Format | None, 
     text = f"{found_fmt}"
     text += f", max {found_fmt.max:g}, not {fmt}" if found_fmt is not fmt else ""
     return found_fmt, Finding("format", found_fmt.name, evidence, words=text, witness=witness)
+
+
+_CLAUSES = {"e4m3fn": "F-2", "e5m2": "F-2", "e4m3fnuz": "F-3", "e5m2fnuz": "F-3"}
 
 
 def _ask(subject: Subject, source: str, found_fmt: Format) -> tuple[Responses, int | None]:
@@ -418,7 +375,10 @@ def _scaled(subject: Subject, fmt: Format, source: str) -> str:
     codes = outputs.ask(subject, x, source).codes(fmt)
     # A format with another bias, read as fmt, looks like a constant factor.
     with np.errstate(all="ignore"):
-        ratio = np.where(codes >= 0, cast.decode((codes & 255).astype(np.uint8), fmt), np.nan) / x
+        ratio = (
+            np.where(codes >= 0, cast.decode(np.maximum(codes, 0).astype(np.uint8), fmt), np.nan)
+            / x
+        )
     most = float(np.median(ratio[np.isfinite(ratio)])) if np.isfinite(ratio).any() else 1.0
     if np.mean(ratio == most) <= 0.5 or most in (0, 1):
         return ""

@@ -3,10 +3,10 @@
 import numpy as np
 
 from fp8ref.conformance.cast import behavior, outputs
-from fp8ref.conformance.cast.behavior import Behavior
+from fp8ref.conformance.cast.behavior import AnyBehavior
 from fp8ref.conformance.cast.outputs import Responses
 from fp8ref.conformance.kit import arrays
-from fp8ref.conformance.kit.explain import simplest
+from fp8ref.conformance.kit.explain import has_code, simplest
 from fp8ref.conformance.kit.finding import (
     Counterexample,
     Finding,
@@ -28,7 +28,7 @@ One has more than a million elements.
 
 
 def check_every_16_bit(
-    subject: Subject, explained: Responses, cast_behavior: Behavior
+    subject: Subject, explained: Responses, cast_behavior: AnyBehavior
 ) -> list[Counterexample]:
     """The simplest number of bfloat16 or float16, all NaN payloads among them, whose code is not
     the one of the behavior; none of another dtype. All NaN codes count as equal (C-5).
@@ -53,7 +53,7 @@ def check_every_16_bit(
 
 
 def check_shapes(
-    subject: Subject, a: Responses, cast_behavior: Behavior
+    subject: Subject, a: Responses, cast_behavior: AnyBehavior
 ) -> tuple[Finding, list[Counterexample]]:
     """Compare arrays of other shapes with the behavior found. A shape that raises is no fault."""
 
@@ -68,7 +68,7 @@ def check_shapes(
 
 
 def check_strides(
-    subject: Subject, a: Responses, cast_behavior: Behavior
+    subject: Subject, a: Responses, cast_behavior: AnyBehavior
 ) -> tuple[Finding, list[Counterexample]]:
     """Compare arrays that are not contiguous in memory with the behavior found."""
     # a step of 7: next to each other are unrelated numbers
@@ -87,12 +87,13 @@ def _counterexample(
     a: Responses,
     at: np.ndarray,
     output: outputs.Output,
-    cast_behavior: Behavior,
+    cast_behavior: AnyBehavior,
     layout_text: str = "",
 ) -> list[Counterexample]:
     """The first element with another code than the behavior found gives; all NaN codes are one."""
     expected = behavior.encode(a.x, a.fmt, cast_behavior, source=a.source).astype(np.int64)[at]
     differs = a.canonical(output.codes(a.fmt)) != a.canonical(expected)
+    differs &= has_code(a.x[at], a.fmt)
     if not differs.any():
         return []
     index = np.unravel_index(int(np.argmax(differs)), at.shape)

@@ -1,5 +1,6 @@
 """The outputs of a cast, read as codes of a format, whether they are codes or values."""
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp8ref.conformance.cast import behavior
-from fp8ref.conformance.cast.behavior import Behavior
+from fp8ref.conformance.cast.behavior import AnyBehavior
 from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
 from fp8ref.conformance.inputs.dtypes import rounded
@@ -26,27 +27,21 @@ FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """The array that a cast returned: codes as uint8, or values; dtype is the original one.
-
-    packing  how it held codes of 4 bits, in words; the array then has the values of these.
-    """
+    """The array that a cast returned: codes as uint8, or values; dtype is the original one."""
 
     array: np.ndarray
     dtype: str
-    packing: str = "one a byte"
 
     @property
     def values_only(self) -> bool:
         """True if the array holds values, from which the code of a NaN cannot be read."""
         return self.array.dtype != np.uint8
 
-    @property
-    def candidate_formats(self) -> list[Format]:
-        """The formats that its codes or values may be in: one if the dtype names it, else all."""
-        named = self.dtype.removeprefix("float8_")
-        if named != self.dtype:
-            return [CAST_FORMATS[named]]
-        return list(CAST_FORMATS.values())
+    def candidate_formats(self, fmt: Format) -> list[Format]:
+        """The formats that its codes or values may be in, fmt first: one if the dtype names it."""
+        formats = {fmt.name: fmt} | CAST_FORMATS
+        named = self.dtype.partition("_")[2].removesuffix("_x2")
+        return [formats[named]] if named else list(formats.values())
 
     def codes(self, fmt: Format) -> np.ndarray:
         """The codes in fmt, int64; NO_CODE where fmt does not have a value."""
@@ -70,17 +65,20 @@ class Responses:
         return self.output.codes(self.fmt)
 
     def mismatches(
-        self, b: Behavior, among: np.ndarray | None = None, *, canonical: bool = False
+        self, b: AnyBehavior, among: np.ndarray | None = None, *, canonical: bool = False
     ) -> np.ndarray:
         """Where the codes are not those of a behavior, optionally only among some inputs.
 
-        canonical  all NaN codes count as equal (C-5). For infinite inputs they always do.
+        canonical  all NaN codes count as equal (C-5), and all codes of a NaN in a format that has
+                   none (C-9). For infinite inputs they always do.
         """
         expected = behavior.encode(self.x, self.fmt, b, source=self.source).astype(np.int64)
         codes = self.codes
         if canonical or self.output.values_only:
             codes, expected = self.canonical(codes), self.canonical(expected)
         different = codes != expected
+        if canonical and not self.fmt.has_nan:
+            different &= ~np.isnan(self.x)
         # Where an infinity becomes NaN, any NaN code will do.
         if not canonical:
             alike = self.canonical(codes) == self.canonical(expected)
@@ -97,7 +95,7 @@ class Responses:
         kept = rounded(values, self.source)
         return np.isin(self.x, kept[np.isfinite(kept)])
 
-    def counterexample(self, index: int, expected: Behavior, clause: str) -> Counterexample:
+    def counterexample(self, index: int, expected: AnyBehavior, clause: str) -> Counterexample:
         """One input with the code it got, and the code that a behavior gives."""
         value, bits = number_text(self.x, index, self.source)
         code = behavior.encode(self.x[index : index + 1], self.fmt, expected, source=self.source)
@@ -140,51 +138,72 @@ def read(subject: Subject, raw_output: Any, x: np.ndarray, source: str) -> Outpu
             f"{subject.name} gives shape {list(array.shape)} {of}; a cast keeps the shape. "
             "Return one code for each number."
         )
-    if dtype not in ("uint8", *FLOATS, *(f"float8_{name}" for name in CAST_FORMATS)):
+    typed, text = [f"float8_{f}" for f in CAST_FORMATS], f"float8 ({', '.join(CAST_FORMATS)})"
+    if isinstance(subject, NarrowSubject):
+        typed = [text := f"float{subject.fmt.bits}_{subject.fmt}"]
+    if dtype not in ("uint8", *FLOATS, *typed):
         raise ConformanceError(
-            f"{subject.name} gives {dtype} {of}; codes are uint8 or float8 "
-            f"({', '.join(CAST_FORMATS)}), values {', '.join(FLOATS)}. View other codes as "
-            "uint8."
+            f"{subject.name} gives {dtype} {of}; codes are uint8 or {text}, values "
+            f"{', '.join(FLOATS)}. View other codes as uint8."
         )
     return Output(array=array, dtype=dtype)
 
 
-def ask_four_bits(subject: Subject, x: np.ndarray, source: str, fmt: Format) -> Output:
-    """The output for x [n] of a cast to a format of 4 bits, as values of the format.
+@dataclass(frozen=True, kw_only=True)
+class NarrowSubject(Subject):
+    """A cast to a format that is not of CAST_FORMATS, whose codes are read as uint8, one a byte.
 
-    Codes are one a byte, or pairs (F-5): the first in the low half, or in the high half, whichever
-    agrees more with the specification's cast.
-
-    Raises:   ConformanceError: not [n] codes or values of the format, or [n / 2] pairs.
+    packing  how it holds codes, in words: of 4 bits as pairs too (F-5).
     """
-    output = subjects.read_array(subject.ask(x, source))
-    if output is None or output[0].shape not in (x.shape, (x.size // 2,)):
-        description = "no array" if output is None else f"{output[1]} {list(output[0].shape)}"
-        raise ConformanceError(
-            f"{subject.name} gives {description}; a cast to {fmt} of [{x.size}] gives uint8 "
-            f"[{x.size}], pairs [{x.size // 2}], or values."
-        )
-    array, dtype = output
-    if dtype in FLOATS:
-        values = cast.decode(cast.encode_plain(array.astype(np.float32), fmt), fmt)
-        if not np.array_equal(values, array):
-            raise ConformanceError(
-                f"{subject.name} gives values that are none of {fmt}. Return codes, or values "
-                f"of {fmt}."
-            )
-        return Output(array=values, dtype=dtype, packing="values")
-    packing = "one a byte"
-    if array.shape != x.shape:
-        swapped = array << np.uint8(4) | array >> np.uint8(4)
-        expected = cast.encode_plain(x, fmt)
-        agree = [int((unpack(pairs) == expected).sum()) for pairs in (array, swapped)]
-        packing = "low first" if agree[0] >= agree[1] else "high first"
-        array = unpack(array if packing == "low first" else swapped)
-    elif outside := [code for code in (array.min(initial=0), array.max(initial=0)) if code >> 4]:
-        raise ConformanceError(
-            f"{subject.name} gives a code {outside[0]}; codes of {fmt} are from 0 to 15."
-        )
-    return Output(array=cast.decode(array.astype(np.uint8), fmt), dtype=dtype, packing=packing)
+
+    fmt: Format
+    packing: str = "one a byte"
+
+    def ask(self, x: np.ndarray, dtype: str = "float32", *, view: str = "contiguous") -> Any:
+        """As Subject.ask. Pairs are asked with a last axis of even length.
+
+        Raises:   ConformanceError: too, a code that the format does not have.
+        """
+        odd = self.packing in _PAIRS and x.shape[-1:] and x.shape[-1] % 2
+        given = np.concatenate([x, x[..., :1]], axis=-1) if odd else x
+        output = super().ask(given, dtype, view=view)
+        named_array = subjects.read_array(output)
+        if named_array is None or not np.issubdtype(named_array[0].dtype, np.integer):
+            return output
+        array, name = named_array
+        if self.packing in _PAIRS:
+            return _unpacked(array.astype(np.uint8), self.packing)[..., : x.shape[-1]]
+        for code in (array.min(initial=0), array.max(initial=0)):
+            if code >> self.fmt.bits:
+                raise ConformanceError(
+                    f"{self.name} gives a code {code}; codes of {self.fmt} are from 0 to "
+                    f"{(1 << self.fmt.bits) - 1}."
+                )
+        return output if name.startswith("float") else array.astype(np.uint8)
+
+
+_PAIRS = ("low first", "high first")
+
+
+def _unpacked(pairs: np.ndarray, packing: str) -> np.ndarray:
+    swapped = pairs << np.uint8(4) | pairs >> np.uint8(4)
+    return unpack(pairs if packing == "low first" else swapped)
+
+
+def narrow(subject: Subject, fmt: Format, source: str) -> Subject:
+    """The subject whose codes of fmt are one a byte: itself for CAST_FORMATS. Of pairs the first is
+    in the low half, or in the high half, whichever agrees more with the specification's cast.
+    """
+    if fmt.name in CAST_FORMATS:
+        return subject
+    x = rounded(cast_inputs.coarse(fmt), source)
+    named_array = subjects.read_array(subject.ask(x, source))
+    packing = "values" if named_array and named_array[1] in FLOATS else "one a byte"
+    if fmt.bits == 4 and named_array and named_array[0].shape == (x.size // 2,):
+        pairs, expected = named_array[0].astype(np.uint8), cast.encode_plain(x, fmt)
+        packing = max(_PAIRS, key=lambda p: int((_unpacked(pairs, p) == expected).sum()))
+    fields = {f.name: getattr(subject, f.name) for f in dataclasses.fields(subject)}
+    return NarrowSubject(**fields, fmt=fmt, packing=packing)
 
 
 def ask_twice(subject: Subject, x: np.ndarray, source: str) -> tuple[Output, int | None]:
@@ -200,11 +219,11 @@ def ask_twice(subject: Subject, x: np.ndarray, source: str) -> tuple[Output, int
 def identify_format(output: Output, x: np.ndarray, fmt: Format) -> tuple[Format | None, str]:
     """The format whose own numbers the cast leaves unchanged, and how many it does, in words.
 
-    x is cast_inputs.all_numbers(), and output that for it. Of equally good formats it is fmt.
+    x is cast_inputs.all_numbers(fmt), and output that for it. Of equally good formats it is fmt.
     None if no format has more than half of its numbers unchanged.
     """
     scores = {}
-    for found_fmt in sorted(output.candidate_formats, key=lambda f: f is not fmt):
+    for found_fmt in (candidates := output.candidate_formats(fmt)):
         is_number = np.isin(np.abs(x), cast_inputs.with_next(found_fmt)[:-1])
         codes = output.codes(found_fmt)
         expected = cast.encode_plain(x, found_fmt).astype(np.int64)
@@ -217,19 +236,20 @@ def identify_format(output: Output, x: np.ndarray, fmt: Format) -> tuple[Format 
     best = max(scores, key=lambda name: scores[name][0] / scores[name][1])
     right, of = scores[best]
     evidence = f"{right} of {of} numbers come back as {best}'s"
-    return CAST_FORMATS[best] if right > of / 2 else None, evidence
+    chosen = next(f for f in candidates if f.name == best)
+    return chosen if right > of / 2 else None, evidence
 
 
 def codes_of_values(values: np.ndarray, fmt: Format) -> np.ndarray:
     """The codes of values, int64: NaN by C-5; NO_CODE where fmt does not have the value."""
     count = fmt.max_code + 1 + (fmt.inf_code is not None)
     table = cast.decode(np.arange(count, dtype=np.uint8), fmt)
-    magnitude = np.abs(values)
+    magnitude = np.abs(values) if fmt.signed else values
     # Codes count the magnitudes upwards, so that the place in the table is the code.
     at = np.minimum(np.searchsorted(table, magnitude), len(table) - 1)
     signed = at | np.where(np.signbit(values), fmt.sign_bit, 0)
     codes = np.where(table[at] == magnitude, signed, NO_CODE)
-    if not fmt.negative_zero:
+    if fmt.signed and not fmt.negative_zero:
         codes = np.where(values == 0, 0, codes)
     return np.where(np.isnan(values), fmt.nan_code, codes).astype(np.int64)
 

@@ -20,7 +20,6 @@ from fp8ref.conformance.kit.explain import simplest
 from fp8ref.conformance.kit.finding import Counterexample, Finding, Outcome, bits_of, show
 from fp8ref.conformance.kit.subject import ConformanceError, Subject
 from fp8ref.formats import Format
-from fp8ref.sim.quantize import cast
 
 REPEATS = 1 << 12  # how often each number between two neighbors is cast
 
@@ -43,10 +42,8 @@ REPEATS_OF_SPECIALS = 1 << 6
 A quarter of the smallest number rounds to it every time in 4^-64 of the casts that follow C-2.
 """
 
-CALLS_OF_4_BITS = 256
-"""Calls of a cast to a format of 4 bits, of which its rates are taken."""
-
-_LARGEST_OF_4_BITS = 7  # the code of the largest number; that of its negative is 8 more
+FEW_NUMBERS = 16
+"""A format with at most so many magnitudes is asked between all of them."""
 
 NOT_ASKED = ("behavior_but_for_nan_codes", "double_rounding", "double_roundings")
 """The keys of a result that are left out for a cast that rounds stochastically."""
@@ -116,11 +113,14 @@ class RoundingRates:
 
 
 def measure_rates(subject: Subject, source: str, fmt: Format) -> RoundingRates:
-    """Rates between zero, the smallest number, 1 or 12 and the next number, of both signs.
-
-    Every format has these four. Fractions that the dtype cannot tell are left out.
+    """Rates between zero, the smallest number, 1 or 12, or the largest below these, and the next
+    number, of both signs; of a format with few numbers between all. Fractions that the dtype cannot
+    tell are left out.
     """
-    return _rates(subject, source, fmt, (0, fmt.smallest_subnormal, 1, 12), FRACTIONS, REPEATS)
+    lower = (0, fmt.smallest_subnormal, 1, 12)
+    if fmt.max_code < FEW_NUMBERS:
+        lower = tuple(cast_inputs.non_negative(fmt))
+    return _rates(subject, source, fmt, lower, FRACTIONS, REPEATS)
 
 
 def _rates(
@@ -132,7 +132,7 @@ def _rates(
     repeats: int,
 ) -> RoundingRates:
     n = cast_inputs.with_next(fmt)
-    at = np.searchsorted(n, lower)
+    at = np.unique(np.minimum(np.searchsorted(n, lower), n.size - 3))
     # [numbers, fractions]: each fraction of the way from each of these numbers to the next
     x = (n[at, None] + (n[at + 1] - n[at])[:, None] * np.array(fractions)).ravel()
     x, every = np.concatenate([x, -x]), np.tile(fractions, 2 * at.size)
@@ -227,13 +227,13 @@ def _inputs_without_chance(fmt: Format, source: str) -> np.ndarray:
     n = cast_inputs.with_next(fmt)
     numbers = np.concatenate([n, -n, cast_inputs.special(fmt)])
     with np.errstate(over="ignore"):
-        return np.concatenate([rounded(numbers, source), cast_inputs.nans(source)])
+        return np.concatenate([rounded(numbers, source), cast_inputs.nans(source, fmt)])
 
 
 def _truncated(a: Responses) -> Responses:
     """The answer nearest to zero for each input: what rounding toward zero would give."""
     # Without the sign bit, codes count the magnitudes upwards.
-    nearest = np.argmin((a.codes & 0x7F).reshape(-1, REPEATS_OF_SPECIALS), axis=1)
+    nearest = np.argmin((a.codes & ~a.fmt.sign_bit).reshape(-1, REPEATS_OF_SPECIALS), axis=1)
     at = np.arange(nearest.size) * REPEATS_OF_SPECIALS + nearest
     output = Output(array=a.output.array[at], dtype=a.output.dtype)
     return dataclasses.replace(a, x=a.x[at], output=output)
@@ -287,7 +287,7 @@ def _neither_neighbor(
         wrong = a.mismatches(cast_behavior) & a.mismatches(away)
         magnitude = np.abs(a.x)
         # A zero of the wrong sign is a fault, but still a rounding.
-        sign = ((a.codes & 0x7F) == 0) & (magnitude < a.fmt.smallest_subnormal)
+        sign = ((a.codes & ~a.fmt.sign_bit) == 0) & (magnitude < a.fmt.smallest_subnormal)
         outside = wrong & (magnitude <= a.fmt.max) & ~sign
         if outside.any():
             at = simplest(a.x, outside)
@@ -394,45 +394,3 @@ def _error(
         f"{show(a.x[at])} ({bits_of(a.x[at], a.source)}) {evidence}. Make its result depend on its "
         "input alone."
     )
-
-
-def unlike_four_bits(
-    subject: Subject, x: np.ndarray, source: str, fmt: Format
-) -> list[Counterexample]:
-    """What shows that a cast to e2m1fn does not round stochastically: a number that becomes none of
-    the two beside it, else one that is not rounded away from zero as often as its fraction says,
-    to 6 standard deviations.
-
-    The fractions are nine from 0 to 0.5, and three between each two neighbors. 1/512 is one that 8
-    random bits do not tell from 0 or 1/256: 128 of the 2^16 choices, 11 a standard deviation.
-    """
-    below = np.r_[0 : _LARGEST_OF_4_BITS - 1, 8 : 8 + _LARGEST_OF_4_BITS - 1]
-    quarters = np.tile([0.25, 0.5, 0.75], below.size)
-    fractions = np.concatenate([np.arange(1, 9) / 16, [1 / 512], quarters])
-    toward_zero = np.concatenate([np.zeros(9), np.repeat(below, 3)]).astype(np.uint8)
-    lower, upper = (cast.decode(toward_zero + np.uint8(i), fmt).astype(np.float64) for i in (0, 1))
-    numbers = (lower + fractions * (upper - lower)).astype(np.float32)  # no dtype here rounds them
-    times = np.array([256] * 9 + [32] * (len(numbers) - 9))
-    inputs = np.concatenate([np.repeat(numbers, times), x])
-    inputs = np.concatenate([inputs, np.zeros(inputs.size % 2, np.float32)])
-    truncated = dataclasses.replace(KNOWN_CASTS["saturating"].behavior(fmt), rounding="toward_zero")
-    low = behavior.encode(inputs, fmt, truncated)
-    high = low + (cast.decode(low, fmt) != inputs).astype(np.uint8) * (low % 8 < _LARGEST_OF_4_BITS)
-    ends, away = np.cumsum(times), np.zeros(len(numbers))
-    for _ in range(CALLS_OF_4_BITS):
-        output = outputs.ask_four_bits(subject, inputs, source, fmt)
-        a = Responses(x=inputs, source=source, output=output, fmt=fmt)
-        codes = a.codes
-        if (other := (codes != low) & (codes != high)).any():
-            return [a.counterexample(int(np.argmax(other)), truncated, "C-2")]
-        away += np.add.reduceat(codes[: ends[-1]] == high[: ends[-1]], ends - times, dtype=np.int64)
-    n = CALLS_OF_4_BITS * times
-    off = np.abs(away - n * fractions) > 6 * np.sqrt(n * fractions * (1 - fractions))
-    if not off.any():
-        return []
-    i = int(np.argmax(off))
-    value, neighbor = float(numbers[i]), show(float(upper[i]))
-    rates = away[i] / n[i], fractions[i]
-    got, wanted = (f"{neighbor} in {rate:.3g} of the calls" for rate in rates)
-    bits = (bits_of(value, source),)
-    return [Counterexample(show(value), got, wanted, "C-2", bits=bits, dtype=source)]

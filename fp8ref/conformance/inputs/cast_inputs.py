@@ -38,9 +38,10 @@ def with_next(fmt: Format) -> np.ndarray:
     return np.append(n, following)
 
 
-def all_numbers() -> np.ndarray:
-    """The finite numbers of all CAST_FORMATS, both signs; float64."""
-    magnitudes = np.unique(np.concatenate([non_negative(fmt) for fmt in CAST_FORMATS.values()]))
+def all_numbers(fmt: Format) -> np.ndarray:
+    """The finite numbers of fmt and of all CAST_FORMATS, both signs; float64."""
+    every = [non_negative(f) for f in (fmt, *CAST_FORMATS.values())]
+    magnitudes = np.unique(np.concatenate(every))
     return np.concatenate([magnitudes, -magnitudes[1:]])
 
 
@@ -103,13 +104,13 @@ def identifying(fmt: Format, source: str, *, limit: float = np.inf) -> np.ndarra
     limit     keeps finite magnitudes up to it, and no NaN; without one, NaNs are included.
     """
     inputs = np.concatenate(
-        [coarse(fmt), fine(fmt, source), special(fmt), all_numbers(), _random_values()]
+        [coarse(fmt), fine(fmt, source), special(fmt), all_numbers(fmt), _random_values()]
     )
     with np.errstate(over="ignore"):
         inputs = dtypes.rounded(inputs, source)
     if limit < np.inf:
         return _distinct(inputs[np.abs(inputs) <= limit])
-    return np.concatenate([_distinct(inputs), nans(source)])
+    return np.concatenate([_distinct(inputs), nans(source, fmt)])
 
 
 def coarse(fmt: Format) -> np.ndarray:
@@ -146,8 +147,12 @@ def special(fmt: Format) -> np.ndarray:
     return np.concatenate([finite, -finite, [np.inf, -np.inf]])
 
 
-def nans(source: str) -> np.ndarray:
-    """NaNs of both signs, with several payloads in float32 and float64."""
+def nans(source: str, fmt: Format) -> np.ndarray:
+    """NaNs of both signs, with several payloads in float32 and float64; those of arithmetic alone
+    if fmt has no NaN, where none of their codes is right (C-9).
+    """
+    if not fmt.has_nan:
+        return np.array([np.nan, -np.nan], np.float64 if source == "float64" else np.float32)
     if source == "float64":
         return np.array(
             [0x7FF8 << 48, 0xFFF8 << 48, 0x7FFFFFFFFFFFFFFF, 0xFFF0000000000001], np.uint64

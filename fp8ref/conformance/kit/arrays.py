@@ -39,7 +39,9 @@ def named(x: Any) -> tuple[np.ndarray, str]:
         )
     array = np.array(x)  # a copy, which no later call writes to
     name = array.dtype.name
-    return array.view(np.uint8) if name.startswith(("float8_", "float4_")) else array, name
+    return array.view(np.uint8) if name.startswith(
+        ("float8_", "float6_", "float4_")
+    ) else array, name
 
 
 def _read_torch(x: Any) -> tuple[np.ndarray, str]:

@@ -16,7 +16,6 @@ import numpy as np
 from fp8ref import formats
 from fp8ref.conformance.cast import behavior, decisions
 from fp8ref.conformance.cast.behavior import KNOWN_CASTS, Behavior, DoubleRounding
-from fp8ref.conformance.cast.identify import check_format
 from fp8ref.conformance.cast.outputs import Output, Responses
 from fp8ref.conformance.inputs import cast_inputs, quantizer_inputs
 from fp8ref.conformance.inputs.cast_inputs import CAST_FORMATS
@@ -43,6 +42,7 @@ from fp8ref.conformance.quantizer.granularity import (
 from fp8ref.conformance.quantizer.outputs import Quantizer, ScaleLayout, smallest_shape
 from fp8ref.conformance.quantizer.policy_match import Answers, PolicyMatch
 from fp8ref.formats import BFLOAT16, Format
+from fp8ref.shared import errors
 
 _TENSORWISE_SHAPES = ((1, 32), (16, 16), (16, 128), (128, 128), SHAPE)
 
@@ -72,8 +72,7 @@ def identify_quantizer(
     expected = Expected(name=expect, granularity=granularity, axis=axis)
     fmt = formats.by_name(fmt)
     four_bits = fmt.name in formats.FP4_FORMATS
-    if not four_bits:
-        check_format(fmt)
+    errors.one_of("a quantizer's format", fmt.name, formats.QUANTIZED_FORMATS)
     name = name or subjects.name_of(function)
     if four_bits:
         shape = whole_tensors.SHAPE

@@ -17,7 +17,7 @@ from fp8ref.conformance.cast.behavior import KNOWN_CASTS, DoubleRounding
 from fp8ref.conformance.cast.identify import check_all_inputs
 from fp8ref.conformance.kit import subject as subjects
 from fp8ref.conformance.kit.subject import ConformanceError
-from fp8ref.formats import E4M3FN, E5M2, E8M0FNU
+from fp8ref.formats import E4M3FN, E5M2, FLOAT16
 from fp8ref.jax.quantize import cast as jax_cast
 from fp8ref.sim.quantize import cast
 from fp8ref.torch.quantize import cast as torch_cast
@@ -428,10 +428,8 @@ def test_what_a_user_can_do_wrong(options, said):
 
 
 def test_formats_that_no_tensor_is_cast_to():
-    with pytest.raises(
-        ValueError, match="a cast is to one of e4m3fn, e5m2, e4m3fnuz, e5m2fnuz; got e8m0fnu"
-    ):
-        identify_cast(planted.saturating, E8M0FNU)
+    with pytest.raises(ValueError, match=r"a cast is to one of e4m3fn, e5m2, .*; got float16"):
+        identify_cast(planted.saturating, FLOAT16)
 
 
 def test_the_parts_of_a_result_are_frozen():

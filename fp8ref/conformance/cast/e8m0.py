@@ -1,0 +1,114 @@
+"""The behavior of a cast to e8m0fnu as data: a field for each decision, and the codes (spec C-7,
+C-10).
+
+``KNOWN_E8M0_CASTS`` are those with a name. e8m0fnu has no zero and no sign, and its smallest number
+is a subnormal of float32: libraries agree on the numbers between 2^-126 and 2^127, by one of three
+roundings, and on little else.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fp8ref.formats import E8M0FNU
+from fp8ref.sim.quantize import cast
+
+DECISIONS: dict[str, tuple[str, ...]] = {
+    "rounding": ("nearest", "nearest_even", "nearest_zero", "up", "down", "nearest_log2"),
+    "subnormals": ("kept", "by_field", "flushed"),
+    "overflow": ("max", "nan"),
+    "infinite": ("max", "nan"),
+    "zero": ("nan", "least"),
+    "negative": ("nan", "magnitude", "least"),
+}
+"""{decision: the values that it may have, that of the specification's default first}."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class E8m0Behavior:
+    """Every decision of a cast to e8m0fnu; the fields have the values of DECISIONS.
+
+    rounding    of magnitudes m * 2^k, 1 <= m < 2: ``nearest``, halfway up; ``nearest_even``,
+                halfway to the even code; ``nearest_zero``, halfway down; ``up`` and ``down``, away
+                from and toward zero; ``nearest_log2``, the nearest logarithm, up from sqrt(2).
+    subnormals  inputs below 2^-126: ``kept``, rounded as others, to 2^-127 at least; ``by_field``:
+                as if float32's field of the mantissa had a leading 1, so that ``nearest`` gives
+                2^-126 of all above 2^-127, and ``up`` of all; ``flushed``, as a zero.
+    overflow    what finite magnitudes that round above 2^127 give; infinite: what infinities give.
+    zero        ``nan``, or ``least``: 2^-127, code 0.
+    negative    what negative numbers give: NaN, the code of the magnitude, or 2^-127.
+    """
+
+    rounding: str = "nearest"
+    subnormals: str = "kept"
+    overflow: str = "max"
+    infinite: str = "max"
+    zero: str = "nan"
+    negative: str = "nan"
+
+    def encode(self, x: np.ndarray) -> np.ndarray:
+        """The codes of x, uint8 of its shape; NaN gives 255."""
+        value = cast.exact(x)
+        magnitude = np.where(np.isfinite(value), np.abs(value), 1.0)
+        fraction, exponent = np.frexp(magnitude)
+        code = self._rounded(2 * fraction, exponent + 126)
+        tiny = magnitude < 2.0**-126
+        if self.subnormals == "by_field":
+            # the tie of a nearest rounding, 2^-127, is a number: it goes down
+            least = {"up": 0.0, "down": np.inf}.get(self.rounding, 2.0**-127)
+            code = np.where(tiny, magnitude > least, code)
+        code = np.maximum(code, 0)
+        special = {"max": E8M0FNU.max_code, "nan": E8M0FNU.nan_code}
+        code = np.where(code > E8M0FNU.max_code, special[self.overflow], code)
+        code = np.where(np.isinf(value), special[self.infinite], code)
+        zero = (magnitude == 0) | (tiny & (self.subnormals == "flushed"))
+        code = np.where(zero, 0 if self.zero == "least" else E8M0FNU.nan_code, code)
+        if self.negative != "magnitude":
+            sign = E8M0FNU.nan_code if self.negative == "nan" else 0
+            code = np.where((value < 0) & ~zero, sign, code)
+        return np.where(np.isnan(value), E8M0FNU.nan_code, code).astype(np.uint8)
+
+    def _rounded(self, m: np.ndarray, code: np.ndarray) -> np.ndarray:
+        """The codes of magnitudes m * 2^(code - 127), 1 <= m < 2; int64, counted on beyond 254."""
+        even = (m > 1.5) | ((m == 1.5) & (code % 2 == 1))
+        up = {
+            "nearest": m >= 1.5,
+            "nearest_even": even,
+            "nearest_zero": m > 1.5,
+            "up": m > 1,
+            "down": np.zeros(m.shape, bool),
+            "nearest_log2": m * m >= 2,  # float64 squares the numbers of float32 exactly
+        }
+        return code.astype(np.int64) + up[self.rounding]
+
+
+_NEAREST = E8m0Behavior()
+_BY_MAGNITUDE = replace(_NEAREST, zero="least", negative="magnitude")
+_OF_FIELDS = replace(_BY_MAGNITUDE, infinite="nan", subnormals="by_field")
+_CUDA_UP = replace(_BY_MAGNITUDE, rounding="up")
+_FLOOR = replace(_BY_MAGNITUDE, rounding="down", infinite="nan")
+
+KNOWN_E8M0_CASTS = {
+    "saturating": _NEAREST,  # the specification's default, C-7
+    "non_saturating": replace(_NEAREST, overflow="nan", infinite="nan"),
+    "toward_zero": replace(_NEAREST, rounding="down"),
+    "ml_dtypes": replace(_NEAREST, overflow="nan", infinite="nan", subnormals="by_field"),
+    "jax": replace(_NEAREST, overflow="nan", infinite="nan", subnormals="by_field"),
+    "torch": replace(_OF_FIELDS, overflow="nan"),
+    "onnx_nearest": _OF_FIELDS,
+    "onnx_nearest_nosat": replace(_OF_FIELDS, overflow="nan"),
+    "onnx_up": replace(_OF_FIELDS, rounding="up"),
+    "onnx_up_nosat": replace(_OF_FIELDS, rounding="up", overflow="nan"),
+    "onnx_down": _FLOOR,
+    "cuda_up": _CUDA_UP,
+    "cuda_up_nosat": replace(_CUDA_UP, overflow="nan", infinite="nan"),
+    "cuda_zero": replace(_BY_MAGNITUDE, rounding="down"),
+    "cuda_zero_nosat": _FLOOR,
+    "ocp_floor": _FLOOR,
+}
+"""The casts to e8m0fnu with a name (C-10).
+
+ml_dtypes 0.6 and jax; torch 2.13, ``x.to(torch.float8_e8m0fnu)``; onnx 1.23's ``to_float8e8m0`` by
+its round_mode, saturating or not; CUDA 13's ``__nv_cvt_float_to_e8m0`` to cudaRoundPosInf and
+cudaRoundZero, saturating or not; the exponent floor(log2 x) of OCP MX.
+"""

@@ -1,0 +1,178 @@
+"""Identify a cast to e8m0fnu: every decision of ``e8m0``, from numbers at the ends of each."""
+
+from dataclasses import asdict, replace
+
+import numpy as np
+
+from fp8ref.conformance.cast import behavior, layout_invariance, outputs
+from fp8ref.conformance.cast.e8m0 import DECISIONS, E8m0Behavior
+from fp8ref.conformance.cast.outputs import Responses
+from fp8ref.conformance.inputs import cast_inputs, dtypes
+from fp8ref.conformance.kit.explain import simplest
+from fp8ref.conformance.kit.finding import Counterexample, Finding, Outcome
+from fp8ref.conformance.kit.subject import ConformanceError, RefusedError, Subject
+from fp8ref.formats import E8M0FNU
+
+# Mantissa fields: those of 1 and 1.5 with their neighbors, those next to sqrt(2), and between; of
+# a subnormal number 0x400000 is 2^-127, and 0x600000 the tie above it.
+_MANTISSAS = (
+    *(0, 1, 0x200000, 0x3504F3, 0x3504F4, 0x380000, 0x3FFFFF, 0x400000, 0x400001),
+    *(0x500000, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF),
+)
+
+CLAUSES = dict.fromkeys(DECISIONS, "C-7") | {"overflow": "C-3", "infinite": "C-3"}
+"""{decision: the clause that decides it}."""
+
+
+def inputs(source: str) -> np.ndarray:
+    """_MANTISSAS at every exponent of float32, subnormals too, with random ones; both signs; zeros,
+    infinities and NaNs; as numbers of a dtype, each once.
+    """
+    fields = np.arange(255, dtype=np.uint32)[:, None] << np.uint32(23)
+    random = np.random.default_rng(0).integers(0, 1 << 23, (255, 16), dtype=np.uint32)
+    bits = np.concatenate(
+        [fields | np.array(_MANTISSAS, np.uint32), fields | random], axis=1
+    ).ravel()
+    positive = np.append(np.unique(bits), np.uint32(0x7F800000)).view(np.float32)
+    with np.errstate(over="ignore"):
+        x = dtypes.rounded(np.concatenate([positive, -positive]), source)
+    x = np.unique(x.view(np.uint32)).view(np.float32)
+    return np.concatenate([x, cast_inputs.nans(source, E8M0FNU)])
+
+
+def parts(x: np.ndarray) -> dict[str, np.ndarray]:
+    """{decision: where x shows it, once those before it are known}; each input is in one."""
+    positive = np.isfinite(x) & (x > 0)
+    return {
+        "rounding": positive & (x >= 2.0**-126) & (x <= 2.0**127),
+        "subnormals": positive & (x < 2.0**-126),
+        "overflow": positive & (x > 2.0**127),
+        "infinite": np.isposinf(x),
+        "zero": x == 0,
+        "negative": x < 0,
+    }
+
+
+def decide(a: Responses) -> tuple[list[Finding], E8m0Behavior]:
+    """Each decision by its inputs: the value that contradicts the fewest of them, the
+    specification's first; and the behavior that they make up. A value that contradicts some is
+    shown, and is None.
+    """
+    b, findings = E8m0Behavior(), list[Finding]()
+    for decision, among in parts(a.x).items():
+        tried = {value: replace(b, **{decision: value}) for value in DECISIONS[decision]}
+        wrong = {value: a.mismatches(other, among) for value, other in tried.items()}
+        value = min(wrong, key=lambda value: int(wrong[value].sum()))
+        of_default = wrong[DECISIONS[decision][0]]
+        evidence, witness = f"{int(among.sum()):,} inputs", None
+        if of_default.any():
+            at = simplest(a.x, of_default)
+            witness = a.counterexample(at, tried[DECISIONS[decision][0]], CLAUSES[decision])
+            evidence = f"{evidence}: {witness}"
+        decided = None if wrong[value].any() else value
+        findings.append(Finding(decision, decided, evidence, witness=witness))
+        b = tried[value]
+    return findings, b
+
+
+def identify(subject: Subject, source: str, expect: str | None) -> Outcome:
+    """Identify a cast to e8m0fnu. Arguments and errors as ``identify_cast``."""
+    a = _ask(subject, source)
+    findings, b = decide(a)
+    unlike, untaken = [*_unlike(a, b)], list[str]()
+    responses = [a]
+    for other in ("bfloat16", "float16"):
+        if other == source:
+            continue
+        try:
+            responses.append(_ask(subject, other))
+        except RefusedError:
+            untaken.append(f"{other}, for which it raises")
+    for more in responses:
+        unlike += _unlike(more, b) if more is not a else []
+        unlike += layout_invariance.check_every_16_bit(subject, more, b) if not unlike else []
+    if not unlike:
+        for check in (layout_invariance.check_shapes, layout_invariance.check_strides):
+            finding, wrong = check(subject, a, b)
+            findings.append(finding)
+            unlike += wrong
+    casts = behavior.known_casts(E8M0FNU)
+    names = [] if unlike else [name for name, other in casts.items() if other == b]
+    nearest = min(casts, key=lambda name: len(_departures(b, casts[name])))
+    fields = {f.what: f.value for f in findings if f.what in DECISIONS}
+    differences = _differences(responses, casts[expect], fields) if expect else []
+    return Outcome(
+        name=subject.name,
+        kind="cast",
+        fmt=E8M0FNU,
+        framework=subject.framework,
+        found={"format": E8M0FNU.name, "behavior": names, **fields, "gives": a.output.dtype},
+        findings=findings,
+        identified=not unlike,
+        named=bool(names),
+        summary=_summary(b, names, nearest, unlike),
+        unlike=unlike,
+        expected=expect,
+        differences=differences,
+        limits=["float64", *untaken, *subject.other_devices],
+    )
+
+
+def _ask(subject: Subject, source: str) -> Responses:
+    """The responses to ``inputs``; ConformanceError where a second call differs."""
+    x = inputs(source)
+    output, position = outputs.ask_twice(subject, x, source)
+    if position is not None:
+        raise ConformanceError(
+            f"{subject.name} does not repeat itself for {source} {x[position]:.9g}. Make its "
+            "result depend on its input alone."
+        )
+    return Responses(x=x, source=source, output=output, fmt=E8M0FNU)
+
+
+def _unlike(a: Responses, b: E8m0Behavior) -> list[Counterexample]:
+    """The simplest input that a behavior does not explain, with the clause of its decision."""
+    wrong = a.mismatches(b)
+    if not wrong.any():
+        return []
+    at = simplest(a.x, wrong)
+    places = parts(a.x)
+    clause = next((CLAUSES[decision] for decision in places if places[decision][at]), "C-5")
+    return [a.counterexample(at, b, clause)]
+
+
+def _departures(b: E8m0Behavior, other: E8m0Behavior) -> list[str]:
+    """The decisions in which two behaviors differ."""
+    return [name for name, value in asdict(b).items() if value != getattr(other, name)]
+
+
+def _differences(
+    responses: list[Responses], expected: E8m0Behavior, fields: dict[str, str | None]
+) -> list[Counterexample]:
+    """The simplest input whose code is not the expected one, for each decision that differs; else
+    one of each dtype.
+
+    fields   the decisions found. Where one alone differs, inputs of others may show it too.
+    """
+    shown: dict[str, Counterexample] = {}
+    for a in responses:
+        wrong = a.mismatches(expected)
+        for decision, among in parts(a.x).items():
+            departs = fields[decision] != getattr(expected, decision)
+            if departs and decision not in shown and (wrong & among).any():
+                at = simplest(a.x, wrong & among)
+                shown[decision] = a.counterexample(at, expected, CLAUSES[decision])
+    return list(shown.values()) or [w for a in responses for w in _unlike(a, expected)]
+
+
+def _summary(b: E8m0Behavior, names: list[str], nearest: str, unlike: list[Counterexample]) -> str:
+    if unlike:
+        return f"a cast to {E8M0FNU} that matches no known library: see the differences"
+    decided = (
+        f"rounds {b.rounding}, overflow gives {b.overflow}, infinities {b.infinite}, zero {b.zero},"
+        f" negative numbers {b.negative}, subnormals are {b.subnormals.replace('_', ' ')}"
+    )
+    if names:
+        return f"a cast to {E8M0FNU}, equal to {' and '.join(names)}: {decided}"
+    of = " and ".join(_departures(b, behavior.known_casts(E8M0FNU)[nearest]))
+    return f"a cast to {E8M0FNU} that {decided}; the nearest, {nearest}, differs in {of}"
