@@ -24,14 +24,17 @@ if TYPE_CHECKING:
 
 __all__ = ["identify_cast", "identify_decoder", "identify_quantizer"]
 
-_KINDS = ("attention", "cast", "decoder", "optimizer", "quantizer")
+_ROOMS = {
+    f"identify_{kind}": kind for kind in ("attention", "cast", "decoder", "optimizer", "quantizer")
+}
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str):
         """The names above, imported when one is first used: pytest imports this package for its
         fixture wherever fp8ref is installed."""
-        kind = name.removeprefix("identify_")
-        if kind == name or kind not in _KINDS:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{__name__}.{kind}.identify"), name)
+        try:
+            room = _ROOMS[name]
+        except KeyError:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+        return getattr(importlib.import_module(f"{__name__}.{room}.identify"), name)

@@ -65,9 +65,11 @@ class Kit:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """A function of ROOMS, with the defaults that the command line names."""
-        if name not in ROOMS:
-            raise AttributeError(f"fp8ref_kit has {', '.join(ROOMS)}; got {name!r}.")
-        function = getattr(importlib.import_module(f"{__package__}.{ROOMS[name]}"), name)
+        try:
+            function = getattr(importlib.import_module(f"{__package__}.{ROOMS[name]}"), name)
+        except KeyError:
+            text = f"fp8ref_kit has {', '.join(ROOMS)}; got {name!r}."
+            raise AttributeError(text) from None
         option = self.config.getoption
         defaults = {key: option(f"fp8ref_{key}") for key in OPTIONS.get(name, ())}
 

@@ -10,20 +10,17 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fp8ref import __version__
 from fp8ref.conformance.inputs import dtypes
+from fp8ref.conformance.kit.finding import Described
 from fp8ref.conformance.vectors import cast, decode, format, gemm, operations
 from fp8ref.formats import FP8_FORMATS, QUANTIZED_FORMATS
 from fp8ref.policy import FP4_POLICIES, POLICIES
 from fp8ref.shared import console, files
 from fp8ref.shared.errors import require
-from fp8ref.shared.result import Result
 from fp8ref.spec.attention.variants import VARIANTS
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 __all__ = ["MANIFEST", "MOST", "SCHEMA", "Checked", "check", "sets", "write"]
 
@@ -64,25 +61,14 @@ def sets() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
         made = "e8m0" if policy.e8m0 is not None else policy.stored
         for fmt in QUANTIZED_FORMATS if name in ("torchao", "mx_floor") else ("e4m3fn",):
             yield "scale", {"format": fmt, "policy": name, "count": 500}, {"made": made}
-    yield from _quantizers()
-    yield from _gemms()
-    for name, mask in itertools.product(VARIANTS, ("full", "causal")):
-        settings = {"variant": name, "mask": mask, "shape": "1,2,1,4,144,32", "count": 4}
-        yield "attention", settings, {}
-
-
-def _quantizers() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     blocks = ("rowwise", "blockwise_1x128", "blockwise_128x128")
     ways = [("torchao", way, fmt) for fmt in FP8_FORMATS for way in ("tensorwise", *blocks)]
     ways += [("mx_floor", way, fmt) for fmt in QUANTIZED_FORMATS for way in ("mx_1x32", "mx_32x32")]
     ways += [(policy, "nvfp4_1x16", "e2m1fn") for policy in FP4_POLICIES]
-    for policy, granularity, fmt in ways:
-        settings = {"format": fmt, "policy": policy, "granularity": granularity, "count": 10}
-        made = "e8m0" if policy == "mx_floor" else "scale_inv"
+    for chosen, granularity, fmt in ways:
+        settings = {"format": fmt, "policy": chosen, "granularity": granularity, "count": 10}
+        made = "e8m0" if chosen == "mx_floor" else "scale_inv"
         yield "quantize", settings, {"made": made}
-
-
-def _gemms() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     for a, b in itertools.product(FP8_FORMATS, FP8_FORMATS):
         yield "gemm", {"format": a, "format_b": b, "count": 7}, {}
     for granularity in ("rowwise", "blockwise_1x128", "blockwise_128x128", "mx_1x32"):
@@ -91,6 +77,9 @@ def _gemms() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
         yield "gemm", {"format": "e4m3fn", "out_dtype": dtype, "count": 7}, {}
     for plan in gemm.ACCUMULATE[1:]:
         yield "gemm", {"format": "e4m3fn", "count": 7}, {"accumulate": plan}
+    for name, mask in itertools.product(VARIANTS, ("full", "causal")):
+        settings = {"variant": name, "mask": mask, "shape": "1,2,1,4,144,32", "count": 4}
+        yield "attention", settings, {}
 
 
 def write(folder: Path, seed: int = 0) -> "Checked":
@@ -106,7 +95,7 @@ def write(folder: Path, seed: int = 0) -> "Checked":
     listed = [_written(folder, "README.md", README, {})]
     for operation, settings, rules in console.counted("vectors dataset", list(sets())):
         settings = settings | {"seed": seed}
-        lines = list(operations.answered(operation, settings, rules))
+        lines = list(operations.generate(operation, settings, rules))
         words = [f"{v}" for k, v in settings.items() if k not in ("count", "seed", "shape")]
         words += [f"{k}_{v}".lower() for k, v in rules.items()]
         text = "".join(f"{line}\n" for line in lines)
@@ -130,7 +119,7 @@ def _written(folder: Path, name: str, text: str, content: dict[str, Any]) -> dic
 
 
 @dataclass(frozen=True)
-class Checked(Result):
+class Checked(Described):
     """The files of a data set against its manifest.
 
     digest    SHA-256 of the manifest, which stands for the whole data set.
@@ -146,16 +135,15 @@ class Checked(Result):
         """Whether each file is as the manifest says, and no other is there."""
         return not self.problems
 
+    @property
+    def message(self) -> str:
+        """The problems, and the digest."""
+        count = f"{self.files} files, {len(self.problems)} problems"
+        return "\n".join([*self.problems, f"{count}; {MANIFEST} {self.digest}"])
+
     def to_dict(self) -> dict[str, Any]:
         """The fields."""
         return {"ok": self.ok} | vars(self)
-
-    def render(self, console: "Console") -> None:
-        """Print the problems and the digest."""
-        for problem in self.problems:
-            console.print(problem, markup=False, highlight=False, soft_wrap=True)
-        text = f"{self.files} files, {len(self.problems)} problems; {MANIFEST} {self.digest}"
-        console.print(text, highlight=False, soft_wrap=True)
 
 
 def check(folder: Path) -> Checked:

@@ -8,7 +8,7 @@ from fp8ref.conformance.vectors import attention, cast, decode, gemm, quantize, 
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors.verdict import AskedVector, Verdict
 
-__all__ = ["OPERATIONS", "Operation", "answered", "generate", "judge"]
+__all__ = ["OPERATIONS", "Operation", "generate", "judge"]
 
 
 class Operation(NamedTuple):
@@ -47,31 +47,25 @@ OPERATIONS = {
 """The operations of ``fp8ref vectors``, by name."""
 
 
-def generate(operation: str, settings: Mapping[str, Any]) -> Iterator[str]:
+def generate(
+    operation: str, settings: Mapping[str, Any], rules: Mapping[str, Any] | None = None
+) -> Iterator[str]:
     """The lines of a set of vectors, its header first.
 
     operation one of OPERATIONS.
     settings  the fields of its question, such as ``{"format": "e4m3fn"}``.
-    Raises:   ValueError: unknown or invalid settings.
-    """
-    question = OPERATIONS[operation].question(**settings)
-    yield from _comments(operation, question)
-    for _, line in question.vectors():
-        yield line
-
-
-def answered(
-    operation: str, settings: Mapping[str, Any], rules: Mapping[str, Any]
-) -> Iterator[str]:
-    """The lines of ``generate``, with the simulator's answers by rules, as ``judge`` takes them.
-
+    rules     of ``judge``, whose answers are appended; by default none are.
     Raises:   ValueError: unknown or invalid settings or rules.
     """
     of = OPERATIONS[operation]
-    answers = of.specified(of.question(**settings), of.rules(**rules))
-    first, second, *lines = generate(operation, settings)
-    yield from (first, second)
-    yield from (f"{line} {answer}" for line, answer in zip(lines, answers, strict=True))
+    question = of.question(**settings)
+    yield from _comments(operation, question)
+    lines = (line for _, line in question.vectors())
+    if rules is None:
+        yield from lines
+    else:
+        answers = of.specified(question, of.rules(**rules))
+        yield from map(" ".join, zip(lines, answers, strict=True))
 
 
 def judge(

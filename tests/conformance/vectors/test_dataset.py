@@ -11,7 +11,7 @@ import pytest
 
 from fp8ref import cli
 from fp8ref.conformance.vectors import cast, dataset, decode
-from fp8ref.conformance.vectors.operations import OPERATIONS, answered, judge
+from fp8ref.conformance.vectors.operations import OPERATIONS, generate, judge
 from fp8ref.formats import FP8_FORMATS, QUANTIZED_FORMATS
 from fp8ref.policy import FP4_POLICIES, POLICIES
 from fp8ref.spec.attention.variants import VARIANTS
@@ -49,7 +49,7 @@ def test_every_operation_format_policy_and_variant_is_in_it():
 
 
 def judged(operation, settings, rules):
-    lines = (f"{line}\n".encode() for line in answered(operation, settings, rules))
+    lines = (f"{line}\n".encode() for line in generate(operation, settings, rules))
     return judge(operation, lines, settings={}, rules=rules)
 
 
@@ -73,7 +73,7 @@ def test_answers_of_other_rules_are_others():
         ("cast", {"saturate": False}),
         ("gemm", {"accumulate": "hopper_fast"}),
     ):
-        lines = [f"{line}\n".encode() for line in answered(operation, settings, rules)]
+        lines = [f"{line}\n".encode() for line in generate(operation, settings, rules)]
         assert not judge(operation, lines, settings={}, rules={}).ok
         assert judge(operation, lines, settings={}, rules=rules).ok
 
