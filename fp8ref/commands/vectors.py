@@ -181,7 +181,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _data_set(arguments: argparse.Namespace) -> int:
     """Write vectors of every operation and format with their answers, and a manifest of checksums.
 
-    At most 16 MiB in some 200 files, the same bytes for the same fp8ref and seed.
+    At most 32 MiB in some 230 files, the same bytes for the same fp8ref and seed.
 
     $ fp8ref vectors dataset fp8-vectors
     $ fp8ref vectors dataset fp8-vectors --check

@@ -27,7 +27,7 @@ __all__ = ["MANIFEST", "MOST", "SCHEMA", "Checked", "check", "sets", "write"]
 SCHEMA = 1
 """The version of the manifest's keys."""
 
-MOST = 16 << 20
+MOST = 32 << 20
 """The most bytes of a data set."""
 
 MANIFEST = "manifest.json"
