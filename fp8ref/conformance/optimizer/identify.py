@@ -9,7 +9,7 @@ import numpy as np
 
 from fp8ref.conformance.kit import subject as subjects_of_arrays
 from fp8ref.conformance.kit.subject import ConformanceError
-from fp8ref.conformance.optimizer import damage, forms, search, subjects
+from fp8ref.conformance.optimizer import causes, damage, forms, search, subjects
 from fp8ref.conformance.optimizer.forms import Form, Numbers
 from fp8ref.conformance.optimizer.outcome import (
     NAMED,
@@ -80,6 +80,12 @@ def identify_optimizer(
     has_form = first_step.fit != "far"
     compared = findings(searched, layout, nearest_form, exact, has_form=has_form)
     words = summary(layout, nearest_form, exact, nearest, has_form=has_form)
+    faults = list[str]()
+    if not exact:
+        faults += causes.inexact(searched, nearest, nearest_form)
+    elif layout is not None and form.sound and kind != "optax":  # whose own counters are integers
+        late = causes.late_steps(name, optimizer, kind, searched, layout, form)
+        faults += [late] if late else []
     return OptimizerOutcome(
         name=name,
         kind=kind,
@@ -89,7 +95,8 @@ def identify_optimizer(
         exact=exact,
         shown=form_search.shown,
         findings=[*compared, *damage.findings(hidden, layout)],
-        summary=words + damage_words,
+        summary=words + "".join(f". Fault: {fault}" for fault in faults) + damage_words,
+        faults=faults,
         damage=hidden,
         expected=expect,
         departure=None if first is None else counterexample(first, target),
@@ -152,10 +159,8 @@ def _asked(
     if any(
         snapshots[-1][t].weight.tobytes() != again[-1][t].weight.tobytes() for t in asked.weights
     ):
-        raise ConformanceError(
-            f"{name} does not repeat itself from the same start. Turn off random state, such as "
-            "stochastic rounding."
-        )
+        why = causes.unrepeatable(Search(asked, snapshots, settings))
+        raise ConformanceError(f"{name} does not repeat itself from the same start. {why}")
     return kind, Search(asked, snapshots, settings)
 
 

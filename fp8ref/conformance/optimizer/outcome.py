@@ -41,6 +41,7 @@ class OptimizerOutcome(Described):
     findings   with their evidence.
     expected   the layout that it should have, if any.
     departure  from that layout in the form found, or else from the nearest layout.
+    faults     that have a name, in sentences.
     damage     what it does with NaN and infinite gradients otherwise than clause O, by the
                gradient; {}: nothing.
     """
@@ -57,6 +58,7 @@ class OptimizerOutcome(Described):
     expected: str | None = None
     departure: Counterexample | None = field(default=None)
     damage: Mapping[str, str] = field(default_factory=dict)
+    faults: Sequence[str] = ()
 
     @property
     def ok(self) -> bool:
@@ -65,6 +67,7 @@ class OptimizerOutcome(Described):
             self.exact
             and self.form.sound
             and not self.damage
+            and not self.faults
             and (self.layout == self.expected if self.expected else self.layout in NAMED)
         )
 
@@ -93,6 +96,7 @@ class OptimizerOutcome(Described):
             "expected": self.expected,
             "departure": self.departure and self.departure.to_dict(),
             "damage": dict(self.damage),
+            "faults": list(self.faults),
         }
 
     @property

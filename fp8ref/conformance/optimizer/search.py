@@ -10,7 +10,7 @@ import numpy as np
 from fp8ref.conformance.optimizer import forms
 from fp8ref.conformance.optimizer.forms import Form, Numbers
 from fp8ref.conformance.optimizer.subjects import Inputs, Snapshot
-from fp8ref.formats import E4M3FN, E5M2
+from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16
 from fp8ref.sim.states import moments
 from fp8ref.sim.states import states as sim
 from fp8ref.sim.states.moments import MomentState
@@ -45,7 +45,7 @@ class Search:
     def __init__(
         self, asked: Inputs, snapshots: list[dict[str, Snapshot]], settings: Numbers
     ) -> None:
-        self.asked, self.made, self.given = asked, snapshots, settings
+        self.asked, self.made, self.given, self.averaged = asked, snapshots, settings, settings
         self._chains: dict[tuple, list[tuple[np.ndarray, MomentState]]] = {}
         every = [snapshot for step in snapshots for snapshot in step.values()]
         self.shown = all(None not in (snapshot.m, snapshot.v) for snapshot in every)
@@ -61,7 +61,7 @@ class Search:
         with np.errstate(all="ignore"):
             while len(chain) < steps:
                 step = len(chain) + 1
-                at = self._scalars(step)
+                at = states.scalars(step, **dataclasses.asdict(self.averaged))
                 g = sim.in_range(self.asked.gradients[step - 1][tensor].reshape(-1))
                 old = chain[-1][1] if chain else moments.zeros(p.shape, moment)
                 x = moments.read(old, moment, old.codes.reshape(-1), 0, own)
@@ -91,6 +91,26 @@ class Search:
             gradients = [coupled_gradients(step) for step in range(len(self.made))]
         asked = dataclasses.replace(self.asked, gradients=gradients)
         return Search(asked, self.made, dataclasses.replace(self.given, weight_decay=0.0))
+
+    def with_betas(self, b1: float, b2: float) -> "Search":
+        """A search whose averages have other betas; biases are corrected by those asked for."""
+        other = Search(self.asked, self.made, self.given)
+        other.averaged = dataclasses.replace(self.given, b1=b1, b2=b2)
+        return other
+
+    def number_of_step(
+        self, layout: Layout, form: Form, step: int, tensor: str = PROBE
+    ) -> int | None:
+        """The number of a step that explains a tensor's weights after it: its own if it does; None
+        if none does.
+        """
+        theirs = self.made[step - 1][tensor].weight.reshape(-1)
+        for number in dict.fromkeys((step, *range(1, 2 * len(self.made) + 2))):
+            counted = dataclasses.replace(form, count=number - step + 1)
+            mine = self.weights(layout, counted, tensor, step)
+            if np.array_equal(mine.view(np.uint32), theirs.view(np.uint32)):
+                return number
+        return None
 
     def state_departure(self, which: int, layout: Layout, average: str) -> Departure | None:
         """Where codes or scales of m (0) or v (1) first differ."""
@@ -202,7 +222,7 @@ def variations(layout: Layout) -> Iterator[Layout]:
     fields: dict[str, tuple] = {
         "block": (None, 128, 256),
         "scaling": ("multiply", "reciprocal", "divide", "power_of_two"),
-        "fmt": (E4M3FN, E5M2),
+        "fmt": (E4M3FN, E5M2, FLOAT16, BFLOAT16),
         "keep": (True, False),
         "root": (True, False),
         "expansion": (False,),
