@@ -39,8 +39,9 @@ def _step_numbers(search: Search, layout: Layout, form: Form) -> Iterator[str]:
 def _betas(search: Search) -> Iterator[str]:
     given = np.array([search.given.b1, search.given.b2], np.float64)
     for fmt in (BFLOAT16, FLOAT16):
-        for words, rounding in (("rounded", "nearest_even"), ("cut", "toward_zero")):
-            betas = cast.round_to(given, fmt, rounding=rounding).astype(np.float64)
+        rounded = cast.round_to(given, fmt)
+        cut = cast.round_to(given, fmt, rounding="toward_zero")
+        for words, betas in (("rounded", rounded), ("cut", cut)):
             own = search.with_betas(*map(float, betas))
             numbers = dataclasses.replace(search.given, b1=float(betas[0]), b2=float(betas[1]))
             both = Search(search.asked, search.made, numbers)
