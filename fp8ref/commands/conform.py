@@ -61,11 +61,10 @@ def add(commands) -> None:
 
 
 def _conform(arguments: argparse.Namespace) -> int:
-    """Identify a cast, quantizer, decoder, optimizer or attention by its outputs.
+    """Identify a cast, quantizer, decoder, optimizer or attention.
 
     Exits with 1 if it matches no known name or, with --expect, differs from the expected name.
 
-    $ fp8ref conform mine:cast --format e5m2
     $ fp8ref conform mine:quantize --expect torchao --granularity rowwise
     $ fp8ref conform mine:dequantize --kind decoder --granularity mx_1x32
     $ fp8ref conform torch.optim:AdamW --expect float32
