@@ -2,7 +2,7 @@
 
 import numpy as np
 from museum import ask
-from museum.arithmetic import F, bf16, bits, e8m0_up, number
+from museum.arithmetic import F, bf16, bits, blocks, e8m0_up, number, saturated
 from museum.exhibit import Exhibit
 
 
@@ -92,10 +92,24 @@ def of_rounded_log(amax):
 
 def of_exponents(amax, *, through=lambda x: x):
     """The exponent of amax less that of e4m3's largest number, 8."""
-    return finished(amax, magnitude(through(amax))[0] - 8, infinite=247)
+    return finished(amax, magnitude(through(amax))[0] - 8)
+
+
+def quantizer(code_of, *parts, **options):
+    """The MXFP8 quantizer whose scales have these codes: code_of(amax, ...)."""
+
+    def quantize(x):
+        x = blocks(np.asarray(x, F), 32)
+        code = code_of(np.abs(x).max(-1, keepdims=True), *parts, **options)
+        scale = np.where(code == 255, F(np.nan), np.ldexp(F(1), 127 - code.astype(int)))
+        return saturated(x * scale).reshape(len(x), -1), code[..., 0]
+
+    return quantize
 
 
 COMPRESSED = "https://github.com/vllm-project/compressed-tensors/"
+
+TE_MXFP8 = quantizer(of_quotient_up, 448)
 
 EXHIBITS = (
     Exhibit(
@@ -192,10 +206,10 @@ EXHIBITS = (
         library="aiter",
         year=2026,
         title="The MX scale goes to the nearest power of two",
-        fault=lambda amax: of_nearest_quotient(amax, 6),
-        twin=lambda amax: of_quotient_up(amax, 6),
-        ask=ask.scales("te_mxfp8", fmt="e2m1fn", made="e8m0"),
-        unnamed="expected  0x7D (0.25)",
+        fault=quantizer(of_nearest_quotient, 448),
+        twin=TE_MXFP8,
+        ask=ask.quantizer("te_mxfp8_2.13", "mx_1x32"),
+        unnamed="got code 0x7E (448), scale_inv 0.001953125",
     ),
     Exhibit(
         name="rmlx-463",
@@ -203,10 +217,10 @@ EXHIBITS = (
         library="rMLX",
         year=2026,
         title="MXFP8 scales are rounded to the nearest exponent after dividing by 448",
-        fault=of_rounded_log,
-        twin=lambda amax: of_quotient_up(amax, 448),
-        ask=ask.scales("te_mxfp8", made="e8m0"),
-        unnamed="expected  0x77 (0.00390625)",
+        fault=quantizer(of_rounded_log),
+        twin=TE_MXFP8,
+        ask=ask.quantizer("te_mxfp8_2.13", "mx_1x32"),
+        named="its scale is rounded to the nearest power of two",
     ),
     Exhibit(
         name="ao-4725",
@@ -214,9 +228,9 @@ EXHIBITS = (
         library="torchao",
         year=2026,
         title="amax goes through bfloat16 before its exponent is taken",
-        fault=lambda amax: of_exponents(amax, through=bf16),
-        twin=of_exponents,
-        ask=ask.scales("mx_floor", made="e8m0"),
-        unnamed="expected  0x87 (256)",
+        fault=quantizer(of_exponents, through=bf16),
+        twin=quantizer(of_exponents),
+        ask=ask.quantizer("mx_floor_0.19", "mx_1x32"),
+        named="its amax is rounded to bfloat16",
     ),
 )
