@@ -7,6 +7,7 @@ from typing import Any
 
 from fp8ref.conformance.attention import (
     accumulation,
+    batch_bits,
     descales,
     logits,
     operands,
@@ -35,6 +36,7 @@ STRUCTURE = (
     "softcap argument",
     "sinks argument",
     "mask and softcap",
+    batch_bits.REPEATED,
     *(name for names in subjects.DESCALES for name in names),
 )
 """The decisions that have one right answer, whichever the variant is."""
@@ -76,7 +78,9 @@ class Probed(Described):
 
     @property
     def faults(self) -> list[Finding]:
-        """Masks and heads that are not those of A-3, and probabilities out of range (A-8)."""
+        """Masks and heads that are not those of A-3, probabilities out of range (A-8), and equal
+        calls that differ.
+        """
         wrong = [f for f in self.findings if f.what in STRUCTURE and f.value is None]
         wrong = [f for f in wrong if f.words != visibility.REFUSED]
         return wrong + [f for f in self.findings if f.what == "range of P" and f.value is False]
@@ -193,6 +197,7 @@ def probe_subject(attention: Attention) -> Probed:
         accumulation.value_bits(attention),
         accumulation.chains(attention, tiling),
         *operands.output(attention),
+        *batch_bits.findings(attention),
     ]
     return Probed(
         asked=attention,

@@ -24,6 +24,10 @@ CAP = 16.0  # is passed: not CAP times the softmax scale, nor times ln 2
 
 SINKS = (0.0, 3.0)  # the sinks that are passed, of two heads
 
+DESCALES = (2.0, 0.25)
+"""Those of q and of k beside sinks, whose scores of 0 they leave as they are: neither they nor
+their product is the softmax scale."""
+
 ABOVE = 200.0
 """A sink so far above a score of 0 that no key is left, and whose e^x float32 does not have."""
 
@@ -250,7 +254,9 @@ def _sinks_argument(attention: Attention) -> Finding:
     what, heads = "sinks argument", len(SINKS)
     q, k, v = np.zeros((3, 1, heads, 1, FEATURES), np.float32)
     v[..., 0] = LARGE
-    question = Question(q, k, v, FULL)
+    descales = {} if not attention.takes_codes else dict(zip("qk", DESCALES, strict=True))
+    of_heads = {role: np.full((1, heads), x, np.float32) for role, x in descales.items()}
+    question = Question(q, k, v, FULL, descales=of_heads or None)
     try:
         answer = attention.ask(question._replace(sinks=np.array(SINKS, np.float32)))
         high = attention.ask(question._replace(sinks=np.full(heads, ABOVE, np.float32)))
@@ -265,6 +271,10 @@ def _sinks_argument(attention: Attention) -> Finding:
         "multiplied by the softmax scale": [1 / (1 + math.exp(a * SCALE)) for a in SINKS],
         "a power of two": [1 / (1 + 2.0**a) for a in SINKS],
     }
+    factors = {f"{role}_descale": x for role, x in descales.items()}
+    factors |= {"q_descale and k_descale": math.prod(DESCALES)} if factors else {}
+    for name, factor in factors.items():
+        explanations[f"multiplied by {name}"] = [1 / (1 + math.exp(a * factor)) for a in SINKS]
     names = [name for name, expected in explanations.items() if _near(weights, expected)]
     words = names[0] if names else "weights of no sink"
     got = ", ".join(f"{w:.4g}" for w in weights)

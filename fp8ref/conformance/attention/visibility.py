@@ -28,6 +28,8 @@ CASES: tuple[tuple[Mask, int, int], ...] = (
 )
 """(mask, queries, keys): square, more keys, and more queries than keys, of which some see none."""
 
+HEADS = ((6, 3), (6, 2), (24, 2))
+"""(query heads, heads of keys): groups of two, of three, and of no power of two above a tile."""
 
 REFUSED = "not taken"  # of a finding whose inputs the function refuses
 
@@ -158,9 +160,25 @@ def _documents_finding(attention: Attention) -> Finding:
 
 
 def _heads_finding(attention: Attention) -> Finding:
-    """The heads of k and v that 6 query heads use of 3: a key's score is 0 in the head of its
-    number, and far below in others; v of a head is in a column of its own."""
-    heads, kv = 6, 3
+    """The heads of k and v that query heads use, in groups of other sizes; the first wrong one."""
+    shapes, why = [], ""
+    for heads, kv in HEADS:
+        try:
+            finding = _heads_of(attention, heads, kv)
+        except RefusedError as error:
+            why = why or str(error)
+            continue
+        if finding is not None:
+            return finding
+        shapes.append(f"{heads} query heads use of {kv}")
+    if not shapes:
+        return Finding("heads", None, why, words=REFUSED)
+    return Finding("heads", "consecutive", f"the heads of k and v that {', '.join(shapes)}")
+
+
+def _heads_of(attention: Attention, heads: int, kv: int) -> Finding | None:
+    """The finding if query heads use other heads than A-3 says: a key's score is 0 in the head of
+    its number, and far below in others; v of a head is in a column of its own."""
     q = np.zeros((1, heads, 1, FEATURES), np.float32)
     k, v = np.zeros((2, 1, kv, kv + 1, FEATURES), np.float32)
     q[..., 0] = FAR
@@ -169,25 +187,38 @@ def _heads_finding(attention: Attention) -> Finding:
         k[0, g, g, 0] = 0
         v[0, g, np.arange(kv), np.arange(kv)] = 256
         v[0, g, :kv, kv + g] = 256
-    try:
-        outputs = attention.ask(Question(q, k, v)).o[0, :, 0]
-    except RefusedError as error:
-        return Finding("heads", None, str(error), words=REFUSED)
+    outputs = attention.ask(Question(q, k, v)).o[0, :, 0]
     k_heads, v_heads = outputs[:, :kv] != 0, outputs[:, kv : 2 * kv] != 0
     expected = np.arange(kv) == (np.arange(heads) * kv // heads)[:, None]
     if (k_heads == expected).all() and (v_heads == expected).all():
-        evidence = f"the heads of k and v that {heads} query heads use of {kv}"
-        return Finding("heads", "consecutive", evidence)
-    modulo = np.arange(kv) == (np.arange(heads) % kv)[:, None]
+        return None
     words = "another head"
-    if (k_heads == modulo).all() and (v_heads == modulo).all():
-        words = "query head j uses head j mod Hkv"
+    mistakes = dict[str, list[str]]()
+    for name, tile, used in _mistaken_heads(heads, kv):
+        mistaken = np.arange(kv) == used[:, None]
+        if (k_heads == mistaken).all() and (v_heads == mistaken).all():
+            mistakes.setdefault(name, []).append(str(tile))
+    if mistakes:
+        name, tiles = next(iter(mistakes.items()))
+        words = name.format(" or ".join(dict.fromkeys(tiles)))
     which, used = ("v", v_heads) if (k_heads == expected).all() else ("k", k_heads)
     j = int(np.flatnonzero((used != expected).any(axis=1))[0])
     got = ", ".join(map(str, np.flatnonzero(used[j]))) or "none"
     shown = f"{heads} query heads, {kv} heads of keys: query head {j}"
     right = f"head {j * kv // heads}"
     return Counterexample(shown, f"head {got} of {which}", right, "A").finding("heads", words)
+
+
+def _mistaken_heads(heads: int, kv: int) -> Iterator[tuple[str, int, np.ndarray]]:
+    """(mistake in words with {} for a tile, the tile, the head of keys of each query head)."""
+    every = np.arange(heads)
+    yield "query head j uses head j mod Hkv", 0, every % kv
+    yield "every query head uses the first head", 0, 0 * every
+    for tile in (2, 4, 8, 16, 32):
+        words = "tiles of {} query heads use one head"
+        yield words, tile, every // tile * tile * kv // heads
+        whole = -(-heads // kv // tile) * tile  # a group, up to a whole tile
+        yield words, tile, np.minimum(every // whole, kv - 1)
 
 
 def _kind(mask: Mask) -> str:

@@ -78,7 +78,7 @@ def _in_framework(
             about={framework: version(framework), "device": device},
         )
         try:
-            tried.multiply(a, b)
+            tried.multiply(a, b, repeat=False)
         except RefusedError as error:
             refused.append(str(error))
         else:

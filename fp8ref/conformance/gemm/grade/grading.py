@@ -27,7 +27,7 @@ from fp8ref.conformance.gemm.grade import (
     structure,
 )
 from fp8ref.conformance.gemm.grade.stimuli import Asked, Shape, Stimulus
-from fp8ref.conformance.gemm.grade.structure import Cause, Tile
+from fp8ref.conformance.gemm.grade.structure import Cause, Tile, first_of
 from fp8ref.conformance.gemm.grade.verdict import Grade, Measured
 from fp8ref.conformance.gemm.scaled_gemm import RefusedError, ScaledGemm
 from fp8ref.formats import E4M3FN, Format
@@ -49,6 +49,8 @@ SHAPES_OF_BLOCKS: tuple[Shape, ...] = (
     (272, 272, 128),
 )
 """The same for scales of blocks, which divide K."""
+
+CALLS = 2  # how often random operands are multiplied: equal calls have equal bits
 
 MOST_CALLS = 64
 """The most GEMMs that ask for indices of K; of a longer K than they reach the rest is not asked."""
@@ -130,7 +132,8 @@ def _graded(
     measured = {shape: one.measured for shape, one in zip(dtypes, sampled, strict=True)}
     samples = [sample for one in sampled for sample in one.samples]
     longest = max(samples, key=lambda sample: sample[0].shape[2])
-    rows = row_bits.NOT_ASKED if causes else row_bits.compare(asked, *longest)
+    varied = [cause for one in sampled for cause in one.varied]
+    rows = row_bits.NOT_ASKED if causes or varied else row_bits.compare(asked, longest[0])
     if not rows.asked:
         unasked.append("whether a row's bits depend on the number of rows")
     why = _why(asked, causes, dtypes, samples, measured)
@@ -141,9 +144,9 @@ def _graded(
         out_dtype=next(iter(dtypes.values())),
         bias=scaled.bias,
         about=scaled.about,
-        verdict=_verdict(bool(causes), why, measured),
+        verdict=_verdict(bool(causes), [*why.causes, *varied], measured),
         measured=measured,
-        causes=why.causes,
+        causes=_merged([*why.causes, *varied], len({k for _, _, k in dtypes})),
         rows=rows,
         plan=why.plan,
         epilogue=why.epilogue,
@@ -184,11 +187,12 @@ def _why(
     return examined._replace(causes=examined.causes or range_causes)
 
 
-def _verdict(wrong: bool, why: imprecision.Found, measured: dict[Shape, Measured]) -> str:
+def _verdict(wrong: bool, causes: list[Cause], measured: dict[Shape, Measured]) -> str:
     lost = any(not np.isfinite(one.bounds) for one in measured.values())
-    if wrong or lost or any(cause.severity == "wrong" for cause in why.causes):
+    if wrong or lost or any(cause.severity == "wrong" for cause in causes):
         return "wrong"
-    return "imprecise" if _is_severe(measured) else "right"
+    varies = any(cause.name == row_bits.VARIES for cause in causes)
+    return "imprecise" if varies or _is_severe(measured) else "right"
 
 
 def require_gemm(function: Callable[..., Any] | ScaledGemm, **options: Any) -> Grade:
@@ -215,7 +219,7 @@ def _structures(
     for shape in shapes:
         stimulus = stimuli.integers(asked, shape)
         try:
-            results, out = asked.run(stimulus, repeat=True)
+            results, out = asked.run(stimulus)
         except RefusedError as error:
             refused[shape] = str(error).partition("\n")[0]
             continue
@@ -315,7 +319,7 @@ def _merged(causes: list[Cause], lengths: int) -> list[Cause]:
 
 class _Sampled(NamedTuple):
     """The errors of one shape; random operands with their results; how many have the expected
-    plan's bits, of how many; and what was not asked.
+    plan's bits, of how many; what was not asked; and the cause if equal calls differ.
     """
 
     measured: Measured
@@ -323,6 +327,7 @@ class _Sampled(NamedTuple):
     equal: int
     compared: int
     unasked: list[str]
+    varied: list[Cause]
 
 
 def _measured(
@@ -335,10 +340,10 @@ def _measured(
     if k > stimuli.LONG:
         few = stimuli.random(asked, (m, n, stimuli.LONG), out)
         pairs.append((stimuli.thinned(few, k), few))
-    errors, samples, unasked, equal, compared = [], [], list[str](), 0, 0
+    errors, samples, unasked, varied, equal, compared = [], [], list[str](), list[Cause](), 0, 0
     for stimulus, same in pairs:
         try:
-            results, _ = asked.run(stimulus, repeat=True)
+            results, *again = (asked.run(stimulus)[0] for _ in range(CALLS))
         except RefusedError as error:
             if stimulus is dense:
                 raise
@@ -346,7 +351,12 @@ def _measured(
             unasked.append(f"{stimulus}, for which it raised ({first_line})")
             continue
         simulated = gemm.matmul(same.a, same.b, epilogue=asked.epilogue, out_dtype=out)
-        errors.append(_errors(stimulus, same, results, simulated, out, asked.epilogue))
+        others = [other for other in again if other.tobytes() != results.tobytes()]
+        errors += [
+            _errors(stimulus, same, one, simulated, out, asked.epilogue)
+            for one in (results, *others)
+        ]
+        varied += [_varied(stimulus, results, other) for other in others[:1]]
         samples.append((stimulus, results))
         if named is not None:
             expected = simulated
@@ -363,7 +373,15 @@ def _measured(
         error=max(one.error for one in errors),
         count=sum(one.count for one in errors),
     )
-    return _Sampled(measured, samples, equal, compared, unasked)
+    return _Sampled(measured, samples, equal, compared, unasked, varied)
+
+
+def _varied(stimulus: Stimulus, results: np.ndarray, other: np.ndarray) -> Cause:
+    """The cause of two calls with the same operands that differ."""
+    differ = other.view(np.uint32) != results.view(np.uint32)
+    evidence = f"{int(differ.sum())} of {differ.size} results of an equal call are others"
+    first = first_of(stimulus, other, results, differ, "B-14")
+    return Cause(row_bits.VARIES, evidence, "imprecise", first)
 
 
 def _errors(

@@ -12,12 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from fp8ref.conformance.gemm.grade import row_bits, stimuli
 from fp8ref.conformance.gemm.grade.grading import grade_gemm
+from fp8ref.conformance.gemm.grade.row_bits import RowBits
+from fp8ref.conformance.gemm.grade.stimuli import Asked, Shape
 from fp8ref.conformance.gemm.grade.verdict import Grade
-from fp8ref.conformance.gemm.scaled_gemm import RefusedError, ScaledGemm, operand
+from fp8ref.conformance.gemm.scaled_gemm import ProbeError, RefusedError, ScaledGemm, operand
 from fp8ref.conformance.kit.finding import Described
 from fp8ref.conformance.kit.subject import name_of
-from fp8ref.formats import E4M3FN, Format
+from fp8ref.formats import E4M3FN, FLOAT32, Format
 from fp8ref.sim.quantize.scaling import Quantized
 
 Grouped = Callable[[Sequence[Quantized], Sequence[Quantized]], Any]
@@ -29,11 +32,15 @@ SIZES = (32, 0, 48, 32)  # rows of the groups: equal ones, another one, and none
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedGrade(Described):
-    """The grade of each group that has rows, by its number."""
+    """The grade of each group that has rows, by its number.
+
+    places   whether groups have the same bits at other places, alone and among more groups.
+    """
 
     name: str
     sizes: tuple[int, ...]
     grades: Mapping[int, Grade]
+    places: RowBits
 
     @property
     def verdict(self) -> str:
@@ -53,7 +60,8 @@ class GroupedGrade(Described):
         shown = [grade for grade in grades if not grade.ok] or grades[:1]
         sizes = ", ".join(map(str, self.sizes))
         title = f"{self.name}, groups of {sizes} rows, is {self.verdict}"
-        return "\n".join([title, *(grade.message for grade in shown)])
+        said = [f"  {self.places.said}"] if self.places.said else []
+        return "\n".join([title, *(grade.message for grade in shown), *said])
 
     def to_dict(self) -> dict[str, Any]:
         """What --json writes."""
@@ -64,6 +72,7 @@ class GroupedGrade(Described):
             "verdict": self.verdict,
             "sizes": list(self.sizes),
             "groups": groups,
+            "group_invariant": self.places.alike,
         }
 
 
@@ -95,17 +104,59 @@ def grade_grouped(
         )
     name = name or name_of(function)
     both = granularity, granularity_b or granularity
-    grades = {}
-    for g, size in enumerate(sizes):
-        if size:
-            alone = ScaledGemm(
-                name=f"group {g} of {name}",
-                function=_group_gemm(function, g, sizes, both),
-                granularity=granularity,
-                granularity_b=granularity_b,
-            )
-            grades[g] = grade_gemm(alone, shapes=[(size, n, k)], formats=formats, **options)
-    return GroupedGrade(name=name, sizes=tuple(sizes), grades=grades)
+
+    def one(g: int, sizes: Sequence[int]) -> ScaledGemm:
+        return ScaledGemm(
+            name=f"group {g} of {name}",
+            function=_group_gemm(function, g, sizes, both),
+            granularity=granularity,
+            granularity_b=granularity_b,
+        )
+
+    shapes = {g: (size, n, k) for g, size in enumerate(sizes) if size}
+    grades = {
+        g: grade_gemm(one(g, sizes), shapes=[shape], formats=formats, **options)
+        for g, shape in shapes.items()
+    }
+    places = row_bits.NOT_ASKED
+    if all(grade.verdict != "wrong" for grade in grades.values()):
+        asked = {g: Asked(scaled=one(g, sizes), formats=formats) for g in grades}
+        places = _places(asked, shapes, sizes, one)
+    return GroupedGrade(name=name, sizes=tuple(sizes), grades=grades, places=places)
+
+
+def _places(
+    asked: Mapping[int, Asked],
+    shapes: Mapping[int, Shape],
+    sizes: Sequence[int],
+    one: Callable[[int, Sequence[int]], ScaledGemm],
+) -> RowBits:
+    """Each group's bits at another place of the list, alone, and behind more groups."""
+    calls = dict[str, None]()
+    for g, asked_alone in asked.items():
+        stimulus = stimuli.random(asked_alone, shapes[g], FLOAT32)
+        output = asked_alone.run(stimulus)[0]
+        count = len(sizes)
+        for words, place, others in (
+            ("the groups in reverse order", count - 1 - g, sizes[::-1]),
+            ("no other group", 0, sizes[g : g + 1]),
+            ("twice as many groups", count + g, [*sizes, *sizes]),
+        ):
+            try:
+                results = one(place, others).multiply(stimulus.a, stimulus.b, repeat=False)[0]
+            except ProbeError:
+                continue
+            calls[words] = None
+            differ = results.view(np.uint32) != output.view(np.uint32)
+            if differ.any():
+                i, j = np.argwhere(differ)[0]
+                said = (
+                    f"a group's bits depend on the other groups: {int(differ.sum())} of "
+                    f"{differ.size} results of group {g} are others with {words}, first "
+                    f"out[{i}, {j}], {output[i, j]:.9g} and {results[i, j]:.9g}"
+                )
+                return RowBits(tuple(calls), said)
+    return RowBits(tuple(calls))
 
 
 def require_grouped(function: Grouped, **options: Any) -> GroupedGrade:

@@ -185,7 +185,7 @@ def _accumulator(asked: Asked, shape: Shape, out: Format) -> list[Cause]:
     ran = []
     for length in dict.fromkeys((min(SHORT, k), k)):
         stimulus = stimuli.wide(asked, shape, length=length)
-        ran.append((length, stimulus, asked.run(stimulus, repeat=True)[0]))
+        ran.append((length, stimulus, asked.run(stimulus)[0]))
     _, stimulus, outputs = ran[-1]
     expected = cast.round_to(faults.expected(stimulus), out)
     differ = ~equal(outputs, expected)

@@ -55,9 +55,9 @@ class Asked:
     accumulate: str | Accumulation = "exact"
     seed: int = 0
 
-    def run(self, stimulus: "Stimulus", *, repeat: bool = False) -> tuple[np.ndarray, Format]:
-        """The results of a stimulus, and their dtype; repeat: of two runs, which must agree."""
-        return self.scaled.multiply(stimulus.a, stimulus.b, stimulus.bias, repeat=repeat)
+    def run(self, stimulus: "Stimulus") -> tuple[np.ndarray, Format]:
+        """The results of a stimulus, and their dtype."""
+        return self.scaled.multiply(stimulus.a, stimulus.b, stimulus.bias, repeat=False)
 
     def short(self, shapes: Iterable[Shape]) -> Shape:
         """The shape of the least K, cut to ``SHORT`` if the GEMM takes that."""

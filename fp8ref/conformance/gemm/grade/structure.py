@@ -197,7 +197,7 @@ def integer_causes(
         return [], None
     if factors is not None:
         a, b = faults.values(stimulus)
-        if _alike(results, faults.product(stimulus, a * factors, b), out):
+        if alike(results, faults.product(stimulus, a * factors, b), out):
             return [], None
     tile = tile_of(differ, earlier)
     count = (
@@ -210,13 +210,13 @@ def integer_causes(
         faulty = fault.gives(stimulus)
         if faulty is None or np.array_equal(faulty, expected):
             continue
-        if _alike(results, faulty, out):
+        if alike(results, faulty, out):
             evidence = f"all {results.size} results have the bits of it; {count}"
             return [Cause(fault.name, evidence, "wrong", first, exact=True)], None
         if tile is None or tile_cause is not None:
             continue
         inside, faulty = results[tile.place], faulty[tile.place]
-        if _alike(inside, faulty, out) and not np.array_equal(faulty, expected[tile.place]):
+        if alike(inside, faulty, out) and not np.array_equal(faulty, expected[tile.place]):
             evidence = (
                 f"its {inside.size} results have the bits of it, and all others are right; {count}"
             )
@@ -226,7 +226,7 @@ def integer_causes(
     return [tile_cause or unnamed], tile
 
 
-def _alike(results: np.ndarray, faulty: np.ndarray, out: Format) -> bool:
+def alike(results: np.ndarray, faulty: np.ndarray, out: Format) -> bool:
     """Whether results are a fault's, rounded to the output dtype."""
     with np.errstate(all="ignore"):
         return np.array_equal(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp8ref.conformance.gemm.grade import codes
-from fp8ref.conformance.gemm.grade.row_bits import RowBits
+from fp8ref.conformance.gemm.grade.row_bits import VARIES, RowBits
 from fp8ref.conformance.gemm.grade.stimuli import Shape
 from fp8ref.conformance.gemm.grade.structure import Cause
 from fp8ref.conformance.kit.finding import Counterexample, Described, Finding
@@ -51,12 +51,12 @@ class Grade(Described):
 
     right      every sum that any accumulator of 8 bits has is right, and all results are within
                B-1.
-    imprecise  those sums are right, and other results are outside B-1.
+    imprecise  those sums are right, and other results are outside B-1, or differ in equal calls.
     wrong      those sums, or products of codes, are not right.
 
     measured   of random operands, for each shape that was asked.
     causes     why it is not right, the gravest first; of a right one, what rounds twice.
-    rows       whether a row has the same bits in calls of fewer rows, as a right GEMM need not.
+    rows       whether a row has the same bits in calls of other rows, as a right GEMM need not.
     plan       the simulator's accumulation that has the bits of random results, if one has;
                epilogue likewise.
     edges      shapes at which sums of integers alone were asked, in words.
@@ -92,7 +92,8 @@ class Grade(Described):
         if self.expected is None:
             return self.verdict == "right"
         return self.equal == self.compared and not any(
-            cause.severity == "wrong" and cause.name != codes.RANGE for cause in self.causes
+            cause.name != codes.RANGE and (cause.severity == "wrong" or cause.name == VARIES)
+            for cause in self.causes
         )
 
     @property
@@ -129,6 +130,7 @@ class Grade(Described):
         """Shapes, formats, dtype and scales, in words."""
         shapes = ", ".join(f"[{m}, {n}] K = {k}" for m, n, k in self.measured)
         shapes += f"; integers at {', '.join(self.edges)}" if self.edges else ""
+        shapes += f"; a row's bits at {', '.join(self.rows.asked)}" if self.rows.asked else ""
         bias = ", with a bias" if self.bias else ""
         return (
             f"{shapes}; {self.formats[0]} x {self.formats[1]} to {self.out_dtype}; scales "

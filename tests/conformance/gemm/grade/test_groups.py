@@ -5,6 +5,7 @@ import pytest
 from helpers.gemm.graded_gemms import correct, values
 
 from fp8ref.conformance.gemm import grade_grouped, require_grouped
+from fp8ref.sim.gemm import gemm
 
 
 def grouped(a, b):
@@ -65,3 +66,25 @@ def test_sizes_that_no_group_has(sizes):
         ValueError, match="groups have sizes of 0 or more rows, and one has rows; got"
     ):
         grade_grouped(grouped, sizes=sizes)
+
+
+def by_place(a, b):
+    """The first group goes to a kernel that adds K in two parts."""
+    halves = [
+        [q._replace(codes=q.codes[:, part]) for q in (a[0], b[0])]
+        for part in (np.s_[:128], np.s_[128:])
+    ]
+    first = sum(gemm.matmul(*half, accumulate="f32") for half in halves)
+    return [
+        first,
+        *(gemm.matmul(x, y, accumulate="f32") for x, y in zip(a[1:], b[1:], strict=True)),
+    ]
+
+
+def test_a_group_whose_bits_depend_on_its_place_is_named():  # B-14
+    grade = grade_grouped(by_place, sizes=[16, 16], n=16, k=256)
+    assert (grade.verdict, grade.places.alike) == ("right", False)
+    said = "a group's bits depend on the other groups: "
+    assert grade.places.said.startswith(said)
+    assert said in grade.message
+    assert grade.to_dict()["group_invariant"] is False
