@@ -77,9 +77,9 @@ def _calls(attention: Attention, question: Question) -> Iterator[tuple[str, Ques
         yield words, question._replace(q=q[sequences], k=k[sequences], v=v[sequences]), (sequences,)
     if attention.takes_documents:
         ids = [np.zeros((2, x.shape[2]), np.int64) for x in (q, k)]
-        yield "a document", question._replace(documents=tuple(ids)), np.s_[:]
+        yield "a document", question._replace(documents=tuple(ids)), ()
         behind = ((0, 0), (0, 0), (0, PADDING), (0, 0))
         padded = [np.pad(x, behind, constant_values=1) for x in (k, v)]
         ids[1] = np.pad(ids[1], behind[1:3], constant_values=-1)
         other = question._replace(k=padded[0], v=padded[1], documents=tuple(ids))
-        yield f"{PADDING} keys of padding behind", other, np.s_[:]
+        yield f"{PADDING} keys of padding behind", other, ()

@@ -105,5 +105,5 @@ def _rows(q: Quantized, places: np.ndarray) -> Quantized:
     """The rows of an operand at these places, and padding under the scale of its first row."""
     taken = rows_of(q, np.maximum(places, 0))
     taken.codes[places == _ZEROS] = 0
-    taken.codes[places == _FILLED] = cast.encode(np.float32([np.nan]), q.fmt)
+    taken.codes[places == _FILLED] = cast.encode(np.full(1, np.nan, np.float32), q.fmt)
     return taken
