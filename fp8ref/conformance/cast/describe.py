@@ -57,10 +57,26 @@ def names(a: Responses) -> tuple[list[str], list[str]]:
     )
 
 
-def summary(b: Behavior, a: Responses, fmt: Format, *, complete: bool, everywhere: bool) -> str:
+def without_guesses(findings: list[Finding], wrong: dict[str, np.ndarray]) -> list[Finding]:
+    """The findings without a double rounding that leaves codes of its dtype unexplained."""
+    unsure = {
+        "double_rounding" if source == "float32" else f"double_rounding of {source}"
+        for source, differs in wrong.items()
+        if differs.any()
+    }
+    return [
+        Finding(f.what, None, "codes that no double rounding explains") if f.what in unsure else f
+        for f in findings
+    ]
+
+
+def summary(
+    b: Behavior, a: Responses, fmt: Format, *, complete: bool, everywhere: bool, mistake: str = ""
+) -> str:
     """The cast in one line.
 
     complete    every output is explained by the behavior found; everywhere: in other shapes too.
+    mistake     of ``mistakes``, that explains what the behavior does not.
     """
     found_fmt = a.fmt
     of = f"a cast to {found_fmt}"
@@ -69,7 +85,8 @@ def summary(b: Behavior, a: Responses, fmt: Format, *, complete: bool, everywher
     if complete and not everywhere:
         return f"{of} that gives other codes in arrays of other shapes"
     if not complete:
-        return f"{of} that matches no known library: see the differences"
+        reason = mistake or "it matches no known library: see the differences"
+        return f"{of.rstrip(',')}: {reason}"
     decision_text = f"rounds {b.rounding}, overflow gives {b.overflow}, infinities {b.infinite}"
     if b.subnormals != "kept":
         decision_text += f", subnormals are {b.subnormals.replace('_', ' ')}"

@@ -20,6 +20,7 @@ from fp8ref.conformance.cast import (
     describe,
     identify_e8m0,
     layout_invariance,
+    mistakes,
     outputs,
     stochastic,
 )
@@ -194,7 +195,11 @@ def _identify_repeating(
     findings += layout_findings
     unlike += elsewhere
     names, names_but_for_nan = describe.names(first)
-    summary = describe.summary(b, first, fmt, complete=complete, everywhere=not elsewhere)
+    mistake = "" if complete else mistakes.name(first)
+    findings = describe.without_guesses(findings, explained.wrong)
+    summary = describe.summary(
+        b, first, fmt, complete=complete, everywhere=not elsewhere, mistake=mistake
+    )
     summary += "" if complete or found_fmt is fmt else _scaled(subject, fmt, first.source)
     untaken = [s for s in ("bfloat16", "float16") if s not in explained.responses]
     differences = list[Counterexample]()
