@@ -190,6 +190,5 @@ def _replay(arguments: argparse.Namespace) -> int:
     with console.waiting("verify recordings"):
         recordings = recording.verify_all(arguments.replay)
     code = conclude(recordings, arguments.json)
-    if recordings.damaged:
-        raise ValueError("\n".join(recordings.damaged))
+    require(not recordings.damaged, "\n".join(recordings.damaged))
     return code

@@ -41,11 +41,11 @@ def _study(arguments: argparse.Namespace) -> int:
     """
     out = arguments.out
     if out is not None and out.suffix != ".html":
-        if not out.is_dir():
-            raise ValueError(f"--out names a .html file, or a directory that exists; got {out}.")
+        text = f"--out names a .html file, or a directory that exists; got {out}."
+        require(out.is_dir(), text)
         out /= "study.html"
-    if out is not None and not out.parent.is_dir():
-        raise ValueError(f"--out {out}: {out.parent} is no directory. Make it, or name another.")
+    text = f"--out {out}: {out.parent} is no directory. Make it, or name another."
+    require(out is None or out.parent.is_dir(), text)
     if out is not None and out.is_dir():
         raise ValueError(f"--out {out} is a directory. Name a file in it.")
     if out is not None and out.exists() and b'content="fp8ref study"' not in out.read_bytes()[:999]:

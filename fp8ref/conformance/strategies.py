@@ -22,6 +22,7 @@ from fp8ref.conformance.vectors.cast import Cast
 from fp8ref.formats import E4M3FN, Format
 from fp8ref.policy import POLICIES
 from fp8ref.shared import extras
+from fp8ref.shared.errors import require
 from fp8ref.sim.quantize import cast
 from fp8ref.sim.quantize.scales import scales_from_amax
 from fp8ref.spec.granularity import GRANULARITIES, by_name
@@ -260,8 +261,7 @@ def shards(draw, dtype: str = "float32", *, most: int = 4, **options) -> list[np
     options   keywords of ``tensors``, one of which the shards are if concatenated.
     Raises:   ValueError: most below 1; as ``tensors``.
     """
-    if most < 1:
-        raise ValueError(f"a tensor is cut into at least one shard; got most={most!r}.")
+    require(most >= 1, f"a tensor is cut into at least one shard; got most={most!r}.")
     x = draw(tensors(dtype, **options))
     cuts = draw(st.lists(st.integers(0, len(x)), max_size=most - 1))
     return np.split(x, sorted(cuts))

@@ -19,7 +19,7 @@ from typing import ClassVar
 import pydantic
 
 from fp8ref.shared import files
-from fp8ref.shared.errors import ConfigError
+from fp8ref.shared.errors import ConfigError, one_of, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +94,7 @@ class Ceilings:
     measured: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.gpu not in GPUS:
-            raise ValueError(f"gpu is one of {', '.join(GPUS)}; got {self.gpu!r}.")
+        one_of("gpu", self.gpu, GPUS)
         peaks = {
             "bf16": self.sheet.bf16,
             "attention": self.sheet.bf16,
@@ -109,8 +108,8 @@ class Ceilings:
                     f"{key} is in {unit} a second, from 1 % to 100 % of the data sheet's "
                     f"{peak:.3g}; got {getattr(self, key):.3g}."
                 )
-        if not 1e-8 <= self.launch <= 1e-3:
-            raise ValueError(f"launch is in seconds, from 1e-8 to 1e-3; got {self.launch:.3g}.")
+        text = f"launch is in seconds, from 1e-8 to 1e-3; got {self.launch:.3g}."
+        require(1e-8 <= self.launch <= 1e-3, text)
         if not self.bf16 <= self.fp8:
             raise ValueError(
                 f"fp8 is at least bf16; got {self.fp8:.3g} and {self.bf16:.3g}. Check whether "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from fp8ref import recipe as recipes
 from fp8ref.recipe import RECIPES, Gemm, Recipe
+from fp8ref.shared.errors import require
 from fp8ref.spec import granularity
 
 __all__ = ["select"]
@@ -94,10 +95,8 @@ def select(
     """
     recipe = recipes.by_name(recipe)
     for key, patterns in (("filter_fqns", filter_fqns), ("fp8_fqns", fp8_fqns)):
-        if isinstance(patterns, str):
-            raise ValueError(
-                f"{key} is a list of patterns; got the string {patterns!r}. Write [{patterns!r}]."
-            )
+        text = f"{key} is a list of patterns; got the string {patterns!r}. Write [{patterns!r}]."
+        require(not isinstance(patterns, str), text)
         if not isinstance(patterns, Collection) or not all(
             isinstance(pattern, str) for pattern in patterns
         ):
@@ -108,10 +107,8 @@ def select(
         for pattern in patterns:
             if key == "filter_fqns" and pattern == AUTO_FILTER:
                 continue
-            if not any(matches(pattern, name) for name in linears):
-                raise ValueError(
-                    f"{key} pattern {pattern!r} matches none of: {listed(linears) or 'no linears'}."
-                )
+            text = f"{key} pattern {pattern!r} matches none of: {listed(linears) or 'no linears'}."
+            require(any(matches(pattern, name) for name in linears), text)
     small = _small(recipe) if AUTO_FILTER in filter_fqns else ()
     decisions = [
         _decide(name, shape, recipe, filter_fqns, fp8_fqns, small)

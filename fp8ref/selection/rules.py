@@ -28,6 +28,7 @@ from fp8ref.recipe import (
 )
 from fp8ref.selection.linears import Decision, check_shape, matches
 from fp8ref.shared import registry
+from fp8ref.shared.errors import require
 from fp8ref.spec import granularity as granularities
 from fp8ref.spec.epilogue import EPILOGUES
 
@@ -64,10 +65,8 @@ class Rule:
     """
 
     def __post_init__(self) -> None:
-        if not self.layers:
-            raise ValueError(
-                "a rule of numerics.rules needs layers; got none. Name some, such as 'layers.0'."
-            )
+        text = "a rule of numerics.rules needs layers; got none. Name some, such as 'layers.0'."
+        require(bool(self.layers), text)
         for key, values, choices in (
             ("gemms", self.gemms, GEMMS),
             ("roles", self.roles, ROLES),

@@ -52,10 +52,10 @@ def seed(value: Any) -> None:
         raise ValueError(f"a seed is an integer in [0, 2^64); got {value!r}.")
 
 
-def require(condition: bool, message: str) -> None:
-    """ValueError(message) unless the condition holds."""
+def require(condition: bool, message: str, error: type[ValueError] = ValueError) -> None:
+    """error(message) unless the condition holds."""
     if not condition:
-        raise ValueError(message)
+        raise error(message)
 
 
 def require_least(section: str, least: int, fields: object, *names: str, note: str = "") -> None:

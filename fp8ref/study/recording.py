@@ -25,6 +25,7 @@ import numpy as np
 from fp8ref.front.quantized import as_numpy
 from fp8ref.shared import files
 from fp8ref.shared.console import one_line
+from fp8ref.shared.errors import require
 
 __all__ = ["Attended", "Operand", "Recording", "floats", "read"]
 
@@ -223,10 +224,8 @@ def chosen(names: Iterable[str], layers: str, rows: int) -> list[str]:
             "a study records linears of PyTorch or Flax NNX; got a model without linears. "
             "Layers of linen, as in nnx.bridge.ToNNX, are not seen."
         )
-    if not matches:
-        raise ValueError(
-            f"layers matches the name of a linear of the model; got {layers!r} for {some(names)}."
-        )
+    text = f"layers matches the name of a linear of the model; got {layers!r} for {some(names)}."
+    require(bool(matches), text)
     return matches
 
 
@@ -245,8 +244,7 @@ def floats(x: Any) -> np.ndarray:
     """
     x = x if hasattr(x, "dtype") else np.asarray(x)
     dtype = str(x.dtype).removeprefix("torch.")
-    if dtype not in FLOATS:
-        raise ValueError(f"got {dtype}; a study takes {', '.join(FLOATS)}")
+    require(dtype in FLOATS, f"got {dtype}; a study takes {', '.join(FLOATS)}")
     with np.errstate(over="ignore"):
         return as_numpy(x).astype(np.float32)
 
@@ -308,8 +306,8 @@ def _narrow(x: np.ndarray) -> np.ndarray:
 
 def wide(x: np.ndarray, axes: int) -> np.ndarray:
     """What ``_narrow`` made. ValueError: another dtype or number of axes."""
-    if x.ndim != axes or x.dtype not in (np.uint16, np.float32):
-        raise ValueError(f"a tensor is {x.dtype} of {x.ndim} axes, not uint16 or float32 of {axes}")
+    text = f"a tensor is {x.dtype} of {x.ndim} axes, not uint16 or float32 of {axes}"
+    require(x.ndim == axes and x.dtype in (np.uint16, np.float32), text)
     return (x.astype(np.uint32) << np.uint32(16)).view(np.float32) if x.dtype == np.uint16 else x
 
 
@@ -324,8 +322,8 @@ def inputs(recording: Recording) -> dict[str, Operand]:
 
 def listed(names: Any, label: str) -> None:
     """ValueError for one name in the place of several: its letters are none."""
-    if isinstance(names, str):
-        raise ValueError(f"{label} are a list of names; got {names!r}. Write [{names!r}].")
+    text = f"{label} are a list of names; got {names!r}. Write [{names!r}]."
+    require(not isinstance(names, str), text)
 
 
 def check(recording: Any) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from fp8ref import configs as shipped
 from fp8ref.recipe import OPERANDS
 from fp8ref.shared import files
-from fp8ref.shared.errors import ConfigError
+from fp8ref.shared.errors import ConfigError, require
 from fp8ref.train import loop
 from fp8ref.train.data import loader
 from fp8ref.train.report import run_files
@@ -126,10 +126,8 @@ def read(path: Path | str) -> Tensors:
         about = files.parse_json(str(arrays.pop("about")))
         for name, value in arrays.items():
             dtype, axes = (np.float32, 1) if name.endswith("/amax") else (np.uint16, 2)
-            if value.dtype != dtype or value.ndim != axes:
-                raise ValueError(
-                    f"{name} is {value.dtype} of {value.ndim} axes, not {np.dtype(dtype)} of {axes}"
-                )
+            text = f"{name} is {value.dtype} of {value.ndim} axes, not {np.dtype(dtype)} of {axes}"
+            require(value.dtype == dtype and value.ndim == axes, text)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"{path} is not a file of tensors, such as fp8ref demo writes into its directory "

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
+from fp8ref.shared.errors import one_of
 from fp8ref.sim.quantize import cast
 
 
@@ -43,8 +44,7 @@ _WIDE: dict[str, Format] = {f.name: f for f in (FLOAT32, BFLOAT16, FLOAT16)}
 
 def by_name(name: str) -> Source:
     """The source of a name; ValueError if it is unknown."""
-    if name not in SOURCES:
-        raise ValueError(f"a source is one of {', '.join(SOURCES)}; got {name!r}.")
+    one_of("a source", name, SOURCES)
     return SOURCES[name]
 
 

@@ -17,6 +17,7 @@ from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors import quantize
 from fp8ref.conformance.vectors.verdict import Verdict
 from fp8ref.formats import FLOAT32
+from fp8ref.shared.errors import one_of, require
 from fp8ref.sim.attention import attention
 from fp8ref.spec.attention import variants as variants
 from fp8ref.spec.attention.call import Call
@@ -64,22 +65,17 @@ class Attention:
     count: int = 12
 
     def __post_init__(self) -> None:
-        if self.variant not in VARIANTS:
-            raise ValueError(f"a variant is one of {', '.join(VARIANTS)}; got {self.variant!r}.")
-        if self.mask not in MASKS:
-            raise ValueError(f"a mask is one of {', '.join(MASKS)}; got {self.mask!r}.")
+        one_of("a variant", self.variant, VARIANTS)
+        one_of("a mask", self.mask, MASKS)
         dtypes.check_random(self.seed, self.count)
         _, h, kv, _, _, d = self.dims
-        if h % kv:
-            raise ValueError(f"a shape is {AXES} with Hkv dividing H; got {self.shape}.")
-        if VARIANTS[self.variant].granularity == "mx_1x32" and d % 32:
-            raise ValueError(f"variant {self.variant!r} needs D divisible by 32; got {self.shape}.")
+        require(not h % kv, f"a shape is {AXES} with Hkv dividing H; got {self.shape}.")
+        text = f"variant {self.variant!r} needs D divisible by 32; got {self.shape}."
+        require(VARIANTS[self.variant].granularity != "mx_1x32" or not d % 32, text)
         variants.by_name(self.variant).tile(d, self.parsed_mask)
         cap, sinks = self.parsed_softcap, self.parsed_sinks
-        if cap is not None and not 0 < cap < math.inf:
-            raise ValueError(
-                f"a softcap is a positive number, or none; got {self.softcap!r}. Write it like 50."
-            )
+        text = f"a softcap is a positive number, or none; got {self.softcap!r}. Write it like 50."
+        require(cap is None or 0 < cap < math.inf, text)
         if sinks is not None and (len(sinks) != h or not np.isfinite(sinks).all()):
             raise ValueError(
                 f"sinks are a finite number for each of {h} query heads, or none; got "

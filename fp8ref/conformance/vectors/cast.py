@@ -16,6 +16,7 @@ from fp8ref.conformance.kit.explain import Rules as Rules
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors.verdict import Verdict
 from fp8ref.formats import FORMATS, Format
+from fp8ref.shared.errors import one_of
 
 FIELDS, ANSWERS = ("value",), ("code",)
 NAMES = tuple(f.name for f in FORMATS.values() if f.bits <= 8)
@@ -36,8 +37,7 @@ class Cast:
     count: int = 10_000
 
     def __post_init__(self) -> None:
-        if self.format not in NAMES:
-            raise ValueError(f"a cast's format is one of {', '.join(NAMES)}; got {self.format!r}.")
+        one_of("a cast's format", self.format, NAMES)
         dtypes.by_name(self.source)
         dtypes.check_random(self.seed, self.count)
 

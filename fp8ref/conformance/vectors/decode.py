@@ -16,6 +16,7 @@ from fp8ref.conformance.kit.arrays import equal
 from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors.verdict import Verdict
 from fp8ref.formats import E4M3FN, E8M0FNU, FORMATS, Format
+from fp8ref.shared.errors import one_of
 from fp8ref.sim.quantize import cast
 
 FIELDS, ANSWERS = ("code", "scale_inv"), ("value",)
@@ -46,8 +47,7 @@ class Decode:
             ("scales", self.scales, tuple(SCALES)),
             ("out_dtype", self.out_dtype, ("float32", "bfloat16", "float16")),
         ):
-            if name not in names:
-                raise ValueError(f"a decoder's {what} is one of {', '.join(names)}; got {name!r}.")
+            one_of(f"a decoder's {what}", name, names)
         dtypes.check_random(self.seed, self.count)
 
     @property

@@ -17,6 +17,7 @@ from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors import quantize
 from fp8ref.conformance.vectors.verdict import Verdict
 from fp8ref.formats import FORMATS, FP8_FORMATS
+from fp8ref.shared.errors import one_of
 from fp8ref.sim.gemm import accumulate, gemm
 from fp8ref.sim.gemm.gemm import OUT_DTYPES
 from fp8ref.sim.quantize import cast
@@ -64,12 +65,8 @@ class Gemm:
         if not self.format_b:
             object.__setattr__(self, "format_b", self.format)
         for name in (self.format, self.format_b):
-            if name not in FP8_FORMATS:
-                raise ValueError(
-                    f"an operand's format is one of {', '.join(FP8_FORMATS)}; got {name!r}."
-                )
-        if self.out_dtype not in OUTS:
-            raise ValueError(f"out_dtype is one of {', '.join(OUTS)}; got {self.out_dtype!r}.")
+            one_of("an operand's format", name, FP8_FORMATS)
+        one_of("out_dtype", self.out_dtype, OUTS)
         dtypes.check_random(self.seed, self.count)
         m, n, k = self.dims
         for shape in ((m, k), (n, k)):

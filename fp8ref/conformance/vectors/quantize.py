@@ -16,6 +16,7 @@ from fp8ref.conformance.vectors.scale import Rules as Rules
 from fp8ref.conformance.vectors.verdict import Verdict
 from fp8ref.formats import FLOAT32, FP4_FORMATS, FP8_FORMATS, QUANTIZED_FORMATS, Format
 from fp8ref.policy import ScalePolicy
+from fp8ref.shared.errors import one_of
 from fp8ref.sim.quantize import cast, scaling, two_level
 from fp8ref.sim.quantize.scales import Scales, scales_from_amax
 from fp8ref.spec import granularity as granularities
@@ -44,11 +45,7 @@ class Quantize:
     count: int = 30
 
     def __post_init__(self) -> None:
-        if self.format not in QUANTIZED_FORMATS:
-            raise ValueError(
-                f"a quantizer's format is one of {', '.join(QUANTIZED_FORMATS)}; got "
-                f"{self.format!r}."
-            )
+        one_of("a quantizer's format", self.format, QUANTIZED_FORMATS)
         two_level = policies.by_name(self.policy).two_level is not None
         if two_level and self.format not in FP4_FORMATS:
             raise ValueError(
@@ -61,10 +58,7 @@ class Quantize:
                 f"granularity {self.granularity!r}. Use {' or '.join(_TWO_LEVEL)}."
             )
         dtypes.check_random(self.seed, self.count)
-        if self.source not in SOURCES:
-            raise ValueError(
-                f"a tensor's source is one of {', '.join(SOURCES)}; got {self.source!r}."
-            )
+        one_of("a tensor's source", self.source, SOURCES)
         granularities.blocks(self.granularity, self.dims, self.axis)
 
     @property

@@ -18,6 +18,7 @@ from fp8ref.conformance.vectors import format as text
 from fp8ref.conformance.vectors.verdict import Verdict
 from fp8ref.formats import E8M0FNU, QUANTIZED_FORMATS, Format
 from fp8ref.policy import POLICIES, ScalePolicy
+from fp8ref.shared.errors import one_of
 from fp8ref.sim.quantize import cast, scales
 
 FIELDS, ANSWERS = ("amax",), ("scale",)
@@ -40,10 +41,7 @@ class Scale:
     count: int = 5_000
 
     def __post_init__(self) -> None:
-        if self.format not in QUANTIZED_FORMATS:
-            raise ValueError(
-                f"a scale's format is one of {', '.join(QUANTIZED_FORMATS)}; got {self.format!r}."
-            )
+        one_of("a scale's format", self.format, QUANTIZED_FORMATS)
         if policies.by_name(self.policy).two_level is not None:
             raise ValueError(
                 f"policy {self.policy!r} makes scales from a block's amax and the tensor's "
@@ -99,8 +97,7 @@ def stored_bits(pair: scales.Scales, policy: str | ScalePolicy, scale_kind: str)
 
 def check_made(policy: str | ScalePolicy, scale_kind: str) -> None:
     """Raise ValueError unless scale_kind is one of MADE and the policy has it."""
-    if scale_kind not in MADE:
-        raise ValueError(f"made is one of {', '.join(MADE)}; got {scale_kind!r}.")
+    one_of("made", scale_kind, MADE)
     policy = policies.by_name(policy)
     if scale_kind == "e8m0" and policy.e8m0 is None:
         names = ", ".join(p.name for p in POLICIES.values() if p.e8m0 is not None)

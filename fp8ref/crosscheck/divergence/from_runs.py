@@ -23,7 +23,7 @@ from fp8ref.crosscheck.divergence.live import Metrics, Side
 from fp8ref.crosscheck.divergence.report import Divergence, DivergenceReport, Reason, located
 from fp8ref.crosscheck.divergence.step_values import Value
 from fp8ref.shared import console
-from fp8ref.shared.errors import ConfigError
+from fp8ref.shared.errors import ConfigError, require
 from fp8ref.spec import llama
 from fp8ref.train import loop
 from fp8ref.train.config import config as configs
@@ -241,8 +241,8 @@ def _compare_metrics(a: Run, b: Run, report: Report) -> tuple[int, tuple[int, st
         short = min(end for run, end in zip((a, b), ends, strict=True) if run.diverged)
         if short < max(ends):
             return short + 1, (short, "loss")
-    if not steps and not (a.diverged and b.diverged):
-        raise ConfigError(f"{a.name} and {b.name} have no step in common. Train one of them again.")
+    text = f"{a.name} and {b.name} have no step in common. Train one of them again."
+    require(bool(steps or (a.diverged and b.diverged)), text, ConfigError)
     return len(steps), None
 
 

@@ -34,7 +34,7 @@ from fp8ref.jax.linear import carried, linear, operands
 from fp8ref.jax.linear.carried import Layer
 from fp8ref.recipe import OPERANDS, RECIPES, ROLES, Gemm, Recipe, Role
 from fp8ref.shared import console
-from fp8ref.shared.errors import ConfigError
+from fp8ref.shared.errors import ConfigError, require
 from fp8ref.sim.quantize import cast
 from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.train import loop
@@ -113,10 +113,8 @@ def _check(config: Config, devices: int) -> None:
             "--sharded bounds sums of gradients that were not cast; got parallel.reduce_dtype "
             "'float8_e4m3fn'. Set it to float32 or bfloat16."
         )
-    if jax.device_count() < devices:
-        raise ConfigError(
-            f"--sharded {devices} needs as many devices; jax has {jax.device_count()}."
-        )
+    text = f"--sharded {devices} needs as many devices; jax has {jax.device_count()}."
+    require(jax.device_count() >= devices, text, ConfigError)
 
 
 class _OneDevice:

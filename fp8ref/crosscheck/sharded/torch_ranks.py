@@ -25,7 +25,7 @@ from fp8ref.crosscheck.operands import States, initial_states, states_after
 from fp8ref.crosscheck.sharded.operands import check_first_layer, check_pass, check_ranks
 from fp8ref.recipe import RECIPES, Recipe, trained_recipes
 from fp8ref.shared import console
-from fp8ref.shared.errors import ConfigError
+from fp8ref.shared.errors import ConfigError, require
 from fp8ref.spec import llama
 from fp8ref.train.config import device_shapes
 from fp8ref.train.config.config import Config
@@ -352,7 +352,5 @@ def _check(config: Config, n: int, steps: int) -> None:
             f"{config.numerics.recipe!r} (P-5); got {rows}. Give --data.sequence_length or "
             "--data.batch_size a multiple."
         )
-    if not 1 <= steps <= config.run.steps:
-        raise ConfigError(
-            f"--steps must be between 1 and run.steps = {config.run.steps}; got {steps}."
-        )
+    text = f"--steps must be between 1 and run.steps = {config.run.steps}; got {steps}."
+    require(1 <= steps <= config.run.steps, text, ConfigError)

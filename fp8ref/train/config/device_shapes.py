@@ -9,7 +9,7 @@ import math
 from fp8ref import recipe as recipes
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, Recipe
 from fp8ref.selection.linears import Decision
-from fp8ref.shared.errors import ConfigError
+from fp8ref.shared.errors import ConfigError, require
 from fp8ref.spec import granularity, llama
 from fp8ref.train.config import checks
 from fp8ref.train.config.config import Config
@@ -183,10 +183,8 @@ def check(config: Config, backend: str) -> None:
             faults.append(str(error))
         faults += (_jax if backend == "jax" else _torch)(recipe_config, decisions)
     faults = list(dict.fromkeys(faults))
-    if faults:
-        raise ConfigError(
-            "\n  ".join(["this config cannot be trained:", *faults] if len(faults) > 1 else faults)
-        )
+    text = "\n  ".join(["this config cannot be trained:", *faults] if len(faults) > 1 else faults)
+    require(not faults, text, ConfigError)
 
 
 def check_on_gpu(config: Config, backend: str) -> None:

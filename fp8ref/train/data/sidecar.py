@@ -8,7 +8,7 @@ from typing import Literal
 import pydantic
 
 from fp8ref.shared import files
-from fp8ref.shared.errors import ConfigError
+from fp8ref.shared.errors import ConfigError, require
 
 NAME = "shards.json"  # the name of a sidecar
 
@@ -75,8 +75,8 @@ def read(folder: Path) -> Sidecar | None:
             "the shards again, or move it away."
         ) from error
     for name in sidecar.files:
-        if not (folder / name).is_file():
-            raise ConfigError(f"{path} lists {name}, which is not there. Write the shards again.")
+        text = f"{path} lists {name}, which is not there. Write the shards again."
+        require((folder / name).is_file(), text, ConfigError)
     return sidecar
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fp8ref.shared import files
-from fp8ref.shared.errors import ConfigError
+from fp8ref.shared.errors import ConfigError, require
 from fp8ref.train.config.sections import DataConfig
 
 TIKTOKEN = "tiktoken:"  # the prefix of a data.tokenizer that is an encoding of tiktoken
@@ -117,10 +117,8 @@ def load(data: DataConfig, kind: str) -> Tokenizer:
 def _bytes(end: str | None, kind: str) -> Bytes:
     if end is None:
         return Bytes(name="bytes", vocab_size=256, end=None if kind == "text" else 0)
-    if len(end.encode(errors="surrogatepass")) > 1:
-        raise ConfigError(
-            f"data.end_of_document is one byte where tokens are bytes, or '' for none; got {end!r}."
-        )
+    text = f"data.end_of_document is one byte where tokens are bytes, or '' for none; got {end!r}."
+    require(len(end.encode(errors="surrogatepass")) <= 1, text, ConfigError)
     return Bytes(name="bytes", vocab_size=256, end=end.encode()[0] if end else None)
 
 

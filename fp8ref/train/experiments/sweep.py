@@ -20,7 +20,7 @@ from pathlib import Path
 
 from fp8ref.recipe import RECIPES, trained_recipes
 from fp8ref.shared import console
-from fp8ref.shared.errors import ConfigError, NonFiniteError
+from fp8ref.shared.errors import ConfigError, NonFiniteError, require
 from fp8ref.train.config import config as configs
 from fp8ref.train.config import user_model
 from fp8ref.train.config.config import Config
@@ -67,8 +67,7 @@ def plan(
             f"--recipes takes names of {', '.join(trained_recipes())}, each once; got "
             f"{', '.join(recipes) or 'none'}."
         )
-    if seeds < 1:
-        raise ConfigError(f"--seeds is at least 1; got {seeds}.")
+    require(seeds >= 1, f"--seeds is at least 1; got {seeds}.", ConfigError)
     runs = []
     for seed in range(seeds):
         for backend in backends:

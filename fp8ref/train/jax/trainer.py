@@ -16,7 +16,7 @@ from fp8ref.jax.linear import linear
 from fp8ref.jax.quantize import stats
 from fp8ref.jax.states import health
 from fp8ref.selection.statistics import merged, planned
-from fp8ref.shared.errors import ConfigError
+from fp8ref.shared.errors import ConfigError, require
 from fp8ref.spec import llama
 from fp8ref.spec.attention import products as attention_products
 from fp8ref.spec.hardware import Multiply
@@ -238,8 +238,8 @@ class Trainer:
 
         Each microbatch reports once; nothing is updated.
         """
-        if self._layout.mesh is not None:
-            raise ConfigError("operands can be observed on one device only. Set parallel.* to 1.")
+        text = "operands can be observed on one device only. Set parallel.* to 1."
+        require(self._layout.mesh is None, text, ConfigError)
         keys = self.config.parallel
         # layers by their own names, and no GEMM twice: the same operands (T-8)
         if keys.scan or keys.checkpointing != "none":

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from fp8ref.shared import files
-from fp8ref.shared.errors import ConfigError
+from fp8ref.shared.errors import ConfigError, require
 from fp8ref.spec import llama
 from fp8ref.spec.llama import LlamaConfig
 from fp8ref.train.config import architecture, user_model
@@ -75,14 +75,10 @@ def export(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out} is not empty; it is left alone. Name a new directory.")
-    if tokenizer is not None and not tokenizer.exists():
-        raise ConfigError(
-            f"--tokenizer {tokenizer} is not there. Name a file or a directory of files."
-        )
-    if out.absolute().is_relative_to(run.absolute()):
-        raise ConfigError(
-            f"--out {out} is in the run's own directory {run}. Name another directory."
-        )
+    text = f"--tokenizer {tokenizer} is not there. Name a file or a directory of files."
+    require(tokenizer is None or tokenizer.exists(), text, ConfigError)
+    text = f"--out {out} is in the run's own directory {run}. Name another directory."
+    require(not out.absolute().is_relative_to(run.absolute()), text, ConfigError)
     while True:
         newest_checkpoint = checkpoint.latest(run, say, aside=False)
         if newest_checkpoint is None:
@@ -250,8 +246,8 @@ def stored(path: Path) -> dict[str, llama.Weight]:
             names = ["model.safetensors"]
         weights: dict[str, llama.Weight] = {}
         for name in names:
-            if not isinstance(name, str) or Path(name).name != name:
-                raise ValueError(f"{INDEX} has {name!r}, and names a file of its own directory")
+            text = f"{INDEX} has {name!r}, and names a file of its own directory"
+            require(isinstance(name, str) and Path(name).name == name, text)
             weights |= _stored(path / name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise ConfigError(

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8ref.shared.errors import ConfigError
+from fp8ref.shared.errors import ConfigError, require
 from fp8ref.spec.llama import EXPERTS, ROUTER, SHARED, LlamaConfig, Weight
 
 _OF_EXPERT = re.compile(r"^(?P<mlp>.*)\.experts\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight$")
@@ -179,10 +179,8 @@ def model_of(settings: Mapping[str, Any]) -> LlamaConfig:
               are no model's.
     """
     model_type = settings.get("model_type")
-    if model_type not in KINDS:
-        raise ValueError(
-            f"the trainer's own model is of model_type {', '.join(KINDS)}; got {model_type!r}."
-        )
+    text = f"the trainer's own model is of model_type {', '.join(KINDS)}; got {model_type!r}."
+    require(model_type in KINDS, text)
     theta = settings.get("rope_theta") or (settings.get("rope_parameters") or {}).get("rope_theta")
     values = {key: value for key, value in settings.items() if value is not None}
     if theta:

@@ -21,6 +21,7 @@ from typing import Literal
 
 import numpy as np
 
+from fp8ref.shared.errors import require
 from fp8ref.train.report.student import student
 
 __all__ = ["CONFIDENCE", "MARGIN", "matched", "window"]
@@ -103,8 +104,7 @@ def matched(differences: np.ndarray, *, confidence: float = CONFIDENCE) -> Gap:
     """
     differences = np.asarray(differences, np.float64)
     n = len(differences)
-    if n < 2:
-        raise ValueError(f"an interval over seeds takes at least 2 pairs; got {n}.")
+    require(n >= 2, f"an interval over seeds takes at least 2 pairs; got {n}.")
     error = differences.std(axis=0, ddof=1) / math.sqrt(n)
     return _about(differences.mean(axis=0), error, n - 1, confidence, "seeds", n)
 

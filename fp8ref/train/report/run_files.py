@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field
 from fp8ref.formats import FLOAT32
 from fp8ref.recipe import OPERANDS
 from fp8ref.shared import console, files
-from fp8ref.shared.errors import ConfigError
+from fp8ref.shared.errors import ConfigError, require
 from fp8ref.spec.attention import products as attention_products
 from fp8ref.train.run import file_checks, log
 
@@ -65,8 +65,8 @@ def _operand(name: str) -> str:
 
 
 def _set(name: str) -> str:
-    if not name.removeprefix(SET).isidentifier():
-        raise ValueError("a set of data.evaluation is named by letters, digits and underscores")
+    text = "a set of data.evaluation is named by letters, digits and underscores"
+    require(name.removeprefix(SET).isidentifier(), text)
     return name
 
 
@@ -292,10 +292,8 @@ def manifest(run: Path) -> dict:
 
     Raises:   ConfigError: no directory; no manifest; one with missing or invalid keys.
     """
-    if not run.is_dir():
-        raise ConfigError(
-            f"{run} is not a directory. Name a run, as fp8ref train --run.out wrote it."
-        )
+    text = f"{run} is not a directory. Name a run, as fp8ref train --run.out wrote it."
+    require(run.is_dir(), text, ConfigError)
     manifest = log.read_manifest(run)
     remedy = f"{run} is not an intact run. Leave it out."
     file_checks.check(_MANIFEST, manifest, f"{run / 'manifest.json'}", remedy)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fp8ref.shared import console
-from fp8ref.shared.errors import ConfigError
+from fp8ref.shared.errors import ConfigError, require
 from fp8ref.spec import kernels
 from fp8ref.train.config import config as configs
 from fp8ref.train.report import run_files
@@ -187,18 +187,14 @@ def read_all(paths: Sequence[Path]) -> list[Run]:
         inner = _runs_in(path)
         for folder in inner:
             first = named.setdefault(os.path.realpath(folder), folder)
-            if first is not folder:
-                raise ConfigError(
-                    f"every run is named once; got {folder} and {first}. Leave one out."
-                )
+            text = f"every run is named once; got {folder} and {first}. Leave one out."
+            require(first is folder, text, ConfigError)
             if folder is not path and not _has_steps(folder):
                 console.say(f"{folder} has no step yet, and is left out")
                 continue
             runs.append(read(folder))
-    if not runs:
-        raise ConfigError(
-            f"no run in {', '.join(map(str, paths))} has a step yet. Train them first."
-        )
+    text = f"no run in {', '.join(map(str, paths))} has a step yet. Train them first."
+    require(bool(runs), text, ConfigError)
     return runs
 
 

@@ -2,6 +2,8 @@
 
 import math
 
+from fp8ref.shared.errors import require
+
 
 def student(confidence: float, dof: int) -> float:
     """t with P(|T| <= t) = confidence, T of Student's distribution with dof degrees of freedom.
@@ -12,8 +14,8 @@ def student(confidence: float, dof: int) -> float:
     """
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must be between 0 and 1; got {confidence}.")
-    if dof < 1:
-        raise ValueError(f"Student's distribution has at least 1 degree of freedom; got {dof}.")
+    text = f"Student's distribution has at least 1 degree of freedom; got {dof}."
+    require(dof >= 1, text)
     low, high = 0.0, math.pi / 2
     for _ in range(100):  # bisection: 2^-100 of the interval is below a double's spacing
         theta = (low + high) / 2

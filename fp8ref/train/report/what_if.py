@@ -16,7 +16,7 @@ from fp8ref import recipe as recipes
 from fp8ref.formats import FP8_FORMATS, Format
 from fp8ref.policy import POLICIES, ScalePolicy
 from fp8ref.shared import console as consoles
-from fp8ref.shared.errors import ConfigError
+from fp8ref.shared.errors import ConfigError, require
 from fp8ref.shared.result import Result
 from fp8ref.sim import delayed
 from fp8ref.sim.quantize.scales import scales_from_amax
@@ -143,10 +143,8 @@ def _steps_apart(run: Path, manifest: dict, lines: list[dict]) -> int:
             f"a replay takes amaxes of steps at one distance; {run} has statistics of its first "
             "and last step alone. Train with --statistics.every 1, or any number of steps."
         )
-    if manifest.get("schedule"):
-        raise ConfigError(
-            f"a replay takes runs of one recipe; {run} has numerics.schedule. Train without it."
-        )
+    text = f"a replay takes runs of one recipe; {run} has numerics.schedule. Train without it."
+    require(not manifest.get("schedule"), text, ConfigError)
     return every
 
 

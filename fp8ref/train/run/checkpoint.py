@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import pydantic
 
 from fp8ref.shared import files
-from fp8ref.shared.errors import ConfigError
+from fp8ref.shared.errors import ConfigError, require
 from fp8ref.train.run import file_checks
 from fp8ref.train.run.processes import Processes, together
 from fp8ref.train.run.trainer import Trainer
@@ -258,8 +258,8 @@ def verify(path: Path) -> files.Record:
             f"checkpoint {path}: has format {manifest.get('format')!r}; this fp8ref reads "
             f"format {FORMAT}. Use the version that wrote it."
         )
-    if own != _digest(manifest):
-        raise ConfigError(f"checkpoint {path}: manifest.json was changed after it was written.")
+    text = f"checkpoint {path}: manifest.json was changed after it was written."
+    require(own == _digest(manifest), text, ConfigError)
     file_checks.check(
         _MANIFEST, manifest, f"checkpoint {path}: manifest.json", "It was not written by fp8ref."
     )
@@ -274,10 +274,8 @@ def verify(path: Path) -> files.Record:
                 "written."
             )
     for name, digest in _digests(path, sizes).items():
-        if digest != listed[name]["sha256"]:
-            raise ConfigError(
-                f"checkpoint {path}: {name} is damaged: its sha256 is not the one that was written."
-            )
+        text = f"checkpoint {path}: {name} is damaged: its sha256 is not the one that was written."
+        require(digest == listed[name]["sha256"], text, ConfigError)
     return manifest
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fp8ref.shared import files
-from fp8ref.shared.errors import ConfigError, NonFiniteError
+from fp8ref.shared.errors import ConfigError, NonFiniteError, require
 from fp8ref.train.config import config as configs
 from fp8ref.train.config.config import Config
 from fp8ref.train.run import checkpoint
@@ -129,8 +129,7 @@ def read(path: Path) -> Failure:
             problem = "is a file" if path.exists() else "does not exist"
         raise ConfigError(_no_failure(path, problem))
     manifest = checkpoint.verify(folder)
-    if "metrics" not in manifest:
-        raise ConfigError(_no_failure(path, "is a checkpoint"))
+    require("metrics" in manifest, _no_failure(path, "is a checkpoint"), ConfigError)
     if absent := {"step", "loss", "grad_norm"} - manifest["metrics"].keys():
         raise ConfigError(
             f"{folder / 'manifest.json'} has no metrics.{absent.pop()}: it was not written by "

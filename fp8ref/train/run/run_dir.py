@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fp8ref.recipe import RECIPES
 from fp8ref.shared import console, files
-from fp8ref.shared.errors import ConfigError
+from fp8ref.shared.errors import ConfigError, require
 from fp8ref.train.config import architecture, hardware, schedule
 from fp8ref.train.config import config as configs
 from fp8ref.train.config.config import Config
@@ -133,10 +133,8 @@ def claim(
         raise ConfigError("--resume keeps a run and --overwrite removes it; give one of them.")
     if not out.exists():
         above = next(parent for parent in out.absolute().parents if parent.exists())
-        if not above.is_dir():
-            raise ConfigError(
-                f"--run.out {out} cannot be made: {above} is a file. Name another directory."
-            )
+        text = f"--run.out {out} cannot be made: {above} is a file. Name another directory."
+        require(above.is_dir(), text, ConfigError)
         return _starts(out, resume)
     saved = checkpoint.saved(out) if out.is_dir() else []
     if not (saved or (out.is_dir() and ((out / "manifest.json").is_file() or _empty(out)))):
@@ -234,10 +232,8 @@ def on_one_device(run: Path, who: str) -> tuple[Config, Checkpoint]:
     Raises:   ConfigError: several devices; no intact checkpoint.
     """
     config = configs.load(run / "config.toml")
-    if config.parallel.devices > 1:
-        raise ConfigError(
-            f"{who} on one device; {run} has {config.parallel.devices}. Train with parallel.* at 1."
-        )
+    text = f"{who} on one device; {run} has {config.parallel.devices}. Train with parallel.* at 1."
+    require(config.parallel.devices <= 1, text, ConfigError)
     last = checkpoint.latest(run, console.say, aside=False)
     if last is None:
         raise ConfigError(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fp8ref.jax import flax as fj
-from fp8ref.shared.errors import ConfigError
+from fp8ref.shared.errors import ConfigError, require
 from fp8ref.train.config import user_model
 from fp8ref.train.config.sections import ArchitectureConfig
 from fp8ref.train.config.user_model import Shapes
@@ -29,10 +29,8 @@ def build(keys: ArchitectureConfig, vocab_size: int, *, seed: int) -> nnx.Module
         raise ConfigError(
             f"architecture.source {keys.source!r} cannot be made: {type(error).__name__}: {error}"
         ) from error
-    if not isinstance(model, nnx.Module):
-        raise ConfigError(
-            f"architecture.source {keys.source!r} makes an nnx.Module; got {type(model).__name__}."
-        )
+    text = f"architecture.source {keys.source!r} makes an nnx.Module; got {type(model).__name__}."
+    require(isinstance(model, nnx.Module), text, ConfigError)
     for path, layer in nnx.iter_graph(model, graph=True):
         if isinstance(layer, fj.GroupedLinear):
             raise ConfigError(
