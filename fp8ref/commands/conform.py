@@ -1,6 +1,4 @@
-"""fp8ref conform: identify a custom cast, quantizer, decoder, optimizer or attention, and test it
-against the specification.
-"""
+"""fp8ref conform: identify a cast, quantizer, decoder, optimizer or attention by its outputs."""
 
 import argparse
 import contextlib

@@ -207,8 +207,7 @@ def _show_equal(recipe: str, report: "Report") -> None:
 
 
 def _equal(report: "Report", part: str) -> tuple[int, int]:
-    """How many elements were compared, and are equal, in checks of layers whose names have a
-    part."""
+    """How many elements were compared, and are equal, in checks of layers that name ``part``."""
     rows = [
         row for row in report.table() if row.name.startswith("layers/") and part in f"{row.name}/"
     ]

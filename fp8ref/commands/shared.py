@@ -1,6 +1,4 @@
-"""Shared by all commands: adding a command, reading its config, choosing a backend, printing
-results.
-"""
+"""Shared by all commands: adding one, reading its config, choosing a backend, printing."""
 
 import argparse
 import functools
@@ -32,8 +30,7 @@ Run = Callable[[argparse.Namespace], int]
 
 
 def plain(commands, usage: str, run: Run, text: str = "") -> Parser:
-    """Add a command. usage: its name, and what it needs; text: as ``Parser.describe``, by default
-    the docstring of run.
+    """Add a command. usage: its name, and needs; text: as ``Parser.describe``; default: run's docs.
     """
     name, _, needs = usage.partition(" ")
     text = text or run.__doc__ or name
@@ -180,8 +177,7 @@ def add_trust(command: Parser) -> None:
 
 
 def trust_source(arguments: argparse.Namespace, path: Path, config) -> None:
-    """Let the module of architecture.source be imported, and say so, if --trust or an option of the
-    command line names it.
+    """Let the module of architecture.source be imported, and say so, if an option allows it.
 
     A config may be a stranger's wherever it is, so a file alone imports nothing. A dry run needs
     --trust.
@@ -223,9 +219,7 @@ def margin(arguments: argparse.Namespace) -> float | None:
 
 
 def conclude(report: Result, json: Path | None, *lines: str) -> int:
-    """Print a result, then lines, write it to --json where that was given, and return its exit
-    code.
-    """
+    """Print a result and lines, write it to --json if given, and return its exit code."""
     report.print()
     console.show(*lines)
     if json:

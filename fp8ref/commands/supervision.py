@@ -1,5 +1,4 @@
-"""A command that calls somebody's function runs in a child process, so that no end of the function
-passes for a verdict.
+"""Run a command that calls somebody's function in a child: no end of it passes for a verdict.
 
 A function may end its process, hang, or raise what is no Exception. The parent starts the same
 command again and waits for the exit code that the child reports after its verdict; without one it
@@ -19,9 +18,7 @@ from fp8ref.shared.arguments import Parser
 __all__ = ["in_child", "is_child", "report"]
 
 VARIABLE = "FP8REF_VERDICT"
-"""Names, in the environment of a child, the pipe that it reports to, and one that its parent never
-writes to.
-"""
+"""Environment names of a child's pipes: it reports to one; its parent never writes to the other."""
 
 # not for processes that the function starts
 _pipe, _parent = map(int, os.environ.pop(VARIABLE, "-1 -1").split())

@@ -56,9 +56,7 @@ def certify(*, exhaustive: bool = False, workers: int | None = None) -> "Certifi
 
 @dataclass
 class Certificate(Result):
-    """The differences of every library, tallied by (format, ``cast`` or a policy); and the table
-    that ``drift`` compares.
-    """
+    """Each library's differences by (format, ``cast`` or policy), and ``drift``'s table."""
 
     exhaustive: bool
     tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)
@@ -67,8 +65,7 @@ class Certificate(Result):
     def report(self) -> Report:
         """A check for each format, cast or policy, and library.
 
-        Libraries are held to the specification in range, where all agree what a cast is; fp8ref's
-        own on every input.
+        Libraries are held to the specification in range; fp8ref's own casts on every input.
         """
         report = Report()
         for (fmt, kind), tally in self.tallies.items():

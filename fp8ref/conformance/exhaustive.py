@@ -79,8 +79,7 @@ def simplest_difference(
     *,
     inputs: int | None = None,
 ) -> tuple[int, _Description | None]:
-    """How many of all float32 inputs differ, and the description of the simplest one that does, if
-    any.
+    """How many of all float32 inputs differ, and the simplest of them, described.
 
     differing  x float32 [n] -> where x differs, bool [n], and a function that describes the
                difference at an index.
@@ -176,8 +175,7 @@ def _classify(bits, unsaturated, max_code, kind):
 
 @compiled
 def _run_lengths(kind, expected, codes):
-    """Runs of neighbors that differ in one way: rows of (kind, expected code, found code, how
-    many, index of the first).
+    """Runs of neighbors that differ alike: (kind, expected code, found code, count, first index).
 
     Neighboring inputs nearly always differ alike, so that a few rows stand for millions of inputs.
     """

@@ -36,8 +36,7 @@ def casts(
     count: int = 1000,
     seed: int = 0,
 ) -> list:
-    """pytest parameters (x [n], codes uint8 [n]), one for every kind of input, such as
-    ``e4m3fn-float32-tie``.
+    """pytest parameters (x [n], codes uint8 [n]) by kind of input, as ``e4m3fn-float32-tie``.
 
     count     how many inputs are random, from ``seed``; the others are the edges of the format.
     source    the dtype of x: float32, bfloat16 (ml_dtypes' dtype), float16 or float64.

@@ -1,8 +1,7 @@
 """Hypothesis strategies for property tests of any library's casts, scales and quantizers.
 
-Arrays are NumPy's: float32, float16, float64, or bfloat16 where ml_dtypes is installed.
-``as_torch`` and ``as_jax`` convert them. Examples shrink to plain numbers, small shapes and one
-element that matters.
+Arrays are NumPy's: float32, float16, float64, or bfloat16 of ml_dtypes; ``as_torch`` and ``as_jax``
+convert them. Examples shrink to plain numbers and small shapes with one element that matters.
 """
 
 import functools
@@ -116,8 +115,7 @@ def shapes(
 def numbers(
     fmt: Format = E4M3FN, dtype: str = "float32", *, finite: bool = False
 ) -> st.SearchStrategy[float]:
-    """Values of a dtype: plain ones, every number and tie of fmt with its neighbors, and any
-    other.
+    """Values of a dtype: plain ones, each number and tie of fmt with its neighbors, and any other.
 
     Specials: infinities and NaN are among them, unless ``finite``.
     Raises:   ValueError: a fmt that is not of 8 bits; an unknown dtype.
@@ -210,8 +208,7 @@ def _plant(
         np.moveaxis(x, along, 0)[lines] = 0
     elif pattern == "specials":
         x[place] = draw(st.sampled_from([1.0, np.inf, np.nan]))
-        # Counted from the end: hypothesis prefers the beginning, where a maximum that drops a NaN
-        # may keep one.
+        # Counted from the end: hypothesis prefers the beginning, where a lost NaN may be kept.
         x[tuple(-1 - draw(st.integers(0, n - 1)) for n in shape)] = draw(
             st.sampled_from([np.inf, np.nan, -np.inf, np.nan, np.nan])
         )
@@ -317,9 +314,7 @@ def _ordered(bits: np.ndarray, dtype: str) -> list[float]:
 
 
 def _bfloat16(value: float, finite: bool) -> float:
-    """A value rounded to bfloat16; the largest number for an infinity that this makes, if finite
-    values are wanted.
-    """
+    """A value rounded to bfloat16; its largest number for an infinity, if values are finite."""
     value = float(cast.round_to(np.float32(value), all_formats.BFLOAT16))
     if finite and np.isinf(value):
         return float(np.copysign(all_formats.BFLOAT16.max, value))

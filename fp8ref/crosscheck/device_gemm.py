@@ -1,8 +1,7 @@
 """What a GEMM's output is held to on the device that a backend multiplies on (spec B-1, B-16).
 
-A CPU sums in float32, in an order of its own: the exact result, within B-1's bound. The tensor
-cores of NVIDIA's GPUs cut off products and sums: the result under their plan, within what their
-steps lose.
+A CPU sums float32 in its own order: the exact result, within B-1's bound. NVIDIA's tensor cores cut
+off products and sums: the result under their plan, within what their steps lose.
 """
 
 import functools
@@ -69,8 +68,7 @@ def plan(backend: str, spec: GemmSpec) -> Accumulation | None:
 
 
 def simulated(backend: str, a: Quantized, b: Quantized, spec: GemmSpec) -> np.ndarray:
-    """The simulator's output, [M, K] x [N, K] -> [M, N], rounded to bfloat16: under the device's
-    plan, or exact.
+    """The simulator's output [M, K] x [N, K] -> [M, N], bfloat16: by the device's plan, or exact.
 
     With tensor cores the scales of two tensors are multiplied first, as cuBLASLt does (G-14).
     """

@@ -1,8 +1,7 @@
 """The first non-finite value of a step, and what caused it (spec K-9).
 
-``check_site`` looks at one value: a ``Site`` with the parts it was made of. ``gemm_sites`` and
-``in_backend`` list a backend's values in the order of its pass, each with its cause if its parts do
-not show it.
+``check_site`` looks at one value: a ``Site`` with its parts. ``gemm_sites`` and ``in_backend`` list
+a backend's values in the order of its pass, each with a cause if its parts do not show it.
 """
 
 import functools

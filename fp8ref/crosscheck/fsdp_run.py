@@ -151,8 +151,7 @@ class Replicated(Trainer):
         return self._updated(torch.stack(losses))
 
     def _average(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sum over fsdp in ascending order and divide; then the same over data. In FP8 the
-        simulator sums (P-25)."""
+        """Sum over fsdp in ascending order and divide, then over data. FP8 is simulated (P-25)."""
         if name in self._in_fp8:
             return torch.from_numpy(
                 gradient_reduction.reduce([part.numpy() for part in parts]).value
@@ -177,8 +176,7 @@ def _run(trainer: Trainer, tokens: Sequence[np.ndarray], *, watched: bool) -> Ru
         operands.observe(trainer, tokens[0])
     for i, batch in enumerate(tokens[:-1]):
         if watched and any(delayed.states(trainer.model)):
-            # The step itself calls no observer. A pass before it, at the same weights, shows its
-            # amaxes.
+            # The step calls no observer: a pass before it, at the same weights, shows its amaxes.
             if i:
                 operands = Operands()
                 operands.observe(trainer, batch)

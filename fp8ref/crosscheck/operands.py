@@ -209,11 +209,9 @@ def check_operands(
     multiply: Multiply | None = None,
     variant: Variant | None = None,
 ) -> tuple[list[Observation], list[AttentionPass]]:
-    """Check every FP8 GEMM of one forward and backward pass, and the codes and scales of an
-    attention by a variant.
+    """Check each FP8 GEMM of one forward and backward pass, and codes and scales of attention.
 
-    Operands are compared bit for bit; outputs within B-1 or B-16, or bit for bit under a plan
-    (B-12).
+    Operands are compared bit for bit; outputs within B-1 or B-16, or a plan's bits (B-12).
 
     states    the simulator's states of delayed scaling before this pass, those of attention too.
     multiply  the simulated hardware that the trainer runs under.
@@ -287,10 +285,8 @@ def compare_quantized(
 ) -> scaling.Quantized:
     """Compare codes and scales of hp in every implementation.
 
-    live      codes and scale that a training step used, by backend. Other backends quantize hp
-              anew.
-    state     of a role under delayed scaling. No quantizer has it, so that only ``live`` is
-              compared.
+    live      codes and scale of a training step, by backend; other backends quantize hp anew.
+    state     of a role under delayed scaling, which no quantizer has: ``live`` is compared.
     Returns:  the simulator's codes and scales.
     """
     hp, live = np.asarray(hp, np.float32), live or {}
@@ -316,8 +312,7 @@ def _check_output(
     pair: tuple[scaling.Quantized, scaling.Quantized],
     multiply: Multiply | None,
 ) -> None:
-    # The simulator's operands are multiplied, not the backend's: a wrong code shows in the output
-    # too.
+    # The simulator's operands are multiplied: a backend's wrong code shows in its output too.
     name = f"{observed.layer}/{observed.gemm}"
     out = np.asarray(observed.out, np.float32)
     if multiply is None:

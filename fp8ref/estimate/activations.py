@@ -1,6 +1,4 @@
-"""Bytes of what a microbatch's forward pass leaves for its backward pass: activations, attention
-scores and logits.
-"""
+"""Bytes that a forward pass leaves for its backward pass: activations, scores and logits."""
 
 from fp8ref.estimate import kernels
 from fp8ref.recipe import Recipe
@@ -14,9 +12,7 @@ LOGITS_CHUNK, WIDE_LOGIT = 1 << 24, 16
 bytes of each: itself, its logarithmic softmax and the gradients of both."""
 
 WORDS = 8192
-"""JAX: the words whose logits exist at a time under ``parallel.loss = "chunked"``
-(``train.jax.chunked_loss``).
-"""
+"""JAX: the words whose logits exist at a time under loss chunked (``train.jax.chunked_loss``)."""
 
 SCORE, CHUNKED_SCORE, QUERIES = 16, 10, 512
 """Bytes of an attention score by XLA: float32 scores and their gradient, probabilities and their
@@ -30,8 +26,7 @@ def kept(config: Config, backend: str) -> tuple[int, str]:
     keys, model = config.parallel, config.model
     count, layers = tokens(config), model.num_hidden_layers
     h = model.hidden_size / (keys.tensor if keys.sequence else 1)
-    # the last norm's input and what it gives, in bf16; eagerly what it computes with in float32,
-    # too
+    # the last norm's input and output, in bf16; eagerly also what it computes with in float32
     last = (4 if backend == "jax" or keys.compile != "none" else 10) * h
     norm_formula = f"{last / h:.0f} H"
     if keys.checkpointing == "none":
@@ -63,9 +58,7 @@ def first_recipes(config: Config) -> list[Recipe]:
 
 
 def _features(config: Config, backend: str) -> tuple[float, float, float, int]:
-    """Of queries, of keys and values, inner ones, on a device; and copies of a token for its
-    experts.
-    """
+    """A device's features of queries, of keys and values, inner; a token's expert copies."""
     keys, model = config.parallel, config.model
     attended, inner = model.num_attention_heads * model.head_dim, model.intermediate_size
     # Where devices have experts of their own, JAX has buffers for all rows of all of them (X-13).

@@ -1,5 +1,4 @@
-"""Seconds of attention with the kernel that numerics.attention imitates, computed tile by tile as
-in the backends.
+"""Seconds of attention with the kernel that numerics.attention imitates, as backends' tiles.
 
 No kernel fuses it. Each product of a tile is a GEMM that writes float32; kernels between them read
 scores and write operands. The FLOPs are exact, those of hidden halves of tiles included. The bytes
@@ -74,9 +73,7 @@ def passes(variant: Variant, checkpointing: str, scaling: str) -> list[Pass]:
 
 
 def tile_bytes(config: Config, variant: Variant, backend: str) -> tuple[int, str]:
-    """(bytes, formula) of what exists of scores at a time in a backward pass: those of one tile
-    (A-18).
-    """
+    """(bytes, formula) of the scores that exist at a time in a backward pass: one tile's (A-18)."""
     rows, keys = max(_pairs(config, variant, backend))
     wide, codes = (
         8 if variant.real else 4,
@@ -92,9 +89,7 @@ def tile_bytes(config: Config, variant: Variant, backend: str) -> tuple[int, str
 
 
 def gathered_bytes(config: Config) -> tuple[int, str]:
-    """(bytes, formula) of the keys and values of all parts of the tokens in a backward pass, and
-    their gradients (A-21).
-    """
+    """(bytes, formula) of all parts' keys, values and their gradients, in a pass (A-21)."""
     model, variant = config.model, config.attention_variant
     assert variant is not None
     heads = sequences(config) * math.ceil(model.num_key_value_heads / config.parallel.tensor)

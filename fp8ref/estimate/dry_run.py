@@ -39,9 +39,7 @@ def show(config: Config, backend: str, console: Console) -> None:
 
 
 def _show_custom(config: Config, backend: str, console: Console) -> None:
-    """What is known of a user's model: its parameters and linears, and the bytes of a
-    checkpoint.
-    """
+    """What is known of a user's model: parameters, linears, and the bytes of a checkpoint."""
     shapes, data = config.shapes, config.data
     table = consoles.table("what", ">size", "how", title=f"The run, with {backend}")
     table.add_row("parameters", f"{sum(map(math.prod, shapes.parameters.values())):,}", shapes.kind)

@@ -1,6 +1,4 @@
-"""Which linears FP8 makes slower, by what patterns to leave them out, and the config without
-them.
-"""
+"""Which linears FP8 makes slower, the patterns that leave them out, and the config without them."""
 
 from collections.abc import Callable, Sequence
 
@@ -25,8 +23,7 @@ def kind(decision: Decision) -> Kind:
 
 
 def slower(ledgers: Sequence[tuple[Decision, Ledger]], *, cast_once: bool) -> list[set[Kind]]:
-    """The kinds of linears that take longer in FP8, by the last of each, in sets that are left out
-    together.
+    """Kinds of linears that take longer in FP8, by the last of each, in sets left out together.
 
     cast_once: an input is quantized once for the linears that share it, and the cost is with the
     first of them. So the others are judged by their own costs, and the first together with those
@@ -55,8 +52,7 @@ def slower(ledgers: Sequence[tuple[Decision, Ledger]], *, cast_once: bool) -> li
 
 
 def worthwhile(groups: Sequence[set[Kind]], seconds: Callable[[set[Kind]], float]) -> set[Kind]:
-    """Of sets that are slower in FP8, those without which the step is faster: what FP8 costs a
-    linear it may spare a norm.
+    """Those slower sets without which the step is faster: what FP8 costs a linear may spare a norm.
 
     seconds: of a step without FP8 in some kinds.
     """
@@ -69,9 +65,7 @@ def worthwhile(groups: Sequence[set[Kind]], seconds: Callable[[set[Kind]], float
 
 
 def patterns(lost: set[Kind], ledgers: Sequence[tuple[Decision, Ledger]]) -> list[str]:
-    """What to add to filter_fqns: names of linears, with what is above them where a linear of that
-    name gains by FP8.
-    """
+    """What to add to filter_fqns: names, longer where a linear of that name gains by FP8."""
     in_fp8 = {kind(decision)[0] for decision, ledger in ledgers if ledger.parts}
     paths = list(
         dict.fromkeys(

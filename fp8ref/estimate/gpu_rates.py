@@ -1,7 +1,6 @@
 """GPU rates: peaks of data sheets, and the ceilings that programs reach, published or measured.
 
-Published ceilings are here. Measured ones come from a JSON file with exactly the keys of
-``Ceilings``:
+Published ceilings are here. Measured ones are a JSON file with just the keys of ``Ceilings``:
 
     {"gpu": "H200 SXM", "bf16": 7.5e14, "fp8": 1.4e15, "fp8_rowwise": 1.3e15, "attention": 5e14,
     "bandwidth": 4.2e12, "launch": 2e-6,
@@ -176,8 +175,7 @@ def of(gpu: str, file: Path | None = None) -> Ceilings:
 
     file      of measured rates; None: published ones.
 
-    Raises:   ConfigError: an unknown GPU; a file that cannot be read, has other keys, or is of
-              another GPU.
+    Raises:   ConfigError: an unknown GPU; a file that is unreadable, of other keys or another GPU.
     """
     if gpu not in NAMES:
         raise ConfigError(f"--gpu is one of {', '.join(NAMES)}; got {gpu!r}.")

@@ -40,16 +40,13 @@ def by(spec: GemmSpec, backend: str) -> By:
 
 
 def in_fp8(spec: GemmSpec, backend: str) -> bool:
-    """True if the grouped GEMM runs in FP8. Block-scaled operands are dequantized first, except in
-    PyTorch's per-expert GEMM.
+    """Whether the grouped GEMM runs in FP8: not of blocks, but in PyTorch's GEMMs by expert.
     """
     return spec.fp8 and multiplies_fp8(spec, backend)
 
 
 def block_rows(rows: int, experts: int) -> int:
-    """Rows of a block of JAX's loop: a power of two from 16 to 512, as an expert has on average or
-    fewer (X-10).
-    """
+    """Rows of a block of JAX's loop: a power of two, 16 to 512, at most the average (X-10)."""
     return min(max(1 << (rows // experts).bit_length() >> 1, 16), 512)
 
 

@@ -11,8 +11,7 @@ inductor  torchao's own list, testing/training/roofline_utils.py of 0.18. Tensor
           across it after a transpose in bfloat16.
 xla       amax and cast are two kernels, a cast writes both orders. What makes a tensor takes one
           amax along: ``_taken_by_maker``; also where Triton's kernels cast, AdamW that of a weight.
-eager     PyTorch without torch.compile: every operation of a cast is a kernel, and each GEMM has
-          its operands made anew.
+eager     PyTorch without torch.compile: each operation is a kernel, and each GEMM casts anew.
 
 Operands in blocks: torchao's Triton kernels read a tensor once; where no kernel multiplies them
 (spec G-16), they are dequantized.
@@ -226,8 +225,7 @@ def rescale(
 
 
 def writes(spec: GemmSpec, fusion: Fusion) -> int:
-    """Bytes of each result that a GEMM itself writes: bfloat16, or the float32 that XLA scales
-    after it (spec G-22)."""
+    """Bytes a result that a GEMM writes: bfloat16, or float32 that XLA scales after it (G-22)."""
     rounds = spec.powers_of_two or spec.epilogue == "unit_round_scale_round" or not spec.rowwise
     return 2 if fusion != "xla" or rounds else 4
 

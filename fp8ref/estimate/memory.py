@@ -1,5 +1,4 @@
-"""Estimated memory of a device in training, from shapes alone: what each thing takes, and when a
-step needs it.
+"""Estimated memory of a device in training, from shapes: what each thing takes, and when.
 
 Most of it is not needed throughout a step: logits are gone before the last layer's gradients are
 there. So the most that is in use is looked for among ``MOMENTS``. The tests compare it with the
@@ -31,9 +30,7 @@ OBSERVATION = 3 * 4
 """Bytes that a role's observation takes until the step's update: amax and two flags, float32."""
 
 FOREACH = 4
-"""Bytes a parameter that the update of torch's AdamW takes, of all parameters at once: the square
-roots of second moments.
-"""
+"""Bytes a parameter of torch's AdamW update, of all at once: square roots of second moments."""
 
 
 class Line(NamedTuple):
@@ -45,9 +42,7 @@ class Line(NamedTuple):
 
 
 def largest(config: Config, backend: str) -> str:
-    """The recipe of a schedule's phases that takes the most memory of a device; the first of equal
-    ones.
-    """
+    """The recipe of a schedule that takes the most memory of a device; the first of equal ones."""
     return max(config.recipes, key=lambda recipe: most(lines(config, backend, recipe))[1])
 
 
@@ -66,8 +61,7 @@ def most(memory_lines: Mapping[str, Line]) -> tuple[Moment, int]:
 
 
 def lines(config: Config, backend: str, recipe: str | None = None) -> dict[str, Line]:
-    """What a device holds in a step, by name, in one of the config's recipes; None: the
-    ``largest``.
+    """What a device holds in a step, by name, in one of the recipes; None: the ``largest``.
 
     States of delayed scaling are those of all recipes, since phases keep them (T-9).
     """
@@ -109,9 +103,7 @@ def lines(config: Config, backend: str, recipe: str | None = None) -> dict[str, 
 
 
 def _scores(config: Config, backend: str) -> dict[str, Line]:
-    """Attention's scores in memory: none of a kernel that keeps them on the chip, nor of torch's
-    own and cuDNN's.
-    """
+    """Attention's scores in memory: none of torch's, cuDNN's, or a kernel's on the chip."""
     keys, variant = config.parallel, config.attention_variant
     if keys.attention == "kernel":
         return {}
@@ -204,9 +196,7 @@ def piece_sizes(config: Config, backend: str) -> dict[str, tuple[int, int]]:
 
 
 def states(piece: int, whole: int, config: Config) -> int:
-    """Bytes of all that is kept of a piece of this many elements of a parameter: its master, and
-    AdamW's two moments.
-    """
+    """Bytes kept of a parameter's piece of so many elements: master and both moments."""
     tensors = train_state.PER_PARAMETER
     return sum(one.device_bytes(piece, config.optimizer, whole) for one in tensors)
 
@@ -272,8 +262,7 @@ def _codes(config: Config, backend: str) -> dict[str, Line]:
 
 
 def _gathered(config: Config, backend: str, table: int) -> dict[str, Line]:
-    """What a device gathers of weights, and their whole gradients; table: elements of the embedding
-    or the last linear."""
+    """What a device gathers of weights, and their gradients; table: elements of the embedding."""
     layer, codes, weight = _largest_layer(config, backend)
     if config.parallel.compile == "model":
         blocks = config.model.num_hidden_layers
@@ -315,9 +304,7 @@ def _gathered(config: Config, backend: str, table: int) -> dict[str, Line]:
 
 
 def _largest_layer(config: Config, backend: str) -> tuple[int, int, int]:
-    """(elements, bytes as gathered, elements of the largest weight) of the layer that gathers the
-    most, on a device.
-    """
+    """(elements, bytes as gathered, elements of the largest weight) of the layer with the most."""
     elements: dict[str, int] = {}
     gathered: dict[str, int] = {}
     weights = [0]

@@ -45,9 +45,7 @@ def seconds(config: Config, backend: str, ceilings: Ceilings) -> dict[str, float
 
 
 def moved(config: Config, backend: str) -> dict[str, float]:
-    """{what: bytes} that kernels other than GEMMs and collectives read and write, beside those that
-    quantize.
-    """
+    """{what: bytes} of kernels other than GEMMs, collectives, and those that quantize."""
     keys, model, parts = config.parallel, config.model, config.data.microbatches
     count = tokens(config) * parts
     own = count // (keys.tensor if keys.sequence and backend == "jax" else 1)
@@ -94,8 +92,7 @@ def _update(config: Config, backend: str) -> float:
 
 
 def _widened(config: Config) -> float:
-    """Bytes of gradients that GEMMs write in bfloat16, and a kernel of its own widens before
-    devices sum them (P-9)."""
+    """Bytes of gradients that a kernel widens from bfloat16 before devices sum them (P-9)."""
     keys = config.parallel
     rounded = keys.reduce == "rounded" and keys.through == "shard_map"
     if not rounded or keys.reduce_dtype != "float32" or keys.sharing == 1:

@@ -187,8 +187,7 @@ class Forecast(Result):
 def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
     """The forecast for a config.
 
-    Raises:   ConfigError: the backend would refuse the config on any devices; a schedule of
-              recipes.
+    Raises:   ConfigError: the backend would refuse the config on any devices; a schedule.
     """
     config.require_one_recipe("an estimate")
     if config.parallel.context > 1:

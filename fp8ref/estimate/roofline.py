@@ -1,5 +1,4 @@
-"""Roofline estimate of a training step: its linears' GEMMs in bfloat16 and in FP8, and all the
-rest.
+"""Roofline estimate of a training step: its linears' GEMMs in bfloat16 and in FP8, and the rest.
 
 A kernel takes the longest of three times: its FLOPs at the rate of large GEMMs, its bytes at the
 bandwidth of copies, and a launch. A GEMM's tiles run on the processors in waves, and the last wave
@@ -39,9 +38,7 @@ class Size(NamedTuple):
 def predict_step(
     config: Config, backend: str, ceilings: Ceilings, lost: set[Kind] | None = None
 ) -> Step:
-    """Predict one optimizer step of a device, all microbatches included. lost: what is filtered;
-    None: ``losing``.
-    """
+    """Predict a device's optimizer step. lost: what is filtered; None: ``losing``."""
     lost = losing(config, backend, ceilings) if lost is None else lost
     step = _unfiltered_step(config, backend, ceilings)
     if not lost:
@@ -93,8 +90,7 @@ def _unfiltered_step(config: Config, backend: str, ceilings: Ceilings) -> Step:
 
 
 def _once(config: Config, backend: str) -> dict[str, list[Kernel]]:
-    """{linear: the kernels that quantize its weight once a step}: in PyTorch Triton's, whose codes
-    a step keeps."""
+    """{linear: kernels that quantize its weight once a step}: Triton's in PyTorch."""
     fusion = kernels.fusion(config, backend)
     decisions = [d for d in config.decisions() if d.experts is None]
     recipes = {d.path: d.recipe for d in decisions}
@@ -154,8 +150,7 @@ def short_name(linear: str) -> str:
 
 
 def gemm_sizes(decision: Decision, config: Config, backend: str) -> list[Size]:
-    """The three GEMMs of a linear, for one microbatch (spec L-2); of experts those of one with as
-    many rows as the others."""
+    """A linear's three GEMMs, for one microbatch (L-2); of experts those of one of average rows."""
     m, (n, k) = tokens(config), used(decision.path, decision.shape, config)
     if decision.experts is not None:
         # with experts apart, from all devices that hold different ones

@@ -1,7 +1,6 @@
 """Communication of a step: bytes that a device receives, by purpose.
 
-As configured, and for comparison as if all tensors were bfloat16 or float32. Ring algorithms are
-assumed.
+As configured, and as if all tensors were bfloat16 or float32, by ring algorithms.
 """
 
 from dataclasses import dataclass
@@ -13,9 +12,7 @@ from fp8ref.train.config.config import Config
 
 @dataclass
 class Flow:
-    """Elements that are received for one purpose in any dtype, and the bytes that are received for
-    it.
-    """
+    """Elements that are received for one purpose in any dtype, and their bytes."""
 
     elements: float = 0.0
     bytes: float = 0.0

@@ -125,8 +125,7 @@ def compare(
     """Quantize x by each recipe, and measure what it costs.
 
     x         as ``quantize`` takes it. All is computed in NumPy: each framework has these bits.
-    recipes   names or Recipes, as ``quantize`` takes them, each once; or {label: one of them, or a
-              CastSpec}.
+    recipes   names or Recipes, as ``quantize`` takes, each once; or {label: such or a CastSpec}.
     axis      the reduced one. The last block along it may be shorter.
     Raises:   ValueError: as ``quantize``; no recipe; one without a name, or two of one name.
     """

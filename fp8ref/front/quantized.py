@@ -1,8 +1,7 @@
 """Quantize an array of NumPy, PyTorch or JAX, and measure what that cost.
 
-``quantize`` calls the ``quantize.scaling`` of the array's own framework: of ``fp8ref.sim`` for
-NumPy, else of ``fp8ref.torch`` or ``fp8ref.jax``. Codes and scales stay in that framework. Errors
-are measured in NumPy.
+``quantize`` calls the ``quantize.scaling`` of the array's framework: of ``fp8ref.sim`` for NumPy.
+Codes and scales stay in the framework; errors are measured in NumPy.
 """
 
 import functools
@@ -97,8 +96,7 @@ class Quantized(card.Card):
                float32, one for each group of elements: the factor into the format, and out of it.
     fmt, granularity, policy, axis
                the format, which elements share a scale, what made it, and the reduced axis.
-    operand    the ``Quantized`` of ``fp8ref.sim``, ``fp8ref.torch`` or ``fp8ref.jax``: their GEMMs
-               take it.
+    operand    the ``Quantized`` of fp8ref's ``sim``, ``torch`` or ``jax``, for their GEMMs.
     """
 
     operand: Any

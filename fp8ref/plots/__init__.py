@@ -1,5 +1,4 @@
-"""Figures as functions, for custom tensors, formats and GEMMs: arrays in, Axes out, no global state
-and no pyplot.
+"""Figures as functions, of custom tensors, formats and GEMMs: arrays in, Axes out, no global state.
 
     figure, (left, right) = plots.figure(2)
     plots.exponent_histogram(left, x, q)

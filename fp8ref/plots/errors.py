@@ -13,8 +13,7 @@ from fp8ref.sim.quantize import cast
 
 
 def cast_difference(ax: Axes, x, codes, fmt: Format | str, *, label: str = "theirs") -> Axes:
-    """Draw codes of x over those of a saturating cast to nearest even, with a dot wherever they
-    differ; NaNs are a gap.
+    """Draw codes of x over a saturating nearest-even cast's, dots where they differ; NaN: a gap.
 
     Shapes:   x [n], ascending, of a dtype that ``sim.cast.encode`` takes; codes [n], uint8.
     Raises:   ValueError: as ``sim.cast.encode`` and ``decode``.
@@ -38,8 +37,7 @@ def cast_difference(ax: Axes, x, codes, fmt: Format | str, *, label: str = "thei
 def share_by_exponent(
     ax: Axes, x, differ, *, label: str | None = None, color: str = style.VERMILLION
 ) -> Axes:
-    """Draw how many percent of the elements of x differ, a bar for each power of two of their
-    magnitude.
+    """Draw how many percent of x's elements differ, a bar for each power of two of magnitude.
 
     Shapes:   x and differ, bool, of the same shape.
     Specials: zeros, infinities and NaNs are left out; without any other element there are no bars.
@@ -121,8 +119,7 @@ def error_lines(
     """Errors in percent over K, or another x, one line for each name; later lines are narrower, so
     that lines that coincide all show.
 
-    The axis is logarithmic; if some errors are not positive, it is linear within ``linear``
-    percent.
+    The axis is logarithmic; if not all errors are positive, linear within ``linear`` percent.
 
     Shapes:   x [n], ascending, such as powers of two; every one of errors [n], as fractions.
     """
@@ -149,8 +146,7 @@ def error_lines(
 
 
 def row_lines(ax: Axes, rows: Mapping[str, np.ndarray], *, title: str = "") -> Axes:
-    """The SQNR of each row of a tensor, in dB, from the worst row to the best: a line for each
-    name, later ones narrower.
+    """The SQNR of each row of a tensor, in dB, worst row first: a line a name, later ones narrower.
 
     Shapes:   every one of rows of any shape, such as of ``stats.sqnr_by_row``.
     Specials: NaN, rows of zeros, and Inf, exact ones, are left out; -Inf is drawn as 0 dB.
@@ -230,8 +226,7 @@ def number_table(
 
 
 def cost_map(ax: Axes, costs, rows: Sequence[str], columns: Sequence[str]) -> Axes:
-    """A table of costs in nats: red above 0, blue below, on one scale about 0; a NaN is an empty
-    cell.
+    """A table of costs in nats: red above 0, blue below, on one scale about 0; NaN: an empty cell.
 
     Shapes:   costs [rows, columns].
     Raises:   ValueError: costs of another shape.

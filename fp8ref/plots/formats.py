@@ -1,5 +1,4 @@
-"""Plot what a format can hold: its numbers, their spacing, and the error of rounding to it
-(spec F, C)."""
+"""Plot what a format can hold: its numbers, their spacing, and the error of rounding (F, C)."""
 
 from collections.abc import Sequence
 
@@ -12,8 +11,7 @@ from fp8ref.sim.quantize import cast
 
 
 def ranges(ax: Axes, formats: Sequence[Format]) -> Axes:
-    """One bar for each format, from its smallest positive number to its largest; subnormals in
-    another color."""
+    """One bar a format, from its smallest positive number to its largest; subnormals lighter."""
     for row, fmt in enumerate(formats):
         smallest, normal, largest = (
             np.log2(v) for v in (fmt.smallest_subnormal, fmt.smallest_normal, fmt.max)
@@ -90,8 +88,7 @@ def near_zero(ax: Axes, formats: Sequence[Format], *, until: int = 32) -> Axes:
 
 
 def spacing(ax: Axes, formats: Sequence[Format]) -> Axes:
-    """The gap between neighboring numbers over their magnitude, up to each format's largest
-    number.
+    """The gap between neighboring numbers over their magnitude, up to each format's largest.
 
     Raises:   ValueError: a format that is not of 8 bits.
     """
@@ -154,8 +151,7 @@ def worst_error(ax: Axes, formats: Sequence[Format], *, beyond: int = 3, points:
 
 
 def code_map(ax: Axes, fmt: Format | str) -> Axes:
-    """All 256 codes, 16 in a row, colored by log2 of their magnitude; zeros, infinities and NaNs
-    are labeled.
+    """All 256 codes, 16 in a row, colored by log2 of their magnitude; specials are labeled.
 
     Raises:   ValueError: fmt not of 8 bits.
     """
@@ -177,8 +173,7 @@ def code_map(ax: Axes, fmt: Format | str) -> Axes:
 
 
 def cast_curve(ax: Axes, x, fmt: Format | str, *, label: str, color: str, **options) -> Axes:
-    """The result of a cast over its input x, ascending: a staircase. Raises as
-    ``sim.cast.round_to``.
+    """The result of a cast over its ascending input: a staircase. Raises as ``sim.cast.round_to``.
 
     options   ``rounding``, ``saturate`` and ``seed``, as ``sim.cast.encode`` takes them; saturating
               by default. Infinities and NaNs are not drawn, and so show as a gap.

@@ -1,6 +1,4 @@
-"""A legend below a figure that is never cut: names are wrapped, not shortened, and the figure
-grows.
-"""
+"""A legend below a figure that is never cut: names are wrapped, and the figure grows."""
 
 import unicodedata
 import warnings
@@ -45,8 +43,7 @@ def below(
             # a run may be named in any script
             warnings.filterwarnings("ignore", message="Glyph .* missing from font")
             extent = legend.get_window_extent()
-        # A font that lacks a glyph draws a box, which may be narrower than the glyph of the page's
-        # font: one em, at most.
+        # A font without a glyph draws a box, maybe narrower than the page's glyph: one em, at most.
         foreign = [
             _width(line)
             for name in entries

@@ -64,8 +64,7 @@ def cells(
 
 
 def of(figure: Figure) -> str:
-    """JSON of a figure that was drawn: a list with an entry for each of its axes, null for a
-    colorbar.
+    """JSON of a figure that was drawn: an entry for each of its axes, null for a colorbar.
 
     An entry has the place of the axes in the SVG's units, [left, top, right, bottom], their limits,
     and either ``series``, or the ``values`` of ``rows`` and ``columns``. Numbers have five digits;

@@ -1,5 +1,4 @@
-"""Curves over optimizer steps: losses of runs, validation gaps, staleness of delayed scales
-(spec H)."""
+"""Curves over optimizer steps: losses, validation gaps, staleness of delayed scales (spec H)."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -31,8 +30,7 @@ def loss_curves(
     entropy: float | None = None,
     smooth: int = 10,
 ) -> Axes:
-    """Training loss in nats over steps, one line for each (backend, recipe): the running mean of
-    ``smooth`` steps.
+    """Training loss in nats over steps, a line a (backend, recipe): the mean of ``smooth`` steps.
 
     runs      metrics lines as ``log.read_metrics`` gives them; a run without steps has no line.
     entropy   the unigram entropy of the data, in nats, as a reference line.
@@ -86,8 +84,7 @@ def loss_gaps(
     equivalence. The title names the largest gap at the end.
 
     gaps      by name, (mean, low, high); a name's words are stacked.
-    steps     by name, the optimizer steps of arrays in ``gaps``: a line in a band instead of a
-              point.
+    steps     by name, the optimizer steps of arrays in ``gaps``: a line in a band, no point.
     """
     if margin:
         ax.axhspan(
@@ -123,8 +120,7 @@ def loss_gaps(
 def staleness(
     ax: Axes, amaxes, scales: Mapping[str, np.ndarray], fmt: Format, *, first: int = 0
 ) -> Axes:
-    """A tensor's amax at each step, and for each name the largest number that fits, fmt.max /
-    scale.
+    """A tensor's amax at each step, and for each name the largest number that fits, max / scale.
 
     A cross marks a step whose amax is clipped (Q-11); the title counts them.
 

@@ -1,6 +1,4 @@
-"""Plot optimizer states: where moments lie in a format's range, updates that explode, figures of
-health over steps (spec O).
-"""
+"""Plot optimizer states: moments in a format's range, updates that explode, health (spec O)."""
 
 from collections.abc import Mapping, Sequence
 
@@ -74,8 +72,7 @@ def update_ratios(
 def health_lines(
     ax: Axes, runs: Mapping[str, Sequence[Health]], field: str, *, first: int = 1
 ) -> Axes:
-    """A figure or a count of health over steps, in percent: one line for each name. A count is
-    divided by the elements.
+    """A figure or count (over the elements) of health over steps, in percent: a line a name.
 
     field     a field of Health, such as ``stalled_v`` or ``update_error``.
     first     the number of the first step.

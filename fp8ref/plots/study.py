@@ -1,6 +1,4 @@
-"""Plot what a study of a model found: SQNR by layer and recipe, and error through depth (spec
-Q-1).
-"""
+"""Plot a study of a model: SQNR by layer and recipe, and error through depth (spec Q-1)."""
 
 from collections.abc import Mapping, Sequence
 
@@ -62,8 +60,7 @@ def depth_lines(
     colors: Sequence[str] | None = None,
     layers: Sequence[str] | None = None,
 ) -> Axes:
-    """The error of each linear's input, ||x' - x|| / ||x||, in the order in which linears ran: a
-    line a recipe.
+    """The error of each linear's input, ||x' - x|| / ||x||, in the order of a pass, by recipe.
 
     colors: of the lines, in turn; None: those of recipes in other figures. layers: the names of the
     linears, some of which are written; a page shows all on hover.

@@ -29,8 +29,7 @@ __all__ = [
     "plain",
 ]
 
-# Okabe and Ito's colors, distinguishable to color-blind readers; yellow, which white swallows, is
-# left out.
+# Okabe and Ito's colors, for color-blind readers, without yellow, which white swallows.
 BLACK, BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = (
     "#000000",
     "#0072B2",
@@ -76,8 +75,7 @@ def figure(
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG of 256 colors, for IPython.display.Image: it looks the same and is a
-    third as large."""
+    """The figure as a PNG of 256 colors, for IPython.display.Image: a third as large."""
     drawn, written = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png")
     few = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
@@ -183,8 +181,7 @@ def label_powers(axis, lowest: int, highest: int, *, ticks: int = 9) -> None:
 
 
 def legend(ax: Axes, **options: Any) -> None:
-    """A legend on white, so that neither grid nor shading shows through; options: matplotlib's own
-    keywords."""
+    """A legend on white, over grid and shading; options: matplotlib's own keywords."""
     plain = {"fontsize": 8, "facecolor": "white", "edgecolor": "none"}
     ax.legend(**{**plain, "framealpha": 0.9, "borderpad": 0.2} | options)
 

@@ -1,5 +1,4 @@
-"""Plot what quantizing did to each element of a tensor (spec Q): x is the tensor, q its
-quantized form."""
+"""Plot what quantizing did to each element of a tensor x (spec Q); q is its quantized form."""
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -22,8 +21,7 @@ FATES = {
 
 
 def magnitude_map(ax: Axes, x, *, powers: int = 12) -> Axes:
-    """The exponent of each element of a matrix, one color for each power of two, the largest
-    ``powers`` of them.
+    """The exponent of each element of a matrix, a color a power of two, the ``powers`` largest.
 
     Zeros, infinities and NaNs stay white.
 
@@ -45,8 +43,7 @@ def magnitude_map(ax: Axes, x, *, powers: int = 12) -> Axes:
 def error_map(
     ax: Axes, x, q: Quantized, *, cell: int | None = None, low: float = 1.0, high: float = 100.0
 ) -> Axes:
-    """The relative error of each cell of a matrix: the root mean square of its elements, in
-    percent, from low to high.
+    """The relative error of each cell of a matrix: its elements' root mean square, in percent.
 
     cell  rows and columns of a cell; None: as many as give at most 64 cells each way. Zeros do not
           count; cells of zeros stay white.
@@ -124,8 +121,7 @@ def exponent_histogram(
 
     lowest, highest  exponents shown; the first and the last bar hold all below and above. None:
                      four below the range to two above.
-    Raises:          ValueError: as ``sim.stats.exponents``: x of another shape than q's codes, or
-                     float64.
+    Raises:          ValueError: as ``sim.stats.exponents``: another shape than q's, or float64.
     """
     fmt = q.fmt
     # half the smallest number: from there down all becomes zero

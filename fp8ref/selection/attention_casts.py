@@ -18,11 +18,9 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 @dataclass(frozen=True)
 class Casts:
-    """The operands of one layer's attention that are cast, and the variant whose formats and policy
-    casts have.
+    """The operands of a layer's attention that are cast, and the variant that says how.
 
-    Raises:   ValueError: an unknown role; a variant without one FP8 scale for a tensor, and
-              gradients.
+    Raises:   ValueError: an unknown role; a variant without one FP8 scale a tensor, or gradients.
     """
 
     variant: Variant

@@ -1,5 +1,4 @@
-"""Grouped linears as data: the recipe of each expert's three GEMMs, and what shares a scale
-(spec X-3, X-8).
+"""Grouped linears as data: recipes of an expert's three GEMMs, what shares a scale (X-3, X-8).
 
 A grouped linear multiplies each group of rows by a weight of its own. Its group e is a linear, so a
 grouped recipe is a ``Recipe``, and whether amaxes are of a group or of all of them.
@@ -19,8 +18,7 @@ Amax = Literal["group", "all"]
 """Which elements a scale covers (spec X-3).
 
 group  those that its granularity says of one group's rows and of one expert's weight
-all    those that it says of all groups' rows as one matrix, and of all experts' weights as one
-       tensor
+all    of all groups' rows as one matrix, and of all experts' weights as one tensor
 """
 
 

@@ -1,5 +1,4 @@
-"""Which linears of a model a recipe converts, and why (spec R-2 to R-4): one rule for both
-backends."""
+"""Which linears of a model a recipe converts, and why (R-2 to R-4): one rule for both backends."""
 
 import fnmatch
 import math
@@ -31,8 +30,7 @@ SMALL |= {"tensorwise_pow2": SMALL["tensorwise"], "rowwise_native": SMALL["rowwi
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether pattern names this module (spec R-3): a run of whole dotted components, or a shell
-    pattern for all of it.
+    """Whether pattern names this module (R-3): a run of dotted components, or a shell pattern.
 
     >>> matches("layers.1", "model.layers.1.mlp.up_proj")
     True
@@ -86,8 +84,7 @@ def select(
 ) -> list[Decision]:
     """Which linears a recipe converts (spec R-2 to R-4), by one rule for both backends.
 
-    Shapes:   linears maps a module's name to its weight's shape [N, K], whole however it is
-              sharded.
+    Shapes:   linears maps a module's name to its weight's shape [N, K], whole if sharded.
     Returns:  one Decision a linear, in the order given.
     Raises:   ValueError: a pattern that names nothing; a linear named in fp8_fqns whose dims are
               not multiples of 16 or of the recipe's blocks; 'auto_filter_small_kn' for a recipe

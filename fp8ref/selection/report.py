@@ -23,8 +23,7 @@ class Row:
     kind             the class of the layer, or what multiplies.
     shape            [N, K] of a linear, else that of its largest parameter, or of the result.
     recipe           the name of the recipe; None without FP8.
-    kernel           what multiplies the codes on the weight's device; None without FP8, or where a
-                     compiler chooses it.
+    kernel           what multiplies codes on the device; None: no FP8, or a compiler chooses.
     reason           why.
     parameters       their number. One that several layers share counts once.
     in_fp8           those that are multiplied in FP8.

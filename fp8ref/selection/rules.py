@@ -1,5 +1,4 @@
-"""Rules that change casts of single operands, layers x GEMMs x roles, or epilogues of GEMMs (spec
-R-8).
+"""Rules that change casts of single operands, layers x GEMMs x roles, or epilogues (spec R-8).
 
     rule = Rule(layers=("layers.0.mlp.down_proj",), roles=("grad_output",), format="e4m3fn",
     policy="unscaled") decisions = apply([rule], decisions)
@@ -38,8 +37,7 @@ GEMMS: tuple[Gemm, ...] = tuple(OPERANDS)
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What a rule changes, and to what. It gives a recipe; or some of format, granularity and
-    policy; or an epilogue.
+    """What a rule changes, and to what: a recipe; format, granularity or policy; or an epilogue.
 
     Raises:   ValueError: an unknown word, naming the nearest; a rule that gives nothing, or several
               of these; GEMMs and roles that have no operand in common; roles beside an epilogue.

@@ -1,8 +1,7 @@
 """The quantization statistics that a run records of its FP8 operands (spec Q-8 to Q-10, Q-13).
 
-A backend measures the part of an operand that a device or rank holds, as float64 numbers in the
-order of FIELDS. ``merged`` makes one record of all parts. The simulator's own statistics are
-``sim.stats``.
+A backend measures a device's part of an operand as float64 numbers in the order of FIELDS, and
+``merged`` makes one record of all. The simulator's own are ``sim.stats``.
 """
 
 import math

@@ -91,8 +91,7 @@ def attention(
     """Run a model once, and its attention by each variant of ``fp8ref.spec.attention.variants`` on
     the q, k and v that it had.
 
-    run       run(model): one forward pass. Its calls are seen as in ``record``, of each layer the
-              first.
+    run       run(model): one forward pass, seen as in ``record``: a layer's first call.
     variants  names; None: all.
     heads, tokens
               as in ``record``.
@@ -114,8 +113,7 @@ def depth(
 ) -> Depth:
     """Run a model in high precision, and a copy of it under each recipe, and compare.
 
-    run       run(model) -> logits or another tensor of floats: one forward pass, the same each
-              time.
+    run       run(model) -> logits or another tensor of floats, the same each time.
     recipes   names or Recipes; None: all in FP8 that the backend converts the model to.
     rows      as in ``record``: the tokens of a linear's input that are compared.
     options   of ``convert``, such as ``filter_fqns``.
@@ -133,8 +131,7 @@ def write_page(
     attention: JudgedAttention | None = None,
     states: JudgedStates | None = None,
 ) -> None:
-    """One HTML page of all of them, without links to elsewhere. Its script shows values on hover;
-    it reads without.
+    """One HTML page of all of them, without links to elsewhere, with a script for values on hover.
 
     Raises:   ImportError: matplotlib or jinja2, of the extra [train], is missing.
     """

@@ -1,6 +1,4 @@
-"""Run recorded attention by each variant, and measure how far its output is from real arithmetic
-(spec A).
-"""
+"""Run recorded attention by each variant, and measure its output's error (spec A)."""
 
 import math
 from collections.abc import Sequence
@@ -26,8 +24,7 @@ if TYPE_CHECKING:
 class AttentionRow:
     """One layer's attention by one variant.
 
-    error      ||o' - o|| / ||o|| of the output, o being that of real arithmetic on the same q, k
-               and v.
+    error      ||o' - o|| / ||o|| of the output; o: real arithmetic on the same q, k and v.
     gradients  the same of dq, dk and dv together; None without a recorded gradient of the output,
                or of a variant without a backward pass.
     """

@@ -177,8 +177,7 @@ class Judged(Result):
         return {"columns": list(columns), "rows": rows, "absent": list(self.absent)}
 
     def render(self, console: "Console") -> None:
-        """The sentence, then each operand under each recipe; of many the medians by role, and the
-        worst."""
+        """The sentence, then each operand by recipe; of many the medians by role, the worst."""
         wide = console.width >= WIDE
         say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
         say(self.sentence())

@@ -81,8 +81,7 @@ def by_operand(rows: Sequence[Row]) -> list[Row]:
 
 
 def worse_gemms(rows: Sequence[Row]) -> list[Row]:
-    """A row for each operand and recipe: of its two GEMMs the one that loses or clips more, or has
-    the lower 5th percentile."""
+    """A row for each operand and recipe: of the GEMM that loses or clips more, or of lower rows."""
     worse: dict[tuple[str, str, str], Row] = {}
     for row in rows:
         key = row.layer, row.role, row.recipe
@@ -117,8 +116,7 @@ def sentence(
     causes: Mapping[tuple[str, str, Role], str],
     bad: Mapping[str, str],
 ) -> str:
-    """What holds Inf or NaN; what the worst cast does to its operand, why, and which recipes do
-    not.
+    """What holds Inf or NaN; what the worst cast does to its operand, why, and better recipes.
 
     title     what a row's operand is called.
     causes    by (recipe, layer, role), what ``cause`` found.

@@ -29,14 +29,12 @@ class Seen(NamedTuple):
 class Outcome:
     """One recipe's forward pass next to that in high precision.
 
-    in_fp8        how many linears ran in FP8; a recipe leaves out those whose sizes it does not
-                  take.
+    in_fp8        how many linears ran in FP8, but for sizes that the recipe does not take.
     inputs        by layer, ||x' - x|| / ||x|| of the linear's input, in the order in which layers
                   ran; without layers that had another number of tokens, as experts have.
     output        the same of the model's result.
-    divergence    the mean over rows of KL(p || p') in nats, p being the softmax of the
-                  high-precision result along its last dim: of logits the mean change of a token's
-                  distribution.
+    divergence    the mean over rows of KL(p || p') in nats, p being the softmax of the reference
+                  result along its last dim: of logits, the mean change of a token's distribution.
     agreement     the share of rows whose largest entry is the same; of a row with a NaN none is.
     """
 
@@ -52,8 +50,7 @@ class Depth(Result):
     """Outcomes by recipe, the smallest KL divergence first, one that is not a number last;
     ``refused``: why others could not run.
 
-    The error of the result does not rank: a few outliers own its norm, and say little of the other
-    entries.
+    The error of the result does not rank: a few outliers own its norm.
     """
 
     outcomes: dict[str, Outcome]
@@ -130,8 +127,7 @@ def compare(
 
     first, again  that pass, twice: they have the same bits.
     under         the pass under a recipe.
-    recipes       None: all in FP8 that train, of which those that are refused (ValueError) are
-                  noted.
+    recipes       None: all that train in FP8; the refused ones (ValueError) are noted.
     Raises:       ValueError: the two passes differ; a pass that calls another model than it is
                   given; what ``under`` raises for a recipe that was named.
     """
@@ -179,8 +175,7 @@ def compare(
 
 
 def _rank(outcome: Outcome) -> tuple[float, ...]:
-    """By KL, then by agreement, then by the error of the result; what is not a number counts as
-    infinite."""
+    """By KL, then agreement, then the error of the result; not a number: infinite."""
     return tuple(
         np.nan_to_num([outcome.divergence, -outcome.agreement, outcome.output], nan=np.inf)
     )

@@ -1,6 +1,4 @@
-"""Record what a Flax NNX model gives to jax.nn.dot_product_attention, which nnx.MultiHeadAttention
-calls too.
-"""
+"""Record what a Flax NNX model gives to jax.nn.dot_product_attention, also by its own layers."""
 
 import contextlib
 import dataclasses

@@ -1,6 +1,4 @@
-"""Which framework a model is of, from what is imported already: a model of torch has imported
-torch.
-"""
+"""Which framework a model is of, by what is imported: a model of torch has imported torch."""
 
 import importlib
 import sys

@@ -164,8 +164,7 @@ def _reporting(
 ):
     """product(x, w), whose operands and gradient are handed to ``keep`` as rows.
 
-    x_dims, w_dims: the contracted dims. order: of the result's dims, those of x first; None: as
-    they are.
+    x_dims, w_dims: the contracted dims. order: the result's dims, x's first; None: as is.
     """
     if not x.size:
         return product(x, w)

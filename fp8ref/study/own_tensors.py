@@ -1,5 +1,4 @@
-"""Judge single tensors, or a file of them, as the operands of a model: no model and no framework
-is needed."""
+"""Judge single tensors, or a file of them, as operands: without a model or a framework."""
 
 import fnmatch
 import re
@@ -42,16 +41,13 @@ def tensors(
 
         judged = study.judge(study.tensors({"layer.input": x, "layer.weight": w}))
 
-    Each is cast as a recipe casts an operand of its role. The last part of a name states the role:
-    ``input``, ``weight``, ``kernel`` (Flax's weight) or ``grad_output``. Any other tensor is an
-    input.
+    Each is cast as an operand of its role, which the last part of its name states: ``input``,
+    ``weight``, ``kernel`` (Flax's weight) or ``grad_output``. Others are inputs.
 
-    arrays    {name: array} of NumPy, PyTorch or JAX; float16, bfloat16, float32 or float64, which
-              is rounded to float32.
+    arrays    {name: array} of NumPy, PyTorch or JAX, of floats; float64 is rounded to float32.
     roles     one role for all tensors, or {pattern of names: role} (fnmatch), which comes first.
     rows      as in ``record``: of a longer tensor, so many rows are kept; amaxes are of the whole.
-    Shapes:   input and grad_output [..., K], of which each [K] is a token; weight [N, K]; kernel
-              [K, N].
+    Shapes:   input and grad_output [..., K], each [K] a token; weight [N, K]; kernel [K, N].
     Returns:  the Recording; ``refused`` says why a tensor was left out, such as a bias.
     Raises:   ValueError: no tensor that can be judged; an unknown role; rows as in ``record``.
     """

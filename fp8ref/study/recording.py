@@ -1,5 +1,4 @@
-"""Operands of a model's linears and attention in one step: blocks of rows, and amaxes of the whole
-tensors.
+"""Operands of a model's linears and attention in one step: blocks of rows, and whole amaxes.
 
 One .npz file, which NumPy reads without pickle:
 
@@ -36,17 +35,14 @@ FLOATS = ("float32", "bfloat16", "float16", "float64")
 """The dtypes of tensors that are studied."""
 
 BLOCK = 128
-"""Rows that are kept together: a multiple of every block of scales (S-6), and at a multiple of
-itself.
-"""
+"""Rows kept together, at a multiple of this: a multiple of every block of scales (S-6)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operand:
     """What is kept of a tensor [R, C]: input [M, K], weight [N, K] or grad_output [M, N].
 
-    kept      float32 [S, C]: blocks of ``BLOCK`` rows; the last one may be shorter, if the tensor's
-              is.
+    kept      float32 [S, C]: blocks of ``BLOCK`` rows; the last one may be shorter.
     amax      float32 (): the largest magnitude of the whole tensor.
     columns   float32 [C]: that of each column of the whole tensor.
     rows      R.

@@ -1,6 +1,4 @@
-"""Keep AdamW's moments in each layout on recorded gradients, and measure what storing them costs
-(spec O-12).
-"""
+"""Keep AdamW's moments in each layout on recorded gradients, and measure the cost (spec O-12)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +24,7 @@ COLUMNS = ("v_lost", "clipped_m", "clipped_v", "stalled_v")
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedStates(Result):
-    """What layouts cost at the last step, by layout and then by parameter; "" is all parameters
-    together.
+    """What layouts cost at the last step, by layout, then by parameter; "": all together.
 
     steps     how many gradients there were.
     """

@@ -61,8 +61,7 @@ class _Watching(TorchFunctionMode):
         if first is not None and (
             first.do is not None or not np.array_equal(first.q, q, equal_nan=True)
         ):
-            # not the first call again, which reentrant checkpointing runs without and then with
-            # gradients
+            # not the first call again, which reentrant checkpointing runs twice
             return
         own = None if scale is None or math.isclose(scale, q.shape[-1] ** -0.5) else scale
         recording.attention[layer] = Attended(layer=layer, q=q, k=k, v=v, causal=causal, scale=own)

@@ -138,8 +138,7 @@ def _keep(recording: Recording, name: str, rows: int) -> Callable:
         if first is not None and not np.array_equal(
             _operand(x, rows).kept, first.kept, equal_nan=True
         ):
-            # not the first call again, which reentrant checkpointing runs without and then with
-            # gradients
+            # not the first call again, which reentrant checkpointing runs twice
             return
         hooked = out.requires_grad
         weight = cast(torch.Tensor, module.weight).detach()

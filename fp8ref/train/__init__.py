@@ -1,5 +1,4 @@
-"""The trainer: train a Llama, or a model of yours, in FP8 with JAX or PyTorch, from one
-configuration.
+"""The trainer: train a Llama, or your own model, in FP8 with JAX or PyTorch, from one config.
 
     config = config.load("tiny")                  # config/config.py, config/sections
     loop.train(config, "jax", Path("runs/tiny"))  # batches, steps, checkpoints, logs

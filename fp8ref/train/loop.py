@@ -74,8 +74,7 @@ def train(
 
     resume     continue from the last checkpoint; overwrite: replace a run.
 
-    processes  the processes that train together, each of which calls this; the first writes. None:
-               this one alone.
+    processes  the processes that train together and all call this; None: this one alone.
     Returns:  the metrics of every step; None if ``resume`` finds the run finished.
     Raises:   ConfigError before anything is written; NonFiniteError, StoppedError or
               KeyboardInterrupt once everything so far is on disk.
@@ -338,8 +337,7 @@ class _Training:
                 metrics = self.model.step(tokens)
         seconds = time.perf_counter() - begun
         if not all(map(math.isfinite, metrics.values())):
-            # first the checkpoint that is being written: processes that save two states at once
-            # take each other's messages
+            # first the checkpoint being written: two saves at once would mix up their messages
             with contextlib.suppress(OSError):
                 self.checkpoints.finish()
             raise failed_step.error(
@@ -389,8 +387,7 @@ class _Training:
         return has_records and config.parallel.attention != "kernel"
 
     def validated(self, step: int) -> dict[str, float]:
-        """Validation losses after a step: ``val_loss``, and ``val_loss_<name>`` of each set of
-        data.evaluation.
+        """Validation losses after a step: ``val_loss``, and ``val_loss_<name>`` by evaluation set.
 
         Raises:   NonFiniteError: one that is not finite.
         """
@@ -434,11 +431,9 @@ class _Training:
             console.say(f"step {step}: {worst[1]} has {has} that of the next phase")
 
     def stop(self) -> Callable[[str], BaseException] | None:
-        """The error that stops the run, given what was saved, if SIGTERM or Ctrl-C came to any
-        process: the same on all.
+        """The error that stops the run, on all processes, if SIGTERM or Ctrl-C came to any.
 
-        Raises:   the error of a checkpoint that could not be written, on the others a ConfigError
-                  that reports it.
+        Raises:   the error of an unwritten checkpoint; on the others a ConfigError that reports it.
         """
         error = self.checkpoints.error()
         came = self.processes.gather(
@@ -460,8 +455,7 @@ class _Training:
         last, every = done == self.config.run.steps, self.config.checkpoint.every
         with self.watch("checkpoint"):
             if last or stop or (every and done % every == 0):
-                # metrics first: a checkpoint that is newer than the metrics would leave a gap in
-                # them
+                # metrics first: a checkpoint that is newer would leave a gap in them
                 together(self.processes, self.run.sync)
                 self.checkpoints.save(self.model, done, measured=self.phases.measured)
             if last or stop:  # no process may end before the first has completed the checkpoint

@@ -50,11 +50,9 @@ class Tensors:
 
 
 def of_run(run: Path, layers: Sequence[str]) -> Tensors:
-    """The operands of ``layers`` in the step after a run's last checkpoint, and the amaxes that the
-    run recorded.
+    """The operands of ``layers`` in the step after the last checkpoint, and the recorded amaxes.
 
-    One forward and backward pass with the checkpoint's weights and the next step's batch; nothing
-    is updated.
+    One forward and backward pass with the checkpoint's weights and the next batch, no update.
 
     Raises:   ConfigError: no run; a run of several devices; no checkpoint; a layer that does not
               run in FP8, or is of experts.

@@ -1,8 +1,7 @@
 """Inputs of casts: a format's numbers and midpoints with their neighbors, specials, random values.
 
-Three sets are built of them. ``edges`` is small and float32, ``vector_bits`` is what ``fp8ref
-vectors`` writes for any language, and ``identifying`` tells every decision of an unknown cast from
-the others.
+Three sets: ``edges`` is small and float32, ``vector_bits`` is what ``fp8ref vectors`` writes, and
+``identifying`` tells every decision of an unknown cast from the others.
 """
 
 import numpy as np
@@ -12,8 +11,7 @@ from fp8ref.formats import E3M4, E4M3, E4M3B11FNUZ, FP8_FORMATS, Format
 from fp8ref.sim.quantize import cast
 
 CAST_FORMATS = {**FP8_FORMATS, **{f.name: f for f in (E4M3, E4M3B11FNUZ, E3M4)}}
-"""The formats that an unknown cast may have: the specification's four, and three of ml_dtypes
-alone."""
+"""The formats that an unknown cast may have: the specification's, and three of ml_dtypes alone."""
 
 # k of the relative distances 2^-k to a number or a midpoint. They go beyond bfloat16's 8 bits,
 # float16's 11 and float32's 24: a cast that first rounds to one of these takes such an input for
@@ -86,8 +84,7 @@ def _random_bits(fmt: Format, source: dtypes.Source, seed: int, count: int) -> n
     """Half any bits, half with exponents near the format's range; uint64, reproducible."""
     raw = dtypes.random(seed, count) >> np.uint64(64 - source.bits)
     half = len(raw) // 2
-    # Most random exponents are far outside FP8's range, where every cast does the same: replace the
-    # exponent field of one half.
+    # Most random exponents are far outside FP8's range: replace the exponent of one half.
     bias = 1 - source.emin
     lowest = max(1, fmt.emin - fmt.mantissa_bits - 2 + bias)
     highest = min(source.infinity >> source.mantissa_bits, int(np.log2(fmt.max)) + 3 + bias)
@@ -116,8 +113,7 @@ def identifying(fmt: Format, source: str, *, limit: float = np.inf) -> np.ndarra
 def coarse(fmt: Format) -> np.ndarray:
     """Numbers and the three quarter points between neighbors, both signs.
 
-    bfloat16 and float16 hold them exactly, except at float16's ends: a first rounding to either
-    leaves them as they are.
+    bfloat16 and float16 hold them exactly, but at float16's ends: a first rounding changes none.
     """
     n = with_next(fmt)
     magnitudes = np.concatenate(

@@ -17,8 +17,7 @@ def tensors(source: str) -> dict[str, np.ndarray]:
     ties     under scales that are powers of two: every midpoint of e2m1fn with its neighbors.
     edges    each block's largest at a power of two, 1.5 and 1.75 times it, and next to these.
     spread   normal numbers, blocks of many sizes.
-    range    one element 2^40 times as large as most, blocks of zeros, and blocks that are too
-             small.
+    range    one element 2^40 times as large as most, blocks of zeros, and too small blocks.
     small    numbers of 2^-100; zeros: nothing else.
     """
     rng = np.random.default_rng(16)

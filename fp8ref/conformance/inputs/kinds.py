@@ -75,8 +75,7 @@ def cast_kinds(x: np.ndarray, source: dtypes.Source, fmt: Format) -> np.ndarray:
     exponent = np.where(magnitude == 0, fmt.emin, np.maximum(np.frexp(magnitude)[1] - 1, fmt.emin))
     step = np.ldexp(1.0, exponent - fmt.mantissa_bits)
     rest = magnitude / step - np.floor(magnitude / step)  # exact: a power of two
-    # A float64's own neighbors can be as near as 2^-53 of the spacing, which the difference below
-    # holds exactly.
+    # A float64's own neighbors may be 2^-53 of the spacing away; this difference is exact.
     from_tie = np.abs(rest - 0.5) * step
     least = fmt.smallest_subnormal if fmt.signed else fmt.smallest_normal
     cases = [

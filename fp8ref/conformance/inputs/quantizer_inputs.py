@@ -1,5 +1,4 @@
-"""Inputs of scales and quantizers: amaxes, tensors whose groups have them, tensors by a named
-pattern.
+"""Inputs of scales and quantizers: amaxes, tensors whose groups have them, named patterns.
 
 ``vector_bits`` and ``filled`` make test vectors for any language, of scales and of quantizers.
 ``identifying`` tells policies apart. ``samples`` makes what the backends are compared on.
@@ -33,8 +32,7 @@ PATTERNS = (
 )
 """The patterns of ``filled``."""
 
-# What the elements behind a group's largest are, relative to it: of both signs, ties, small ones
-# that underflow, zeros.
+# Elements behind a group's largest, relative to it: both signs, ties, small ones, zeros.
 _PARTS = np.array(
     [1, -0.5, 0.3, 0.7, 0.9, 2.0**-5, -(2.0**-9), 2.0**-12, 0, -0.0, -0.99, 0.01], np.float32
 )
@@ -56,9 +54,7 @@ _SPECIAL = {
 
 
 def vector_bits(fmt: Format, policy: str, *, seed: int, count: int) -> np.ndarray:
-    """The float32 bits of a scale's test vectors, each once, uint64: edges with their neighbors,
-    then ``count`` random amaxes.
-    """
+    """float32 bits of a scale's test vectors, uint64: edges, then ``count`` random amaxes."""
     source = dtypes.by_name("float32")
     powers = 2.0 ** np.arange(-149, 128)
     edges = powers * fmt.max
@@ -108,8 +104,7 @@ class Amaxes:
 
 
 def identifying(fmt: Format, dtype: str, *, seed: int = 0) -> Amaxes:
-    """Amaxes that tell scale policies apart: near max * 2^k, where powers of two change, random
-    ones, and special cases.
+    """Amaxes that tell scale policies apart: near max * 2^k and powers of two, random, special.
 
     Every second one is negative. A narrow dtype such as float16 gets those that it can hold.
     """
@@ -133,8 +128,7 @@ def identifying(fmt: Format, dtype: str, *, seed: int = 0) -> Amaxes:
     largest, kind = [], []
     for i, name in enumerate(AMAX_RANGES):
         values = dtypes.rounded(np.asarray(by_kind[name], np.float32), dtype)
-        # rounding may carry the largest to Inf, and in float16 the smallest to zero: they would be
-        # of another range
+        # rounding may carry the largest to Inf, and float16's smallest to zero: another range
         if name in NONZERO_RANGES:
             values = np.unique(values[np.isfinite(values) & (values != 0)])
         signs = np.where(np.arange(values.size) % 2 == 0, np.float32(1), np.float32(-1))
@@ -145,8 +139,7 @@ def identifying(fmt: Format, dtype: str, *, seed: int = 0) -> Amaxes:
 
 
 def disputed(largest: np.ndarray, fmt: Format, dtype: str) -> np.ndarray:
-    """For each amax, 32 numbers of dtype at which ways of scaling give different codes; float32 [n,
-    32].
+    """For each amax, 32 numbers of dtype that tell ways of scaling apart; float32 [n, 32].
 
     A way has one or two roundings more than another, so that its scaled numbers are on another side
     of a tie. Random numbers show that once in thousands, so the candidates are all ties of the
@@ -187,16 +180,14 @@ def _covering(codes: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def _separating(fmt: Format, dtype: str) -> np.ndarray:
-    """Amaxes of a dtype of 16 bits beside which two ways of scaling differ: three for each two
-    ways, if there are.
+    """Amaxes of a 16-bit dtype beside which two ways of scaling differ: up to three for each two.
 
     In float32 a tie has a neighbor that shows it beside nearly every amax.
     """
     if dtype == "float32":
         return np.zeros(0)
     bits = dtypes.by_name(dtype).mantissa_bits
-    # float16 holds few elements exactly that are far below their amax: more amaxes show more of
-    # them.
+    # float16 holds few elements exactly far below their amax: more amaxes show more.
     powers = np.array(
         [[2.0**14], [2.0**15], [2.0**13]][: 3 if dtype == "float16" else 1], np.float32
     )
@@ -211,8 +202,7 @@ def _separating(fmt: Format, dtype: str) -> np.ndarray:
 def _cast_near_ties(
     amax: np.ndarray, fmt: Format, dtype: str
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Numbers of dtype next to the ties under an amax [n, 1]: float32 [n, ties]; and their codes in
-    each way of scaling.
+    """Numbers next to the ties under an amax [n, 1]: float32 [n, ties]; and codes each way.
     """
     numbers = cast.decode(np.arange(fmt.max_code + 1, dtype=np.uint8), fmt).astype(np.float64)
     ties = (numbers[1:] + numbers[:-1]) / 2

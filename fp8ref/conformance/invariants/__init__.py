@@ -1,5 +1,4 @@
-"""Properties that scales, quantizers, merges and histories have under any policy (spec S-18, S-19,
-H-14, P-28).
+"""Properties of scales, quantizers, merges and histories under any policy (S-18, S-19, H-14, P-28).
 
 invariant   what an invariant is, ``broken`` and ``require_invariants``
 scales      of a function of amaxes

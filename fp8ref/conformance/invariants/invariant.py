@@ -126,8 +126,7 @@ class _BrokenError(Exception):
 
 
 def significands(low: int, high: int) -> st.SearchStrategy[float]:
-    """Positive float32 numbers from 2^low to below 2^(high + 1); they shrink to short significands,
-    and exponents near 0."""
+    """Positive float32 numbers in [2^low, 2^(high + 1)), which shrink to short ones near 2^0."""
     short = st.integers(0, 7).map(lambda n: 1 + n / 8)
     long = st.integers(0, (1 << 23) - 1).map(lambda n: 1 + n / (1 << 23))
     if low > 0:

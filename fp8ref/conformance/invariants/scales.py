@@ -69,8 +69,7 @@ SCALES = Clause("S-18")
 @SCALES.states("2^k times an amax has 2^-k times its scale", _moved)
 def _power_of_two_equivariance(function: Any, fmt: Format, inputs: tuple[float, int, int]) -> str:
     significand, e, k = inputs
-    # beside the drawn one, those around max's own significand, whose scales are around a power of
-    # two
+    # beside the drawn one, those around max's significand: their scales are near powers of two
     near = fmt.max / 2.0 ** np.floor(np.log2(fmt.max)) * (1 + np.arange(-8, 9) * 2.0**-23)
     amax = np.ldexp(_array([significand, *near]), e)
     scales, other = _scale(function, amax), _scale(function, np.ldexp(amax, k))
@@ -104,8 +103,7 @@ def _range_used(function: Any, fmt: Format, inputs: float) -> str:
     # after the drawn one the least, where an eps shows
     for amax in (_array([inputs]), _array([2.0**_LOW])):
         product = amax * _scale(function, amax)
-        # Half of max, since powers of two round a scale down by less than 2; and two float32
-        # roundings of 2^-24.
+        # Half of max: powers of two round down by less than 2; and two float32 roundings of 2^-24.
         if not product[0] >= fmt.max / 2 * (1 - 2.0**-22):
             return f"amax {text(amax[0])} times its scale is {text(product[0])}, below max / 2"
     return ""

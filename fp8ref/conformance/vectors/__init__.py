@@ -1,5 +1,4 @@
-"""Test vectors as text, for programs in any language, as Berkeley's testfloat_gen and testfloat_ver
-are for IEEE arithmetic.
+"""Test vectors as text, for programs in any language, after Berkeley's TestFloat.
 
     fp8ref vectors gen cast --format e4m3fn | ./yours | fp8ref vectors verify cast
 

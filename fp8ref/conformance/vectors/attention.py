@@ -34,9 +34,7 @@ MASKS = ("full", "causal", "causal_start")
 """The masks without a window; the last is aligned to the start."""
 
 EXPONENTIALS = ("exact", "hardware")
-"""How exponentials are judged: rounded correctly, or within A-5's bound, which changes few outputs
-(``comparison.NEAR``).
-"""
+"""How exponentials are judged: rounded correctly, or within A-5's bound (``comparison.NEAR``)."""
 
 NO_LSE = "-"  # the answer of a program without a log-sum-exp
 
@@ -50,9 +48,8 @@ class Attention:
     for an open side; with a softcap, a number, and sinks, numbers of the query heads with commas,
     or "none" (A-22, A-23).
 
-    Raises:   ValueError: an unknown variant or mask, a window or a shape that does not fit, a seed
-              or count out of range; a softcap or sinks that are no such numbers, or of a variant
-              that takes none.
+    Raises:   ValueError: an unknown variant or mask, a window, shape, seed or count out of range; a
+              softcap or sinks that are no such numbers, or that the variant does not take.
     """
 
     variant: str

@@ -25,8 +25,7 @@ NAMES = tuple(f.name for f in FORMATS.values() if f.bits <= 8)
 
 @dataclass(frozen=True, kw_only=True)
 class Cast:
-    """A set of vectors: values of a source, to be cast to a format; ``count`` of them random, from
-    ``seed``.
+    """A set of vectors: values of a source, to cast to a format; ``count`` random, by ``seed``.
 
     Raises:   ValueError: an unknown format or source, a seed or count out of range.
     """

@@ -1,7 +1,6 @@
 """Test vectors of a decoder: a code, the bits of its scale_inv, and those of its value (spec S-8).
 
-A set has every code under a scale of 1 and under scales at the ends of their range, and then random
-codes under random scales.
+A set has every code under scales of 1 and at the ends of their range, then random codes and scales.
 """
 
 from collections.abc import Iterator

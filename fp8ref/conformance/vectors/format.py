@@ -94,8 +94,7 @@ def header(operation: str, question) -> str:
 def read(
     stream: Iterable[bytes], operation: str, inputs: Sequence[str], answers: Sequence[str]
 ) -> tuple[dict[str, str] | None, Iterator[Vector]]:
-    """The settings in a stream's header, as text, or None without a header; and an iterator of its
-    vectors.
+    """The settings in a stream's header, as text, or None without one; an iterator of its vectors.
 
     inputs    names of the fields that gen writes; answers: of those that are appended.
     Raises:   ValueError: no vector at all. MalformedError: a header of another operation or

@@ -261,8 +261,7 @@ def _operand(
         sign[codes == 0] = 0
     codes = codes | sign
     if pattern == "canceling":
-        # the second half of K repeats the first, in one operand negated: all products but one
-        # cancel
+        # K's second half repeats the first, in one operand negated: all products but one cancel
         half = shape[1] // 2
         codes[:, half : 2 * half - 1] = codes[:, : half - 1] ^ np.uint8(
             fmt.sign_bit if seed % 2 else 0

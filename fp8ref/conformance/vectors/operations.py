@@ -76,8 +76,7 @@ def judge(
     rules: Mapping[str, Any],
     some: bool = False,
 ) -> Verdict:
-    """Compare the answers of a stream with the simulator's, and its vectors with those that
-    ``generate`` writes.
+    """Compare a stream's answers with the simulator's, and its vectors with those of ``generate``.
 
     settings  must agree with the stream's header; without a header they are the question.
     some      vectors may be missing, unasked or repeated.

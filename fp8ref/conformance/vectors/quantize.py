@@ -180,8 +180,7 @@ def difference(
 ) -> dict[str, str] | None:
     """Describe where a quantized tensor differs from the simulator's; None where it agrees.
 
-    A differing scale comes before differing codes, which follow from it; of either the simplest is
-    described.
+    Differing scales come before differing codes, which follow; of either the simplest is told.
 
     An element whose scaled value is NaN has no right code in a format without NaN (C-9).
 
@@ -230,9 +229,7 @@ def difference(
 
 
 def tensor_difference(x: np.ndarray, bits: np.uint32, way: Way) -> dict[str, str] | None:
-    """Describe how the bits of the tensor's scale_inv differ, of a policy that makes one (S-22);
-    None where they agree.
-    """
+    """Describe how the bits of a tensor's scale_inv differ (S-22); None where they agree."""
     amax = scaling.amax(x)
     scales = two_level.scales_from_amaxes(amax, amax, way.fmt, way.policy)
     expected = np.float32(scales.tensor_scale_inv).view(np.uint32)

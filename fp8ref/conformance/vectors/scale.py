@@ -1,5 +1,4 @@
-"""Test vectors of a scale: the float32 bits of an amax, and those of its scale under a policy
-(spec S-3, S-9).
+"""Test vectors of a scale: float32 bits of an amax, and of its scale under a policy (S-3, S-9).
 
 A set has zero, infinity, NaN, subnormals, every power of two, every amax whose scale is a power of
 two, the policy's eps, and the amax below which a scale overflows, all with their neighbors. Random
@@ -23,14 +22,12 @@ from fp8ref.sim.quantize import cast, scales
 
 FIELDS, ANSWERS = ("amax",), ("scale",)
 MADE = {"scale": 32, "scale_inv": 32, "e8m0": 8}
-"""{what a library may make of an amax: its width in bits}; scale_inv is what multiplies out of
-FP8."""
+"""{what a library may make of an amax: its bits}; scale_inv is what multiplies out of FP8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """A set of vectors: amaxes, whose scales a policy makes; ``count`` of them random, from
-    ``seed``.
+    """A set of vectors: amaxes, whose scales a policy makes; ``count`` are random, by ``seed``.
 
     Raises:   ValueError: an unknown format or policy, a seed or count out of range.
     """
@@ -71,9 +68,7 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """made: what an answer is: ``scale``, which multiplies into FP8, ``scale_inv``, or ``e8m0``,
-    the code of scale_inv.
-    """
+    """made: the answer: ``scale`` (multiplies into FP8), ``scale_inv``, or its code, ``e8m0``."""
 
     made: str = "scale"
 

@@ -42,8 +42,7 @@ class Verdict(Result):
     unsure    why the set may not be the one that was answered, in words.
 
     compared  how many vectors came, by kind; differ: how many of their answers are wrong.
-    unasked   lines of vectors that are not in the set; repeated: lines of those that came too
-              often.
+    unasked   lines of vectors not in the set; repeated: lines of those that came too often.
     first     some wrong answers; notes: sentences about all of them.
     """
 

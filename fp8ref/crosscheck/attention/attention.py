@@ -1,9 +1,7 @@
-"""Passes of attention by a variant, as a backend ran them, and what the simulator has in their
-place (spec A, B-10).
+"""Passes of attention by a variant in a backend, and what the simulator has instead (A, B-10).
 
-``watch`` records them; ``check_codes`` compares the codes and scales of q, k, v and do, bit for
-bit. ``distances`` says how far all else is from the exact result of equal operands, in units of
-A-18's bounds.
+``watch`` records them; ``check_codes`` compares codes and scales of q, k, v and do, bit for bit.
+``distances`` is how far all else is from the exact result, in units of A-18's bounds.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,9 +21,7 @@ from fp8ref.spec.attention.variants import Mask, Variant
 from fp8ref.train.config.config import Config
 
 QUANTIZED = ("q", "k", "v", "do")
-"""What is quantized of tensors that exist whole: scales and codes are defined bit for bit (A-2,
-A-15).
-"""
+"""Whole tensors that are quantized: scales and codes are defined bit for bit (A-2, A-15)."""
 
 SYMBOLS = {"s": "S", "p": "P", "o": "O", "do": "dO", "dv": "dV", "ds": "dS", "dk": "dK", "dq": "dQ"}
 """What attention makes, as its papers write it: scores S, probabilities P, output O, and gradients.
@@ -38,9 +34,7 @@ TANH = 2.0**-20
 """The largest error of a hyperbolic tangent, as a fraction of it: XLA's 8 units of 2^-23 (A-18)."""
 
 LARGEST = 16
-"""The largest offset, and the largest threshold, of a variant (A-1): exponents of a row are below 2
-A + 16 (A-18).
-"""
+"""The largest offset and threshold of a variant (A-1): row exponents are below 2 A + 16 (A-18)."""
 
 FAR = 64.0  # of a sink above a maximum whose keys leave nothing (A-23)
 
@@ -142,9 +136,7 @@ def check_codes(
 
 
 def first_states(config: Config) -> dict[str, delayed.DelayedState]:
-    """The states of attention's delayed scales before the first step, by ``<layer>/<role>``; {}
-    without any.
-    """
+    """Attention's delayed states before the first step, by ``<layer>/<role>``; {} without any."""
     return {
         f"{layer}/{role}": delayed.init(delayed_config)
         for layer, casts in config.attention_casts.items()
@@ -188,9 +180,7 @@ def delayed_scales(states: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 class Exact(NamedTuple):
-    """The exact result of a pass's own operands, and A-18's bound on each element of what a backend
-    has.
-    """
+    """The exact result of a pass's own operands, and A-18's bound on a backend's elements."""
 
     value: np.ndarray
     bound: np.ndarray
@@ -199,15 +189,13 @@ class Exact(NamedTuple):
 def exact(
     what: str, forward: AttentionPass, backward: AttentionPass | None, variant: Variant
 ) -> Exact | None:
-    """S, O, dS, dV, dK or dQ in float64, of the codes that are multiplied, under the pass's own
-    softcap and sinks.
+    """S, O, dS, dV, dK or dQ in float64, from the codes that are multiplied, softcap and sinks.
 
     None:    where codes of MX blocks along another axis were multiplied, which are not shown; of a
              backward pass in bfloat16, which shows none; of variants whose scores are not those of
              ``scaled`` in base e, taken in ascending order without a threshold: what stands here is
              theirs alone. So it is of FlashAttention's variants.
-    Order:   each from what comes before it, as the backend has it: dQ of the backend's own codes of
-             dS.
+    Order:   each from what comes before it, as the backend has it: dQ of its own codes of dS.
     """
     ordered = (
         variant.scores == "scaled"
@@ -353,8 +341,7 @@ def _exact_ds(
         values = values * (1 - np.square(np.where(np.isfinite(s), s, 0) / cap))
     sizes = scale * (dp_sizes + d_sizes)
     products = 2 * gamma(features + 8) * weights * sizes
-    # A probability below float32's normal numbers may be flushed to zero, and so may the products
-    # with it.
+    # A probability below float32's normal numbers, and products with it, may become zero.
     flushed = 2.0**-125 * (sizes + 1)
     return Exact(values, p_error * np.abs(values) + slope_error + products + flushed)
 
@@ -394,9 +381,8 @@ def _over_heads(x: np.ndarray, group: int) -> np.ndarray:
 
 
 def _unit(one: AttentionPass, what: str, variant: Variant) -> np.ndarray:
-    """One unit of the output's format at each number: 2^-mantissa of it, and the smallest number
-    that the format has. The scale of an output in FP8 is of its amax, which moves by the sums' own
-    bound; so 1 % is added."""
+    """One unit of the output's format at each number: 2^-mantissa of it, and the smallest number.
+    An FP8 output's scale moves by the sums' own bound, with its amax: 1 % is added."""
     x, out = np.abs(np.asarray(one.arrays[f"{what}/value"], np.float64)), variant.out
     smallest = 2.0 ** (out.emin - out.mantissa_bits)
     scale = np.asarray(one.arrays.get(f"{what}/scale", 1.0), np.float64)

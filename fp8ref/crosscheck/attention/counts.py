@@ -1,5 +1,4 @@
-"""Amaxes and counts of P and dS, as a backend took them in a pass, next to the simulator's (spec
-A-12, Q-13).
+"""A backend's amaxes and counts of P and dS in a pass, next to the simulator's (A-12, Q-13).
 
 The simulator runs the backend's own q, k, v and do. Both count all elements, those that a cast
 clipped, and those that it made 0. Where a sum or an exponential of the library moves an element
@@ -57,8 +56,7 @@ def check(
 
     scales    delayed ones by ``<layer>/<role>``.
     Checks:   ``<layer>/<p or ds>/<amax, count, saturated or lost>/<backend>``.
-    Returns:  how many tensors were compared. Layers with several microbatches have P alone: their
-              passes are not paired.
+    Returns:  how many tensors were compared. Under microbatches P alone: passes are not paired.
     """
     compared = 0
     if variant is None or variant.fmt.bits != 8:
@@ -158,17 +156,14 @@ def _probabilities(one: AttentionPass, variant: Variant, result: Result) -> _Sim
     # of it and one of its product with cap, and two of room: h + 4 u in each form.
     scores_error = 2 * gamma(features + 8) * row_sizes + 2 * (one.softcap or 0) * (TANH + 4 * U)
     e = scores_error + tiles_error
-    # An exponent differs by at most E from that of real arithmetic, and the backend's from the
-    # simulator's by 2 E.
+    # Exponents are within E of real arithmetic, so backend and simulator are within 2 E.
     counts = {"saturated": result.saturated, "lost": result.lost}
     scale = float(one.arrays["p/scale"])
     return _Simulated(result.amaxes["s"], counts, p, np.expm1(2 * e) * p, variant.fmt, scale)
 
 
 def _compare(report: Report, one: AttentionPass, what: str, right: _Simulated) -> None:
-    """Compare with the simulator's amax and counts: these within the elements that lie near the
-    thresholds of the cast.
-    """
+    """Compare amax and counts with the simulator's: counts, but for elements near thresholds."""
     values, bound, fmt, scale = right.values, right.bound, right.fmt, right.scale
     seen = np.broadcast_to(np.tri(*values.shape[-2:]) > 0, values.shape)  # MASK is causal
     counts = dict(zip(COUNTS, np.asarray(one.arrays[f"{what}/counts"]).tolist(), strict=True))

@@ -14,12 +14,10 @@ from fp8ref.sim.quantize import cast
 class Difference:
     """The difference of two arrays.
 
-    element   the index of the first element that differs, in row-major order; None if the arrays'
-              shapes or formats differ.
+    element   the first differing element's index, row-major; None if shapes or formats differ.
     a, b      the two elements, with their bits; or the two shapes and formats.
     differ    how many of ``of`` elements differ.
-    worst     the largest distance, counted in neighboring numbers of ``unit``; None without
-              elements.
+    worst     the largest distance, in neighboring numbers of ``unit``; None without elements.
     largest   the largest distance as a number; None if it is not finite, or without elements.
     """
 
@@ -78,8 +76,7 @@ def _distance(
         return np.abs(x.astype(np.int64) - y), x == y, "tokens"
     bits = np.dtype(f"i{x.dtype.itemsize}")
     equal = (x.view(bits) == y.view(bits)) | (np.isnan(x) & np.isnan(y))
-    # A bfloat16 is the upper half of a float32: without the lower 16 bits, distances count bfloat16
-    # numbers.
+    # A bfloat16 is a float32's upper half: without the lower one, distances count bfloat16.
     low = 16 if _is_bfloat16(x) and _is_bfloat16(y) else 0
     left, right = (_ordered(v.astype(np.float32)) >> low for v in (x, y))
     return np.where(equal, 0, np.abs(left - right)), equal, "bfloat16" if low else "float32"

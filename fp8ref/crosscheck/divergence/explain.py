@@ -226,8 +226,7 @@ def attention_reason(a: Value, b: Value, module: str, context: Context) -> Reaso
             "queries, keys and values are equal, but B-11's bound is "
             f"exceeded ({shown} of the bound): a fault of attention"
         )
-    # Within the bound, the share of elements equal to each variant shows which order a library
-    # uses.
+    # Within the bound, the share of equal elements shows which variant's order a library uses.
     before, after = (
         [int((out == variant).sum()) for out in outs]
         for variant in (simulated.before, simulated.after)
@@ -283,8 +282,7 @@ def sum_reason(a: Value, b: Value, context: Context) -> Reason:
 
     It is the order if each backend sums as stated.
 
-    As stated means within B-1 of the exact result, or under simulated hardware the plan's bits
-    (B-12).
+    As stated: within B-1 of the exact result, or under simulated hardware the plan's bits.
     """
     assert a.observation is not None
     specs = [recipes[a.layer].gemms[a.observation.gemm] for recipes in context.recipes]

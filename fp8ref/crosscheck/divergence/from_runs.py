@@ -79,8 +79,7 @@ class Recorded:
 def compare_runs(a: Path, b: Path) -> DivergenceReport:
     """The first divergence of the runs in two directories.
 
-    Raises:   ConfigError: no runs, or damaged ones; models of other shapes; several devices; data
-              that changed since.
+    Raises:   ConfigError: no runs, or damaged ones; other shapes; several devices; changed data.
     """
     pair = runs.read_all([a, b])
     run_configs = [

@@ -87,11 +87,9 @@ def compare_backends(
 
 
 def check_alone(config: Config, whose: str) -> None:
-    """Check that the training was on one device and in one recipe: one device cannot repeat the
-    sums of several.
+    """Check that training was on one device, which cannot repeat several's sums, and in one recipe.
 
-    Raises:   ConfigError: several devices; a schedule; a user's model; experts, whose rows two
-              sides may send elsewhere.
+    Raises:   ConfigError: several devices; a schedule; a user's model; experts, routed by side.
     """
     architecture.require_llama(config, f"--first-divergence of {whose}")
     what = f"--first-divergence, of {whose},"

@@ -73,8 +73,7 @@ class Divergence:
 class DivergenceReport(Result):
     """The first divergence of A and B, or that there is none.
 
-    settings, versions   {dotted key: (A's, B's)} where they differ; keys that change no bit are
-                         left out.
+    settings, versions   {dotted key: (A's, B's)} where they differ, but keys that change no bit.
     start, steps         the step that the comparison began at, and how many steps were compared.
     notes                what limits the result, such as operands that were not observed.
     """

@@ -40,8 +40,7 @@ class Value:
     gemm         the FP8 GEMM that has the array as operand or result.
     cast         how the operand is quantized.
     observation  the whole of that GEMM.
-    passes       the passes of the layer's attention so far, if the value is of attention by a
-                 variant.
+    passes       the passes of the layer's attention so far, if the value is of a variant.
     codes_of     the format of codes of attention.
     """
 

@@ -1,5 +1,4 @@
-"""Compare experts' GEMMs on a mesh with those of one device that has all rows, by the simulator
-(spec X-3, X-13, X-15).
+"""Compare experts' GEMMs on a mesh with one device's of all rows, simulated (X-3, X-13, X-15).
 
 Device d of an axis expert of D holds the experts from d E / D on. Along data and fsdp devices hold
 the same experts: their rows of an expert, in the order of the devices, are those of one device.
@@ -41,8 +40,7 @@ def check(
     states: States,
     sums: Mapping[str, np.ndarray] | None = None,
 ) -> None:
-    """Compare codes and scales of every expert's operands on every device, bit for bit, and results
-    within B-1.
+    """Compare codes and scales of every expert's operands, bit for bit, and results within B-1.
 
     recipes   of experts' linears, each group's.
     devices   in the order of the mesh, whose last axis is expert.
@@ -50,8 +48,7 @@ def check(
     parallel  of the mesh: its axis expert; the scope of amaxes (P-2), global, over the devices with
               the same experts, or local; and the dtype in which sums are taken.
     states    of delayed scaling, by "<layer>/<role>".
-    sums      grad_weight [E, N, K] by layer, of devices that give no result of their own, summed in
-              ``reduce_dtype``.
+    sums      grad_weight [E, N, K] by layer, of devices without results, in ``reduce_dtype``.
     """
     checks, wide = BackendChecks(report, backend), parallel.reduce_dtype == "float32"
     for layer, recipe in recipes.items():
@@ -111,11 +108,9 @@ def quantized(
     scope: str,
     state: delayed.DelayedState | None = None,
 ) -> Iterator[Quantized]:
-    """Each device's part of an expert's operand as one device quantizes it, which has all devices'
-    rows one after another.
+    """Each device's part of an expert's operand as one device, with all rows in turn, quantizes it.
 
-    Shapes:   shards [M_d, C], of a weight all the same [N, K]; codes of their shapes, scales of
-              S-6.
+    Shapes:   shards [M_d, C], of a weight all the same [N, K]; codes alike, scales of S-6.
     Order:    where blocks cut the rows, and under scope local, each device quantizes its own (X-3).
     """
     kind = by_name(cast.spec.granularity)

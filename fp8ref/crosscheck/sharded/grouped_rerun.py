@@ -3,9 +3,8 @@
     tensors = expert_tensors(observations, weights)    # of one device: rows by expert
     gemms, grad_weight = rerun(tensors, ...)           # of each device of the mesh
 
-Each expert's rows are dealt to the devices in uneven runs, some of them empty, and move to the
-devices that have the expert as the trainer moves them. What fills a device's buffer is NaN, in no
-group.
+Each expert's rows are dealt to devices in uneven, also empty runs, and move to the expert's device
+as in the trainer. What fills a device's buffer is NaN, in no group.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,8 +40,7 @@ class Experts(NamedTuple):
 
 
 def expert_tensors(observations: Sequence[Observation], weight: np.ndarray) -> Experts:
-    """The tensors of a layer, from the GEMMs of its experts on one device. weight: [E, N, K],
-    rounded to bfloat16.
+    """A layer's tensors, from its experts' GEMMs on one device. weight: [E, N, K], in bfloat16.
 
     An observation does not say whose it is: its weight does.
     """

@@ -1,5 +1,4 @@
-"""Compare the operands of every rank with the simulator's sharded quantization (spec P-4 to P-6,
-P-14).
+"""Compare every rank's operands with the simulator's sharded quantization (P-4 to P-6, P-14).
 
 ``sharded.torch_ranks`` runs the ranks.
 """
@@ -37,14 +36,12 @@ def check_ranks(
     runs: Sequence[Run],
     states: Sequence[States],
 ) -> None:
-    """Compare codes and scales of every rank's operands, before and after training (P-4, P-6), and
-    experts' results.
+    """Compare codes and scales of every rank's operands, before and after training, and experts.
 
     config   whose data, fsdp, expert, tensor and amax_scope are those of the runs.
     recipes  by layer; those of experts are each group's.
     runs     the watched run of each rank.
-    states   the simulator's delayed states, first and last among them; empty if every scale is
-             dynamic.
+    states   the simulator's delayed states, first and last among them; empty without any.
     """
     for when, masters in ((0, _initial(config)), (-1, runs[0].weights)):
         rank_operands = [run.operands[when] for run in runs]

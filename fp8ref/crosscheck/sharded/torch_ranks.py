@@ -44,8 +44,7 @@ STEPS = 5
 def crosscheck(
     config: Config, n: int, *, steps: int = STEPS, prepare: Watcher | None = None
 ) -> tuple[Report, dict[str, str]]:
-    """Train on every mesh data x fsdp x tensor of n ranks, or data x fsdp x expert with experts,
-    and compare.
+    """Train on every mesh data x fsdp x tensor (with experts: x expert) of n ranks, and compare.
 
     All values of ``parallel``'s data, fsdp, expert, tensor, sequence, gather, precompute_scales and
     reduction are tried, not only the config's. If the config has amax_scope global, local is tried

@@ -1,5 +1,4 @@
-"""The collectives of a training step: what is moved, by which kind, in which dtype, and between how
-many devices.
+"""The collectives of a training step: what moves, by which kind and dtype, between which devices.
 
 In JAX those of a program that is compiled for H200s (benchmarks/results/aot.json), to the byte:
 amaxes, scales of rows, bits beside codes, the loss and the norm of the gradients too, and with
@@ -48,8 +47,7 @@ class Collective:
 
     dtype     of ``SIZES``.
     devices   that take part; of one, nothing moves.
-    elements  of the larger of what a device gives and what it gets: the whole that is gathered,
-              scattered or summed.
+    elements  of the larger of what a device gives and gets: the whole gathered or summed.
     beside    whether it moves for FP8 alone: in another dtype nothing would move in its place.
     """
 
@@ -67,16 +65,12 @@ class Collective:
 
     @property
     def received(self) -> float:
-        """Elements that a device receives by a ring: of n devices (n - 1) / n of the whole, in an
-        all-reduce twice that.
-        """
+        """Elements received by a ring: (n - 1) / n of the whole, in an all-reduce twice that."""
         return (1 + (self.kind == "all-reduce")) * (self.devices - 1) / self.devices * self.elements
 
 
 def step_collectives(config: Config, backend: str) -> list[tuple[Collective, int]]:
-    """Collectives of an optimizer step, each with how often it runs: in every microbatch, or
-    once.
-    """
+    """Collectives of an optimizer step, each with how often it runs: per microbatch, or once."""
     parts = config.data.microbatches
     collectives = [(one, parts) for one in _part_collectives(config, backend)]
     if backend == "jax":
@@ -157,9 +151,7 @@ def _squares(config: Config) -> int:
 def _parameter_collectives(
     name: str, shape: tuple[int, ...], recipe: Recipe | None, config: Config, backend: str
 ) -> Iterator[Collective]:
-    """A parameter's gathers, and the sums of its gradient. recipe: of the linear whose weight it
-    is; None of all else.
-    """
+    """A parameter's gathers and its gradient's sums. recipe: of its linear, if it has one."""
     keys = config.parallel
     linear = name.removesuffix(".weight")
     piece = math.prod(at_rest(name, shape, config, backend))
@@ -290,9 +282,7 @@ def _tensor(config: Config, backend: str) -> Iterator[Collective]:
 def _grad_outputs(
     recipe: Recipe, whole: float, config: Config, backend: str
 ) -> Iterator[Collective]:
-    """A row-parallel linear's grad_output: gathered once, if both backward GEMMs take the same of
-    it.
-    """
+    """A row-parallel grad_output: gathered once, if both backward GEMMs take the same of it."""
     keys, purpose = config.parallel, "grad_outputs, gathered over tensor"
     for_input, for_weight = (
         _gathered(spec, spec.a, config, backend) for spec in (recipe.grad_input, recipe.grad_weight)
@@ -308,9 +298,7 @@ def _grad_outputs(
 
 
 def _gathered(spec: GemmSpec, cast: CastSpec | None, config: Config, backend: str) -> str:
-    """The dtype in which an operand is gathered: FP8 if it is cast before the gather (P-10,
-    P-15).
-    """
+    """The dtype of a gathered operand: FP8 if it is cast before the gather (P-10, P-15)."""
     if spec.a is None or cast is None:
         return "bfloat16"
     kind = (spec.a.granularity, spec.a.policy.name, spec.a.delayed)

@@ -60,9 +60,7 @@ def amaxes(config: Config) -> Iterator[tuple[int, float]]:
 
 
 def _observed(projections: dict[str, Decision], config: Config) -> Iterator[tuple[int, float]]:
-    """What delayed scaling observes: an amax of every tensor, and in each pass whether there are
-    rows.
-    """
+    """What delayed scaling observes: each tensor's amax, and by pass whether there are rows."""
     keys, moved = config.parallel, moving(projections, config)
     barrier = keys.fsdp > 1 or keys.checkpointing == "full"
     seen: set[tuple] = set()

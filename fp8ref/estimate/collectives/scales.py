@@ -1,5 +1,4 @@
-"""What JAX's linears share beside their tensors: amaxes, and scales of rows that are gathered with
-their codes (spec P-2, P-6).
+"""What JAX's linears share beside tensors: amaxes, and gathered scales of rows (P-2, P-6).
 
 An amax is reduced over the mesh axes that cut its group of elements. The scales of rows go with the
 rows. The two GEMMs that take one cast share its amax. Inside shard_map linears that read one input
@@ -26,8 +25,7 @@ from fp8ref.train.config.device_shapes import runs_output_again, scaled_first, t
 
 @dataclass(frozen=True)
 class Shared:
-    """Numbers of 32 bits that devices share: amaxes, of which they take the largest, or float32
-    scales that are gathered.
+    """Numbers of 32 bits that devices share: amaxes, whose largest counts, or gathered scales.
 
     elements  of amaxes as many as each device has; of scales all that are gathered.
     """

@@ -83,8 +83,7 @@ class Config(Sections):
 
     @property
     def shapes(self) -> user_model.Shapes:
-        """The names and shapes of the model's parameters and linears; a user's model is built for
-        them once.
+        """Names and shapes of the model's parameters and linears; a user's model is built once.
 
         Raises as ``architecture.shapes``.
         """

@@ -1,7 +1,6 @@
 """Shapes on each device, and whether a backend can train them (spec P-10, P-14).
 
-Computed from the configuration alone: dry runs and estimates use it without devices, processes or
-data.
+Computed from the configuration alone, for dry runs and estimates without devices or data.
 """
 
 import math
@@ -88,8 +87,7 @@ def in_fp8(recipe: Recipe, config: Config, backend: str) -> bool:
 
 
 def copied(config: Config, backend: str) -> dict[str, Recipe]:
-    """The linears whose weights the optimizer keeps in FP8, under a layout with masters, by name
-    (spec O-16).
+    """{linear: recipe} of weights that the optimizer keeps in FP8, by a layout with masters (O-16).
 
     That changes no bit. In PyTorch a schedule's recipes share one weight, a compiled linear casts
     its own, and FSDP gathers codes only where ``parallel.gather`` is fp8: then nothing is kept.
@@ -216,8 +214,7 @@ def check_on_gpu(config: Config, backend: str) -> None:
 
 
 def uncut(config: Config, backend: str) -> list[str]:
-    """The error messages for what the mesh does not divide: the batch, sequences, heads, and in JAX
-    the vocabulary and experts."""
+    """The error messages for what the mesh does not divide: batch, sequences, heads, words."""
     keys, model, data, faults = config.parallel, config.model, config.data, []
     if data.batch_size % (keys.batch_parts * data.microbatches):
         faults.append(data.indivisible(keys.batch_keys, "devices"))
@@ -238,8 +235,7 @@ def uncut(config: Config, backend: str) -> list[str]:
 
 
 def unequal_pieces(config: Config) -> list[str]:
-    """The error messages for a mesh that cuts a parameter into unequal pieces under ``adamw_fp8``
-    (T-6).
+    """The error messages for a mesh that cuts a parameter unequally under ``adamw_fp8`` (T-6).
 
     Ranks would keep its moments in different formats, which no checkpoint holds together, and
     torchao compiles one step for all.
@@ -300,8 +296,7 @@ def _blocks(decision: Decision, config: Config) -> list[str]:
     """Faults of a linear's weight if tensor or fsdp cuts it inside a block."""
     keys, by_tensor, faults = config.parallel, style(decision.path), []
     n, k = used(decision.path, decision.shape, config)
-    # whether the mesh cuts rows (fsdp always, tensor for column-parallel) and columns
-    # (row-parallel)
+    # whether the mesh cuts rows (fsdp, and tensor if colwise), and columns (tensor if rowwise)
     cuts = (
         keys.shards > 1 or (keys.tensor > 1 and by_tensor == "colwise"),
         keys.tensor > 1 and by_tensor == "rowwise",

@@ -16,8 +16,7 @@ def of(config: Config, backend: str | None = None) -> "Hardware | None":
     """The simulated hardware of numerics.accumulate; None if the framework's own GEMMs run.
 
     backend   the trainer's, whose limits are checked too; None: only those of both.
-    Raises:   ConfigError: an unknown name; a file without a complete plan; a plan that the recipe's
-              GEMMs cannot use.
+    Raises:   ConfigError: an unknown name; an incomplete plan; a plan that no GEMM here can use.
     """
     if not config.numerics.simulates:
         return None
@@ -72,8 +71,7 @@ def to_manifest(config: Config) -> dict | None:
 def by_name(name: str) -> "Hardware":
     """The simulated hardware of that name, or from that file if the name ends in .json.
 
-    Raises:   ConfigError: an unknown name; a file that cannot be read, or has no complete plan of a
-              GEMM.
+    Raises:   ConfigError: an unknown name; a file that is unreadable or has no complete plan.
     """
     from fp8ref.sim.gemm import hardware
 

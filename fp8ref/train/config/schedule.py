@@ -168,8 +168,7 @@ def measured(
 class Schedule:
     """The phases of a run, and where the measured ones began.
 
-    measured   [step, phase's index] of every phase that began at a measurement: what checkpoints
-               keep.
+    measured   [step, phase's index] of each phase that began at a measurement, for checkpoints.
     """
 
     def __init__(

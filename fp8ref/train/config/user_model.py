@@ -25,8 +25,7 @@ _TRUSTED: set[str] = set()
 
 
 def trust(source: str) -> None:
-    """Let this process import the module of an import path ``package.module:name``, and call what
-    it names.
+    """Let this process import, and call, what an import path ``package.module:name`` names.
 
     A config or a run directory may come from a stranger, so nothing is imported before.
     """
@@ -40,8 +39,7 @@ class Shapes:
     kind        the class that was built, for the manifest.
     parameters  {name: shape}, each once, where modules share it.
     linears     {path: (N, K)} of what a recipe may convert, in the model's order.
-    heads       the linears that stay in high precision unless fp8_fqns names them: those of the
-                logits.
+    heads       the linears of the logits, in high precision unless fp8_fqns names them.
     """
 
     kind: str

@@ -57,10 +57,8 @@ def open_batches(config: Config, *, first: bool = True) -> Batches:
 
     Text and documents are read whole; shards are mapped, and read on demand.
 
-    first     whether this process shows progress, and checks the tokens of shards for all
-              processes.
-    Raises:   ConfigError: the source cannot be read; a token is outside the vocabulary; a split has
-              too few tokens.
+    first     whether this process shows progress, and checks tokens for all processes.
+    Raises:   ConfigError: an unreadable source; a token outside the vocabulary; a short split.
     """
     data = config.data
     evaluation, evaluation_described = _evaluation(config, first)

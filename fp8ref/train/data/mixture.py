@@ -58,8 +58,7 @@ class Mixture:
 def train(splits: Sequence[Windows], weights: Sequence[float], seed: int) -> Mixture:
     """Training rows without end.
 
-    Each source has a shuffle of its own, by seed plus its place, and another one each time that it
-    begins anew.
+    Each source is shuffled by seed plus its place, and anew each time that it begins again.
     """
     rows = [
         grain.MapDataset.source(split).seed(seed + i).shuffle().repeat()

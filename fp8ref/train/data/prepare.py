@@ -79,12 +79,10 @@ class _Writer:
 def prepare(
     data: DataConfig, out: Path, *, shard_tokens: int = SHARD_TOKENS, hf_split: str | None = None
 ) -> Sidecar:
-    """Tokenize a source into train-00000.bin, val-00000.bin and so on, and shards.json, in the
-    directory ``out``.
+    """Tokenize a source into train-00000.bin, val-00000.bin and so on, and shards.json, in ``out``.
 
     The directory appears when it is complete, or not at all.
-    Raises:   ConfigError: out is not empty; the source or the tokenizer cannot be used; out cannot
-              be written.
+    Raises:   ConfigError: out is not empty or cannot be written; an unusable source or tokenizer.
     """
     if shard_tokens < 2:
         raise ConfigError(
@@ -114,8 +112,7 @@ def prepare(
         with hidden_folder(out) as hidden:
             folder = hidden / "shards"
             folder.mkdir()
-            # fails now, and not after hours, if out is a link or mount point that cannot be
-            # replaced
+            # fails now, not after hours, if out is a link or mount point that cannot be replaced
             if out.exists():
                 os.rename(folder, out)
                 folder.mkdir()
@@ -136,8 +133,7 @@ def hidden_folder(out: Path) -> Iterator[Path]:
 
     It is removed in the end, except after a kill.
 
-    Leftovers of killed processes for the same out are removed first; that of a live process is
-    kept.
+    Leftovers of killed processes for this out are removed first, that of a live one is kept.
     """
     for old in out.parent.glob(f".{glob.escape(out.name)}.{'?' * 8}"):
         with contextlib.suppress(OSError), (old / LOCK).open("rb+") as lock:

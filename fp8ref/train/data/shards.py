@@ -51,8 +51,7 @@ class Shard:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start to stop, all of them inside the model's vocabulary.
 
-        Raises:   ConfigError: a token outside it; the check at opening can miss one if the file has
-                  changed since.
+        Raises:   ConfigError: a token outside it, which the check at opening may miss.
         """
         tokens = self.mapped(self)[start:stop]
         if len(tokens) and int(tokens.max()) >= self.vocab_size:
@@ -71,8 +70,7 @@ def open_shards(
 ) -> list[Shard]:
     """Open and check the shards of a source.
 
-    scan      look at every token of files without a sidecar, if their dtype admits tokens outside
-              the vocabulary.
+    scan      look at every token of files without a sidecar, if their dtype admits others.
     Raises:   ConfigError: a file is unreadable, of another dtype or shape, too short for a window,
               or holds a token of vocab_size or more.
     """

@@ -50,8 +50,7 @@ class Source:
 def find(data: DataConfig) -> Source:
     """The files of data.source; their contents are not read.
 
-    Raises:   ConfigError: it does not exist, holds no readable kind or more than one, or a key of
-              another kind is set.
+    Raises:   ConfigError: it does not exist, is not of one readable kind, or has others' keys.
     """
     source = _find(data.source)
     defaults = {f.name: f.default for f in fields(DataConfig)}

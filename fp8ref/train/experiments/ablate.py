@@ -1,5 +1,4 @@
-"""Which layer, GEMM and role costs loss in FP8: one operand at a time, from a checkpoint (spec
-E-8).
+"""Which layer, GEMM and role costs loss in FP8: one operand at a time, from a checkpoint (E-8).
 
     found = ablate(Path("runs/tiny-jax-tensorwise"), measurement=Measurement(steps=20))
     found.print()
@@ -50,8 +49,7 @@ Base = Literal["bf16", "fp8"]  # what all other operands are in
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What an operand's cast costs, in nats, with its interval; and the worst of its linears'
-    statistics (Q).
+    """What an operand's cast costs, in nats, with its interval; and its linears' worst statistics.
 
     cost: None if the loss was not finite; low and high are then None too.
     """
@@ -172,15 +170,11 @@ def ablate(
 ) -> Ablation:
     """Measure each operand's cost from a run's last checkpoint.
 
-    run         a run's directory; or a Start, such as ``ablation_start.weights_start`` makes of
-                Hugging Face's.
-    out         where losses, the result and the heat map are written; losses there are not measured
-                again. None: RUN/ablation; of weights of Hugging Face's format <name>-ablation,
-                apart from them.
-    recipe      of the casts; None: the run's own, or tensorwise for a run in bf16. The run's rules
-                change them.
-    Raises:     ConfigError: no run, no checkpoint, several devices; no operand left; ``out`` holds
-                another ablation.
+    run         a run's directory; or a Start, as ``ablation_start.weights_start`` makes.
+    out         for losses, which are not measured again, result and heat map. None: RUN/ablation;
+                for weights of Hugging Face's format <name>-ablation, apart from them.
+    recipe      of the casts, under the run's rules; None: the run's own, or tensorwise for bf16.
+    Raises:     ConfigError: no run or checkpoint, several devices, no operand; another's ``out``.
     """
     start = run if isinstance(run, Start) else ablation_start.run_start(run, recipe)
     if out is None:

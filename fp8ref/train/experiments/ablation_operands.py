@@ -52,8 +52,7 @@ class Studied:
 
     by, layers, gemms, roles
                 how linears are grouped; patterns (R-3) of linears, none: all; of what, and which.
-    attention   the variant whose casts of q, k, v, p, do and ds are studied; None: the run's own,
-                if it has one.
+    attention   the variant whose casts are studied; None: the run's own, if it has one.
     states      the layout whose m, v and master are studied, under steps; None: the run's own.
     """
 

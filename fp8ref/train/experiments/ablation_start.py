@@ -1,5 +1,4 @@
-"""Where an ablation begins: the last checkpoint of a run, or a directory of Hugging Face's format
-(spec E-8).
+"""Where an ablation begins: a run's last checkpoint, or weights of Hugging Face's format (E-8).
 
 start = run_start(Path("runs/tiny-jax-bf16"), "tensorwise")
 start.into(trainer, config)                    # whatever layouts and delayed scales config has
@@ -134,14 +133,11 @@ def run_start(run: Path, recipe: str | None) -> Start:
 
 
 def weights_start(path: Path, backend: str, recipe: str | None, data: DataConfig) -> Start:
-    """The weights in a directory that ``fp8ref export`` or transformers wrote; moments are 0 at
-    first.
+    """The weights in a directory of ``fp8ref export`` or transformers; moments begin at 0.
 
     The model is the trainer's own, where that is it; in PyTorch else transformers' (T-10).
-    data      its text, lengths and batches. Tokens are those of tokenizer.json in the directory,
-              else bytes.
-    Raises:   ConfigError: no such directory, another model or damaged weights; a recipe without
-              FP8.
+    data      its text, lengths and batches; tokens by its tokenizer.json, else bytes.
+    Raises:   ConfigError: no such directory, another model, damaged weights; no FP8 recipe.
     """
     try:
         settings = files.read_object(path / "config.json")

@@ -57,8 +57,7 @@ def plan(
 ) -> list[Planned]:
     """The runs of a sweep, seed after seed, so that an unfinished sweep has matched runs.
 
-    Raises:   ConfigError: no recipe, an unknown one or one named twice; fewer than one seed; a
-              config with a schedule.
+    Raises:   ConfigError: no recipe, an unknown or repeated one; no seed; a config's schedule.
     """
     config.require_one_recipe("a sweep")
     unknown = [name for name in recipes if name not in trained_recipes()]
@@ -86,11 +85,9 @@ def plan(
 
 
 def train(planned: Sequence[Planned], *, jobs: int = 1) -> None:
-    """Train the runs that have not ended, ``jobs`` at a time, in processes that keep their
-    frameworks.
+    """Train the runs that have not ended, ``jobs`` at a time, in processes that are kept.
 
-    A stopped run resumes from its last checkpoint. A run that ends by a loss that is not finite
-    does not end the sweep.
+    A stopped run resumes from its last checkpoint; a non-finite loss ends its run alone.
 
     Raises:   ConfigError before any run trains: a directory holds a run with other settings, or no
               run; and what ``loop.train`` raises, of the first run that could not train.

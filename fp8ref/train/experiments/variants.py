@@ -32,8 +32,7 @@ Cast = tuple[str, str, str]
 
 
 def studying(config: Config, *, attention: str | None, states: str | None) -> Config:
-    """The config with every operand of attention, and every narrow part of a layout, as a cast that
-    ``without`` can leave out.
+    """The config with every operand of attention, and narrow part of a layout, as a cast.
 
     attention, states: a variant and a layout; None: neither is studied.
     Raises:   ConfigError: a variant or layout that has no such casts.
@@ -131,8 +130,7 @@ def without(config: Config, operands: Iterable[Cast]) -> Config:
 
 
 def _alone(path: str) -> str:
-    """The pattern (R-3) of this path and no other. Without a bracket "proj" would name attn.proj
-    too.
+    """The pattern (R-3) of this path alone: without a bracket "proj" would name attn.proj too.
 
     >>> _alone("layers.0.proj")
     '[l]ayers.0.proj'
@@ -157,8 +155,7 @@ def losses(config: Config, start: Start, *, steps: int, seeds: int) -> list[floa
 
 
 def statistics(config: Config, start: Start) -> dict[str, dict]:
-    """The quantization statistics of every operand, under the recipe, of the batch after the
-    checkpoint (Q-8).
+    """Every operand's quantization statistics, under the recipe, after the checkpoint (Q-8).
 
     Of attention those of the variant itself, of q, k, v and do (Q-13).
     """
@@ -169,11 +166,9 @@ def statistics(config: Config, start: Start) -> dict[str, dict]:
 
 
 def keeping(out: Path, about: dict) -> Callable:
-    """A function (name, measure) -> the value in ``out``, or else the measured one, which it writes
-    there.
+    """A function (name, measure) -> the value in ``out``, or the measured one, which it writes.
 
-    Raises:   ConfigError: another ablation is there; it cannot be written; out or its file is a
-              link.
+    Raises:   ConfigError: another ablation is there; it cannot be written, or is a link.
     """
     path = out / LOSSES
     if link := next((x for x in (out, path) if x.is_symlink()), None):

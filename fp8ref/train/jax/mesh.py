@@ -34,8 +34,7 @@ from fp8ref.train.jax import gathers
 class Layout:
     """The shardings of one config.
 
-    On one device ``mesh`` is None, and nothing is cut: ``map`` returns its function, ``placement``
-    returns None.
+    On one device ``mesh`` is None: ``map`` returns its function, ``placement`` None.
     """
 
     def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None) -> None:
@@ -252,8 +251,7 @@ class Layout:
         """A float32 table that fsdp cuts, on every device: rounded to dtype and all-gathered so, if
         the model runs inside shard_map; else as it is.
 
-        Its gradient is float32, and scattered over fsdp first, so that fewer rows are summed over
-        the other axes.
+        Its gradient is float32, scattered over fsdp first: fewer rows are summed after.
         """
         if not (self.mapped and self._fsdp):
             return table
@@ -341,8 +339,7 @@ class Layout:
         return jax.tree.map(lambda v: lax.psum(v, self._batch), tree)
 
     def own_parts(self, values: np.ndarray, linear: str, role: Role) -> np.ndarray:
-        """Of values [devices, ...], those of devices that together hold one copy of a linear's
-        tensor.
+        """Of values [devices, ...], those of devices that together hold a linear's tensor once.
 
         Without shard_map there is one value, for all devices.
         """

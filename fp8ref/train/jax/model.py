@@ -1,5 +1,4 @@
-"""What the JAX step asks of a model: the trainer's Llama (``llama/model.py``), or one of a user's
-(``custom/model.py``)."""
+"""What the JAX step asks of a model: ``llama/model.py``, or a user's, ``custom/model.py``."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +22,7 @@ States = Mapping[str, Mapping[Role, delayed.DelayedState | delayed.FlaxState]]
 class Inputs(NamedTuple):
     """What a pass reads beside weights and tokens, each by linear.
 
-    prepared   of weights: FP8 copies, which are multiplied in place of a cast (O-16), or scales, in
-               place of an amax (P-9).
+    prepared   of weights: FP8 copies to multiply (O-16), or scales in place of amaxes (P-9).
     mu         factors by which gradients of weights are exchanged in FP8 (P-22).
     states     of delayed scaling.
     """
@@ -50,19 +48,16 @@ class Gradients(NamedTuple):
 
 
 class Model(ABC):
-    """One model in one recipe. Its functions are pure; inside shard_map they take a device's
-    shards.
+    """One model in one recipe, by pure functions; inside shard_map they take a device's shards.
 
     params     the shapes of its parameters, a tree or {name: shape}.
     stacks     takes stacks of layers apart, if the parameters have some.
     linears    the recipe of each linear of the program, by name.
-    keepers    what a state of delayed scaling belongs to, by name: recipes of linears, casts of
-               attention.
+    keepers    what has a delayed state, by name: recipes of linears, casts of attention.
 
     What a model may offer beside them:
 
-    copied     linears whose weights a pass takes in FP8 from the optimizer, and their recipes
-               (O-16).
+    copied     recipes of linears whose weights the optimizer gives a pass in FP8 (O-16).
     attention  names of attention in FP8, as the program has them.
     measure    (weights, inputs, tokens) -> statistics of "linears" and "attention", as
                ``Step.statistics`` returns them; None: they are measured on the host.

@@ -26,8 +26,7 @@ def linear_parts(
     for operand in operands:
         layer_parts = values[:, :, layers.index(operand.layer)]
         row = rows[operand.gemm, operand.role]
-        # Nothing counted: a tensor that two GEMMs use with the same codes is measured once, in the
-        # first of them.
+        # Nothing counted: a tensor of two GEMMs with the same codes is measured in the first.
         if not layer_parts[:, :, row, 0].any():
             row = next(i for (_, role), i in rows.items() if role == operand.role)
         own = [layout.own_parts(p[:, row], operand.layer, operand.role) for p in layer_parts]
@@ -75,8 +74,7 @@ def measured(
     """(name, float64 in the order of ``FIELDS``) of each operand in FP8 of a GEMM.
 
     planned   operands by name.
-    a, b      (hp, codes, scale) as ``linear.observing`` reports them, each in its tensor's own
-              layout.
+    a, b      (hp, codes, scale) as ``linear.observing`` reports, in their tensors' layouts.
     """
     for role, axis, (hp, codes, scale) in zip(
         OPERANDS[gemm], REDUCED_AXES[gemm], (a, b), strict=True
@@ -88,8 +86,7 @@ def measured(
         hp = hp.astype(np.float32).reshape(codes.shape)
         codes = codes.view(np.uint8)
         kind = operand.cast.granularity
-        # Flax keeps a weight as [K, N], so that the reduced axis may be the other one: its scales
-        # show it.
+        # Flax's weight is [K, N]: the reduced axis may be the other, which its scales show.
         axes = [axis % 2, 1 - axis % 2] if codes.ndim == 2 else [axis % codes.ndim]
         fits = [
             candidate

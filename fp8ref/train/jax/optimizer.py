@@ -1,5 +1,4 @@
-"""AdamW for JAX: optax's, or that of ``fp8ref.jax.states`` with the moments and masters of a layout
-(spec T-1, T-2, T-4, T-6)."""
+"""AdamW for JAX: optax's, or ``fp8ref.jax.states`` under a layout (T-1, T-2, T-4, T-6)."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -206,8 +205,7 @@ class Optimizer:
         return masters, state
 
     def _specs(self) -> tuple[Any, OptimizerState]:
-        """What is kept of a parameter lies on the mesh as the parameter does; the count and scales
-        are whole on every device."""
+        """What is kept of a parameter is placed as it is; count and scales are replicated."""
 
         def of(tree):
             return jax.tree.map(

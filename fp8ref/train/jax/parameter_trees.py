@@ -41,8 +41,7 @@ class LayerStacks:
     """Takes stacks apart and puts them together.
 
     layers    how many a stack holds.
-    layout    where arrays lie: those of a layer as without a scan, a stack not cut along the
-              layers.
+    layout    where arrays are: a layer's as without a scan, a stack not cut along layers.
     """
 
     def __init__(self, layers: int, layout: Layout) -> None:

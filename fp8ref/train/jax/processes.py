@@ -45,8 +45,7 @@ def join() -> Processes:
     Under Slurm, Open MPI, Kubernetes and on TPUs jax finds them itself. Elsewhere set three
     variables: JAX_COORDINATOR_ADDRESS (host:port of the first process), JAX_NUM_PROCESSES and
     JAX_PROCESS_ID, from 0.
-    Raises:   ConfigError: only some of the variables are set; invalid values; no other process
-              answers.
+    Raises:   ConfigError: only some of the variables, or invalid ones; no other process.
     """
     variables = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     if variables and len(variables) < len(ENVIRONMENT):

@@ -55,12 +55,10 @@ def compiler_options(platform: str) -> dict[str, bool]:
 class State(NamedTuple):
     """All that a step changes.
 
-    params     the model's masters, a tree: of float32 arrays, or of ``MomentState`` where a layout
-               stores them.
+    params     the masters, a tree: float32 arrays, or ``MomentState`` where a layout stores.
     optimizer  the optimizer's state: both of Adam's moments, and the steps counted; no masters.
     fp8        delayed-scaling states by linear, of all recipes.
-    mu         factors of gradients that are exchanged in FP8, by linear; of an automatic mu alone
-               (P-22).
+    mu         automatic factors of gradients that are exchanged in FP8, by linear (P-22).
     amaxes     of the weights in ``params``, as ``Step.amaxes`` takes them: a step makes both. None
                where no step did, as of restored weights: they are not part of a checkpoint.
     """
@@ -104,8 +102,7 @@ class Step:
     def begin(
         self, weights: Mapping[str, llama.Weight] | None, others: Sequence["Step"] = ()
     ) -> tuple[State, State]:
-        """The state before the first step, on the layout's devices, and the PartitionSpec of each
-        of its arrays.
+        """The state before the first step, on the layout's devices, and each array's PartitionSpec.
 
         Where the layout is abstract, the state holds shapes instead of arrays.
 

@@ -63,13 +63,10 @@ class Trainer:
         devices: Sequence[jax.Device] | None = None,
         multiply: Multiply | None = None,
     ) -> None:
-        """weights: float32 by name; None: ``llama.lazy_initial_weights`` of run.seed, or those of a
-        user's model.
+        """weights: float32 by name; None: ``llama.lazy_initial_weights``, or the user's model's.
 
-        devices   of a topology description: the step can be lowered for them but cannot run. None:
-                  jax's own.
-        multiply  the simulated hardware of numerics.accumulate, which runs the FP8 GEMMs (spec
-                  G-19).
+        devices   of a topology description: the step is lowered, not run. None: jax's own.
+        multiply  the simulated hardware of numerics.accumulate, for FP8 GEMMs (spec G-19).
         Raises:   ConfigError: as ``Layout``; numerics.accumulate without multiply, or on devices
                   that cannot use it; as ``custom.build.build`` and ``Model.initial``.
         """
@@ -91,8 +88,7 @@ class Trainer:
         first, *others = (Step(config, self._layout, multiply, name) for name in config.recipes)
         specs: State
         self._state, specs = first.begin(weights, others)
-        # A step leaves the state placed as it found it, so that the second step is not compiled
-        # again.
+        # A step leaves the state placed as before, so that the second is not compiled again.
         self._placed: tuple | None = None
         if self._layout.mesh is not None:
             self._placed = jax.tree.map(self._layout.sharding, specs), None, None
@@ -155,8 +151,7 @@ class Trainer:
         return self._forward(self._logits, tokens)
 
     def first_input(self, tokens: np.ndarray) -> np.ndarray:
-        """float32 [B, T, hidden]: the input of the first layer's linears, after its norm; of the
-        trainer's Llama."""
+        """float32 [B, T, hidden]: the input of the Llama's first linears, after the norm."""
         assert isinstance(self._step.model, LlamaModel)
         run = functools.partial(self._step.forward, self._step.model.first_input)
         return self._forward(self._compiled(run), tokens)
@@ -303,8 +298,7 @@ class Trainer:
         layout = self.config.optimizer.moment_layout
         if layout is None:
             return {}
-        # Gradients of the program that ``gradients`` uses: a program for passes and health together
-        # would be compiled anew.
+        # Gradients of ``gradients``'s program: one for passes and health would be compiled anew.
         grads = self._gradients(*self._passed(tokens))[1]
         measured = self._health(grads, self._params, self._state.optimizer)
         return recorded(
@@ -314,8 +308,7 @@ class Trainer:
         )
 
     def prove(self, tokens: np.ndarray) -> dict:
-        """The GEMMs and gathers of the step, for the manifest, read from its lowered program
-        (spec B-7, B-15).
+        """The GEMMs and gathers of the step, for the manifest, by its lowered program (B-7, B-15).
 
         Raises:   ConfigError: a planned FP8 GEMM or gather, or a product of attention by a variant,
                   is missing, on a GPU also from the compiled program; unless run.allow_fallback.
@@ -361,8 +354,7 @@ class Trainer:
         return self._layout.put(np.asarray(tokens, np.int32), self._layout.tokens)
 
     def _parts(self, tokens: np.ndarray) -> jax.Array:
-        """A batch [B, T + 1] on the devices, or [microbatches, B, T + 1] if it is trained in parts
-        (spec T-7)."""
+        """A batch [B, T + 1] on the devices, or [microbatches, B, T + 1] in parts (spec T-7)."""
         if self.config.data.microbatches == 1:
             return self._tokens(tokens)
         llama.check_tokens(tokens, self.config.model)

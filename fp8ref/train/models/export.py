@@ -50,8 +50,7 @@ REQUIRED = (
     "num_attention_heads",
     "vocab_size",
 )
-"""Keys that a config.json has, of those that describe its model: transformers' defaults for them
-are of another."""
+"""Keys of a config.json that describe its model: transformers' defaults are of another."""
 
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -70,8 +69,7 @@ def export(
 
     tokenizer   a file, or a directory of files, to copy too; by default the run's own
                 tokenizer.json, if it exists and is one.
-    Raises:   ConfigError: no run, or no checkpoint; out is not empty, or is inside the run; no such
-              tokenizer.
+    Raises:   ConfigError: no run, checkpoint or tokenizer; out is not empty, or inside the run.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out} is not empty; it is left alone. Name a new directory.")

@@ -1,5 +1,4 @@
-"""The model in the terms of ``transformers``: its config.json, and the names of its weights (spec
-K-7).
+"""The model in ``transformers``' terms: its config.json, and the names of its weights (K-7).
 
 A dense model is Llama's, or Qwen3's with ``qk_norm``. One with experts is Qwen3-MoE's with
 ``qk_norm``, or GraniteMoeShared's, which may have a shared expert (M-10). Files of Qwen3-MoE hold
@@ -175,8 +174,7 @@ def missing(model_type: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 def model_of(settings: Mapping[str, Any]) -> LlamaConfig:
     """The trainer's model that a config.json describes; ``export.read`` compares all of it.
 
-    Raises:   ValueError: a model_type that none of ``KINDS`` is; sizes that are missing, or that
-              are no model's.
+    Raises:   ValueError: a model_type not in ``KINDS``; missing or impossible sizes.
     """
     model_type = settings.get("model_type")
     text = f"the trainer's own model is of model_type {', '.join(KINDS)}; got {model_type!r}."
@@ -234,8 +232,7 @@ def apart(
 def together(weights: Mapping[str, Weight]) -> dict[str, Weight]:
     """The trainer's names and weights, of those of files.
 
-    Raises:   ValueError: an expert is missing, or has another shape; gate and up in one tensor of
-              no two halves.
+    Raises:   ValueError: a missing or misshaped expert; gate and up of no two halves.
     """
     joined: dict[str, Weight] = {}
     experts: dict[str, dict[int, Weight]] = {}

@@ -31,13 +31,11 @@ class Comparison(Result):
     """The result of ``compare``.
 
     settings, versions: {dotted key: (A's value, B's value)} where they differ.
-    known       whether settings and versions are known: those of a log are not, and then both are
-                empty.
+    known       whether settings and versions are known: a log's are not, and are empty.
 
     by          what decides: equal ``bits``; how runs ``end``; matched ``seeds``; ``steps`` of one
                 pair; ``unmatched`` runs. None if nothing does.
-    difference  B's loss minus A's, the mean over the last window, with its interval; None if a run
-                diverged.
+    difference  B's mean loss minus A's over the last window, with interval; None: one diverged.
     pairs       how many runs of B's side there are.
     margin      the magnitude within which losses are equivalent.
     """
@@ -100,8 +98,7 @@ def compare(
 ) -> Comparison:
     """Compare B with A.
 
-    more      further runs of A's and of B's config with other seeds, in any order; of logs, pairs
-              in the order A, B.
+    more      further runs of A's or B's config with other seeds; of logs, pairs in the order A, B.
     Raises:   ConfigError: the losses are not comparable: another text; fewer than 5 common steps;
               ``more`` of neither config.
     """

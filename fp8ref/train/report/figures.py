@@ -68,8 +68,7 @@ def losses(group: Sequence[Run], seeds: Seeds) -> Figure:
 def gaps(
     compared: Sequence[Compared], group: Sequence[Run], seeds: Seeds, *, margin: float = 0.0
 ) -> Figure:
-    """The gap of each arm to bf16, with its interval, over the margin within which it is
-    equivalent.
+    """The gap of each arm to bf16, with its interval, over the margin of equivalence.
 
     The y axis is scaled to the gaps; the margin may lie outside.
     """
@@ -117,8 +116,7 @@ def metric(group: Sequence[Run], seeds: Seeds, key: str, ylabel: str) -> Figure 
 
 
 def scale(group: Sequence[Sequence[dict]], measure: str) -> tuple[float, float] | None:
-    """The ends of the one scale of colors of a measure's maps, of several runs' statistics; None if
-    there is none.
+    """The ends of the one color scale of a measure's maps, of several runs; None without values.
 
     Raises:   KeyError: an unknown measure.
     """
@@ -132,8 +130,7 @@ def scale(group: Sequence[Sequence[dict]], measure: str) -> tuple[float, float] 
 def heat_map(
     statistics: Sequence[dict], measure: str, ends: tuple[float, float] | None = None
 ) -> Figure | None:
-    """A measure over layers and steps, a map for each role of linears and of attention; None if it
-    was never recorded.
+    """A measure over layers and steps, a map a role; None if it was never recorded.
 
     A tensor is used by two GEMMs of its layer: the worse value is shown.
 

@@ -73,8 +73,7 @@ class Log:
 
 
 def read(path: Path, *, loss: str | None = None) -> Log:
-    """The losses in a log, line by line. A torn last line, of a run that goes on, is left out with
-    a note.
+    """The losses in a log, by line. A torn last line, of a running trainer, is noted and skipped.
 
     loss      the column or tag of the losses; None: the first of ``LOSSES`` that is there.
     Raises:   ConfigError: it cannot be read; it has no steps and losses; a step occurs with two
@@ -176,8 +175,7 @@ def _printed(path: Path) -> Iterator[tuple[int, float]]:
 def _rows(path: Path, loss: str | None) -> Iterator[dict]:
     """The rows of a CSV file.
 
-    A last one without an end counts, as spreadsheets write it, unless what is read of it is no
-    number.
+    A last one without an end counts, as spreadsheets write it, unless it lacks a number.
     """
     ended = True
 
@@ -267,8 +265,7 @@ def _table(rows: Iterable[dict], path: Path, loss: str | None) -> Iterator[tuple
 def _record(step: Any, loss: Any, where: str) -> tuple[int, float]:
     """A step and its loss, of text or JSON.
 
-    Raises:   ConfigError: no numbers; a step that is no whole one: cut to one, it would be another
-              record's.
+    Raises:   ConfigError: no numbers; a step that is not whole, which would become another's.
     """
     try:
         # a text as float() takes it, but for its digits of other scripts and underscores

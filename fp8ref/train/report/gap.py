@@ -34,8 +34,7 @@ CONFIDENCE = 0.95
 MARGIN = 0.0025
 """The default margin, as a share of the loss that a run is compared with (E-4).
 
-DeepSeek-V3 reports FP8 within 0.25 % of bf16's loss, and calls that acceptable (arXiv:2412.19437,
-section 3.3).
+DeepSeek-V3 calls FP8 within 0.25 % of bf16's loss acceptable (arXiv:2412.19437, section 3.3).
 """
 
 WIDEST = 1.5
@@ -110,8 +109,7 @@ def matched(differences: np.ndarray, *, confidence: float = CONFIDENCE) -> Gap:
 
 
 def unmatched(mine: np.ndarray, others: np.ndarray, *, confidence: float = CONFIDENCE) -> Gap:
-    """The mean of ``mine`` minus that of ``others``, of equal variance (E-2): [n, ...], [m, ...] ->
-    fields [...].
+    """The mean of ``mine`` minus that of ``others``, of equal variance (E-2): [n, ...], [m, ...].
 
     Raises:   ValueError: fewer than 3 runs in all: no two of one side.
     """
@@ -129,8 +127,7 @@ def unmatched(mine: np.ndarray, others: np.ndarray, *, confidence: float = CONFI
 
 
 def one_pair(difference: np.ndarray, width: int, *, confidence: float = CONFIDENCE) -> Gap:
-    """The running mean of one pair's step-by-step difference, with an interval by batch means
-    (E-5).
+    """The running mean of one pair's difference by step, with an interval by batch means (E-5).
 
     Shapes:   difference [S]; each field [S - width + 1]. width: a multiple of 5.
     """
@@ -147,8 +144,7 @@ def one_pair(difference: np.ndarray, width: int, *, confidence: float = CONFIDEN
 
 
 def correlation(difference: np.ndarray) -> float:
-    """The correlation of neighboring values about a line, from 0 to ``MOST_PHI``, corrected for its
-    bias.
+    """The correlation of neighbors about a line, from 0 to ``MOST_PHI``, corrected for its bias.
 
     Fewer than 5 values, or values on a line, give 0.
     Source:   Kendall 1954: of n values about their mean, the estimate is low by (1 + 3 phi) / n.
@@ -168,8 +164,7 @@ def correlation(difference: np.ndarray) -> float:
 
 
 def widening(phi: float, size: int) -> float:
-    """The factor by which batch means of ``size`` steps that correlate by phi understate their
-    mean's error.
+    """How much batch means of ``size`` steps that correlate by phi understate their mean's error.
 
     Of AR(1) steps, let r_j be the correlation of batch means j apart, and A = 1 + 2 sum (1 - j / 5)
     r_j. The mean of 5 batches has A times the variance that independent ones would give it, and

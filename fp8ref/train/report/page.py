@@ -56,11 +56,9 @@ def write(
 ) -> str:
     """Write the page to ``out``, and each figure to <out>-<figure>.png.
 
-    margin: of equivalence, in nats; None: ``gap.MARGIN`` of bf16's loss. Returns the verdicts as
-    text.
+    margin: of equivalence, in nats; None: ``gap.MARGIN`` of bf16's loss. Returns verdicts as text.
 
-    Raises:   ConfigError: out is a directory, or in none; it exists and is not a report; it cannot
-              be written.
+    Raises:   ConfigError: out is a directory, in none, no report, or cannot be written.
     """
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise ConfigError(f"--out names a file in a directory that exists; got {out}.")

@@ -1,7 +1,6 @@
 """Read a run's manifest.json, metrics.jsonl and statistics.jsonl, validated by pydantic.
 
-The dataclasses declare the keys that reports use; other keys are ignored. An error names file,
-line, value and remedy.
+Dataclasses declare the keys that reports use. An error names file, line, value and remedy.
 """
 
 from collections.abc import Iterator

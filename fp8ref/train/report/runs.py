@@ -148,8 +148,7 @@ class Run:
 def read(path: Path) -> Run:
     """The run in a directory, finished or not.
 
-    A run whose first step was not finite has no steps, and is accepted. One whose process was
-    killed is interrupted.
+    A run whose first step was not finite is accepted; a killed one is interrupted.
 
     Raises:   ConfigError: there is no run; a file is damaged; no step was taken yet.
     """
@@ -175,8 +174,7 @@ def read(path: Path) -> Run:
 
 
 def read_all(paths: Sequence[Path]) -> list[Run]:
-    """The runs in directories; a directory of runs gives all of them at any depth, in the order of
-    their names.
+    """The runs in directories; a directory of runs gives all in it, at any depth, by name.
 
     Of such a directory a run that has no step yet is left out, and said.
     Raises as ``read``, and ConfigError if one is named twice, or none has a step.

@@ -83,15 +83,13 @@ def style() -> markupsafe.Markup:
 def script() -> markupsafe.Markup:
     """The script of a page: values on hover, and zoom, of the figures that ``inline`` made.
 
-    A page has it as <script>{{ script }}</script>, without a space between: ``policy`` allows these
-    bytes alone.
+    A page has it as <script>{{ script }}</script>, without a space: ``policy`` allows just that.
     """
     return markupsafe.Markup(f"\n{_file('page.js')}")
 
 
 def policy() -> markupsafe.Markup:
-    """The Content-Security-Policy of a page: ``script`` runs, and no other; nothing is loaded or
-    sent.
+    """The Content-Security-Policy of a page: only ``script`` runs; nothing is loaded or sent.
 
     Styles are allowed inline, as matplotlib writes them into attributes, which have no hash.
     """

@@ -35,8 +35,7 @@ TINY = 1e-6  # nats: losses closer to 0 count as this for the margin
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """Runs that differ in their seeds alone: of each pair of seeds the first that ended, or the
-    first if none did (E-1).
+    """Runs that differ in their seeds alone: for each pair the first that ended, or first (E-1).
 
     others: (run, the one of its seeds that counts in its place).
     """
@@ -59,8 +58,7 @@ class Arm:
 class Seeds:
     """The bf16 runs of a group, for figures: finished, one for each pair of seeds.
 
-    band: the lowest and highest of their losses at ``steps``; None of fewer than 2 runs, or 5
-    steps.
+    band: the lowest and highest losses at ``steps``; None of fewer than 2 runs, or 5 steps.
     """
 
     runs: tuple[Run, ...]
@@ -168,8 +166,7 @@ def _arm(members: Sequence[Run]) -> Arm:
 
 
 def baseline(arm: Arm, group: Sequence[Run]) -> Arm | None:
-    """The bf16 runs that an arm is judged by: the first arm of its backend, or else the first
-    (E-1).
+    """The bf16 runs that judge an arm: the first arm of its backend, or else the first (E-1).
 
     A bf16 arm is judged by an earlier one; the first by none.
     """
@@ -193,8 +190,7 @@ def judged(group: Sequence[Run]) -> list[Arm]:
 def verdict(
     arm: Arm, group: Sequence[Run], *, confidence: float = CONFIDENCE, margin: float | None = None
 ) -> Verdict:
-    """Judge an arm by the bf16 runs of its group (E-2 to E-4). The verdict on an arm of one pair is
-    that pair's.
+    """Judge an arm by its group's bf16 runs (E-2 to E-4); an arm of one pair by that pair.
 
     margin: in nats; None: ``gap.MARGIN`` of bf16's loss.
     """

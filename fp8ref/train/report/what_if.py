@@ -1,7 +1,6 @@
 """``fp8ref replay``: apply another scale policy to the amaxes that a run recorded (spec Q-11).
 
-It shows what delayed scaling, or a dynamic policy, would have clipped and how much range it would
-have left unused.
+It shows what a policy would have clipped, and how much range it would have left unused.
 """
 
 import dataclasses
@@ -94,15 +93,11 @@ class Replay(Result):
 def replay(
     run: Path, policy: str, *, history: int | None = None, margin: int | None = None
 ) -> Replay:
-    """Run every operand's recorded amaxes through a policy, step by step, from the policy's initial
-    state.
+    """Run every operand's recorded amaxes through a policy, step by step, from its initial state.
 
-    policy    a name in DELAYED or POLICIES. Dynamic policies act on whole tensors: only those have
-              recorded amaxes.
-    history   length of the amax history of delayed scaling; margin: powers of two of headroom.
-              None: the policy's.
-    Raises:   ConfigError: no run, or a run without statistics; an unknown policy; an invalid
-              history or margin.
+    policy    a name in DELAYED or POLICIES. Dynamic ones act on whole tensors, as recorded.
+    history   length of delayed scaling's history; margin: powers of two. None: the policy's.
+    Raises:   ConfigError: no run or statistics; an unknown policy; an invalid history or margin.
     """
     config, scaling = _scaling(policy, history, margin)
     manifest, lines = run_files.manifest(run), run_files.statistics(run)
@@ -228,8 +223,7 @@ def _delayed(amaxes: np.ndarray, config: DelayedScaling, fmt: Format) -> np.ndar
 def _dynamic(amaxes: np.ndarray, policy: ScalePolicy, fmt: Format) -> np.ndarray:
     """Scales float32 [steps, operands] of a dynamic policy: each from its own step's amax.
 
-    A policy that keeps a scale (te_delayed, for a zero amax) keeps that of the previous recorded
-    step; the first is 1.
+    A policy that keeps a scale (te_delayed, of a zero amax) keeps the previous step's, first 1.
     """
     if not policy.keeps:
         return scales_from_amax(amaxes, fmt, policy).scale

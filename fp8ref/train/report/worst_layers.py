@@ -13,11 +13,9 @@ class Worst:
     """A layer at its worst recorded step.
 
     operand  <gemm>/<role> with the lowest SQNR of all steps; step: where it was.
-    sqnr     in dB; -inf where numbers were not finite, inf where nothing was lost: of zeros, or of
-             numbers that FP8 has. last: of the same operand at the last record; None where it has
-             none.
-    lost     the largest share of any operand of the layer that became zero, of all steps; clipped:
-             that was saturated (Q-13).
+    sqnr     in dB; -inf where numbers were not finite, inf where nothing was lost, as of zeros.
+             last: of the same operand at the last record; None where it has none.
+    lost     the layer's largest share that became zero at any step; clipped: saturated (Q-13).
     """
 
     layer: str

@@ -94,8 +94,7 @@ class Checkpoints:
 
         more: JSON for this checkpoint's manifest, where it is not empty.
         Returns once the state is copied; the writing overlaps with training.
-        Raises:   OSError on every process: the previous checkpoint failed, or this one's directory
-                  cannot be made.
+        Raises:   OSError, everywhere: the previous checkpoint failed, or no directory for this one.
         """
         together(self._processes, self.finish)
         unfinished = self._folder / f"{PREFIX}{step:08d}{UNFINISHED}"
@@ -129,9 +128,8 @@ class Checkpoints:
             if not self._processes.first:
                 return
             self._check()
-            # This order survives a kill at any moment: files reach the disk before the manifest,
-            # the manifest before the rename, and older checkpoints go only after the new one
-            # stands.
+            # This order survives a kill at any moment: files reach the disk before the manifest, it
+            # before the rename, and older checkpoints go only after the new one stands.
             write_manifest(unfinished, self._about | about)
             # a run that was resumed from an earlier checkpoint may reach this step again
             remove(final)

@@ -30,8 +30,7 @@ FOLDER = "failures"
 class Failure:
     """A failed step that was read back.
 
-    metrics: step, loss and grad_norm as text, because JSON has no NaN. recipe: the step's own, of
-    the config's.
+    metrics: step, loss and grad_norm as text: JSON has no NaN. recipe: the step's own.
     """
 
     state: Path
@@ -119,8 +118,7 @@ def _explain(model: Trainer, metrics: Mapping[str, Any], remedy: str) -> str:
 def read(path: Path) -> Failure:
     """A failed step that ``write`` saved. path: its directory, or the manifest.json in it.
 
-    Raises:   ConfigError: path is no failed step (the message lists those of the run), or it is
-              damaged.
+    Raises:   ConfigError: path is no failed step (the message lists the run's), or damaged.
     """
     folder = path.parent if path.name == "manifest.json" else path
     if not (folder / "manifest.json").is_file() or _is_run(folder):

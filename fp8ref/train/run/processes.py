@@ -15,8 +15,7 @@ class Processes(Protocol):
     first: bool
 
     def naming_lost_processes(self) -> AbstractContextManager:
-        """In this context, a framework's error about another process that is gone becomes a
-        LostProcessError."""
+        """In this context, a framework's error about a lost process becomes a LostProcessError."""
         ...
 
     def gather(self, value: Any) -> list:
@@ -43,8 +42,7 @@ def together(processes: Processes, f: Callable[[], _T]) -> _T:
 
     If it fails on one it fails on all, so that none waits for a process that has ended.
 
-    Raises:   the error of f where it failed, and on the other processes a ConfigError that reports
-              it.
+    Raises:   f's error where it failed; elsewhere a ConfigError that reports it.
     """
     error = result = None
     try:

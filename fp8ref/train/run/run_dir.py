@@ -103,8 +103,7 @@ def _lock(descriptor: int) -> None:
 def killed(out: Path) -> bool:
     """Whether the process that trained here is gone, so that "running" is not its last word.
 
-    False also if it ran on another machine, whose locks are not seen here, or where files have no
-    locks.
+    False also if it ran on another machine, or without locks, which are not seen here.
     """
     try:
         with files.open_regular(out / LOCK) as file:
@@ -122,8 +121,7 @@ def claim(
 
     Locks it if it exists; changes nothing else.
 
-    resume     continue an unfinished run from its last checkpoint, on any mesh; leave a finished
-               run alone (False).
+    resume     continue a run from its last checkpoint, on any mesh; False for a finished one.
     overwrite  replace a run.
     Raises:   ConfigError: the directory holds a run, or other files, and neither option is given;
               what overwrite removes is a link; another process trains there; the resumed run has
@@ -209,8 +207,7 @@ def _check_replaceable(out: Path) -> None:
 def make(out: Path, held: Lock) -> None:
     """Make and lock the directory.
 
-    Raises:   ConfigError: it cannot be made, or another process began a run there since it was
-              claimed.
+    Raises:   ConfigError: it cannot be made, or another process claimed it since.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -246,8 +243,7 @@ def last_checkpoint(out: Path, config: Config, backend: str, data: Mapping) -> C
     """The checkpoint that a run resumes from; None if it has none yet.
 
     data: the description of what the resumed run would train and validate on (``loader.Batches``).
-    Raises:   ConfigError: none is intact; it belongs to another run; the data changed; moments in
-              FP8 of another mesh.
+    Raises:   ConfigError: none intact; another run's; changed data; FP8 moments of another mesh.
     """
     last = checkpoint.latest(out, console.say)
     if last is None:

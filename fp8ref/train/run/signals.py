@@ -35,8 +35,7 @@ def deferring_sigterm() -> Iterator[Callable[[], bool]]:
         return
     before = signal.getsignal(signal.SIGTERM)
     handler = before if isinstance(before, _Remembering) else _Remembering()
-    # Set it even if Python thinks it is set: jax.distributed installs its own handler in C++, which
-    # Python does not see.
+    # Even if Python thinks it is set: jax.distributed's handler in C++ is not seen.
     signal.signal(signal.SIGTERM, handler)
     try:
         yield handler.came.is_set
@@ -50,8 +49,7 @@ SAID = b"\nThe run stops after this step, when its state is saved. Ctrl-C again 
 
 @contextmanager
 def deferring_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """In this context the first Ctrl-C sets a flag and prints ``SAID``; the next one raises
-    KeyboardInterrupt.
+    """In this context the first Ctrl-C sets a flag and prints ``SAID``; the next one interrupts.
 
     Yields a function that returns the flag. Does nothing outside the main thread, or where SIGINT
     has another handler than Python's, such as none in a shell's background jobs.

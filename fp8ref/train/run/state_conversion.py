@@ -1,11 +1,9 @@
-"""A training state as another config keeps it: other layouts of moments and masters, other delayed
-scales (spec E-8).
+"""A training state under another config: other layouts, other delayed scales (spec E-8).
 
     source = Source(weights=trainer.weights(), moments=trainer.moments(), step=step)  # in float32
     other.adopt(converted(source, config, backend), step)
 
-An ablation (``ablation_start``) begins variants from one checkpoint whose own state has other names
-or formats.
+An ablation (``ablation_start``) begins variants from a checkpoint with other names or formats.
 """
 
 import math
@@ -40,8 +38,7 @@ class Source:
     delayed  states of delayed scaling that the run has.
     casts    format and scaling of those states; one that the other config has otherwise is not
              taken. {}: as that has them.
-    amaxes   () -> {"<linear>/<role>": amax} of a batch, of which other states are made: as if every
-             step before had them.
+    amaxes   () -> {"<linear>/<role>": amax} of a batch, which fills other states' histories.
     """
 
     weights: Mapping[str, np.ndarray]

@@ -40,8 +40,7 @@ from fp8ref.spec.states.layouts import Moment
 from fp8ref.train.config.config import Config
 from fp8ref.train.config.sections import OptimizerConfig
 
-# Blocks of torchao's FP8 optimizer (T-6): values that share a scale, and the smallest piece whose
-# moments are kept in FP8.
+# Blocks of torchao's FP8 optimizer (T-6): values of one scale, and the smallest piece in FP8.
 FP8_BLOCK, FP8_SMALLEST = 256, 4096
 
 TINY = 2.0**-125  # a smaller weight counts as zero, read from a stored master (O-14)
@@ -148,8 +147,7 @@ def check_master(name: str, dtype: np.dtype) -> None:
 
 
 def weight(codes: np.ndarray, scale_inv: np.ndarray | None) -> np.ndarray:
-    """The float32 weight that a stored master is worth (O-14): code x ``scale_inv``, +0 where it is
-    tiny.
+    """The float32 weight of a stored master (O-14): code x ``scale_inv``, +0 where it is tiny.
 
     >>> w = weight(np.float16([3, -1, 6e-8]), np.float32(2.0**-110))
     >>> w.tolist() == [3 * 2.0**-110, -(2.0**-110), 0.0]
@@ -176,8 +174,7 @@ def _fields(moment: Moment, shape: tuple[int, ...]) -> dict[str, Tensor]:
 
 def fp8_states(config: Config, backend: str) -> dict[str, Tensor]:
     """The states of delayed scaling in the schema (spec H-2), in any phase of a schedule (T-9)."""
-    # The field names are those of each backend's DelayedState; torch.nn registers the states of a
-    # linear under ``states``.
+    # Field names are those of each backend's DelayedState; torch.nn adds ``states``.
     torch = backend == "torch"
     module, scale, count = (".states", "scale", "int64") if torch else ("", "stored", "int32")
     tensors: dict[str, Tensor] = {}
@@ -201,8 +198,7 @@ def delayed_states(config: Config) -> dict[tuple[str, str], tuple[Format, Delaye
 
 
 def interchangeable(a: Config, b: Config, backend: str) -> bool:
-    """Whether a state of one config is one of the other as it is: names, shapes, and what the
-    stored numbers mean.
+    """Whether both configs share a state as it is: names, shapes, and what its numbers mean.
 
     A schema names codes by their bits alone. So formats, roots and scalings of moments and masters
     are compared too, and the formats of delayed states.

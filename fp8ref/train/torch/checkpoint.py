@@ -42,8 +42,7 @@ class Store:
     def __init__(self) -> None:
         self._group: ProcessGroup | None = None
         if distributed.is_initialized():
-            # A group apart: a thread writes while training uses the others. gloo: dcp exchanges
-            # objects on the host.
+            # A group apart: a thread writes while training uses the others. gloo: on the host.
             self._group = distributed.new_group(backend="gloo")
 
     def save(self, directory: Path, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
@@ -100,10 +99,8 @@ def weights(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The weights of a saved state, one after the other: (name, float32 array), in this process.
 
-    Each file's header is read once; a tensor is read when it is asked for. Of stored masters, what
-    they are worth (O-14).
-    Raises:   ConfigError: the saved weights have other names or shapes, or parts of one are
-              missing.
+    A header is read once, a tensor when it is asked for; stored masters as their worth (O-14).
+    Raises:   ConfigError: saved weights of other names or shapes, or with parts missing.
     """
     # {tensor: {offsets of a part: its file}}
     parts: dict[str, dict[tuple[int, ...], safe_open]] = {}

@@ -48,11 +48,9 @@ class FailureStore:
     def diagnose(self, *, waited: bool, timeout_s: int) -> str:
         """Which process is gone, and why: a sentence for the user.
 
-        waited: whether this process noticed by a timeout, after timeout_s, and not by a broken
-        connection.
+        waited: noticed by a timeout, after timeout_s, and not by a broken connection.
         """
-        # torchrun sends SIGTERM to all processes once one is gone. This one ends anyway, but first
-        # finds out why.
+        # torchrun then sends SIGTERM to all. This one ends anyway, but first finds out why.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         reports, store = self._collect() if self._post(waited=waited) else ({}, "fails")
         if self._kept_by_first and self._rank == 0:

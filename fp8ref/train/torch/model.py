@@ -1,5 +1,4 @@
-"""What the PyTorch step asks of a model: the trainer's Llama (``llama/model.py``), or one of a
-user's (``custom/model.py``)."""
+"""What the PyTorch step asks of a model: ``llama/model.py``, or a user's, ``custom/model.py``."""
 
 from collections.abc import Collection, Mapping
 
@@ -13,8 +12,7 @@ class Model:
     """One model on this process's device, or its shards there.
 
     module     in the config's first recipe.
-    twins      by further recipe, the same module on the meta device, whose linears a switch takes
-               (T-9).
+    twins      by further recipe, the module on the meta device, for a switch's linears (T-9).
     weights    float32 by name, which the step gives to the parameters; {}: they have theirs.
     unrounded  names of the parameters that no pass rounds.
     """

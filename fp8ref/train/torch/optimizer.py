@@ -48,8 +48,7 @@ def build(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Set the rate for the next steps. torchao keeps it in a tensor, so that a new value does not
-    recompile its step."""
+    """Set the rate for the next steps, in a tensor under torchao: its step is not recompiled."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(value)
@@ -71,8 +70,7 @@ def step(
     lr: float,
     measured: health.Found | None = None,
 ) -> None:
-    """Take a step at this learning rate, or change nothing if the optimizer ``skips`` and a flag ()
-    on the device is false.
+    """Take a step at this learning rate, or none if it ``skips`` and a device's flag is false.
 
     measured  filled with the health of the states of a layout that the step makes (spec O-12).
     """
@@ -191,8 +189,7 @@ def moments(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, st
 
 
 def values(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, str, torch.Tensor]]:
-    """(parameter, name of the moment, its float32 numbers as the next step reads them) of all
-    moments that exist."""
+    """(parameter, name of the moment, its float32 numbers as the next step reads them) of all."""
     if not isinstance(optimizer, states.AdamW):
         for p, key, x in moments(optimizer):
             piece = local_like(x, p)
@@ -208,8 +205,7 @@ def stored(moment: torch.Tensor) -> dict[str, torch.Tensor]:
 
     "" for a moment in float32.
 
-    A moment in FP8 has codes and scales for blocks of each rank's own piece, so that their names
-    hold the rank.
+    An FP8 moment has codes and scales by each rank's own blocks: names hold the rank.
     """
     piece = local_part(moment)
     if not in_fp8(piece):
@@ -267,8 +263,7 @@ class GradientNorm:
     def __call__(self, grads: list[torch.Tensor]) -> torch.Tensor:
         """float32 (): norm of all gradients together (T-2).
 
-        Squares are summed in float64, so that another sharding changes at most the last bit of the
-        result.
+        Squares are summed in float64: another sharding changes the last bit at most.
         """
         held = [g for g in grads if local_part(g).numel()]
         squares = torch.stack(
@@ -296,12 +291,10 @@ class GradientNorm:
 
 
 def check_states(optimizer: torch.optim.Optimizer) -> None:
-    """Check after loading that every moment has the shape and format that this sharding gives it
-    (T-6).
+    """Check after loading that every moment has the shape and format of this sharding (T-6).
 
-    torch's ``load_state_dict`` accepts states of another sharding silently. The next step would
-    then be wrong, or would keep in float32 what should be FP8. ``Step.resume`` calls this after
-    every load.
+    torch's ``load_state_dict`` accepts states of another sharding silently: the next step would be
+    wrong, or keep FP8 in float32. ``Step.resume`` calls this after every load.
     Raises:   ValueError: a moment of another shape or format.
     """
     for p, key, state in moments(optimizer):

@@ -40,8 +40,7 @@ class Processes:
 
     @contextmanager
     def naming_lost_processes(self) -> Iterator[None]:
-        """In this context, torch's error about a lost process becomes a LostProcessError with its
-        rank and cause."""
+        """In this context, torch's error about a lost process becomes a LostProcessError."""
         try:
             yield
         except LostProcessError:
@@ -92,15 +91,13 @@ def join(timeout_s: int) -> Processes:
             f"RANK must be below WORLD_SIZE, and MASTER_PORT must be a port; got {rank}, "
             f"{ranks} and {port}. torchrun sets all of them."
         )
-    # Both warnings are harmless here: nothing writes into a module's results, and whole weights are
-    # gathered rarely.
+    # Both warnings are harmless: no module's results are written, and gathers are rare.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     gpu, timeout = torch.cuda.is_available(), datetime.timedelta(seconds=timeout_s)
     if gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    # init_device_mesh gives the groups of its axes torch's default timeout, half an hour: change
-    # the default
+    # init_device_mesh gives groups torch's default timeout, half an hour: change it
     distributed_c10d.default_pg_timeout = timeout
     distributed_c10d.default_pg_nccl_timeout = timeout if distributed.is_nccl_available() else None
     _reach(timeout_s)
@@ -168,11 +165,9 @@ def leave(code: int) -> NoReturn:
 
 
 def mesh_of(config: Config) -> DeviceMesh | None:
-    """The device mesh data x fsdp x expert x tensor of the processes that ``join`` connected,
-    without expert if it is 1.
+    """The device mesh data x fsdp x expert x tensor of ``join``'s processes; expert only above 1.
 
-    None for one process. Ranks that share sequences are of fsdp (P-26): r of them in a row, for
-    parallel.context r.
+    None for one process. Ranks that share sequences are of fsdp (P-26), context many in a row.
 
     Raises:   ConfigError: config.parallel asks for another number of processes, or they cannot
               share the batch evenly, or a sequence; or, under adamw_fp8, the rows of a parameter.

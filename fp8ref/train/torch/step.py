@@ -42,8 +42,7 @@ from fp8ref.train.torch.processes import context_of
 
 
 class Step:
-    """The model, its parameters ``params`` by name and the optimizer, with the functions of a
-    training step.
+    """The model, its ``params`` by name and the optimizer, with the functions of a training step.
 
     params    float32 masters; what the model computes with, where the optimizer keeps the masters.
     copies    the weights that the model keeps in FP8, made from such masters; None without any.

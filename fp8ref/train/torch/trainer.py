@@ -55,11 +55,9 @@ class Trainer:
         *,
         multiply: Multiply | None = None,
     ) -> None:
-        """weights: float32 by name; None: ``llama.lazy_initial_weights`` of run.seed, or those of a
-        user's model.
+        """weights: float32 by name; None: ``llama.lazy_initial_weights``, or the user's model's.
 
-        multiply  the simulated hardware of numerics.accumulate, which runs the FP8 GEMMs (spec
-                  G-19).
+        multiply  the simulated hardware of numerics.accumulate, for FP8 GEMMs (spec G-19).
         Raises:   ConfigError: as ``mesh_of``; numerics.accumulate without multiply, or with a GPU;
                   numerics.kernels 'triton' where Triton's do not run; as
                   ``custom.model.CustomModel``.
@@ -268,8 +266,7 @@ class Trainer:
         self._step.forget()
 
     def statistics(self, tokens: np.ndarray) -> dict[str, dict]:
-        """Quantization statistics of every FP8 operand of a batch (spec Q-8, Q-13), from an eager
-        pass without update."""
+        """Statistics of every FP8 operand of a batch (Q-8, Q-13), by an eager pass alone."""
         with torch.compiler.set_stance("force_eager"):
             _, statistics = self._measured(tokens)
         self._step.forget()

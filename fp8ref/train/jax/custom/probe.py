@@ -17,13 +17,11 @@ _PRODUCTS = ("dot_general", "ragged_dot", "conv_general_dilated", "gather", "sca
 def heads(
     model: nnx.Module, name: str, candidates: Sequence[str], vocab_size: int, length: int
 ) -> tuple[str, ...]:
-    """Those of some linears that make the logits: no other product is between their outputs and the
-    logits.
+    """Those linears that make the logits: no other product is between their outputs and the logits.
 
     A trace of tokens [1, length] says which; nothing is computed. The model is used up.
     name      of the model, for messages.
-    Raises:   ConfigError: the pass fails or gives other logits; it changes a variable, which a
-              checkpoint would not have.
+    Raises:   ConfigError: the pass fails, gives other logits, or changes an unsaved variable.
     """
     for path, layer in list(nnx.iter_graph(model, graph=True)):
         if (layer_name := ".".join(map(str, path))) in candidates:

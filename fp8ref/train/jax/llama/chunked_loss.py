@@ -15,8 +15,7 @@ WORDS = 8192
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def losses(h: jax.Array, w: jax.Array, targets: jax.Array, words: int = WORDS) -> jax.Array:
-    """Each token's ``logsumexp(logits) - logits[target]`` in float32, of logits = h w^T (spec M-5,
-    P-29).
+    """Each token's ``logsumexp(logits) - logits[target]`` in float32; logits = h w^T (M-5, P-29).
 
     Shapes:   h [..., H] and w [V, H] of one dtype, targets [...] integers; float32 [...].
     Order:    logits of ``words`` words after another, rounded to h's dtype as a linear rounds them

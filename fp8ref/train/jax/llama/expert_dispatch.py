@@ -1,8 +1,6 @@
-"""Rows of experts on their way between devices, in the trainer (spec X-13, X-14): in FP8 where that
-changes no bit.
+"""Experts' rows on their way between devices (X-13, X-14): in FP8 where that changes no bit.
 
-Functions of a pass of the model, whose layout says how devices hold experts and which observations
-it collects.
+Functions of a pass, whose layout says how devices hold experts and what is observed.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,6 @@
 """Experts in place of an MLP in JAX (spec M-8): router, grouped linears, weighted sum.
 
-Functions of arrays; ``llama.MixtureMLP`` holds the parameters. ``fp8ref.jax.experts.grouped``
-multiplies.
+Functions of arrays; ``llama.MixtureMLP`` has parameters, ``fp8ref.jax.experts.grouped`` multiplies.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,8 +24,7 @@ def route(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The experts of each token and their weights, in float32.
 
-    Shapes:   x [T, hidden], weight [E, hidden] -> experts int32 [T, k], weights [T, k],
-              probabilities [T, E].
+    Shapes:   x [T, hidden], weight [E, hidden] -> experts int32, weights [T, k]; all [T, E].
     """
     numbers = ((1,), (1,)), ((), ())
     # [T, E]

@@ -1,7 +1,6 @@
 """What a forward pass of the trainer's Llama carries to its linears, and collects from them.
 
-``llama.Llama`` passes it down; each linear, each projection of experts and each attention computes
-through it.
+``llama.Llama`` passes it down; linears, experts' projections and attention compute through it.
 """
 
 import contextlib
@@ -38,8 +37,7 @@ from fp8ref.train.jax.mesh import Layout
 _T = TypeVar("_T")
 
 KEPT = ("linear", "attention")
-"""What selective checkpointing keeps of a layer, by ``checkpoint_name``: the outputs of linears and
-of attention."""
+"""What selective checkpointing keeps, by ``checkpoint_name``: outputs of linears and attention."""
 
 QUERIES = 512
 """The queries that chunked attention takes at a time."""
@@ -62,8 +60,7 @@ class Pass:
     state      delayed-scaling states by linear, which the pass reads.
     seen       amax observations by linear; each linear replaces its own.
     layout     places a linear on the mesh; None places none, as a layout of one device does.
-    taps       statistics accumulators by linear (``Observations``) and by attention; each
-               replaces its own.
+    taps       statistics accumulators by linear and attention, each replaced by its own.
     attention  "xla" or "cudnn": the implementation of jax.nn.dot_product_attention; "chunked":
                XLA's, of QUERIES queries at a time.
     variant    of ``fp8ref.spec.attention.variants``, computed by "tiles", or cuDNN's "kernel" (spec
@@ -165,8 +162,7 @@ class Pass:
         return y
 
     def linear(self, x: jax.Array, w: jax.Array, recipe: str | Recipe, name: str) -> jax.Array:
-        """x [..., K] x w [N, K] -> [..., N], with the state, observations and placement of the
-        linear ``name``."""
+        """x [..., K] x w [N, K] -> [..., N], by the state and placement of linear ``name``."""
         placement = self.layout.placement(name) if self.layout else None
         observed = Observations(self.seen.get(name), self.taps.get(name), self.mu.get(name))
         with self._computing():
@@ -316,8 +312,7 @@ def _attended_in_chunks(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
     @jax.checkpoint
     def attended(first: jax.Array, queries: jax.Array) -> jax.Array:
-        # Past the barrier the mask depends on what is differentiated, so that it is computed again
-        # too.
+        # Past the barrier the mask depends on what is differentiated: it is computed again too.
         first, queries = lax.optimization_barrier((first, queries))
         mask = first + jnp.arange(size)[:, None] >= jnp.arange(length)
         keys, values = (x.astype(q.dtype) for x in wide)

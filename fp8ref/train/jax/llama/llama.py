@@ -135,8 +135,7 @@ class MLP(nnx.Module):
         return [self.gate_proj, self.up_proj, self.down_proj]
 
     def __call__(self, x: jax.Array, run: Pass) -> jax.Array:
-        # Past the barrier XLA keeps these two for the backward pass, and not the float32 products
-        # that they are rounded from.
+        # Past the barrier XLA keeps these two for the backward pass, not their float32 products.
         gate, up = jax.lax.optimization_barrier((self.gate_proj(x, run), self.up_proj(x, run)))
         return self.down_proj(swiglu(gate, up), run)
 

@@ -31,8 +31,7 @@ from fp8ref.train.jax.parameter_trees import LayerStacks, name_of
 class LlamaModel(Model):
     """``Llama`` under a layout.
 
-    measured   names of the linears in FP8, and of the layers' attention, in the order of the
-               statistics.
+    measured   the linears, and layers' attention, in FP8, in the order of the statistics.
     """
 
     def __init__(self, config: Config, layout: Layout, multiply: Multiply | None) -> None:
@@ -201,8 +200,7 @@ class LlamaModel(Model):
         return self._loss_in(run, weights, tokens), run.seen
 
     def _loss_in(self, run: Pass, weights, tokens: jax.Array, *, trains: bool = True) -> jax.Array:
-        """The mean loss; trains: with what a step adds to it, the load-balancing loss of experts
-        times its factor (M-8)."""
+        """The mean loss; trains: with the load-balancing loss of experts times its factor (M-8)."""
         layout, sizes = self._layout, self._config.model
         own, targets = map(layout.own_context, (tokens[:, :-1], tokens[:, 1:]))
         model, targets = self._model(weights), layout.own_sequence(targets)

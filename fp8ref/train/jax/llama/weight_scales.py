@@ -22,8 +22,7 @@ from fp8ref.recipe import Recipe
 def amaxes(weights: Mapping[str, jax.Array]) -> jax.Array:
     """The amaxes of weights as they are cast, in bfloat16 (M-2), one after the other: float32 [n].
 
-    weights  [N, K], or a stack's [layers, N, K], of which each layer has its own; inside shard_map
-             a device's pieces.
+    weights  [N, K], or a stack's [layers, N, K], a scale each; in shard_map a device's pieces.
     """
     # An NVIDIA GPU takes an amax in the kernel that writes the weight. XLA for a CPU would compute
     # the weight again for it, and might round otherwise.

@@ -14,13 +14,10 @@ from fp8ref.train.torch.custom import probe
 
 
 def build(keys: ArchitectureConfig, vocab_size: int, *, seed: int) -> nn.Module:
-    """The model, in float32 on the CPU, with its own initial weights from this seed; no state of
-    torch's generators changes.
+    """The model, in float32 on the CPU, with initial weights from this seed alone.
 
-    transformers    ``source`` is a directory with config.json, or the file; the class is
-                    AutoModelForCausalLM's.
-    torch           ``source`` is an import path of a function or class; it is called with
-                    vocab_size=.
+    transformers    ``source``: a config.json or its directory, for AutoModelForCausalLM.
+    torch           ``source``: the import path of a callable, which takes vocab_size=.
     Raises:         ConfigError: it cannot be imported or made; a vocabulary of another size; lazy
                     modules, dropout or batch norms, which have no place in a step; grouped linears.
                     ``custom.probe.check`` finds what only a pass shows.
@@ -51,8 +48,7 @@ def build(keys: ArchitectureConfig, vocab_size: int, *, seed: int) -> nn.Module:
 def shapes(keys: ArchitectureConfig, vocab_size: int, length: int) -> Shapes:
     """As ``architecture.shapes``.
 
-    length    tokens of a sequence, in the pass that shows the head where the model does not tell
-              and a linear could be it.
+    length    tokens of the pass that shows the head where the model does not tell.
     Raises:   ConfigError: as ``build`` and ``custom.probe.heads``; a model without linears.
     """
     model = build(keys, vocab_size, seed=0)

@@ -79,8 +79,7 @@ class CustomModel(Model):
 def _set(model: nn.Module, weights: Mapping[str, llama.Weight]) -> None:
     """Fill a model's parameters; of tied ones any name will do, and several that agree.
 
-    Raises:   ConfigError: names or shapes that are not the model's; weights of tied names that
-              differ.
+    Raises:   ConfigError: other names or shapes than the model's; tied weights that differ.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

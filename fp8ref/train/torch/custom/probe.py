@@ -28,8 +28,7 @@ _PRODUCTS = (
 
 
 def check(model: nn.Module, name: str, vocab_size: int, length: int) -> None:
-    """Compute tokens [1, length] as a step does, forward alone; generators and buffers are
-    afterwards as before.
+    """Compute tokens [1, length] as a step, forward alone; generators and buffers are restored.
 
     name      of the model, for messages.
     Raises:   ConfigError: the pass fails or gives other logits; it draws random numbers, of torch,
@@ -84,8 +83,7 @@ def check(model: nn.Module, name: str, vocab_size: int, length: int) -> None:
 def heads(
     model: nn.Module, name: str, candidates: Sequence[str], vocab_size: int, length: int
 ) -> tuple[str, ...]:
-    """Those of some linears that make the logits: no other product is between their outputs and the
-    logits.
+    """Those linears that make the logits: no other product is between their outputs and the logits.
 
     The graph of a forward pass of tokens [1, length] says which.
     Raises:   ConfigError: the pass fails or gives other logits.

@@ -77,8 +77,7 @@ class Projections(nn.Module):
 
 
 class MixtureMLP(nn.Module):
-    """The weighted sum of a token's experts, and a shared MLP's output if there is one: [B, T,
-    hidden] of x's shape.
+    """The weighted sum of a token's experts, and a shared MLP's output, if any: [B, T, hidden].
 
     group   of ranks that have different experts, to which rows are sent (X-13); None: this rank has
             all.
@@ -109,8 +108,7 @@ class MixtureMLP(nn.Module):
         self.balance = Balance(
             torch.diff(ends, prepend=ends.new_zeros(1)).float(), probabilities.sum(0)
         )
-        # Copies in float32, so that a token's gradients are summed in it; a permutation sums none.
-        # [T k, hidden]
+        # Copies in float32, which sums a token's gradients. [T k, hidden]
         copies = tokens.float()[:, None].expand(-1, weights.shape[1], -1).reshape(-1, x.shape[-1])
         rows = self._grouped(copies.to(x.dtype)[order], ends)
         back = torch.empty_like(order).index_copy(

@@ -51,8 +51,7 @@ class Embedding(nn.Module):
     """Rows of the float32 table, then rounded: [B, T] -> [B, T, hidden] (spec M-2).
 
     widens  whether a narrower table has float32 gradients.
-    wide    the table of a pass, where it is widened before the pass; None: the pass widens it
-            itself.
+    wide    the pass's table, widened before it; None: the pass widens it itself.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -263,8 +262,7 @@ class Decoder(nn.Module):
 class Llama(nn.Module):
     """Logits: tokens [B, T] int -> [B, T, vocab_size], of the compute dtype.
 
-    part      (r, n): the tokens are the r-th of n equal parts of each sequence, whose others are on
-              other ranks (spec A-24).
+    part      (r, n): tokens are the r-th of n equal parts of sequences (spec A-24).
     Order:    spec M-3, rounded to the compute dtype at each of its sites.
     The weights' dtype is the caller's: the training step rounds float32 masters to bfloat16 first
     (spec M-2).
