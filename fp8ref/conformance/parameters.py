@@ -98,9 +98,8 @@ def quantizers(
 
     count     how many tensors; the patterns of ``inputs.quantizer_inputs`` take turns.
     source    the dtype of x: float32, bfloat16 (ml_dtypes' dtype) or float16.
-    Raises:   ValueError: a fmt that is not FP8, an unknown source or policy, a shape that the
-              granularity does not take, a seed or count out of range; ImportError: bfloat16 without
-              ml_dtypes.
+    Raises:   ValueError: a fmt not of FP8, an unknown source or policy, a shape that does not fit,
+              a seed or count out of range; ImportError: bfloat16 without ml_dtypes.
     Source:   spec S-5, S-6.
     """
     fmt = formats.by_name(fmt)

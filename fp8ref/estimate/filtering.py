@@ -25,9 +25,8 @@ def kind(decision: Decision) -> Kind:
 def slower(ledgers: Sequence[tuple[Decision, Ledger]], *, cast_once: bool) -> list[set[Kind]]:
     """Kinds of linears that take longer in FP8, by the last of each, in sets left out together.
 
-    cast_once: an input is quantized once for the linears that share it, and the cost is with the
-    first of them. So the others are judged by their own costs, and the first together with those
-    that gain.
+    cast_once: linears that share an input quantize it once, at the cost of the first. So others are
+    judged by their own costs, and the first together with those that gain.
     """
     groups: dict[tuple, dict[Kind, tuple[bool, Ledger]]] = {}
     for decision, ledger in ledgers:

@@ -66,9 +66,8 @@ def cells(
 def of(figure: Figure) -> str:
     """JSON of a figure that was drawn: an entry for each of its axes, null for a colorbar.
 
-    An entry has the place of the axes in the SVG's units, [left, top, right, bottom], their limits,
-    and either ``series``, or the ``values`` of ``rows`` and ``columns``. Numbers have five digits;
-    null is no finite number.
+    An entry has the axes' place in the SVG's units, [left, top, right, bottom], their limits, and
+    ``series``, or the ``values`` of ``rows`` and ``columns``, of five digits; null: not finite.
     """
     return json.dumps(
         [_axes_entry(ax, figure) for ax in figure.axes], separators=(",", ":"), ensure_ascii=False

@@ -232,9 +232,8 @@ def _exchanged(
 
 
 def _context(config: Config) -> Iterator[Collective]:
-    """Context parallelism of attention (A-21): codes of keys and values are gathered in each pass,
-    and once more where the forward pass runs again; their gradients are summed over the devices in
-    float32."""
+    """Context parallelism of attention (A-21): each pass gathers codes of keys and values, one that
+    runs again once more; devices sum their gradients in float32."""
     keys, model, variant = config.parallel, config.model, config.attention_variant
     assert variant is not None
     heads = model.num_key_value_heads // keys.tensor

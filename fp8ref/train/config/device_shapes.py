@@ -43,9 +43,8 @@ def at_rest(
 ) -> tuple[int, ...]:
     """Shape of the largest piece of a parameter that a device stores.
 
-    JAX cuts matrices over fsdp, context and expert, evenly, but for routers. FSDP2 cuts every
-    parameter, and its last pieces may be shorter. Experts are cut by their number, over fsdp and
-    expert.
+    JAX cuts matrices over fsdp, context and expert, evenly, but routers. FSDP2 cuts all; last
+    pieces may be shorter. Experts are cut by their number, over fsdp and expert.
     """
     cut = shape
     if len(shape) == 2:

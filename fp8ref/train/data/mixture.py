@@ -16,9 +16,8 @@ from fp8ref.train.data.windows import Windows
 class Mixture:
     """Rows of several sources in one order, which the weights alone give.
 
-    Row k of source i has the place (k + 1/2) / w_i; rows are in the order of their places, those of
-    one place in the order of their sources. A weight is the decimal number that it is written as,
-    and all is exact.
+    Row k of source i has the place (k + 1/2) / w_i; rows are in the order of places, then sources.
+    A weight is the decimal number that it is written as, and all is exact.
     """
 
     def __init__(self, rows: Sequence[grain.MapDataset], weights: Sequence[float]) -> None:

@@ -40,9 +40,8 @@ class Layout:
     def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None) -> None:
         """devices   of a topology description, on which arrays are only shapes. None: jax's own.
 
-        Raises:   ConfigError: cuDNN attention without a GPU, or with unsupported heads; more
-                  devices than there are; a batch, heads or dims that the mesh does not cut into
-                  equal pieces.
+        Raises:   ConfigError: cuDNN attention without a GPU or on unsupported heads; too few
+                  devices; a batch, heads or dims that the mesh does not cut into equal pieces.
         """
         self.config = config.parallel
         self.abstract = devices is not None
@@ -310,17 +309,15 @@ class Layout:
         return self.mapped and bool(self._gathering)
 
     def expert_weights(self, w: jax.Array) -> jax.Array:
-        """The weights [E, N, K] of this device's experts, of its piece of them: all-gathered over
-        fsdp in their dtype. The gradient is summed over fsdp and data, in reduce_dtype, and rounded
-        to it."""
+        """The weights [E, N, K] of this device's experts, all-gathered over fsdp in their dtype.
+        Their gradient is summed over fsdp and data, in reduce_dtype, and rounded to it."""
         if not (self.mapped and (self._gathering or self._copying)):
             return w
         return gathers.weights(w, self._gathering, self._copying, self.config.reduce_dtype)
 
     def whole_head(self, w: jax.Array) -> jax.Array:
-        """The last linear's weight [V, K], of this device's piece of it: all-gathered in its dtype,
-        and its gradient summed over the devices that have other tokens, in reduce_dtype, and
-        rounded to it (P-9)."""
+        """The last linear's weight [V, K], all-gathered in its dtype; its gradient is summed over
+        devices with other tokens, in reduce_dtype, and rounded to it (P-9)."""
         others = tuple(axis for axis in self.cutting_tokens if axis not in self._fsdp)
         if not (self.mapped and (self._fsdp or others)):
             return w

@@ -67,8 +67,7 @@ class Store:
         """Read a state into tensors in place, whatever mesh wrote it.
 
         mu becomes 1 where only ``tensors`` has it, and is not read where only the state does (K-2).
-        Raises:   ConfigError: another model's or recipe's tensors; moments in FP8 of another mesh
-                  (T-6).
+        Raises:   ConfigError: another model's or recipe's tensors; FP8 moments of another mesh.
         """
         _be_quiet()
         reader = dcp.HuggingFaceStorageReader(str(directory))

@@ -122,9 +122,8 @@ class Step:
         measured  filled with the health of the states that the step makes (spec O-12).
         Returns "loss" and "grad_norm".
 
-        If either is not finite, no rank's state changes (T-4). Both are read from the device once:
-        after everything is launched, if the optimizer can skip a step by a flag on the device, else
-        before its step.
+        If either is not finite, no rank's state changes (T-4). Both are read once: after all
+        launches, if a flag on the device can skip the optimizer's step, else before it.
         """
         grads = optimizer.gradients(self.params.values())
         norm = self._norm(grads)
