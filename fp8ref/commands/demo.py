@@ -299,7 +299,8 @@ def _draw(path: Path, lines: dict, judged: "Verdicts", entropy: float | None) ->
     for (backend, recipe), verdict in judged.items():
         if verdict.compared:
             gap = verdict.compared.gap.last
-            gaps[f"{backend} {recipe}"] = float(gap.mean), float(gap.low), float(gap.high)
+            ends = gap.mean, gap.low, gap.high
+            gaps[f"{backend} {recipe}"] = tuple(map(float, ends))
     margin = max((one.margin for one in judged.values() if one.margin), default=0.0)
     plots.loss_gaps(axes[1], gaps, margin=margin)
     picture.savefig(path)

@@ -30,8 +30,7 @@ Run = Callable[[argparse.Namespace], int]
 
 
 def plain(commands, usage: str, run: Run, text: str = "") -> Parser:
-    """Add a command. usage: its name, and needs; text: as ``Parser.describe``; default: run's docs.
-    """
+    """Add a command. usage: its name, then its needs; text: of ``Parser.describe``, or run's."""
     name, _, needs = usage.partition(" ")
     text = text or run.__doc__ or name
     parser: Parser = commands.add_parser(name, help=text.partition("\n")[0])

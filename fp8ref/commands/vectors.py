@@ -202,5 +202,6 @@ def _settings(arguments: argparse.Namespace) -> dict:
 
 def _named(arguments: argparse.Namespace, options: Iterable[str]) -> dict:
     """{name: value} of those options that the command line names."""
-    values = {name: getattr(arguments, name) for name in (o.replace("-", "_") for o in options)}
+    names = (option.replace("-", "_") for option in options)
+    values = {name: getattr(arguments, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}

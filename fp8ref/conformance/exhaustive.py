@@ -4,6 +4,7 @@
 ``simplest_difference`` asks one function in this process: ``fp8ref conform --exhaustive``.
 """
 
+import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -144,7 +145,8 @@ def _inputs(task: Task, fmt: Format) -> Iterator[np.ndarray]:
 
 def _examine_casts(bits: np.ndarray, fmt: Format) -> Tally:
     x, tally = bits.view(np.float32), Tally()
-    specified = {saturates: cast.encode(x, fmt, saturate=saturates) for saturates in (True, False)}
+    encode = functools.partial(cast.encode, x, fmt)
+    specified = {kind: encode(saturate=kind) for kind in (True, False)}
     kind = np.empty(bits.size, np.uint8)
     counts = _classify(bits, specified[False], fmt.max_code, kind)
     for library, function in libraries.casts(fmt).items():
@@ -189,7 +191,7 @@ def _run_lengths(kind, expected, codes):
                 last[3] += 1
             else:
                 row = runs[n]
-                row[0], row[1], row[2], row[3], row[4] = kind[i], expected[i], codes[i], 1, i
+                row[:] = kind[i], expected[i], codes[i], 1, i
                 n += 1
     return runs[:n]
 

@@ -90,7 +90,8 @@ def summed_gemm(
     # n parts take n - 1 additions. Each rounds a partial sum, of at most ``size``, by u of it; so
     # do the simulator's. Both results are then rounded to bfloat16, by U of about output.
     u = 2.0**-24 if wide else U
-    return parts_bound + 2 * u * (len(parts) - 1) * size + 2 * U * (np.abs(output) + parts_bound)
+    sums = 2 * u * (len(parts) - 1) * size
+    return parts_bound + sums + 2 * U * (np.abs(output) + parts_bound)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +236,8 @@ def probe_weights(weights: Mapping[str, np.ndarray], *, seed: int) -> dict[str, 
         large = any(part in name for part in ("q_proj", "k_proj", "gate_proj"))
         return value * np.sqrt(2 if large else 1) / np.sqrt(shape[-1])
 
-    return {name: draw(name, value.shape).astype(np.float32) for name, value in weights.items()}
+    drawn = {name: draw(name, value.shape) for name, value in weights.items()}
+    return {name: value.astype(np.float32) for name, value in drawn.items()}
 
 
 def rerounded(weights: Mapping[str, np.ndarray], *, seed: int) -> dict[str, np.ndarray]:

@@ -170,7 +170,8 @@ def backward(config: llama.LlamaConfig) -> list[str]:
             f"{layer}.self_attn.o_proj"
         ]
         router = [f"{layer}.mlp{llama.ROUTER}"] if config.num_experts else []
-        mlps = [name for name in llama.linear_shapes(config) if name.startswith(f"{layer}.mlp.")]
+        names = llama.linear_shapes(config)
+        mlps = [name for name in names if name.startswith(f"{layer}.mlp.")]
         modules += [f"{layer}.post_attention_layernorm", *router, *mlps]
     modules += ["model.norm"] if config.tie_word_embeddings else ["model.norm", "lm_head"]
     return modules[::-1]
@@ -325,7 +326,8 @@ def _check_output(
 
 def initial_states(recipes: Mapping[str, Recipe]) -> States:
     """The simulator's states of delayed scaling before the first step; {} if scales are dynamic."""
-    return {name: delayed.init(config) for name, (_, config) in _delayed_casts(recipes).items()}
+    casts = _delayed_casts(recipes).items()
+    return {name: delayed.init(config) for name, (_, config) in casts}
 
 
 def states_after(

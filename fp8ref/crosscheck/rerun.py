@@ -139,7 +139,8 @@ def _used_states(trainer: loop.Trainer, config: Config) -> States:
         for role in roles
     }
     kept = trainer.fp8_states()
-    return {name: delayed.DelayedState(*parts) for name, parts in kept.items() if name in used}
+    parts = {name: each for name, each in kept.items() if name in used}
+    return {name: delayed.DelayedState(*each) for name, each in parts.items()}
 
 
 def _first_in(report: Report, sites: Iterable[tuple[Site, str]], backend: str) -> NonFinite | None:
@@ -245,7 +246,8 @@ class RerunReport(Result):
     @property
     def faithful(self) -> bool:
         """True if codes and scales are the simulator's: the numbers diverged, no cast is wrong."""
-        return all(check.ok for name, check in self.report.checks.items() if "/finite/" not in name)
+        checks = self.report.checks.items()
+        return all(check.ok for name, check in checks if "/finite/" not in name)
 
     @property
     def ok(self) -> bool:

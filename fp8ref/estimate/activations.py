@@ -60,7 +60,8 @@ def first_recipes(config: Config) -> list[Recipe]:
 def _features(config: Config, backend: str) -> tuple[float, float, float, int]:
     """A device's features of queries, of keys and values, inner; a token's expert copies."""
     keys, model = config.parallel, config.model
-    attended, inner = model.num_attention_heads * model.head_dim, model.intermediate_size
+    attended = model.num_attention_heads * model.head_dim
+    inner = model.intermediate_size
     # Where devices have experts of their own, JAX has buffers for all rows of all of them (X-13).
     copies = model.num_experts_per_tok * (keys.expert if backend == "jax" else 1)
     if model.num_experts:  # a token's own experts, and the shared one
@@ -87,7 +88,8 @@ def _layer(config: Config, backend: str, recipe: Recipe) -> tuple[float, str]:
     elif backend == "jax" or keys.compile != "none":
         # bf16: the inputs of both norms and what they give; q, k, v; attention's output; gate, up
         # and their product
-        layer, formula = 2 * (4 * h + 2 * a + 2 * kv + 3 * f), "2 (4 H + 2 A + 2 KV + 3 F)"
+        layer = 2 * (4 * h + 2 * a + 2 * kv + 3 * f)
+        formula = "2 (4 H + 2 A + 2 KV + 3 F)"
     else:
         # eager autograd keeps float32 too: two of each norm; gate, its SiLU and up
         layer, formula = (
@@ -98,7 +100,8 @@ def _layer(config: Config, backend: str, recipe: Recipe) -> tuple[float, str]:
         # copies of a token for its experts in bf16, and what they give: in bf16 by XLA, widened by
         # autograd
         copy_bytes = 4 if backend == "jax" else 6
-        layer, formula = layer + copy_bytes * copies * h, f"{formula} + {copy_bytes} k H"
+        layer += copy_bytes * copies * h
+        formula = f"{formula} + {copy_bytes} k H"
     return layer, formula
 
 

@@ -42,7 +42,8 @@ def _show_custom(config: Config, backend: str, console: Console) -> None:
     """What is known of a user's model: parameters, linears, and the bytes of a checkpoint."""
     shapes, data = config.shapes, config.data
     table = consoles.table("what", ">size", "how", title=f"The run, with {backend}")
-    table.add_row("parameters", f"{sum(map(math.prod, shapes.parameters.values())):,}", shapes.kind)
+    count = sum(map(math.prod, shapes.parameters.values()))
+    table.add_row("parameters", f"{count:,}", shapes.kind)
     tokens = data.batch_size * data.sequence_length
     table.add_row(
         "tokens a step", f"{tokens:,}", f"{data.batch_size:,} sequences of {data.sequence_length:,}"

@@ -40,8 +40,7 @@ def by(spec: GemmSpec, backend: str) -> By:
 
 
 def in_fp8(spec: GemmSpec, backend: str) -> bool:
-    """Whether the grouped GEMM runs in FP8: not of blocks, but in PyTorch's GEMMs by expert.
-    """
+    """Whether the grouped GEMM runs in FP8: not of blocks, but in PyTorch's GEMMs by expert."""
     return spec.fp8 and multiplies_fp8(spec, backend)
 
 
@@ -76,7 +75,8 @@ class GroupedGemm:
         """The kernels that multiply."""
         if self.by == "one kernel":
             return 1
-        return self.experts if self.by == "a GEMM for each expert" else self.blocks * (1 + AROUND)
+        by_expert = self.by == "a GEMM for each expert"
+        return self.experts if by_expert else self.blocks * (1 + AROUND)
 
     def seconds(
         self, rate: float, operand_bytes: int, result_bytes: int, ceilings: Ceilings

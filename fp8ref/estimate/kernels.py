@@ -335,7 +335,8 @@ def _eager_amax(n: float) -> list[Kernel]:
 
     Then five operations on scalars or rows: float64, clamp, quotient, float32, reciprocal.
     """
-    return [Kernel("amax", 4 * n), Kernel("amax", 2 * n), *(Kernel("scale", 0) for _ in range(5))]
+    scales = [Kernel("scale", 0)] * 5
+    return [Kernel("amax", 4 * n), Kernel("amax", 2 * n), *scales]
 
 
 def _eager_cast(n: float) -> list[Kernel]:

@@ -108,7 +108,8 @@ def _scores(config: Config, backend: str) -> dict[str, Line]:
     if keys.attention == "kernel":
         return {}
     if variant is not None:
-        return {"attention scores": Line(*attention.tile_bytes(config, variant, backend), LAYERS)}
+        tile = attention.tile_bytes(config, variant, backend)
+        return {"attention scores": Line(*tile, LAYERS)}
     if backend == "jax" and keys.attention != "cudnn":
         return {"attention scores": Line(*activations.scores(config), LAYERS)}
     return {}
@@ -145,7 +146,8 @@ def _gradients(
     others = sum(piece for piece, _ in sizes.values()) - layer_elements
     parts = config.data.microbatches > 1
     if backend == "jax":
-        at, narrow = MOMENTS[1:] if config.parallel.scan else AFTER, "2 bytes a parameter, bf16"
+        at = MOMENTS[1:] if config.parallel.scan else AFTER
+        narrow = "2 bytes a parameter, bf16"
         memory_lines = {
             "gradients of layers": Line(2 * layer_elements, narrow, at),
             "gradients of other weights": Line(2 * others, narrow, MOMENTS[4:]),
@@ -318,7 +320,8 @@ def _largest_layer(config: Config, backend: str) -> tuple[int, int, int]:
         elements[block] = elements.get(block, 0) + size
         gathered[block] = gathered.get(block, 0) + size * (1 if codes else 2)
         weights.append(size)
-    return max(elements.values(), default=0), max(gathered.values(), default=0), max(weights)
+    most = max(elements.values(), default=0), max(gathered.values(), default=0)
+    return *most, max(weights)
 
 
 def _own(config: Config, backend: str, kept: Collection[str]) -> tuple[int, str]:
@@ -336,7 +339,8 @@ def _own(config: Config, backend: str, kept: Collection[str]) -> tuple[int, str]
             size -= sum(math.prod(d.shape) for d in in_codes if not d.recipe.in_blocks)
             beside_codes = "bf16 copies of others but the embedding table"
             return size, f"codes of weights in FP8, and {beside_codes}"
-        return size, f"bf16 copies of {'the pieces' if cut else 'all but the embedding table'}"
+        what = "the pieces" if cut else "all but the embedding table"
+        return size, f"bf16 copies of {what}"
     # FSDP2 gathers from shards that stay bf16
     beside = 2 if backend == "torch" and sharded(config, backend) else 0
     linears = {f"{name}.weight" for name in kept}

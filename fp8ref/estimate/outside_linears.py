@@ -165,7 +165,8 @@ def _elementwise(config: Config, backend: str, recipe: Recipe) -> float:
     if kernels.fuses(recipe, config, backend):
         # A kernel sums the residual and norms, 8 H. Backward a sum of the gradients of two linears'
         # input, 6 H, and of three, 8 H; a norm's gradient reads it, the residual and its gradient.
-        forward, backward = 2 * 8 * h + heads + 6 * f, (6 + 8 + 2 * 8) * h + heads + 10 * f
+        forward = 2 * 8 * h + heads + 6 * f
+        backward = (6 + 8 + 2 * 8) * h + heads + 10 * f
     copies = OF_COPY[backend] * model.num_experts_per_tok * h / 2
     forward, backward = forward + copies, backward + copies
     return forward * (1 if keys.checkpointing == "none" else 2) + backward

@@ -111,7 +111,8 @@ class Forecast(Result):
         ]
         for row in rows:
             del row["loses"]
-        ratios = {name: getattr(self.step, name) for name in ("ratio", "filtered_ratio", "limit")}
+        names = ("ratio", "filtered_ratio", "limit")
+        ratios = {name: getattr(self.step, name) for name in names}
         return {
             "backend": self.backend,
             "recipe": self.recipe,
@@ -126,7 +127,8 @@ class Forecast(Result):
     def _advice(self) -> str:
         if not any(row.ledger.parts for row in self.rows):
             return "No linear is in FP8."
-        lost, tail = self.to_filter, " amax includes its scales; floor is kernel launches alone."
+        lost = self.to_filter
+        tail = " amax includes its scales; floor is kernel launches alone."
         if lost and not self.fused:
             return (
                 f"SLOWER in FP8: {', '.join(lost)}. Casts are not fused: set parallel.compile "
@@ -237,7 +239,8 @@ def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
 
 
 def _us(seconds: float) -> str:
-    return f"{seconds * 1e6:,.0f}" if seconds >= 1e-4 or not seconds else f"{seconds * 1e6:.1f}"
+    digits = 0 if seconds >= 1e-4 or not seconds else 1
+    return f"{seconds * 1e6:,.{digits}f}"
 
 
 def _ms(seconds: float) -> str:

@@ -80,7 +80,8 @@ def _unfiltered_step(config: Config, backend: str, ceilings: Ceilings) -> Step:
         bf16 += parts * sum(ledger.bf16 for ledger in spent)
         saved = (parts * len(spent) - 1) * _seconds(once.get(decision.path, ()), ceilings)
         configured += parts * sum(ledger.seconds for ledger in spent) - saved
-    rest, variant = outside_linears.seconds(config, backend, ceilings), config.attention_variant
+    rest = outside_linears.seconds(config, backend, ceilings)
+    variant = config.attention_variant
     in_bf16 = outside_linears.seconds(filtering.in_bf16(config), backend, ceilings)
     if variant is not None:
         rest["attention"] = config.model.num_hidden_layers * attention.seconds(
@@ -154,7 +155,8 @@ def gemm_sizes(decision: Decision, config: Config, backend: str) -> list[Size]:
     m, (n, k) = tokens(config), used(decision.path, decision.shape, config)
     if decision.experts is not None:
         # with experts apart, from all devices that hold different ones
-        m = m * config.parallel.expert * config.model.num_experts_per_tok // decision.experts
+        rows = m * config.parallel.expert * config.model.num_experts_per_tok
+        m = rows // decision.experts
     if short_name(decision.path) == "lm_head" and config.parallel.sequence and backend == "jax":
         m //= config.parallel.tensor  # its weight is not cut over tensor; its tokens are
     return sizes_of(m, n, k)
@@ -190,7 +192,8 @@ def gemms_ledger(
         fp8 = multiplies_fp8(spec, backend)
         unscaled = kernels.scaled_after(spec, fusion) or not spec.rowwise
         # a GEMM whose scales are applied afterwards runs at the plain FP8 rate
-        rate = ceilings.bf16 if not fp8 else ceilings.fp8 if unscaled else ceilings.fp8_rowwise
+        in_fp8 = ceilings.fp8 if unscaled else ceilings.fp8_rowwise
+        rate = in_fp8 if fp8 else ceilings.bf16
         traffic = (1 if fp8 else 2) * k * (m + n) + kernels.writes(spec, fusion) * m * n
         multiplied += gemm_seconds(m, n, k, rate, traffic, ceilings)
     beside = quantizing(recipe, sizes, fusion, place)

@@ -22,7 +22,8 @@ def cast_difference(ax: Axes, x, codes, fmt: Format | str, *, label: str = "thei
     right = cast.encode(x, fmt)
     differ = cast.canonical_nans(codes, fmt) != right
     expected, decoded = (_finite(cast.decode(c, fmt)) for c in (right, codes))
-    ax.plot(x, expected, color=style.BLUE, linewidth=4, alpha=0.35, label="rounded to nearest even")
+    about = "rounded to nearest even"
+    ax.plot(x, expected, color=style.BLUE, linewidth=4, alpha=0.35, label=about)
     ax.plot(
         x, decoded, color=style.VERMILLION, linewidth=1.2, linestyle=style.DASHES[1], label=label
     )
@@ -52,7 +53,8 @@ def share_by_exponent(
     )
     share = 100 * np.divide(wrong, total, out=np.zeros(total.size), where=total > 0)
     # exponent e is from 2^e to 2^(e + 1)
-    ax.bar(np.arange(lowest, highest + 1) + 0.5, share, width=0.85, color=color, label=label)
+    centers = np.arange(lowest, highest + 1) + 0.5
+    ax.bar(centers, share, width=0.85, color=color, label=label)
     style.label_powers(ax.xaxis, lowest, highest + 1)
     ax.yaxis.set_major_formatter("{x:g} %")
     ax.set(xlabel="magnitude", ylabel="% of inputs that differ")
@@ -127,7 +129,8 @@ def error_lines(
     percent = {name: 100 * np.asarray(error, np.float64) for name, error in errors.items()}
     for (name, error), look in zip(percent.items(), style.layers(len(percent)), strict=True):
         style.line(ax, x, error, look, name)
-    low, high = min(e.min() for e in percent.values()), max(e.max() for e in percent.values())
+    low = min(e.min() for e in percent.values())
+    high = max(e.max() for e in percent.values())
     if low > 0:
         ax.set_yscale("log")
         style.log_ticks(ax.yaxis, low, high, text="{x:g} %")
@@ -178,7 +181,8 @@ def error_histogram(ax: Axes, errors: Mapping[str, np.ndarray], *, bins: int = 6
     Shapes:   every one of errors of any shape, not empty, finite; as fractions.
     """
     values = {name: 100 * np.asarray(error, np.float64).ravel() for name, error in errors.items()}
-    low, high = min(v.min() for v in values.values()), max(v.max() for v in values.values())
+    low = min(v.min() for v in values.values())
+    high = max(v.max() for v in values.values())
     if low == high:
         low, high = low - 0.5, high + 0.5
     edges = np.linspace(low, high, bins + 1)

@@ -78,7 +78,8 @@ def near_zero(ax: Axes, formats: Sequence[Format], *, until: int = 32) -> Axes:
         ):
             some = values[(values < border) == below]
             named = label if row == 0 else None
-            ax.plot(some, np.full(some.size, row), "o", color=color, markersize=5, label=named)
+            places = np.full(some.size, row)
+            ax.plot(some, places, "o", color=color, markersize=5, label=named)
         ax.axhline(row, color=style.FAINT, linewidth=0.8, zorder=0)
     _rows(ax, formats)
     xlabel = "multiples of the format's smallest number"
@@ -145,7 +146,8 @@ def worst_error(ax: Axes, formats: Sequence[Format], *, beyond: int = 3, points:
     ax.set_yticks([5, 10, 20, 50, 100], ["5 %", "10 %", "20 %", "50 %", "100 %"])
     ax.minorticks_off()
     style.label_powers(ax.xaxis, lowest, highest)
-    ax.set(xlabel="magnitude", ylabel="relative error", title="the worst within each power of two")
+    title = "the worst within each power of two"
+    ax.set(xlabel="magnitude", ylabel="relative error", title=title)
     style.legend(ax, loc="upper center")
     return style.plain(ax, grid="both")
 

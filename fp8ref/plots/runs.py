@@ -134,13 +134,15 @@ def staleness(
         name: int(delayed.clipped(amaxes, scale, fmt).sum()) for name, scale in scales.items()
     }
     for (name, scale), look in zip(scales.items(), style.looks(len(scales)), strict=True):
-        missed, fits = delayed.clipped(amaxes, scale, fmt), fmt.max / np.asarray(scale, np.float64)
+        missed = delayed.clipped(amaxes, scale, fmt)
+        fits = fmt.max / np.asarray(scale, np.float64)
         color, dash = look["color"], look["linestyle"]
         label = f"fits, {name}: {missed.sum()} clipped"
         ax.step(steps, fits, where="mid", linewidth=1.3, label=label, color=color, linestyle=dash)
         ax.plot(steps[missed], amaxes[missed], "x", color=color, markersize=6)
     ax.set_yscale("log", base=2)
     said = ", ".join(f"{name} clips {count}" for name, count in counts.items())
-    ax.set(xlabel="optimizer step", ylabel="magnitude", title=f"of {amaxes.size} steps {said}")
+    title = f"of {amaxes.size} steps {said}"
+    ax.set(xlabel="optimizer step", ylabel="magnitude", title=title)
     style.legend(ax)
     return style.plain(ax, grid="both")

@@ -25,7 +25,8 @@ def moment_range(ax: Axes, values: Mapping[str, np.ndarray], fmt: Format) -> Axe
         binades = np.log2(x / x.max()) if x.size else x
         share = 100 * np.histogram(np.clip(binades, edges[0], 0), edges)[0] / max(x.size, 1)
         below = 100 * np.mean(binades < lost) if x.size else 0.0
-        label, color, dash = f"{name}: {below:.2g} % below", look["color"], look["linestyle"]
+        label, color = f"{name}: {below:.2g} % below", look["color"]
+        dash = look["linestyle"]
         ax.stairs(share, edges, linewidth=1.5, label=label, color=color, linestyle=dash)
     ax.axvline(lost, color=style.MUTED, linewidth=0.9)
     text = ax.text(lost - 0.3, 0.4, f"0 in {fmt.name}", transform=ax.get_xaxis_transform())

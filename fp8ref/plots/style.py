@@ -175,7 +175,8 @@ def label_powers(axis, lowest: int, highest: int, *, ticks: int = 9) -> None:
 
     There are at most ``ticks`` of them, unless they are 64 apart.
     """
-    every = next((n for n in (1, 2, 3, 4, 5, 8, 16, 32, 64) if (highest - lowest) // n < ticks), 64)
+    steps = (1, 2, 3, 4, 5, 8, 16, 32, 64)
+    every = next((n for n in steps if (highest - lowest) // n < ticks), 64)
     places = np.arange(-(-lowest // every) * every, highest + 1, every)
     axis.set_ticks(places, labels=[power(float(place)) for place in places])
 
@@ -189,7 +190,8 @@ def legend(ax: Axes, **options: Any) -> None:
 def log_ticks(axis, lowest: float, highest: float, *, text: str = "{x:g}") -> None:
     """Ticks of a logarithmic axis: decades, or 1, 2 and 5 of each where there are few decades."""
     few = highest < 300 * lowest
-    subs = (1, 1.5, 2, 3, 4, 5, 6, 8) if highest < 10 * lowest else (1, 2, 5) if few else (1,)
+    subs: tuple[float, ...] = (1, 2, 5) if few else (1,)
+    subs = (1, 1.5, 2, 3, 4, 5, 6, 8) if highest < 10 * lowest else subs
     axis.set_major_locator(LogLocator(subs=subs))
     axis.set_major_formatter(text)
     axis.set_minor_formatter(NullFormatter())

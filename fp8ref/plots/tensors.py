@@ -66,7 +66,8 @@ def error_map(
     image = style.cells(ax, share, "magma_r", norm=norm, extent=extent)
     bar = ax.figure.colorbar(image, ax=ax, fraction=0.046)
     bar.set_label(f"error, % (cells of {size} x {size})", fontsize=8)
-    ticks = [tick for tick in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if low <= tick <= high]
+    values = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+    ticks = [tick for tick in values if low <= tick <= high]
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     bar.minorticks_off()
     bar.ax.tick_params(labelsize=8)

@@ -197,5 +197,6 @@ def _decide(
 
 def _multiple(recipe: Recipe, which: Gemm) -> int:
     """The multiple of a GEMM's reduced length: 16 (L-5) and its operands' blocks (S-6)."""
-    casts = [cast for cast in (recipe.gemms[which].a, recipe.gemms[which].b) if cast is not None]
+    gemm = recipe.gemms[which]
+    casts = [cast for cast in (gemm.a, gemm.b) if cast is not None]
     return math.lcm(16, *(granularity.by_name(cast.granularity).reduced or 1 for cast in casts))

@@ -100,7 +100,8 @@ class Report:
             for row in self.left_out
         ]
         more = f"; and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        return f"{line}. Not in FP8: {'; '.join(names[:NAMED])}{more}." if names else f"{line}."
+        shown = "; ".join(names[:NAMED]) + more
+        return f"{line}. Not in FP8: {shown}." if names else f"{line}."
 
     def headline(self) -> str:
         """A short line: how many of the layers that multiply are in FP8, and which are not."""
@@ -111,7 +112,8 @@ class Report:
         recipes = ", ".join(dict.fromkeys(str(row.recipe) for row in layers)) or "no recipe"
         line = f"fp8: {len(layers)} of {len(layers) + len(names)} layers ({recipes})"
         more = [f"{len(names) - NAMED} more"] if len(names) > NAMED else []
-        return f"{line}; in high precision: {', '.join([*names[:NAMED], *more])}" if names else line
+        shown = ", ".join([*names[:NAMED], *more])
+        return f"{line}; in high precision: {shown}" if names else line
 
     def __str__(self) -> str:
         columns = {

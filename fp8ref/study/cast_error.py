@@ -96,7 +96,8 @@ class Judged(Result):
     @property
     def subject(self) -> str:
         """How many linears, or tensors of no model."""
-        count = len({self.title(row) for row in self.rows}) if self.titles else len(self.layers)
+        titles = {self.title(row) for row in self.rows}
+        count = len(titles if self.titles else self.layers)
         return f"{count} {'tensor' if self.titles else 'linear'}{'s' * (count != 1)}"
 
     def by_layer(self, role: Role, of: Measure = "sqnr") -> np.ndarray:
@@ -181,7 +182,8 @@ class Judged(Result):
         wide = console.width >= WIDE
         say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
         say(self.sentence())
-        rows, titles = self.by_operand(), ("SQNR, dB", "5 % of rows below", "zeroed", "clipped")
+        rows = self.by_operand()
+        titles = ("SQNR, dB", "5 % of rows below", "zeroed", "clipped")
         if len(rows) > FEW:
             where = ["at"] if wide else []  # else names have no room
             table = _table(
@@ -254,7 +256,8 @@ def judge(
                         absent[f"{layer}/{role}"] = None
                     continue
                 own_axis = None if spec.granularity == "tensorwise" else axis
-                key = layer, role, spec.fmt.name, spec.granularity, spec.policy, own_axis
+                own_cast = spec.fmt.name, spec.granularity, spec.policy, own_axis
+                key = layer, role, *own_cast
                 if key not in once:
                     once[key] = _measure(operand, spec, axis)
                 rows.append(Row(recipe=name, layer=layer, gemm=gemm, role=role, **once[key]))

@@ -71,7 +71,8 @@ def _record(
     for name, array in arrays:
         name = one_line(str(name))
         head, _, last = re.sub("[./]", "\0", name).rpartition("\0")
-        chosen = [role for pattern, role in patterns.items() if fnmatch.fnmatchcase(name, pattern)]
+        matches = fnmatch.fnmatchcase
+        chosen = [role for pattern, role in patterns.items() if matches(name, pattern)]
         role = chosen[0] if chosen else ROLES.get(last, "input")
         try:
             operand = _operand(array, role, last == "kernel", rows)

@@ -178,7 +178,8 @@ def _typed(value: Any, *kinds: type) -> Any:
 
 
 def _operand(name: str, arrays: dict[str, np.ndarray], rows: int) -> Operand:
-    kept, amax, columns = wide(arrays[name], 2), arrays[f"{name}/amax"], arrays[f"{name}/columns"]
+    kept, amax = wide(arrays[name], 2), arrays[f"{name}/amax"]
+    columns = arrays[f"{name}/columns"]
     fits = (
         amax.shape == () and columns.shape == kept.shape[1:] and 0 < len(kept) <= _typed(rows, int)
     )

@@ -33,7 +33,8 @@ def record(model: nn.Module, recording: Recording, *, heads: int, tokens: int) -
 class _Watching(TorchFunctionMode):
     def __init__(self, recording: Recording, within: list[str], heads: int, tokens: int) -> None:
         super().__init__()
-        self._recording, self._within, self._heads, self._tokens = recording, within, heads, tokens
+        self._recording, self._within = recording, within
+        self._heads, self._tokens = heads, tokens
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))

@@ -202,8 +202,7 @@ def _separating(fmt: Format, dtype: str) -> np.ndarray:
 def _cast_near_ties(
     amax: np.ndarray, fmt: Format, dtype: str
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Numbers next to the ties under an amax [n, 1]: float32 [n, ties]; and codes each way.
-    """
+    """Numbers next to the ties under an amax [n, 1]: float32 [n, ties]; and codes each way."""
     numbers = cast.decode(np.arange(fmt.max_code + 1, dtype=np.uint8), fmt).astype(np.float64)
     ties = (numbers[1:] + numbers[:-1]) / 2
     most = np.finfo(np.float32).max

@@ -93,12 +93,14 @@ class Decode:
 
     def lines(self, codes: np.ndarray, scales: np.ndarray) -> list[str]:
         """The line of each code and scale."""
-        fields = text.hexadecimal(codes, self.fmt.bits), text.hexadecimal(scales, self.width)
+        codes_text = text.hexadecimal(codes, self.fmt.bits)
+        fields = codes_text, text.hexadecimal(scales, self.width)
         return [f"{code} {scale}" for code, scale in zip(*fields, strict=True)]
 
     def kinds(self, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
         """For each, an index of KINDS."""
-        value, scale = cast.decode(codes.astype(np.uint8), self.fmt), self.scale_values(scales)
+        value = cast.decode(codes.astype(np.uint8), self.fmt)
+        scale = self.scale_values(scales)
         small = np.abs(value) < self.fmt.smallest_normal
         cases = [np.isnan(value), np.isinf(value), value == 0, small]
         kinds = np.select(cases, range(4), 4)

@@ -209,7 +209,8 @@ def difference(
     divides = policy.stored == "scale_inv"
     factors = scaling.spread(q.scale_inv if divides else q.scale, x.shape, q.blocks)
     with np.errstate(all="ignore"):
-        every = x.astype(np.float32) / factors if divides else x.astype(np.float32) * factors
+        wide = x.astype(np.float32)
+        every = wide / factors if divides else wide * factors
     differ = (cast.canonical_nans(codes, fmt) != q.codes) & explain.has_code(every, fmt)
     if not differ.any():
         return None

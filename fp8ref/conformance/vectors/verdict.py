@@ -122,7 +122,8 @@ class Verdict(Result):
             f"{'inputs':<{width}}  {'asked':>9}  {'answered':>9}  {'compared':>9}  {'differ':>9}"
         )
         for kind in kinds:
-            numbers = self.asked[kind], answered[kind], self.compared[kind], self.differ[kind]
+            counts = self.asked, answered, self.compared, self.differ
+            numbers = [count[kind] for count in counts]
             lines.append(f"{kind:<{width}}" + "".join(f"  {n:>9,}" for n in numbers))
         lines.extend(self._incomplete())
         lines.append(

@@ -165,7 +165,8 @@ def states_after(
                     for one in passes
                     if one.layer == layer and f"{role}/value" in one.arrays
                 ]
-                seen = [delayed.observe(scaling.amax(np.asarray(x, np.float32))) for x in shown]
+                values = (np.asarray(x, np.float32) for x in shown)
+                seen = [delayed.observe(scaling.amax(x)) for x in values]
             elif trained is None:
                 continue
             else:
@@ -361,7 +362,8 @@ def neighbors(a: np.ndarray, b: np.ndarray) -> bool:
 
 def dequantized(what: str, one: AttentionPass, variant: Variant) -> np.ndarray:
     """A tensor of its codes and scales, float64 [B, H, T, D]."""
-    codes, scale = one.arrays[f"{what}/codes"], np.asarray(one.arrays[f"{what}/scale"], np.float64)
+    codes = one.arrays[f"{what}/codes"]
+    scale = np.asarray(one.arrays[f"{what}/scale"], np.float64)
     tokens, shape = what == "v", codes.shape
     spread = head_scaling.spread(1 / scale, shape, variant.granularity, along_tokens=tokens)
     return _decoded(what, codes, variant) * spread

@@ -136,7 +136,8 @@ def _probabilities(one: AttentionPass, variant: Variant, result: Result) -> _Sim
         new = np.maximum(maximum, s[..., tile].max(-1))
         with np.errstate(invalid="ignore"):
             maximum = np.where(new - maximum <= variant.threshold, maximum, new)
-        x = s[..., tile] - np.where(maximum == -np.inf, 0, maximum)[..., None] + variant.offset
+        below = np.where(maximum == -np.inf, 0, maximum)[..., None]
+        x = s[..., tile] - below + variant.offset
         p[..., tile] = np.exp2(x) if variant.base == "2" else np.exp(x)
     q, k = (np.abs(attention.dequantized(role, one, variant)) for role in ("q", "k"))
     # [B, H, Tq, D] x [B, H, Tk, D] -> [B, H, Tq, Tk]

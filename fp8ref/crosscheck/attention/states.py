@@ -54,13 +54,15 @@ def check(
                 if one.layer != layer or f"{shown}/codes" not in one.arrays:
                     continue
                 scale = np.asarray(one.arrays[f"{shown}/scale"], np.float32)
-                _bits(report, f"{name}/scale/{backend}", backend, scale, before[name].stored)
+                stored, path = before[name].stored, f"{name}/scale/{backend}"
+                _bits(report, path, backend, scale, stored)
                 if role == "s":
                     continue
                 largest = int((np.asarray(one.arrays[f"{shown}/codes"]) & 0x7F).max())
                 expected = int(cast.encode(np.atleast_1d(np.float32(amax * scale)), fmt)[0])
                 message = f"code {expected} of the amax, {largest} of the tensor"
-                apart, bound = np.array([abs(largest - expected)]), 1.0 if backend == "jax" else 0.0
+                apart = np.array([abs(largest - expected)])
+                bound = 1.0 if backend == "jax" else 0.0
                 amax_check = report.check(f"{name}/amax/{backend}", bound=bound)
                 amax_check.add(apart == 0, apart, lambda _, message=message: message)
 

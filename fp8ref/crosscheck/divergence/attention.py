@@ -42,7 +42,8 @@ def explain(
     """
     what = WHAT.get(a.role, a.role)
     forms = [one.attention_arithmetic for one in numerics]
-    choices = [(one.attention, one.attention_scaling, one.attention_backward) for one in numerics]
+    keys = ("attention", "attention_scaling", "attention_backward")
+    choices = [tuple(getattr(one, key) for key in keys) for one in numerics]
     if choices[0] != choices[1]:
         a_has, b_has = (
             f"{variant!r} with {scaling} scales and the backward pass {backward!r}"

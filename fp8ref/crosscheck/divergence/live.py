@@ -170,7 +170,8 @@ def _first_in_step(
     """Take one step in both, compare all its values in order, and explain the first difference."""
     operands = not parts_of(a.config, b.config)
     recipes = [recipes_of(side.config) for side in (a, b)]
-    states = {name: delayed.DelayedState(*parts) for name, parts in a.trainer.fp8_states().items()}
+    kept = a.trainer.fp8_states()
+    states = {name: delayed.DelayedState(*parts) for name, parts in kept.items()}
     sequences: list[list[Value]] = []
     for side, linear_recipes in zip((a, b), recipes, strict=True):
         shown = step_values.look(side.trainer, tokens, side.config, operands=operands)

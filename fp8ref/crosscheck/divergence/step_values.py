@@ -159,7 +159,8 @@ def state_values(trainer: loop.Trainer, config: Config, phase: Phase) -> list[Va
     ]
     states = trainer.fp8_states()
     linears = [(layer, role) for layer in llama.linear_shapes(config.model) for role in ROLES]
-    attended = [(layer, role) for layer, casts in config.attention_casts.items() for role in casts]
+    casts = config.attention_casts.items()
+    attended = [(layer, role) for layer, roles in casts for role in roles]
     kept = [(layer, role) for layer, role in linears if f"{layer}/{role}" in states]
     for layer, role in kept + attended:
         stored, history, _ = states[f"{layer}/{role}"]
@@ -192,7 +193,8 @@ def unobserved(layer: str, config: Config) -> list[str]:
     """Linears before this layer whose output GEMM is in high precision, which no observer sees."""
     names, recipes = list(llama.linear_shapes(config.model)), recipes_of(config)
     until = names.index(layer) if layer in names else len(names)
-    return [name for name in names[:until] if name not in recipes or not recipes[name].output.fp8]
+    fp8 = {name for name, recipe in recipes.items() if recipe.output.fp8}
+    return [name for name in names[:until] if name not in fp8]
 
 
 def _attention_values(

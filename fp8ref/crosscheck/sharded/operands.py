@@ -152,7 +152,7 @@ def _layout(keys: ParallelConfig, role: Role, layer: str, shape: tuple[int, ...]
         shape = (rows * keys.batch_parts, columns * (keys.tensor if axis == 1 else 1))
     if axis is not None:
         splits[axis] = ("tensor",)
-    axes = {"data": keys.data, "fsdp": keys.fsdp, "expert": keys.expert, "tensor": keys.tensor}
+    axes = {key: getattr(keys, key) for key in ("data", "fsdp", "expert", "tensor")}
     return Layout(mesh=Mesh(axes=axes), shape=shape, splits=splits)
 
 

@@ -66,7 +66,8 @@ class Collective:
     @property
     def received(self) -> float:
         """Elements received by a ring: (n - 1) / n of the whole, in an all-reduce twice that."""
-        return (1 + (self.kind == "all-reduce")) * (self.devices - 1) / self.devices * self.elements
+        passes = 1 + (self.kind == "all-reduce")
+        return passes * (self.devices - 1) / self.devices * self.elements
 
 
 def step_collectives(config: Config, backend: str) -> list[tuple[Collective, int]]:
@@ -237,7 +238,8 @@ def _context(config: Config) -> Iterator[Collective]:
     keys, model, variant = config.parallel, config.model, config.attention_variant
     assert variant is not None
     heads = model.num_key_value_heads // keys.tensor
-    both = 2 * tokens(config) * keys.context * heads * model.head_dim * model.num_hidden_layers
+    own = tokens(config) * keys.context * model.num_hidden_layers
+    both = 2 * own * heads * model.head_dim
     passes = 2 if keys.checkpointing == "none" else 3
     dtype = variant.fmt.name if variant.fmt.bits == 8 else "bfloat16"
     purpose = "keys and values, gathered over context"

@@ -107,7 +107,8 @@ def _scaled(projections: dict[str, Decision], config: Config) -> Iterator[tuple[
             if moves:
                 yield copies * keys.expert, times * experts
             else:
-                columns = 1 if cast.granularity == "tensorwise" else k if role == "input" else n
+                by_row = k if role == "input" else n
+                columns = 1 if cast.granularity == "tensorwise" else by_row
                 yield copies, times * experts // keys.expert * columns
 
 

@@ -138,7 +138,8 @@ def _cut(role: Role, last: str, config: Config) -> tuple[tuple[str, ...], tuple[
             "tensor",
         ) if last in llama.ROW else ()
     parallel_linear = last in llama.COLUMN + llama.ROW
-    rows = (*batch, "tensor") if keys.sequence and (in_rows or not parallel_linear) else batch
+    spread = keys.sequence and (in_rows or not parallel_linear)
+    rows = (*batch, "tensor") if spread else batch
     features = {"input": last in llama.ROW, "grad_output": last in llama.COLUMN}[role]
     return rows, ("tensor",) if features else ()
 

@@ -89,7 +89,8 @@ def faults(config: Sections) -> list[str]:
     if keys.kind == "llama":
         return []
     default = LlamaConfig(vocab_size=config.model.vocab_size)
-    own = [key for key, value in vars(config.model).items() if value != getattr(default, key)]
+    values = vars(config.model).items()
+    own = [key for key, value in values if value != getattr(default, key)]
     parallel, numerics, nnx = config.parallel, config.numerics, keys.kind == "nnx"
     kind = f"architecture.kind {keys.kind!r}"
     scheduled = dict.fromkeys(recipe for _, recipe in numerics.schedule or ())

@@ -50,7 +50,8 @@ class Sections:
 
         Raises:   ValueError: as ``OptimizerConfig.first_below``; phases in another order.
         """
-        phases, steps, first_below = self.phases, self.run.steps, self.optimizer.first_below
+        phases, steps = self.phases, self.run.steps
+        first_below = self.optimizer.first_below
         rates = [p.learning_rate for p in phases]
         starts = [
             p.step if rate is None else first_below(rate, steps)

@@ -214,5 +214,6 @@ class Schedule:
 
     def _index(self, step: int) -> int:
         """The last phase that has begun."""
-        by_step = [i for i, start in enumerate(self._starts) if start is not None and start <= step]
+        starts = enumerate(self._starts)
+        by_step = [i for i, start in starts if start is not None and start <= step]
         return max(by_step + [i for start, i in self.measured if start <= step])

@@ -98,8 +98,9 @@ class Sidecars:
 
     def read(self) -> list[tuple[Path, int]]:
         """(path, vocabulary size) of each sidecar read so far."""
-        present = [(folder / NAME, sidecar) for folder, sidecar in self._read.items() if sidecar]
-        return [(path, max(sidecar.vocab_size, sidecar.max_id + 1)) for path, sidecar in present]
+        read = self._read.items()
+        present = [(folder / NAME, sidecar) for folder, sidecar in read if sidecar]
+        return [(path, max(own.vocab_size, own.max_id + 1)) for path, own in present]
 
 
 def sample(path: Path) -> str:

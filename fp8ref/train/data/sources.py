@@ -148,7 +148,8 @@ def _kind(path: Path) -> str | None:
 
 
 def _text(root: Path, suffixes: set[str], left_out: Set[str]) -> tuple[tuple[str, Path], ...]:
-    paths = [path for path in _walk(root, left_out) if path.suffix in suffixes and path.is_file()]
+    every = (path for path in _walk(root, left_out) if path.suffix in suffixes)
+    paths = [path for path in every if path.is_file()]
     return tuple(sorted((path.relative_to(root).as_posix(), path) for path in paths))
 
 

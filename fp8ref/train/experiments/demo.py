@@ -86,7 +86,8 @@ def training(runs: Sequence[Planned], out: Path) -> Iterator[Callable[..., None]
             done, pending = concurrent.futures.wait(pending, 0.5, FIRST_COMPLETED)
             for future in done:
                 ended(futures[future], *future.result())
-            notes = [progress(futures[future], begin) for future in pending if future.running()]
+            running = [future for future in pending if future.running()]
+            notes = [progress(futures[future], begin) for future in running]
             advance("; ".join(filter(None, notes)), by=len(done))
 
     try:

@@ -46,7 +46,8 @@ class Planned:
             manifest = log.read_manifest(self.out)
         except ConfigError:
             return False
-        steps = manifest.get("config", {}).get("run", {}).get("steps", self.config.run.steps)
+        section = manifest.get("config", {}).get("run", {})
+        steps = section.get("steps", self.config.run.steps)
         diverged = str(manifest.get("error", "")).startswith(NonFiniteError.__name__)
         ended = manifest["status"] == "finished" or diverged
         return ended and steps == self.config.run.steps

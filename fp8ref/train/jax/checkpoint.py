@@ -118,7 +118,8 @@ def weights(
         raise ConfigError(
             f"{directory / '_METADATA'} is not orbax's ({error}). Put the file back."
         ) from error
-    base = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{directory.absolute()}/"}}
+    folder = {"driver": "file", "path": f"{directory.absolute()}/"}
+    base = {"driver": "ocdbt", "base": folder}
     # caches the database's index, which all tensors share
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": INDEX_BYTES}})
 
@@ -142,7 +143,8 @@ def weights(
             train_state.check_master(name, value.dtype)
             yield name, value
         elif (train_state.MASTERS, f"{name}.codes") in saved:
-            codes, scale_inv = read(f"{name}.codes", shape), read(f"{name}.scale_inv", ())
+            codes = read(f"{name}.codes", shape)
+            scale_inv = read(f"{name}.scale_inv", ())
             yield name, train_state.weight(codes, scale_inv)
         else:
             raise ConfigError(f"{name} is not in the checkpoint. Load a state of the same model.")

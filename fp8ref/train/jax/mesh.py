@@ -153,7 +153,8 @@ class Layout:
     @property
     def cutting_tokens(self) -> tuple[str, ...]:
         """The mesh axes that cut the tokens, after the embedding."""
-        return (*self._batch, *self._context, *(self._tensor if self.config.sequence else ()))
+        tokens = self._tensor if self.config.sequence else ()
+        return (*self._batch, *self._context, *tokens)
 
     @property
     def logits(self) -> P:
@@ -363,7 +364,8 @@ class Layout:
     def _check(self, config: Config, sizes: dict[str, int]) -> None:
         if faults := device_shapes.uncut(config, "jax"):
             raise ConfigError(faults[0])
-        tokens = config.data.batch_size // config.data.microbatches * config.data.sequence_length
+        data = config.data
+        tokens = data.batch_size // data.microbatches * data.sequence_length
         try:
             for name, shape in llama.linear_shapes(config.model).items():
                 placement = self.placement(name)

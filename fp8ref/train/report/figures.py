@@ -83,7 +83,8 @@ def gaps(
             look = looks[id(arm.runs[0])]
             _band(ax, arm.steps, arm.gap.low, arm.gap.high, look["color"])
             name = arm.runs[0].name + f", {len(arm.runs)} seeds" * (len(arm.runs) > 1)
-            _line(ax, arm.steps, arm.gap.mean, name, look, low=arm.gap.low, high=arm.gap.high)
+            gap = arm.gap
+            _line(ax, arm.steps, gap.mean, name, look, low=gap.low, high=gap.high)
         below = 1.25 * max(float(np.max(-a.gap.low)) for a in compared)
         above = 1.25 * max(float(np.max(a.gap.high)) for a in compared)
         widest = max(below, above)
@@ -95,7 +96,8 @@ def gaps(
 
 def metric(group: Sequence[Run], seeds: Seeds, key: str, ylabel: str) -> Figure | None:
     """A metric of every run, speeds as running means; None if no run has it more than once."""
-    present = [(run, look, run.curve(key)) for run, look in _looks(group, seeds) if run.curve(key)]
+    curves = [(run, look, run.curve(key)) for run, look in _looks(group, seeds)]
+    present = [entry for entry in curves if entry[2]]
     if max((len(curve) for _, _, curve in present), default=0) < 2:
         return None
     with _axes("optimizer step", ylabel) as (figure, ax):
@@ -120,7 +122,8 @@ def scale(group: Sequence[Sequence[dict]], measure: str) -> tuple[float, float] 
 
     Raises:   KeyError: an unknown measure.
     """
-    tables = [values for statistics in group for _, values in _tables(statistics, measure).values()]
+    roles = (_tables(statistics, measure).values() for statistics in group)
+    tables = [values for tables in roles for _, values in tables]
     numbers = np.concatenate([np.empty(0), *(values[np.isfinite(values)] for values in tables)])
     if not numbers.size or measure not in ONE_SCALE:
         return None

@@ -83,7 +83,8 @@ def write(
             f"--out {out} cannot be written ({error.strerror}). Name a file in a directory that "
             "can be written."
         ) from error
-    lines = [f"{arm.name}: {verdict.said}" for group in groups for arm, verdict in group.verdicts]
+    judged = [pair for group in groups for pair in group.verdicts]
+    lines = [f"{arm.name}: {verdict.said}" for arm, verdict in judged]
     lines += [
         f"{run.name} is left out: {counted.name} has its config and seeds"
         for group in groups
@@ -166,7 +167,8 @@ Drawing = tuple[str, Figure | None, str]
 
 def _curves(group: Sequence[Run], seeds: Seeds, judged: Sequence[Verdict]) -> Iterator[Drawing]:
     """Losses, gaps and metrics by step."""
-    yield "loss", figures.losses(group, seeds), "Training loss, the mean of the last steps"
+    title = "Training loss, the mean of the last steps"
+    yield "loss", figures.losses(group, seeds), title
     if compared := [verdict.compared for verdict in judged if verdict.compared]:
         widest = max(verdict.margin or 0.0 for verdict in judged if verdict.compared)
         gap = figures.gaps(compared, group, seeds, margin=widest)
@@ -224,7 +226,9 @@ def _page(groups: list[Group], runs: Sequence[Run], confidence: float) -> str:
 
 def _decibels(sqnr: float) -> str:
     """An SQNR of the table of worst layers."""
-    return f"{sqnr:.1f}" if math.isfinite(sqnr) else "nothing lost" if sqnr > 0 else "not finite"
+    if math.isfinite(sqnr):
+        return f"{sqnr:.1f}"
+    return "nothing lost" if sqnr > 0 else "not finite"
 
 
 def _speed(run: Run, group: Sequence[Run]) -> dict:

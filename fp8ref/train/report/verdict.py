@@ -315,7 +315,8 @@ def sentence(compared: Compared, kind: Kind, margin: float, confidence: float = 
             f", by {n} and {len(compared.to)} runs of different seeds; the interval includes "
             "seed noise, which matched seeds avoid"
         )
-    text += f" (one seed; margin {margin:.4f})" if gap.by == "steps" else f"; margin {margin:.4f}"
+    alone = "one seed; " * (gap.by == "steps")
+    text += f" ({alone}margin {margin:.4f})" if alone else f"; margin {margin:.4f}"
     if gap.too_short:
         text += f"; neighboring steps correlate by {gap.phi:.2f}, too much for so few"
     if kind != "cannot tell":

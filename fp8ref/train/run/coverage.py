@@ -74,7 +74,8 @@ def _line(
     recipes = ", ".join(dict.fromkeys(d.recipe.name for d in fp8))
     left_out = [f"{d.path} ({d.reason})" for d in decisions if not d.fp8]
     more = [f"and {len(left_out) - SHOWN} more"] * (len(left_out) > SHOWN)
-    rest = f". Not in FP8: {'; '.join([*left_out[:SHOWN], *more])}." if fp8 and left_out else "."
+    reasons = "; ".join([*left_out[:SHOWN], *more])
+    rest = f". Not in FP8: {reasons}." if fp8 and left_out else "."
     return (
         f"{len(fp8)} of {len(decisions)} linears in FP8{f' ({recipes})' if fp8 else ''}, "
         f"{attention}{parameters:.1%} of the parameters and {multiplications:.1%} of the "

@@ -206,7 +206,8 @@ def interchangeable(a: Config, b: Config, backend: str) -> bool:
 
     def meant(config: Config) -> list:
         sizes = [math.prod(shape) for shape in config.shapes.parameters.values()]
-        kept = [entry.stored(config.optimizer, size) for entry in PER_PARAMETER for size in sizes]
+        pairs = ((entry, size) for entry in PER_PARAMETER for size in sizes)
+        kept = [entry.stored(config.optimizer, size) for entry, size in pairs]
         return [config.optimizer.kind == "adamw_fp8", kept, delayed_states(config)]
 
     return schema(a, backend) == schema(b, backend) and meant(a) == meant(b)

@@ -25,7 +25,8 @@ def kernels_of(
     Raises:   ConfigError: a choice that does not fit the device, or the linears.
     """
     choice = config.numerics.kernels
-    decisions = [d for recipe in config.recipes for d in config.under(recipe).decisions() if d.fp8]
+    configs = [config.under(recipe) for recipe in config.recipes]
+    decisions = [d for each in configs for d in each.decisions() if d.fp8]
     shares = [(d.recipe.name, 0 if d.experts else share(d.recipe)) for d in decisions]
     try:
         return explain(choice).over_linears(shares, choice)

@@ -62,7 +62,8 @@ class FailureStore:
         ]
         if causes:
             return "; ".join(causes)
-        silent = [rank for rank in range(self._ranks) if rank != self._rank and rank not in reports]
+        others = (rank for rank in range(self._ranks) if rank != self._rank)
+        silent = [rank for rank in others if rank not in reports]
         if store != "answers" and self._kept_by_first:
             silent = [0]
         if not silent:

@@ -144,7 +144,8 @@ class Trainer:
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of a batch's loss by parameter, before clipping; nothing is updated."""
         self._step.backward(tokens)
-        gradients = {name: _whole(p.grad) for name, p in self._params.items() if p.grad is not None}
+        grads = {name: p.grad for name, p in self._params.items()}
+        gradients = {name: _whole(g) for name, g in grads.items() if g is not None}
         self._step.forget()
         return gradients
 

@@ -1,6 +1,7 @@
 """The trainer's Llama in one recipe, as a step has it (spec M, T): scanned layers, a loss in parts,
 experts, attention in FP8, on one device or a mesh."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -167,7 +168,8 @@ class LlamaModel(Model):
                 for name, shape in shapes.items()
                 if (stack := llama.stack_of(name))
             }
-        return {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+        shaped = functools.partial(jax.ShapeDtypeStruct, dtype=np.float32)
+        return {name: shaped(shape) for name, shape in shapes.items()}
 
     def _pass(
         self, inputs: Inputs, seen: Mapping[str, delayed.Seen], taps: dict | None = None

@@ -109,7 +109,8 @@ class MixtureMLP(nn.Module):
             torch.diff(ends, prepend=ends.new_zeros(1)).float(), probabilities.sum(0)
         )
         # Copies in float32, which sums a token's gradients. [T k, hidden]
-        copies = tokens.float()[:, None].expand(-1, weights.shape[1], -1).reshape(-1, x.shape[-1])
+        copies = tokens.float()[:, None].expand(-1, weights.shape[1], -1)
+        copies = copies.reshape(-1, x.shape[-1])
         rows = self._grouped(copies.to(x.dtype)[order], ends)
         back = torch.empty_like(order).index_copy(
             0, order, torch.arange(len(order), device=x.device)
