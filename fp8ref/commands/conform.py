@@ -84,7 +84,8 @@ def _conform(arguments: argparse.Namespace) -> int:
         subject = library_gemms.load(arguments.subject)
         kind = arguments.kind or _kind(arguments, subject)
         for option in shared.used(arguments, *" ".join(OPTIONS.values()).split()):
-            kinds = [name for name in KINDS if option.removeprefix("--") in OPTIONS[name].split()]
+            name = option.removeprefix("--")
+            kinds = [kind for kind in KINDS if name in OPTIONS[kind].split()]
             require(
                 kind in kinds,
                 f"{option} is for {' or '.join(KINDS[name] for name in kinds)}; "

@@ -75,5 +75,6 @@ def _study(arguments: argparse.Namespace) -> int:
                 raise ValueError(
                     f"--out {out} cannot be written ({error.strerror or error}). Name another."
                 ) from error
-    line = f"wrote {out}" if out else f"next: fp8ref study {arguments.file} --out study.html"
+    following = f"next: fp8ref study {arguments.file} --out study.html"
+    line = f"wrote {out}" if out else following
     return conclude(judged, arguments.json, line)

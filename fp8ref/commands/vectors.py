@@ -148,7 +148,8 @@ def _add_settings(command: Parser, operation: str, needed: str = "") -> None:
 def _gen(arguments: argparse.Namespace) -> int:
     from fp8ref.conformance.vectors.operations import generate
 
-    with contextlib.nullcontext() if sys.stdout.isatty() else console.waiting("vectors gen"):
+    waiting = console.waiting("vectors gen")
+    with contextlib.nullcontext() if sys.stdout.isatty() else waiting:
         sys.stdout.writelines(
             f"{line}\n" for line in generate(arguments.operation, _settings(arguments))
         )

@@ -79,7 +79,8 @@ def crosscheck(
         quantizers = operands.quantizers(backends)
         check_synthetic(report, config.numerics.recipe, quantizers)
         advance("synthetic tensors")
-        starts = {"probe": bounds.probe_weights(weights, seed=config.run.seed), "step0": weights}
+        probe = bounds.probe_weights(weights, seed=config.run.seed)
+        starts = {"probe": probe, "step0": weights}
         for name, start in starts.items():
             trainers = {backend: loop.trainer(backend, config, start) for backend in backends}
             tokens = batches.step(0)[:FORWARD_BATCH]

@@ -165,7 +165,8 @@ def backward(config: llama.LlamaConfig) -> list[str]:
     modules = [llama.EMBEDDING.removesuffix(".weight")]
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
-        modules += [f"{layer}.input_layernorm", *(f"{layer}.self_attn.{p}_proj" for p in "qkv")]
+        qkv = [f"{layer}.self_attn.{p}_proj" for p in "qkv"]
+        modules += [f"{layer}.input_layernorm", *qkv]
         modules += [f"{layer}.self_attn.{p}_norm" for p in "qk" if config.qk_norm] + [
             f"{layer}.self_attn.o_proj"
         ]

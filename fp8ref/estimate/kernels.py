@@ -226,7 +226,8 @@ def rescale(
 
 def writes(spec: GemmSpec, fusion: Fusion) -> int:
     """Bytes a result that a GEMM writes: bfloat16, or float32 that XLA scales after it (G-22)."""
-    rounds = spec.powers_of_two or spec.epilogue == "unit_round_scale_round" or not spec.rowwise
+    after = spec.epilogue == "unit_round_scale_round"
+    rounds = spec.powers_of_two or after or not spec.rowwise
     return 2 if fusion != "xla" or rounds else 4
 
 

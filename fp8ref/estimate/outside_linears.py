@@ -33,7 +33,8 @@ read; the sorted row in bfloat16; the result, its sorted form and its weighted s
 
 def seconds(config: Config, backend: str, ceilings: Ceilings) -> dict[str, float]:
     """{what: seconds} of an optimizer step of a device, all microbatches included."""
-    times = {purpose: size / ceilings.bandwidth for purpose, size in moved(config, backend).items()}
+    moves = moved(config, backend).items()
+    times = {purpose: size / ceilings.bandwidth for purpose, size in moves}
     times["attention"] += config.model.num_hidden_layers * _products_of_attention(
         config, backend, ceilings
     )
@@ -108,7 +109,8 @@ def _gradient(name: str, config: Config, backend: str) -> int:
     written it, unless it was summed.
     """
     keys = config.parallel
-    summed = keys.fsdp * keys.data > 1 or config.data.microbatches > 1 or keys.reduce != "rounded"
+    shared = keys.fsdp * keys.data > 1 or config.data.microbatches > 1
+    summed = shared or keys.reduce != "rounded"
     return 4 if backend == "torch" or summed or not name.endswith("proj.weight") else 2
 
 

@@ -76,7 +76,8 @@ class Forecast(Result):
             cells += (
                 ["-", "-"] if ledger.ratio is None else [_us(ledger.floor), f"{ledger.ratio:.2f}"]
             )
-            shape = f"{row.experts} x " * bool(row.experts) + f"{row.shape[0]} x {row.shape[1]}"
+            experts = f"{row.experts} x " * bool(row.experts)
+            shape = f"{experts}{row.shape[0]} x {row.shape[1]}"
             table.add_row(
                 row.linear,
                 shape,

@@ -79,7 +79,8 @@ def scale_difference(ax: Axes, amaxes, scales, expected, *, bins: int = 64) -> A
     total = np.histogram(place, edges)[0]
     looks = {"1 ulp": (np.abs(ulps) == 1, 0.45), "2 and more": (np.abs(ulps) > 1, 1.0)}
     most = 1.0
-    for sign, color, side in ((1, style.VERMILLION, "above"), (-1, style.BLUE, "below")):
+    signs = ((1, style.VERMILLION, "above"), (-1, style.BLUE, "below"))
+    for sign, color, side in signs:
         bottom = np.zeros(bins)
         for name, (some, alpha) in looks.items():
             chosen = some & (np.sign(ulps) == sign)

@@ -59,7 +59,8 @@ def cells(
             f"a map has as many names as rows and columns; got {shape}, {len(rows)} and "
             f"{len(columns)} names."
         )
-    short = {"labels": list(labels or rows), "places": [str(place) for place in places or columns]}
+    texts = [str(place) for place in places or columns]
+    short = {"labels": list(labels or rows), "places": texts}
     _NOTES[image] = {"rows": list(rows), "columns": list(columns), "what": what} | short
 
 

@@ -145,7 +145,8 @@ def _passed(one: Attended, variant: str) -> dict[str, list[np.ndarray]]:
     """The output, and the gradients where they can be had, float64."""
     call = Call(variant=by_name(variant), mask=Mask(causal=one.causal), scale=one.scale)
     result = attention.forward(one.q, one.k, one.v, variant=call)
-    tensors: dict[str, list[np.ndarray]] = {"error": [result.o.astype(np.float64)], "gradients": []}
+    error = [result.o.astype(np.float64)]
+    tensors: dict[str, list[np.ndarray]] = {"error": error, "gradients": []}
     if one.do is not None and call.variant.backward is not None:
         grads = attention_gradients.backward(one.do, one.q, one.k, one.v, result, variant=call)
         tensors["gradients"] = [x.astype(np.float64) for x in (grads.dq, grads.dk, grads.dv)]

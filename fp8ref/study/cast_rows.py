@@ -101,7 +101,8 @@ def non_finite(operand: Operand) -> str:
     if counts["NaN"] == x.size:
         return f"is all NaN{'' if whole else ' in the rows that were kept'}{NOTHING}"
     if parts:
-        where = "" if whole else f" in the {len(x):,} of {operand.rows:,} rows that were kept"
+        among = f" in the {len(x):,} of {operand.rows:,} rows that were kept"
+        where = "" if whole else among
         nothing = (
             "" if (np.isfinite(x) & (x != 0)).any() else f" and no other number but 0{NOTHING}"
         )
@@ -157,7 +158,8 @@ def _worst_cast(
     most, low = max(map(_share, once)), worst.low
     lost = f"more than {_percent(most)} of a tensor" if most else "an element"
     exact = "95 % of the rows are" if any(row.worst_rows for row in rows) else "every row is"
-    kept = f"{exact} exact" if low == np.inf else f"95 % of the rows keep {low:.0f} dB or more"
+    enough = f"95 % of the rows keep {low:.0f} dB or more"
+    kept = f"{exact} exact" if low == np.inf else enough
     return f"No cast of these recipes zeroes or clips {lost}, and {kept}."
 
 
@@ -235,7 +237,8 @@ def cause(operand: Operand, row: str, lost: float, again: Callable[[Operand], fl
         kept = operand.kept.copy()
         kept[(places,) if axis == 0 else (slice(None), places)] = 0.0
         columns = np.abs(kept).max(axis=0)
-        if again(replace(operand, kept=kept, amax=columns.max(), columns=columns)) <= lost / 2:
+        others = replace(operand, kept=kept, amax=columns.max(), columns=columns)
+        if again(others) <= lost / 2:
             first = places[amax[places].argmax()]
             number = int(operand.places[first]) if axis == 0 else int(first)
             times = f"{float(f'{amax[first] / usual:.2g}'):,.0f}x larger than the median {what}"

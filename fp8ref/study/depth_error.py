@@ -215,7 +215,8 @@ def _distance(x: np.ndarray, to: np.ndarray) -> float:
 
 
 def _same_rows(x: Operand, other: Operand | None) -> bool:
-    return other is not None and (x.rows, x.kept.shape) == (other.rows, other.kept.shape)
+    sizes = x.rows, x.kept.shape
+    return other is not None and sizes == (other.rows, other.kept.shape)
 
 
 def _divergence(log_p: np.ndarray, log_q: np.ndarray) -> float:

@@ -138,7 +138,8 @@ def _einsum(inner: Callable, keep: Callable, subscripts: str, x, w, **more):
     left, out = subscripts.replace(" ", "").split("->")
     # a letter for each dim of ...
     dots = "".join(map(chr, range(x.ndim - len(left.split(",")[0].replace("...", "")))))
-    (a, b), out = (term.replace("...", dots) for term in left.split(",")), out.replace("...", dots)
+    a, b = (term.replace("...", dots) for term in left.split(","))
+    out = out.replace("...", dots)
     contracted = [letter for letter in a if letter in b]
     # not a linear
     if (

@@ -129,7 +129,8 @@ def read_file(
         if not isinstance(about, dict) or "rows" not in about:
             return _record(_npz(arrays, pattern, about is not None), roles, rows)
     except ValueError as error:
-        kinds = "" if path.suffix in KINDS else f" A study reads {', '.join(KINDS)}, and no pickle."
+        readable = f" A study reads {', '.join(KINDS)}, and no pickle."
+        kinds = "" if path.suffix in KINDS else readable
         raise ValueError(f"{path}: {str(error).rstrip('.')}.{kinds}") from error
     require(roles is None, f"{path} is a recording, which has its roles. Leave --role out.")
     recording = recordings.read(path)

@@ -214,7 +214,8 @@ def _cast_near_ties(
             [at, np.nextafter(at, np.float32(0)), np.nextafter(at, np.float32(np.inf))], axis=1
         )
         x = np.where(amax > 0, np.minimum(dtypes.rounded(x, dtype), amax), np.float32(0))
-        return x, [cast.encode(np.clip(y, -fmt.max, fmt.max), fmt) for y in _scaled(x, amax, fmt)]
+        clipped = (np.clip(y, -fmt.max, fmt.max) for y in _scaled(x, amax, fmt))
+        return x, [cast.encode(y, fmt) for y in clipped]
 
 
 def _scaled(x: np.ndarray, amax: np.ndarray, fmt: Format) -> list[np.ndarray]:

@@ -125,7 +125,8 @@ def check_codes(
             name, backend = f"{one.layer}/{what}", one.backend
             right = simulated(what, one, variant, (scales or {}).get(name))
             assert right.codes is not None
-            codes = {"sim": right.codes, backend: np.asarray(one.arrays[f"{what}/codes"])}
+            own = np.asarray(one.arrays[f"{what}/codes"])
+            codes = {"sim": right.codes, backend: own}
             check = report.check(f"{name}/codes/{backend}")
             compare_codes(check, codes, backend, variant.format_of(what), value)
             scale = np.asarray(one.arrays[f"{what}/scale"], np.float32)

@@ -179,7 +179,8 @@ def _compare(report: Report, one: AttentionPass, what: str, right: _Simulated) -
     # above the middle of max and the number behind it (C-4).
     smallest = 2.0 ** (fmt.emin - fmt.mantissa_bits)
     behind = float(fmt.max) - float(cast.decode(np.array([fmt.max_code - 1], np.uint8), fmt)[0])
-    for kind, threshold in (("saturated", fmt.max + behind / 2), ("lost", smallest / 2)):
+    thresholds = (("saturated", fmt.max + behind / 2), ("lost", smallest / 2))
+    for kind, threshold in thresholds:
         near = np.abs(values * scale - threshold) <= bound * scale + 2 * U * threshold
         near |= (kind == "lost") & (np.abs(values - TINY) <= bound)
         add(kind, counts[kind], right.counts[kind], int((near & seen).sum()))

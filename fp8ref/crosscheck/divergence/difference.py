@@ -79,7 +79,8 @@ def _distance(
     # A bfloat16 is a float32's upper half: without the lower one, distances count bfloat16.
     low = 16 if _is_bfloat16(x) and _is_bfloat16(y) else 0
     left, right = (_ordered(v.astype(np.float32)) >> low for v in (x, y))
-    return np.where(equal, 0, np.abs(left - right)), equal, "bfloat16" if low else "float32"
+    distance = np.where(equal, 0, np.abs(left - right))
+    return distance, equal, "bfloat16" if low else "float32"
 
 
 def _largest(x: np.ndarray, y: np.ndarray, fmt: Format | None) -> float | None:

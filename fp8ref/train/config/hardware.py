@@ -103,7 +103,8 @@ def _probed(path: Path) -> "Hardware":
             "probe SUBJECT --json FILE wrote."
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # other JSON than a probe's
-        why = str(error).rstrip(".") if isinstance(error, ValueError) else "it has no plan"
+        is_value = isinstance(error, ValueError)
+        why = str(error).rstrip(".") if is_value else "it has no plan"
         raise ConfigError(
             f"numerics.accumulate: {path} holds no complete plan of a GEMM ({why}). Name what "
             "fp8ref probe SUBJECT --json FILE wrote."

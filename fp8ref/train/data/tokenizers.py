@@ -134,7 +134,8 @@ def _tiktoken(name: str, end: str | None) -> Tiktoken:
             f"{why}). It knows {names}, and downloads each once. Without a network, set "
             "TIKTOKEN_CACHE_DIR to a directory with the download."
         ) from error
-    special = {token: encoding.encode_single_token(token) for token in encoding.special_tokens_set}
+    names = encoding.special_tokens_set
+    special = {token: encoding.encode_single_token(token) for token in names}
     return Tiktoken(
         name=name,
         vocab_size=encoding.n_vocab,

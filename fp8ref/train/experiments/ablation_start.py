@@ -59,7 +59,8 @@ class Start:
             of = {name: entry["sha256"] for name, entry in listed.items()}
         else:
             assert self.weights is not None
-            files = [self.weights / "config.json", *sorted(self.weights.glob("*.safetensors"))]
+            tensors = sorted(self.weights.glob("*.safetensors"))
+            files = [self.weights / "config.json", *tensors]
             of = {path.name: shards.sha256(path) for path in files if path.is_file()}
         return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
 

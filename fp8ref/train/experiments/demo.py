@@ -39,7 +39,8 @@ def name_of(run: Planned) -> tuple[str, str]:
 
 def faulty(run: Planned) -> Planned:
     """A run as one of 'tensorwise' with the fault."""
-    numerics = {"recipe": "tensorwise", "rules": (*(run.config.numerics.rules or ()), RULE)}
+    rules = (*(run.config.numerics.rules or ()), RULE)
+    numerics = {"recipe": "tensorwise", "rules": rules}
     directory = run.out.with_name(run.out.name.replace(run.config.numerics.recipe, PLANTED))
     return dataclasses.replace(run, config=run.config.replace(numerics=numerics), out=directory)
 

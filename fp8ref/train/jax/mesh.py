@@ -186,10 +186,11 @@ class Layout:
             reduce_grads=_gradient_parts(config),
             reduce_outputs=_parts(config.reduce, config.tensor_reduce_dtype or "bfloat16"),
         )
+        tokens = *self._batch, *self._context
         if last in llama.COLUMN:
-            return place(m=(*self._batch, *self._context), n=self._tensor, sequence=config.sequence)
+            return place(m=tokens, n=self._tensor, sequence=config.sequence)
         if last in llama.ROW:
-            return place(m=(*self._batch, *self._context), k=self._tensor, sequence=config.sequence)
+            return place(m=tokens, k=self._tensor, sequence=config.sequence)
         return place(m=self.cutting_tokens)
 
     def parameter(self, name: str, shape: tuple[int, ...]) -> P:

@@ -326,7 +326,8 @@ class Optimizer:
             if not is_stored(leaf):
                 return self._stacks.together(name_of(path), arrays)
             fields = {field: x for field, x in leaf._asdict().items() if x is not None}
-            own, name = {field: _without(f".{field}", arrays) for field in fields}, name_of(path)
+            own = {field: _without(f".{field}", arrays) for field in fields}
+            name = name_of(path)
             saved = {field: self._stacks.together(name, of) for field, of in own.items()}
             codes, dtype = saved.pop("codes"), fields["codes"].dtype
             if dtype.itemsize == 1:

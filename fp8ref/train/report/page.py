@@ -234,7 +234,8 @@ def _decibels(sqnr: float) -> str:
 def _speed(run: Run, group: Sequence[Run]) -> dict:
     """A row of the speed table; ratio: to the first bf16 run of the same backend and device."""
     same = [run.manifest[key] for key in ("backend", "device")]
-    like = [r for r in group if r.bf16 and [r.manifest["backend"], r.manifest["device"]] == same]
+    bf16 = (other for other in group if other.bf16)
+    like = [r for r in bf16 if [r.manifest["backend"], r.manifest["device"]] == same]
     mine, theirs = _median(run), _median(like[0]) if like else None
     memory = run.manifest.get("memory")
     peak = memory and f"{memory['peak_bytes'] / 2**30:,.2f} GiB of the {memory['of']}"
@@ -321,7 +322,8 @@ def fp8_coverage(planned: dict) -> list[LinearCoverage]:
 def _gemm(name: str, proof: dict | None) -> str:
     if proof is None:
         return "planned, no proof recorded"
-    if any(message.startswith((f"{name}:", f"{name} ")) for message in proof.get("missing", [])):
+    missing = proof.get("missing", [])
+    if any(message.startswith((f"{name}:", f"{name} ")) for message in missing):
         return "MISSING"
     if name in proof.get("on_dequantised_operands", []):
         return "dequantized: FP8 values, high-precision GEMM"

@@ -59,7 +59,8 @@ def write(
     """
     path = checkpoint.of_step(out, metrics["step"], FOLDER)
     unfinished = path.with_name(path.name + checkpoint.UNFINISHED)
-    together(processes, lambda: checkpoint.make_empty(unfinished) if processes.first else None)
+    first = processes.first
+    together(processes, lambda: checkpoint.make_empty(unfinished) if first else None)
 
     def complete() -> None:
         np.save(unfinished / "batch.npy", np.asarray(tokens, np.int32), allow_pickle=False)

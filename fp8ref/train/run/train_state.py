@@ -133,7 +133,8 @@ def schema(config: Config, backend: str) -> dict[str, Tensor]:
     if backend == "jax":
         tensors[COUNT] = Tensor((), "int32")
     if config.parallel.auto_scale is not None:
-        tensors |= {f"{MU}.{name}.weight": Tensor((), "float32") for name in config.shapes.linears}
+        factors = (f"{MU}.{name}.weight" for name in config.shapes.linears)
+        tensors |= dict.fromkeys(factors, Tensor((), "float32"))
     return tensors | fp8_states(config, backend)
 
 
@@ -218,7 +219,8 @@ def disk_bytes(config: Config, backend: str) -> int:
     if config.optimizer.kind == "adamw_fp8":
         return 0
     # 5 % and a MiB more: names and indices, and whole blocks of the disk
-    return int(1.05 * sum(tensor.nbytes for tensor in schema(config, backend).values())) + 2**20
+    tensors = schema(config, backend).values()
+    return int(1.05 * sum(tensor.nbytes for tensor in tensors)) + 2**20
 
 
 def moments_in_fp8(elements: int) -> bool:

@@ -168,7 +168,8 @@ def tensors(
                 field: optimizer.state[p].get(f"{prefix}_{field}")
                 for field in states.MomentState._fields
             }
-            yield p, key, {f".{field}": x for field, x in fields.items() if x is not None}
+            present = {k: x for k, x in fields.items() if x is not None}
+            yield p, key, {f".{field}": x for field, x in present.items()}
 
 
 def masters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:

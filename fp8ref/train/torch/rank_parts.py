@@ -22,7 +22,8 @@ def own(
         return tokens
     keys = config.parallel
     rows = len(tokens) // keys.batch_parts
-    index = mesh.get_local_rank("data") * keys.fsdp + mesh.get_local_rank("fsdp") // keys.context
+    fsdp = mesh.get_local_rank("fsdp") // keys.context
+    index = mesh.get_local_rank("data") * keys.fsdp + fsdp
     if keys.expert > 1:
         index = index * keys.expert + mesh.get_local_rank("expert")
     rows_of = tokens[index * rows :][:rows]

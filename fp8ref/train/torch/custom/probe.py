@@ -45,7 +45,8 @@ def check(model: nn.Module, name: str, vocab_size: int, length: int) -> None:
                 _logits(model, rounded, name, vocab_size, length)
             drawable = np.random.get_state()  # noqa: NPY002  # what a model may draw from
             same = [np.array_equal(a, b) for a, b in zip(drawable, numpy_state, strict=True)]
-            same += [torch.equal(a, b) for a, b in zip(before, _generators(device), strict=True)]
+            pairs = zip(before, _generators(device), strict=True)
+            same += [torch.equal(a, b) for a, b in pairs]
             drawn = private.drawn or not all(same) or random.getstate() != python
             # with those that the pass made, such as tables of positions
             now = dict(model.named_buffers())

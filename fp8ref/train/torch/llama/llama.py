@@ -174,7 +174,8 @@ class Attention(nn.Module):
         shapes = [
             (*x.shape[:2], math.prod(y.shape[2:]) // self.head_dim, self.head_dim) for y in outputs
         ]
-        q, k, v = (y.view(shape).transpose(1, 2) for y, shape in zip(outputs, shapes, strict=True))
+        pairs = zip(outputs, shapes, strict=True)
+        q, k, v = (y.view(shape).transpose(1, 2) for y, shape in pairs)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotates:
