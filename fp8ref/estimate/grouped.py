@@ -40,7 +40,7 @@ def by(spec: GemmSpec, backend: str) -> By:
 
 
 def in_fp8(spec: GemmSpec, backend: str) -> bool:
-    """Whether the grouped GEMM runs in FP8: not of blocks, but in PyTorch's GEMMs by expert."""
+    """Whether the grouped GEMM runs in FP8: of blocks only in PyTorch's GEMM of each expert."""
     return spec.fp8 and multiplies_fp8(spec, backend)
 
 

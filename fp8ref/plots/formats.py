@@ -11,7 +11,7 @@ from fp8ref.sim.quantize import cast
 
 
 def ranges(ax: Axes, formats: Sequence[Format]) -> Axes:
-    """One bar a format, from its smallest positive number to its largest; subnormals lighter."""
+    """One bar per format, from its smallest positive number to its largest; subnormals lighter."""
     for row, fmt in enumerate(formats):
         smallest, normal, largest = (
             np.log2(v) for v in (fmt.smallest_subnormal, fmt.smallest_normal, fmt.max)

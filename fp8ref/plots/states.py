@@ -73,7 +73,7 @@ def update_ratios(
 def health_lines(
     ax: Axes, runs: Mapping[str, Sequence[Health]], field: str, *, first: int = 1
 ) -> Axes:
-    """A figure or count (over the elements) of health over steps, in percent: a line a name.
+    """A figure or count (over the elements) of health over steps, in percent: one line per name.
 
     field     a field of Health, such as ``stalled_v`` or ``update_error``.
     first     the number of the first step.

@@ -21,7 +21,7 @@ FATES = {
 
 
 def magnitude_map(ax: Axes, x, *, powers: int = 12) -> Axes:
-    """The exponent of each element of a matrix, a color a power of two, the ``powers`` largest.
+    """The exponent of each element of a matrix, one color per power of two, the ``powers`` largest.
 
     Zeros, infinities and NaNs stay white.
 

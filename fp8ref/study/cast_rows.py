@@ -81,7 +81,7 @@ def by_operand(rows: Sequence[Row]) -> list[Row]:
 
 
 def worse_gemms(rows: Sequence[Row]) -> list[Row]:
-    """A row for each operand and recipe: of the GEMM that loses or clips more, or of lower rows."""
+    """A row for each operand and recipe: its GEMM that loses or clips more, or has worse rows."""
     worse: dict[tuple[str, str, str], Row] = {}
     for row in rows:
         key = row.layer, row.role, row.recipe

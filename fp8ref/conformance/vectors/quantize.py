@@ -180,7 +180,7 @@ def difference(
 ) -> dict[str, str] | None:
     """Describe where a quantized tensor differs from the simulator's; None where it agrees.
 
-    Differing scales come before differing codes, which follow; of either the simplest is told.
+    Differing scales come before differing codes, which follow; the simplest of them is described.
 
     An element whose scaled value is NaN has no right code in a format without NaN (C-9).
 

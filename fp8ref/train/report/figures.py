@@ -133,7 +133,7 @@ def scale(group: Sequence[Sequence[dict]], measure: str) -> tuple[float, float] 
 def heat_map(
     statistics: Sequence[dict], measure: str, ends: tuple[float, float] | None = None
 ) -> Figure | None:
-    """A measure over layers and steps, a map a role; None if it was never recorded.
+    """A measure over layers and steps, one map per role; None if it was never recorded.
 
     A tensor is used by two GEMMs of its layer: the worse value is shown.
 

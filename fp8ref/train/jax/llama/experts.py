@@ -24,7 +24,8 @@ def route(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The experts of each token and their weights, in float32.
 
-    Shapes:   x [T, hidden], weight [E, hidden] -> experts int32, weights [T, k]; all [T, E].
+    Shapes:   x [T, hidden], weight [E, hidden] -> experts int32 [T, k], weights [T, k],
+              probabilities [T, E].
     """
     numbers = ((1,), (1,)), ((), ())
     # [T, E]
