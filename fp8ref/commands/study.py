@@ -44,14 +44,13 @@ def _study(arguments: argparse.Namespace) -> int:
         text = f"--out names a .html file, or a directory that exists; got {out}."
         require(out.is_dir(), text)
         out /= "study.html"
-    text = f"--out {out}: {out.parent} is no directory. Make it, or name another."
-    require(out is None or out.parent.is_dir(), text)
-    if out is not None and out.is_dir():
-        raise ValueError(f"--out {out} is a directory. Name a file in it.")
-    if out is not None and out.exists() and b'content="fp8ref study"' not in out.read_bytes()[:999]:
-        raise ValueError(
-            f"{out} exists and is no page of fp8ref study; it is left alone. Name another."
-        )
+    if out is not None:
+        text = f"--out {out}: {out.parent} is no directory. Make it, or name another."
+        require(out.parent.is_dir(), text)
+        require(not out.is_dir(), f"--out {out} is a directory. Name a file in it.")
+        text = f"{out} exists and is no page of fp8ref study; it is left alone. Name another."
+        ours = not out.exists() or b'content="fp8ref study"' in out.read_bytes()[:999]
+        require(ours, text)
     check_json(arguments.json, arguments.file, out)
     from fp8ref import study
 

@@ -53,7 +53,7 @@ def seed(value: Any) -> None:
 
 
 def require(condition: bool, message: str, error: type[ValueError] = ValueError) -> None:
-    """error(message) unless the condition holds."""
+    """ValueError, or another error, with this message unless the condition holds."""
     if not condition:
         raise error(message)
 
