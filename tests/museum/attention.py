@@ -332,7 +332,7 @@ EXHIBITS = (
         fault=heads_by_tile,
         twin=full,
         ask=ask.probed(),
-        missed="groups of three query heads are asked with one head of keys alone",
+        named="heads: tiles of 2 or 4 query heads use one head",
     ),
     Exhibit(
         name="fa-1745",
@@ -365,7 +365,7 @@ EXHIBITS = (
         fault=sinks_unscaled,
         twin=sinks_scaled,
         ask=ask.probed(),
-        missed="sinks are asked under descales of 1 alone",
+        named="sinks argument: multiplied by k_descale",
     ),
     Exhibit(
         name="rocm-libraries-12227",

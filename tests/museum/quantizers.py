@@ -327,7 +327,7 @@ EXHIBITS = (
         fault=clipped_at_448,
         twin=lambda x: saturated(x, E5M2),
         ask=ask.cast("e5m2"),
-        unnamed="got 0x5F = 448, expected 0x60 = 512 (C-2)",
+        named="numbers are clipped to 448, not 57344",
     ),
     Exhibit(
         name="arch-com-905",
