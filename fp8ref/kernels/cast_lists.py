@@ -25,6 +25,7 @@ from fp8ref.kernels.jit import Launch, Numbers
 __all__ = ["UNIT", "amax", "cast"]
 
 UNIT = 16
+"""What sides and distances of wide matrices are multiples of, in elements."""
 
 
 @triton.jit

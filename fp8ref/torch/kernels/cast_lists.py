@@ -17,7 +17,7 @@ from fp8ref.torch.quantize.cast import DTYPES
 
 __all__ = ["Weight", "cast"]
 
-Name = TypeVar("Name")
+_Name = TypeVar("_Name")
 
 
 class Weight(NamedTuple):
@@ -37,7 +37,7 @@ class Weight(NamedTuple):
     guess: Tensor | None = None
 
 
-def cast(weights: Mapping[Name, Weight]) -> dict[Name, tuple[Tensor, ...]]:
+def cast(weights: Mapping[_Name, Weight]) -> dict[_Name, tuple[Tensor, ...]]:
     """Of each weight codes [M, N], scale () and scale_inv (); transposed codes [N, M], scale and
     scale_inv; partial amaxes, int32.
 
@@ -45,12 +45,12 @@ def cast(weights: Mapping[Name, Weight]) -> dict[Name, tuple[Tensor, ...]]:
               weights with a side that 16 does not divide, or not contiguous.
     Raises:   ValueError: a weight of another dtype.
     """
-    lists: dict[tuple, dict[Name, Weight]] = defaultdict(dict)
+    lists: dict[tuple, dict[_Name, Weight]] = defaultdict(dict)
     for name, (x, fmt, power, *options) in weights.items():
         quantizing.checked(x)
         kind = x.device, x.dtype, _is_wide(x), fmt, power, *(each is None for each in options)
         lists[kind][name] = weights[name]
-    results: dict[Name, tuple[Tensor, ...]] = {}
+    results: dict[_Name, tuple[Tensor, ...]] = {}
     for each in lists.values():
         results |= dict(zip(each, _cast([*each.values()]), strict=True))
     return results
