@@ -6,7 +6,7 @@ import numpy as np
 
 from fp8ref.conformance.decoder.subject import Decoder
 from fp8ref.sim.quantize import cast
-from fp8ref.sim.quantize.scale_layouts import SCALE_LAYOUTS
+from fp8ref.sim.quantize.scale_layouts import SCALE_LAYOUTS, ScaleLayout
 
 BASE = 12
 """The digits of an index are exponents from -6 to 5, which every format of scales has."""
@@ -44,7 +44,10 @@ def expected_index(decoder: Decoder, shape: tuple[int, int]) -> np.ndarray:
 
 def name(decoder: Decoder, found: np.ndarray, right: np.ndarray) -> str:
     """What the index found is, in words; empty where it has no name."""
-    for words, index in _wrong_indices(decoder, right):
+    width = 1 if decoder.scales_as != "float32" else 4
+    for words, index in wrong_indices(
+        right, decoder.scale_shape(right.shape), decoder.layout, width
+    ):
         inside = (index >= 0) & (index <= right.max())
         if inside.any() and np.array_equal(found[inside], index[inside]):
             return words
@@ -55,10 +58,15 @@ def name(decoder: Decoder, found: np.ndarray, right: np.ndarray) -> str:
     return ""
 
 
-def _wrong_indices(decoder: Decoder, right: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """(words, index of each element) of mistakes; those outside of the scales do not count."""
+def wrong_indices(
+    right: np.ndarray, grid: tuple[int, ...], kept_as: ScaleLayout, width: int
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(words, index of each element) of mistakes; those outside of the scales do not count.
+
+    right    the index that S-6 says, of scales of the shape ``grid``.
+    kept_as  the layout of scales of ``width`` bytes.
+    """
     shape = right.shape
-    grid = decoder.scale_shape(shape)
     rows, columns = grid if len(grid) == 2 else (1, 1)
     r, c = right // columns, right % columns
     yield "every block reads the first scale", np.zeros_like(right)
@@ -70,11 +78,13 @@ def _wrong_indices(decoder: Decoder, right: np.ndarray) -> Iterator[tuple[str, n
     yield "every block of a row reads its first scale", r * columns
     yield "every block of a row reads its last scale", r * columns + columns - 1
     yield "blocks of a row read its scales backwards", r * columns + (columns - 1 - c)
-    width = 1 if decoder.scales_as != "float32" else 4
+    for count in range(2, columns):
+        words = f"blocks of a row read its first {count} scales again and again"
+        yield words, r * columns + c % count
     for layout in SCALE_LAYOUTS.values():
-        if layout.name != decoder.layout.name and len(grid) == 2:
-            # element (r, c) reads what decoder.layout keeps where the other layout keeps it
-            kept = decoder.layout.places((rows, columns), width).reshape(-1)
+        if layout.name != kept_as.name and len(grid) == 2:
+            # element (r, c) reads what kept_as keeps where the other layout keeps it
+            kept = kept_as.places((rows, columns), width).reshape(-1)
             memory = np.full(max(kept.max(), layout.places((rows, columns), width).max()) + 1, -1)
             memory[kept] = np.arange(kept.size)
             read = memory[layout.places((rows, columns), width)]
@@ -83,6 +93,7 @@ def _wrong_indices(decoder: Decoder, right: np.ndarray) -> Iterator[tuple[str, n
     for down in (*LENGTHS, shape[0]):
         for across in (*LENGTHS, shape[1]):
             words = f"blocks of {down}x{across} elements share a scale"
-            yield words, np.minimum(i // down, rows - 1) * columns + j // across
+            row = np.minimum(i // down, rows - 1) * columns
+            yield words, row + np.minimum(j // across, columns - 1)
     for across in LENGTHS:
         yield f"scales follow each other every {across} elements", (i * shape[1] + j) // across

@@ -35,6 +35,29 @@ SCALES_AS = {"mx": E8M0FNU, "nvfp4": E4M3FN}
 dtype; float32 scales are tried too, and alone for other granularities."""
 
 
+def scale_format(granularity: str) -> Format | None:
+    """The format that hardware keeps the scales of a granularity in; None for float32."""
+    return SCALES_AS.get(granularity.partition("_")[0])
+
+
+def scale_array(
+    tested: Subject, scales: np.ndarray, fmt: Format | None, scales_as: str, layout: ScaleLayout
+) -> Any:
+    """Scales as a function takes them, in its layout; a row of them in their own shape.
+
+    fmt        of scales that are codes; None: float32 ones alone.
+    scales_as  one of CODES_AS, or float32.
+    """
+    coded = scales_as != "float32" and fmt is not None
+    held = cast.encode(scales, fmt) if coded and fmt is not None else scales
+    if layout.name != "row_major" and held.ndim == 2:
+        held = scale_layouts.store(held, layout)
+    held = np.ascontiguousarray(held).reshape(held.shape)
+    if coded and scales_as == "native" and fmt is not None:
+        return native_array(tested, held, fmt)
+    return tested.make_array(held, held.dtype.name)
+
+
 class Decoded(NamedTuple):
     """What one call gave: float32 numbers, and the name of their dtype."""
 
@@ -72,7 +95,7 @@ class Decoder:
     @property
     def scale_fmt(self) -> Format | None:
         """The format of scales that are codes; None for float32 ones."""
-        return SCALES_AS.get((self.granularity or "").partition("_")[0])
+        return scale_format(self.granularity or "")
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of the scales of codes of this shape; the last blocks may be shorter."""
@@ -150,16 +173,7 @@ class Decoder:
         return made(codes) if view == "contiguous" else VIEWS[view](made, codes)
 
     def _scales(self, scales: np.ndarray) -> Any:
-        """Scales as it takes them, in its layout; a row of them in their own shape."""
-        fmt = self.scale_fmt
-        coded = self.scales_as != "float32" and fmt is not None
-        held = cast.encode(scales, fmt) if coded and fmt is not None else scales
-        if self.layout.name != "row_major" and held.ndim == 2:
-            held = scale_layouts.store(held, self.layout)
-        held = np.ascontiguousarray(held).reshape(held.shape)
-        if coded and self.scales_as == "native" and fmt is not None:
-            return native_array(self.tested, held, fmt)
-        return self.tested.make_array(held, held.dtype.name)
+        return scale_array(self.tested, scales, self.scale_fmt, self.scales_as, self.layout)
 
     def expected(
         self,

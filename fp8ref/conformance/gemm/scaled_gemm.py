@@ -36,6 +36,8 @@ class ScaledGemm:
     granularity  of the scales it takes; granularity_b: of those of b, if they are others. A probe
                  takes ``tensorwise`` and ``rowwise`` ones alone.
     about        what it runs on: device, versions, flags.
+    scale_layout where scales of blocks lie in memory, as ``sim.quantize.scale_layouts`` has it;
+                 scale_bytes: the bytes of one.
     """
 
     name: str
@@ -44,6 +46,8 @@ class ScaledGemm:
     granularity_b: str = ""
     bias: bool = False
     about: Mapping[str, str] = field(default_factory=dict)
+    scale_layout: str = "row_major"
+    scale_bytes: int = 4
 
     @property
     def granularities(self) -> tuple[str, str]:

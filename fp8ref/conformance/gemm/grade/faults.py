@@ -51,8 +51,16 @@ SCALES: dict[str, Scales] = {
     "scale_inv of {} of the next block of K": _rolled(-1, axis=1),
     "scale_inv of {} of the previous block of K": _rolled(1, axis=1),
     "scale_inv of {}, transposed": lambda s: s.T.reshape(s.shape) if s.ndim else s,
+    "no scale of the last block along K of {}": lambda s: (
+        np.concatenate([s[:, :-1], np.ones_like(s[:, -1:])], axis=1) if s.ndim else s
+    ),
 }
 """{fault, in words: the scales it has}; {} stands for the operand."""
+
+PLACES = tuple(w for w in SCALES if {"first", "next", "previous", "transposed"} & {*w.split()})
+"""Those that have a scale_inv of another place."""
+
+TILES = (16, 32, 64, 128, 256)  # of columns, which a kernel may store whole
 
 DROPPED = (16, 32, 64, 128, 256)  # products at an end of K that a tile may lack
 
@@ -93,6 +101,7 @@ def all_faults() -> Iterator[Fault]:
     yield from _operand_faults()
     yield from _bias_faults()
     yield from (_dropped(n, last) for n in DROPPED for last in (True, False))
+    yield from (_stored_whole(tile, filled) for tile in TILES for filled in (True, False))
     yield Fault("zeros", lambda s: np.zeros(s.shape[:2], np.float32))
     yield Fault("the result with the other sign", lambda s: -expected(s))
     yield Fault("the magnitude of the result", lambda s: np.abs(expected(s)))
@@ -105,7 +114,8 @@ def _scale_faults() -> Iterator[Fault]:
     for name in list(SCALES)[1:]:
         yield _scaled(name, "")
         yield _scaled("", name)
-    for left, right in itertools.product(IN_PAIRS, IN_PAIRS):
+    alike = list(zip(SCALES, SCALES, strict=True))[1:]
+    for left, right in dict.fromkeys([*itertools.product(IN_PAIRS, IN_PAIRS), *alike]):
         yield _scaled(left, right)
 
 
@@ -186,6 +196,28 @@ def _dropped(n: int, last: bool) -> Fault:
         return product(s, a[part], b[part])
 
     return Fault(f"the {'last' if last else 'first'} {n} of K dropped", gives)
+
+
+def _stored_whole(tile: int, filled: bool) -> Fault:
+    """Whole tiles of columns are stored: what lies beyond N is in the rows behind, which are
+    written before; it is the last column (filled) or 0.
+    """
+
+    def gives(s: Stimulus) -> np.ndarray | None:
+        m, n, _ = s.shape
+        beyond = -n % tile
+        if not beyond:
+            return None
+        right = expected(s)
+        place = np.arange(m * n)
+        row = np.maximum(0, -((n + beyond - 1 - place) // n))  # the last that writes there
+        column = place - row * n
+        values = right[row, np.minimum(column, n - 1)]
+        return np.where((column < n) | filled, values, 0).astype(np.float32).reshape(m, n)
+
+    filling = "the last column" if filled else "zeros"
+    words = f"columns beyond N, {filling} up to a multiple of {tile}, are written into the next row"
+    return Fault(words, gives)
 
 
 def _bias_faults() -> Iterator[Fault]:

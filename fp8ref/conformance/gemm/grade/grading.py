@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8ref.conformance.gemm import adapters, bound
+from fp8ref.conformance.gemm import adapters, bound, scale_reading
 from fp8ref.conformance.gemm.grade import (
     codes,
     edges,
@@ -268,6 +268,8 @@ def _structure(
         unasked.append(f"indices of K from {MOST_CALLS * m * n} on, of K = {k}")
     causes, tile = structure.integer_causes(stimulus, results, out, None, earlier)
     named = bool(causes) and causes[0].exact
+    if causes and (read := scale_reading.causes(asked, stimulus, results, out, describe=not named)):
+        return read, earlier
     seen: dict[str, tuple[list[np.ndarray], Any]] = {}
     factors = np.ones(k, np.float32)
     for places, product in itertools.islice(stimuli.single(asked, shape), MOST_CALLS):

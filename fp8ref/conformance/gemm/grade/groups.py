@@ -17,6 +17,7 @@ from fp8ref.conformance.gemm.grade.grading import grade_gemm
 from fp8ref.conformance.gemm.grade.row_bits import RowBits
 from fp8ref.conformance.gemm.grade.stimuli import Asked, Shape
 from fp8ref.conformance.gemm.grade.verdict import Grade
+from fp8ref.conformance.gemm.scale_reading import OTHER_GROUPS
 from fp8ref.conformance.gemm.scaled_gemm import ProbeError, RefusedError, ScaledGemm, operand
 from fp8ref.conformance.kit.finding import Described
 from fp8ref.conformance.kit.subject import name_of
@@ -28,6 +29,9 @@ Grouped = Callable[[Sequence[Quantized], Sequence[Quantized]], Any]
 """
 
 SIZES = (32, 0, 48, 32)  # rows of the groups: equal ones, another one, and none
+
+
+SCALE = 0.25  # of the groups that are not graded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +115,7 @@ def grade_grouped(
             function=_group_gemm(function, g, sizes, both),
             granularity=granularity,
             granularity_b=granularity_b,
+            about={OTHER_GROUPS: f"{1 / SCALE:g}"},
         )
 
     shapes = {g: (size, n, k) for g, size in enumerate(sizes) if size}
@@ -196,7 +201,7 @@ def _filled(
 ) -> Quantized:
     """Random positive numbers near 1; no rows of a group that has none."""
     codes = rng.integers(0x30, 0x40, (max(rows, 1), k)).astype(np.uint8)
-    quantized = operand(codes, fmt, granularity, 0.25)
+    quantized = operand(codes, fmt, granularity, SCALE)
     if rows:
         return quantized
     scale, scale_inv = (x[:0] if x.ndim else x for x in (quantized.scale, quantized.scale_inv))

@@ -319,6 +319,9 @@ def _called(
 
 def _faults(operands: Operands, out: np.ndarray, dtype: Format) -> Iterator[Fault]:
     """What is not as the clauses say."""
+    if misread := _misread(operands, out, dtype):
+        yield Fault(None, misread, "X-1")
+        return
     for e in range(len(operands.ends)):
         rows = operands.rows(e)
         if operands.which == "output" and rows.start == rows.stop:
@@ -334,6 +337,31 @@ def _faults(operands: Operands, out: np.ndarray, dtype: Format) -> Iterator[Faul
     tail = out[operands.ends[-1] :]
     if operands.which == "output" and _bits(tail).any():
         yield Fault(None, f"rows of no group are {_shown(tail)}, not zeros", "X-5")
+
+
+def _misread(operands: Operands, out: np.ndarray, dtype: Format) -> str:
+    """What offs are taken for, if that explains every row of a group; "" if they are right."""
+    ends, last = operands.ends, len(operands.a)
+    sizes = np.diff(ends, prepend=0)
+    for words, begins, stops in (
+        ("sizes, of groups one after another", np.cumsum(ends) - ends, np.cumsum(ends)),
+        ("the first rows of groups", ends, np.append(ends[1:], last)),
+        ("first rows of groups of the right sizes", ends, ends + sizes),
+        ("ends of groups that begin at row 0", 0 * ends, ends),
+    ):
+        expected = np.zeros(out.shape, np.float32)
+        for e, (begin, stop) in enumerate(np.minimum(np.stack([begins, stops], 1), last)):
+            rows = slice(int(begin), int(stop))
+            part = operands.result(e, rows=rows)
+            expected[e if operands.which == "grad_weight" else rows] = part
+        expected = cast.round_to(expected, dtype)
+        inside = np.ones(len(out), bool)
+        if operands.which == "output":
+            inside[ends[-1] :] = False
+        right = np.array_equal(sizes, stops - begins) and np.array_equal(stops, ends)
+        if not right and np.array_equal(out[inside], expected[inside], equal_nan=True):
+            return f"offs are read as {words}"
+    return ""
 
 
 def _wrong(operands: Operands, e: int, part: np.ndarray, dtype: Format) -> tuple[str, str] | None:
@@ -361,6 +389,9 @@ def _wrong(operands: Operands, e: int, part: np.ndarray, dtype: Format) -> tuple
             return what, "X-2"
     right = cast.round_to(operands.result(e).astype(np.float32), dtype)
     for size in ROUNDED if operands.which == "output" else ():
+        if equals(_wrapped(operands, e, size)):
+            return f"is written again by rows behind its last tile of {size}, which wrap", "X-2"
+    for size in ROUNDED if operands.which == "output" else ():
         whole = len(part) // size * size
         if (
             whole < len(part)
@@ -369,6 +400,19 @@ def _wrong(operands: Operands, e: int, part: np.ndarray, dtype: Format) -> tuple
         ):
             return f"drops its rows after a multiple of {size}", "X-2"
     return "has other numbers", "X-2"
+
+
+def _wrapped(operands: Operands, e: int, size: int) -> np.ndarray:
+    """A group's rows if those behind it, up to a whole tile, wrap around to its first ones, under
+    scales of their own.
+    """
+    rows = operands.rows(e)
+    count = rows.stop - rows.start
+    last = np.arange(-(-count // size) * size)
+    scaled = np.zeros(count, np.int64)
+    scaled[last % count] = np.minimum(rows.start + last, len(operands.a) - 1)
+    sums = operands.a[rows] @ operands.b[e].T  # [M_e, K] x [K, N]
+    return sums * operands.scale_a[scaled] * operands.scale_b[e].T
 
 
 def _other_rows(operands: Operands, e: int) -> Iterator[tuple[str, slice]]:

@@ -240,7 +240,8 @@ def _unnamed(
     """What is seen of a fault that has no name."""
     where = np.s_[:, :] if tile is None else tile.place
     some = (expected[where] != 0) & np.isfinite(results[where])
-    ratios = np.unique(results[where][some] / expected[where][some])
+    with np.errstate(over="ignore"):
+        ratios = np.unique(results[where][some] / expected[where][some])
     if len(ratios) == 1:
         words = f"results {ratios[0]:g} times as large as they are"
     elif np.isnan(results[where]).all():

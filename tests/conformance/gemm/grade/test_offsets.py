@@ -366,3 +366,46 @@ def test_what_is_refused(options, error, message):
     function = Subject(name="mine", function=options.get("function", output))
     with pytest.raises(error, match=message):
         grade_offsets(**(options | {"function": function}))
+
+
+def by_ends(a, b, scale_a, scale_b, offs, *, begins, stops):
+    """A grouped GEMM whose groups have these first rows and ends."""
+    x, y = (values.astype(np.float32) for values in (a, b))
+    out = np.zeros((len(x), y.shape[1]), np.float32)
+    for e, (begin, stop) in enumerate(zip(begins, stops, strict=True)):
+        rows = slice(min(begin, len(x)), min(stop, len(x)))
+        out[rows] = x[rows] @ y[e].T * scale_a[rows] * scale_b[e].T
+    return out
+
+
+@pytest.mark.parametrize(
+    ("begins", "stops", "words"),
+    [
+        (lambda o: np.cumsum(o) - o, np.cumsum, "sizes, of groups one after another"),
+        (lambda o: o, lambda o: np.append(o[1:], 120), "the first rows of groups"),
+    ],
+)
+def test_what_offs_are_taken_for_is_named(begins, stops, words):  # X-1
+    def function(*arguments):
+        offs = np.asarray(arguments[-1])
+        return by_ends(*arguments, begins=begins(offs), stops=stops(offs))
+
+    grade = grade_offsets(function)
+    assert [str(fault) for fault in grade.faults] == [f"offs are read as {words} (X-1)"]
+
+
+def test_rows_that_wrap_around_are_named():  # X-2
+    def wraps(a, b, scale_a, scale_b, offs):
+        """The last tile's rows lie beyond the group, and wrap around to its first ones."""
+        out = np.zeros((len(a), b.shape[1]), np.float32)
+        for e, (begin, stop) in enumerate(zip([0, *offs[:-1]], offs, strict=True)):
+            for row in range(begin, stop + (begin - stop) % 32):
+                at = begin + (row - begin) % (stop - begin)
+                scale = scale_a[min(row, len(a) - 1)]
+                sums = a[at].astype(np.float32) @ b[e].astype(np.float32).T
+                out[at] = sums * scale * scale_b[e].T
+        return out
+
+    words = [str(fault) for fault in grade_offsets(wraps, rest=64).faults]
+    said = "group 2: is written again by rows behind its last tile of 32, which wrap (X-2)"
+    assert said in words
