@@ -101,9 +101,9 @@ def _in_framework(
         accepted.append(tried)
     if accepted:
         return accepted[0]
-    for error in refused:
-        if not isinstance(error, RefusedError):
-            raise error
+    for invalid in refused:
+        if not isinstance(invalid, RefusedError):
+            raise invalid
     raise RefusedError("\n".join(map(str, refused)))
 
 

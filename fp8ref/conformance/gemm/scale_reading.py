@@ -31,15 +31,15 @@ VECTOR = "scale_inv of {} is read as a vector: row 0 right, other rows have othe
 class Reading(NamedTuple):
     """An operand's index, as it is read.
 
-    found, right   [rows, columns of K that were asked]: flat indices of scales.
-    named          words, and the index of every element [rows, K] that they stand for; "" for an
+    indices, right   [rows, columns of K that were asked]: flat indices of scales.
+    words, mistake words, and the index of every element [rows, K] that they stand for; "" for an
                    index without a name, None for the right one.
     """
 
-    found: np.ndarray
+    indices: np.ndarray
     right: np.ndarray
     words: str
-    index: np.ndarray | None
+    mistake: np.ndarray | None
 
 
 def causes(
@@ -51,7 +51,7 @@ def causes(
     describe            whether an index without a name is a cause too.
     """
     readings = [_reading(asked, stimulus.shape, which) for which in (0, 1)]
-    names = [one.words for one in readings if one.index is not None]
+    names = [one.words for one in readings if one.mistake is not None]
     expected = faults.expected(stimulus)
     differ = ~((results == expected) | (np.isnan(results) & np.isnan(expected)))
     first = first_of(stimulus, results, expected, differ)
@@ -101,30 +101,32 @@ def _reading(asked: Asked, shape: Shape, which: int) -> Reading:
         follows = ((other == 512 * one) & (one != 0)).all(axis=1)
         vector = follows[0] and not follows[1:].any() and (one == other)[1:].all() and one.all()
         return Reading(right[:, at], right[:, at], VECTOR if vector and rows > 1 else "", None)
-    found, known, place = np.zeros((rows, others), np.int64), np.ones((rows, others), bool), 1
+    indices, known, place = np.zeros((rows, others), np.int64), np.ones((rows, others), bool), 1
     while place == 1 or place < size:
         with np.errstate(all="ignore"):
             exponent = np.log2(read(np.exp2(np.arange(size) // place % BASE - 6.0))) + 6
         known &= np.isin(exponent, np.arange(BASE))
-        found += np.where(known, exponent, 0).astype(np.int64) * place
+        indices += np.where(known, exponent, 0).astype(np.int64) * place
         place *= BASE
-    found = np.where(known, found, NO_INDEX)
-    if np.array_equal(found, right[:, at]):
-        return Reading(found, right[:, at], "", None)
+    indices = np.where(known, indices, NO_INDEX)
+    if np.array_equal(indices, right[:, at]):
+        return Reading(indices, right[:, at], "", None)
     layout = SCALE_LAYOUTS[asked.scaled.scale_layout]
-    for words, index in _mistakes(right, grid, found, at, layout, asked.scaled.scale_bytes):
+    for words, index in _mistakes(right, grid, indices, at, layout, asked.scaled.scale_bytes):
         seen = index[:, at]
         inside = (seen >= 0) & (seen < size)
         wrong = seen != right[:, at]  # what is read outside is no right scale either
-        if (inside & wrong).any() and ((found == seen) | ~inside & (found != right[:, at])).all():
-            return Reading(found, right[:, at], words.format("ab"[which]), index)
-    return Reading(found, right[:, at], "", None)
+        if (inside & wrong).any() and (
+            (indices == seen) | ~inside & (indices != right[:, at])
+        ).all():
+            return Reading(indices, right[:, at], words.format("ab"[which]), index)
+    return Reading(indices, right[:, at], "", None)
 
 
 def _mistakes(
     right: np.ndarray,
     grid: tuple[int, ...],
-    found: np.ndarray,
+    indices: np.ndarray,
     at: np.ndarray,
     layout: ScaleLayout,
     width: int,
@@ -137,15 +139,15 @@ def _mistakes(
         start, _, rest = words.partition("scales ")
         name = f"scales of {{}} {rest}" if not start else f"scales of {{}}: {words}"
         yield name, index
-    places = np.arange(len(found))[:, None], np.arange(found.shape[1])
+    places = np.arange(len(indices))[:, None], np.arange(indices.shape[1])
     for tile in faults.TILES:
         swapped = places[1] // tile * tile + places[0] % tile
         if grid[1] == 1 and swapped.max() < grid[0]:
             index = np.full(right.shape, -1)
             index[:, at] = swapped
             yield f"scale_inv of {{}} of the transposed tile of {tile}x{tile} results", index
-    known = found != NO_INDEX
-    steps = np.unique((found - right[:, at])[known])
+    known = indices != NO_INDEX
+    steps = np.unique((indices - right[:, at])[known])
     if len(steps) == 1:
         across = grid[1]
         words = f"{abs(steps[0]) // across} rows" if not steps[0] % across else f"{abs(steps[0])}"
@@ -182,9 +184,9 @@ def _compared(
         (stimulus.a, stimulus.b), faults.values(stimulus), readings, strict=True
     ):
         scales = faults.spread(q, q.scale_inv)
-        if one.index is not None:
-            inside = (one.index >= 0) & (one.index < q.scale_inv.size)
-            scales = q.scale_inv.reshape(-1)[np.where(inside, one.index, 0)]
+        if one.mistake is not None:
+            inside = (one.mistake >= 0) & (one.mistake < q.scale_inv.size)
+            scales = q.scale_inv.reshape(-1)[np.where(inside, one.mistake, 0)]
             scales = np.where(inside, scales, np.nan)
         operands.append(values * scales)
     expected = operands[0] @ operands[1].T  # NaN where a scale is outside
@@ -195,10 +197,10 @@ def _described(one: Reading, who: str) -> str:
     """The first scale that is another one; "" if all are right, or one is not known."""
     if one.words:
         return one.words.format(who)
-    if np.array_equal(one.found, one.right) or (one.found == NO_INDEX).any():
+    if np.array_equal(one.indices, one.right) or (one.indices == NO_INDEX).any():
         return ""
-    i, j = np.argwhere(one.found != one.right)[0]
+    i, j = np.argwhere(one.indices != one.right)[0]
     return (
-        f"scales of {who}: row {i} reads scale {one.found[i, j]} in the place of "
+        f"scales of {who}: row {i} reads scale {one.indices[i, j]} in the place of "
         f"{one.right[i, j]}, counted in C order"
     )
