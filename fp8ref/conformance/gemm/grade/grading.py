@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8ref.conformance.gemm import adapters, bound, scale_reading
+from fp8ref.conformance.gemm import adapters, bound
 from fp8ref.conformance.gemm.grade import (
     codes,
     edges,
@@ -26,6 +26,7 @@ from fp8ref.conformance.gemm.grade import (
     stimuli,
     structure,
 )
+from fp8ref.conformance.gemm.grade.scales import reading
 from fp8ref.conformance.gemm.grade.stimuli import Asked, Shape, Stimulus
 from fp8ref.conformance.gemm.grade.structure import Cause, Tile, first_of
 from fp8ref.conformance.gemm.grade.verdict import Grade, Measured
@@ -268,7 +269,7 @@ def _structure(
         unasked.append(f"indices of K from {MOST_CALLS * m * n} on, of K = {k}")
     causes, tile = structure.integer_causes(stimulus, results, out, None, earlier)
     named = bool(causes) and causes[0].exact
-    if causes and (read := scale_reading.causes(asked, stimulus, results, out, describe=not named)):
+    if causes and (read := reading.causes(asked, stimulus, results, out, describe=not named)):
         return read, earlier
     seen: dict[str, tuple[list[np.ndarray], Any]] = {}
     factors = np.ones(k, np.float32)

@@ -15,9 +15,9 @@ import numpy as np
 from fp8ref.conformance.gemm.grade import row_bits, stimuli
 from fp8ref.conformance.gemm.grade.grading import grade_gemm
 from fp8ref.conformance.gemm.grade.row_bits import RowBits
+from fp8ref.conformance.gemm.grade.scales.reading import OTHER_GROUPS
 from fp8ref.conformance.gemm.grade.stimuli import Asked, Shape
 from fp8ref.conformance.gemm.grade.verdict import Grade
-from fp8ref.conformance.gemm.scale_reading import OTHER_GROUPS
 from fp8ref.conformance.gemm.scaled_gemm import ProbeError, RefusedError, ScaledGemm, operand
 from fp8ref.conformance.kit.finding import Described
 from fp8ref.conformance.kit.subject import name_of

@@ -31,9 +31,9 @@ VECTOR = "scale_inv of {} is read as a vector: row 0 right, other rows have othe
 class Reading(NamedTuple):
     """An operand's index, as it is read.
 
-    indices, right   [rows, columns of K that were asked]: flat indices of scales.
-    words, mistake words, and the index of every element [rows, K] that they stand for; "" for an
-                   index without a name, None for the right one.
+    indices, right  [rows, columns of K that were asked]: flat indices of scales.
+    words           the name of a mistake; "" if it has none, or all are right.
+    mistake         the index of every element [rows, K] that the name stands for, if it does.
     """
 
     indices: np.ndarray

@@ -1,0 +1,1 @@
+"""What a GEMM does with scales, found by calls that show them alone."""
