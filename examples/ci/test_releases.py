@@ -1,11 +1,12 @@
-"""Released libraries, asked by the plugin: what is right is required, and what is not is quoted. Each
-test is skipped where its library is missing: pip install onnx gfloat pychop compressed-tensors qwix.
+"""Released libraries, asked by the plugin: what is right is required, and what is not is quoted.
+
+A test is skipped where its library is missing: pip install onnx gfloat pychop compressed-tensors.
 """
 
 import numpy as np
 import pytest
 
-# onnx 1.23.2, gfloat 0.5.2, pychop 0.6.2, compressed-tensors 0.20.1, qwix 0.1.8: 2026-11-30
+# onnx 1.23.2, gfloat 0.5.2, pychop 0.6.2, compressed-tensors 0.20.1: 2026-11-30
 
 
 @pytest.mark.parametrize("fmt", ["e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"])
