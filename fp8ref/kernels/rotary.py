@@ -184,11 +184,8 @@ def cast_lines(
     shape: Heads, strides: tuple[int, ...], *, e5m2: bool, form: str = FORMS[0]
 ) -> Launch:
     """As ``cast``, by scales of rows [B T] and of columns [H D]; without amaxes."""
-    numbers, outputs = (
-        _numbers(shape, strides, form) | {"E5M2": e5m2},
-        casts.codes(_matrix(shape), e5m2),
-    )
-    return Launch(_cast_lines, _grid(shape), numbers, outputs)
+    numbers = _numbers(shape, strides, form) | {"E5M2": e5m2}
+    return Launch(_cast_lines, _grid(shape), numbers, casts.codes(_matrix(shape), e5m2))
 
 
 def lines(shape: Heads, strides: tuple[int, ...], *, e5m2: bool, form: str = FORMS[0]) -> Launch:

@@ -148,9 +148,8 @@ def _outcome(decoder: Decoder, report: Report) -> Outcome:
     kind = "dequantizer" if decoder.levels else "decoder"
     names = [fault.name for fault in report.faults]
     of = f"{fmt}, {decoder.granularity}" if decoder.levels else f"{fmt}"
-    summary = f"a right {kind} of {of}"
-    if names:
-        summary = f"no right {kind} of {of}: {'; '.join(names)}"
+    wrong = f": {'; '.join(names)}" if names else ""
+    summary = f"{'no' if names else 'a'} right {kind} of {of}{wrong}"
     return Outcome(
         name=tested.name,
         kind=kind,

@@ -30,11 +30,6 @@ class Report:
         evidence = str(witness) if witness else evidence
         self.findings.append(Finding(what, words, evidence, witness=witness))
 
-    def unasked(self, what: str, why: str) -> None:
-        """A question that could not be asked."""
-        finding = Finding(what, None, why, words="not tested", unasked=(f"{what}: {why}",))
-        self.findings.append(finding)
-
 
 def first(wrong: np.ndarray) -> tuple[int, int]:
     """The first place of a matrix that is wrong."""

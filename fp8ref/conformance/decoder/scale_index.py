@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from fp8ref.conformance.decoder.subject import Decoder
-from fp8ref.sim.quantize import cast
 from fp8ref.sim.quantize.scale_layouts import SCALE_LAYOUTS, ScaleLayout
 
 BASE = 12
@@ -20,7 +19,7 @@ def read_index(decoder: Decoder, shape: tuple[int, int]) -> np.ndarray:
     """The flat index of the scale that each element of ones [M, K] is multiplied by, int64; each
     call shows a digit of it.
     """
-    one = np.full(shape, cast.encode(np.ones(1, np.float32), decoder.fmt)[0], np.uint8)
+    one = decoder.ones(shape)
     scales = decoder.scale_shape(shape)
     count = int(np.prod(scales))
     numbers = np.arange(count)
@@ -51,11 +50,8 @@ def name(decoder: Decoder, found: np.ndarray, right: np.ndarray) -> str:
         inside = (index >= 0) & (index <= right.max())
         if inside.any() and np.array_equal(found[inside], index[inside]):
             return words
-    rows, columns = np.nonzero(found != right)
-    last = right[-1, -1]
-    if (right[rows, columns] == last).all():
-        return "the last block reads another scale"
-    return ""
+    last = (right[found != right] == right[-1, -1]).all()
+    return "the last block reads another scale" if last else ""
 
 
 def wrong_indices(

@@ -21,9 +21,7 @@ rows that fill no tile."""
 def ask_scales(decoder: Decoder, report: Report) -> Decoder:
     """Ask which scale each element is multiplied by, how products round, and scales at ends; the
     decoder, which may divide."""
-    fmt = decoder.fmt
-    one = np.full(SHAPE, cast.encode(np.ones(1, np.float32), fmt)[0], np.uint8)
-    two = decoder.decode(one, 2.0).numbers
+    two = decoder.decode(decoder.ones(SHAPE), 2.0).numbers
     verb = {2.0: "multiplies", 0.5: "divides", 1.0: "is ignored"}.get(float(two[0, 0]), "neither")
     faults = []
     if verb == "divides":

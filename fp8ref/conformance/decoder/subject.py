@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,12 +48,12 @@ def scale_array(
     fmt        of scales that are codes; None: float32 ones alone.
     scales_as  one of CODES_AS, or float32.
     """
-    coded = scales_as != "float32" and fmt is not None
-    held = cast.encode(scales, fmt) if coded and fmt is not None else scales
+    fmt = None if scales_as == "float32" else fmt
+    held = scales if fmt is None else cast.encode(scales, fmt)
     if layout.name != "row_major" and held.ndim == 2:
         held = scale_layouts.store(held, layout)
     held = np.ascontiguousarray(held).reshape(held.shape)
-    if coded and scales_as == "native" and fmt is not None:
+    if fmt is not None and scales_as == "native":
         return native_array(tested, held, fmt)
     return tested.make_array(held, held.dtype.name)
 
@@ -88,14 +88,13 @@ class Decoder:
     divides: bool = False
 
     @property
-    def name(self) -> str:
-        """The name of the function."""
-        return self.tested.name
-
-    @property
     def scale_fmt(self) -> Format | None:
         """The format of scales that are codes; None for float32 ones."""
         return scale_format(self.granularity or "")
+
+    def ones(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Codes of 1."""
+        return np.full(shape, cast.encode(np.float32(1), self.fmt))
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of the scales of codes of this shape; the last blocks may be shorter."""
@@ -136,11 +135,11 @@ class Decoder:
                 output = self.tested.function(*passed)
         except (Exception, SystemExit) as error:  # a function under test may raise anything
             raise RefusedError(
-                f"{self.name} raised {type(error).__name__} for {what}: {error}. Call it on these "
-                "alone to find the cause."
+                f"{self.tested.name} raised {type(error).__name__} for {what}: {error}. Call it on "
+                "these alone to find the cause."
             ) from error
         if [arrays.written(x) for x in passed] != before:
-            raise ConformanceError(f"{self.name} changed its {what}. Let it work on copies.")
+            raise ConformanceError(f"{self.tested.name} changed its {what}. Let it work on copies.")
         return self._read(output, codes.shape, what)
 
     def _read(self, output: Any, shape: tuple[int, ...], what: str) -> Decoded:
@@ -148,8 +147,8 @@ class Decoder:
         if array is None or array[1] not in FLOATS or array[0].shape != shape:
             got = type(output).__name__ if array is None else f"{array[1]} {list(array[0].shape)}"
             raise ConformanceError(
-                f"{self.name} gives {got} for {what}; a decoder gives numbers, an array of a float "
-                "dtype and of the codes' shape. Return them alone."
+                f"{self.tested.name} gives {got} for {what}; a decoder gives numbers, an array of "
+                "a float dtype and of the codes' shape. Return them alone."
             )
         with np.errstate(over="ignore"):
             return Decoded(array[0].astype(np.float32), array[1])
@@ -207,21 +206,22 @@ def wrap(
     levels = _scales_needed(subjects[0])
     if (granularity is not None) != (levels > 0):
         granularity = "tensorwise" if levels else None
-    refused, accepted = list[str](), list[Decoder]()
-    ones = np.full((128, 256), cast.encode(np.ones(1, np.float32), fmt)[0], np.uint8)
-    decoders = (
-        Decoder(tested=tested, fmt=fmt, granularity=granularity, layout=layout, levels=levels)
-        for tested in subjects
+    simplest = Decoder(
+        tested=subjects[0], fmt=fmt, granularity=granularity, layout=layout, levels=levels
     )
-    for tried in itertools.chain.from_iterable(map(_ways, decoders)):
+    packings = ("one a byte",) if fmt.bits != 4 else ("one a byte", "pairs")
+    coded = levels and simplest.scale_fmt is not None
+    scales = ("native", "uint8", "float32") if coded else ("float32",)
+    refused, accepted, ones = list[str](), list[Decoder](), simplest.ones((128, 256))
+    for tested, packing, codes, held in itertools.product(subjects, packings, CODES_AS, scales):
+        tried = dataclasses.replace(
+            simplest, tested=tested, packing=packing, codes_as=codes, scales_as=held
+        )
         try:
             one = tried.decode(ones, 1.0).numbers
             two = tried.decode(ones, 2.0).numbers if levels else one * 2
-        except RefusedError as error:
-            refused.append(str(error))
-            continue
         except ConformanceError as error:
-            refused.insert(0, str(error))
+            refused.insert(len(refused) if isinstance(error, RefusedError) else 0, str(error))
             continue
         accepted.append(tried)
         if (one == 1).any() and np.isin(two[one == 1], (2.0, 0.5)).any():
@@ -229,16 +229,6 @@ def wrap(
     if accepted:
         return accepted[0]
     raise RefusedError("\n".join(dict.fromkeys(refused)))
-
-
-def _ways(decoder: Decoder) -> Iterator[Decoder]:
-    """The ways of calling it that are tried."""
-    packings = ("one a byte",) if decoder.fmt.bits != 4 else ("one a byte", "pairs")
-    scales: tuple[str, ...] = ("float32",)
-    if decoder.levels and decoder.scale_fmt is not None:
-        scales = ("native", "uint8", "float32")
-    for packing, codes_as, scales_as in itertools.product(packings, CODES_AS, scales):
-        yield dataclasses.replace(decoder, packing=packing, codes_as=codes_as, scales_as=scales_as)
 
 
 def _scales_needed(tested: Subject) -> int:

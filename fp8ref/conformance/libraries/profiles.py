@@ -132,17 +132,11 @@ def every_cast() -> Iterator[Function]:
             variant, file = "sat" if saturate else "", "round_ndarray.py"
             call = f"`encode_ndarray(fi, round_ndarray(fi, x, sat={saturate}))`"
             yield Function("gfloat", fmt, run, variant=variant, call=call, source=file)
-    if cuda_header.available():
-        for fmt, saturate in itertools.product((E4M3FN, E5M2), (False, True)):
-            mode = "__NV_SATFINITE" if saturate else "__NV_NOSAT"
-            yield Function(
-                CUDA_HEADER,
-                fmt,
-                partial(cuda_header.encode, fmt=fmt, saturate=saturate),
-                variant="sat" if saturate else "",
-                call=f"`__nv_cvt_float_to_fp8(x, {mode}, kind)`",
-                source="include/cuda_fp8.hpp",
-            )
+    formats = (E4M3FN, E5M2) if cuda_header.available() else ()
+    for fmt, (mode, variant) in itertools.product(formats, (("NOSAT", ""), ("SATFINITE", "sat"))):
+        run = partial(cuda_header.encode, fmt=fmt, saturate=variant == "sat")
+        call, file = f"`__nv_cvt_float_to_fp8(x, __NV_{mode}, kind)`", "include/cuda_fp8.hpp"
+        yield Function(CUDA_HEADER, fmt, run, variant=variant, call=call, source=file)
 
 
 def every_scale() -> Iterator[Function]:
@@ -157,25 +151,14 @@ def library_scales(fmt: Format) -> Iterator[Function]:
     if _installed("torch", "torchao"):
         yield from _torchao_scales(fmt)
     if _installed("jax", "flax"):
-        yield Function(
-            "flax",
-            fmt,
-            partial(functions.flax_scale, fmt=fmt),
-            variant="compute_scale",
-            call="`fp8_ops.compute_scale(amax, 1, max)`",
-            made="scale_inv",
-            source="linen/fp8_ops.py",
-        )
+        run, name = partial(functions.flax_scale, fmt=fmt), "compute_scale"
+        call, file = "`fp8_ops.compute_scale(amax, 1, max)`", "linen/fp8_ops.py"
+        yield Function("flax", fmt, run, variant=name, call=call, made="scale_inv", source=file)
     if _installed("gfloat"):
+        run, name = partial(functions.gfloat_scale, fmt=fmt), "compute_scale_amax"
+        call, file = "`compute_scale_amax(fi.emax, x)`", "block.py"
         yield Function(
-            "gfloat",
-            fmt,
-            partial(functions.gfloat_scale, fmt=fmt),
-            variant="compute_scale_amax",
-            call="`compute_scale_amax(fi.emax, x)`",
-            made="e8m0",
-            slow=True,
-            source="block.py",
+            "gfloat", fmt, run, variant=name, call=call, made="e8m0", slow=True, source=file
         )
 
 
@@ -200,15 +183,15 @@ def _torchao_scales(fmt: Format) -> Iterator[Function]:
 
 
 def _other_scales(fmt: Format) -> Iterator[Function]:
-    for transcription in TRANSCRIPTIONS:
+    for library, variant, call, kind, source, scale in TRANSCRIPTIONS:
         yield Function(
-            transcription.library,
+            library,
             fmt,
-            transcription.of(fmt),
-            variant=transcription.variant,
-            call=transcription.call,
-            made=transcription.made,
-            source=transcription.source,
+            scale(fmt),
+            variant=variant,
+            call=call,
+            made=kind,
+            source=source,
             transcribed=True,
         )
     powers = ("torchao", "torchao_pow2", "torchao_mask")

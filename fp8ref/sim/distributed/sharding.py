@@ -206,7 +206,8 @@ def check_replicas(shards: Mapping[Device, Quantized], layout: Layout) -> None:
             first = firsts.setdefault(layout.mesh.along(device, kept), device)
             a = shards[first]
             b = shards[device]
-            along = _differing(layout, first, device)
+            differ = zip(names, first, device, strict=True)
+            along = ", ".join(repr(axis) for axis, i, k in differ if i != k)
             pairs = (a.scale, b.scale), (a.scale_inv, b.scale_inv)
             if not all(np.array_equal(*pair, equal_nan=True) for pair in pairs):
                 raise ValueError(
@@ -219,12 +220,6 @@ def check_replicas(shards: Mapping[Device, Quantized], layout: Layout) -> None:
                     f"the tensor is replicated along mesh axis {along}; codes of devices {first} "
                     f"and {device} differ. Broadcast it first."
                 )
-
-
-def _differing(layout: Layout, a: Device, b: Device) -> str:
-    return ", ".join(
-        repr(name) for name, i, k in zip(layout.mesh.names, a, b, strict=True) if i != k
-    )
 
 
 def _group_sizes(layout: Layout, granularity: str, axis: int) -> list[int | None]:

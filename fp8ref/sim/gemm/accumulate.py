@@ -363,19 +363,13 @@ def with_specials(
         return left.astype(np.float32) @ right.astype(np.float32).T
 
     inf_a, inf_b = np.isinf(a), np.isinf(b)
-    up_a, down_a, up_b, down_b = a > 0, a < 0, b > 0, b < 0
-    positive = (
-        count(inf_a & up_a, up_b)
-        + count(inf_a & down_a, down_b)
-        + count(up_a, inf_b & up_b)
-        + count(down_a, inf_b & down_b)
-    )
-    negative = (
-        count(inf_a & up_a, down_b)
-        + count(inf_a & down_a, up_b)
-        + count(up_a, inf_b & down_b)
-        + count(down_a, inf_b & up_b)
-    )
+
+    # how many of them are infinite in a or in b
+    def infinite(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        return count(inf_a & left, right) + count(left, inf_b & right)
+
+    positive = infinite(a > 0, b > 0) + infinite(a < 0, b < 0)
+    negative = infinite(a > 0, b < 0) + infinite(a < 0, b > 0)
     # The sum contains an infinity of that sign.
     above, below = (positive > 0) | (c == np.inf), (negative > 0) | (c == -np.inf)
     invalid = count(inf_a, b == 0) + count(a == 0, inf_b) > 0

@@ -148,13 +148,9 @@ def attending(variant: Variant, hardware: Hardware | None) -> Variant:
 
 def probed(accumulate: str | Accumulation, epilogue: Epilogue) -> Hardware:
     """Hardware with a probed plan and epilogue in every GEMM; its name hashes both."""
-    unbiased = without_bias(epilogue)
-    bare = Hardware(
-        name="probed",
-        fast=accumulate,
-        slow=accumulate,
-        epilogue=None if _is_scale_then_round(unbiased) else unbiased,
-    )
+    unbiased, default = without_bias(epilogue), epilogues.EPILOGUES["scale_then_round"]
+    own = None if dataclasses.replace(unbiased, name=default.name) == default else unbiased
+    bare = Hardware(name="probed", fast=accumulate, slow=accumulate, epilogue=own)
     decisions = repr((bare.to_dict()["fast"], bare.to_dict()["scale_then_round"]))
     digest = hashlib.sha256(bytes(decisions, "utf-8")).hexdigest()
     return dataclasses.replace(bare, name=f"probed_{digest[:12]}")
@@ -165,14 +161,6 @@ def without_bias(epilogue: Epilogue) -> Epilogue:
     if epilogue.bias is None:
         return epilogue
     return dataclasses.replace(epilogue, name=f"{epilogue.name} without its bias", bias=None)
-
-
-def _is_scale_then_round(epilogue: Epilogue) -> bool:
-    """Whether the epilogue is scale_then_round under another name."""
-    return (
-        dataclasses.replace(epilogue, name="scale_then_round")
-        == epilogues.EPILOGUES["scale_then_round"]
-    )
 
 
 def _as_data(plan: str | Accumulation) -> Any:

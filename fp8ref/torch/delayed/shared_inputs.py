@@ -39,7 +39,9 @@ def check(model: nn.Module) -> None:
     memory are not compared."""
     for name, module in model.named_modules():
         state = _input(module)
-        if state is None or state.origin is state or _is_empty(state.scale):
+        if state is None or state.origin is state:
+            continue
+        if state.scale.is_meta or type(state.scale) is not torch.Tensor:  # a compiler's
             continue
         for key in DelayedState._fields:
             mine, first = getattr(state, key), getattr(state.origin, key)
@@ -58,11 +60,6 @@ def _input(module: nn.Module) -> RoleState | None:
     state = states["input"]
     assert isinstance(state, RoleState)
     return state
-
-
-def _is_empty(x: torch.Tensor) -> bool:
-    """Whether a tensor has no memory: on the meta device, or a compiler's."""
-    return x.is_meta or type(x) is not torch.Tensor
 
 
 def _kind(state: RoleState) -> tuple:

@@ -32,7 +32,8 @@ def takes(p: Tensor, layout: Layout, kernels: Choice) -> bool:
 
     ValueError as ``choice.explain``.
     """
-    if not _serves(layout):
+    kinds = Moment(), Moment(fmt=BFLOAT16)
+    if layout.average != "products" or layout.bounded or not set(layout.kept) <= set(kinds):
         return False
     x = local_part(p.detach())
     plain = type(x) is Tensor and x.ndim == 2 and x.is_contiguous() and x.numel() > 0
@@ -61,14 +62,6 @@ def step(p: Tensor, work: Work) -> None:
     if not local.is_inference():
         torch.autograd.graph.increment_version([local, m, v])
     trace.left, trace.counted = left, weights.versions(p)
-
-
-def _serves(layout: Layout) -> bool:
-    return (
-        layout.average == "products"
-        and not layout.bounded
-        and all(moment in (Moment(), Moment(fmt=BFLOAT16)) for moment in layout.kept)
-    )
 
 
 @functools.lru_cache(maxsize=1024)
