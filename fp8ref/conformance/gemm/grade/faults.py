@@ -101,12 +101,12 @@ def all_faults() -> Iterator[Fault]:
     yield from _operand_faults()
     yield from _bias_faults()
     yield from (_dropped(n, last) for n in DROPPED for last in (True, False))
-    yield from (_stored_whole(tile, filled) for tile in TILES for filled in (True, False))
     yield Fault("zeros", lambda s: np.zeros(s.shape[:2], np.float32))
     yield Fault("the result with the other sign", lambda s: -expected(s))
     yield Fault("the magnitude of the result", lambda s: np.abs(expected(s)))
     yield Fault("negative results become 0", lambda s: np.maximum(expected(s), 0))
     yield Fault("a result that is twice as large", lambda s: 2 * expected(s))
+    yield from (_stored_whole(tile, filled) for tile in TILES for filled in (True, False))
 
 
 def _scale_faults() -> Iterator[Fault]:
