@@ -96,9 +96,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     with console.waiting("compare"):
         paths = arguments.a, arguments.b, *arguments.seeds
         a, b, *more = (compare.read(Path(path), loss=arguments.loss) for path in paths)
-        comparison = compare.compare(
-            a, b, more, confidence=shared.confidence(arguments), margin=shared.margin(arguments)
-        )
+        confidence, margin = shared.confidence(arguments), shared.margin(arguments)
+        comparison = compare.compare(a, b, more, confidence=confidence, margin=margin)
     return conclude(comparison, arguments.json)
 
 

@@ -110,9 +110,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
     require(arguments.jobs >= 1, f"--jobs is at least 1; got {arguments.jobs}.")
     shared.trust_source(arguments, arguments.config, config)
     begin = time.monotonic()
-    planned = sweep.plan(
-        config, backends, shared.names(arguments.recipes), seeds=arguments.seeds, out=arguments.out
-    )
+    recipes, seeds, out = shared.names(arguments.recipes), arguments.seeds, arguments.out
+    planned = sweep.plan(config, backends, recipes, seeds=seeds, out=out)
     sweep.train(planned, jobs=arguments.jobs)
     page = arguments.out / "report.html"
     summary = sweep.report(planned, page, confidence=confidence, margin=margin)

@@ -213,15 +213,14 @@ def check_forward(
             for who, trainer in trainers.items()
         }
     outputs = {"sim": (logits, loss)} | backends
-    names = list(outputs)
+    names, kinds = list(outputs), (("logits", logits_bound), ("loss", loss_bound))
     for i, mine in enumerate(names):
         for other in names[:i]:
             pair = mine if other == "sim" else f"{other}-{mine}"
-            for j, (kind, bound) in enumerate((("logits", logits_bound), ("loss", loss_bound))):
+            for j, (kind, bound) in enumerate(kinds):
                 check = report.check(f"{kind}/{name}/value/{pair}", bound=1.0)
-                compare_values(
-                    check, outputs[mine][j], outputs[other][j], bound, names=(mine, other)
-                )
+                values = outputs[mine][j], outputs[other][j]
+                compare_values(check, *values, bound, names=(mine, other))
 
 
 def check_gradients(

@@ -122,9 +122,8 @@ class Observation:
         for cast, (_, codes, scale) in self.operands(spec):
             scale = np.asarray(scale, np.float32)
             scale_inv, kind = scaling.scale_inv_from_scale(scale), cast.spec
-            yield scaling.Quantized(
-                np.asarray(codes), scale, scale_inv, kind.fmt, kind.granularity, cast.axis
-            )
+            own = np.asarray(codes), scale, scale_inv
+            yield scaling.Quantized(*own, kind.fmt, kind.granularity, cast.axis)
 
 
 def observe(

@@ -110,9 +110,8 @@ def scores(config: Config) -> tuple[int, str]:
     keys, model = config.parallel, config.model
     length, chunked = config.data.sequence_length, keys.attention == "chunked"
     queries, each = (min(length, QUERIES), CHUNKED_SCORE) if chunked else (length, SCORE)
-    elements = (
-        tokens(config) // length * model.num_attention_heads // keys.tensor * queries * length
-    )
+    heads = tokens(config) // length * model.num_attention_heads // keys.tensor
+    elements = heads * queries * length
     return (
         each * elements,
         f"{each} bytes each, of {queries:,} queries at a time: float32 scores and gradient, "

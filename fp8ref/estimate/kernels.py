@@ -317,8 +317,9 @@ def _taken_by_maker(role: Role, place: Place, rows: int, whole: CastSpec | None)
     linear = place.linear
     if (role, linear) in _SUMS or (role == "weight" and place.weighed):
         return True
-    made = linear and (role == "weight" or (role == "input" and linear in ("q_proj", "gate_proj")))
-    return bool(made and (rows or (whole is not None and whole.delayed is not None)))
+    after_norm = role == "input" and linear in ("q_proj", "gate_proj")
+    again = bool(linear) and (role == "weight" or after_norm)
+    return again and bool(rows or (whole is not None and whole.delayed is not None))
 
 
 def _dequantized(n: float, fusion: Fusion) -> list[Kernel]:

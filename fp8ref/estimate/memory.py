@@ -259,8 +259,8 @@ def _codes(config: Config, backend: str) -> dict[str, Line]:
     }
     if not any(sizes.values()):
         return {}
-    how = "1 byte an element of each order, written by Triton kernels"
-    return {"codes of weights": Line(sum(sizes.values()), how, BACKWARD)}
+    formula = "1 byte an element of each order, written by Triton kernels"
+    return {"codes of weights": Line(sum(sizes.values()), formula, BACKWARD)}
 
 
 def _gathered(config: Config, backend: str, table: int) -> dict[str, Line]:

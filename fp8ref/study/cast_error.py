@@ -186,9 +186,8 @@ class Judged(Result):
         titles = ("SQNR, dB", "5 % of rows below", "zeroed", "clipped")
         if len(rows) > FEW:
             where = ["at"] if wide else []  # else names have no room
-            table = _table(
-                wide, "recipe", "operand", "median SQNR, dB", "lowest", *where, *titles[1:]
-            )
+            columns = ["recipe", "operand", "median SQNR, dB", "lowest", *where]
+            table = _table(wide, *columns, *titles[1:])
             for recipe, role, median, lowest, at, low, *shares in self.by_role():
                 numbers = f"{median:.1f}", f"{lowest:.1f}", *([at] if where else [])
                 table.add_row(recipe, role, *numbers, *_cells(low, *shares))

@@ -87,8 +87,8 @@ def record(model: nnx.Module, recording: Recording, *, heads: int, tokens: int) 
 
 def _has_others(options: dict) -> bool:
     """Whether a call has options by name that a study does not take."""
-    taken = ("mask", "scale", "is_causal", "implementation")
-    others = [x for name, x in options.items() if name not in taken]
+    usual = ("mask", "scale", "is_causal", "implementation")
+    others = [x for name, x in options.items() if name not in usual]
     traced_scale = not isinstance(options.get("scale"), int | float | None)
     return traced_scale or any(x is not None and x is not False for x in others)
 

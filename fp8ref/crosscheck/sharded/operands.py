@@ -53,9 +53,8 @@ def check_pass(
     report: Report, backend: str, config: Config, recipes: Mapping[str, Recipe], observed: Operands
 ) -> None:
     """Compare the operands of one process's first pass."""
-    _check_operands(
-        report, backend, config, recipes, [observed], _initial(config), initial_states(recipes)
-    )
+    weights, states = _initial(config), initial_states(recipes)
+    _check_operands(report, backend, config, recipes, [observed], weights, states)
 
 
 def _initial(config: Config) -> dict[str, np.ndarray]:

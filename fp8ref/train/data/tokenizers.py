@@ -74,12 +74,12 @@ class Bytes(Tokenizer):
 class HuggingFace(Tokenizer):
     """A ``tokenizers.Tokenizer`` of Hugging Face."""
 
-    made: Any
+    library: Any
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """As ``Tokenizer.encode``; ConfigError for a document that it cannot encode."""
         try:
-            encodings = self.made.encode_batch(
+            encodings = self.library.encode_batch(
                 [text.decode() for text in texts], add_special_tokens=False
             )
         except Exception as error:  # the library raises Exception itself
@@ -94,11 +94,11 @@ class HuggingFace(Tokenizer):
 class Tiktoken(Tokenizer):
     """A ``tiktoken.Encoding``."""
 
-    made: Any
+    library: Any
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """The tokens of each text, UTF-8, the end included; special tokens count as plain text."""
-        batch = self.made.encode_ordinary_batch([text.decode() for text in texts])
+        batch = self.library.encode_ordinary_batch([text.decode() for text in texts])
         return [self._ended(ids) for ids in batch]
 
 
@@ -140,7 +140,7 @@ def _tiktoken(name: str, end: str | None) -> Tiktoken:
         name=name,
         vocab_size=encoding.n_vocab,
         end=_end(special, end, "<|endoftext|>", name),
-        made=encoding,
+        library=encoding,
     )
 
 
@@ -163,7 +163,7 @@ def _hugging_face(name: str, end: str | None) -> HuggingFace:
         name=name,
         vocab_size=max(vocabulary.values(), default=-1) + 1,
         end=_end(vocabulary, end, own, name),
-        made=tokenizer,
+        library=tokenizer,
     )
 
 

@@ -93,9 +93,8 @@ def measured(
             for candidate in (reversed(axes) if role == "weight" else axes)
             if granularity.scale_shape(kind, codes.shape, candidate, ragged=True) == scale.shape
         ]
-        of = scaling.Quantized(
-            codes, scale.astype(np.float32), _inverse(scale), operand.cast.fmt, kind, fits[0]
-        )
+        own = codes, scale.astype(np.float32), _inverse(scale)
+        of = scaling.Quantized(*own, operand.cast.fmt, kind, fits[0])
         counts = stats.statistics(hp, of)
         ends = {"amax": np.max(np.abs(hp)), "scale_min": scale.min(), "scale_max": scale.max()}
         numbers = [ends[f] if f in ends else getattr(counts, f) for f in FIELDS]
