@@ -227,7 +227,7 @@ EXHIBITS = (
         fault=unscaled_tail,
         twin=of_blocks,
         ask=ask.gemm("blockwise_1x128"),
-        unnamed="got 2.001953125, expected 0.009765625 (G-2)",
+        named="no scale of the last block along K of a",
     ),
     Exhibit(
         name="tirx-5",
@@ -238,7 +238,7 @@ EXHIBITS = (
         fault=first_block,
         twin=of_mx,
         ask=ask.gemm("mx_1x32", shapes=[(32, 32, 128)]),
-        unnamed="got -7, expected -6.25 (G-2)",
+        named="the first scale_inv along K of a for all of K",
     ),
     Exhibit(
         name="tileops-1666",
@@ -249,7 +249,7 @@ EXHIBITS = (
         fault=index_of_tile,
         twin=of_blocks,
         ask=ask.gemm("blockwise_1x128", shapes=[(32, 32, 512)]),
-        unnamed="got 5.5, expected 6.25 (G-2)",
+        named="scales of a: blocks of 1x64 elements share a scale",
     ),
     Exhibit(
         name="cutlass-3615",
@@ -260,7 +260,7 @@ EXHIBITS = (
         fault=index_in_slice,
         twin=of_blocks,
         ask=ask.gemm("blockwise_1x128", shapes=[(32, 32, 512)]),
-        unnamed="got 5, expected 6.25 (G-2)",
+        named="blocks of a row read its first 2 scales again and again",
     ),
     Exhibit(
         name="cutlass-3394",
@@ -271,7 +271,7 @@ EXHIBITS = (
         fault=of_launch,
         twin=right,
         ask=ask.gemm("rowwise", shapes=[(128, 128, 96)]),
-        unnamed="got -1.21875, expected -2.4375 (G-2)",
+        named="scale_inv of a of the transposed tile of 64x64 results",
     ),
     Exhibit(
         name="pytorch-190449",
@@ -304,7 +304,7 @@ EXHIBITS = (
         fault=behind_the_scale,
         twin=right,
         ask=ask.gemm(shapes=[(32, 32, 96)]),
-        unnamed="got 3.65625, expected 2.4375 (G-2)",
+        named="scale_inv of a is read as a vector",
     ),
     Exhibit(
         name="aiter-1258",
@@ -315,7 +315,7 @@ EXHIBITS = (
         fault=first_row,
         twin=right,
         ask=ask.gemm("rowwise", shapes=[(32, 48, 96)]),
-        unnamed="got 4.5, expected 0.5625 (G-2)",
+        named="the first scale_inv of a for all, and the first scale_inv of b for all",
     ),
     Exhibit(
         name="cudalibrarysamples-248",
@@ -337,7 +337,7 @@ EXHIBITS = (
         fault=bytes_as_float,
         twin=of_mx,
         ask=ask.gemm("mx_1x32", shapes=[(32, 32, 128)]),
-        unnamed="got inf, expected 1 (G-2)",
+        named="four e8m0 scales of a and b are read as one float32",
     ),
     Exhibit(
         name="pytorch-152665",
@@ -392,6 +392,6 @@ EXHIBITS = (
         fault=beyond_the_row,
         twin=right,
         ask=ask.gemm("rowwise", shapes=[(16, 33, 64)]),
-        unnamed="got -1.0625, expected 26 (G-2)",
+        named="are written into the next row",
     ),
 )

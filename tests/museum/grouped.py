@@ -144,7 +144,7 @@ EXHIBITS = (
         fault=wrapped_rows,
         twin=by_offsets,
         ask=ask.offsets(),
-        unnamed="group 0: has other numbers (X-2)",
+        named="rows behind its last tile of 16, which wrap",
     ),
     Exhibit(
         name="fbgemm-4314",
@@ -155,7 +155,7 @@ EXHIBITS = (
         fault=ends_as_sizes,
         twin=by_offsets,
         ask=ask.offsets(),
-        unnamed="group 2: is multiplied by the weight of group 1 (X-1)",
+        named="offs are read as sizes",
     ),
     Exhibit(
         name="tensorrt-llm-14199",
@@ -166,7 +166,7 @@ EXHIBITS = (
         fault=largest_scale,
         twin=scaled_by_group,
         ask=ask.grouped("tensorwise", sizes=[32, 32], k=128),
-        unnamed="got 4, expected 1 (G-2)",
+        named="scale_inv of b is the largest of all groups",
     ),
     Exhibit(
         name="flashinfer-3604",
@@ -177,7 +177,7 @@ EXHIBITS = (
         fault=padded_over_batch,
         twin=mx_by_group,
         ask=ask.grouped("mx_1x32", sizes=[48, 48], k=128),
-        unnamed="got nan, expected 0 (G-2)",
+        named="scales of a are read 16 rows further on",
     ),
     Exhibit(
         name="flashinfer-4052",
