@@ -74,56 +74,56 @@ class Candidate:
 
     def scales(self, x: np.ndarray, scale_layout: ScaleLayout) -> Scales:
         """The scales of x [M, K] that are returned."""
-        return self._returned(self.applied(x, scale_layout))
+        return self._scales(x, scale_layout, self.deviation)
 
     def applied(self, x: np.ndarray, scale_layout: ScaleLayout) -> Scales:
         """The scales by which codes are made."""
+        return self._scales(x, scale_layout, self.deviation.by_codes)
+
+    def _scales(self, x: np.ndarray, scale_layout: ScaleLayout, by: Deviation) -> Scales:
         granularity, axis = scale_layout.granularity, scale_layout.axis
-        x = _flushed(x) if self.flushes else x
+        x = by.change_x(_flushed(x) if self.flushes else x)
         # The amax is that of x in the policy's own dtype (S-13), the cast that of x itself.
         rounded_x = x
         if self.policy.compute.name != "float32":
             rounded_x = cast.round_to(x, self.policy.compute)
         with np.errstate(all="ignore"):
-            return self._amax_scales(self.deviation.amax(rounded_x, granularity, axis=axis))
+            return self._amax_scales(by.amax(rounded_x, granularity, axis=axis), by)
 
     def scales_of_amax(self, amax: np.ndarray) -> Scales:
         """The scales of amaxes, float32 of any shape, that are returned."""
-        return self._returned(self._amax_scales(amax))
+        return self._amax_scales(amax, self.deviation)
 
-    def _amax_scales(self, amax: np.ndarray) -> Scales:
-        policy = self.deviation.applied_to(self.policy)
-        scale_fmt = self.deviation.limited(self.scale_fmt)
+    def _amax_scales(self, amax: np.ndarray, by: Deviation) -> Scales:
+        policy, scale_fmt = by.applied_to(self.policy), by.limited(self.scale_fmt)
         with np.errstate(all="ignore"):
-            amax = self.deviation.change_amax(amax)
+            amax = by.change_amax(amax)
             own = scales_from_amax(amax, scale_fmt, policy)
-            scales = self.deviation.scales(own, amax, scale_fmt, policy)
+            scales = by.scales(own, amax, scale_fmt, policy)
         # an e8m0 scale is no float, and so never flushed
         if self.flushes and self.policy.e8m0 is None:
             scales = Scales(*(_flushed(np.asarray(s)) for s in scales))
         return scales
 
-    def _returned(self, scales: Scales) -> Scales:
-        with np.errstate(all="ignore"):
-            return self.deviation.returned(scales)
-
     def quantize(self, x: np.ndarray, scale_layout: ScaleLayout) -> scaling.Quantized:
         """x [M, K] as this candidate quantizes it."""
         granularity, axis = scale_layout.granularity, scale_layout.axis
-        scales = self.applied(x, scale_layout)
-        x = _flushed(x) if self.flushes else x
+        scales, by = self.applied(x, scale_layout), self.deviation.by_codes
+        returned = self.scales(x, scale_layout)
+        x = by.change_x(_flushed(x) if self.flushes else x)
+        policy = by.applied_to(self.policy)
         q = scaling.quantize_with(
-            x, scales, self.fmt, granularity=granularity, policy=self.policy, axis=axis
+            x, scales, self.fmt, granularity=granularity, policy=policy, axis=axis
         )
         if self.rounding is not None:
-            multiplies = self.policy.stored == "scale"
+            multiplies = policy.stored == "scale"
             by = scales.scale if multiplies else scales.scale_inv
             by = scaling.spread(by, x.shape, q.blocks)
             with np.errstate(all="ignore"):
                 scaled = np.clip(x * by if multiplies else x / by, -self.fmt.max, self.fmt.max)
             codes = behavior.encode(scaled, self.fmt, self.rounding, source=self.source)
             q = q._replace(codes=codes)
-        return q._replace(**self._returned(scales)._asdict())
+        return q._replace(**returned._asdict())
 
     @property
     def clause(self) -> str:
@@ -252,7 +252,8 @@ def mismatches(output: QuantizerOutput, q: scaling.Quantized, candidate: Candida
     """
     if output.codes is not None:
         return cast.canonical_nans(output.codes, q.fmt) != cast.canonical_nans(q.codes, q.fmt)
-    assert output.values is not None
+    if output.values is None:  # scales alone
+        return np.zeros(q.codes.shape, bool)
     decoded = cast.decode(q.codes, q.fmt)
     with np.errstate(all="ignore"):
         spread = [scaling.spread(s, q.codes.shape, q.blocks) for s in (q.scale_inv, q.scale)]

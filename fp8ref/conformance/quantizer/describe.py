@@ -13,7 +13,10 @@ from fp8ref.conformance.quantizer.granularity import FoundGranularity
 from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput, ScaleLayout
 from fp8ref.conformance.quantizer.policy_match import Answers, PolicyMatch
 from fp8ref.formats import Format
+from fp8ref.sim.quantize import cast
 from fp8ref.spec import profiles
+
+_ROWS = ScaleLayout(granularity="rowwise", axis=-1)
 
 
 def result_dict(
@@ -93,12 +96,17 @@ def summary(
     if not matched.agreements and not matched.deviation:
         return f"{title}, by no known policy; nearest is {chosen.policy.name}"
     names = " or ".join(matched.names) or f"{chosen.policy.name}, but {matched.deviation}"
+    names += f" ({matched.departs})" if matched.departs else ""
     if matched.basis is None:
         return f"{title}: policy {names}"
     notes = ""
     if chosen.scale_fmt.max != fmt.max:
         notes = f", scales to {chosen.scale_fmt.max:g}, not {fmt.max:g}"
     notes += ", subnormals are zeros" if chosen.flushes else ""
+    zeros = chosen.quantize(np.zeros((1, 1), np.float32), _ROWS)
+    notes += (
+        "; a block of zeros is NaN" if np.isnan(cast.decode(zeros.codes, chosen.fmt)).all() else ""
+    )
     if fields["rounding"] not in ("nearest_even", None):
         notes += f", rounds {fields['rounding']}"
     if fields["double_rounding"]:

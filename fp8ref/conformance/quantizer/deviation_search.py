@@ -99,7 +99,8 @@ class Search:
         best = candidates.agreement(candidate, [self.rows], self.scale_layout)
         for _ in range(most - candidate.deviation.parts):
             wrong, before = ~best.both & self.considered, best.candidate.deviation
-            further = self._at_ends(best.candidate, wrong) if wrong.any() else ()
+            further = self._at_ends(best.candidate, wrong) if wrong.any() else []
+            further += self._other_codes(best, wrong & best.deciding & self.rows.ordinary)
             tried = (dataclasses.replace(candidate, deviation=before.then(d)) for d in further)
             options = [candidates.agreement(c, [self.rows], self.scale_layout) for c in tried]
             better = max(options, key=lambda a: a.score(self.considered), default=best)
@@ -108,16 +109,35 @@ class Search:
             best = better
         return best
 
+    def _other_codes(self, best: Agreement, wrong: np.ndarray) -> list[Deviation]:
+        """Other ways to make codes beside right scales, of ordinary groups: those that explain some
+        of them.
+        """
+        candidate, few = best.candidate, np.flatnonzero(wrong)[:8]
+        if not few.size or candidate.deviation.codes is not None:
+            return []
+        sample = outputs.some_rows(self.rows, few, WIDTH)
+
+        def explains(d: Deviation) -> bool:
+            deviating = dataclasses.replace(candidate, deviation=candidate.deviation.then(d))
+            q = deviating.quantize(sample.x, self.scale_layout)
+            return not candidates.mismatches(sample.output, q, deviating).any()
+
+        own = candidate.deviation.applied_to(candidate.policy)
+        return [d for d in deviations.other_codes(own) if explains(d)]
+
     def _at_ends(self, candidate: Candidate, wrong: np.ndarray) -> list[Deviation]:
         """Deviations that show at the amaxes of wrong groups: far from 1, zero, infinite or NaN."""
         amax, kinds = self.rows.amax, self.rows.kind
-        small = bool((wrong & (amax < 1)).any())
+        low = wrong & (amax < 1)
+        small = bool(low.any())
         large = bool((wrong & (amax > 1024) & np.isfinite(amax)).any())
         solved: list[Deviation] = []
         if small:
+            last = candidate.scales_of_amax(amax[low].max(keepdims=True)).scale_inv[0]
             solved += [
                 *self._floors(candidate),
-                *deviations.code_0_deviations(candidate.policy),
+                *deviations.code_0_deviations(candidate.policy, last),
                 *deviations.overflow_deviations(candidate.policy),
             ]
         if small or large:

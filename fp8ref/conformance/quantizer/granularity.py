@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp8ref.conformance.kit.finding import Counterexample, Finding, bits_of
-from fp8ref.conformance.kit.subject import SHAPE, ConformanceError
+from fp8ref.conformance.kit.finding import Counterexample, Finding, bits_of, listed
+from fp8ref.conformance.kit.subject import SHAPE, ConformanceError, compare_each
 from fp8ref.conformance.quantizer.outputs import Quantizer, QuantizerOutput
 from fp8ref.spec.granularity import GRANULARITIES, blocks
 
 _AT = (130, 200)  # its blocks are others for every granularity and axis
+_OTHER_SHAPES = ((1, 128), (128, 1), (3, 256))  # no whole tiles of rows
 _LARGE = 2.0**40
 _CALLS = 20  # more than the amax histories in use, of 16
 
@@ -53,7 +54,8 @@ def identify_memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
             "given."
         )
     if not count:
-        evidence = "a call of ones gives the same after a call of 1024s"
+        shapes = _check_other_shapes(quantizer)
+        evidence = f"a call of ones gives the same after a call of 1024s{shapes}"
         return quantizer, Finding("memory", 0, evidence, words="none")
     if count == _CALLS:
         raise ConformanceError(
@@ -76,6 +78,29 @@ def identify_memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
     words = f"stale: from {count} earlier call{'s' if count > 1 else ''}"
     finding = Finding("memory", count, evidence, words=words, witness=witness)
     return replace(quantizer, memory=count), finding
+
+
+def _check_other_shapes(quantizer: Quantizer) -> str:
+    """Ask for ones of one shape after ones of another, and after 1024s; say for which shapes.
+
+    Raises:   ConformanceError: numbers of the earlier call have a part in the later one.
+    """
+
+    def compare(pair: tuple[tuple[int, int], tuple[int, int]]) -> list[Counterexample]:
+        answers = []
+        for number in (1, 1024):
+            quantizer.once(np.full(pair[0], number, np.float32))
+            answers.append(quantizer.once(np.ones(pair[1], np.float32)))
+        if equal_outputs(*answers):
+            return []
+        raise ConformanceError(
+            f"{quantizer.subject.name} keeps numbers of an earlier call with another shape: x of "
+            f"ones {list(pair[1])} gives {_text(answers[1])} after x of 1024s {list(pair[0])}, and "
+            f"{_text(answers[0])} after ones. Clear the memory that it pads with."
+        )
+
+    accepted = compare_each([(SHAPE, s) for s in _OTHER_SHAPES], compare)[0]
+    return f", of {listed(pair[1] for pair in accepted)} too" if accepted else ""
 
 
 def noise() -> np.ndarray:

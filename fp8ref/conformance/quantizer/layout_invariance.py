@@ -232,11 +232,16 @@ def check_dtype(
         evidence = f"{answers.considered.sum()} groups match it"
         finding = Finding(what, agreed.candidate.policy.name, evidence)
         return agreed.candidate, finding, []
-    wrong = _counterexample_among(answers, agreements[0].both | ~answers.considered, candidate)
-    finding = Finding(what, None, str(wrong[0]), words="something else")
-    # S-13 leaves quotients in float16 open
+    # S-13 leaves quotients in float16 open, but no scale
     stated = dtype == "bfloat16" or candidate.policy.stored == "scale"
-    return None, finding, wrong if stated else []
+    right = agreements[0].both if stated else agreements[0].deciding
+    wrong = _counterexample_among(answers, right | ~answers.considered, candidate)
+    words, evidence = "something else", "codes by quotients in float16, which S-13 leaves open"
+    if wrong:
+        matched, evidence = policy_match.match_policies(answers, candidate.policy), str(wrong[0])
+        if matched.basis is not None:
+            words = matched.chosen.words
+    return None, Finding(what, None, evidence, words=words), wrong
 
 
 def _decisions(policy: ScalePolicy) -> dict[str, Any]:

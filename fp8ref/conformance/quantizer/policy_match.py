@@ -22,6 +22,8 @@ from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.spec.granularity import by_name
 
+_FEW = 2  # deviations from the expected policy that come before fewer from another one
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answers:
@@ -81,6 +83,7 @@ class PolicyMatch:
     deviation  how the quantizer departs from the nearest policy, in words; or "".
     explained  for each group, whether the nearest policy with that deviation gives the response.
                What it does not explain has another cause.
+    departs    how it departs from the expected policy, where others explain it; or "".
     deviating  the nearest policy with deviations that explain its scales at all amaxes; None
                without them.
     """
@@ -91,6 +94,7 @@ class PolicyMatch:
     deviation: str = ""
     explained: np.ndarray
     deviating: Agreement | None = None
+    departs: str = ""
 
     @property
     def basis(self) -> Agreement | None:
@@ -118,9 +122,19 @@ def match_policies(answers: Answers, expected: ScalePolicy | None) -> PolicyMatc
     """
     tied, best = _named(answers)
     as_named = PolicyMatch(agreements=tied, nearest=best, answers=answers, explained=best.both)
-    if tied and not as_named.mismatches(best).any():
+    named = tied and not as_named.mismatches(best).any()
+    if named and (expected is None or expected.name in as_named.names):
         return as_named
-    deviating = _deviating(answers, expected)
+    # A few deviations from the policy that is expected say more than another policy.
+    deviating = _deviating(answers, [expected]) if expected else None
+    if deviating is not None and as_named.mismatches(deviating).any():
+        deviating = None
+    if named:
+        text = deviating.candidate.words if deviating else ""
+        return dataclasses.replace(as_named, departs=text)
+    if deviating is None or deviating.candidate.deviation.parts > _FEW:
+        policies = sorted(policy_data.POLICIES.values(), key=lambda p: p != expected)
+        deviating = _deviating(answers, policies)
     # Codes that are wrong beside right scales: the cast decides them, unless a deviation explains
     # every one.
     if tied and (deviating is None or as_named.mismatches(deviating).any()):
@@ -142,7 +156,7 @@ def match_policies(answers: Answers, expected: ScalePolicy | None) -> PolicyMatc
     )
 
 
-def _deviating(answers: Answers, expected: ScalePolicy | None) -> Agreement | None:
+def _deviating(answers: Answers, policies: Sequence[ScalePolicy]) -> Agreement | None:
     """The policy and the deviations that explain most; None where groups have several sizes."""
     rows, row_layout = answers.rows
     if len(rows) != 1:
@@ -155,7 +169,7 @@ def _deviating(answers: Answers, expected: ScalePolicy | None) -> Agreement | No
         flushing=answers.flushing,
         underflow=deviation_search.asked_for_underflow(answers.quantizer, answers.shape),
     )
-    partial = search.run(sorted(policy_data.POLICIES.values(), key=lambda p: p != expected))
+    partial = search.run(policies)
     return partial and candidates.agreement(partial.candidate, rows, row_layout)
 
 

@@ -289,6 +289,107 @@ def te_current(x, over=FLOAT32.max, least=0.0):
     }
 
 
+def rows(x, scale_inv, codes_by=None):
+    """Rows divided by scale_inv of their amax, or by ``codes_by``; the former are returned."""
+    x = np.asarray(x, np.float32)
+    amax = np.abs(x).max(axis=1, keepdims=True)
+    with np.errstate(all="ignore"):
+        y = x / (codes_by or scale_inv)(amax)
+        y = np.where(np.isnan(y), y, np.clip(y, -448, 448))
+        return y.astype(ml_dtypes.float8_e4m3fn), scale_inv(amax)
+
+
+def deepseek(amax):
+    return np.maximum(amax, np.float32(1e-4)) / np.float32(448)
+
+
+def power(amax):
+    return np.exp2(np.ceil(np.log2(deepseek(amax))))
+
+
+def without_floor(amax):
+    return amax / np.float32(448)
+
+
+def in_float16(x):
+    """A float16 input has its scale_inv in float16, 0 for a small amax."""
+    half = np.asarray(x).dtype == np.float16
+    return rows(
+        x, lambda amax: deepseek(amax).astype(np.float16 if half else np.float32).astype(np.float32)
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "expect", "words"),
+    [
+        (
+            lambda x: rows(x, power, deepseek),
+            "deepseek_v3_ue8m0",
+            "but its codes are made by other scales than it returns, as if its scales are no "
+            "powers of two",
+        ),
+        (
+            lambda x: rows(x, without_floor),
+            "deepseek_v3",
+            "policy deepseek_v3_2024 (deepseek_v3, but its eps is 0, not 0.0001); a block of "
+            "zeros is NaN",
+        ),
+        (
+            lambda x: rows(np.asarray(x).astype(ml_dtypes.bfloat16), deepseek),
+            "deepseek_v3",
+            "policy deepseek_v3, but x is rounded to bfloat16 before its amax",
+        ),
+    ],
+)
+def test_deviations_from_the_expected_policy(function, expect, words):  # S-16
+    found = identify_quantizer(function, E4M3FN, name="mine", expect=expect)
+    assert not found.ok
+    assert words in found.message
+    assert "stopped at the first difference" not in found.message
+
+
+def test_scales_of_float16_are_float32():  # S-13, S-16
+    found = identify_quantizer(in_float16, E4M3FN, name="mine", expect="deepseek_v3")
+    assert not found.ok
+    (of_float16,) = (f for f in found.findings if f.what == "from float16")
+    assert of_float16.text.startswith("deepseek_v3, but its scale_inv is rounded to float16")
+
+
+def test_a_memory_that_another_shape_shows():  # S-16
+    scratch = np.zeros((1024, 384), np.float32)
+
+    def padded(x):
+        scratch.reshape(-1)[: x.size] = np.asarray(x, np.float32).reshape(-1)
+        of_tile = scratch.reshape(-1)[: -(-len(x) // 16) * 16 * x.shape[1]]
+        scale_inv = np.abs(of_tile).max() / np.float32(448)
+        return (np.asarray(x, np.float32) / scale_inv).astype(ml_dtypes.float8_e4m3fn), scale_inv
+
+    with pytest.raises(subject.ConformanceError, match="keeps numbers of an earlier call with ano"):
+        identify_quantizer(padded, E4M3FN)
+
+
+def test_scales_are_flushed_beside_e8m0_codes():  # S-14, S-16
+    """A device flushes small scale_inv, whose reciprocal is then infinite."""
+
+    def flushed(x):
+        x = np.asarray(x, np.float32)
+        blocks = x.reshape(len(x), -1, 32)
+        amax = np.abs(blocks).max(-1)
+        k = np.clip((amax.view(np.uint32) >> 23).astype(int) - 127 - 8, -127, 127)
+        code = np.where(np.isnan(amax), 255, k + 127)
+        scale = np.ldexp(np.float32(1), -k)
+        scale = np.where((code < 7) & (amax > 0), np.inf, np.where(code == 0, 2.0**126, scale))
+        scale = np.where(np.isnan(amax), 0, scale).astype(np.float32)
+        return planted.codes(x, np.repeat(scale, 32, axis=1)), code.astype(np.uint8)
+
+    found = deviation(flushed, "mx_floor")
+    assert found == (
+        "mx_floor",
+        "beside scale_inv of at most 2^-121 its scale is inf, as if flushed to 0 (a block of "
+        "zeros aside)",
+    )
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [

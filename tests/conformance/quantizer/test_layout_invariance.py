@@ -36,10 +36,11 @@ def test_what_is_right_everywhere():  # S-16
     assert (by["from bfloat16"], by["from float16"]) == ("torchao", "torchao")
 
 
-def test_codes_of_a_quotient_are_another_policys():  # S-9
+def test_codes_of_a_quotient_are_no_policys():  # S-9
     found = identified(planted.divides)
-    assert (found.ok, found.found["nearest_policy"]) == (False, "flax")
-    assert "policy flax, but its eps is 1e-12, not 0" in found.message
+    assert (found.ok, found.found["nearest_policy"]) == (False, "torchao")
+    deviation = "it divides by scale_inv in the place of multiplying by scale"
+    assert f"policy torchao, but {deviation}" in found.message
     (difference,) = found.differences
     assert difference.got.startswith("code 0x3C (1.5), ")
     # the scale that it gives too
@@ -90,7 +91,11 @@ def test_what_is_wrong_in_other_tensors(function, said):  # S-2, S-5, S-6, S-16
         (planted.products_in_float16, "rounds to float16 first, except for the differences below"),
         (planted.adds_zero, "-0 becomes 0"),
         (planted.nan_of_all, "next to groups of every kind"),
-        (planted.another_scale_in_bfloat16, "policy torchao, except for the differences below"),
+        (
+            planted.another_scale_in_bfloat16,
+            "policy torchao, but its codes are made by other scales than it returns, as if its "
+            "scale is rounded to bfloat16",
+        ),
         (planted.one_for_zero, "policy torchao, but an amax of 0 has scale 1"),
         (planted.rolls_scales, "nearest is torchao"),
         (
