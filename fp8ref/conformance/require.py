@@ -14,13 +14,20 @@ from fp8ref.conformance.inputs import dtypes, kinds
 from fp8ref.conformance.kit import explain
 from fp8ref.conformance.kit.arrays import as_numpy, named, same_bits
 from fp8ref.conformance.kit.explain import Rules
+from fp8ref.conformance.quantizer import candidates
+from fp8ref.conformance.quantizer.candidates import Candidate
+from fp8ref.conformance.quantizer.deviation_search import Search
+from fp8ref.conformance.quantizer.outputs import QuantizerOutput, Response, ScaleLayout
 from fp8ref.conformance.vectors import quantize, scale
 from fp8ref.formats import E8M0FNU, Format
+from fp8ref.policy import ScalePolicy
 from fp8ref.sim.quantize import cast, scaling
 from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.spec import granularity as granularities
 
 __all__ = ["Inverses", "require_cast", "require_dequantized", "require_quantized", "require_scales"]
+
+_FEW = 16  # scales: fewer have too many explanations
 
 
 def require_cast(
@@ -63,7 +70,8 @@ def require_scales(
     made      what found holds: ``scale``, ``scale_inv``, or ``e8m0``, the code of scale_inv.
     Shapes:   amax float32 of any shape; found of as many elements, float32, of e8m0 uint8. A
               previous scale is 1 (S-11).
-    Specials: all NaNs count as equal; any other bit counts.
+    Specials: all NaNs count as equal; any other bit counts. Of 16 scales or more, the error says
+              which policy, or which deviation, gives them.
     Raises:   ValueError: shapes or dtypes that do not fit; negative amaxes; an unknown policy or
               made; e8m0 of a policy without e8m0 scales.
     Source:   spec S-3, S-4, S-9 to S-15.
@@ -85,7 +93,55 @@ def require_scales(
         "rule": explain.scale_rule(kind, policy),
     }
     title = f"{int(differ.sum())} of {amax.size} scales to {fmt} differ; the simplest:"
-    raise AssertionError(_message(title, lines))
+    values = cast.decode(bits, E8M0FNU) if made == "e8m0" else bits.view(np.float32)
+    kind = "scale" if made == "scale" else "scale_inv"
+    note = _scale_note(amax.reshape(-1), values, kind, fmt, policies.by_name(policy))
+    raise AssertionError(_message(title, lines, note))
+
+
+def _scale_note(
+    amax: np.ndarray, values: np.ndarray, kind: str, fmt: Format, policy: ScalePolicy
+) -> str:
+    """A sentence: which policy, or which deviations from this one, give the scales found; '' if
+    none does.
+    """
+    order, count = np.argsort(amax), amax.size
+    if count < _FEW:
+        return ""
+    amax = amax[order]
+    ends = [amax == 0, amax < 2.0**-126, amax < 1e-12, np.isinf(amax), amax > 1e30, np.isnan(amax)]
+    names = ("zero", "subnormal", "tiny", "infinite", "huge", "NaN", "ordinary")
+    scales = {"": values[order][:, None]}
+    rows = Response(
+        x=amax[:, None],
+        group=np.arange(count)[:, None],
+        kind=np.select(ends, [kinds.AMAX_RANGES.index(n) for n in names[:-1]], 0),
+        largest=amax,
+        output=QuantizerOutput(codes=None, values=None, dtype="", place="", scales=scales),
+    )
+    layout = ScaleLayout(granularity="rowwise", axis=-1, kinds={"": kind})
+
+    def agrees(other: ScalePolicy) -> bool:
+        return candidates.agrees(Candidate(policy=other, scale_fmt=fmt, fmt=fmt), [rows], layout)
+
+    search = Search(
+        rows=rows,
+        scale_layout=layout,
+        considered=np.ones(count, bool),
+        fmt=fmt,
+        flushing=False,
+        underflow=lambda: None,
+    )
+    best = search.run([policy])
+    right = 0 if best is None else int(best.both.sum())
+    share = "All" if right == count else f"{right} of {count}"
+    # another policy as it is says more than several deviations from this one
+    others = best is None or right < count or best.candidate.deviation.parts > 1
+    if others and (names := [p.name for p in policies.POLICIES.values() if agrees(p)]):
+        return f"All scales are those of policy {' or '.join(names)}."
+    if best is None or right <= 0.9 * count:
+        return ""
+    return f"{share} scales are those of policy {best.candidate.words}."
 
 
 class Inverses(NamedTuple):

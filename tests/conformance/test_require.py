@@ -316,3 +316,80 @@ def test_require_dequantized():  # S-8
         tensor_scale_inv=nv.tensor_scale_inv,
         granularity="nvfp4_1x16",
     )
+
+
+def amax_of_many() -> np.ndarray:
+    """Amaxes near 1, around powers of two, and those that have rules of their own."""
+    near = np.random.default_rng(0).uniform(0.01, 1000, 400)
+    special = [0, np.inf, np.nan, 2.0**-149, 1e-30, 3e38]
+    return np.concatenate([near, 2.0 ** np.arange(-20, 20), special]).astype(np.float32)
+
+
+def codes_of(quotient: np.ndarray, add: int) -> np.ndarray:
+    """e8m0 codes of float32 numbers by their bits, after ``add``."""
+    codes = np.clip((quotient.view(np.uint32) + np.uint32(add)) >> 23, 0, 254)
+    return np.where(np.isnan(quotient), 255, codes).astype(np.uint8)
+
+
+def in_bfloat16(x: np.ndarray) -> np.ndarray:
+    return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("scales", "policy", "made", "says"),
+    [
+        (
+            lambda a: codes_of(a / np.float32(448), 0x400000),
+            "te_mxfp8",
+            "e8m0",
+            "All scales are those of policy te_mxfp8, but its scale_inv is amax / max as the "
+            "nearest power of two.",
+        ),
+        (
+            lambda a: np.float32(448) / np.maximum(in_bfloat16(a), np.float32(1e-12)),
+            "torchao",
+            "scale",
+            "All scales are those of policy torchao, but its amax is rounded to bfloat16.",
+        ),
+        (
+            lambda a: in_bfloat16(np.maximum(a, np.float32(1e-10)) / np.float32(448)),
+            "vllm",
+            "scale_inv",
+            "All scales are those of policy vllm, but its scale_inv is rounded to bfloat16.",
+        ),
+        (
+            lambda a: np.maximum(a, np.float32(2e-7)) / np.float32(448),
+            "vllm",
+            "scale_inv",
+            "All scales are those of policy vllm, but its eps is 2e-07, not 1e-10.",
+        ),
+        (
+            lambda a: codes_of(a / np.float32(448), 0x7FFFFF),
+            "mx_floor",
+            "e8m0",
+            "All scales are those of policy mx_floor, but its scale_inv is amax / max.",
+        ),
+        (
+            lambda a: cast.encode(scales_from_amax(a, E4M3FN, "mx_ceil").scale_inv, E8M0FNU),
+            "te_mxfp8",
+            "e8m0",
+            "All scales are those of policy mx_ceil.",
+        ),
+    ],
+)
+def test_scales_that_differ_are_explained(scales, policy, made, says):  # S-9, S-14, S-16
+    amax = amax_of_many()
+    with np.errstate(all="ignore"):
+        found = scales(amax)
+        message = said(
+            lambda: require.require_scales(amax, found, E4M3FN, policy=policy, made=made)
+        )
+    assert says in message
+
+
+def test_scales_without_a_cause_have_no_note():
+    amax = amax_of_many()
+    with np.errstate(all="ignore"):
+        found = np.float32(448) / amax**2
+        message = said(lambda: require.require_scales(amax, found, E4M3FN))
+    assert "scales are those of" not in message

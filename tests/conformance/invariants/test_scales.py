@@ -1,5 +1,6 @@
 """Invariants of scales, and which policies and libraries break each (spec S-18)."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -40,7 +41,8 @@ BREAK = {
     "sglang": {"power_of_two_equivariance", "range_used", "reciprocal"},
     "deepseek_v3_ue8m0": {"power_of_two_equivariance", "range_used"},
     "qwix": {"reciprocal"},
-    "qwix_bf16": {"reciprocal"},
+    "qwix_bf16": {"reciprocal", "within_max"},  # scale_inv in bfloat16, to nearest
+    "qwix_mx": {"within_max"},
     "qwix_mx_0.1.8": {"power_of_two_equivariance"},  # RN32(log2)
     # an eps of 1e-10, 4.48e-8, 2^-9, 4.48e-10
     "vllm_ue8m0": {"power_of_two_equivariance", "range_used"},
@@ -55,8 +57,8 @@ BREAK = {
     "transformers": {"finite"},
     "verl_torch": {"finite"},
     "compressed_tensors": {"finite", "reciprocal"},
-    "compressed_tensors_bf16": {"finite", "reciprocal"},
-    "modelopt_bf16": {"finite", "reciprocal"},
+    "compressed_tensors_bf16": {"finite", "reciprocal", "within_max"},
+    "modelopt_bf16": {"finite", "reciprocal", "within_max"},
     "modelopt_mx": {"power_of_two_equivariance"},  # RN32(log2)
     "mx_floor_0.19": {"within_max"},
     "mx_ceil_0.19": {"range_used"},
@@ -117,6 +119,10 @@ FAULTS = {
         {"power_of_two_equivariance", "range_used"},
     ),
     "divided by the wrong max": (lambda a: F32(57344) / a, {"within_max"}),
+    "scale_inv rounded to bfloat16, downward": (
+        lambda a: F32(1) / (a / F32(448)).astype(ml_dtypes.bfloat16).astype(F32),
+        {"within_max", "finite"},
+    ),
     "a margin of two binades": (lambda a: MAX / 4 / a, {"range_used"}),
     "rounded up to a power of two": (
         lambda a: np.exp2(np.ceil(np.log2(np.float64(448) / a))).astype(F32),
