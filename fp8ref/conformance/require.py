@@ -110,12 +110,12 @@ def _scale_note(
         return ""
     amax = amax[order]
     ends = [amax == 0, amax < 2.0**-126, amax < 1e-12, np.isinf(amax), amax > 1e30, np.isnan(amax)]
-    names = ("zero", "subnormal", "tiny", "infinite", "huge", "NaN", "ordinary")
+    ranges = ("zero", "subnormal", "tiny", "infinite", "huge", "NaN")
     scales = {"": values[order][:, None]}
     rows = Response(
         x=amax[:, None],
         group=np.arange(count)[:, None],
-        kind=np.select(ends, [kinds.AMAX_RANGES.index(n) for n in names[:-1]], 0),
+        kind=np.select(ends, [kinds.AMAX_RANGES.index(name) for name in ranges], 0),
         largest=amax,
         output=QuantizerOutput(codes=None, values=None, dtype="", place="", scales=scales),
     )

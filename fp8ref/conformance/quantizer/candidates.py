@@ -108,10 +108,10 @@ class Candidate:
     def quantize(self, x: np.ndarray, scale_layout: ScaleLayout) -> scaling.Quantized:
         """x [M, K] as this candidate quantizes it."""
         granularity, axis = scale_layout.granularity, scale_layout.axis
-        scales, by = self.applied(x, scale_layout), self.deviation.by_codes
+        scales, deviation = self.applied(x, scale_layout), self.deviation.by_codes
         returned = self.scales(x, scale_layout)
-        x = by.change_x(_flushed(x) if self.flushes else x)
-        policy = by.applied_to(self.policy)
+        x = deviation.change_x(_flushed(x) if self.flushes else x)
+        policy = deviation.applied_to(self.policy)
         q = scaling.quantize_with(
             x, scales, self.fmt, granularity=granularity, policy=policy, axis=axis
         )
