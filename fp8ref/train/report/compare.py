@@ -102,10 +102,10 @@ def compare(
     Raises:   ConfigError: the losses are not comparable: another text; fewer than 5 common steps;
               ``more`` of neither config.
     """
-    settings, versions, known = {}, {}, False
+    settings, versions, both_runs = {}, {}, False
     if isinstance(a, Run) and isinstance(b, Run):
         settings = configs.differences(a.settings, b.settings)
-        versions, known = configs.differences(a.versions, b.versions), True
+        versions, both_runs = configs.differences(a.versions, b.versions), True
     for key in ("data.sequence_length", "text"):
         if key in settings:
             raise ConfigError(
@@ -113,11 +113,11 @@ def compare(
                 f"and {settings[key][1]!r} in {b.name}."
             )
     comparison = functools.partial(
-        Comparison, a=a.name, b=b.name, settings=settings, versions=versions, known=known
+        Comparison, a=a.name, b=b.name, settings=settings, versions=versions, known=both_runs
     )
     if _identical(a, b):
         steps = len(runs.common_steps([a, b]))
-        metrics = ", ".join(METRICS) if known else "loss"
+        metrics = ", ".join(METRICS) if both_runs else "loss"
         said = f"identical: {metrics} of all {steps} steps, bit for bit"
         said += f"; both ended with {_end(a)}" if a.diverged else ""
         return comparison(
