@@ -1,6 +1,5 @@
 """The outputs of a cast, read as codes of a format, whether they are codes or values."""
 
-import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -202,8 +201,14 @@ def narrow(subject: Subject, fmt: Format, source: str) -> Subject:
     if fmt.bits == 4 and named_array and named_array[0].shape == (x.size // 2,):
         pairs, expected = named_array[0].astype(np.uint8), cast.encode_plain(x, fmt)
         packing = max(_PAIRS, key=lambda p: int((_unpacked(pairs, p) == expected).sum()))
-    fields = {f.name: getattr(subject, f.name) for f in dataclasses.fields(subject)}
-    return NarrowSubject(**fields, fmt=fmt, packing=packing)
+    return NarrowSubject(
+        name=subject.name,
+        function=subject.function,
+        framework=subject.framework,
+        device=subject.device,
+        fmt=fmt,
+        packing=packing,
+    )
 
 
 def ask_twice(subject: Subject, x: np.ndarray, source: str) -> tuple[Output, int | None]:

@@ -25,16 +25,16 @@ def wrong_products(
     values = cast.decode(codes, decoder.fmt)
     spread = decoder.spread(scales, codes.shape)
     expected = decoder.expected(codes, scales, decoded.dtype, tensor)
-    found, dtype = decoded.numbers, "float32" if decoded.dtype == "float64" else decoded.dtype
-    wrong = ~equal(found, expected)
+    numbers, dtype = decoded.numbers, "float32" if decoded.dtype == "float64" else decoded.dtype
+    wrong = ~equal(numbers, expected)
     with np.errstate(all="ignore"):
         if decoder.levels < 2 and not decoder.divides:
             once = dtypes.rounded(values.astype(np.float64) * spread, dtype)
-            wrong &= ~equal(found, once)
+            wrong &= ~equal(numbers, once)
         if not wrong.any():
             return "", wrong
         for words, product in _roundings(decoder, values, spread, np.float32(tensor)):
-            if equal(found, dtypes.rounded(product, dtype)).all():
+            if equal(numbers, dtypes.rounded(product, dtype)).all():
                 return words, wrong
     return "", wrong
 

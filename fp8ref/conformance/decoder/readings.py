@@ -101,34 +101,34 @@ def readings(fmt: Format) -> Iterator[Reading]:
         yield Reading("code 0 of {} is taken for 0", zeros, codes == 0)
 
 
-def names(found: np.ndarray, fmt: Format) -> tuple[list[str], np.ndarray]:
+def names(table: np.ndarray, fmt: Format) -> tuple[list[str], np.ndarray]:
     """(readings that together explain the numbers found for all codes, the codes left, bool).
 
     A factor of all numbers, as of another bias, is one of them.
     """
     right = right_numbers(fmt)
-    left = ~same_bits(found, right)
+    left = ~same_bits(table, right)
     if not left.any():
         return [], left
     wrong = list(readings(fmt))
-    whole = any(r.codes.all() and same_bits(found, r.table).all() for r in wrong)
-    explained, factor = list[str](), 1.0 if whole else _factor(found, right)
+    whole = any(r.codes.all() and same_bits(table, r.table).all() for r in wrong)
+    explained, factor = list[str](), 1.0 if whole else _factor(table, right)
     if factor != 1:
         explained = [f"numbers of {fmt} are {factor:g} times what they are"]
-        found = found / np.float32(factor)
-        left = ~same_bits(found, right)
+        table = table / np.float32(factor)
+        left = ~same_bits(table, right)
     for reading in wrong:
-        same = same_bits(found, reading.table)
+        same = same_bits(table, reading.table)
         if (left & reading.codes).any() and same[reading.codes].all():
             explained.append(reading.name.format(fmt))
             left = left & ~reading.codes
     return explained, left
 
 
-def _factor(found: np.ndarray, right: np.ndarray) -> float:
+def _factor(table: np.ndarray, right: np.ndarray) -> float:
     """The factor of more than half of the numbers; 1 without one."""
     with np.errstate(all="ignore"):
-        ratios = (found / right)[np.isfinite(right) & (right != 0)]
+        ratios = (table / right)[np.isfinite(right) & (right != 0)]
     factor = float(np.median(ratios))
     common = np.isfinite(factor) and factor > 0 and (ratios == factor).mean() > 0.5
     return factor if common else 1.0

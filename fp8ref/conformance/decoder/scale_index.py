@@ -23,16 +23,16 @@ def read_index(decoder: Decoder, shape: tuple[int, int]) -> np.ndarray:
     scales = decoder.scale_shape(shape)
     count = int(np.prod(scales))
     numbers = np.arange(count)
-    index, known, place = np.zeros(shape, np.int64), np.ones(shape, bool), 1
+    index, powers, place = np.zeros(shape, np.int64), np.ones(shape, bool), 1
     while place == 1 or place < count:
         digits = numbers // place % BASE
         read = decoder.decode(one, np.exp2(digits - 6.0).reshape(scales)).numbers
         with np.errstate(all="ignore"):
             exponent = np.log2(1 / read if decoder.divides else read)
-        known &= np.isin(exponent, np.arange(BASE) - 6.0)
-        index += np.where(known, exponent + 6, 0).astype(np.int64) * place
+        powers &= np.isin(exponent, np.arange(BASE) - 6.0)
+        index += np.where(powers, exponent + 6, 0).astype(np.int64) * place
         place *= BASE
-    return np.where(known, index, NO_INDEX)
+    return np.where(powers, index, NO_INDEX)
 
 
 def expected_index(decoder: Decoder, shape: tuple[int, int]) -> np.ndarray:
@@ -41,16 +41,16 @@ def expected_index(decoder: Decoder, shape: tuple[int, int]) -> np.ndarray:
     return decoder.spread(np.arange(int(np.prod(scales))).reshape(scales), shape)
 
 
-def name(decoder: Decoder, found: np.ndarray, right: np.ndarray) -> str:
-    """What the index found is, in words; empty where it has no name."""
+def name(decoder: Decoder, read: np.ndarray, right: np.ndarray) -> str:
+    """What the index that is read is, in words; empty where it has no name."""
     width = 1 if decoder.scales_as != "float32" else 4
     for words, index in wrong_indices(
         right, decoder.scale_shape(right.shape), decoder.layout, width
     ):
         inside = (index >= 0) & (index <= right.max())
-        if inside.any() and np.array_equal(found[inside], index[inside]):
+        if inside.any() and np.array_equal(read[inside], index[inside]):
             return words
-    last = (right[found != right] == right[-1, -1]).all()
+    last = (right[read != right] == right[-1, -1]).all()
     return "the last block reads another scale" if last else ""
 
 

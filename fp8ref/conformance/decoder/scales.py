@@ -47,18 +47,18 @@ def _index(decoder: Decoder) -> tuple[list[Fault], str, str]:
     faults, shown = list[Fault](), []
     for shape in INDEX_SHAPES:
         try:
-            found = scale_index.read_index(decoder, shape)
+            index = scale_index.read_index(decoder, shape)
         except RefusedError:
             continue
         shown.append(shape)
         right = scale_index.expected_index(decoder, shape)
-        wrong = found != right
+        wrong = index != right
         if not wrong.any():
             continue
         at = first(wrong)
-        words = scale_index.name(decoder, found, right)
+        words = scale_index.name(decoder, index, right)
         words = words or f"an element reads another scale: {place(wrong)}"
-        got = "none" if found[at] < 0 else f"number {found[at]}"
+        got = "none" if index[at] < 0 else f"number {index[at]}"
         witness = Counterexample(
             f"element [{at[0]}, {at[1]}] of {list(shape)}, {decoder.granularity}",
             f"its scale is {got}",

@@ -160,16 +160,16 @@ class Decoder:
             if self.codes_as == "uint8":
                 codes = pack(codes)
 
-        def made(part: np.ndarray) -> Any:
+        def as_array(part: np.ndarray) -> Any:
             if self.codes_as == "native":
                 return native_array(self.tested, np.array(part, order="C"), self.fmt)
             return self.tested.make_array(part, "uint8")
 
         if view == "every second column":  # that of VIEWS halves numbers
-            return made(np.repeat(codes, 2, axis=1))[:, ::2]
+            return as_array(np.repeat(codes, 2, axis=1))[:, ::2]
         if view == "behind a row":
-            return made(np.concatenate([codes[:1], codes]))[1:]
-        return made(codes) if view == "contiguous" else VIEWS[view](made, codes)
+            return as_array(np.concatenate([codes[:1], codes]))[1:]
+        return as_array(codes) if view == "contiguous" else VIEWS[view](as_array, codes)
 
     def _scales(self, scales: np.ndarray) -> Any:
         return scale_array(self.tested, scales, self.scale_fmt, self.scales_as, self.layout)
