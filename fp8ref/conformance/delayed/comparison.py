@@ -142,9 +142,7 @@ def _clause(rule: DelayedScaling, sequence: Sequence, difficulty: str) -> str:
     if difficulty == "ordinary":
         if len(sequence) == 1:
             return f"H-1, {rule.policy.clause}"
-        if rule.interval > 1:
-            return "H-6"
-        return "H-3"
+        return "H-6" if rule.interval > 1 else "H-3"
     return DIFFICULTIES[difficulty].clause
 
 
@@ -165,24 +163,21 @@ def _batches(sequence: Sequence) -> Iterator[list[Sequence]]:
         if kept := [one for one in shorter if valid(one)][:TRIED]:
             yield kept
         size //= 2
-    fewer: list[Sequence] = []
-    for i, operation in enumerate(sequence):
-        if isinstance(operation, tuple) and len(operation) > 1:
-            fewer += [
-                (*sequence[:i], operation[:j] + operation[j + 1 :], *sequence[i + 1 :])
-                for j in range(len(operation))
-            ]
+    steps = [(i, step) for i, step in enumerate(sequence) if isinstance(step, tuple)]
+    fewer = [
+        (*sequence[:i], step[:j] + step[j + 1 :], *sequence[i + 1 :])
+        for i, step in steps
+        for j in range(len(step))
+        if len(step) > 1
+    ]
     if fewer:
         yield fewer[:TRIED]
-    simpler: list[Sequence] = []
-    for i, operation in enumerate(sequence):
-        if not isinstance(operation, tuple):
-            continue
-        for j, amax in enumerate(operation):
-            simpler += [
-                (*sequence[:i], (*operation[:j], plain, *operation[j + 1 :]), *sequence[i + 1 :])
-                for plain in _simpler(amax)
-            ]
+    simpler = [
+        (*sequence[:i], (*step[:j], plain, *step[j + 1 :]), *sequence[i + 1 :])
+        for i, step in steps
+        for j, amax in enumerate(step)
+        for plain in _simpler(amax)
+    ]
     for start in range(0, len(simpler), TRIED):
         yield simpler[start : start + TRIED]
 

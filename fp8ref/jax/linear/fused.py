@@ -65,7 +65,6 @@ class _Group:
             residual.
     adds    whether a residual is added before the norm.
     kept    the ``checkpoint_name`` of the outputs of gate and up.
-    rotates whether heads of the first two outputs are rotated.
     """
 
     layers: tuple[Layer, ...]
@@ -73,7 +72,6 @@ class _Group:
     adds: bool
     swiglu: bool
     kept: str
-    rotates: bool
 
     @property
     def readers(self) -> int:
@@ -138,7 +136,7 @@ def apply(
         for r in readers
     ]
     layers, scales, seen = zip(*bound, strict=True)
-    group = _Group(layers, norm.eps, residual is not None, swiglu, kept, rotary is not None)
+    group = _Group(layers, norm.eps, residual is not None, swiglu, kept)
     stream, weights = jax.tree.map(
         functools.partial(derivatives.reverse_only, name=readers[0].name),
         (stream, tuple(r.w for r in readers)),

@@ -174,34 +174,27 @@ def finish(
               not checked.
     Specials: Inf and NaN as in IEEE 754; overflow to infinity.
     """
+    rows, scales, order = acc, (scale_inv_a, scale_inv_b), epilogue
+    turned = not acc.flags.c_contiguous
+    if turned:  # ``chains`` may give a transposed view, which is read as it lies: [N, M]
+        rows, scales = acc.T, (np.transpose(scale_inv_b), np.transpose(scale_inv_a))
+        order = dataclasses.replace(epilogue, scale=_TURNED[epilogue.scale])
+    out = None
     if bias is None and out_dtype == BFLOAT16 and epilogue.rounding == "nearest_even":
-        # ``chains`` may give a transposed view, which the kernel reads as it lies: rows are columns
-        # then.
-        turned = not acc.flags.c_contiguous
-        kernel = kernels.finisher(
-            _ORDERS[_TURNED[epilogue.scale] if turned else epilogue.scale], epilogue.round_first
-        )
+        kernel = kernels.finisher(_ORDERS[order.scale], order.round_first)
         if worth(kernel, acc.size, ELEMENTS):
-            if turned:
-                # [N, M] -> [M, N]
-                return _finish_bfloat16(
-                    kernel, acc.T, np.transpose(scale_inv_b), np.transpose(scale_inv_a)
-                ).T
-            return _finish_bfloat16(kernel, acc, scale_inv_a, scale_inv_b)
-    # Of two NaNs NumPy keeps one or the other, as its loop is cut: then one thread takes all.
-    if (
+            out = _finish_bfloat16(kernel, rows, *scales)
+    elif (
         bias is None
         and out_dtype == FLOAT32
         and not epilogue.round_first
+        # Of two NaNs NumPy keeps one or the other, as its loop is cut: then one thread takes all.
         and np.isfinite(scale_inv_a).all()
         and np.isfinite(scale_inv_b).all()
     ):
-        if acc.flags.c_contiguous:
-            return _finish_float32(acc, scale_inv_a, scale_inv_b, epilogue)
-        scales = np.transpose(scale_inv_b), np.transpose(scale_inv_a)
-        return _finish_float32(
-            acc.T, *scales, dataclasses.replace(epilogue, scale=_TURNED[epilogue.scale])
-        ).T
+        out = _finish_float32(rows, *scales, order)
+    if out is not None:
+        return out.T if turned else out  # [N, M] -> [M, N]
     return finish_plain(
         acc, scale_inv_a, scale_inv_b, epilogue=epilogue, out_dtype=out_dtype, bias=bias
     )

@@ -88,9 +88,7 @@ class Source:
         """Each value as an operand of a linear of its own, observed."""
         casts = {linear.spec.by_kernels(role, self.device) for linear in linears}
         cast = casts.pop()
-        pairs = None
-        if cast is not None and not casts:
-            pairs = self._cast(role, cast, linears)
+        pairs = self._cast(role, cast, linears) if cast is not None and not casts else None
         if pairs is None:
             return [
                 linear.operand(role, value)
