@@ -209,7 +209,7 @@ EXHIBITS = (
         fault=quantizer(of_nearest_quotient, 448),
         twin=TE_MXFP8,
         ask=ask.quantizer("te_mxfp8_2.13", "mx_1x32"),
-        unnamed="got code 0x7E (448), scale_inv 0.001953125",
+        named="its scale_inv is amax / max as the nearest power",
     ),
     Exhibit(
         name="rmlx-463",
@@ -220,7 +220,7 @@ EXHIBITS = (
         fault=quantizer(of_rounded_log),
         twin=TE_MXFP8,
         ask=ask.quantizer("te_mxfp8_2.13", "mx_1x32"),
-        named="its scale is rounded to the nearest power of two",
+        named="its scale_inv is amax / max as the nearest power of two, by log2",
     ),
     Exhibit(
         name="ao-4725",

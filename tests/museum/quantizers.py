@@ -228,7 +228,7 @@ EXHIBITS = (
         fault=lambda x: mxfp8(x, flushes=True),
         twin=lambda x: mxfp8(x, flushes=False),
         ask=ask.quantizer("te_mxfp8_2.13", "mx_1x32"),
-        unnamed="got code 0x7E (448), scale_inv 5.8774717541114375e-39, expected code 0x40 (2), scale_inv 5.8774717541114375e-39 by te_mxfp8_2.13 (S-14)",
+        named="beside a scale_inv of 2^-127 its scale is inf, as if flushed to 0",
     ),
     Exhibit(
         name="kernels-community-681",
@@ -239,7 +239,7 @@ EXHIBITS = (
         fault=without_floor,
         twin=deepseek,
         ask=ask.quantizer("deepseek_v3"),
-        unnamed="got code 0x7E (448), scale_inv 6.811959707420101e-08, expected code 0x71 (144), scale_inv 2.2321428616578487e-07 by deepseek_v3 (S-20)",
+        named="its eps is 0, not 0.0001); a block of zeros is NaN",
     ),
     Exhibit(
         name="ao-4762",
@@ -250,7 +250,7 @@ EXHIBITS = (
         fault=torchao_without_floor,
         twin=torchao,
         ask=ask.quantizer("torchao"),
-        named="its eps is 0, not 1e-12",
+        named="a block of zeros is NaN",
     ),
     Exhibit(
         name="ao-1766",
@@ -261,7 +261,7 @@ EXHIBITS = (
         fault=in_its_dtype,
         twin=in_float32,
         ask=ask.quantizer("vllm", fmt="e5m2"),
-        missed="quantizers are not asked with float16",
+        unnamed="(float16 0x0001): got code 0x7B (57344), [1] 0",
     ),
     Exhibit(
         name="transformers-46763",
@@ -272,7 +272,7 @@ EXHIBITS = (
         fault=rounded_afterwards,
         twin=deepseek_ue8m0,
         ask=ask.quantizer("deepseek_v3_ue8m0"),
-        unnamed="got code 0x7E (448), scale_inv 0.00390625, expected code 0x78 (256), scale_inv 0.00390625 by deepseek_v3_ue8m0 (S-20)",
+        named="its codes are made by other scales than it returns",
     ),
     Exhibit(
         name="fbgemm-4884",
@@ -305,7 +305,7 @@ EXHIBITS = (
         fault=of_the_copy,
         twin=vllm,
         ask=ask.quantizer("vllm"),
-        named="rounds to bfloat16 first",
+        named="x is rounded to bfloat16 before its amax",
     ),
     Exhibit(
         name="transformers-42775",
@@ -338,7 +338,7 @@ EXHIBITS = (
         fault=lambda x: by_scale(x, F(1) / (np.maximum(row_amax(x), F(1e-10)) / F(448))),
         twin=vllm,
         ask=ask.quantizer("vllm"),
-        unnamed="got code 0x00 (0), [1] 1099511758848, expected code 0x01 (0.001953125), scale 1099511758848 by vllm (S-6)",
+        named="it multiplies by 1 / scale_inv in the place of dividing by it",
     ),
     Exhibit(
         name="flashinfer-4091",
@@ -360,7 +360,7 @@ EXHIBITS = (
         fault=deepseek_ue8m0,
         twin=deepseek,
         ask=ask.quantizer("deepseek_v3"),
-        named="policy deepseek_v3_ue8m0",
+        named="its scales are powers of two",
     ),
     Exhibit(
         name="aprender-2765",
@@ -371,7 +371,7 @@ EXHIBITS = (
         fault=stale_rows(),
         twin=tensorwise,
         ask=ask.quantizer("vllm", "tensorwise", axis=None),
-        unnamed="got code 0x76 (224), scale_inv 0.0022103446535766125, expected code 0x7E (448), scale_inv 0.0011160714784637094 by vllm (S-20)",
+        named="keeps numbers of an earlier call with another shape",
     ),
     Exhibit(
         name="sglang-8290",

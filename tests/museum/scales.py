@@ -53,7 +53,7 @@ EXHIBITS = (
         fault=te_current_unbounded,
         twin=te_current,
         ask=ask.scales("te_current"),
-        named="(overflow)",
+        named="a scale above float32's range is inf",
     ),
     Exhibit(
         name="flashinfer-2595",
@@ -75,6 +75,6 @@ EXHIBITS = (
         fault=to_bfloat16,
         twin=up_to_bfloat16,
         ask=ask.invariants(SCALES, without=["finite"]),
-        missed="448.9, an amax times its scale, is cast to 448: within_max holds",
+        named="within_max: amax 1 times its scale is 448.876709, above max",
     ),
 )
