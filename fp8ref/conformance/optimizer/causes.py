@@ -17,11 +17,9 @@ LATE = 300
 """The steps of a small tensor, more than a counter in bfloat16 counts: 256 + 1 is 256 there."""
 
 
-def inexact(search: Search, layout: Layout, form: Form) -> Iterator[str]:
+def inexact(search: Search, layout: Layout, form: Form) -> list[str]:
     """What explains weights or states that no layout and form do, in sentences."""
-    yield from _step_numbers(search, layout, form)
-    yield from _betas(search)
-    yield from _zeros(search)
+    return [*_step_numbers(search, layout, form), *_betas(search), *_zeros(search)]
 
 
 def _step_numbers(search: Search, layout: Layout, form: Form) -> Iterator[str]:
@@ -74,10 +72,12 @@ def unrepeatable(search: Search) -> str:
 
 def late_steps(
     name: str, optimizer: object, kind: str, search: Search, layout: Layout, form: Form
-) -> str:
-    """In words, that late steps are counted as another; else "". Only another number of the step
-    counts: powers of betas may round otherwise there.
+) -> list[str]:
+    """That late steps are counted as another, in a sentence; powers of betas may round otherwise
+    there. Not of optax, whose own counters are integers, nor of what is not AdamW.
     """
+    if kind == "optax" or not form.sound:
+        return []
     rng = np.random.default_rng(1)
     weights = {PROBE: (rng.standard_normal(64) / 1024).astype(np.float32)}
     gradients = [{PROBE: rng.standard_normal(64).astype(np.float32)} for _ in range(LATE)]
@@ -85,5 +85,5 @@ def late_steps(
     late = Search(asked, subjects.run(name, optimizer, kind, asked, search.given), search.given)
     numbers = [late.number_of_step(layout, form, step) for step in range(LATE - 3, LATE + 1)]
     if None in numbers or len(set(numbers)) > 1:
-        return ""
-    return f"its step stays {numbers[0]}: steps {LATE - 3} to {LATE} are corrected as that one"
+        return []
+    return [f"its step stays {numbers[0]}: steps {LATE - 3} to {LATE} are corrected as that one"]

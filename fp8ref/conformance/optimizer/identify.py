@@ -71,21 +71,16 @@ def identify_optimizer(
     target = NAMED[expect] if expect else nearest
     first = None
     if not (exact and target == layout and form.sound):
-        compared_form = nearest_form
-        if target != nearest or not nearest_form.sound:
-            compared_form = _averaging(form if form.sound else Form(), target.average)
-        first = form_search.departure(target, compared_form)
+        own = _averaging(form if form.sound else Form(), target.average)
+        same = target == nearest and nearest_form.sound
+        first = form_search.departure(target, nearest_form if same else own)
     hidden = {} if layout is None else damage.hidden(name, optimizer, kind, settings, layout)
-    damage_words = "".join(f". {kind} gradients: {words}" for kind, words in hidden.items())
+    damages = "".join(f". {kind} gradients: {words}" for kind, words in hidden.items())
     has_form = first_step.fit != "far"
     compared = findings(searched, layout, nearest_form, exact, has_form=has_form)
     words = summary(layout, nearest_form, exact, nearest, has_form=has_form)
-    faults = list[str]()
-    if not exact:
-        faults += causes.inexact(searched, nearest, nearest_form)
-    elif layout is not None and form.sound and kind != "optax":  # whose own counters are integers
-        late = causes.late_steps(name, optimizer, kind, searched, layout, form)
-        faults += [late] if late else []
+    late = (name, optimizer, kind, searched, nearest, form)
+    faults = causes.late_steps(*late) if exact else causes.inexact(searched, nearest, nearest_form)
     return OptimizerOutcome(
         name=name,
         kind=kind,
@@ -95,7 +90,7 @@ def identify_optimizer(
         exact=exact,
         shown=form_search.shown,
         findings=[*compared, *damage.findings(hidden, layout)],
-        summary=words + "".join(f". Fault: {fault}" for fault in faults) + damage_words,
+        summary=words + "".join(f". Fault: {fault}" for fault in faults) + damages,
         faults=faults,
         damage=hidden,
         expected=expect,
