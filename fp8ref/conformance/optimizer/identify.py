@@ -63,9 +63,7 @@ def identify_optimizer(
     kind, form_search = _asked(optimizer, name, kind, settings, steps)
     searched, coupled, first_step = _explaining_first_step(form_search)
     layout, form, exact = _identified(searched, first_step)
-    nearest, nearest_form = (
-        (layout, form) if layout is not None else _nearest(searched, form, first_step)
-    )
+    nearest, nearest_form = (layout, form) if layout else _nearest(searched, form, first_step)
     if coupled:
         form, nearest_form = (dataclasses.replace(f, decay="coupled") for f in (form, nearest_form))
     target = NAMED[expect] if expect else nearest
