@@ -255,8 +255,8 @@ def lines(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
 
 def gradient_lines(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
     """d, gate and up -> what ``casts.blocks`` returns of gate's gradient, and of up's, of lines."""
-    made = lines(shape, e5m2=e5m2, twice=twice)
-    return dataclasses.replace(made, kernel=_gradient_lines, outputs=made.outputs * 2)
+    whole = lines(shape, e5m2=e5m2, twice=twice)
+    return dataclasses.replace(whole, kernel=_gradient_lines, outputs=whole.outputs * 2)
 
 
 def amax_lines(shape: Shape, *, twice: bool = False) -> Launch:
@@ -274,13 +274,13 @@ def cast_lines(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
 
 def gradient_amax_lines(shape: Shape, *, twice: bool = False) -> Launch:
     """d, gate and up -> what ``casts.amax_lines`` returns of gate's gradient, and of up's."""
-    made = gradient_amaxes(shape, twice=twice)
+    whole = gradient_amaxes(shape, twice=twice)
     outputs = casts.parts_of_lines(shape, casts.tiles(*shape, (ROWS, COLUMNS))) * 2
-    return dataclasses.replace(made, kernel=_gradient_amax_lines, outputs=outputs)
+    return dataclasses.replace(whole, kernel=_gradient_amax_lines, outputs=outputs)
 
 
 def cast_gradient_lines(shape: Shape, *, e5m2: bool, twice: bool = False) -> Launch:
     """d, gate, up, and scales of rows and columns of gate's gradient and of up's -> codes of gate's
     gradient by rows and by columns, and of up's."""
-    made = cast_gradients(shape, e5m2=e5m2, twice=twice)
-    return dataclasses.replace(made, kernel=_cast_gradient_lines, outputs=made.outputs[:4])
+    whole = cast_gradients(shape, e5m2=e5m2, twice=twice)
+    return dataclasses.replace(whole, kernel=_cast_gradient_lines, outputs=whole.outputs[:4])

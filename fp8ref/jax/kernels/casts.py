@@ -28,13 +28,13 @@ def takes(spec: CastSpec) -> bool:
 
 def share(recipe: Recipe) -> float:
     """Of a linear's casts, the share that kernels make."""
-    made = [
+    by_kernels = [
         takes(spec)
         for gemm in recipe.gemms.values()
         for spec in (gemm.a, gemm.b)
         if spec is not None
     ]
-    return sum(made) / max(1, len(made))
+    return sum(by_kernels) / max(1, len(by_kernels))
 
 
 def quantize(x: jax.Array, by: Scales, fmt: Format, axis: int, kernels: TritonKernels) -> Quantized:

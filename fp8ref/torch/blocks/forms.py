@@ -48,12 +48,12 @@ def swiglu_input(mlp: nn.Module, names: tuple[str, ...]) -> str:
         return ""
     gate, up, down = names
     text = re.sub(r"^(\w+) = (.*)\nreturn \1$", r"return \2", _text(forward))
-    found = re.fullmatch(
+    returned = re.fullmatch(
         rf"return self\.{down}\((\S+)\(self\.{gate}\((\w+)\)\) \* self\.{up}\(\2\)\)", text
     )
-    if found is None or [each.arg for each in forward.args.args[1:]] != [found.group(2)]:
+    if returned is None or [each.arg for each in forward.args.args[1:]] != [returned.group(2)]:
         return ""
-    return found.group(2) if _is_silu(mlp, found.group(1)) else ""
+    return returned.group(2) if _is_silu(mlp, returned.group(1)) else ""
 
 
 def _is_silu(mlp: nn.Module, name: str) -> bool:

@@ -204,8 +204,8 @@ def fuse(model: nn.Module) -> dict[str, str]:
             read = _input_name(module, names, kind)
             turns = forms.rotation(module, names) if kind is _Attention else (NONE, "")
             rotation, why = turns
-            made = _fused_class(type(module), kind, names, rotation.function)  # type: ignore[arg-type]
-            module.__class__ = made
+            fused_class = _fused_class(type(module), kind, names, rotation.function)  # type: ignore[arg-type]
+            module.__class__ = fused_class
             module.fused = _Fused(names, (norm,) if norm else (), read, rotation)  # type: ignore[assignment]
             first, *others = names[: 2 if kind is _MLP else 3]
             shared_inputs.share(module, dict.fromkeys(others, first))
