@@ -40,6 +40,8 @@ def _betas(search: Search) -> Iterator[str]:
         rounded = cast.round_to(given, fmt)
         cut = cast.round_to(given, fmt, rounding="toward_zero")
         for words, betas in (("rounded", rounded), ("cut", cut)):
+            if betas.max() >= 1:  # bfloat16 has no 0.999
+                continue
             own = search.with_betas(*map(float, betas))
             numbers = dataclasses.replace(search.given, b1=float(betas[0]), b2=float(betas[1]))
             both = Search(search.asked, search.made, numbers)

@@ -5,6 +5,7 @@ import pytest
 
 from fp8ref.conformance import identify_optimizer
 from fp8ref.conformance.kit.subject import ConformanceError
+from fp8ref.conformance.optimizer.forms import Numbers
 from fp8ref.sim.quantize import cast
 
 F = np.float32
@@ -60,6 +61,11 @@ def test_faults_have_names(fault, words):
     assert not outcome.ok
     assert any(fault.startswith(words) for fault in outcome.faults), outcome.message
     assert f". Fault: {words}" in outcome.message
+
+
+def test_betas_that_bfloat16_rounds_to_1_are_not_tried():
+    outcome = identify_optimizer(adamw(step=lambda t: 1), numbers=Numbers(b2=0.999))
+    assert ". Fault: biases are corrected as at step 1 for ever" in outcome.message
 
 
 def test_one_counter_of_all_tensors():
