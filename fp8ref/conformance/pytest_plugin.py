@@ -80,7 +80,8 @@ class Kit:
                 outcome = function(*arguments, **(defaults | options))
             except (AssertionError, ValueError) as error:
                 raise error.with_traceback(_without_own(error.__traceback__)) from error.__cause__
-            self._record(getattr(outcome, "message", None) or _asked(function, arguments))
+            text = getattr(outcome, "paragraph", None) or getattr(outcome, "message", None)
+            self._record(text or _asked(function, arguments))
             return outcome
 
         return require

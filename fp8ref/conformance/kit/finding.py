@@ -255,6 +255,14 @@ class Outcome(Described):
         lines += [f"  not tested: {'; '.join(self.unasked)}"] if self.unasked else []
         return "\n".join(lines)
 
+    @property
+    def paragraph(self) -> str:
+        """The verdict, what was asked and what was not, in one paragraph to paste."""
+        verdict, *rest = self.message.split("\n")
+        asked = "; ".join(f"{f.what}: {f.evidence}" for f in self.findings)
+        sentences = [verdict, f"Asked of {self.framework} arrays, {asked}", *map(str.strip, rest)]
+        return f"{'. '.join(sentences)}."
+
     def to_dict(self) -> dict[str, Any]:
         """What --json writes."""
         return {
@@ -267,6 +275,7 @@ class Outcome(Described):
             "identified": self.identified,
             "named": self.named,
             "summary": self.summary,
+            "paragraph": self.paragraph,
             "findings": [f.to_dict() | f.witnessed() for f in self.findings],
             "unlike": [witness.to_dict() for witness in self.unlike],
             "expected": self.expected,

@@ -262,7 +262,7 @@ def test_errors_of_mma_dtypes():
         ValueError, match=r"float32; got float64. Convert it with .astype\(np.float32\)"
     ):
         gemm.mma(codes, codes, c.astype(np.float64), fmt_a=E4M3FN, fmt_b=E4M3FN)
-    with pytest.raises(ValueError, match="codes are uint8; got int64"):
+    with pytest.raises(ValueError, match="codes of e4m3fn are uint8; got int64"):
         gemm.mma(codes, codes.astype(int), c, fmt_a=E4M3FN, fmt_b=E4M3FN)
 
 
