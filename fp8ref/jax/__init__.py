@@ -1,5 +1,4 @@
-"""FP8 training in JAX: ``linear.apply`` is one linear layer by any recipe; ``flax.convert`` puts
-FP8 into an existing model.
+"""FP8 training in JAX: ``linear.apply`` is a linear by a recipe; ``flax.convert`` converts models.
 
     linear        one layer, forward and backward; ``contraction`` has dot_general and einsum by a
                   recipe

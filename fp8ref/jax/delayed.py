@@ -1,5 +1,4 @@
-"""Delayed scaling in JAX (spec H): a step reads a state and observes amaxes; one update after
-it makes the next state.
+"""Delayed scaling in JAX (spec H): a step reads a state and observes amaxes; an update follows.
 
     state, seen = delayed.init(recipe), delayed.unseen(recipe)        # of one linear
 
@@ -88,8 +87,7 @@ State = Mapping[Role, DelayedState | FlaxState]
 def init(
     recipe: str | Recipe | Casts, shape: tuple[int, ...] = ()
 ) -> dict[Role, DelayedState | FlaxState]:
-    """A state for each role that the recipe scales by past amaxes: scale 1, an empty history (H-2).
-    Other recipes have none.
+    """A state for each role that the recipe scales by past amaxes: scale 1, empty history (H-2).
 
     recipe:   or the casts of attention (``fp8ref.spec.attention.delayed``), here and in ``unseen``
               and ``update``.
@@ -136,8 +134,7 @@ def larger(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def merge(*observations: Seen) -> dict[Role, jax.Array]:
-    """Merge observations into one (H-4): the maximum of amaxes and of flags, in any order and
-    grouping.
+    """Merge observations into one (H-4): the maximum of amaxes and of flags, in any order.
 
     Raises:   ValueError: none given; observations of different roles.
     """
@@ -173,8 +170,7 @@ def over_batch(observed: jax.Array, own_seen: jax.Array) -> jax.Array:
     """observed; under a vmap that maps observed but not ``own_seen``, the layer's input, the
     maximum over the mapped axis.
 
-    So the examples of a batch merge as microbatches do, where vmap's own gradient by an operand
-    without the axis is a sum.
+    So a batch's examples merge as microbatches do; vmap's own gradient by an unmapped one sums.
     """
     del own_seen
     return observed
@@ -340,8 +336,7 @@ def _advance(
         return jnp.where(valid[(..., *[None] * (new.ndim - valid.ndim))], new, old)
 
     kept = jax.tree.map(select, after, state)
-    # A flag above 1 is a sum (see update). Under jit nothing can raise, so a NaN scale makes it
-    # visible.
+    # A flag above 1 is a sum (see update). Under jit nothing can raise: a NaN scale shows it.
     summed = jnp.maximum(non_finite, was_seen) > 1
     return kept._replace(stored=jnp.where(summed, jnp.nan, kept.stored))
 
@@ -358,8 +353,7 @@ def _scale_of(
         amax = larger(amax, _largest(past, axis=-1))
     bits = cast.magnitude_bits(amax)
     limit = np.float32(fmt.max * 2.0**-config.policy.margin)
-    # XLA on a CPU would flush a subnormal amax n * 2^-149. So the quotient is limit * 2^149 / n, in
-    # two powers: 2^149 overflows.
+    # XLA on a CPU would flush a subnormal amax n * 2^-149. So: limit * 2^149 / n, in two powers.
     subnormal = division.divide(limit * 2.0**75, bits.astype(jnp.float32)) * 2.0**74
     scale = jnp.minimum(
         jnp.where(bits < 1 << 23, subnormal, division.divide(limit, amax)), np.finfo(np.float32).max

@@ -1,5 +1,4 @@
-"""FP8 attention for JAX: softmax(q k^T scale) v (spec A), computed tile by tile over the keys, with
-one custom_vjp.
+"""FP8 attention for JAX (spec A): softmax(q k^T scale) v, by tiles of keys, in one custom_vjp.
 
     o = attention.apply(q, k, v, variant="cudnn", mask=Mask(causal=True))
 

@@ -1,8 +1,6 @@
-"""How many elements P and dS have in a pass, and how many of them their casts clipped and made 0
-(spec A-12, Q-13).
+"""How many elements P and dS have in a pass, and how many their casts clip or make 0 (A-12, Q-13).
 
-A count is int32 [2], a high part and the low 16 bits, so that it is exact below 2^40: float32 holds
-both parts.
+A count is int32 [2], a high part and the low 16 bits, and so exact below 2^40: float32 holds both.
 """
 
 import jax
@@ -33,6 +31,5 @@ def measurement(
     counts_by_name = {"count": count, "overflows": saturated, "underflows": lost}
     limbs = [counts_by_name.get(name, none).astype(jnp.float32) for name in COUNTS]
     zero, one = jnp.zeros_like(amax), jnp.ones_like(amax)
-    # No sums of squares: a unit of 1, whose exponent field is 127; and scales that are not
-    # recorded.
+    # No sums of squares: a unit of 1, whose exponent field is 127; and scales not recorded.
     return jnp.concatenate([*limbs, jnp.stack([zero, zero, 127 * one, amax, one, one])])

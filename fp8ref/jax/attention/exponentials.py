@@ -1,5 +1,4 @@
-"""Exponentials, logarithms, hyperbolic tangents and fused products of float32 numbers for attention
-(spec A-5, A-7, A-11, A-22).
+"""Float32 exponentials, logarithms, tanh and fused products for attention (A-5, A-7, A-11, A-22).
 
 XLA's float32 exponentials are approximations. ``exponential`` takes them (``fast``), or computes in
 float64 and rounds (``stated``). The rest is always computed in float64.

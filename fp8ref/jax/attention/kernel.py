@@ -1,5 +1,4 @@
-"""Attention in FP8 by cuDNN's own kernel (spec A-20): one custom call for each pass, on an NVIDIA
-GPU.
+"""FP8 attention by cuDNN's own kernel (spec A-20): one custom call a pass, on an NVIDIA GPU.
 
     o, seen = attention_kernel.apply(q, k, v, scales=scales, mask=Mask(causal=True))
 

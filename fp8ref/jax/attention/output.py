@@ -1,8 +1,6 @@
-"""The forward pass of attention in FP8, over all blocks of queries and tiles of keys (spec A-4 to
-A-11).
+"""The forward pass of FP8 attention, over blocks of queries and tiles of keys (spec A-4 to A-11).
 
-``operands`` cuts into blocks and tiles, ``softmax`` makes probabilities, ``probability_value`` adds
-their products with v.
+``operands`` cuts blocks and tiles, ``softmax`` makes probabilities, ``probability_value`` sums.
 """
 
 from typing import NamedTuple

@@ -47,8 +47,7 @@ def finish(o: jax.Array, total: jax.Array, parts: Parts) -> jax.Array:
         return o * ((1 if at_end is None else at_end) / whole)
     if variant.finish == "divide":
         o = o if at_end is None else moments.product(o, at_end)
-        # A choice by o hides from XLA that a row has one divisor, which it would make a reciprocal
-        # of.
+        # A choice by o hides from XLA that a row has one divisor, which it would invert.
         divisor = jnp.where(jnp.isnan(o), jnp.float32(1), jnp.maximum(total, jnp.float32(1)))
         return division.divide(o, divisor)
     inverse = division.divide(1, jnp.where(total == 0, jnp.float32(1), total))

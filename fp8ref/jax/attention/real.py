@@ -1,8 +1,7 @@
 """Attention in real arithmetic, forward and backward (spec A-1, A-14): float64, a block of queries
 and a tile of keys at a time, rounded once at the end.
 
-It is a reference: a GPU multiplies in float64, and the backward pass makes the sums of the forward
-pass again.
+It is a reference: a GPU multiplies in float64, and the backward pass repeats the forward sums.
 """
 
 from typing import Any, NamedTuple

@@ -133,8 +133,7 @@ def _not_empty(maximum: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Arr
 def again(
     s: jax.Array, lse: jax.Array, seen: jax.Array, factor: jax.Array | None, arithmetic: Arithmetic
 ) -> jax.Array:
-    """Probabilities of scores once more, from the log-sum-exp (A-15, step 3): float32 of the shape
-    of s.
+    """Probabilities of scores again, from the log-sum-exp (A-15, step 3): float32, shaped as s.
 
     factor    of raw scores, whose base is 2; None of scaled ones, whose base is e.
     """

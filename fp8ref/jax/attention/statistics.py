@@ -82,8 +82,7 @@ def measure(
     if kind == "mx_1x32":
         axis = 2 if along_tokens(product, role) else 3
         widths = [(0, -x.shape[i] % MX if i == axis else 0) for i in range(4)]
-        # Zeros fill the last block up. They are in no count but that of all elements, which is put
-        # right.
+        # Zeros fill the last block up. They count only among all elements, which is put right.
         codes = jnp.pad(codes.view(jnp.uint8), widths).view(codes.dtype)
         x = jnp.pad(x, widths)
     else:

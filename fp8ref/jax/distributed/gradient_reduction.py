@@ -208,8 +208,7 @@ def _codes(scaled: jax.Array, fmt: Format) -> jax.Array:
 
 def _added(pieces: jax.Array, axes: Axes, fmt: Format) -> jax.Array:
     """uint8 [devices, ...] -> this device's piece, summed in float32."""
-    # A barrier on either side: XLA may move a conversion across a collective, and four bytes
-    # travel.
+    # Barriers: XLA may move a conversion across a collective, and four bytes travel.
     received = lax.optimization_barrier(
         lax.all_to_all(lax.optimization_barrier(pieces), axes, 0, 0, tiled=True)
     )

@@ -1,5 +1,4 @@
-"""A check that a program is for one device, made where it is lowered; that an array is on one,
-where nothing is traced.
+"""Check that a program is for one device, where it is lowered; that an untraced array is on one.
 
 A jit may take its mesh from its inputs alone: no trace shows that, the lowered program does.
 """

@@ -30,8 +30,7 @@ afterwards (P-7); or results that each device has scaled and rounded (P-8), in f
 own dtype."""
 
 GradParts = Parts | Literal["float8_e4m3fn"]
-"""What devices sum to make the gradient of a weight: ``Parts``, or results cast to FP8 by a scale
-that all share (P-21)."""
+"""What devices sum for a weight's gradient: ``Parts``, or FP8 results by a shared scale (P-21)."""
 
 _GRAD_PARTS = (*get_args(Parts), "float8_e4m3fn")
 
@@ -124,8 +123,7 @@ class Placement:
         return (self.n if role == "input" else self.k) if self.sequence else ()
 
     def amax_axes(self, role: Role, granularity: str, axis: int) -> Axes:
-        """The mesh axes over which an amax is reduced: those that cut a scale's group, within the
-        scope.
+        """The mesh axes that reduce an amax: those that cut a scale's group, within the scope.
 
         Layouts cut no block (P-5), so block scales need none (P-2).
         """
@@ -137,8 +135,7 @@ class Placement:
         return tuple(name for name in cutting if not (local and name in self.m))
 
     def reduction(self, which: Gemm, outer: int) -> "Reduction":
-        """How devices complete a GEMM's partial results: sum, or sum and scatter the rows of the
-        result.
+        """How devices complete a GEMM's partial results: sum, or sum and scatter the result's rows.
 
         outer     the number of groups of rows; each group is scattered by itself.
         """
@@ -163,8 +160,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """A sum over some mesh axes, and over others a sum that leaves each device its own rows of the
-    result.
+    """A sum over some mesh axes; over others a sum of which each device keeps its own rows.
 
     outer     the number of groups of rows; a device keeps its rows of each.
     parts     what is summed.

@@ -38,8 +38,7 @@ __all__ = [
 ]
 
 Mode = Literal["one", "shard_map", "jit"]
-"""Who runs the collectives of a linear: nobody (``one``), fp8ref (``shard_map``) or XLA
-(``jit``)."""
+"""Who runs a linear's collectives: nobody (``one``), fp8ref (``shard_map``) or XLA (``jit``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +112,7 @@ class Layout:
 def layout(placement: Placement, ndim: Mapping[Role, int], *, turned: bool) -> Layout:
     """The layout that a placement describes under plain jit, for tensors of so many dims.
 
-    A tensor with leading dims is cut along those by m; its rows are positions of a sequence, and
-    only these are gathered.
+    m cuts leading dims, if any; then rows are positions of a sequence, and these are gathered.
     """
 
     def cut(role: Role) -> Cut:
@@ -132,8 +130,7 @@ def layout(placement: Placement, ndim: Mapping[Role, int], *, turned: bool) -> L
 
 
 def mode(x: jax.Array, w: jax.Array, placement: Placement | None, name: str) -> Mode:
-    """Who runs the collectives of a linear: nobody (``one``), we inside ``shard_map``, or XLA
-    (``jit``).
+    """Who runs a linear's collectives: nobody (``one``), we inside ``shard_map``, or XLA (``jit``).
 
     Raises:   ValueError, naming the layer: no placement inside shard_map; axes that the mesh lacks;
               tensors that vary along other axes than placement says; a sequence that its devices do
@@ -232,8 +229,7 @@ def _check_variance(x: jax.Array, w: jax.Array, placement: Placement, name: str)
     roles: tuple[Role, Role] = ("input", "weight")
     expected = [{axis for dim in placement.at_rest(role) for axis in dim} for role in roles]
     varied = [set(varying(x)), set(varying(w))]
-    # Along an axis that both vary along and the placement does not name, there are as many linears
-    # as devices.
+    # Along an axis that both vary along, if not placed, each device has a linear of its own.
     apart = (varied[0] & varied[1]) - {axis for axes in expected for axis in axes}
     for operand, cut_axes, got in zip(("x", "w"), expected, varied, strict=True):
         if got - apart != cut_axes:

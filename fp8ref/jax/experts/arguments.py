@@ -1,6 +1,4 @@
-"""What a grouped linear takes: a recipe that this backend runs, arrays that fit, and how shard_map
-cuts them (spec X).
-"""
+"""What a grouped linear takes: a recipe that runs here, arrays that fit, shard_map's cuts (X)."""
 
 import jax
 import jax.numpy as jnp

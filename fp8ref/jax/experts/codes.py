@@ -1,5 +1,4 @@
-"""Rows that move between devices with different experts as FP8 codes (spec X-14), inside
-``jax.shard_map``.
+"""Rows that move between devices with different experts as FP8 codes (X-14), in ``jax.shard_map``.
 
     cast = expert_codes.cast_of([recipe], "input")            # None: rows move in their own dtype
     moved, codes = expert_codes.dispatch(x, sizes, "expert", cast)
@@ -10,8 +9,7 @@
 One scale of all of an expert's rows serves both GEMMs that take them, so codes alone are enough.
 The sender casts: under dynamic scaling by the amaxes of each expert's rows on all devices. The
 array that goes through autodiff in place of the rows is a constant NaN, which no program computes
-with. Codes of a gradient are the cotangent of a slot that the grouped linear gives out beside its
-result.
+with. Codes of a gradient are the cotangent of a slot that the grouped linear also gives out.
 """
 
 import functools

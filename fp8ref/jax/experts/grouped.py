@@ -3,9 +3,8 @@ JAX's autodiff by one custom_vjp.
 
     y, _ = grouped.apply(x, w, group_sizes, recipe="rowwise")  # [M, K] x [E, K, N] -> [M, N]
 
-Read it from top to bottom, as ``linear``. ``operands`` quantizes and multiplies, block of
-rows after block of rows on FP8 codes (X-10). ``lax.ragged_dot`` itself multiplies all rows by all
-weights.
+Read it from top to bottom, as ``linear``. ``operands`` quantizes and multiplies blocks of rows, on
+FP8 codes (X-10). ``lax.ragged_dot`` itself multiplies all rows by all weights.
 """
 
 import functools
@@ -38,8 +37,7 @@ __all__ = ["CodedRows", "apply", "apply_codes", "quantize_operand"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One call: all that is static about it. dtypes are those of output, grad_input and
-    grad_weight.
+    """One call: all that is static. dtypes are those of output, grad_input and grad_weight.
 
     observer   of ``linear.observing``, or None; measures: whether statistics are measured.
     over       the mesh axes along which devices have rows of the same groups, and share their
@@ -134,8 +132,7 @@ def apply_codes(
     arguments.check_arrays(x, w, group_sizes, recipe, name)
     delayed.check(state, amaxes, recipe.recipe, name)
     if not len(x) or not len(w):
-        # The output depends on nothing. Copies, as what a layer gives back unchanged could seem
-        # lost.
+        # The output depends on nothing. Copies: a layer's input given back could seem lost.
         return jnp.zeros((len(x), w.shape[2]), x.dtype), jax.tree.map(jnp.copy, seen), None
     x, w, group_sizes, axes = arguments.on_one_device(x, w, group_sizes, recipe, over, name)
     layer = Layer(
@@ -262,8 +259,7 @@ def _gemm(
     scales: Mapping[Role, jax.Array],
     layer: Layer,
 ) -> tuple[jax.Array, stats.Measured]:
-    """One of three grouped GEMMs: quantize, multiply, round (G-8), cast to the result's dtype; with
-    measurements."""
+    """One of three grouped GEMMs: quantize, multiply, round (G-8), cast to its dtype; measured."""
     spec, roles = layer.recipe.recipe.gemms[which], OPERANDS[which]
     dtype = layer.dtypes[list(OPERANDS).index(which)]
     out_dtype, (x_dtype, _, w_dtype) = gemm.output_dtype(spec, dtype), layer.dtypes
@@ -281,8 +277,7 @@ def _gemm(
     with jax.named_scope(scope):
         a, b = (operand(role, cast) for role, cast in zip(roles, (spec.a, spec.b), strict=True))
         if isinstance(a, jax.Array) or isinstance(b, jax.Array):
-            # An operand that is cast beside one that is not is dequantized, and rounded to its
-            # tensor's dtype (L-4).
+            # An operand cast beside one that is not is dequantized, and rounded to its dtype (L-4).
             a, b = (
                 v
                 if isinstance(v, jax.Array)

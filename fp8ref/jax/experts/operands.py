@@ -29,8 +29,7 @@ from fp8ref.selection.grouped import Amax
 from fp8ref.spec.granularity import by_name
 
 SMALLEST, LARGEST = 16, 512
-"""Rows of a block that is multiplied at once: FP8 kernels take multiples of 16, and more rows than
-these gain nothing.
+"""Rows of a block multiplied at once: FP8 kernels take multiples of 16, and more rows gain nothing.
 """
 
 

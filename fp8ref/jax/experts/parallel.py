@@ -41,8 +41,7 @@ class Moved(NamedTuple):
 
 
 def dispatch(x: jax.Array, group_sizes: jax.Array, axis: str) -> Moved:
-    """Send rows x [M, C], in groups of all E experts of these sizes, to the devices that have the
-    experts.
+    """Send rows x [M, C], in groups of these sizes, of all E experts, to the experts' devices.
 
     Order:    bits are moved, none is computed. The groups are those that one device with all rows
               would have, if the devices' rows are its own in the order of the axis.

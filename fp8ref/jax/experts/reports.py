@@ -1,5 +1,4 @@
-"""What grouped GEMMs report of their operands: to observers, GEMM by GEMM, and as statistics (spec
-Q-8, X).
+"""What grouped GEMMs report of their operands: to observers, and as statistics (spec Q-8, X).
 
 ``observe`` calls an observer of ``linear.observing`` once for each group, as if its GEMM were a
 linear's. ``measure`` measures all rows in groups, or all weights, together.

@@ -9,8 +9,7 @@
     op = fj.flax.nnx_einsum("rowwise")
     nnx.Einsum("btd,dhk->bthk", (32, 4, 16), einsum_op=op, rngs=rngs)
 
-``convert`` puts them into an existing model; filter_fqns takes patterns as everywhere in fp8ref
-(R-3):
+``convert`` puts them into a model; filter_fqns takes patterns as everywhere in fp8ref (R-3):
 
     model = fj.flax.convert(model, "rowwise", filter_fqns=["lm_head"])  # linen: inputs=(x,) too
     print(fj.flax.report(model, (x,)))  # what is in FP8, what is not, and why
@@ -18,8 +17,7 @@
 
 A ``GroupedLinear`` is a projection of experts, which ``convert`` takes as a linear.
 
-Under delayed scaling a step observes amaxes, in the backward pass too. ``value_and_grad`` collects
-them:
+Under delayed scaling a step observes amaxes, backward too. ``value_and_grad`` collects them:
 
     # NNX: loss_fn(model, batch) -> loss
     loss, grads, seen = fj.flax.value_and_grad(loss_fn)(model, batch)

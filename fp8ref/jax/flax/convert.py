@@ -540,8 +540,7 @@ def _interceptor(hook_of: Mapping[str, Callable | None]) -> Callable:
             )
         if hook_of[name] is None:
             return call(*args, **kwargs)
-        # Modules are frozen, but this is the copy that is bound for this call; it is restored
-        # below.
+        # Modules are frozen, but this copy is bound for this call; it is restored below.
         object.__setattr__(layer, "dot_general_cls", hook_of[name])
         try:
             return call(*args, **kwargs)

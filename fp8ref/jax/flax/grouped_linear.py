@@ -1,5 +1,4 @@
-"""A projection of experts in Flax NNX: what nnx.Linear is to a linear, a ``GroupedLinear`` is to a
-grouped one (spec X).
+"""A projection of experts in Flax NNX: ``GroupedLinear``, as nnx.Linear is of a linear (spec X).
 
     up = fj.flax.GroupedLinear(8, 128, 384, rngs=rngs)     # 8 experts, kernel [8, 128, 384]
     y = up(rows, group_sizes)                              # [M, 128] -> [M, 384], by lax.ragged_dot

@@ -80,8 +80,7 @@ class Fp8Einsum(Hook):
 def linen_dot_general(
     recipe: str | Recipe, *, multiply: Multiply | None = None, placement: Placement | None = None
 ) -> functools.partial[Fp8DotGeneral]:
-    """``dot_general_cls`` of nn.Dense, nn.DenseGeneral and layers made of them; one serves any
-    number of layers.
+    """``dot_general_cls`` of nn.Dense, nn.DenseGeneral and their like; one serves many layers.
 
     Each layer gets its own hook.
 

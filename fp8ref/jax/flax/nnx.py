@@ -1,5 +1,4 @@
-"""Hooks for Flax NNX: a module inside each layer, with its state in Variables of type
-``Fp8State``."""
+"""Hooks for Flax NNX: a module in each layer, its state in Variables of type ``Fp8State``."""
 
 import functools
 from collections.abc import Callable
@@ -172,8 +171,7 @@ def nnx_dot_general(
     multiply: Multiply | None = None,
     placement: Placement | None = None,
 ) -> DotGeneral:
-    """``dot_general`` of one nnx.Linear or nnx.LinearGeneral: a fresh hook for each, as it holds
-    the layer's state.
+    """``dot_general`` of an nnx.Linear or nnx.LinearGeneral: one each, for the layer's state.
 
     Shapes:   as ``linen_dot_general``, and so are the order, multiply and placement; outputs may
               have the layer's preferred_element_type, and its out_sharding is added.

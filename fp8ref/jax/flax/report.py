@@ -74,8 +74,7 @@ def nnx_report(
     dims: Mapping[str, tuple[int, int]],
     decisions: Mapping[str, Decision] | None = None,
 ) -> Report:
-    """The report of an NNX model, from [N, K] of its linears; decisions: of its conversion, if they
-    are known."""
+    """An NNX model's report, from [N, K] of its linears; decisions: of its conversion, or None."""
     traced = None if inputs is None else _traced(model, inputs, dims)
     rows: list[Row] = []
     counted: set[int] = set()
@@ -163,8 +162,7 @@ def linen_report(
     recipes: Mapping[str, Recipe],
     jaxpr,
 ) -> Report:
-    """The report of a linen model: its modules by path, its parameters' shapes, and its forward
-    pass."""
+    """A linen model's report: its modules by path, its parameters' shapes, its forward pass."""
     traced = _Traced(jaxpr, decisions)
     by_module: dict[str, dict] = collections.defaultdict(dict)
     for path, value in traverse_util.flatten_dict(params).items():

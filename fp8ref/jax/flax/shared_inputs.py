@@ -1,5 +1,4 @@
-"""Linears of a Flax model that read one tensor: under delayed scaling one state of it, and so one
-cast (spec H-9)."""
+"""Linears of a Flax model that read one tensor: in delayed scaling one state, so one cast (H-9)."""
 
 import functools
 from collections.abc import Mapping

@@ -147,8 +147,7 @@ def _states(model: Model) -> dict[str, LayerState]:
 
 
 def update(model: Model, seen: Observed):
-    """The state after an optimizer step, from the step's observations: call it once a step, inside
-    jit or not.
+    """The state after an optimizer step, from its observations: call it once, in jit or not.
 
     model     or the tuple or list that ``value_and_grad`` got.
     Returns:  linen: variables with a new 'fp8_state'; NNX: None, as the model itself changes.
@@ -255,8 +254,7 @@ def _nnx_value_and_grad(
         with amax_observations.observing() as observers:
             watched = _watched(loss_fn, observers.names)
             differentiated = nnx.DiffState(0, nnx.Any(nnx.All(wrt, nnx.Not(Fp8State)), Seen))
-            # graph: also where Flax is set to treat modules as trees (nnx.set_graph_mode,
-            # set_graph_updates)
+            # graph: also where Flax treats modules as trees (nnx.set_graph_mode, set_graph_updates)
             differentiate = nnx.value_and_grad(
                 watched, argnums=differentiated, has_aux=has_aux, graph=True, graph_updates=True
             )

@@ -125,8 +125,7 @@ def matmul_hp(
     out_dtype,
     execution: Execution = ONE_DEVICE,
 ) -> jax.Array:
-    """A GEMM in high precision: float32 accumulation in XLA's order, one rounding to out_dtype
-    (spec G-9).
+    """A GEMM in high precision: float32 sums in XLA's order, rounded once to out_dtype (spec G-9).
 
     Shapes:   a and b as codes in matmul, reduced along axes, -1 or -2 each. On an NVIDIA GPU the
               GEMM itself writes out_dtype, unless accumulators are summed or ``in_steps``.
@@ -279,9 +278,7 @@ class _Product:
 def finish(
     acc: jax.Array, scale_a: jax.Array, scale_b: jax.Array, epilogue: str, out_dtype
 ) -> jax.Array:
-    """An accumulator times both scale_inv, which broadcast to it, rounded to out_dtype (G-4, G-5,
-    G-14).
-    """
+    """An accumulator times both scale_inv, broadcast, rounded to out_dtype (G-4, G-5, G-14)."""
     if epilogue == "scale_then_round":
         return ((acc * scale_a) * scale_b).astype(out_dtype)
     if epilogue == "unit_round_scale_round":

@@ -1,5 +1,4 @@
-"""Simulated hardware for JAX: FP8 GEMMs by a function on the host, in place of XLA's dots
-(spec G-19).
+"""Simulated hardware for JAX: FP8 GEMMs by a function on the host, not XLA's dots (spec G-19).
 
     with hardware.simulating(sim_hardware.by_name("hopper")):  # fp8ref.sim.gemm.hardware
         y, _ = linear.apply(x, w, recipe="tensorwise")
@@ -54,8 +53,7 @@ _simulated = jax.make_user_context(default_value=None)
 
 
 def simulating(multiply: Multiply | None):
-    """In this context, multiply computes every FP8 GEMM of linears and of attention. None changes
-    nothing.
+    """In this context, multiply computes FP8 GEMMs of linears and attention. None changes nothing.
 
     Scope:    what is traced, or runs eagerly, in it: linears, contractions, Flax's hooks and
               attention by tiles, in both passes. What it cannot multiply is refused there: stacks

@@ -1,5 +1,4 @@
-"""Launch a kernel of ``fp8ref.kernels`` from a JAX program, under any transformation but
-differentiation.
+"""Launch a kernel of ``fp8ref.kernels`` from JAX, under any transformation but differentiation.
 
 On an NVIDIA GPU jax-triton compiles it. On other platforms the program calls Triton's interpreter
 on the host, which is slow, for tests. Kernels see what one device holds: inside shard_map its
@@ -51,8 +50,7 @@ _chosen = jax.make_user_context(default_value=None)
 
 
 def casting(kernels: TritonKernels | None):
-    """In this context, kernels cast the operands of linears, where they can (``casts.takes``). None
-    changes nothing.
+    """In this context kernels cast operands of linears (``casts.takes``). None changes nothing.
 
     Scope:    what is traced, or runs eagerly, in it: linears, contractions and Flax's hooks, in
               both passes. jax.jit compiles a program for each choice.

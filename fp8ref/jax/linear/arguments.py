@@ -25,8 +25,7 @@ from fp8ref.recipe import Recipe, Role
 
 
 def layer(recipe: str | Recipe, name: str, placement: Placement | None) -> Layer:
-    """What is static of a linear before its tensors are there; whoever observes GEMMs or simulates
-    hardware is asked here."""
+    """A linear's static part before its tensors; asks who observes GEMMs or simulates hardware."""
     placement, _ = explicit_sharding.parts(placement, name)
     return Layer(
         recipe=check_recipe(recipe, name),
@@ -171,9 +170,7 @@ def _warn_of_padding(name: str, n: int, k: int) -> None:
 
 
 def check_mu(mu: jax.Array, layer: Layer) -> None:
-    """ValueError, naming the layer, unless gradients of the weight are exchanged in FP8, by this
-    factor.
-    """
+    """ValueError, naming the layer, unless weight gradients travel in FP8, by this factor."""
     placement = layer.placement
     if layer.mode != "shard_map" or placement.reduce_grads != "float8_e4m3fn" or not placement.m:
         raise ValueError(

@@ -142,8 +142,7 @@ class _Dims:
         return (self.contract_x, self.contract_w), (self.batch_x, self.batch_w)
 
     def matrices(self, x: jax.Array, w: jax.Array, turned: bool) -> tuple[jax.Array, jax.Array]:
-        """x [..., M, K] and w [N, K], or with batch dims [batch, M, K] and [batch, N, K]; turned,
-        w is [K, N].
+        """x [..., M, K], w [N, K], or batched [batch, M, K], [batch, N, K]; turned, w is [K, N].
 
         x keeps all its leading dims: what reads the same x saves the same x for its backward pass,
         and a mesh that cuts several dims of it gathers none.
@@ -161,8 +160,7 @@ class _Dims:
         """The product of ``matrices`` with dims: batch, then x's others, then w's."""
         m_sizes = [x.shape[d] for d in self.other_x]
         n_sizes = [w.shape[d] for d in self.other_w]
-        # Inside shard_map a placement gathers the weight's first output dim, and gathers or
-        # scatters rows.
+        # In shard_map a placement gathers the weight's first output dim, and moves rows.
         if m_sizes and not self.batch_x:
             m_sizes = list(y.shape[:-1])
         if n_sizes:

@@ -47,8 +47,7 @@ def apply(
     name: str = "linear",
     prepared: Quantized | Scales | None = None,
 ) -> tuple[jax.Array, Seen | None]:
-    """output [..., N] = input x [..., K] x weight w [N, K], and gradients by the recipe's two
-    backward GEMMs.
+    """output [..., N] = input x [..., K] x weight w [N, K]; gradients by the backward GEMMs.
 
     Works under jit, grad, vmap and shard_map, on meshes of Auto and of Explicit axes; under
     ``hardware.simulating`` its FP8 GEMMs are those of simulated hardware (G-19).
@@ -130,8 +129,7 @@ def bound(
     prepared: Quantized | Scales | None,
     out_dtype=None,
 ) -> tuple[Layer, dict[Role, Scale], Observations]:
-    """The layer of these arguments, the scales that are settled, and what it observes on; raises as
-    ``contract``."""
+    """The layer of these arguments, settled scales, what it observes; raises as ``contract``."""
     amaxes, statistics, mu = carried.observations(seen)
     layer = dataclasses.replace(layer, measures=statistics is not None)
     layer = arguments.resolved(layer, x, w, state, amaxes, out_dtype)
@@ -210,8 +208,7 @@ def backward(layer: Layer, residuals, cotangents):
     (saved, seen), (g, (later, statistics)) = residuals, cotangents
     if not isinstance(g, Quantized):
         g = derivatives.not_again(g, layer.name)
-    # Without a barrier XLA merges this gather with the equal one of the forward pass, and keeps the
-    # whole tensor until then.
+    # Without a barrier XLA merges this gather with the forward one, and keeps the tensor.
     barrier = functools.partial(jax.tree.map, lax.optimization_barrier)
     roles = {
         role: v._replace(tensor=barrier(v.tensor), own=barrier(v.own))
@@ -254,8 +251,7 @@ derivatives.defvjp(_linear, forward, backward)
 
 
 def _cast_for_both(operand: Operand, seen: Observations, layer: Layer) -> tuple[Operand, Operand]:
-    """grad_output as both backward GEMMs take it, with the codes that both need, or that one gather
-    moves."""
+    """grad_output as both backward GEMMs take it, with codes that both need or one gather moves."""
     first, second = layer.recipe.grad_input.a, layer.recipe.grad_weight.a
     if first is not None and first == second and first.granularity == "tensorwise":
         # One scale for all of grad_output: its codes serve both GEMMs, whichever axis each reduces.

@@ -1,5 +1,4 @@
-"""The operands of a linear's GEMMs: quantize each tensor along the axis that its GEMM reduces, then
-gather it in FP8.
+"""A linear's operands, each quantized along the axis that its GEMM reduces, and gathered in FP8.
 
 Each device quantizes its own piece
 (``quantize``), with an amax over the devices that share the scale (P-2); ``gathered_codes`` then
@@ -138,11 +137,9 @@ def gather_rows(x: jax.Array, axes: sharding.Axes, outer: int) -> jax.Array:
 
 
 def gather_by_compiler(x: jax.Array, cut: sharding.Cut) -> jax.Array:
-    """Under plain jit: pin x to its pieces, then to what is gathered of them, so that XLA gathers x
-    itself.
+    """Under plain jit: pin x to its pieces, then to what is gathered, so that XLA gathers x itself.
 
-    With one constraint XLA may move the gather in front of the cast, to the wider tensor that x was
-    made of.
+    With one constraint XLA may move the gather before the cast, to the wider tensor under x.
     """
     rest, used = cut.specs(x.shape)
     if rest == used:

@@ -46,8 +46,7 @@ def merged(rows: Quantized, columns: Quantized) -> tuple[jax.Array, jax.Array]:
 def parted(
     codes: jax.Array, bits: jax.Array, rows: Quantized, columns: Quantized
 ) -> tuple[Quantized, Quantized]:
-    """Both sets of codes of ``merged``, bit for bit; rows and columns give their scales, not their
-    codes.
+    """Both sets of codes of ``merged``, bit for bit; rows and columns give their scales only.
 
     Specials: of NaN codes the sign may differ.
     """

@@ -1,6 +1,4 @@
-"""One of a linear's three GEMMs: quantize, gather in FP8, multiply, round, sum over devices (spec
-L-2, L-4, P-9).
-"""
+"""One of a linear's GEMMs: quantize, gather in FP8, multiply, round, sum (spec L-2, L-4, P-9)."""
 
 from collections.abc import Mapping
 
@@ -34,8 +32,7 @@ def run(
     if spec.a is None or spec.b is None or spec.accumulate is None:
         return _in_high_precision(which, roles, layer, mu)
     collective = layer.collective(which)
-    # 1. Each device quantizes its own piece, unless the pass has done so for both GEMMs, as under
-    # tensorwise.
+    # 1. Each device quantizes its piece, unless the pass has done so, as under tensorwise.
     own_a = _quantized(which, role_a, roles, layer)
     own_b = _quantized(which, role_b, roles, layer)
     # 2. What other devices hold is gathered in FP8.

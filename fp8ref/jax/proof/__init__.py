@@ -14,8 +14,7 @@
     proof.missing_kernels(proof.kernel_calls(text), ["layers.0.attention"])
                                     # a library's kernels of attention that are absent (A-20)
 
-``hlo`` parses programs; ``verdict`` compares them with the recipes, ``attention`` with a variant of
-attention.
+``hlo`` parses programs; ``verdict`` compares them with recipes, ``attention`` with a variant.
 """
 
 from fp8ref.jax.proof.attention import (

@@ -1,6 +1,4 @@
-"""The verdict on attention by a variant: which of its products a step runs, and in which types
-(spec B-15).
-"""
+"""The verdict on attention by a variant: its products in a step, and their types (spec B-15)."""
 
 import re
 from collections.abc import Sequence

@@ -1,5 +1,4 @@
-"""Parse the dots and collectives of a program, from StableHLO or from the text of HLO after any
-pass."""
+"""Parse a program's dots and collectives, from StableHLO or from HLO's text after any pass."""
 
 import math
 import re

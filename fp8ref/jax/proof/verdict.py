@@ -90,8 +90,7 @@ class Collective:
 
 
 def read(lowered: jax.stages.Lowered) -> Program:
-    """The operations of ``jax.jit(f).lower(...)``. Compiles only where XLA has yet to partition the
-    program.
+    """The operations of ``jax.jit(f).lower(...)``; compiles only what XLA has yet to partition.
 
     Raises:   RuntimeError: a jax that dumps no HLO behind that pass.
     """
@@ -112,8 +111,7 @@ def read(lowered: jax.stages.Lowered) -> Program:
 
 @contextlib.contextmanager
 def _compiled_anew() -> Iterator[None]:
-    """Compile in spite of JAX's persistent cache, so that XLA dumps. JAX reads its setting once,
-    hence the resets."""
+    """Compile past JAX's persistent cache, so that XLA dumps; reset its setting, read once."""
     before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
@@ -213,8 +211,7 @@ def _gathers(
 
 
 def lost(compiled: Program, program: Program) -> list[str]:
-    """FP8 dots of a program that XLA compiled to a wider type, or whose scales it rounded, a line
-    for each.
+    """FP8 dots that XLA compiled to a wider type, or whose scales it rounded, a line for each.
 
     XLA may merge dots that share an operand into one, under one dot's name. So a dot without a
     kernel of its name is lost only if the FP8 kernels of its kind (output, grad_input or

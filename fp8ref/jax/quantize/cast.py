@@ -1,5 +1,4 @@
-"""Round to an FP8 format by XLA's own conversion (spec C): nearest even, from float32, float16
-or bfloat16.
+"""Round to FP8 by XLA's own conversion (spec C): nearest even, of float32, float16, bfloat16.
 
 ``encode`` gives uint8 codes, ``to_fp8`` the native float8 array, ``decode`` float32 values.
 """
@@ -109,8 +108,7 @@ def to_f32(x: jax.Array) -> jax.Array:
     x = checked(x)
     if x.dtype == jnp.float32:
         return x
-    # When XLA fuses the producer of a bfloat16 x, it may pass on more digits than bfloat16 has.
-    # This rounds them away.
+    # Fusing the producer of a bfloat16 x, XLA may pass on more digits. This rounds them.
     info = jnp.finfo(x.dtype)
     return lax.reduce_precision(x, info.nexp, info.nmant).astype(jnp.float32)
 
@@ -143,8 +141,7 @@ def check_array(x: object, rule: str = "casts take arrays of float32, float16 or
 
 def checked(x: jax.Array) -> jax.Array:
     """x as a JAX array; ValueError unless it is float32, float16 or bfloat16."""
-    # The dtype is read from x itself: jnp.asarray would first round a NumPy float64 array to
-    # float32.
+    # The dtype is x's own: jnp.asarray would first round a NumPy float64 array to float32.
     dtype = getattr(x, "dtype", None)
     if dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
         raise ValueError(

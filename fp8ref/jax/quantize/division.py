@@ -1,5 +1,4 @@
-"""Quotients and square roots of float32 numbers that are rounded once, to nearest even, on a GPU
-too.
+"""Float32 quotients and square roots that are rounded once, to nearest even, on a GPU too.
 
 On a CPU these are XLA's own. On an NVIDIA GPU XLA divides by PTX's ``div.full.f32`` and
 ``rcp.approx.f32`` and takes roots by ``sqrt.approx.f32``, which may be an ulp or two off

@@ -49,8 +49,7 @@ def codes(x, fmt: Format, key):
     field = magnitude >> 23
     exponent = jnp.maximum(field, 1).astype(jnp.int32) - 127
     mantissa = (magnitude & jnp.uint32(0x7FFFFF)) + (jnp.minimum(field, 1) << 23)
-    # |x| in spacings is mantissa / 2^shift; no mantissa has more than 24 bits, so that larger
-    # shifts leave nothing.
+    # |x| in spacings is mantissa / 2^shift; mantissas have 24 bits: larger shifts leave nothing.
     shift = jnp.minimum(23 - fmt.mantissa_bits + jnp.maximum(fmt.emin - exponent, 0), 72).astype(
         jnp.uint32
     )

@@ -1,5 +1,4 @@
-"""Scales from an amax, by a policy (spec S-3, S-4, S-9, S-14, S-17): the simulator's bits,
-under XLA.
+"""Scales from an amax (spec S-3, S-4, S-9, S-14, S-17): the simulator's bits, under XLA.
 
 XLA's log2 and exp2 are approximations and XLA on a CPU flushes subnormals. So powers of two are
 taken from the bits of the amax, with a table of 256 entries that NumPy computes, one for each
@@ -34,8 +33,7 @@ class Scales(NamedTuple):
 # traced once for all layers of a shape
 @functools.partial(jax.jit, static_argnames=("fmt", "policy"))
 def scales_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "torchao") -> Scales:
-    """scale and scale_inv of a policy (spec S-3, S-4, S-9, S-14, S-17): the simulator's, bit
-    for bit.
+    """scale and scale_inv of a policy (spec S-3, S-4, S-9, S-14, S-17): the simulator's bits.
 
     Shapes:   amax float32, any shape; both scales float32 of that shape.
     Order:    RN32(fmt.max / max(amax, eps)), its power of two if asked, RN32(1 / scale); exactly
@@ -66,15 +64,13 @@ def scale_from_amax(
 
 def with_inverse(scale: jax.Array) -> Scales:
     """The scale, float32 of any shape, and RN32(1 / scale)."""
-    # Without the barrier XLA rewrites 1 / (448 / amax) as amax / 448, which rounds once instead of
-    # twice.
+    # Without the barrier XLA makes 1 / (448 / amax) amax / 448, which rounds once, not twice.
     scale = lax.optimization_barrier(scale)
     return Scales(scale, division.divide(1, scale))
 
 
 def flax_scale_inv(amax: jax.Array, previous: jax.Array, fmt: Format) -> jax.Array:
-    """scale_inv of policy ``flax`` (spec S-9, S-13). No barrier, so that XLA rewrites it as it
-    rewrites Flax's own.
+    """scale_inv of policy ``flax`` (S-9, S-13). No barrier: XLA rewrites it as it does Flax's own.
 
     Shapes:   amax and previous, the scale_inv before, float32 of one shape; and so the result.
     Specials: an amax of zero, Inf or NaN keeps the previous one, through two reciprocals; a
@@ -132,8 +128,7 @@ def _power_of_two_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> S
     # that is scaled, but it does not repeat a division.
     inverse = lax.bitcast_convert_type(_exponent_field(amax, fmt, policy) << 23, jnp.float32)
     scale = division.divide(1, jnp.where(jnp.isnan(amax), amax, inverse))
-    # 2^k of the bits of 2^-k: scale_inv then needs neither a kernel of its own nor all of the above
-    # for every element.
+    # 2^k of the bits of 2^-k: scale_inv needs no kernel, nor all of the above an element.
     inverse = lax.bitcast_convert_type(
         (254 << 23) - lax.bitcast_convert_type(scale, jnp.int32), jnp.float32
     )

@@ -1,5 +1,4 @@
-"""Quantize a tensor: amax, scale, codes; and dequantize it (spec S), guarded against XLA's
-rewrites.
+"""Quantize a tensor: amax, scale, codes; dequantize it (spec S), guarded against XLA's rewrites.
 
 Four guards keep XLA to the specification. Operands pass ``reduce_precision`` (cast.to_f32). The
 scale passes an optimization barrier before its reciprocal; otherwise 1 / (448 / amax) is folded

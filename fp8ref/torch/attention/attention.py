@@ -1,5 +1,4 @@
-"""Attention in FP8: softmax(q k^T scale) v, as a variant of ``fp8ref.spec.attention.variants``
-computes it (spec A).
+"""Attention in FP8 (spec A): softmax(q k^T scale) v, by a variant of ``spec.attention.variants``.
 
     o = attention.apply(q, k, v, variant="cudnn", mask=Mask(causal=True))    # differentiable
     # with codes, scales and amaxes
@@ -133,8 +132,7 @@ def forward(
     scales: Mapping[str, Tensor] | None = None,
     sinks: Tensor | None = None,
 ) -> Result:
-    """softmax(q k^T scale) v by a variant, with what it is made of. Not differentiable: ``apply``
-    is.
+    """softmax(q k^T scale) v by a variant, with its parts. Not differentiable: ``apply`` is.
 
     variant       a name or a Variant; or a Call, which has the mask, the softmax scale, a softcap,
                   the layout, the arithmetic and what is returned. A RankCall's amax_group shares

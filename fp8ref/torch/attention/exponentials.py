@@ -2,13 +2,11 @@
 
 inductor's kernels on a GPU contract a product and the sum after it to one rounding, and divide by
 an approximation. Products and quotients of float32 numbers go through float64 there: a float64 has
-more than 2 x 24 + 2 bits, so that rounding its result to float32 is the one rounding that is asked
-for.
+more than 2 x 24 + 2 bits, so that rounding its result to float32 is the one rounding asked for.
 
 A sum of a product and a third number has no such bound. ``multiply_add`` rounds twice where its
 float64 falls on a midpoint of float32 numbers: of 2^29 random ones, about one does. "stated"
-exponentials have the same fault: their float64 is off by less than 2^-52, and a midpoint is that
-near in one of 2^28.
+exponentials have the same fault: their float64 is off by under 2^-52, and one of 2^28 is that near.
 
 Python numbers that are passed are float32 numbers.
 """

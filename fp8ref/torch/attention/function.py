@@ -1,7 +1,6 @@
 """The differentiable function of attention, one for each call (spec A).
 
-``attention.apply`` calls it. A compiled graph calls it with tensors only, and AOTAutograd traces
-into it.
+``attention.apply`` calls it. A compiled graph calls it with tensors only; AOTAutograd traces it.
 """
 
 import dataclasses

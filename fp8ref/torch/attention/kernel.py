@@ -1,5 +1,4 @@
-"""Attention in FP8 by FlashAttention-3's own kernel, forward (spec A-20); its gradients are tiles
-in bfloat16 (A-25).
+"""FP8 attention by FlashAttention-3's kernel, forward (A-20); gradients are bfloat16 tiles (A-25).
 
     o, lse = attention_kernel.forward(q, k, v, mask=Mask(causal=True))
     o = attention_kernel.apply(q, k, v, variant=differentiated("fa3", "bf16"),

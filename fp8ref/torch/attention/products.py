@@ -1,6 +1,4 @@
-"""Products of attention in the stated form, under the names by which a run proves them (spec A-4,
-A-9, A-15).
-"""
+"""Products of attention in the stated form, by names for proofs of a run (spec A-4, A-9, A-15)."""
 
 import torch
 from torch import Tensor
@@ -14,8 +12,7 @@ from fp8ref.torch.quantize import cast
 
 
 def matmul(a: Tensor, b: Tensor, variant: Variant) -> Tensor:
-    """Sums of products over the last axis: a [..., M, K] and b [..., N, K], of leading dims [...];
-    float32 [..., M, N].
+    """Sums of products over the last axis: [..., M, K] and [..., N, K] make float32 [..., M, N].
 
     Order:    that of the library. FP8 codes: a GEMM for each of [...], as torch._scaled_mm takes
               matrices. Numbers of higher precision: one batched GEMM, in float32, or float64.

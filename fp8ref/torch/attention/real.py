@@ -1,6 +1,4 @@
-"""Attention in float64, rounded once at the end, a tile of keys at a time: the variant ``exact``
-(spec A-1, A-14).
-"""
+"""Attention in float64, rounded once, a tile of keys at a time: variant ``exact`` (A-1, A-14)."""
 
 import numpy as np
 import torch

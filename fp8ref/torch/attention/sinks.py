@@ -1,6 +1,4 @@
-"""Attention sinks: a learned logit of each query head, which joins the sum of every row and has no
-value (spec A-23).
-"""
+"""Attention sinks: a learned logit a query head, in every row's sum, without a value (A-23)."""
 
 import math
 
@@ -14,9 +12,7 @@ from fp8ref.torch.attention.exponentials import divide, exponential, times
 from fp8ref.torch.attention.operands.problem import Shape
 
 FAR = 64.0
-"""A sink that lies so far above a row's maximum, in units of the exponent, leaves nothing of its
-keys.
-"""
+"""A sink so far above a row's maximum, in units of the exponent, leaves nothing of its keys."""
 
 _LOG2E = float(np.float32(math.log2(math.e)))
 

@@ -1,5 +1,4 @@
-"""The online softmax of one tile of keys (spec A-4 to A-8): maxima, probabilities, sums, and the
-factors of what came before.
+"""The online softmax of a tile of keys (A-4 to A-8): maxima, probabilities, sums, rescale factors.
 
 Scores are [B, Hkv, rows, G, keys]: the query heads of a head of keys lie side by side.
 """

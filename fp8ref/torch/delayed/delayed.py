@@ -116,8 +116,7 @@ def observes(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def calibrate(model: nn.Module, batches: Iterable) -> None:
-    """Set the first scales of a model by forward passes, so that it can be evaluated before it is
-    trained.
+    """Set a model's first scales by forward passes, so that it can be evaluated untrained.
 
         model.load_state_dict(weights)  # of a model without FP8
         delayed.calibrate(model, batches)

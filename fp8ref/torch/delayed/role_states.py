@@ -121,8 +121,7 @@ class RoleState(nn.Module):
     checked, compared
               whether an update has checked that ranks share the state, and compared its scale with
               theirs.
-    Checkpoints hold scale, amax_history and step, but not seen. ``.to`` another dtype changes none
-    of them.
+    Checkpoints hold scale, amax_history and step, but not seen. ``.to`` a dtype changes none.
     """
 
     scale: torch.Tensor

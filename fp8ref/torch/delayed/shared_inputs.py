@@ -18,8 +18,7 @@ __all__ = ["check", "share"]
 
 
 def share(model: nn.Module, readers: Mapping[str, str]) -> None:
-    """Have linears observe and scale their input by the state of another linear that reads the same
-    tensor.
+    """Have linears observe and scale an input by the state of another linear that reads it too.
 
     readers   {name of a linear in its parent: that of the first linear there that reads its input}.
               Of two whose casts or groups of ranks differ, each keeps to its own state.

@@ -104,8 +104,7 @@ def _count_step(optimizer: torch.optim.Optimizer) -> None:
                 state.scaled |= state.used
                 state.used = state.ahead = False
                 continue
-            # An optimizer of several parts passes by those without gradients, as where they train
-            # in turns.
+            # An optimizer's parts pass by those without gradients, as where they take turns.
             if stepped or state.version not in (None, version):
                 state.missed += 1
                 state.version = None

@@ -5,8 +5,7 @@ zeros and large inputs are clipped, without an error. A pass that observes nothi
 a model. A training step does not: its first scales are 1 by H-2, and its update sets them.
 
 Whether a scale is set, the device knows: its state's ``step`` is above 0. Python remembers what it
-has seen (``scaled``), and reads ``step`` once where it has seen nothing, as of a state that was
-loaded in place.
+has seen (``scaled``), and else reads ``step`` once, as of a state that was loaded in place.
 """
 
 import re

@@ -5,8 +5,7 @@
     step = torch.compile(model, fullgraph=True)  # then build the optimizer, of model.parameters()
 
 FSDP2 gathers in hooks, which no graph contains. Here collectives are nodes of the graph, which a
-compiler may move and overlap. Gathered weights, codes if they are FP8, stay in memory until the
-backward pass has used them.
+compiler may move and overlap. Gathered weights, or codes, stay in memory until the backward pass.
 """
 
 import functools

@@ -221,8 +221,7 @@ def compute_scales(gathers: Sequence[FP8Gather]) -> None:
         amax = torch.stack([next(norms) if g.shard.numel() else nothing for g in members]).float()  # type: ignore[misc]
         for group in groups:
             amax = scaling.merge_amax(amax, group)
-        # Rounding is monotonic: the amax of a shard rounded to dtype is the rounded amax of the
-        # shard.
+        # Rounding is monotonic: the amax of a shard rounded to dtype is its amax, rounded.
         scale = scales.scale_from_amax(amax.to(dtype).float(), spec.fmt, spec.policy)
         for g, weight_scale in zip(members, scale.unbind(), strict=True):
             g.scale = weight_scale

@@ -84,8 +84,7 @@ def gather_in_fp8(
 
 
 def check_weights(model: nn.Module) -> dict[str, tuple[Float8Linear | Linear, CastSpec]]:
-    """The linears of a converted model whose weights are gathered in FP8, and the cast of each, by
-    name.
+    """A converted model's linears whose weights are gathered in FP8, and their casts, by name.
 
     ValueError: there is none; one whose weight another module shares.
     """
@@ -150,8 +149,7 @@ class _Forward:
             if isinstance(inner, FSDPModule):
                 inner.reshard()
         if not all(isinstance(g.linear.weight, DTensor) for g in gathers):
-            # Resharding did not bring the shards back: an interrupted forward pass still holds
-            # gathered weights.
+            # Resharding left the shards gathered: an interrupted forward pass holds weights.
             assert isinstance(unit, FSDPModule)
             _start_afresh(unit)
         for g in gathers:
@@ -244,8 +242,7 @@ def _check_unit(name: str, unit: FSDPModule) -> None:
                 f"FSDP2 cannot reshard FP8 weights to a smaller mesh; {name or 'the model'} has an "
                 "integer reshard_after_forward. Use True or False."
             )
-        # FSDP2 copies a shard in the host's memory to the device, and asks the copy for the hooks
-        # that only the shard has.
+        # FSDP2 copies a host's shard to the device, and asks the copy for the shard's hooks.
         offloads = isinstance(group.offload_policy, CPUOffloadPolicy)
         if offloads and group.device.type != "cpu":
             raise ValueError(
@@ -256,8 +253,7 @@ def _check_unit(name: str, unit: FSDPModule) -> None:
 
 
 def keep_reduced_dtype(model: nn.Module) -> None:
-    """Have FSDP2 leave gradients in the dtype that they were reduced in, where it would round them
-    to that of narrower shards.
+    """Have FSDP2 leave gradients in their reduced dtype, which it would round to narrower shards'.
 
     Set ``grad_dtype`` of the parameters too. Call it once the shards have their memory: FSDP2 is
     initialized, as a first forward pass would do it.

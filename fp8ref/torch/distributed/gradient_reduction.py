@@ -5,8 +5,7 @@
     ddp.register_comm_hook(gradient_reduction.DDPState(), gradient_reduction.ddp_hook)
 
 Ranks exchange codes by an all-to-all of uint8, which gloo and NCCL have, and each adds its piece of
-all ranks' codes in float32, in rank order. ``reduce_scatter`` and ``all_reduce`` are the same for
-one tensor.
+all ranks' codes in float32, in rank order. ``reduce_scatter`` and ``all_reduce`` take one tensor.
 """
 
 import math
@@ -240,8 +239,7 @@ class FP8ReduceScatter(UnitReduceScatter):
 
 
 def reduce_in_fp8(model: nn.Module, cast: GradientCast = E4M3) -> list[nn.Module]:
-    """Have the fully_shard units of a model that hold linears reduce the gradients of their weights
-    in FP8 (P-21, P-25).
+    """Have a model's fully_shard units reduce gradients of linears' weights in FP8 (P-21, P-25).
 
     Gradients that FSDP2 widens to ``reduce_dtype`` float32 are cast, so keep it.
     Returns:    the units; units without a linear's weight reduce as before.
@@ -287,8 +285,7 @@ def reductions(model: nn.Module) -> list[FP8ReduceScatter]:
 
 @dataclass(frozen=True, kw_only=True)
 class DDPState:
-    """What ``ddp_hook`` reads: the ranks, the cast, and the parameters whose gradients stay
-    float32.
+    """What ``ddp_hook`` reads: ranks, cast, and parameters whose gradients stay float32.
 
     keep      beside these, parameters of fewer than two dims stay float32.
     """

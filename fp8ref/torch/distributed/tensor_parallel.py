@@ -119,8 +119,7 @@ def parallelize(
                 tensor_parallel_checks.check_length(args[0], ranks) if sequence else None
             )
         )
-        # A tied lm_head is F.linear on the embedding's weight: no module lays its output out, so
-        # the model does.
+        # A tied lm_head is F.linear on an embedding: the model itself lays its output out.
         model.register_forward_hook(lambda _, args, out: _local(out))
     return model
 

@@ -31,8 +31,7 @@ __all__ = ["Slot", "cast_of", "combine", "dispatch"]
 
 
 def cast_of(linears: Sequence[GroupedLinear], role: Role) -> CastSpec | None:
-    """``selection.grouped.moved_cast`` of these linears' recipes; None while what observes reads
-    rows."""
+    """``selection.grouped.moved_cast`` of these linears' recipes; None while rows are observed."""
     if grouped.observers:
         return None
     return moved_cast((linear.recipe for linear in linears), role)

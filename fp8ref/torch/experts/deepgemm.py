@@ -1,5 +1,4 @@
-"""Grouped FP8 GEMMs of operands in blocks, by DeepGEMM's kernel for groups along M (spec G-17,
-X-10).
+"""Grouped FP8 GEMMs of blocks, by DeepGEMM's kernel for groups along M (spec G-17, X-10).
 
 It multiplies all groups' rows, in blocks of 1x128, by each group's weight, in blocks of 128x128,
 without waiting for the device. For groups along the reduced axis its kernel wants their sizes on

@@ -1,5 +1,4 @@
-"""Grouped GEMMs of FP8 operands (spec X-2, X-10): by torch's grouped kernels, or one GEMM for each
-group.
+"""Grouped GEMMs of FP8 operands (X-2, X-10): by torch's grouped kernels, or one GEMM a group.
 
 ``kernel`` chooses. ``deepgemm`` is DeepGEMM's. On GPUs from compute capability 9.0 on,
 torch._scaled_grouped_mm takes e4m3fn with scales of all of K, and torch._grouped_mm blocks whose
@@ -31,8 +30,7 @@ from fp8ref.torch.quantize import cast
 from fp8ref.torch.quantize.scaling import Quantized
 
 Kernel = Literal["scaled_grouped_mm", "grouped_mm", "deep_gemm", "each_group"]
-"""What multiplies: torch's grouped kernels, on codes or on bfloat16, DeepGEMM's, or a GEMM for each
-group."""
+"""What multiplies: torch's grouped kernels, on codes or bfloat16, DeepGEMM's, or a GEMM a group."""
 
 NAMES: dict[Kernel, str] = {
     "scaled_grouped_mm": "torch._scaled_grouped_mm",
@@ -43,8 +41,7 @@ NAMES: dict[Kernel, str] = {
 """Kernels, as reports name them."""
 
 ALIGNMENT = 16
-"""What a group's rows are padded to a multiple of, where they are reduced: a line of codes is of 16
-bytes."""
+"""What a group's reduced rows are padded to a multiple of: a line of codes is of 16 bytes."""
 
 
 def kernel(spec: GemmSpec, device: torch.device) -> Kernel:

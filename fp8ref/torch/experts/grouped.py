@@ -3,8 +3,7 @@
     y = grouped.apply(x, w, offs, recipe="rowwise")  # [M, K] x [E, N, K] -> [M, N]
 
 ``offs`` are the groups' cumulative ends, as ``torch._grouped_mm`` takes them. Read it from top to
-bottom, as ``linear``: ``operands`` quantizes, and ``gemm`` multiplies. ``experts``
-puts it in a model.
+bottom, as ``linear``: ``operands`` quantizes, ``gemm`` multiplies; ``experts`` puts it in a model.
 """
 
 import functools
@@ -30,16 +29,14 @@ __all__ = ["ALONE", "Bound", "Exchange", "Slot", "apply", "bind", "observers", "
 _Tensors = tuple[torch.Tensor, torch.Tensor]
 _Operands = tuple[Quantized, Quantized]
 observers: list[Callable[[Gemm, _Tensors, _Operands, Groups, torch.Tensor], None]] = []
-"""Functions that are called with (which, tensors, operands, groups, out) of every grouped FP8 GEMM
-that runs eagerly.
+"""Functions called with (which, tensors, operands, groups, out) of every eager grouped FP8 GEMM.
 
 ``observe.gemms`` adds and removes them.
 """
 
 
 class Slot:
-    """Takes codes of grad_output from the backward pass of what follows a grouped linear to its own
-    (spec X-14).
+    """Takes codes of grad_output from the backward pass behind a grouped linear to its own (X-14).
 
     q         the rows in FP8, of an axis that does not matter; None until then.
     """
@@ -91,8 +88,7 @@ def apply(
     exchange: Exchange = ALONE,
     name: str = "a grouped linear",
 ) -> torch.Tensor:
-    """output [M, N] = each group's rows of x [M, K] x its weight of w [E, N, K]; gradients by the
-    recipe's grouped GEMMs.
+    """output [M, N] = each group's rows of x [M, K] x its w of [E, N, K]; gradients by the recipe.
 
     Shapes:   x [M, K] and w [E, N, K] of one dtype, float32, float16 or bfloat16, unless
               torch.autocast casts both (L-7); offs int32 or int64 [E]; output [M, N] of x's dtype.
@@ -302,8 +298,7 @@ def _gemm(
         for observer in observers:
             observer(which, (tensors[roles[0]], tensors[roles[1]]), (a, b), groups, out)  # type: ignore[arg-type]
         return out.to(dtype)
-    # An operand that is cast beside one that is not is dequantized, and rounded to its tensor's
-    # dtype (L-4).
+    # An operand cast beside one that is not is dequantized, and rounded to its dtype (L-4).
     a, b = (
         operands.dequantized(v, groups).to(dtype) if isinstance(v, Quantized) else v for v in (a, b)
     )

@@ -1,5 +1,4 @@
-"""A projection of experts: what nn.Linear is to a linear, a ``GroupedLinear`` is to a grouped one
-(spec X).
+"""A projection of experts: a ``GroupedLinear``, as nn.Linear is of a linear (spec X).
 
     up = GroupedLinear(8, 128, 384)        # 8 experts, weight [8, 384, 128]
     y = up(rows, ends)                     # [M, 128] -> [M, 384], rows in groups that end at ends
@@ -36,8 +35,7 @@ class GroupedLinear(nn.Module):
     fqn       its name in the model that was converted, for errors.
     shared    name of the process group whose ranks have the same weights, and share their groups'
               amaxes (X-3).
-    A weight that ``parallel.cut`` has cut is a DTensor, of which this rank multiplies its own
-    experts.
+    A weight that ``parallel.cut`` cuts is a DTensor, of which this rank multiplies its experts.
     """
 
     bias = None

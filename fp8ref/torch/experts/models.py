@@ -1,5 +1,4 @@
-"""Layers of experts in FP8: the products of a module's 3-dimensional weights become grouped linears
-(spec X-11).
+"""Layers of experts in FP8: products of 3-dimensional weights become grouped linears (spec X-11).
 
 ``ft.convert(model, recipe, experts=True)`` changes the class of each module of experts that is
 known here, and nothing else of it: its Parameters, hooks and keys stay. Known are
@@ -102,8 +101,7 @@ class Experts(nn.Module):
         delayed_checks.watch(self)
 
     def extra_repr(self) -> str:
-        """What the module prints, and the recipe's name; of each weight, where rules changed
-        one."""
+        """What the module prints, and the recipe; each weight's, where rules changed one."""
         named = (
             {key: recipe.name for key, recipe in self.grouped_recipes.items()}
             if self.of_weights

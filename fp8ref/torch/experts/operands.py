@@ -149,8 +149,7 @@ def quantize_weights(
 
 
 def exact_values(q: Quantized, groups: Groups) -> torch.Tensor:
-    """Dequantized rows or weights in blocks of scales that are powers of two: bfloat16, which holds
-    them exactly (S-14)."""
+    """Dequantized rows or weights in blocks of power-of-two scales: bfloat16 holds them (S-14)."""
     reduced = by_name(q.granularity).reduced
     assert reduced is not None
     if q.codes.ndim == 3 or q.axis == -1:

@@ -54,8 +54,7 @@ class Moved(NamedTuple):
 
 
 def dispatch(x: torch.Tensor, ends: torch.Tensor, group: ProcessGroup) -> Moved:
-    """Send rows x [M, C], in groups of all E experts that end at ends, to the ranks that have the
-    experts.
+    """Send rows x [M, C], in groups of all E experts that end at ends, to the experts' ranks.
 
     Order:    bits are moved, none is computed. The groups are those that one process with all rows
               would have, if the ranks' rows are its own in the order of the ranks.
@@ -103,8 +102,7 @@ def combine(y: torch.Tensor, moved: Moved, group: ProcessGroup) -> torch.Tensor:
 
 
 def check(model: nn.Module, mesh: DeviceMesh) -> None:
-    """ValueError for a model that ``cut`` cannot cut: no grouped linear; a number of experts that
-    the ranks do not divide."""
+    """ValueError where ``cut`` cannot cut: no grouped linear; experts that ranks do not divide."""
     linears = layer.grouped_linears(model)
     if not linears:
         raise ValueError(
@@ -120,8 +118,7 @@ def check(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def cut(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
-    """Leave each rank of a mesh of one dim its own experts of every ``GroupedLinear``, as a DTensor
-    cut along the first dim.
+    """Leave each rank of a 1-dim mesh its experts of ``GroupedLinear``s, DTensors cut along dim 0.
 
     Returns:  the modules that hold grouped linears: what ``fully_shard`` shards apart, over the
               ranks that have the same experts.

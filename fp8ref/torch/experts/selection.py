@@ -30,8 +30,7 @@ from fp8ref.torch.experts.models import (
 def choose(
     model: nn.Module, recipe: Recipe, filter_fqns: Sequence[str], linears: Iterable[str]
 ) -> tuple[dict[str, nn.Module], list[str]]:
-    """The modules of experts to convert, and the patterns of filter_fqns that are not of experts
-    alone.
+    """The modules of experts to convert, and filter_fqns's patterns not of experts alone.
 
     linears   names of the model's.
     Raises:   ValueError: none is converted.
@@ -117,8 +116,7 @@ def check_shared(
     decisions: Iterable[Decision],
     in_groups: Iterable[Decision],
 ) -> None:
-    """ValueError where ranks that share amaxes would each scale rows of experts by their own,
-    without a word.
+    """ValueError where ranks that share amaxes would each silently scale experts' rows apart.
 
     recipe    of experts that no decision is of.
     decisions of single weights of experts, after rules; in_groups: of grouped linears.

@@ -1,12 +1,10 @@
-"""Products of attention for all sequences and heads of a tile: [n, M, K] x [n, N, K] -> [n, M, N]
-(spec A-18).
+"""Attention's products for all heads of a tile: [n, M, K] x [n, N, K] -> [n, M, N] (spec A-18).
 
     float32 numbers    one batched GEMM
     bfloat16           one batched GEMM on a GPU, with a float32 result
     FP8 codes          n calls of torch._scaled_mm, which takes matrices
 
-Compiled graphs have one operator for the n calls, so that they do not grow with sequences and
-heads.
+Compiled graphs have one operator for the n calls, whatever the number of sequences and heads.
 """
 
 import torch

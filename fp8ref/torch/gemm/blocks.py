@@ -1,5 +1,4 @@
-"""GEMMs of operands with block scales, by cuBLASLt's, DeepGEMM's or torchao's kernels (spec G-16,
-G-17).
+"""GEMMs of operands with block scales, by cuBLASLt, DeepGEMM or torchao (spec G-16, G-17).
 
 The kernels (torch's ``scaled_mm``; ``deep_gemm``; torchao.prototype.blockwise_fp8_training) take
 codes and scale_inv; their own casts are not used.
@@ -50,8 +49,7 @@ OFFSETS = 2**31
 
 
 DEEP_GEMM_COLUMNS = 8
-"""What N is a multiple of for DeepGEMM: its kernel checks it, and its copies take 16 bytes of
-bfloat16."""
+"""What N is a multiple of for DeepGEMM, which checks it and copies 16 bytes of bfloat16."""
 
 
 SCALED_MM_ROWS = 4
@@ -88,8 +86,7 @@ def takes(
 
 
 def has_scaled_mm(device: torch.device) -> bool:
-    """Whether torch's scaled_mm takes scales of 1x128 and 128x128 there: cuBLASLt 12.9 has them, on
-    compute capability 9.0."""
+    """Whether torch's scaled_mm takes 1x128 and 128x128 scales: cuBLASLt 12.9, capability 9.0."""
     cuda = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
     return hasattr(functional, "scaled_mm") and cuda >= (12, 9) and _is_hopper(device)
 
@@ -250,8 +247,7 @@ def _has_tensor_cores(device: torch.device) -> bool:
 
 
 def _is_hopper(device: torch.device) -> bool:
-    """Whether it has compute capability 9.0: on others DeepGEMM takes scales that are powers of
-    two."""
+    """Whether it has compute capability 9.0: elsewhere DeepGEMM takes power-of-two scales."""
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
@@ -264,8 +260,7 @@ def _column_major(scales: torch.Tensor) -> torch.Tensor:
 
 def _roomy(scales: torch.Tensor, *, rows: int = 1, columns: int = 1) -> torch.Tensor:
     """Scales padded with zeros to multiples of rows and columns, in a new row-major matrix."""
-    # Not pad and contiguous: of a dim of length 1 they keep any stride, and the kernels need stride
-    # 1.
+    # Not pad and contiguous: a dim of length 1 keeps any stride, and kernels need stride 1.
     n, m = scales.shape
     padded = scales.new_zeros(n + -n % rows, m + -m % columns)
     padded[:n, :m] = scales

@@ -1,5 +1,4 @@
-"""Keep casts that transpose out of inductor's reduction kernels, which would write a sector of
-memory for each code.
+"""Keep casts that transpose out of inductor's reductions, which would write a sector for each code.
 
 GEMMs of gradients take codes transposed. Inductor fuses such a cast with a reduction that reads the
 same tensor, an RMSNorm's backward pass or an amax: the lanes of that kernel run along the tensor's
@@ -43,8 +42,7 @@ class Choices(InductorChoices):
 
 
 def install() -> None:
-    """Have inductor fuse by ``Choices`` in this process, unless the user has set choices of another
-    kind.
+    """Have inductor fuse by ``Choices`` in this process, unless the user has set other choices.
 
     Sets:     torch._inductor.config.inductor_choices_class, which threads read when they first
               compile, and the choices of this thread.

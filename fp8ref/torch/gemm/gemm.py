@@ -78,8 +78,7 @@ def matmul(
     )
     if unit and kernels and scale_a.ndim and not torch.compiler.is_compiling():
         return casts.scaled(out, scale_a, scale_b)
-    # Into another tensor: selective checkpointing keeps the GEMM's result, and refuses one that was
-    # written.
+    # Into another tensor: selective checkpointing keeps the result, and refuses written ones.
     return torch.mul(out, scale_a * scale_b, out=torch.empty_like(out)) if unit else out
 
 
@@ -115,8 +114,7 @@ def output_dtype(spec: GemmSpec, dtype: torch.dtype) -> torch.dtype:
 
 
 def kernel(recipe: Recipe, device: torch.device, shape: tuple[int, int]) -> str:
-    """What multiplies the codes of a recipe on a device, for reports; shape is the weight's, [N,
-    K]."""
+    """What multiplies a recipe's codes on a device, for reports; shape: the weight's, [N, K]."""
     if by := hardware.active():
         return by.name
     fp8 = [(which, s.a, s.b) for which, s in recipe.gemms.items() if s.a and s.b]

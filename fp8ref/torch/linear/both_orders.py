@@ -150,8 +150,7 @@ def _by_one_scale(x: torch.Tensor, uses: tuple[Use, Use], scale: torch.Tensor | 
 def line_scales(
     amaxes: Sequence[torch.Tensor], uses: tuple[Use, Use]
 ) -> tuple[scales.Scales, scales.Scales]:
-    """The scales of rows [M, 1] and of columns [1, K], by the partial amaxes of
-    ``casts.amax_lines``."""
+    """The scales of rows [M, 1] and columns [1, K], by partial amaxes of ``casts.amax_lines``."""
     by_axis = []
     for parts, axis, use in zip(amaxes, (1, 0), uses, strict=True):
         assert use.cast is not None

@@ -3,9 +3,8 @@
     colwise   input [M, K] is whole on every rank; output [M, N/t]. grad_input is a sum over ranks.
     rowwise   input [M, K/t]; output [M, N] is a sum over ranks. grad_output is whole on every rank.
 
-``linear.Linear`` computes on this rank's part alone: its codes are those of the whole linear,
-because ranks share the amaxes of every scale that spans them (``scaling.Groups``). DTensor moves
-what moves.
+``linear.Linear`` computes on this rank's part alone: its codes are those of the whole linear, as
+ranks share the amaxes of scales that span them (``scaling.Groups``). DTensor moves what moves.
 """
 
 from dataclasses import dataclass
@@ -47,8 +46,7 @@ class Cut:
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's input, of a plain tensor, which is it already, or of a DTensor.
 
-        Gradient: of colwise linears, summed over ranks; of those with one DTensor as input
-        together.
+        Gradient: of colwise linears, summed over ranks; one sum for one DTensor input.
         """
         if self.style != "colwise":
             placement = Replicate() if self.style is None else Shard(-1)
@@ -101,8 +99,7 @@ class Cut:
 
 
 def writable(y: torch.Tensor) -> torch.Tensor:
-    """y, which may be changed in place: ``to_local`` returns a view, of which autograd refuses
-    that."""
+    """y, free to change in place: ``to_local`` returns a view, of which autograd refuses it."""
     return torch.ops.aten._unsafe_view(y, y.shape)
 
 

@@ -4,8 +4,7 @@
 default), and for recipes that torchao's Float8Linear cannot express: delayed scaling, block scales.
 Otherwise it takes torchao's, whose three GEMMs are in torchao.float8.float8_linear.
 
-Of an input x [M, K], a weight w [N, K] and a grad_output g [M, N], each cast to FP8 as the recipe
-says:
+Of an input x [M, K], a weight w [N, K] and a grad_output g [M, N], cast to FP8 by the recipe:
 
     output      = x @ w.T    [M, K] @ [K, N] -> [M, N]
     grad_input  = g @ w      [M, N] @ [N, K] -> [M, K]
@@ -251,8 +250,7 @@ class Linear(nn.Linear):
 
 
 def is_sharded(linear: nn.Module) -> bool:
-    """Whether FSDP2 shards a linear's weight. While it is gathered, torch counts none of its
-    changes."""
+    """Whether FSDP2 shards a linear's weight; of gathered ones torch counts no changes."""
     return getattr(linear, "_is_fsdp_managed_module", False)
 
 

@@ -51,8 +51,7 @@ class Operand(NamedTuple):
     def cast(self, use: Use) -> Saved:
         """The tensor as a GEMM takes it: cast along its reduced axis, or in high precision.
 
-        Codes that were cast once for both GEMMs only change their reduced axis: one scale serves
-        either.
+        Codes cast once for both GEMMs only change their reduced axis: one scale serves both.
         """
         x, spec = self.tensor, use.cast
         if self.columns is not None and use.axis == self.columns.axis:
@@ -240,8 +239,7 @@ def save(
     others: Sequence[torch.Tensor | None] = (),
 ) -> None:
     """Save what each linear's ``output`` returned for the backward pass, and other tensors."""
-    # Attributes, not saved tensors: other uses may write observations before the backward pass,
-    # which autograd would refuse.
+    # Attributes, not saved tensors, which autograd refuses where other uses write observations.
     ctx.seen = [each.seen for each in linears]
     operands = [x for pair in saved for x in pair]
     ctx.forms = [

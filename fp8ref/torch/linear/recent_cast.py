@@ -1,7 +1,6 @@
 """The last input that an eager linear cast, for the linears after it that read the same tensor.
 
-Query, key and value, or gate and up, cast one input once. In a compiled graph equal casts merge by
-themselves.
+Query, key and value, or gate and up, cast one input once. Compiled graphs merge equal casts.
 """
 
 import threading

@@ -83,8 +83,7 @@ class Float8Linear(float8_linear.Float8Linear):
             and not torch.compiler.is_compiling()
             and torch.is_inference_mode_enabled()
         ):
-            # In inference mode, torchao can neither reshape codes with rowwise scales nor view
-            # gathered ones.
+            # In inference mode torchao cannot reshape rowwise codes or view gathered ones.
             with torch.inference_mode(False), torch.no_grad():
                 return self._multiplied(x)
         return self._multiplied(x)

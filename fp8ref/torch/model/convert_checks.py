@@ -33,8 +33,7 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-# Attributes of every nn.Linear, and those that an FP8 linear adds. Any other was added by the user
-# or a framework.
+# Attributes of nn.Linear, and those that an FP8 linear adds. Others are of the user or a framework.
 _COMMON = frozenset(vars(nn.Linear(1, 1, device="meta")))
 _OWN = {
     "recipe",
@@ -171,8 +170,7 @@ def check_linear(name: str, linears: Mapping[str, nn.Linear], parent: nn.Module 
 
 
 def device_of(weight: torch.Tensor) -> torch.device:
-    """Where a weight's linear multiplies: of one on the meta device the accelerator, if there is
-    one."""
+    """Where a weight's linear multiplies: for the meta device the accelerator, if there is one."""
     if not weight.is_meta:
         return weight.device
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

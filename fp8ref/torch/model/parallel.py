@@ -125,8 +125,7 @@ def _cut(
 
 
 def _wrap_forwards(model: nn.Module, blocks: Sequence[nn.Module], parallelism: Parallelism) -> None:
-    """Checkpoint and compile forward methods, not modules: FSDP2's hooks, unknown to dynamo, stay
-    outside."""
+    """Checkpoint and compile forward methods: FSDP2's hooks, unknown to dynamo, stay outside."""
     for block in blocks:
         block.forward = checkpoints.checkpointed(
             block.forward, parallelism.checkpointing, parallelism.keep
@@ -166,8 +165,7 @@ def _shard(
         # A tied embedding table is used again after its own forward, so it stays gathered.
         fully_shard(module, mesh=ranks.batch, mp_policy=as_is, reshard_after_forward=False)
     for module in (*blocks, model):
-        # Reshard the model too: weights that an evaluation left gathered would be those of that
-        # time.
+        # Reshard the model too: weights gathered in an evaluation would be of that time.
         fully_shard(module, mesh=ranks.batch, mp_policy=policy, reshard_after_forward=True)
     if parallelism.ordered_reduction:
         fsdp.sum_in_rank_order(model)
@@ -186,8 +184,7 @@ def _shard_experts(
     for module in experts:
         unit = fully_shard(module, mesh=same, mp_policy=policy, reshard_after_forward=True)
         unit.set_gradient_divide_factor(float(ranks))
-        # gloo has no sum that divides first; of one shard FSDP2 (torch 2.13) divides before any
-        # sum, and would divide again.
+        # gloo has no sum that divides first; of one shard FSDP2 (torch 2.13) would divide twice.
         unit.set_force_sum_reduction_for_comms(same.size(-1) > 1)
 
 

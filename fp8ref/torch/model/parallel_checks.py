@@ -1,5 +1,4 @@
-"""What ``parallel.parallelize`` refuses (spec P-12): values, modules, meshes, and copies that
-differ."""
+"""What ``parallel.parallelize`` refuses (P-12): values, modules, meshes, copies that differ."""
 
 import hashlib
 from collections.abc import Sequence

@@ -1,5 +1,4 @@
-"""Attention of devices that have parts of the tokens: context parallelism inside shard_map (spec
-A-21).
+"""Attention of devices with parts of the tokens: context parallelism inside shard_map (A-21).
 
 Device r of n along the axis ``tokens`` has tokens r T / n to below (r + 1) T / n of q, k and v.
 Codes of k and v are gathered, a byte an element; then each device's queries meet all tiles in the

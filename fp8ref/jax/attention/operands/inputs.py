@@ -1,5 +1,4 @@
-"""The inputs of attention, checked: shapes, dtypes, documents, given scales, sinks, devices (spec
-A-3, A-12, A-23).
+"""Attention's inputs, checked: shapes, dtypes, documents, scales, sinks, devices (A-3, A-12, A-23).
 
 ``DeviceCall`` has what is static about one call, ``Inputs`` its arrays.
 """
@@ -62,8 +61,7 @@ class DeviceCall(Call):
 
     @classmethod
     def resolve(cls, variant: str | Variant | Call, mask: Mask | None = None) -> Self:
-        """As ``Call.resolve``, of simulated hardware where it is called inside
-        ``hardware.simulating``.
+        """As ``Call.resolve``; of simulated hardware inside ``hardware.simulating``.
 
         Raises:   ValueError: as there; simulated hardware that came in the call.
         """

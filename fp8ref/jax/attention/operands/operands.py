@@ -1,5 +1,4 @@
-"""The operands of attention, a block of queries and a tile of keys at a time (spec A-2, A-4, A-6,
-A-9).
+"""The operands of attention, by blocks of queries and tiles of keys (spec A-2, A-4, A-6, A-9).
 
 Query heads that share a head of keys lie in an axis of their own, [B, Hkv, G, T, D], so that k and
 v are not repeated. A pass is a loop over pairs of a block of queries and a tile of keys. Pairs that
@@ -128,8 +127,7 @@ def narrow(x: jax.Array, variant: Variant, fmt=None) -> jax.Array:
     fmt = fmt or variant.fmt
     if fmt.bits != 8:
         return head_scaling.to_hp(x, fmt)
-    # Past a barrier XLA cannot leave out the cast and the conversion back in which a CPU's dot
-    # begins.
+    # Past a barrier XLA cannot leave out the cast and conversion back that begin a CPU's dot.
     codes = lax.optimization_barrier(scaling.saturate(x, fmt))
     return codes.astype(jnp.bfloat16) if variant.granularity == "mx_1x32" else codes
 
@@ -150,9 +148,7 @@ def clipped(x: jax.Array, fmt) -> jax.Array:
 
 
 def lost(x: jax.Array, operand: jax.Array, fmt) -> jax.Array:
-    """How many numbers of at least 2^-126 a cast to FP8 made 0, int32 (A-12); the operand has
-    codes, or numbers.
-    """
+    """Numbers of at least 2^-126 that a cast to FP8 made 0, int32 (A-12), of codes or numbers."""
     if fmt.bits != 8:
         return jnp.int32(0)
     narrow = operand.dtype.itemsize == 1

@@ -26,8 +26,7 @@ from fp8ref.torch.gemm import hardware
 from fp8ref.torch.quantize import float_values
 
 CHUNK = 1 << 18
-"""On a CPU, the scores that are computed at a time: of so many sequences and heads as a core's
-cache holds.
+"""On a CPU, the scores computed at a time: of as many sequences and heads as a core's cache holds.
 """
 
 
@@ -180,8 +179,7 @@ class Layout:
     def narrow(
         self, x: Tensor, fmt: Format, part: slice, tile: Tile, *, inside: bool = False
     ) -> Tensor:
-        """x, which is written, as a GEMM's operand: rounded to a format, saturated; codes, or their
-        numbers.
+        """x, which is written, rounded to a format for a GEMM, saturated; codes, or numbers.
 
         inside    no number of x is above the format's range.
         """

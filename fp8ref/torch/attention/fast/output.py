@@ -6,8 +6,7 @@
         o = o c + p8 @ v       [Tq x G, keys] @ [keys, D]
     o, lse                     <- o / sum
 
-Codes and scales, tiles and their order, the rescale rule and the cast of probabilities are those of
-``output``.
+Codes, scales, tiles and their order, the rescale rule and casts of probabilities are ``output``'s.
 """
 
 import math

@@ -7,8 +7,7 @@
         dk += ds8.T @ q                                  [keys, Tq x G] @ [Tq x G, D]
         dq += ds8 @ k                                    [Tq x G, keys] @ [keys, D]
 
-The query heads of a head of keys are summed by the products. Codes, scales and casts are those of
-``gradients``.
+The products sum the query heads of a head of keys. Codes, scales and casts are ``gradients``'s.
 """
 
 import math
@@ -97,9 +96,7 @@ class Pass:
         return scale[:, None] if scale.ndim else scale
 
     def walk(self, scales: Scales | None) -> None:
-        """Pass all tiles: without scales of dS for its amax and for dv, which is not computed again
-        with them.
-        """
+        """Pass all tiles: without scales of dS for its amax and dv, with them for the rest."""
         layout, softmax_scale = self.layout, self.problem.softmax_scale
         measures = scales is None or (self.tally_ds.report != "nothing" and not self._has_dv)
         for tile in self.tiles:

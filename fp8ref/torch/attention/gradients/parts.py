@@ -147,9 +147,7 @@ def tokens_of(x: Tensor) -> Tensor:
 
 
 def add_heads(total: Tensor, head_sums: Tensor, tile: Tile) -> None:
-    """Add those of the query heads of a head of keys, ascending: head_sums [B, Hkv, G, keys, D] to
-    total [B, Hkv, Tk, D].
-    """
+    """Add a key head's query heads, ascending: [B, Hkv, G, keys, D] to total [B, Hkv, Tk, D]."""
     part = total[:, :, tile.keys]
     for head_sum in head_sums.unbind(2):
         part = part + head_sum

@@ -1,5 +1,4 @@
-"""The backward pass of attention in the stated arithmetic (spec A-15), a tile of keys after
-another.
+"""The backward pass of attention in the stated arithmetic (spec A-15), one tile of keys at a time.
 
     for each tile:
         p              <- q8 @ k8.T, lse                 [Tq x G, D] @ [D, keys]
@@ -146,9 +145,7 @@ class Pass:
         return x
 
     def score_gradients(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        """(P of a tile again, from the log-sum-exp, dS before its cast): float32 [B, Hkv, rows, G,
-        keys].
-        """
+        """(a tile's P from the log-sum-exp, dS uncast): float32 [B, Hkv, rows, G, keys]."""
         factors, rows, problem = self.factors, tile.rows, self.problem
         s = forward.scores(factors.q, factors.k, tile, self.variant)
         p, slope = parts.again(s, self.lse[:, :, rows], tile, self.saved.tensors, problem)

@@ -1,5 +1,4 @@
-"""Attention whose operands are cast one by one: whole matrices in float32, without tiles (spec
-E-9).
+"""Attention whose operands are cast one by one: whole float32 matrices, without tiles (spec E-9).
 
 o = apply(q, k, v, casts)          # differentiable
 """

@@ -55,8 +55,7 @@ def scales_of(amax: Tensor, fmt: Format, policy: str | ScalePolicy) -> Scales:
     """
     policy = policies.by_name(policy)
     if policy.finite_quotient:
-        # Of tensors, in float64: rounded once (``exponentials``), and not a product with a
-        # reciprocal.
+        # Of tensors, in float64: rounded once (``exponentials``), no product with a reciprocal.
         wide = torch.full_like(amax, fmt.max).double() / amax.double()
         quotient = wide.clamp(max=torch.finfo(torch.float32).max).float()
         scale = torch.where((amax > 0) & amax.isfinite(), quotient, 1.0)
@@ -109,8 +108,7 @@ def codes(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
 def rounded(x: Tensor, fmt: Format) -> Tensor:
     """x in the dtype of a format above 8 bits.
 
-    inductor leaves out a cast to 16 bits that a cast back follows, but not one that ends in
-    integers.
+    inductor omits a cast to 16 bits that a cast back follows, but not one that ends in integers.
     """
     cast_x = x.to(DTYPES[fmt.name])
     if cast_x.dtype.itemsize != 2 or not torch.compiler.is_compiling():

@@ -1,7 +1,6 @@
 """The inputs of attention, checked: shapes, documents, given scales and sinks (spec A-3, A-12).
 
-Whether numbers are finite and scales positive is not checked: it would make the host wait
-for the device.
+Whether numbers are finite and scales positive is not checked: the host would wait for the device.
 """
 
 from collections.abc import Mapping

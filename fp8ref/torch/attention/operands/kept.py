@@ -79,9 +79,7 @@ class Tally:
         self.count_lost(x, heads.codes(scaled, self._fmt).view(torch.uint8) & 0x7F)
 
     def count_lost(self, x: Tensor, magnitudes: Tensor) -> None:
-        """Count elements of x that a cast made 0, for the report ``all``; of magnitudes, or their
-        codes.
-        """
+        """Count elements of x that a cast made 0, for the report ``all``, in numbers or codes."""
         if self.report == "all":
             zero = (magnitudes == 0) & (x.abs() >= torch.finfo(torch.float32).tiny)
             self.lost = self.lost + zero.sum()

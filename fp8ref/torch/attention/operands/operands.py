@@ -1,8 +1,7 @@
 """The operands of attention: quantized, laid out for GEMMs, a tile at a time (spec A-2, A-4, A-6).
 
 The query heads of a head of keys are stacked as rows, [B, Hkv, Tq, G, D], so that one GEMM takes
-all of them and neither k nor v is repeated, and so that the rows that see a tile are one piece of
-memory.
+all of them without repeating k or v, and the rows that see a tile are one piece of memory.
 """
 
 from typing import NamedTuple
@@ -70,9 +69,7 @@ def tiles(problem: Problem, step: int = 1) -> list[Tile]:
 
 
 def seen(tile: Tile, problem: Problem, device: torch.device) -> Tensor | None:
-    """Which keys of a tile its rows see (A-3): bool, to broadcast against scores [B, Hkv, rows, G,
-    keys]; None: all.
-    """
+    """Keys that a tile's rows see (A-3): bool, broadcast to [B, Hkv, rows, G, keys]; None: all."""
     q_documents, k_documents = problem.documents
     visible = None
     if not tile.inside:

@@ -88,9 +88,7 @@ WHOLE = Documents(None, None)
 
 
 def padded_documents(q: Tensor | None, k: Tensor | None) -> Documents:
-    """Documents with -2 for padding among and behind the queries and -1 for that of keys, which
-    equal none (A-3).
-    """
+    """Documents with -2 for queries' padding, among and behind, -1 for keys': none equal (A-3)."""
     if q is None or k is None:
         return WHOLE
     q, k = (
