@@ -1,14 +1,12 @@
-"""Identify and test implementations of casts, quantizers, GEMMs, optimizers and attention against
-the specification.
+"""Identify and test casts, quantizers, GEMMs, optimizers and attention against the specification.
 
 ``identify_cast`` and ``identify_quantizer`` identify a function of one array, ``identify_decoder``
-one of codes and of their scales,
-``gemm.identify_gemm`` a GEMM, ``identify_optimizer`` an optimizer of torch, of optax or of your
-own, ``identify_attention`` attention, ``delayed.identify_delayed`` a delayed scaling state.
-``gemm.grade_gemm`` calls a GEMM right, imprecise or wrong. ``delayed.require_delayed``,
-``sharded.require_sharded`` and ``invariants`` test scaling over steps and over ranks.
-``strategies``, ``parameters`` and ``require`` are for the tests of any library, and
-``pytest_plugin`` is pytest's fixture. ``vectors`` judges programs in any language. ``certify``
+one of codes and of their scales, ``gemm.identify_gemm`` a GEMM, ``identify_optimizer`` an optimizer
+of torch, of optax or of your own, ``identify_attention`` attention, ``delayed.identify_delayed`` a
+delayed scaling state. ``gemm.grade_gemm`` calls a GEMM right, imprecise or wrong.
+``delayed.require_delayed``, ``sharded.require_sharded`` and ``invariants`` test scaling over steps
+and ranks. ``strategies``, ``parameters`` and ``require`` are for the tests of any library,
+``pytest_plugin`` is pytest's fixture, ``vectors`` judges programs in any language, and ``certify``
 compares the libraries installed here.
 """
 

@@ -83,9 +83,7 @@ class Certificate(Result):
         return report
 
     def disagreements(self) -> list[dict]:
-        """A row for every kind of input on which a library differs: the codes specified, the codes
-        found, and how often.
-        """
+        """A row for each kind of input where a library differs: codes specified, found; counts."""
         classes: dict[tuple, dict] = {}
         for (fmt, kind), tally in self.tallies.items():
             for (subject, where, ours, theirs), count in sorted(tally.differ.items()):

@@ -69,7 +69,8 @@ class Question(NamedTuple):
         """
         with np.errstate(all="ignore"):
             raw = self.function.run(self.x)
-        bits, inputs, specified = raw.view(f"u{raw.itemsize}"), self.x.view("u4"), self.specified
+        bits = raw.view(f"u{raw.itemsize}")
+        inputs, specified = self.x.view("u4"), self.specified
         expected = specified(self.x)
         pairs = zip(inputs[bits != expected], bits[bits != expected], strict=True)
         digest = hashlib.sha256(inputs.tobytes() + expected.tobytes())
@@ -89,7 +90,8 @@ class Question(NamedTuple):
         x = np.array([int(bits, 16) for bits in changed], np.uint32).view(np.float32)
         i = explain.simplest(x, np.ones(len(x), bool))
         right = self.specified(x[i : i + 1])[0]
-        bits = [int(answers.get(changed[i], f"{right:X}"), 16) for answers in (before, after)]
+        both = [answers.get(changed[i], f"{right:X}") for answers in (before, after)]
+        bits = [int(answer, 16) for answer in both]
         if of.made:
             kind = kinds.AMAXES[kinds.amax_kinds(x[i : i + 1], of.fmt, self.policy)[0]]
             texts = [scale.scale_text(code, of.made) for code in (*bits, int(right))]

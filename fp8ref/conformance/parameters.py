@@ -40,8 +40,7 @@ def casts(
 
     count     how many inputs are random, from ``seed``; the others are the edges of the format.
     source    the dtype of x: float32, bfloat16 (ml_dtypes' dtype), float16 or float64.
-    Specials: NaNs of x become fmt.nan_code, as in the simulator (C-5). Canonicalise a library's NaN
-              codes before comparing.
+    Specials: NaNs of x become fmt.nan_code (C-5): canonicalise a library's before comparing.
     Raises:   ValueError: a fmt that is not of 8 bits, an unknown source, stochastic or unknown
               rounding, a seed or count out of range; ImportError: bfloat16 without ml_dtypes.
     Source:   spec C-1 to C-7.

@@ -1,12 +1,10 @@
-"""The pytest plugin that fp8ref installs: the fixture ``fp8ref_kit``, with functions that test
-yours.
+"""The pytest plugin that fp8ref installs: the fixture ``fp8ref_kit``, whose functions test yours.
 
 def test_mine(fp8ref_kit):
     fp8ref_kit.require_cast(mine, "e4m3fn")
 
 pytest imports this module wherever fp8ref is installed, so the kit is imported when a test uses it.
-What was asked becomes a property of the test, which pytest-xdist passes on, --junit-xml writes, and
-the summary prints.
+What was asked becomes a property of the test: pytest-xdist, --junit-xml and the summary show it.
 """
 
 import functools
@@ -136,9 +134,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")  # so that tests of hypothesis can use it
 def fp8ref_kit(pytestconfig: pytest.Config) -> Kit:
-    """Functions that require that yours follow the specification of FP8: fp8ref's conformance
-    kit.
-    """
+    """Functions that require that yours follow FP8's specification: fp8ref's conformance kit."""
     return pytestconfig.stash[_KIT]
 
 

@@ -33,14 +33,12 @@ _FEW = 16  # scales: fewer have too many explanations
 def require_cast(
     x, found_codes, fmt: Format | str, *, rounding: str = "nearest_even", saturate: bool = True
 ) -> None:
-    """Require that found_codes are the cast of x to fmt (spec C), else raise an
-    AssertionError.
+    """Require that found_codes are the cast of x to fmt (spec C), else raise AssertionError.
 
     Shapes:   x any, float64, float32, float16 or bfloat16; found_codes of the same shape.
     Specials: all NaN codes count as equal. An empty x passes. A NaN cast to a format that has none,
               such as e2m1fn, has no right code, and is not compared (C-9).
-    Raises:   ValueError: shapes or dtypes that do not fit; unknown rounding; stochastic rounding,
-              which has no single code.
+    Raises:   ValueError: unfit shapes or dtypes; unknown or stochastic rounding (no single code).
     Source:   spec C-1 to C-7.
     """
     rules, fmt = Rules(rounding=rounding, saturate=saturate), formats.by_name(fmt)
@@ -102,14 +100,13 @@ def require_scales(
 def _scale_note(
     amax: np.ndarray, values: np.ndarray, kind: str, fmt: Format, policy: ScalePolicy
 ) -> str:
-    """A sentence: which policy, or which deviations from this one, give the scales found; '' if
-    none does.
-    """
+    """A sentence: the policy, or its deviations, that gives the scales found; '' if none does."""
     order, count = np.argsort(amax), amax.size
     if count < _FEW:
         return ""
     amax = amax[order]
-    ends = [amax == 0, amax < 2.0**-126, amax < 1e-12, np.isinf(amax), amax > 1e30, np.isnan(amax)]
+    small = [amax == 0, amax < 2.0**-126, amax < 1e-12]
+    ends = [*small, np.isinf(amax), amax > 1e30, np.isnan(amax)]
     ranges = ("zero", "subnormal", "tiny", "infinite", "huge", "NaN")
     scales = {"": values[order][:, None]}
     rows = Response(
@@ -167,13 +164,11 @@ def require_quantized(
     policy: str = "torchao",
     axis: int = -1,
 ) -> None:
-    """Require that codes and scales are those of ``sim.scaling.quantize``, else raise an
-    AssertionError.
+    """Require codes and scales to be ``sim.scaling.quantize``'s, else raise AssertionError.
 
     Give at least one of scale and, as ``inverses``, scale_inv and e8m0, the codes of scale_inv; of
-    a policy with a scale of the tensor, tensor_scale_inv too (S-22). All that are given are
-    compared, scales before codes. Codes of 4 bits are one a byte: ``packing.unpack`` makes them of
-    pairs.
+    a policy with a scale of the tensor, tensor_scale_inv too (S-22). All given are compared, scales
+    before codes. Codes of 4 bits are one a byte: ``packing.unpack`` makes them of pairs.
 
     Shapes:   x float32, float16 or bfloat16, found_codes of its shape; scales in any shape with as
               many elements as ``scale_shape`` gives.
@@ -212,8 +207,7 @@ def require_dequantized(
     granularity: str = "tensorwise",
     axis: int = -1,
 ) -> None:
-    """Require that found are the numbers of codes, times scale_inv if it is given, else raise an
-    AssertionError.
+    """Require found to be the numbers of codes, times any scale_inv, else raise AssertionError.
 
     Shapes:   codes uint8 or an FP8 dtype, of 4 bits one a byte; found of their shape in float32,
               bfloat16 or float16, to which the product is rounded; scale_inv float32, or e8m0 codes

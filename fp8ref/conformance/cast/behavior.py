@@ -174,8 +174,7 @@ def encode(
 ) -> np.ndarray:
     """The codes that a cast of this behavior gives.
 
-    Shapes:   x any shape, float32 or float64 holding numbers of dtype ``source``; codes uint8, same
-              shape.
+    Shapes:   x any shape, float32 or float64 of numbers of dtype ``source``; codes uint8, as x.
     Order:    the intermediate format; round with the exponent unbounded; overflow; subnormals;
               zeros; infinities; NaN.
     """

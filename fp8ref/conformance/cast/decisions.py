@@ -191,9 +191,8 @@ def decide_all(a: Responses) -> tuple[list[Finding], Behavior]:
     b = dataclasses.replace(b, subnormals=small.value or "kept")
     over, infinite = overflow(a, b), infinities(a, b)
     nan, pair = nans(a, b)
-    b = dataclasses.replace(
-        b, overflow=over.value or "max", infinite=infinite.value or "max", nan=pair or b.nan
-    )
+    b = dataclasses.replace(b, overflow=over.value or "max", nan=pair or b.nan)
+    b = dataclasses.replace(b, infinite=infinite.value or "max")
     double, through = double_rounding(a, b)
     b = with_double_rounding(b, a.source, through)
     return [rounding_finding, over, infinite, nan, small, zero, double], b

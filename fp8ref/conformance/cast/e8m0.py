@@ -1,5 +1,4 @@
-"""The behavior of a cast to e8m0fnu as data: a field for each decision, and the codes (spec C-7,
-C-10).
+"""The behavior of a cast to e8m0fnu as data, a field for each decision; its codes (spec C-7, C-10).
 
 ``KNOWN_E8M0_CASTS`` are those with a name. e8m0fnu has no zero and no sign, and its smallest number
 is a subnormal of float32: libraries agree on the numbers between 2^-126 and 2^127, by one of three

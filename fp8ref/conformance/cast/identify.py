@@ -1,8 +1,7 @@
 """Identify a cast, by ``identify_cast``: its format and every decision, from chosen inputs.
 
-The format comes first, then the decisions for one dtype, then double rounding from the other
-dtypes. Last come the same codes in arrays of other shapes and strides. Every output must be
-explained.
+The format comes first, then the decisions for one dtype, then double rounding from other dtypes,
+last the same codes in arrays of other shapes and strides. Every output must be explained.
 """
 
 import dataclasses
@@ -57,9 +56,8 @@ def identify_cast(
     framework  whose arrays it is given; by default the first that it takes of numpy, torch, jax.
     exhaustive compare all 2^32 float32 inputs with the behavior found; of FP8.
 
-    Raises:    ValueError: fmt neither FP8 nor e2m1fn, an unknown name; ConformanceError: not a
-               valid cast: it raises, gives another shape or type, changes its input, or does not
-               repeat itself.
+    Raises:    ValueError: fmt neither FP8 nor e2m1fn, an unknown name; ConformanceError: no valid
+               cast: it raises, gives another shape or type, changes its input, is not repeatable.
     """
     fmt = formats.by_name(fmt)
     check_format(fmt)
@@ -105,8 +103,7 @@ def require_cast(
     exhaustive: bool = False,
     **options: Any,
 ) -> Outcome:
-    """Require that a function is the cast of a name, else raise an AssertionError with the simplest
-    inputs that differ.
+    """Require a function to be the cast of a name, else raise AssertionError with simplest inputs.
 
     exhaustive also compare all 2^32 float32 inputs, of FP8; options: others of ``identify_cast``.
     Raises:    as ``identify_cast``.
@@ -138,7 +135,8 @@ class _Explained:
         """The simplest input that it does not explain, of each dtype."""
         pairs = [(a, self.wrong[s]) for s, a in self.responses.items() if self.wrong[s].any()]
         by = "by the behavior found"
-        return [a.counterexample(simplest(a.x, wrong), self.behavior, by) for a, wrong in pairs]
+        places = [(a, simplest(a.x, wrong)) for a, wrong in pairs]
+        return [a.counterexample(at, self.behavior, by) for a, at in places]
 
     def answers(self, exhaustive: bool) -> Finding:
         """The finding on how many codes it explains."""
@@ -380,11 +378,10 @@ def _scaled(subject: Subject, fmt: Format, source: str) -> str:
     codes = outputs.ask(subject, x, source).codes(fmt)
     # A format with another bias, read as fmt, looks like a constant factor.
     with np.errstate(all="ignore"):
-        ratio = (
-            np.where(codes >= 0, cast.decode(np.maximum(codes, 0).astype(np.uint8), fmt), np.nan)
-            / x
-        )
-    most = float(np.median(ratio[np.isfinite(ratio)])) if np.isfinite(ratio).any() else 1.0
+        numbers = cast.decode(np.maximum(codes, 0).astype(np.uint8), fmt)
+        ratio = np.where(codes >= 0, numbers, np.nan) / x
+    finite = np.isfinite(ratio)
+    most = float(np.median(ratio[finite])) if finite.any() else 1.0
     if np.mean(ratio == most) <= 0.5 or most in (0, 1):
         return ""
     return f"; read as {fmt}, most of {fmt}'s numbers come back multiplied by {most:g}"

@@ -54,9 +54,8 @@ def parts(x: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def decide(a: Responses) -> tuple[list[Finding], E8m0Behavior]:
-    """Each decision by its inputs: the value that contradicts the fewest of them, the
-    specification's first; and the behavior that they make up. A value that contradicts some is
-    shown, and is None.
+    """Each decision by its inputs: the value that contradicts the fewest, the specification's
+    first; and the behavior of them all. A value that contradicts some is shown, and is None.
     """
     b, findings = E8m0Behavior(), list[Finding]()
     for decision, among in parts(a.x).items():
@@ -148,8 +147,7 @@ def _departures(b: E8m0Behavior, other: E8m0Behavior) -> list[str]:
 def _differences(
     responses: list[Responses], expected: E8m0Behavior, fields: dict[str, str | None]
 ) -> list[Counterexample]:
-    """The simplest input whose code is not the expected one, for each decision that differs; else
-    one of each dtype.
+    """The simplest input of another code for each decision that differs; else one a dtype.
 
     fields   the decisions found. Where one alone differs, inputs of others may show it too.
     """

@@ -1,8 +1,7 @@
 """Mistakes of casts that no choice of rounding and overflow explains, found by their codes.
 
-A mistake is a cast of its own. It explains a function if it gives the function's codes for every
-finite number that was asked; where it has a number in it, such as how many fraction bits are read,
-all numbers are tried.
+A mistake is a cast of its own. It explains a function if it gives its codes for every finite number
+asked; where a number is in it, such as how many fraction bits are read, all numbers are tried.
 """
 
 from collections.abc import Iterator
@@ -33,7 +32,8 @@ def _mistakes(x: np.ndarray, codes: np.ndarray, fmt: Format) -> Iterator[tuple[s
     over = magnitude > fmt.max
     small = magnitude < fmt.smallest_normal
     for bits in range(fmt.mantissa_bits + 1, 23):
-        for rounding, verb in (("toward_zero", "are read"), ("nearest_even", "are kept first")):
+        roundings = {"toward_zero": "are read", "nearest_even": "are kept first"}
+        for rounding, verb in roundings.items():
             words = f"only {bits} fraction bits of a number {verb}, whatever follows"
             fewer = cast.encode(_to_bits(x, bits, rounding), fmt)
             yield words, fewer
@@ -43,17 +43,20 @@ def _mistakes(x: np.ndarray, codes: np.ndarray, fmt: Format) -> Iterator[tuple[s
     exponent = np.frexp(np.where(magnitude > 0, magnitude, 1.0))[1] - 1
     carried = (number >= np.exp2(exponent + 1.0)) & (magnitude >= fmt.smallest_normal) & ~over
     low = cast.encode(np.copysign(np.exp2(exponent.astype(np.float64)), x), fmt)
-    yield "the carry of a mantissa that rounds up to 2 is lost", np.where(carried, low, right)
+    lost_carry = np.where(carried, low, right)
+    yield "the carry of a mantissa that rounds up to 2 is lost", lost_carry
     for bit in range(fmt.mantissa_bits + 1):
         where = "last" if bit == 0 else f"{bit + 1}th last"
-        yield f"the {where} bit of codes is cleared", np.where(over, codes, right & ~(1 << bit))
+        cleared = np.where(over, codes, right & ~(1 << bit))
+        yield f"the {where} bit of codes is cleared", cleared
     signs = np.where(np.signbit(x), fmt.sign_bit, 0)
     for code in dict.fromkeys(codes[over & (x > 0)][:1].tolist()):  # of a number above max, if any
         for early in (np.int64(code), code & ~fmt.sign_bit | signs):
             yield "overflow is decided before rounding", np.where(over, early, right)
     yield from _bounds(x, codes, fmt)
     unit = fmt.smallest_normal * 2.0**-23  # of a float32 whose exponent is that of the format
-    for lost, shifted in (("", x), (", and bits shifted out are lost", np.trunc(x / unit) * unit)):
+    without_bits = np.trunc(x / unit) * unit
+    for lost, shifted in (("", x), (", and bits shifted out are lost", without_bits)):
         for factor, words in ((1.0, "as large as"), (0.5, "half"), (2.0, "twice")):
             scaled = np.where(small, cast.encode(shifted * factor, fmt), right)
             yield f"subnormal results are {words} what they are{lost}", scaled

@@ -137,7 +137,8 @@ def read(subject: Subject, raw_output: Any, x: np.ndarray, source: str) -> Outpu
             f"{subject.name} gives shape {list(array.shape)} {of}; a cast keeps the shape. "
             "Return one code for each number."
         )
-    typed, text = [f"float8_{f}" for f in CAST_FORMATS], f"float8 ({', '.join(CAST_FORMATS)})"
+    typed = [f"float8_{f}" for f in CAST_FORMATS]
+    text = f"float8 ({', '.join(CAST_FORMATS)})"
     if isinstance(subject, NarrowSubject):
         typed = [text := f"float{subject.fmt.bits}_{subject.fmt}"]
     if dtype not in ("uint8", *FLOATS, *typed):

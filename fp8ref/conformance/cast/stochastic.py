@@ -29,8 +29,7 @@ FRACTIONS = (1 / 16, 1 / 4, 1 / 2, 3 / 4, 15 / 16)
 FINE_FRACTIONS, FINE_REPEATS = (1 / 512, 511 / 512), 1 << 16
 """A fraction that 8 random bits do not tell from 0 or 1 / 256, and how often it is cast.
 
-At a rate of 1 / 512 the standard deviation of FINE_REPEATS casts is 11 of 128, so that neither
-passes.
+At a rate of 1 / 512 FINE_REPEATS casts have a deviation of 11 of 128, so that neither passes.
 """
 
 RARELY = 2.0**-8
@@ -114,8 +113,7 @@ class RoundingRates:
 
 def measure_rates(subject: Subject, source: str, fmt: Format) -> RoundingRates:
     """Rates between zero, the smallest number, 1 or 12, or the largest below these, and the next
-    number, of both signs; of a format with few numbers between all. Fractions that the dtype cannot
-    tell are left out.
+    number, of both signs; of a small format between all; without fractions below the dtype's.
     """
     lower = (0, fmt.smallest_subnormal, 1, 12)
     if fmt.max_code < FEW_NUMBERS:
@@ -175,8 +173,7 @@ def identify(
 
     position   the first index where two outputs for a.x differ, if they do.
 
-    Raises:    ConformanceError: not stochastic rounding: no number gets both its neighbors, or one
-               gets neither.
+    Raises:    ConformanceError: not stochastic: no number gets both its neighbors, or one neither.
     """
     rates = measure_rates(subject, a.source, a.fmt)
     if not rates.random.any():
@@ -248,9 +245,8 @@ def _decide(a: Responses) -> tuple[list[Finding], Behavior]:
     b = dataclasses.replace(b, subnormals=small.value or "kept")
     over, infinite = decisions.overflow(a, b), decisions.infinities(a, b)
     nan, pair = decisions.nans(a, b)
-    b = dataclasses.replace(
-        b, overflow=over.value or "max", infinite=infinite.value or "max", nan=pair or b.nan
-    )
+    b = dataclasses.replace(b, overflow=over.value or "max", nan=pair or b.nan)
+    b = dataclasses.replace(b, infinite=infinite.value or "max")
     return [over, infinite, nan, small, zero], b
 
 
@@ -268,7 +264,8 @@ def _behaviors(truncated: Responses) -> tuple[list[str], list[str], list[Counter
     nearest = min(behaviors, key=lambda k: int(differs[k].sum()))
     if differs[nearest].any():
         at = simplest(truncated.x, differs[nearest])
-        return [], [], [truncated.counterexample(at, behaviors[nearest], f"by {nearest}")]
+        shown = truncated.counterexample(at, behaviors[nearest], f"by {nearest}")
+        return [], [], [shown]
     return names, [k for k in behaviors if not differs[k].any()], []
 
 
@@ -362,9 +359,11 @@ def _differences(
     wanted = KNOWN_CASTS[expect].behavior(truncated.fmt)
     code = behavior.encode(rates.x[at : at + 1], truncated.fmt, wanted)[0]
     rounds = rates.counterexample(at, f"{code_or_value(code, truncated)} every time")
-    responses, expected = {truncated.source: truncated}, KNOWN_CASTS[expect].behavior(fmt)
+    responses = {truncated.source: truncated}
+    expected = KNOWN_CASTS[expect].behavior(fmt)
     with np.errstate(invalid="ignore"):  # a signalling NaN
-        return [rounds, *describe.differences_from(responses, expected, fmt, findings[0])]
+        others = describe.differences_from(responses, expected, fmt, findings[0])
+        return [rounds, *others]
 
 
 def _no_chance(
@@ -379,7 +378,8 @@ def _no_chance(
         f"got several codes in one array of {codes.size} elements, another one at index {at} "
         f"than at {at - at % REPEATS}"
     )
-    again = outputs.ask(subject, rates.responses.x, a.source).codes(a.fmt).reshape(codes.shape)
+    output = outputs.ask(subject, rates.responses.x, a.source)
+    again = output.codes(a.fmt).reshape(codes.shape)
     if np.array_equal(again, codes):
         fault = "depends on the place or the number of elements"
         return _error(subject, rates.responses, at, f"{where}, in every call", fault)

@@ -53,7 +53,8 @@ def _packing(
     high_first = dataclasses.replace(decoder, packing="pairs, high first")
     swapped = high_first.decode(codes).numbers
     options = [("of a pair the high half comes first", swapped, high_first)]
-    for name, kept, one, other in (("second", "first", 0, 1), ("first", "second", 1, 0)):
+    mistakes = ("second", "first", 0, 1), ("first", "second", 1, 0)
+    for name, kept, one, other in mistakes:
         pairs = numbers.reshape(*numbers.shape[:-1], -1, 2)
         expected = right.reshape(pairs.shape)
         filled = np.where(np.arange(2) == other, expected, pairs).reshape(numbers.shape)

@@ -134,12 +134,12 @@ def _layouts(decoder: Decoder, report: Report) -> None:
 
 def _shapes(decoder: Decoder) -> list[tuple[int, ...]]:
     if decoder.granularity is None:
-        even = decoder.packing != "one a byte"
-        return (
-            [(2,), (18,), (3, 66)] if even else [(), (0,), (1,), (3,), (127,), (33, 65), (3, 5, 17)]
-        )
+        if decoder.packing != "one a byte":
+            return [(2,), (18,), (3, 66)]
+        return [(), (0,), (1,), (3,), (127,), (33, 65), (3, 5, 17)]
     block = granularities.by_name(decoder.granularity).reduced or 64
-    whole = [(1, block), (3, 5 * block), (130, 3 * block), (257, block), (1000, 9 * block)]
+    blocks = (1, 1), (3, 5), (130, 3), (257, 1), (1000, 9)
+    whole = [(rows, n * block) for rows, n in blocks]
     return [*whole, (5, 2 * block + block // 2), (129, 8)]
 
 

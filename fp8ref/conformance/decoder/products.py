@@ -25,7 +25,8 @@ def wrong_products(
     values = cast.decode(codes, decoder.fmt)
     spread = decoder.spread(scales, codes.shape)
     expected = decoder.expected(codes, scales, decoded.dtype, tensor)
-    numbers, dtype = decoded.numbers, "float32" if decoded.dtype == "float64" else decoded.dtype
+    numbers = decoded.numbers
+    dtype = "float32" if decoded.dtype == "float64" else decoded.dtype
     wrong = ~equal(numbers, expected)
     with np.errstate(all="ignore"):
         if decoder.levels < 2 and not decoder.divides:
@@ -45,8 +46,9 @@ def _roundings(
     """(words, product) of mistakes in multiplying numbers v by scales s, and by the tensor's t."""
     one = np.float32(1)
     if decoder.levels == 2:
-        yield "the product with scale_inv is rounded before the tensor's scale", (v * s) * t
-        yield "the product with the tensor's scale is rounded before scale_inv", (v * t) * s
+        words = "the product with {} is rounded before {}"
+        yield words.format("scale_inv", "the tensor's scale"), (v * s) * t
+        yield words.format("the tensor's scale", "scale_inv"), (v * t) * s
         yield "the tensor's scale is ignored", v * s
         yield "it divides by the tensor's scale", v * (s / t)
         s = t * s
@@ -68,7 +70,8 @@ def _roundings(
         ("rounded up", np.ceil(log2)),
         ("rounded", np.round(log2)),
     ):
-        yield f"scale_inv is {words} to a power of two", v * np.exp2(exponent).astype(np.float32)
+        power = np.exp2(exponent).astype(np.float32)
+        yield f"scale_inv is {words} to a power of two", v * power
     yield "scale_inv is squared", v * s * s
     yield "the square root of scale_inv is taken", v * np.sqrt(s)
 
@@ -80,8 +83,8 @@ def ends(decoder: Decoder) -> list[np.float32]:
         held = cast.round_to(np.array(scales), decoder.scale_fmt, saturate=True)
         scales = [s for s, kept in zip(scales, held, strict=True) if s == kept]
     if decoder.scale_fmt is not E8M0FNU:
-        scales += [np.float32(0)]
-        scales += [np.float32(decoder.scale_fmt.max)] if decoder.scale_fmt else [np.float32(np.inf)]
+        largest = decoder.scale_fmt.max if decoder.scale_fmt else np.inf
+        scales += [np.float32(0), np.float32(largest)]
     return [*scales, np.float32(np.nan)]
 
 

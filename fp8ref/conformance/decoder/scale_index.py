@@ -16,9 +16,7 @@ LENGTHS = (1, 8, 16, 32, 64, 128, 256)  # the lengths of wrong blocks that have 
 
 
 def read_index(decoder: Decoder, shape: tuple[int, int]) -> np.ndarray:
-    """The flat index of the scale that each element of ones [M, K] is multiplied by, int64; each
-    call shows a digit of it.
-    """
+    """The flat index of each element's scale, of ones [M, K], int64; each call shows a digit."""
     one = decoder.ones(shape)
     scales = decoder.scale_shape(shape)
     count = int(np.prod(scales))
@@ -92,4 +90,5 @@ def wrong_indices(
             row = np.minimum(i // down, rows - 1) * columns
             yield words, row + np.minimum(j // across, columns - 1)
     for across in LENGTHS:
-        yield f"scales follow each other every {across} elements", (i * shape[1] + j) // across
+        words = f"scales follow each other every {across} elements"
+        yield words, (i * shape[1] + j) // across

@@ -14,8 +14,7 @@ from fp8ref.conformance.kit.subject import RefusedError
 from fp8ref.sim.quantize import cast
 
 INDEX_SHAPES = ((250, 768), (384, 512))
-"""The shapes in which the index of scales is read: neither grid of scales is a square, and one has
-rows that fill no tile."""
+"""The shapes in which scales' index is read: no grid is a square, and one's rows fill no tile."""
 
 
 def ask_scales(decoder: Decoder, report: Report) -> Decoder:
@@ -68,7 +67,8 @@ def _index(decoder: Decoder) -> tuple[list[Fault], str, str]:
         faults.append(Fault(words, witness))
         break
     sizes = ", ".join(str(list(shape)) for shape in shown)
-    return faults, f"{decoder.granularity}, {decoder.layout.name}", f"each scale alone, in {sizes}"
+    way = f"{decoder.granularity}, {decoder.layout.name}"
+    return faults, way, f"each scale alone, in {sizes}"
 
 
 def random(decoder: Decoder, shape: tuple[int, ...], seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -86,7 +86,8 @@ def random(decoder: Decoder, shape: tuple[int, ...], seed: int) -> tuple[np.ndar
 def _products(decoder: Decoder) -> tuple[list[Fault], str, str]:
     codes, scales = random(decoder, SHAPE, 1)
     # odd in its last place, so that each order of products rounds otherwise
-    tensor = float(np.nextafter(np.float32(0.0123), np.float32(1))) if decoder.levels == 2 else 1.0
+    odd = float(np.nextafter(np.float32(0.0123), np.float32(1)))
+    tensor = odd if decoder.levels == 2 else 1.0
     decoded = decoder.decode(codes, scales, tensor)
     words, wrong = products.wrong_products(decoder, codes, scales, tensor, decoded)
     evidence = f"{codes.size:,} products, as {decoded.dtype}"
@@ -115,7 +116,8 @@ def _product_witness(
 
 
 def _ends(decoder: Decoder) -> tuple[list[Fault], str, str]:
-    codes, faults, refused, ends = random(decoder, SHAPE, 2)[0], [], [], products.ends(decoder)
+    codes, ends = random(decoder, SHAPE, 2)[0], products.ends(decoder)
+    faults, refused = [], []
     for end in ends:
         try:
             words, wrong, decoded = products.wrong_end(decoder, codes, end)

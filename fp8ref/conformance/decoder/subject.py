@@ -113,11 +113,9 @@ class Decoder:
         *,
         view: str = "contiguous",
     ) -> Decoded:
-        """What it gives for codes, uint8 [M, K] one a byte, and scales of their shape or one number
-        for all.
+        """What it gives for codes, uint8 [M, K] one a byte, and scales, one a code or one for all.
 
-        Raises:   RefusedError: it raises. ConformanceError: it changes its arguments, or gives no
-                  numbers of the codes' shape.
+        Raises:   RefusedError: it raises. ConformanceError: arguments changed; no number a code.
         """
         passed = [self._codes(codes, view)]
         if self.granularity is not None:
@@ -125,9 +123,8 @@ class Decoder:
             scales = np.broadcast_to(np.asarray(scale_inv, np.float32), shape)
             passed.append(self._scales(scales))
         if self.levels == 2:
-            passed.append(
-                self.tested.make_array(np.asarray(np.float32(tensor_scale_inv)), "float32")
-            )
+            tensor_scale = np.asarray(tensor_scale_inv, np.float32)
+            passed.append(self.tested.make_array(tensor_scale, "float32"))
         before = [arrays.written(x) for x in passed]
         what = f"codes {list(codes.shape)}"
         try:

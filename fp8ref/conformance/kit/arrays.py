@@ -87,11 +87,9 @@ def as_jax(x: np.ndarray) -> Any:
 
 
 def written(x: Any) -> bytes:
-    """The bytes of an array, to tell whether a function wrote to it; b"" for JAX's arrays, which
-    cannot change.
+    """An array's bytes, to tell whether a function wrote to it; b"" for JAX's, immutable ones.
 
-    Torch tensors are read as bytes by torch itself: NumPy refuses those with gradients, and their
-    FP8 and bfloat16 dtypes.
+    Torch itself reads its tensors: NumPy refuses those with gradients, of FP8 and of bfloat16.
     """
     if hasattr(x, "detach"):
         import torch

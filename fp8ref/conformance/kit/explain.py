@@ -52,9 +52,7 @@ class Rules:
         return (cast.canonical_nans(codes, fmt) != self.encode(x, fmt)) & has_code(x, fmt)
 
     def rule(self, kind: str, fmt: Format) -> str:
-        """The rule, with its clause, that decides the code of an input of a kind of
-        ``kinds.CASTS``.
-        """
+        """The rule, and its clause, that decides the code of an input of one of ``kinds.CASTS``."""
         if kind == "NaN":
             return f"NaN becomes 0x{fmt.nan_code:02X} (C-5)"
         if not fmt.signed and kind in ("zero", "negative"):
@@ -143,15 +141,13 @@ def has_code(x: np.ndarray, fmt: Format) -> np.ndarray:
 def simplicity(x: np.ndarray) -> np.ndarray:
     """Flat indices of x, the simplest values first.
 
-    Order:    finite values before infinities before NaNs; zeros first, then by significant bits,
-              nearness to 1, sign.
+    Order:    finite, infinities, NaNs; zeros first, then significant bits, nearness to 1, sign.
     """
     value = cast.exact(x).reshape(-1)
     finite = np.isfinite(value)
     fraction, exponent = np.frexp(np.where(finite, value, 1.0))
     whole = np.ldexp(np.abs(fraction), 53).astype(np.int64)
-    # whole & -whole is the lowest set bit: the bits from it up to the 53rd are significant, of zero
-    # none
+    # whole & -whole is the lowest set bit: the bits from it up to the 53rd are significant
     significant = (
         53 - np.log2(np.where(whole == 0, 1, whole & -whole)) * (whole != 0) - 53 * (whole == 0)
     )

@@ -241,8 +241,7 @@ class Outcome(Described):
 
     @property
     def message(self) -> str:
-        """The summary, what it does not explain or what differs from what was expected, and what
-        was not asked."""
+        """The summary; what is not explained or not as expected; what was not asked."""
         if self.expected is None:
             nameless = self.identified and not self.named
             lines = [self.summary + ". It matches no known name" * nameless]

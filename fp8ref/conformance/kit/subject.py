@@ -114,8 +114,7 @@ class Subject:
     def make_array(self, x: np.ndarray, dtype: str) -> Any:
         """x as an array of this framework and of a dtype.
 
-        Raises:   RefusedError: the framework has no such array here, as for bfloat16 in NumPy
-                  without ml_dtypes.
+        Raises:   RefusedError: the framework has no such array, as NumPy has no bfloat16 alone.
         """
         if self.framework == "jax":
             import jax
@@ -134,9 +133,7 @@ class Subject:
 def compare_each(
     cases: Iterable[_Case], compare: Callable[[_Case], list[Counterexample]]
 ) -> tuple[list[_Case], list[_Case], list[Counterexample]]:
-    """The cases that are taken, those for which ``compare`` raises a RefusedError, and its first
-    counterexamples.
-    """
+    """The cases taken, those that ``compare`` refuses, and its first counterexamples."""
     accepted: list[_Case] = []
     refused: list[_Case] = []
     wrong: list[Counterexample] = []
@@ -158,9 +155,7 @@ def check_no_reuse(
     dtype: str,
     parts: Callable[[Any], dict[str, Any]] = lambda output: {"": output},
 ) -> None:
-    """ConformanceError if a later call, with other numbers, overwrites an array of an earlier
-    output, of these parts.
-    """
+    """ConformanceError if a later call, of other numbers, overwrites these parts of an output."""
 
     def read(output: Any) -> list[np.ndarray]:
         return [array[0] for part in parts(output).values() if (array := read_array(part))]
@@ -312,8 +307,7 @@ def first_dtype(subject: Subject, shape: tuple[int, ...] = (16,)) -> str:
 
 
 def read_array(output: Any) -> tuple[np.ndarray, str] | None:
-    """An array of any framework as a NumPy array, and the name of its dtype; None if it is no
-    array.
+    """An array of any framework as NumPy's, and the name of its dtype; None if it is no array.
 
     float8 and e8m0 become uint8; bfloat16 and float16 become float32.
     """

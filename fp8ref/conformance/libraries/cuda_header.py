@@ -1,5 +1,4 @@
-"""The casts of CUDA's header cuda_fp8.hpp, on the host: compiled from an installed wheel or
-toolkit, on first use.
+"""The casts of CUDA's header cuda_fp8.hpp, on the host: an installed one, compiled on first use.
 
 The header states what NVIDIA's conversion instructions give, in C++ that runs without a GPU.
 """
@@ -103,8 +102,7 @@ def encode(x: np.ndarray, fmt: Format, *, saturate: bool) -> np.ndarray:
 
 
 def encode_bits(bits: np.ndarray, source: str, fmt: Format, *, saturate: bool) -> np.ndarray:
-    """The codes of float32 numbers, or of the bits of bfloat16 or float16 ones, uint16; uint8 of
-    that shape.
+    """The codes, uint8, of float32 numbers, or of bits of bfloat16 or float16, uint16, as shaped.
 
     Raises:   ValueError: another format or dtype; NoHeaderError as load.
     """

@@ -25,8 +25,7 @@ def on_torch(device: str, *, compiled: bool = False) -> Callable[[Callable], Run
         used = torch.compile(function, dynamic=True)
 
         def called(x: np.ndarray) -> np.ndarray:
-            # lengths change from call to call; numbers of formats are constants: torch 2.11 cannot
-            # shift them as symbols
+            # lengths vary; formats' numbers are constants: torch 2.11 cannot shift them as symbols
             with torch._dynamo.config.patch(specialize_int=True):
                 return used(torch.from_numpy(x).to(device)).cpu().numpy()
 

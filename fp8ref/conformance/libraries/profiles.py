@@ -96,8 +96,7 @@ def casts(fmt: Format) -> dict[str, Function]:
 
 @functools.lru_cache(maxsize=64)
 def scales(fmt: Format, policy: str) -> dict[str, Function]:
-    """The scales of a policy that torchao has, or, where it has none, fp8ref.torch; and those of
-    fp8ref.jax.
+    """The scales of a policy of torchao, or of fp8ref.torch where it has none; and fp8ref.jax's.
 
     Raises:   ImportError: none is installed.
     """

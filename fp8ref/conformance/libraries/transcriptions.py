@@ -1,5 +1,4 @@
-"""Scales of libraries that need a GPU or are not on PyPI, transcribed from their sources, and not
-run.
+"""Scales of libraries that need a GPU or are not on PyPI: transcribed from their sources, not run.
 
 Each is a function from float32 amaxes [n] to what the library stores, by the steps of its own
 source: none uses ``fp8ref.sim``. A transcription can be wrong where its library is right;

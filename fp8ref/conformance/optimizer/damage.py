@@ -1,10 +1,8 @@
-"""What an optimizer does with gradients that are not finite: clause O makes NaN of their weights
-(O-2).
+"""What an optimizer does with gradients that are not finite: clause O makes weights NaN (O-2).
 
 Each kind of gradient is alone in a tensor. Beside it are tensors with a finite number in its place:
 an optimizer that makes the same weights of them replaces the gradient by that number. NaN is asked
-in other places and of weights too, and whether one large gradient changes other weights, as
-clipping a norm does.
+in other places and of weights too, and whether a large gradient changes others, as a clip does.
 """
 
 from typing import Any
@@ -43,8 +41,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "NaN in a vector": (4096,),
     "NaN in 131,072 elements": (512, 256),
 }
-"""{further gradients of NaN that are asked: the shapes of their tensors}; the NaN is at the flat
-index 70.
+"""{further gradients of NaN that are asked: their tensors' shapes}; the NaN is at index 70.
 """
 
 WEIGHT, LARGE, SMALL = "a weight of NaN", "2^40", "0"

@@ -1,8 +1,6 @@
-"""The orders of operations that AdamW is written in, each operation rounded to float32 (spec O-5,
-O-6).
+"""The orders of operations that AdamW is written in, each rounded to float32 (spec O-5, O-6).
 
-``Form()`` is clause O's. The others are those of libraries, and some mistakes: bits alone tell them
-apart.
+``Form()`` is clause O's. The others are libraries', and some mistakes: bits alone tell them apart.
 """
 
 import itertools
@@ -50,8 +48,7 @@ class Form:
              before), after (a factor, last), coupled (added to the gradient: Adam), none.
     change   ratio (lr (m / d)), numerator ((lr m) / d), fused (fma(-lr, ratio, p)).
     root     of ROOTS.
-    count    the number of the first step, by which biases are corrected: 1, or 2, a counter that is
-             raised twice.
+    count    the first step's number, which corrects biases: 1, or 2, a counter raised twice.
     """
 
     m: str = "products"

@@ -42,8 +42,7 @@ class OptimizerOutcome(Described):
     expected   the layout that it should have, if any.
     departure  from that layout in the form found, or else from the nearest layout.
     faults     that have a name, in sentences.
-    damage     what it does with NaN and infinite gradients otherwise than clause O, by the
-               gradient; {}: nothing.
+    damage     by the gradient, what it does with NaN and inf otherwise than clause O; or {}.
     """
 
     name: str

@@ -45,7 +45,8 @@ class Search:
     def __init__(
         self, asked: Inputs, snapshots: list[dict[str, Snapshot]], settings: Numbers
     ) -> None:
-        self.asked, self.made, self.given, self.averaged = asked, snapshots, settings, settings
+        self.asked, self.made = asked, snapshots
+        self.given, self.averaged = settings, settings
         self._chains: dict[tuple, list[tuple[np.ndarray, MomentState]]] = {}
         every = [snapshot for step in snapshots for snapshot in step.values()]
         self.shown = all(None not in (snapshot.m, snapshot.v) for snapshot in every)
@@ -80,12 +81,12 @@ class Search:
             if step == 0:
                 before = self.asked.weights
             else:
-                before = {name: snapshot.weight for name, snapshot in self.made[step - 1].items()}
+                snapshots = self.made[step - 1].items()
+                before = {name: snapshot.weight for name, snapshot in snapshots}
             gradients = self.asked.gradients[step]
-            return {
-                name: forms.fma(decay, p, gradients[name]) if fused else gradients[name] + decay * p
-                for name, p in before.items()
-            }
+            if fused:
+                return {k: forms.fma(decay, p, gradients[k]) for k, p in before.items()}
+            return {k: gradients[k] + decay * p for k, p in before.items()}
 
         with np.errstate(all="ignore"):
             gradients = [coupled_gradients(step) for step in range(len(self.made))]
@@ -101,9 +102,7 @@ class Search:
     def number_of_step(
         self, layout: Layout, form: Form, step: int, tensor: str = PROBE
     ) -> int | None:
-        """The number of a step that explains a tensor's weights after it: its own if it does; None
-        if none does.
-        """
+        """The number of a step that explains a tensor's weights: its own if it does; or None."""
         theirs = self.made[step - 1][tensor].weight.reshape(-1)
         for number in dict.fromkeys((step, *range(1, 2 * len(self.made) + 2))):
             counted = dataclasses.replace(form, count=number - step + 1)
@@ -172,7 +171,8 @@ class Search:
         after = np.concatenate(weights).view(np.uint32)
         narrow = dict.fromkeys(layout.master for layout in WITH_MASTERS.values())
         lost = {moment: (1 << 23 - moment.fmt.mantissa_bits) - 1 for moment in narrow}
-        return [Moment(), *(moment for moment in narrow if not (after & lost[moment]).any())]
+        holding = [moment for moment in narrow if not (after & lost[moment]).any()]
+        return [Moment(), *holding]
 
     def weight_departure(
         self, layout: Layout, form: Form, *, tensors: tuple[str, ...] = (), steps: int | None = None
@@ -230,8 +230,7 @@ def variations(layout: Layout) -> Iterator[Layout]:
     for field, values in fields.items():
         for value in values:
             for of in (("m", "v"), ("m",), ("v",)):
-                changed = [key for key in of if getattr(getattr(layout, key), field) != value]
-                if len(changed) < len(of):
+                if any(getattr(getattr(layout, key), field) == value for key in of):
                     continue
                 name = f"{layout.name} with {field} {value} of {' and '.join(of)}"
                 try:
@@ -252,12 +251,14 @@ def unbounded(layout: Layout) -> list[Layout]:
     """The layout without its bound, if it has one that its master does not need."""
     if not layout.bounded or layout.master.amax == "predicted":
         return []
-    return [dataclasses.replace(layout, bounded=False, name=f"{layout.name} without a bound")]
+    name = f"{layout.name} without a bound"
+    return [dataclasses.replace(layout, bounded=False, name=name)]
 
 
 def named(masters: Sequence[Moment]) -> list[Layout]:
     """The layouts whose master is one of these: named ones, then LAYOUTS with such a master."""
-    layouts = [layout for layout in (LAYOUTS | WITH_MASTERS).values() if layout.master in masters]
+    every = (LAYOUTS | WITH_MASTERS).values()
+    layouts = [layout for layout in every if layout.master in masters]
     written = {layout_decisions.written(layout) for layout in layouts}
     for layout, master in itertools.product(LAYOUTS.values(), masters):
         other = with_master(layout, master)
@@ -271,7 +272,8 @@ def with_master(layout: Layout, master: Moment) -> Layout | None:
     if master.amax == "predicted" and not layout.bounded:
         return None
     kind = f"{master.fmt}, {master.scaling or 'no scale'}, of {master.amax} amax"
-    return dataclasses.replace(layout, master=master, name=f"{layout.name} with a master in {kind}")
+    name = f"{layout.name} with a master in {kind}"
+    return dataclasses.replace(layout, master=master, name=name)
 
 
 def _differs(
@@ -290,6 +292,5 @@ def _differs(
         return None
     i = int(np.argmax(differ))
     at = tuple(int(x) for x in np.unravel_index(i, shape)) if shape else ()
-    return Departure(
-        step, tensor, what, at, theirs[i].item(), mine[i].item(), int(differ.sum()), mine.size
-    )
+    got, expected, count = theirs[i].item(), mine[i].item(), int(differ.sum())
+    return Departure(step, tensor, what, at, got, expected, count, mine.size)

@@ -1,5 +1,4 @@
-"""Somebody's optimizer, run on chosen gradients: weights after each step, and what is read of its
-state.
+"""Somebody's optimizer, run on chosen gradients: weights after each step, and some of its state.
 
 It is one of these, and is told apart by what it takes:
 
@@ -30,9 +29,7 @@ NAMES = (("m_codes", "v_codes"), ("exp_avg", "exp_avg_sq"), ("mu", "nu"), ("m", 
 
 
 NUMBERS = ("learning_rate", "b1", "b2", "eps", "weight_decay")
-"""What optax's transformations and functions are passed by name, if they take it; torch's take lr,
-betas, eps and weight_decay.
-"""
+"""What optax's functions take by name; torch's take lr, betas, eps and weight_decay."""
 
 
 class Moment(NamedTuple):
@@ -139,12 +136,11 @@ def _torch(factory: Any, asked: Inputs, settings: Numbers) -> list[dict[str, Sna
         for name, p in params.items():
             p.grad = torch.tensor(g[name])
         optimizer.step()
-        snapshots.append(
-            {
-                name: Snapshot(_weight(p, asked.weights[name]), *_moments(optimizer.state[p]))
-                for name, p in params.items()
-            }
-        )
+        snapshot = {}
+        for name, p in params.items():
+            moments = _moments(optimizer.state[p])
+            snapshot[name] = Snapshot(_weight(p, asked.weights[name]), *moments)
+        snapshots.append(snapshot)
     return snapshots
 
 
@@ -182,8 +178,9 @@ def _trained(snapshot: Snapshot) -> Snapshot:
     """With the weight of a shown master: optax's sum may miss it by a rounding (O-14)."""
     if snapshot.master is None:
         return snapshot
-    scale = np.float32(1) if snapshot.master.scale_inv is None else snapshot.master.scale_inv
-    return snapshot._replace(weight=_weight(snapshot.master.codes * scale, snapshot.weight))
+    master, inverse = snapshot.master.codes, snapshot.master.scale_inv
+    weight = master * (np.float32(1) if inverse is None else inverse)
+    return snapshot._replace(weight=_weight(weight, snapshot.weight))
 
 
 def _function(step: Callable, asked: Inputs, settings: Numbers) -> list[dict[str, Snapshot]]:
@@ -198,7 +195,8 @@ def _function(step: Callable, asked: Inputs, settings: Numbers) -> list[dict[str
                 raise ConformanceError(
                     f"returned a {type(result).__name__}; step(p, g, state) returns (p, state)."
                 )
-            params[name], states[name] = _weight(result[0], asked.weights[name]), result[1]
+            params[name] = _weight(result[0], asked.weights[name])
+            states[name] = result[1]
             snapshot[name] = Snapshot(params[name], *_moments(states[name]))
         snapshots.append(snapshot)
     return snapshots
@@ -219,7 +217,8 @@ def _moments(state: Any) -> tuple[Moment | None, ...]:
         if (m := _field(state, first)) is not None and (v := _field(state, second)) is not None:
             if first == "m_codes":
                 parts = []
-                for key, x in (("m", m), ("v", v), ("master", _field(state, "master_codes"))):
+                codes = {"m": m, "v": v, "master": _field(state, "master_codes")}
+                for key, x in codes.items():
                     inverse = _field(state, f"{key}_scale_inv")
                     pair = {"codes": x, "scale_inv": inverse}
                     parts.append(None if x is None else _moment(pair))
@@ -232,8 +231,9 @@ def _kept(state: Any) -> tuple[Any, ...]:
     """Both trees of moments in optax's states, and that of masters if there is one."""
     for first, second in NAMES[2:]:
         if hasattr(state, first) and hasattr(state, second):
-            trees = (getattr(state, first), getattr(state, second), getattr(state, "master", None))
-            return trees if trees[2] is not None else trees[:2]
+            trees = getattr(state, first), getattr(state, second)
+            master = getattr(state, "master", None)
+            return trees if master is None else (*trees, master)
     if isinstance(state, tuple | list):
         return next((kept for part in state if (kept := _kept(part))), ())
     return ()

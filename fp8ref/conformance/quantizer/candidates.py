@@ -26,8 +26,7 @@ from fp8ref.spec import granularity as granularities
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What a quantizer is expected to be: a policy by name, and its granularity and axis if given;
-    nothing without a name.
+    """What a quantizer should be: a policy by name, with any granularity and axis; or nothing.
 
     Raises:    ValueError: an unknown name or axis, or a granularity or axis without a policy.
     """
@@ -60,8 +59,7 @@ class Candidate:
 
     scale_fmt  the format whose max it scales to; fmt: the format of the codes.
     flushes    float32 subnormals are zeros, as under XLA (S-12).
-    rounding   the behavior of the cast, where it is not that of S-5, for products of dtype
-               ``source``.
+    rounding   the behavior of a cast other than that of S-5, for products of dtype ``source``.
     """
 
     policy: ScalePolicy
@@ -185,9 +183,7 @@ class Agreement:
         return self.codes if self.scales is None else self.scales
 
     def score(self, considered: np.ndarray) -> tuple[int, int]:
-        """Of the groups that count, how many agree in what decides the policy, and how many in
-        scales and codes.
-        """
+        """Of the groups that count, how many agree in deciding outputs, and how many in all."""
         return int((self.deciding & considered).sum()), int((self.both & considered).sum())
 
 
@@ -247,8 +243,7 @@ def equal_scales(
 def mismatches(output: QuantizerOutput, q: scaling.Quantized, candidate: Candidate) -> np.ndarray:
     """Where the codes (all NaN codes being one), or else the values, are not those of q.
 
-    Values may be decoded * scale_inv (S-8) or decoded / scale, rounded to their dtype: whichever
-    agrees more.
+    Values are decoded * scale_inv (S-8) or decoded / scale, in their dtype: whichever agrees more.
     """
     if output.codes is not None:
         return cast.canonical_nans(output.codes, q.fmt) != cast.canonical_nans(q.codes, q.fmt)

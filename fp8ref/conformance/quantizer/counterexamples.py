@@ -1,7 +1,6 @@
 """Counterexamples: the simplest tensors on which a quantizer is not what was expected.
 
-From an amax that gave a wrong answer, the smallest tensor is searched for, then the simplest number
-that still shows it.
+From an amax with a wrong answer, the smallest tensor is searched for, then its simplest number.
 """
 
 import dataclasses
@@ -200,8 +199,7 @@ def simplest_by_kind(
 ) -> list[tuple[str, float]]:
     """For each kind of amax with a wrong group, the kind and its simplest largest element.
 
-    scales    where the scales are wrong, which an element alone shows: codes may need another
-              beside it.
+    scales    where the scales are wrong, which an element alone shows; codes may need another.
     """
     amaxes = []
     for i, kind in enumerate(AMAX_RANGES):
@@ -218,8 +216,7 @@ def unexpected_policy(
 ) -> list[Counterexample]:
     """Counterexamples to an expected policy to a format: to its scales and its codes.
 
-    right_cast  False for a cast that is not that of S-5: then scales alone are compared, where
-                there are some.
+    right_cast  False for a cast that is not that of S-5: scales alone are compared, if any.
     """
     answers, found_fmt = matched.answers, matched.answers.fmt
     plain = Candidate(policy=expected, scale_fmt=fmt, fmt=found_fmt)
@@ -288,8 +285,7 @@ def for_policy(matched: PolicyMatch, agreed: Agreement) -> list[Counterexample]:
     counterexamples: list[Counterexample] = []
     for k, a in simplest_by_kind(kind, wrong, ~agreed.deciding, largest):
         # Shown already: the same policy and deviation explain these groups too. Without a
-        # deviation, what is wrong at an ordinary amax is not told from what is wrong at other
-        # finite ones.
+        # deviation, what is wrong at an ordinary amax is not told from what is at others.
         explained = matched.explained[wrong & (kind == AMAX_RANGES.index(k))].all()
         if counterexamples and (explained or (unnamed and k in NONZERO_RANGES)):
             continue

@@ -223,8 +223,7 @@ def without_granularity(
 def policy_finding(matched: PolicyMatch) -> Finding:
     """The finding on the scale policy.
 
-    Policies that inputs of bfloat16 do not tell apart are equal for every tensor of bfloat16
-    (S-16).
+    Policies that no input of bfloat16 tells apart are equal for every tensor of bfloat16 (S-16).
     """
     answers = matched.answers
     quantizer, memory = answers.quantizer, answers.quantizer.memory

@@ -2,8 +2,7 @@
 
 Near an amax of 1 no eps, bound or special amax decides: there the policy agrees as it is, or with
 one deviation that has a name. What differs at other amaxes is explained next, one deviation after
-another. A number in a deviation, such as an eps, is solved: the model is bisected until it gives
-what the quantizer gave.
+another. A number in a deviation, such as an eps, is solved by bisection of the model.
 """
 
 import dataclasses
@@ -22,8 +21,7 @@ from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
 
 WIDTH = 96
-"""The elements of a group that are compared: its largest, the fractions, and most of those next to
-ties.
+"""A group's elements that are compared: its largest, the fractions, and most of those by ties.
 """
 
 MOST = 4  # the most deviations that are tried one after another
@@ -101,8 +99,10 @@ class Search:
             wrong, before = ~best.both & self.considered, best.candidate.deviation
             further = self._at_ends(best.candidate, wrong) if wrong.any() else []
             further += self._other_codes(best, wrong & best.deciding & self.rows.ordinary)
-            tried = (dataclasses.replace(candidate, deviation=before.then(d)) for d in further)
-            options = [candidates.agreement(c, [self.rows], self.scale_layout) for c in tried]
+            both = [before.then(deviation) for deviation in further]
+            tried = [dataclasses.replace(candidate, deviation=one) for one in both]
+            sample = [self.rows], self.scale_layout
+            options = [candidates.agreement(one, *sample) for one in tried]
             better = max(options, key=lambda a: a.score(self.considered), default=best)
             if better.score(self.considered) <= best.score(self.considered):
                 break
@@ -110,9 +110,7 @@ class Search:
         return best
 
     def _other_codes(self, best: Agreement, wrong: np.ndarray) -> list[Deviation]:
-        """Other ways to make codes beside right scales, of ordinary groups: those that explain some
-        of them.
-        """
+        """Other ways to make codes beside right scales: those that explain some ordinary groups."""
         candidate, few = best.candidate, np.flatnonzero(wrong)[:8]
         if not few.size or candidate.deviation.codes is not None:
             return []
@@ -143,8 +141,8 @@ class Search:
         if small or large:
             bounds = [*self._bounds(small, large), *deviations.FLUSHES]
             # A bound says more than one of many floors that give the same powers of two.
-            both = (bounds, solved) if candidate.policy.e8m0 is not None else (solved, bounds)
-            solved = [*both[0], *both[1]]
+            powers = candidate.policy.e8m0 is not None
+            solved = [*bounds, *solved] if powers else [*solved, *bounds]
         for kind in _SPECIAL:
             at = wrong & (kinds == AMAX_RANGES.index(kind))
             if at.any():
@@ -206,9 +204,7 @@ class Search:
             kind, value = next(iter(shown.items()))
 
             def order(of: Candidate) -> int:
-                """-1, 0 or 1: whether the eps of a candidate is less, as great or greater, by the
-                scale of an amax of 0.
-                """
+                """-1, 0 or 1: whether its eps is less, equal or greater, by an amax of 0."""
                 scale = getattr(of.scales_of_amax(np.zeros(1, np.float32)), kind)[0]
                 return (int(scale > value) - int(scale < value)) * (
                     1 if kind == "scale_inv" else -1
@@ -253,8 +249,9 @@ class Search:
             policy_scales = candidates.by_group(own, kind)
             exact = np.frexp(policy_scales)[0] == 0.5
             ratios = np.unique(sample.output.scales[name].reshape(-1)[exact] / policy_scales[exact])
-            if ratios.size == 1 and np.isfinite(ratios[0]) and ratios[0] > 0 and ratios[0] != 1:
-                by = float(np.float32(ratios[0]))
+            ratio = ratios[0] if ratios.size == 1 else 1
+            if np.isfinite(ratio) and ratio > 0 and ratio != 1:
+                by = float(np.float32(ratio))
                 words = shortest(by * (1 - 2.0**-25), by * (1 + 2.0**-25))[1]
                 factors.append(deviations.factor(kind, by, words))
         return factors
@@ -328,7 +325,8 @@ def shortest(low: float, high: float) -> tuple[float, str]:
     if low == 0:
         return 0.0, "0"
     power_of_ten = f"1e{np.floor(np.log10(high)):.0f}"
-    for words in (power_of_ten, *(f"{(low + high) / 2:.{digits}e}" for digits in range(17))):
+    middles = [f"{(low + high) / 2:.{digits}e}" for digits in range(17)]
+    for words in (power_of_ten, *middles):
         for number in (float(words), float(np.float32(words))):
             if low <= number <= high:
                 return number, f"{float(words):.9g}"
@@ -338,8 +336,7 @@ def shortest(low: float, high: float) -> tuple[float, str]:
 def asked_for_underflow(
     quantizer: Quantizer, shape: tuple[int, int]
 ) -> Callable[[], tuple[np.float32, np.float32] | None]:
-    """A function that finds the largest x alone in a tensor whose output is zero, and the next
-    number, whose is not.
+    """A function that finds the largest x alone in a tensor whose output is zero, and the next x.
 
     It returns None if the least number of the dtype has an output above zero, as without an eps.
     """

@@ -46,7 +46,8 @@ def identify_memory(quantizer: Quantizer) -> tuple[Quantizer, Finding]:
     unlike = [i for i, output in enumerate(after) if not equal_outputs(output, steady)]
     count = unlike[-1] + 1 if unlike else 0
     # A scale of an earlier call is a memory. Codes of an earlier call are a fault.
-    if count and after[-1].tensor.tobytes() == quantizer.once(small / 2).tensor.tobytes():
+    last = after[-1].tensor.tobytes()
+    if count and last == quantizer.once(small / 2).tensor.tobytes():
         raise ConformanceError(
             f"a quantizer gives the codes of its own input; {quantizer.subject.name}, called "
             f"with x of 0.5s {list(SHAPE)} after x of ones, gives the codes of the ones. A "
@@ -160,7 +161,8 @@ def identify_granularity(quantizer: Quantizer) -> FoundGranularity:
 
 def equal_outputs(a: QuantizerOutput, b: QuantizerOutput) -> bool:
     """Whether two outputs are equal, bit for bit."""
-    pairs = [(a.tensor, b.tensor), *((a.scales[name], b.scales.get(name)) for name in a.scales)]
+    scales = [(scale, b.scales.get(name)) for name, scale in a.scales.items()]
+    pairs = [(a.tensor, b.tensor), *scales]
     return all(
         q is not None and p.shape == q.shape and p.tobytes() == q.tobytes() for p, q in pairs
     )

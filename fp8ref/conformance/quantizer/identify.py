@@ -65,9 +65,8 @@ def identify_quantizer(
                of 4 bits are one a byte or two (F-5).
     expect     a policy's name that it must follow, with granularity and axis if they are given.
 
-    Raises:    ValueError: fmt neither an FP8 format nor e2m1fn, an unknown name; ConformanceError:
-               not a valid quantizer: it raises, gives other shapes, changes its input, or does not
-               repeat itself.
+    Raises:    ValueError: fmt neither FP8 nor e2m1fn, an unknown name; ConformanceError: no valid
+               quantizer: it raises, gives other shapes, changes its input, or is not repeatable.
     """
     expected = Expected(name=expect, granularity=granularity, axis=axis)
     fmt = formats.by_name(fmt)
@@ -97,8 +96,7 @@ def require_quantizer(
     **options: Any,
 ) -> Outcome:
     """Require that a function is a quantizer of a policy, else raise an AssertionError with the
-    simplest tensors that differ. Options and errors are those of ``identify_quantizer`` (spec
-    S-16).
+    simplest tensors that differ. Options, errors: as of ``identify_quantizer`` (spec S-16).
     """
     return identify_quantizer(function, fmt, expect=expect, **options).require()
 
@@ -110,7 +108,8 @@ def _identify_by_amaxes(quantizer: Quantizer, fmt: Format, expected: Expected) -
     output = quantizer.ask(np.ones(SHAPE, np.float32))
     # the format that the dtype of the output names, else the one asked for
     found_fmt = CAST_FORMATS.get(output.dtype.removeprefix("float8_"), fmt)
-    findings = [describe.format_finding(output, found_fmt, fmt), remembered, group.finding]
+    format_finding = describe.format_finding(output, found_fmt, fmt)
+    findings = [format_finding, remembered, group.finding]
     if group.granularity is None:
         return describe.without_granularity(quantizer, fmt, found_fmt, findings, expected.name)
     answers = _answers(quantizer, group, found_fmt)
@@ -120,7 +119,9 @@ def _identify_by_amaxes(quantizer: Quantizer, fmt: Format, expected: Expected) -
         describe.returned_finding(answers.scale_layout, output),
         describe.policy_finding(matched),
     ]
-    unlike = [] if matched.agreements else counterexamples.for_policy(matched, matched.nearest)
+    unlike = []
+    if not matched.agreements:
+        unlike = counterexamples.for_policy(matched, matched.nearest)
     misnamed = counterexamples.misnamed_arrays(answers, matched.chosen.policy)
     checked = _check_basis(matched, expected, unlike)
     findings += checked.findings
@@ -348,8 +349,7 @@ def _unexpected_rounding(a: Responses, chosen: Candidate) -> list[Counterexample
 def _unexplained(
     matched: PolicyMatch, inner: _InnerCast | None, different: list[Counterexample]
 ) -> tuple[list[Counterexample], Candidate]:
-    """Counterexamples that the policy found and the rounding found do not explain together, and the
-    two together.
+    """Counterexamples that the policy and rounding found do not explain together, and the two.
 
     different  where the rounding is not that of S-5.
     """

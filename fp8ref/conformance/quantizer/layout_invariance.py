@@ -1,8 +1,7 @@
 """Check that the identified policy also holds for other shapes, dtypes and strides.
 
 In each shape the largest element, NaNs and infinities are planted in turn: last in each group,
-inside of each group, and for one shape in many places. Kernels go wrong there: at tails, lanes and
-blocks.
+inside it, and for one shape in many places. Kernels go wrong there: at tails, lanes and blocks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,8 +52,7 @@ SHAPES = (
 )
 """Shapes whose K is as S-6 asks.
 
-Among them are one row, a square, more than 256 rows that no block divides, long rows, and over a
-million elements.
+Among them are one row, a square, over 256 rows that no block divides, long rows, 10^6 elements.
 """
 
 RAGGED = ((1, 1), (2, 3), (3, 17), (4, 1000))
@@ -197,8 +195,7 @@ def check_strides(
 def check_dtype(
     comparison: Comparison, shape: tuple[int, int]
 ) -> tuple[Candidate | None, Finding, list[Counterexample]]:
-    """Find the candidate for another dtype: the same policy, or one that computes in that dtype
-    (S-13).
+    """Find another dtype's candidate: the same policy, or one that computes in that dtype (S-13).
 
     None if the dtype is not taken, or no such policy agrees.
     """
@@ -213,7 +210,8 @@ def check_dtype(
         responses = outputs.ask(quantizer, amaxes, shape, *layout)
     except RefusedError as error:
         unasked = (f"{dtype}, for which it raises",)
-        return None, Finding(what, None, str(error), words="not taken", unasked=unasked), []
+        refusal = Finding(what, None, str(error), words="not taken", unasked=unasked)
+        return None, refusal, []
     answers = Answers(
         quantizer=quantizer,
         responses=responses,
@@ -236,9 +234,11 @@ def check_dtype(
     stated = dtype == "bfloat16" or candidate.policy.stored == "scale"
     right = agreements[0].both if stated else agreements[0].deciding
     wrong = _counterexample_among(answers, right | ~answers.considered, candidate)
-    words, evidence = "something else", "codes by quotients in float16, which S-13 leaves open"
+    words = "something else"
+    evidence = "codes by quotients in float16, which S-13 leaves open"
     if wrong:
-        matched, evidence = policy_match.match_policies(answers, candidate.policy), str(wrong[0])
+        evidence = str(wrong[0])
+        matched = policy_match.match_policies(answers, candidate.policy)
         if matched.basis is not None:
             words = matched.chosen.words
     return None, Finding(what, None, evidence, words=words), wrong
@@ -308,7 +308,8 @@ def _other_counts(
         if np.prod(shape, dtype=np.int64) != count and shape != tensor.x.shape:
             got = f"{name or 'scales'} {list(shape)}"
             wanted = f"{count} scales, one of each block, the last one too"
-            return [Counterexample(str(tensor), got, wanted, "S-6, S-16", dtype=output.dtype)]
+            texts = str(tensor), got, wanted, "S-6, S-16"
+            return [Counterexample(*texts, dtype=output.dtype)]
     return []
 
 

@@ -55,8 +55,7 @@ class QuantizerOutput:
     dtype   of the array of the tensor's shape; place: its name, or its index.
     scales  by name or place; float32, e8m0 decoded.
 
-    Codes of 4 bits may be pairs [M, K / 2], and uint8 scales beside them e4m3fn too (S-22):
-    ``e4m3_scales``.
+    4-bit codes may be pairs [M, K / 2], uint8 scales beside them e4m3fn (S-22): ``e4m3_scales``.
     """
 
     codes: np.ndarray | None
@@ -363,7 +362,8 @@ def identify_returned(responses: Sequence[Response], granularity: str, axis: int
         values = np.concatenate([per_group(a, name, scale_layout) for a in responses])
         # Both amaxes are among those asked, and exact in every dtype.
         low, high = (float(values[np.argmax(amax == np.float32(v))]) for v in (1, 1024))
-        if np.array_equal(values, amax, equal_nan=True) or name.strip("_").lower() == "amax":
+        named = name.strip("_").lower() == "amax"
+        if named or np.array_equal(values, amax, equal_nan=True):
             kinds[name] = "amax"
         elif low > high:
             kinds[name] = "scale"
@@ -432,12 +432,11 @@ def as_rows(
 
 
 def some_rows(rows: Response, keep: np.ndarray, width: int) -> Response:
-    """Rows of a response of ``as_rows``, as a mask or as indices, of at most ``width`` elements;
-    the first is the largest.
-    """
+    """Rows of a response of ``as_rows``, by mask or index: of ``width`` elements, largest first."""
     output = rows.output
     codes, values = (None if t is None else t[keep, :width] for t in (output.codes, output.values))
-    x, scales = rows.x[keep, :width], {name: s[keep] for name, s in output.scales.items()}
+    x = rows.x[keep, :width]
+    scales = {name: s[keep] for name, s in output.scales.items()}
     return Response(
         x=x,
         group=np.broadcast_to(np.arange(len(x))[:, None], x.shape),

@@ -61,8 +61,7 @@ def tensors(
 ) -> Iterator[PlantedTensor]:
     """Tensors with values planted in each group, then in many places, then random ones.
 
-    In a shape with ragged blocks, also two in which each group is larger, or smaller, than the one
-    before.
+    With ragged blocks, also two in which each group is larger, or smaller, than the one before.
     """
     rng = np.random.default_rng(0)
     groups = ragged_blocks.groups(shape, scale_layout)
@@ -80,8 +79,7 @@ def tensors(
             planted = ((last, at_last), (inside, at_inside))
             yield _with(shape, rng, name, [(at, v) for at, v in planted if v is not None])
     if shape in (WHOLE, WHOLE[::-1]):
-        # 35 shares no divisor with 32, 128 and 264: it meets all lanes and blocks, most columns.
-        # Then the start of every row.
+        # 35 is coprime to 32, 128 and 264: it meets all lanes and blocks. Then every row's start.
         for i, at in enumerate((*range(0, group.size, 35), *range(0, group.size, shape[1]))):
             place = [(np.array([at]), 4.0 if i % 2 else -4.0)]
             yield _with(shape, rng, f"the largest at {at}", place)
@@ -100,8 +98,7 @@ def tensors(
 
 
 def far_from_one(groups: np.ndarray, quantizer: Quantizer) -> Iterator[PlantedTensor]:
-    """Tensors of zero, tiny and huge groups in turn; of one group, a tensor for each of five
-    magnitudes.
+    """Tensors of zero, tiny and huge groups in turn; of one group, five tensors by magnitude.
 
     With a memory, a quantizer may keep scales after these: one call cannot tell.
     """

@@ -84,8 +84,7 @@ class PolicyMatch:
     explained  for each group, whether the nearest policy with that deviation gives the response.
                What it does not explain has another cause.
     departs    how it departs from the expected policy, where others explain it; or "".
-    deviating  the nearest policy with deviations that explain its scales at all amaxes; None
-               without them.
+    deviating  the nearest policy with deviations that explain its scales at all amaxes; or None.
     """
 
     agreements: Sequence[Agreement]
@@ -135,8 +134,7 @@ def match_policies(answers: Answers, expected: ScalePolicy | None) -> PolicyMatc
     if deviating is None or deviating.candidate.deviation.parts > _FEW:
         policies = sorted(policy_data.POLICIES.values(), key=lambda p: p != expected)
         deviating = _deviating(answers, policies)
-    # Codes that are wrong beside right scales: the cast decides them, unless a deviation explains
-    # every one.
+    # Codes that are wrong beside right scales: the cast decides them, unless a deviation does.
     if tied and (deviating is None or as_named.mismatches(deviating).any()):
         return as_named
     # Deviations must explain more than the best policy does as it is.
@@ -161,13 +159,15 @@ def _deviating(answers: Answers, policies: Sequence[ScalePolicy]) -> Agreement |
     rows, row_layout = answers.rows
     if len(rows) != 1:
         return None
+    every, width = np.arange(rows[0].amax.size), deviation_search.WIDTH
+    underflow = deviation_search.asked_for_underflow(answers.quantizer, answers.shape)
     search = Search(
-        rows=outputs.some_rows(rows[0], np.arange(rows[0].amax.size), deviation_search.WIDTH),
+        rows=outputs.some_rows(rows[0], every, width),
         scale_layout=row_layout,
         considered=answers.considered,
         fmt=answers.fmt,
         flushing=answers.flushing,
-        underflow=deviation_search.asked_for_underflow(answers.quantizer, answers.shape),
+        underflow=underflow,
     )
     partial = search.run(policies)
     return partial and candidates.agreement(partial.candidate, rows, row_layout)
@@ -222,12 +222,10 @@ def _named(answers: Answers) -> tuple[list[Agreement], Agreement]:
 def match_ratio(
     best: Agreement, responses: Sequence[Response], scale_layout: ScaleLayout
 ) -> tuple[Agreement, str, np.ndarray]:
-    """The policy whose scales differ by one factor, the factor in words, and for each group whether
-    its scale has it.
+    """The policy whose scales differ by one factor, the factor, and which groups' scales have it.
 
     Without such a policy: the best, "", and no group. The factor may vary by rounding: a ratio of
-    scales, or of their reciprocals, has four roundings to float32, each within 2^-24, so that two
-    ratios are within 2^-21.
+    scales, or of reciprocals, has four float32 roundings of 2^-24, so two differ by 2^-21 at most.
     """
     for policy in policy_data.POLICIES.values():
         candidate = dataclasses.replace(best.candidate, policy=policy)
@@ -245,7 +243,8 @@ def match_ratio(
                     break
             with np.errstate(invalid="ignore"):
                 explained = np.abs(every / ratio - 1) < 2.0**-20
-            return candidates.agreement(candidate, responses, scale_layout), text, explained
+            agreement = candidates.agreement(candidate, responses, scale_layout)
+            return agreement, text, explained
     return best, "", np.zeros(best.both.size, bool)
 
 

@@ -1,5 +1,4 @@
-"""Ragged last blocks: tensors whose reduced axis no block divides, as if zeros filled the last
-block (S-6).
+"""Ragged last blocks: of tensors whose reduced axis no block divides, as if filled by zeros (S-6).
 
 S-6 refuses them. A library that takes them is compared with the same tensor, padded with zeros to
 whole blocks; the codes of the zeros are left out.
@@ -16,8 +15,7 @@ from fp8ref.spec.granularity import by_name
 
 
 def shapes(scale_layout: ScaleLayout) -> list[tuple[int, int]]:
-    """Shapes [M, K] with a ragged last block of K, of odd and of aligned lengths; [K, M] for axis
-    0.
+    """Shapes [M, K] with a ragged last block of K, odd and aligned lengths; [K, M] for axis 0.
 
     Empty for scales of lines and of whole tensors, whose K is free.
     """

@@ -22,9 +22,9 @@ def numbers(largest: float) -> Iterator[np.float32]:
     for bits, exponent in sorted(
         itertools.product(range(24), (*_EXPONENTS, int(own) - 1)), key=lambda pair: _oddity(*pair)
     ):
-        for m in sorted(
-            {np.floor(mantissa * 2**bits) / 2**bits, np.ceil(mantissa * 2**bits) / 2**bits}, key=abs
-        ):
+        unit = 2.0**-bits
+        ends = {np.floor(mantissa / unit) * unit, np.ceil(mantissa / unit) * unit}
+        for m in sorted(ends, key=abs):
             with np.errstate(over="ignore", under="ignore"):
                 number = np.float32(m * 2.0**exponent)
             if np.isfinite(number) and number != 0:
@@ -32,8 +32,7 @@ def numbers(largest: float) -> Iterator[np.float32]:
 
 
 def _oddity(bits: int, exponent: int) -> float:
-    """How far a number of so many mantissa bits is from an ordinary one: two bits count as doubling
-    the exponent does.
+    """How odd a number of so many mantissa bits is: two bits count as a doubled exponent.
 
     >>> _oddity(1, 0) < _oddity(0, -30), _oddity(2, 1) < _oddity(9, 0)
     (True, True)

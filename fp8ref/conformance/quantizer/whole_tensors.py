@@ -61,7 +61,8 @@ def block_candidates() -> list[BlockCandidate]:
     """All that round to nearest even, the usual ones first."""
     kinds = [(p, g) for g in ("nvfp4_1x16", "nvfp4_16x16") for p in FP4_POLICIES]
     kinds += [(p, g) for g in ("mx_1x32", "mx_32x32") for p in MX_POLICIES]
-    return [BlockCandidate(policy=p, granularity=g, axis=a) for a in (-1, 0) for p, g in kinds]
+    every = [(p, g, a) for a in (-1, 0) for p, g in kinds]
+    return [BlockCandidate(policy=p, granularity=g, axis=a) for p, g, a in every]
 
 
 class Match(NamedTuple):
@@ -95,9 +96,7 @@ class TensorAnswers:
         ]
 
     def wrong(self, kind: str, q: Quantized, packing: str) -> np.ndarray:
-        """Where codes or values of a tensor are not those of q, bool [M, K]; elements whose scaled
-        value is NaN agree (C-9).
-        """
+        """Where codes or values of a tensor are not q's, bool [M, K]; of a NaN, all agree (C-9)."""
         x, output = self.tensors[kind], self.outputs[kind]
         with np.errstate(all="ignore"):
             scaled = x * scaling.spread(q.scale, x.shape, q.blocks)
@@ -117,7 +116,8 @@ class TensorAnswers:
         ranked = self._ranked(self.candidates)
         if self.repeats and ranked[0][0]:  # another rounding, of the scales that came nearest
             nearest = list(dict.fromkeys(candidate for _, candidate, _ in ranked[:6]))
-            others = [dataclasses.replace(c, rounding=r) for r in ROUNDINGS[1:] for c in nearest]
+            pairs = [(c, r) for r in ROUNDINGS[1:] for c in nearest]
+            others = [dataclasses.replace(c, rounding=r) for c, r in pairs]
             ranked = sorted([*ranked, *self._ranked(others)], key=lambda row: row[0])
         _, best, packing = ranked[0]
         agreeing = [c for count, c, p in ranked if count == 0 and p == packing]
@@ -127,7 +127,8 @@ class TensorAnswers:
         """(how many elements differ, candidate, packing), the fewest first."""
         rows = []
         for candidate in some:
-            expected = {kind: candidate.quantize(x, self.fmt) for kind, x in self.tensors.items()}
+            tensors = self.tensors.items()
+            expected = {kind: candidate.quantize(x, self.fmt) for kind, x in tensors}
             for packing in self.outputs["spread"].packings(SHAPE):
                 wrong = (self.wrong(kind, q, packing) for kind, q in expected.items())
                 rows.append((sum(int(differs.sum()) for differs in wrong), candidate, packing))
@@ -161,8 +162,7 @@ class TensorAnswers:
 
 
 def identify(subject: Subject, fmt: Format, expected: Expected) -> Outcome:
-    """Identify a quantizer to e2m1fn: its blocks, policy, rounding, and how pairs of codes are
-    packed.
+    """Identify a quantizer to e2m1fn: its blocks, policy, rounding, and how it packs pairs.
 
     Raises:    ValueError: an expected policy that is not of such blocks; ConformanceError: not a
                valid quantizer, as identify_quantizer.
@@ -305,7 +305,9 @@ def _codes_of_nan(answers: TensorAnswers) -> str:
         output = outputs.ask_four_bits(answers.subject, x, answers.source)
     except ConformanceError:
         return "refused"
-    shown = output.values if output.codes is None else output.unpacked(output.packings(SHAPE)[0])
+    shown = output.values
+    if output.codes is not None:
+        shown = output.unpacked(output.packings(SHAPE)[0])
     assert shown is not None
     return ", ".join(str(v) for v in shown[0, :2])
 
@@ -356,8 +358,7 @@ def measure_bias(answers: TensorAnswers, floor: Quantized, packing: str) -> floa
     """How many standard deviations the mean of what is added to magnitudes is from that of
     stochastic rounding, whose rate of rounding up is the fraction (C-2).
 
-    floor     "spread" rounded toward zero. Each rounding up is a trial of its own, of variance
-              p (1 - p).
+    floor     "spread" rounded toward zero: each rounding up is a trial of variance p (1 - p).
     """
     x, subject = answers.tensors["spread"], answers.subject
     with np.errstate(all="ignore"):
@@ -377,7 +378,6 @@ def measure_bias(answers: TensorAnswers, floor: Quantized, packing: str) -> floa
                 "not values."
             )
         ups += int(((output.unpacked(packing) & 7).astype(np.int64) - lower).sum())
-    # cvt.rs of NVIDIA's takes 8 bits of the fraction: its rate is up to 2^-9 off at ties of these
-    # bits, on average none.
+    # NVIDIA's cvt.rs takes 8 bits of the fraction: its rate is up to 2^-9 off, on average none.
     deviation = math.sqrt(CALLS * max(float((p * (1 - p)).sum()), 1e-9))
     return float((ups - CALLS * p.sum()) / deviation)

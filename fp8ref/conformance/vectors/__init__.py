@@ -4,8 +4,7 @@
 
 A line is a vector: fields separated by blanks. ``gen`` writes the inputs. The tested program writes
 each line again and appends its answers. ``verify`` judges them. A field is one number, or several
-separated by commas, the last axis fastest. Numbers are bits in hexadecimal, most significant first;
-a shape is decimal.
+with commas, the last axis fastest. Numbers are hexadecimal, most significant first; shapes decimal.
 
     operation   inputs                                              answers
     cast        value                                               code

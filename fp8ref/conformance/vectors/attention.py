@@ -45,8 +45,7 @@ _DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 @dataclass(frozen=True, kw_only=True)
 class Attention:
     """A set of vectors: ``count`` problems of a shape, under a mask and a window "left,right", -1
-    for an open side; with a softcap, a number, and sinks, numbers of the query heads with commas,
-    or "none" (A-22, A-23).
+    for an open side; with a softcap, and sinks, the query heads' numbers, or "none" (A-22, A-23).
 
     Raises:   ValueError: an unknown variant or mask, a window, shape, seed or count out of range; a
               softcap or sinks that are no such numbers, or that the variant does not take.

@@ -49,8 +49,7 @@ OUTS = tuple(f.name for f in OUT_DTYPES)  # the output dtypes by name
 class Gemm:
     """A set of vectors: ``count`` products of a shape M,N,K; both operands have the granularity.
 
-    Raises:   ValueError: an unknown format, granularity or out_dtype, a shape that does not fit, a
-              seed or count out of range.
+    Raises:   ValueError: an unknown format, granularity or out_dtype, a shape, seed or count unfit.
     """
 
     format: str
