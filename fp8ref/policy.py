@@ -70,8 +70,7 @@ class E8M0Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class TwoLevel:
-    """Scales of blocks that are numbers of an 8-bit format, under one float32 scale of the tensor
-    (S-22).
+    """Block scales that are numbers of an 8-bit format, under one float32 of the tensor (S-22).
 
     tensor     the scale of the tensor: ``encode``, multiplies into the range of the blocks' scales
                and is made first; ``decode``, multiplies out of it and is made first; ``none``:
@@ -375,8 +374,7 @@ _TE_DELAYED = ScalePolicy(
     name="te_delayed", overflow="float32_max", zero="keep", infinite="keep", nan="keep"
 )
 
-# flax 0.12.8, linen/fp8_ops.py: compute_scale, quantize. The quotient is formed, and its reciprocal
-# stored.
+# flax 0.12.8, linen/fp8_ops.py: compute_scale, quantize. The quotient's reciprocal is stored.
 _FLAX = ScalePolicy(name="flax", zero="keep", infinite="keep", nan="keep", stored="scale_inv")
 
 # MS-AMP (commit 0367bdc5), msamp/common/tensor/meta.py: ScalingMeta.compute_scaling_factor. In
@@ -442,8 +440,7 @@ _COMPRESSED = ScalePolicy(
 )
 _BF16 = functools.partial(dataclasses.replace, compute=BFLOAT16, scale_dtype=BFLOAT16)
 
-# torchao 0.19, prototype/mx_formats/mx_tensor.py: scale is 2^-k for every k, an infinite amax as a
-# NaN.
+# torchao 0.19, prototype/mx_formats/mx_tensor.py: scale is 2^-k for every k, NaN for Inf amaxes.
 _MX_019 = functools.partial(
     dataclasses.replace,
     power_of_two="mask",
@@ -492,8 +489,7 @@ POLICIES = {
         _TE_BLOCK_BF16,
         _DEEPGEMM,
         dataclasses.replace(_DEEPGEMM, name="deepgemm_cpu", ratio="amax/max"),
-        # ceil_to_ue8m0 of the same file: the exact round-up, of a NaN too. The eps leaves no code
-        # 0.
+        # ceil_to_ue8m0 of the same file: the exact round-up, of NaN too. eps leaves no code 0.
         dataclasses.replace(
             _DEEPGEMM,
             name="deepgemm_ue8m0",

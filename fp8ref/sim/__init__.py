@@ -1,5 +1,4 @@
-"""The simulator: FP8 training numerics in NumPy, the definition of correct. It imports neither jax
-nor torch.
+"""The simulator: FP8 training numerics in NumPy, the definition of correct, without jax or torch.
 
 Read it in this order; each module cites its clauses of docs/spec:
 

@@ -1,5 +1,4 @@
-"""Delayed scaling: the scale of a step comes from the amaxes of the steps before it (spec H).
-Pure state and functions.
+"""Delayed scaling: a step's scale comes of earlier steps' amaxes (spec H). Pure functions.
 
     state = delayed.init(config)                                   # scale 1, an empty history
     scales = delayed.scales(state, config, fmt)                    # known before the step's tensor
@@ -70,8 +69,7 @@ def init(config: str | DelayedScaling, shape: tuple[int, ...] = ()) -> DelayedSt
 
 
 def observe(amax, *, non_finite=False, seen=True) -> Observation:
-    """One use of a tensor: its amax, and a flag for a non-finite element that a reduction may have
-    lost (spec H-4).
+    """One use of a tensor: its amax; a flag of a non-finite element a reduction may lose (H-4).
 
     Shapes:   amax float32 [...], as ``scaling.amax`` gives it; flags of its shape or ().
     Raises:   ValueError: amax negative or not float32; flags of another shape.
@@ -87,8 +85,7 @@ def observe(amax, *, non_finite=False, seen=True) -> Observation:
 
 
 def merge(*observations: Observation) -> Observation:
-    """One observation of several: microbatches, uses, shards (spec H-4). Any order and
-    grouping gives the same.
+    """One observation of several: microbatches, uses, shards (H-4), in any order and grouping.
 
     Shapes:   all of one shape.
     Specials: amax is NaN if any seen one is; an observation that is not seen contributes nothing;
@@ -109,8 +106,7 @@ def merge(*observations: Observation) -> Observation:
 
 
 def scales(state: DelayedState, config: str | DelayedScaling, fmt: Format) -> Scales:
-    """The scales of the coming step, from the steps before it (spec H-1): float32 of the
-    state's shape [...].
+    """The coming step's scales, from the steps before it (H-1): float32 of the state's shape.
 
     Order:    timing ``update``: what is stored, and RN32(1 / it). timing ``use``: of the history,
               by the policy (S-9).
@@ -128,8 +124,7 @@ def scales(state: DelayedState, config: str | DelayedScaling, fmt: Format) -> Sc
 def update(
     state: DelayedState, *observations: Observation, config: str | DelayedScaling, fmt: Format
 ) -> DelayedState:
-    """The state after a step, given one observation for each use of the tensor in it, in their
-    order (spec H-3 to H-8).
+    """The state after a step, from an observation of each use in it, in order (H-3 to H-8).
 
     Shapes:   observations of the state's shape [...].
     Order:    merge (or, under reuse ``sum``, one update a use, added up from the last use to the
@@ -170,8 +165,7 @@ def step(
 
 
 def clipped(amax, scale, fmt: Format) -> np.ndarray:
-    """Whether a tensor of this amax is clipped under a scale that comes of other amaxes (spec
-    Q-11).
+    """Whether a tensor of this amax is clipped under a scale of other amaxes (spec Q-11).
 
     Shapes:   amax and scale broadcast; bool of their shape.
     Order:    RN32(amax * scale), as S-5 rounds it; clipped if its cast, unsaturated, leaves the
@@ -198,8 +192,7 @@ def _advance(
 ) -> DelayedState:
     """The state after one observation; each element is pushed, skipped or left as unused."""
     pushed = np.concatenate([use.amax[..., None], state.amax_history[..., :-1]], axis=-1)
-    # Under timing ``use`` the scale that this step used is stored, so what is stored is one step
-    # behind.
+    # Under timing ``use`` the scale that this step used is stored, one step behind.
     history = state.amax_history if config.timing == "use" else pushed
     computed = getattr(_compute(history, state.stored, config, fmt), config.policy.stored)
     stored = np.where(state.step % config.interval == 0, computed, state.stored)

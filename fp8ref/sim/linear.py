@@ -89,8 +89,7 @@ def backward(
     scales: Mapping[Role, Scales] | None = None,
     seed: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(grad_input [..., K], grad_weight [N, K]) from grad_output g [..., N], input x [..., K],
-    weight w [N, K].
+    """(grad_input [..., K], grad_weight [N, K]) of grad_output g [..., N], x [..., K], w [N, K].
 
     seed      as forward's, of either GEMM. A step that rounds afresh has another seed.
 
@@ -133,8 +132,7 @@ def _gemm(
     scales: Mapping[Role, Scales] | None,
     seed: int | None,
 ) -> np.ndarray:
-    """One of the three GEMMs: operands turned so that the reduced axis is last, quantized,
-    multiplied.
+    """One of the GEMMs: operands with the reduced axis last, quantized, multiplied.
 
     [M, K] x [N, K] -> [M, N], with M, N and K of that GEMM.
     """
@@ -226,8 +224,7 @@ def multiply(
     if not isinstance(a, Quantized) or not isinstance(b, Quantized):
         return gemm.matmul_hp(a, b, out_dtype=out_dtype)
     if a.granularity in _WHOLE_LINES and b.granularity in _WHOLE_LINES:
-        # As a kernel does where a tile reaches beyond K: a tensor core takes 32 of K at a time, and
-        # zeros change no bit (G-12).
+        # As a kernel's tile that passes K: cores take 32 of K; zeros change no bit (G-12).
         a, b = (
             q._replace(codes=np.pad(q.codes, ((0, 0), (0, -q.codes.shape[1] % K_STEP))))
             for q in (a, b)

@@ -1,5 +1,4 @@
-"""The trainer's Llama, forward pass only (spec M-3): every rounding is at a named site, all
-else in float64.
+"""The trainer's Llama, forward only (M-3): roundings are at named sites, all else in float64.
 
 Slow and plain, for checks. With ``seed=None`` all sites round to nearest even. With a seed they
 round stochastically, which gives one sample of the noise of rounding alone (spec B-2, B-3).
@@ -265,8 +264,7 @@ class _Pass:
         scores = in_range(q @ k.swapaxes(-1, -2)) / np.sqrt(q.shape[-1])  # [B, H, T, T]
         scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
         top = scores.max(-1, keepdims=True)
-        # A score of -inf is a probability of 0, no failure, unless all of a token's scores are
-        # -inf.
+        # A score of -inf is a probability of 0, no failure, unless all of a token's are.
         shown = np.where(np.isneginf(scores) & ~np.isneginf(top), 0, scores)
         factors = {"query": q, "key": k}
         self.report(name, "attention scores", shown, factors=factors, fmt=FLOAT32)

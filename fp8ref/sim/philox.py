@@ -1,5 +1,4 @@
-"""Random numbers of stochastic rounding (spec C-2): a function of a seed and an element's flat
-index, nothing else.
+"""Random numbers of stochastic rounding (C-2): a function of a seed and an element's flat index.
 
 Philox4x32 turns a counter of four 32-bit words and a key of two into four random words by rounds of
 multiplication. Seven rounds are the fewest that pass BigCrush: Salmon, Moraes, Dror, Shaw,
@@ -58,8 +57,7 @@ def uniform48(start: int | np.ndarray, count: int, seed: int) -> np.ndarray:
         if isinstance(start, np.ndarray)
         else np.arange(start, start + count, dtype=np.uint64)
     )
-    # Words 0 and 1 of all counters come first, words 2 and 3 second: a kernel then fills two arrays
-    # of 64-bit words.
+    # Words 0 and 1 of all counters first, 2 and 3 second: a kernel fills two 64-bit arrays.
     block, within = index // np.uint64(BLOCK), index % np.uint64(BLOCK)
     half, place = within // np.uint64(BLOCK // 2), within % np.uint64(BLOCK // 2)
     counter = block * np.uint64(BLOCK // 8) + place // np.uint64(4)

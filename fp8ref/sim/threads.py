@@ -31,8 +31,7 @@ def threads() -> int:
 
 @contextmanager
 def using(count: int) -> Iterator[None]:
-    """Within the context, kernels called from this thread use count threads; no bit changes.
-    ValueError below 1."""
+    """In the context kernels of this thread use count threads; bits stay. ValueError below 1."""
     if count < 1:
         raise ValueError(f"the number of threads is at least 1; got {count}.")
     token = _threads.set(count)
@@ -54,8 +53,7 @@ def ranges(size: int, unit: int, pieces: int) -> list[tuple[int, int]]:
 
 
 def run(function: Callable[[int, int], None], size: int, *, unit: int = 1, grain: int = 1) -> None:
-    """function(begin, end) over ranges that cover [0, size), on several threads when there are at
-    least ``grain`` for each.
+    """function(begin, end) over ranges of [0, size), on threads of at least ``grain`` each.
 
     A thread that is done takes another range: a processor that something else slows down does less.
     """
@@ -69,9 +67,7 @@ def run(function: Callable[[int, int], None], size: int, *, unit: int = 1, grain
 
 
 def each(function: Callable[..., None], items: Sequence[tuple]) -> None:
-    """function(*item) for every item, several at a time, each on one thread; an item alone has all
-    threads.
-    """
+    """function(*item) for all items, several at a time, a thread each; one item has all threads."""
     if len(items) == 1:
         function(*items[0])
         return

@@ -116,8 +116,7 @@ DELAYED = {
             non_finite="record",
             nan_in_history="drop",
         ),
-        # flax 0.12.8, linen/fp8_ops.py: Fp8DirectDotGeneralOp, whose state is overwritten with its
-        # own cotangent.
+        # flax 0.12.8, linen/fp8_ops.py: Fp8DirectDotGeneralOp: its state becomes its cotangent.
         DelayedScaling(
             name="flax",
             history_length=1024,

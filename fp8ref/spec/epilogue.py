@@ -1,8 +1,7 @@
 """Epilogues as data: the scales, roundings and bias between a GEMM's accumulator and its output
 (spec G-4, G-5, G-14, G-15, G-18).
 
-EPILOGUES holds those that recipes choose among, by name. ``sim.gemm.finish`` implements every
-``Epilogue``.
+EPILOGUES holds those of recipes, by name. ``sim.gemm.finish`` implements every ``Epilogue``.
 """
 
 from dataclasses import dataclass

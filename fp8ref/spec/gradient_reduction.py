@@ -1,5 +1,4 @@
-"""Gradients in FP8 as data: the factors of a shared scale, and the rule that tunes one (spec
-P-21, P-22).
+"""FP8 gradients as data: the factors of a shared scale, and the rule that tunes one (P-21, P-22).
 
 ``sim.gradient_reduction``, ``jax.gradient_reduction`` and ``torch.gradient_reduction`` sum
 gradients over ranks by them.

@@ -48,8 +48,7 @@ def by_name(name: str) -> Granularity:
 
 
 def block_of(a: str, b: str) -> int | None:
-    """The length along K that shares a scale, for both operands of a GEMM; None for all of K
-    (spec G-13, L-4).
+    """The length along K that shares a scale, for both operands; None for all (G-13, L-4).
 
     >>> block_of("blockwise_1x128", "blockwise_128x128"), block_of("rowwise", "tensorwise")
     (128, None)
@@ -114,8 +113,7 @@ def lengths(name: str, ndim: int, axis: int) -> Blocks:
 def blocks(
     name: str, shape: tuple[int, ...], axis: int, *, ragged: bool = False
 ) -> tuple[int, ...]:
-    """The size of a whole block along each axis of a tensor of this shape: ``shape`` itself for
-    tensorwise.
+    """A whole block's size along each axis of a tensor of this shape: ``shape`` for tensorwise.
 
     ragged    the last block along the reduced axis may be shorter too, as along a linear's rows
               (L-5).

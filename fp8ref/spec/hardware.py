@@ -1,5 +1,4 @@
-"""The interface of simulated hardware: a function on the host that replaces a framework's FP8 GEMM
-(spec G-19).
+"""The interface of simulated hardware: a host function replaces a framework's FP8 GEMM (G-19).
 
 The backends import no simulator. They receive a ``Multiply``, in a run a ``sim.hardware.Hardware``,
 and call it where they would multiply.
@@ -26,8 +25,7 @@ class Factor(NamedTuple):
 
 
 class Multiply(Protocol):
-    """[M, K] x [N, K] -> float32 [M, N], values of out_dtype: sum, scales and rounding. Hashable;
-    two of one name are equal.
+    """[M, K] x [N, K] -> float32 [M, N] in out_dtype: sum, scale, round. Hashable, equal by name.
 
     accumulate   ``fast`` or ``slow``, as the recipe asks (G-7).
     epilogue     a name in ``epilogue.EPILOGUES``, without a bias.

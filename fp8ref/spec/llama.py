@@ -1,5 +1,4 @@
-"""The trainer's Llama as data, shared by both backends (spec M): sizes, parameter names and
-shapes, initial weights.
+"""The trainer's Llama as data for both backends (M): sizes, names and shapes, initial weights.
 
 Names and shapes are those of ``transformers.LlamaForCausalLM``; with experts (M-8) those of
 ``transformers.Qwen3MoeForCausalLM``, of which each projection of a layer's experts is one parameter
@@ -264,11 +263,9 @@ class Weight(Protocol):
 
 @dataclass(frozen=True)
 class InitialWeight:
-    """A matrix of the initial weights (spec M-6), drawn where it is read; of experts [E, N, K] the
-    E matrices below each other.
+    """A matrix of initial weights (M-6), drawn where read; of experts [E, N, K] the E stacked.
 
-    Every row has numbers of its own, so that a piece of the matrix costs its rows, and any pieces
-    have the bits of the whole.
+    Every row has numbers of its own: a piece costs its rows, and has the bits of the whole.
 
     place   among the names of ``parameter_shapes``.
     scale   the standard deviation.
@@ -348,8 +345,7 @@ def check_weights(weights: Mapping[str, Weight], config: LlamaConfig) -> None:
 
 
 def check_finite(name: str, piece: np.ndarray, offset: Sequence[int] | None = None) -> None:
-    """ValueError that names the first value of a weight's piece that is not finite. offset: of the
-    piece in the weight."""
+    """ValueError naming a weight's first value that is not finite; offset: of the piece in it."""
     if not np.isfinite(piece).all():
         index = np.unravel_index(np.flatnonzero(~np.isfinite(piece))[0], piece.shape)
         at = [int(i + start) for i, start in zip(index, offset or [0] * piece.ndim, strict=True)]

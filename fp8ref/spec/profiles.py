@@ -1,8 +1,6 @@
-"""Profiles as data: what one library, in one range of versions, does, in the names of the
-specification.
+"""Profiles as data: what a library, in a range of versions, does, in the specification's names.
 
-docs/spec/profiles.md states them with their differences. ``policy_profiles`` says which libraries a
-policy is of.
+docs/spec/profiles.md states them and differences. ``policy_profiles``: libraries of a policy.
 """
 
 import functools

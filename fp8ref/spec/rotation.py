@@ -37,7 +37,6 @@ def check_size(size: int) -> None:
         )
 
 
-# TransformerEngine, pytorch/custom_recipes/reference_nvfp4.py: get_wgrad_sign_vector (commit
-# d0067d0d).
+# TransformerEngine d0067d0d, pytorch/custom_recipes/reference_nvfp4.py: get_wgrad_sign_vector.
 NVFP4_ROTATION = Rotation(signs=(1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1))
 """Transformer Engine's rotation of the operands of grad_weight under NVFP4."""

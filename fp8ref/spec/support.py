@@ -25,8 +25,7 @@ BACKENDS: tuple[Backend, ...] = ("jax", "torch")
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """A choice of which a backend takes a part. The texts are formats of ``choice``, ``backend``
-    and what the caller adds.
+    """A choice that a backend takes in part. Texts format ``choice``, ``backend`` and the caller's.
 
     takes     whether it takes a choice.
     needs     the requirement.

@@ -1,5 +1,4 @@
-"""Exponentials, logarithms and hyperbolic tangents of float32 numbers, rounded correctly (spec A-5,
-A-11, A-22).
+"""Exponentials, logarithms and tanh of float32 numbers, rounded correctly (spec A-5, A-11, A-22).
 
 ``exp_plain``, ``exp2_plain``, ``tanh_plain``, ``log``, ``log2`` and ``tanh`` take their digits from
 the standard library's ``decimal``. The compiled twins of the first two, in ``kernels.attention``,

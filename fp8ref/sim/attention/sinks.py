@@ -1,6 +1,4 @@
-"""Attention sinks: a learned logit of each query head, which joins the sum of every row and has no
-value (spec A-23).
-"""
+"""Attention sinks: a learned logit a query head, in every row's sum, without a value (A-23)."""
 
 import math
 
@@ -10,9 +8,7 @@ from fp8ref.sim.attention import exponentials
 from fp8ref.spec.attention.variants import Variant
 
 FAR = np.float32(64)
-"""A sink that lies so far above a row's maximum, in units of the exponent, leaves nothing of its
-keys.
-"""
+"""A sink so far above a row's maximum, in units of the exponent, leaves nothing of its keys."""
 
 _LOG2E = np.float32(math.log2(math.e))
 

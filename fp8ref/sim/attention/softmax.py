@@ -1,5 +1,4 @@
-"""The online softmax of one tile of keys (spec A-4 to A-8): maxima, probabilities, sums, and the
-factors of what came before.
+"""The online softmax of a tile of keys (A-4 to A-8): maxima, probabilities, sums, factors.
 
 ``step`` calls the compiled kernel; ``step_plain`` is the definition, in NumPy.
 """

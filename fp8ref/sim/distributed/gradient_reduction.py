@@ -212,8 +212,7 @@ def ring(
 
 
 def ring_bound(codes: Sequence[np.ndarray], fmt: Format = E4M3FN) -> np.ndarray:
-    """A bound on |decode(ring(codes)) - exact sum|, float64 in the units of codes, for every order
-    and start.
+    """A bound on |decode(ring(codes)) - exact sum|, float64 in units of codes, for all orders.
 
     Source:   spec P-23, which derives it.
     """

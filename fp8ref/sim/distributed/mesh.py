@@ -1,8 +1,6 @@
-"""Layouts: which device of a mesh holds which piece of a tensor (spec P-1). Nothing here
-communicates or rounds.
+"""Layouts: which device holds which piece of a tensor (P-1). Nothing communicates or rounds.
 
-``Mesh`` is a grid of devices with named axes, ``Layout`` the cut of one tensor over it, ``split``
-its pieces.
+``Mesh`` is a grid of devices with named axes, ``Layout`` a tensor's cut, ``split`` its pieces.
 """
 
 import itertools
@@ -21,8 +19,7 @@ Device = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Devices in a grid with named axes, such as ``Mesh(axes={"data": 2, "tensor": 4})``. A device
-    is named by its coordinates.
+    """Devices, named by coordinates, in a grid of named axes: ``Mesh(axes={"data": 2})``.
 
     Raises:   ValueError: an axis of fewer than one device.
     """

@@ -1,5 +1,4 @@
-"""A GEMM whose reduced axis is cut over devices (spec P-7, P-8): what is summed over them, and
-what is rounded before.
+"""A GEMM whose reduced axis is cut over devices (P-7, P-8): what is summed, and rounded before.
 
 Two GEMMs of training are such: grad_weight under data parallelism, which reduces M, and the output
 of a row-parallel linear, which reduces K. ``matmul``'s ``reduce`` says whether devices sum raw
@@ -22,8 +21,7 @@ from fp8ref.sim.quantize.scaling import Quantized, check_scales
 __all__ = ["matmul"]
 
 Reduce = Literal["exact", "accumulators", "scaled", "rounded"]
-"""What ranks sum: the products of one exact GEMM, accumulators, scaled results or rounded
-outputs."""
+"""What ranks sum: products of one exact GEMM, accumulators, scaled results, rounded outputs."""
 
 
 def matmul(

@@ -73,8 +73,7 @@ def amax(
     maximum: Maximum = np.maximum,
     flag: bool = True,
 ) -> dict[Device, Amax]:
-    """Every device's amax: the largest magnitude of each group, over the devices of its scope that
-    hold part of the group.
+    """Every device's amax: each group's largest magnitude, over the scope's devices with part.
 
     ``maximum`` is the collective's: ``np.fmax`` drops NaNs (XLA:CPU's pmax), ``max_by_comparison``
     drops some (gloo's MAX). The result does not depend on it, because only finite numbers enter it.

@@ -1,5 +1,4 @@
-"""Accumulation, the sum over K of a GEMM: exact (spec G-2), in float32 in order (G-3), or by a
-tensor core's plan (G-12).
+"""Accumulation over K: exact (G-2), in float32 in order (G-3), by a tensor core's plan (G-12).
 
     exact_sum   one rounding, of the exact sum
     f32         acc = RN32(acc + a_k * b_k), k ascending
@@ -42,8 +41,7 @@ SPLIT_TILE = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Accumulation:
-    """An accumulation plan (G-12): chains of steps that start from 0 every ``promotion`` of K,
-    added in float32, in order.
+    """A plan (G-12): chains of steps, from 0 every ``promotion`` of K, added in float32 in order.
 
     promotion    None: one chain over all of K, fast accumulation. 128: slow.
     split_k      parts of K, whose sums are added in float32, in order.
@@ -125,8 +123,7 @@ def chains_plain(
 
 
 def parts(k: int, plan: Accumulation) -> list[np.ndarray]:
-    """The indices of K in each part of the plan, in the order of summation; parts beyond the last
-    tile are empty.
+    """K's indices in each part of the plan, in summation order; parts past the tiles are empty.
 
     >>> plan = Accumulation(name="two halves", unit=UNITS["hopper"], split_k=2)
     >>> [f"{part.min()} to {part.max()}" for part in parts(384, plan)]
@@ -233,15 +230,12 @@ def exact_sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def exact_pair(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Two float64 arrays [M, N] whose exact sum is the exact sum over K; a [M, K], b [N, K], finite
-    values of FP8 formats.
+    """Two float64 arrays [M, N] whose exact sum is that over K; finite FP8 a [M, K], b [N, K].
 
-    A float64 alone does not always hold the exact sum of products of e5m2 numbers, so it is kept in
-    several.
+    A float64 does not always hold the exact sum of products of e5m2 numbers: it takes several.
     """
     parts = _exact_products(_Operand.of(a), _Operand.of(b))
-    # The parts are multiples of 2^-34 below 2^48 each, so that the error terms, at most 2^-4, add
-    # without rounding.
+    # Parts are multiples of 2^-34 below 2^48, so that errors, at most 2^-4, add unrounded.
     total, tail = parts[0], np.zeros_like(parts[0])
     for part in parts[1:]:
         total, error = _two_sum(total, part)
@@ -262,16 +256,14 @@ def multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
 
 
 def round_sum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """RN32(x + y) of finite float64 numbers, rounded once: their sum rounded to odd in float64,
-    then to float32.
+    """RN32(x + y) of finite float64 numbers, rounded once: to odd in float64, then to float32.
 
     A float64 rounded to odd rounds to float32 as the exact sum does (Boldo and Melquiond,
     "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
     """
     total, tail = _two_sum(x, y)
     bits = total.view(np.int64)
-    # Round to odd: an inexact sum whose last bit is even moves to the neighbor on the tail's side,
-    # whose last bit is odd.
+    # Round to odd: an inexact, even sum moves to the neighbor on the tail's side, an odd one.
     even = (tail != 0) & (bits % 2 == 0)
     outward = np.where(np.signbit(tail) == np.signbit(total), 1, -1)
     with np.errstate(over="ignore", under="ignore"):
@@ -295,9 +287,7 @@ class _Operand:
 
     @property
     def width(self) -> int:
-        """The bits of an integer that holds each number in units of the largest power of two that
-        divides all of them.
-        """
+        """Bits of an integer with each number in units of the largest power of two dividing all."""
         if not self.magnitudes.size:
             return 0
         fractions, exponents = np.frexp(self.magnitudes)
@@ -351,8 +341,7 @@ def with_specials(
     """``finite``, the sum of the finite terms, replaced where infinities or NaNs decide it (G-6): a
     [M, K], b [N, K], c [M, N].
 
-    NaN where a term is NaN, an infinity meets a zero factor, or infinities of both signs meet; else
-    the infinity.
+    NaN where a term is NaN, Inf meets a zero factor, or Infs of both signs meet; else that Inf.
     """
     if np.isfinite(a).all() and np.isfinite(b).all() and (c is None or np.isfinite(c).all()):
         return finite

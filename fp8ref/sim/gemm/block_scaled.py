@@ -1,5 +1,4 @@
-"""A GEMM of MX operands whose scales the tensor core applies, step by step, as tcgen05.mma does
-(spec G-23).
+"""A GEMM of MX operands whose scales the tensor core applies by steps, as tcgen05.mma (G-23).
 
 Order: one chain of steps over K, ascending, from 0; in a step of 32 products these are scaled by
 both blocks' powers of two before they are aligned with the accumulator; the result is rounded once

@@ -165,8 +165,7 @@ def finish(
     out_dtype: Format,
     bias: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The epilogue: accumulator -> output, float32 [M, N] holding values of out_dtype (spec
-    G-4, G-5, G-14, G-15, G-18).
+    """The epilogue: accumulator -> float32 [M, N] in out_dtype (G-4, G-5, G-14, G-15, G-18).
 
     Shapes:   acc float32 [M, N]; scale_inv_a () or [M, 1], scale_inv_b () or [1, N], float32; bias
               float32 [N], if the epilogue takes one.
@@ -300,8 +299,7 @@ def _accumulate(
     finite = _finite_codes(a, fmt_a), _finite_codes(b, fmt_b)
     whole = sums.chains_of_codes(*finite, fmt_a, fmt_b, plan)
     if finite[0] is a and finite[1] is b:
-        # A compiled unit's sums of finite terms are finite; other units may overflow to infinity,
-        # and infinities may meet.
+        # A compiled unit's sums of finite terms are finite; others may overflow, and Infs meet.
         return whole if plan.unit.compiled else canonical(whole)
     return canonical(sums.with_specials(whole, cast.decode(a, fmt_a), cast.decode(b, fmt_b)))
 
@@ -340,8 +338,7 @@ def _add_bias(
 
 
 def _by_blocks(a: Quantized, b: Quantized, block: int, plan, epilogue: Epilogue) -> np.ndarray:
-    """Each block of K accumulated by itself, scaled, and added in float32, ascending from +0
-    (G-13).
+    """Each block of K accumulated alone, scaled, and added in float32, ascending from +0 (G-13).
 
     Under ``each`` and ``b_first`` the scaled block is rounded, then added; under ``product`` both
     in one rounding, as a fused multiply-add.

@@ -30,8 +30,7 @@ __all__ = ["HARDWARE", "Hardware", "by_name"]
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A ``fp8ref.spec.hardware.Multiply``: sums by plan ``fast`` where a recipe's GEMM is fast, by
-    ``slow`` where it is slow.
+    """A ``fp8ref.spec.hardware.Multiply``: by plan ``fast`` for fast GEMMs, ``slow`` for slow ones.
 
     Order:    K is padded with zeros to a multiple of 32, which changes no bit (G-12);
               ``gemm.matmul`` of the codes, under the recipe's epilogue.

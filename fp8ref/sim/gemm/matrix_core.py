@@ -1,5 +1,4 @@
-"""A step of AMD's matrix cores on FP8 operands, v_mfma_f32_*_fp8_* of CDNA3, as MMA-Sim models it
-(spec G-25).
+"""A step of AMD's matrix cores in FP8, CDNA3's v_mfma_f32_*_fp8_*, as MMA-Sim models it (G-25).
 
 Order of a step over 16 products: the even and the odd ones are each aligned with the largest
 exponent of their eight, cut off toward zero, and summed exactly; both sums are aligned with the
@@ -139,8 +138,7 @@ def chain_plain(
 def step_plain(
     a: np.ndarray, b: np.ndarray, c: np.ndarray, fmt_a: Format, fmt_b: Format, unit: MatrixCore
 ) -> np.ndarray:
-    """One step: finite a [M, 16] and b [N, 16], c [M, N]; float64 [M, N], numbers of float32 or
-    infinities.
+    """One step: finite a [M, 16], b [N, 16], c [M, N]; float64 [M, N], of float32 or infinite.
 
     Exact in float64 but for the last rounding: a half has at most 29 bits, the sum with c at most
     36.

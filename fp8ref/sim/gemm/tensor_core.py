@@ -1,5 +1,4 @@
-"""One step of a tensor core, as data (spec G-10, G-11, G-18, G-23, G-24): how it aligns, cuts
-off and sums a few products.
+"""A tensor core's step as data (G-10, G-11, G-18, G-23, G-24): it aligns, cuts off, sums products.
 
 Order of a step: the largest exponent E of its products and the accumulator; each term cut off below
 2^(E - fraction_bits); an exact sum; the sum cut off after output_bits. UNITS holds the units of
@@ -276,8 +275,7 @@ def chain(
     unit: TensorCore,
     scales: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> np.ndarray:
-    """``chain_plain`` of a [M, K], b [N, K] and c [M, N], by a compiled kernel for units that cut
-    terms off toward zero.
+    """``chain_plain`` of a [M, K], b [N, K], c [M, N], compiled, for units that cut toward zero.
 
     scales  of a unit with block_scales: int [M, K / w] and [N, K / w], the exponents of both
             operands' scales.

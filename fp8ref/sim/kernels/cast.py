@@ -71,8 +71,7 @@ def layout(fmt: Format, rounding: str, saturate: bool) -> Layout:
 
 
 def encodes(fmt: Format) -> bool:
-    """Whether kernels cast to it: signed, with codes of a byte and a mantissa, whose last bit alone
-    makes a code odd."""
+    """Whether kernels cast to it: signed, byte codes, a mantissa whose last bit makes codes odd."""
     return fmt.signed and fmt.bits <= 8 and fmt.mantissa_bits > 0
 
 
@@ -248,8 +247,7 @@ def _fixed_point(u, to):
     return shift_right(sig, u32(u32(top + u32(to.spacing - u32(16))) - e)), u32(top - to.emin)
 
 
-# Philox in 64-bit lanes: a product takes the low 32 bits of its factors, so that nothing else needs
-# masking.
+# Philox in 64-bit lanes: products take the low 32 bits of factors; nothing else needs masks.
 _M0, _M1 = (u64(m) for m in philox.MULTIPLIERS)
 _LOW, _32 = u64(0xFFFFFFFF), u64(32)
 

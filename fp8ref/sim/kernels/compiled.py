@@ -1,5 +1,4 @@
-"""Compile kernels once they are worth it, and keep them on disk under names that are sums of all
-that they depend on.
+"""Compile kernels once worth it; keep them on disk, named by sums of all that they depend on.
 
 numba's own cache has two faults. It knows a kernel by its own file, and not by the files of what it
 calls. And it numbers its files: two processes that compile two kernels of one function at the same

@@ -1,7 +1,6 @@
 """GEMM kernels: float32 sums in order (spec G-3), and the bfloat16 epilogue (G-4, G-5, G-14).
 
-The twins of ``accumulate.f32_plain`` and ``gemm.finish_plain``. Chains of a tensor core are in
-``chains``.
+Twins of ``accumulate.f32_plain`` and ``gemm.finish_plain``; ``chains`` has tensor cores' chains.
 """
 
 import functools

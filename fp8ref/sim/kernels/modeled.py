@@ -1,5 +1,4 @@
-"""Steps of any tensor core that cuts products off toward zero (spec G-10, G-23, G-24), and of AMD's
-matrix cores (G-25).
+"""Steps of tensor cores that cut off toward zero (G-10, G-23, G-24), and AMD's matrix cores (G-25).
 
 The twins of ``tensor_core.chain_plain`` and ``matrix_core.chain_plain``, in float64, which holds
 every sum of a step exactly. The columns of the result are a vector's lanes. Exponents of factors
@@ -116,8 +115,7 @@ def matrix_core_chain(
     accumulator_bits,
     reach,
 ):
-    """acc [M, N], finite, becomes the chain of AMD's steps from it, for the rows begin to end;
-    arguments as of ``chain``.
+    """acc [M, N], finite, becomes AMD's chain from it, rows begin to end; arguments as ``chain``.
 
     No sum overflows: next to an accumulator of 2^127 products, below 2^36, are less than half of
     its last place.

@@ -1,5 +1,4 @@
-"""amax and scaled casts over a matrix of float32 bits whose scales form a coarser grid: twins of
-``scaling``'s definitions.
+"""amax and scaled casts of float32 bits under a coarser grid of scales: twins of ``scaling``.
 
 Row r of the matrix takes row group[r] of the scales, and within it every ``width`` elements one
 scale: width 1 is a scale for each column. Tensorwise, rowwise along either axis, and every block

@@ -205,8 +205,7 @@ def round_to(
     saturate: bool = False,
     seed: int | None = None,
 ) -> np.ndarray:
-    """Round x once to a format of at most 32 bits, and return values. By default it does not
-    saturate, unlike ``encode``.
+    """Round x once to a format of at most 32 bits; values. Unlike ``encode`` it does not saturate.
 
     Shapes:   x any shape, float64, float32, float16 or bfloat16; float32 of the same shape, holding
               values of fmt.
@@ -308,8 +307,7 @@ _TINY, _HALF, _TWO = np.float32(2.0**-126), np.float32(0.5), np.float32(2)
 
 
 def check_subnormals(x: np.ndarray | None = None) -> None:
-    """ValueError if this thread's processor takes subnormals for zeros, in results or operands:
-    both products are exact.
+    """ValueError if this thread's processor flushes subnormals, results or operands, to zero.
 
     x    what alone is computed with: without subnormal numbers in it nothing is lost.
     """
@@ -399,8 +397,7 @@ def _check_coded(fmt: Format, name: str) -> None:
 
 def check_dtype(x: np.ndarray) -> None:
     """ValueError unless x holds floating-point numbers that float64 holds."""
-    # bfloat16 arrays come from ml_dtypes, whose dtypes are of kind 'V' in some versions and known
-    # by name only.
+    # bfloat16 comes from ml_dtypes, whose dtypes may be of kind 'V', known by name only.
     if x.dtype.name not in ("float64", "float32", "float16", "bfloat16"):
         raise ValueError(
             f"casts take float64, float32, float16 or bfloat16; got {x.dtype}. Use .astype first."
@@ -487,8 +484,7 @@ def round_spacings(
 
 
 def magnitude_codes(n: np.ndarray, exponent: np.ndarray, fmt: Format) -> np.ndarray:
-    """The codes of the magnitudes n * 2^(exponent - mantissa_bits); int64, counted on beyond
-    ``max_code``.
+    """Codes of magnitudes n * 2^(exponent - mantissa_bits); int64, counted past ``max_code``.
 
     n holds integers, as float64.
     """

@@ -32,8 +32,7 @@ def pack(codes) -> np.ndarray:
 
 
 def unpack(packed) -> np.ndarray:
-    """The codes of 4 bits, one a byte, that ``pack`` put into pairs: uint8 [..., n] -> uint8 [...,
-    2n].
+    """The 4-bit codes, one a byte, of ``pack``'s pairs: uint8 [..., n] -> uint8 [..., 2n].
 
     Raises:   ValueError: another dtype, or no axis.
     """

@@ -1,6 +1,4 @@
-"""A tensor as a matrix over a coarser grid of scales, which is what kernels of scaled casts take
-(spec S-6).
-"""
+"""A tensor as a matrix over a coarser grid of scales, as kernels of scaled casts take it (S-6)."""
 
 from typing import NamedTuple
 

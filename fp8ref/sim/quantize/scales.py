@@ -66,8 +66,7 @@ def scales_from_amax(
         scale = _overflow(_ratio(floored, fmt, policy), policy)
         if policy.power_of_two is not None:
             scale = round_to_power_of_two(scale, by_log2=policy.power_of_two == "exp2_log2")
-        # A previous scale is kept as it is, not made a power of two again; but TE bounds it too
-        # (delayed_scaling.cu).
+        # A previous scale stays, not made a power of two; TE bounds it (delayed_scaling.cu).
         kept = {"one": np.float32(1), "keep": previous, "keep_inverse": np.float32(1) / previous}
         # Asked of the floored amax: under an eps no amax is zero, and the ratio decides.
         for met, special in (
@@ -112,8 +111,7 @@ def scale_from_amax(
 
 
 def scale_inv_from_scale(scale) -> np.ndarray:
-    """RN32(1 / scale), the factor that multiplies out of FP8 (spec S-1): float32 of any shape,
-    and so the result.
+    """RN32(1 / scale), the factor out of FP8 (S-1): float32 of any shape, as the result.
 
     Specials: scale 0 -> Inf, Inf -> 0, NaN -> NaN; a scale of 2^-128 or less -> Inf.
     Not for policies whose ratio makes scale_inv, which its scale does not determine (S-14, S-17):
@@ -154,8 +152,7 @@ def round_to_power_of_two(scale: np.ndarray, *, by_log2: bool) -> np.ndarray:
     if by_log2:
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             k = np.floor(np.log2(scale.astype(np.float64)).astype(np.float32))
-            # in float64, whose power of two is exact: on some CPUs NumPy's float32 one of 127 is an
-            # ulp too large
+            # in float64, exact: on some CPUs NumPy's float32 power of 127 is an ulp too large
             return np.exp2(k.astype(np.float64)).astype(np.float32)
     bits = scale.view(np.uint32) & np.uint32(0xFF800000)
     # a NaN's mantissa is what makes it one
@@ -228,8 +225,7 @@ def _e8m0_scales(amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
         else:
             fraction, k = np.frexp(
                 quotient
-                # quotient = fraction * 2^k with fraction in [0.5, 1): 0.5 is a power of two, not
-                # rounded up
+                # quotient = fraction * 2^k, fraction in [0.5, 1); at 0.5 a power of two stays
             )
             k = np.where(
                 np.isinf(quotient), 127, np.where(quotient == 0, -127, k - (fraction == 0.5))

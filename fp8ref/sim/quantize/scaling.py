@@ -400,8 +400,7 @@ def _compiled_amax(x: np.ndarray, blocks: Blocks) -> np.ndarray:
         partial.append(bits)
 
     threads.run(rows, g.rows, grain=max(1, (1 << 17) // g.columns))
-    # Bits of magnitudes order as the magnitudes do, NaNs on top, so that integers give the right
-    # maximum.
+    # Bits of magnitudes order as magnitudes do, NaNs on top: integers give the maximum.
     amaxes = np.maximum.reduce(partial).view(np.float32)
     amaxes = amaxes.reshape(granularities.block_counts(x.shape, blocks))
     return np.where(np.isnan(amaxes), np.float32(np.nan), amaxes)[()]

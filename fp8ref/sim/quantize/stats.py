@@ -240,8 +240,7 @@ def exponents(
 
 @dataclass(frozen=True, kw_only=True)
 class Error:
-    """The error of an output against its reference (spec Q-7), over the elements whose
-    reference is finite.
+    """An output's error against its reference (Q-7), over elements whose reference is finite.
 
     count            elements whose reference is finite
     non_finite       elements whose reference is not
@@ -306,8 +305,7 @@ def reduce_groups(
     *,
     per_group: bool,
 ) -> dict[_K, np.ndarray]:
-    """Sums and maxima of what ``measure`` yields, over all elements or each of q's groups, in
-    slabs.
+    """Sums and maxima of what ``measure`` yields, of all elements or q's groups, in slabs.
 
     ``measure`` takes a slab, as float32, and its Quantized, and yields (key, np.add or np.maximum,
     one value for each element); truth values are counted. Slabs are whole rows of the first axis

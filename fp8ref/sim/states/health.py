@@ -42,8 +42,7 @@ def measure(
 def numbers(
     g, before: State, after: State, *, b1: float, b2: float, eps: float, layout: str | Layout
 ) -> np.ndarray:
-    """The measurement float64 [health.FIELDS] that ``measure`` makes its figures of. Raises as
-    ``measure``."""
+    """The measurement float64 [health.FIELDS] behind ``measure``'s figures. Raises as it does."""
     size = after.m.codes.size
     named_layout, layout = layout, states.by_name(layout).of(size)
     if after.step != before.step + 1:

@@ -1,5 +1,4 @@
-"""AdamW whose moments are stored in FP8 and other narrow formats (spec O). Pure functions of
-one tensor.
+"""AdamW with moments in FP8 and other narrow formats (spec O), as pure functions of a tensor.
 
     state = states.init(p.shape, "sqrt_e4m3")
     p, state = states.step(p, g, state, states.AdamW(learning_rate=1e-3, layout="sqrt_e4m3"))
@@ -112,8 +111,7 @@ def decode(state: State, layout: str | Layout = "sqrt_e4m3") -> tuple[np.ndarray
 
 
 def master(p, layout: str | Layout) -> MomentState:
-    """The master of weights, before the first step: rounded to nearest, by their own amax (spec
-    O-14).
+    """The master of weights, before the first step: rounded to nearest, by its amax (O-14).
 
     Shapes:   p float32 of any shape; codes of that shape, scale_inv and amax ().
     Raises:   ValueError: an unknown layout, or one whose masters are the weights; p of another
@@ -155,8 +153,7 @@ def weight(stored: MomentState, layout: str | Layout) -> np.ndarray:
 def copy(
     stored: MomentState, layout: str | Layout, recipe: str | Recipe, fmt: Format = BFLOAT16
 ) -> Quantized:
-    """The FP8 copy of the weight that a master holds, which linears of a recipe take as it is (spec
-    O-16).
+    """The FP8 copy of a master's weight, which linears of a recipe take as it is (O-16).
 
     fmt       that the model computes in.
     Order:    ``weight``, one rounding to fmt, then ``scaling.quantize`` by the cast that the recipe

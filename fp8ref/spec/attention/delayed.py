@@ -13,8 +13,7 @@ Casts = Mapping[str, tuple[Format, DelayedScaling]]
 
 
 def roles(variant: Variant) -> dict[str, Format]:
-    """The roles of a variant whose scale is one number, with the formats that their states scale
-    into; {} without any.
+    """Roles of a variant whose scale is one number, with their states' formats; {} without any.
 
     >>> from fp8ref.spec.attention.variants import VARIANTS
     >>> list(roles(VARIANTS["cudnn"]))

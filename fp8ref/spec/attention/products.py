@@ -1,5 +1,4 @@
-"""The products of attention as data: their operands, and which tensors have codes of their own
-(spec Q-13).
+"""Attention's products as data: operands, and which tensors have codes of their own (Q-13).
 
 scores               q k^T     A-4
 values               P v       A-9
@@ -24,9 +23,7 @@ SHOWN: dict[Phase, tuple[str, ...]] = {
     "forward": ("q", "k", "v", "s", "p", "o"),
     "backward": ("do", "p", "dv", "ds", "dk", "dq"),
 }
-"""What a pass makes, in the order in which it is made (A-4 to A-10, A-15): s are the scores, p the
-cast probabilities.
-"""
+"""What a pass makes, in order (A-4 to A-10, A-15): s are the scores, p the cast probabilities."""
 
 PARTS = ("value", "scale", "codes")
 """The arrays of one of these, in order: the tensor itself, and what it is quantized to. p has codes

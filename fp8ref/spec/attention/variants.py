@@ -113,8 +113,7 @@ VARIANTS = {
             "(G-3)",
         ),
         _FA3,
-        # vllm-project/flash-attention #104, Dao-AILab/flash-attention #2250: an accumulator in
-        # float32 beside the chain.
+        # vllm-project/flash-attention #104, Dao-AILab/flash-attention #2250: float32 beside chains.
         dataclasses.replace(
             _FA3,
             name="fa3_promoted",
@@ -160,9 +159,7 @@ VARIANTS = {
 
 
 Layout = Literal["bhtd", "bthd"]
-"""The axes of q, k, v, o and their gradients: batch, heads, tokens and features, or tokens before
-heads.
-"""
+"""Axes of q, k, v, o and gradients: batch, heads, tokens and features, or tokens before heads."""
 
 
 def by_name(variant: "str | Variant") -> Variant:

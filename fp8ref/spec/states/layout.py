@@ -129,8 +129,7 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Both moments of AdamW, m, the mean of gradients, and v, the mean of their squares, and the
-    master of a weight.
+    """AdamW's moments, m, the mean of gradients, v, of their squares, and a weight's master.
 
     master    how the weight itself is kept (O-14); float32: the parameter is the master.
     average   the order of operations of both.

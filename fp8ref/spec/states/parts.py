@@ -18,8 +18,7 @@ NONE = "none"
 
 
 def by_name(layout: str) -> Layout:
-    """The layout of a name of ``states``, or of ``NAME/PART+PART``: those parts as layout NAME has
-    them, the others in float32.
+    """The layout of a name of ``states``, or of ``NAME/PART+PART``: those parts, others float32.
 
     Raises:   ValueError: an unknown layout, or a part that the layout has not narrower than
               float32.

@@ -51,8 +51,7 @@ def check(layout: Layout, saved: str) -> None:
 
 
 def differences(layout: Layout, saved: str) -> list[str]:
-    """What a layout has otherwise than the one that was ``written``, such as "m.block = 128, saved
-    256".
+    """What a layout has unlike the one ``written``, such as "m.block = 128, saved 256".
 
     Raises:   ValueError: text that was not written here.
     """

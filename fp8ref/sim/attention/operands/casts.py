@@ -1,5 +1,4 @@
-"""Attention whose operands are cast one by one: whole matrices in float32, without tiles (spec
-E-9).
+"""Attention whose operands are cast one by one: whole float32 matrices, without tiles (E-9).
 
 o, p, tensors = forward(q, k, v, casts)
 dq, dk, dv = backward(do, q, k, v, casts)

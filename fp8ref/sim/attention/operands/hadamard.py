@@ -1,8 +1,7 @@
 """A Hadamard rotation with random signs, which spreads outliers over all features (spec A-13), or
 over the elements of a block (S-23).
 
-The same rotation of q and k leaves their products as they are, up to rounding: H D (H D)^T / n is
-the identity.
+The same rotation of q and k keeps their products, up to rounding: H D (H D)^T / n is I.
 """
 
 import math
@@ -29,8 +28,7 @@ def signs(size: int, seed: int) -> np.ndarray:
 
 
 def rotate_blocks(x, rotation: Rotation) -> np.ndarray:
-    """Each block of ``rotation.size`` along the last axis rotated, and rounded to bfloat16 (spec
-    S-23).
+    """Each block of ``rotation.size`` along the last axis rotated, rounded to bfloat16 (S-23).
 
     Shapes:   x float32, float16 or bfloat16 [..., K]; float32 of that shape.
     Order:    as ``rotate`` of each block.

@@ -1,6 +1,4 @@
-"""The inputs of attention, checked: shapes, documents, given scales and sinks (spec A-3, A-12,
-A-23).
-"""
+"""The inputs of attention, checked: shapes, documents, scales, sinks (spec A-3, A-12, A-23)."""
 
 from typing import NamedTuple
 

@@ -1,6 +1,4 @@
-"""The operands of attention: quantized, padded to whole steps, a head and a tile at a time (spec
-A-2, A-4, A-6).
-"""
+"""Attention's operands: quantized, padded to whole steps, by heads and tiles (A-2, A-4, A-6)."""
 
 import functools
 
@@ -69,8 +67,7 @@ class Parts:
             for n in (reversed(tiles) if self.variant.descending else tiles)
         ]
         self.plan = sums.by_name(self.variant.plan)
-        # Zeros behind the features and the tokens change no bit (G-12), and make whole steps of all
-        # tiles.
+        # Zeros behind features and tokens change no bit (G-12), and make steps whole.
         features, tokens = (0, -features % K_STEP), (0, self.length + K_STEP)
         self.q = np.pad(tensors["q"].values, ((0, 0), (0, 0), (0, 0), features))
         self.k = np.pad(tensors["k"].values, ((0, 0), (0, 0), tokens, features))
@@ -84,8 +81,7 @@ class Parts:
             self.codes["v"] = v.swapaxes(2, 3).copy()
         self.rows: dict[tuple[int, int, int, int], Rows] = {}  # of q, as chains take them
         self.k_documents = np.pad(problem.k_documents, ((0, 0), tokens), constant_values=-1)
-        # scale_inv of q and k, spread over heads: of v too, but for MX, whose blocks are the tile's
-        # own
+        # scale_inv of q and k, spread over heads; of v too, but for MX: tiles have their own
         shape_q, shape_k = problem.q.shape, problem.k.shape
         granularity = self.variant.granularity
         if granularity != "mx_1x32":

@@ -85,8 +85,7 @@ def tiles(b: np.ndarray) -> np.ndarray:
 def columns(
     a: Rows, b: np.ndarray, fmt: Format, ends: np.ndarray, out: np.ndarray, begin: int, end: int
 ) -> None:
-    """Add to the columns begin to end of out [M, N], begin a multiple of LANES, the chains of a and
-    b [N, K].
+    """Add to columns begin to end of out [M, N], from a multiple of LANES, chains of a, b [N, K].
 
     b       as ``tiles`` returns it, of codes of finite numbers of a format.
     ends    uint8 [steps]: what follows each step, CHAIN_END, SPLIT_END or RESULT.

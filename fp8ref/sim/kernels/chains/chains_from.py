@@ -1,5 +1,4 @@
-"""Chains of steps of a tensor core that go on from an accumulator (spec A-9, G-10): the twin of
-``tensor_core.chain_plain``.
+"""A tensor core's chains that go on from an accumulator (A-9, G-10), as ``chain_plain``.
 
 As ``chains``, with the accumulators of a tile of columns taken from the result first. A step
 (``steps``) holds for accumulators that such a chain from 0 can have, and for those that no product
@@ -65,8 +64,7 @@ def go_on(acc: np.ndarray, a: Rows, b: np.ndarray, fmt: Format) -> None:
         # [M, K] x [N, K] -> [M, N]
         has_product = left @ ((b[:n] & u8(0x7F)) != 0).T.astype(f32) > 0
         mask = u32((0xFFFFFFFF << (23 - min(fraction_bits, output_bits))) & 0xFFFFFFFF)
-        # Subnormal numbers have the exponent -126: they are cut off at a multiple of its unit, as
-        # the bits are.
+        # Subnormals have exponent -126: they are cut off at a multiple of its unit, like bits.
         cut = (acc.view(u32) & mask).view(f32) + f32(0)  # -0 becomes +0
         alone = others & ((magnitudes >= LARGEST) | ~has_product)
         kept = cut[alone]

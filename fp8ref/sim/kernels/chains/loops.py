@@ -2,8 +2,7 @@
 numba takes a quarter of a second longer to compile the same loops of Python.
 
 For each tile of columns, and each block of steps: these steps of b are laid out (``tiles``), and
-some rows after others take them (``steps``). All that a block of rows touches lies in the second
-cache.
+some rows after others take them (``steps``). A block of rows touches only the second cache.
 """
 
 from llvmlite import ir

@@ -1,6 +1,4 @@
-"""What chains of steps of a tensor core begin from and give, written in LLVM's vectors: for a tile
-of columns at a time.
-"""
+"""What a tensor core's chains begin from and give, in LLVM's vectors: by tiles of columns."""
 
 from llvmlite import ir
 from numba.core import cgutils

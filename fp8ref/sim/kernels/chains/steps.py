@@ -1,5 +1,4 @@
-"""One step of a tensor core, of all rows of a and one tile of columns, written in LLVM's vectors
-(spec G-10).
+"""A tensor core's step, of all rows of a and a tile of columns, in LLVM's vectors (G-10).
 
 The processor cuts off each product itself. With the rounding mode toward zero, a multiply-add onto
 2^(E + p - F), p the fraction bits of the type, keeps of a product what is a multiple of 2^(E - F),
@@ -27,9 +26,7 @@ them.
 """
 
 PARTS = 3
-"""Numbers that a tile keeps of one of b: its magnitude, and what a negative product takes of it,
-for either sign of a.
-"""
+"""Numbers kept of one of b: its magnitude, and what a negative product takes, for either sign."""
 
 
 def zero_and_bias(double: bool) -> tuple[int, int]:

@@ -1,6 +1,4 @@
-"""A tile of b for a step of a tensor core: its codes decoded, written in LLVM's vectors (``steps``
-takes the step).
-"""
+"""A tile of b for a tensor core's step (``steps``): its codes decoded, in LLVM's vectors."""
 
 from llvmlite import ir
 from numba import types
@@ -14,8 +12,7 @@ from fp8ref.sim.kernels.chains.vectors import F32, I32, I64, LANES, pointers
 
 @intrinsic
 def lay_out(typing_context, words, exponents, parts, sizes, first, step, which):
-    """Fill step ``which`` of parts and of exponents, as ``steps.step`` takes them, from codes of
-    finite numbers.
+    """Fill step ``which`` of parts and exponents, for ``steps.step``, from finite codes.
 
     words       uint32 [tiles, steps, width / 4, LANES]: four codes of a column, the first in the
                 lowest byte.
@@ -54,8 +51,7 @@ class Tile(Codes):
             at = self.times(loop.index, 16)
             four = self.load(b.gep(words, [at]), 0, ir.VectorType(I32, 16))
             bytes_ = self.exponents(four)
-            # Of four numbers of LANES columns each: the first number, and the first of these 16
-            # columns.
+            # Of four numbers of LANES columns each: the first, and the first of 16 columns.
             line = self.times(b.udiv(at, ir.Constant(I64, LANES)), 4)
             lane, lanes = b.urem(at, ir.Constant(I64, LANES)), ir.Constant(I64, self.lanes)
             for i in range(4):

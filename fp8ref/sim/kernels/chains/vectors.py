@@ -1,6 +1,4 @@
-"""LLVM's vectors, as the kernels of a tensor core's steps write them, and the numbers that these
-kernels share.
-"""
+"""LLVM's vectors, as the kernels of tensor core steps write them, and shared numbers."""
 
 from typing import NamedTuple
 
@@ -19,9 +17,7 @@ F32 = ir.FloatType()  # LLVM's float32
 
 
 class Sizes(NamedTuple):
-    """What kernels of chains know of their arrays, as one int64 array: numba takes longer to
-    compile many arguments.
-    """
+    """What chains' kernels know of arrays, one int64 array: many arguments compile slowly."""
 
     begin: int = 0  # the columns of the result: from a multiple of LANES on
     end: int = 0
