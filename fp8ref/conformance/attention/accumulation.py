@@ -1,5 +1,4 @@
-"""How both GEMMs of attention add: the width of an accumulator, and chains over tiles (spec A-4,
-A-9, G-10).
+"""How both GEMMs of attention add: accumulator width, and chains over tiles (A-4, A-9, G-10).
 
 A large number and its opposite stand next to each other. What an accumulator of n fraction bits
 held before, or adds in the same step, is lost if it is smaller than 2^-n of the large number.
@@ -29,8 +28,7 @@ WIDEST = 26  # fraction bits that are tried
 def chains(attention: Attention, tiling: Tiling) -> Finding:
     """After how many tiles a chain of P v begins anew.
 
-    A small product is in the first tile. Each column of v has a large number and its opposite in
-    one more tile.
+    The first tile has a small product, each column of v a large number and its negative later.
     """
     if tiling.length is None:
         return Finding("promotion", None, "as tiles", words="cannot tell without tiles")

@@ -3,8 +3,7 @@ that need them (spec A-17).
 
 The variant is named on plain inputs: square, of whole tiles, a head of keys for each query head. So
 a fault of one argument shows in the cases of this argument alone, and does not rename the variant.
-Kernels have paths of their own for masks: each two arguments that are right alone are asked
-together.
+Kernels have paths of their own for masks: every two arguments that are right alone are combined.
 """
 
 import dataclasses
@@ -96,8 +95,7 @@ def compare(
 ) -> list[Argument]:
     """Every argument that the function has, compared with the variant; ``tokens`` are whole tiles.
 
-    Cases of unequal lengths, shared heads or a causal mask are left out of other arguments once
-    these alone differ.
+    Once unequal lengths, shared heads or a causal mask differ alone, no other argument has them.
     """
     arguments: list[Argument] = []
     for name, cases in _cases(attention, variant, tokens, alignment):

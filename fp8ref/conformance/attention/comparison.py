@@ -51,8 +51,7 @@ class Agreement:
 
     compared, equal  outputs, and log-sum-exps if it returns them.
     near             those that are equal, or in float32 within LAST.
-    error            the root mean square of the difference, relative to that of the variant's
-                     outputs.
+    error            the root mean square of the difference over that of the variant's outputs.
     first            the first output that differs.
     """
 

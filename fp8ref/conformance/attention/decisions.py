@@ -78,9 +78,7 @@ class Probed(Described):
 
     @property
     def faults(self) -> list[Finding]:
-        """Masks and heads that are not those of A-3, probabilities out of range (A-8), and equal
-        calls that differ.
-        """
+        """Masks and heads other than A-3's, probabilities out of range (A-8), unequal repeats."""
         wrong = [f for f in self.findings if f.what in STRUCTURE and f.value is None]
         wrong = [f for f in wrong if f.words != visibility.REFUSED]
         return wrong + [f for f in self.findings if f.what == "range of P" and f.value is False]
@@ -161,8 +159,7 @@ def probe(
     layout    BHTD or BTHD.
     fmt       of the codes, where it takes q_descale, k_descale and v_descale.
     Raises:   ValueError: an unknown layout, framework or device. RefusedError: it raises.
-              ConformanceError: it returns something else than it should, changes its input, or does
-              not repeat itself.
+              ConformanceError: it returns another type, changes its input, or does not repeat.
     Source:   spec A-17.
     """
     return probe_subject(

@@ -1,8 +1,7 @@
 """What the descales of q, k and v multiply: each entry [sequence, head of keys] is doubled, one
 after another (spec A-2, A-17).
 
-All codes are given under descales of 1. A descale of q or k doubles the scores of its head, that of
-v its outputs.
+All codes have descales of 1. A descale of q or k doubles its head's scores, that of v the outputs.
 """
 
 import dataclasses

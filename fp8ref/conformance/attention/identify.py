@@ -24,8 +24,7 @@ UNSEEN: dict[str, tuple] = {
     "bias": ("fused", "separate"),
     "lse": ("fused", "log2", "sum"),
 }
-"""{field of ``Variant``: its values}: decisions that last bits alone show, tried in all
-combinations.
+"""{field of ``Variant``: its values}: decisions that only last bits show, in all combinations.
 """
 
 
@@ -33,14 +32,12 @@ combinations.
 class AttentionOutcome(Described):
     """What an attention function was identified as.
 
-    variant    the name in VARIANTS, or of a variation, such as "fa3 with promotion=4"; None if none
-               explains it.
+    variant    the name in VARIANTS, or of a variation: "fa3 with promotion=4"; None if none fits
     agreement  with that variant, or with the nearest.
     reference  agreement with the expected variant, or with the nearest named one.
     departures the decisions in which it is not that one, and faults of arguments.
     expected   the variant that it should be, if any.
-    arguments  agreement under each argument, with that variant; none of a function that is no
-               variant.
+    arguments  agreement under each argument, with that variant; none if it is no variant.
     """
 
     probed: Probed
@@ -171,8 +168,7 @@ def identify_attention(
 
     expect    a name in VARIANTS that it must have.
     alignment the end to which its masks align queries, where it has no argument for that.
-    Others:   as ``probe``.
-    Raises:   ValueError: an unknown variant or alignment; as ``probe``.
+    Raises:   ValueError: an unknown variant or alignment. Raises and others: as ``probe``.
     Source:   spec A-17.
     """
     if alignment not in get_args(Alignment):
@@ -281,9 +277,8 @@ def _ranked(answers: Asked, probed: Probed) -> list[Agreement]:
 
 
 def _varied(base: Variant, probed: Probed, answers: Asked) -> Agreement | None:
-    """The agreement with a variation that explains the outputs, if one does: the decisions that
-    were found in place of the variant's own, and then also other orders of the last bits, if every
-    bit follows."""
+    """The agreement with a variation that explains the outputs, if one does: the measured decisions
+    in place of the variant's own, and then other orders of the last bits, if every bit follows."""
     try:
         measured = dataclasses.replace(base, **_changes(base, probed))
     except ValueError:  # decisions that no variant has together

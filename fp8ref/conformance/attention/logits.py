@@ -1,5 +1,4 @@
-"""What a function does to its scores before the softmax: a softcap, and sinks (spec A-22, A-23,
-A-27).
+"""What a function does to its scores before the softmax: softcap and sinks (A-22, A-23, A-27).
 
 Without such an argument both are looked for. With one it is passed, and its order is asked: scale,
 cap, mask; a sink that joins the sum. All operands are numbers of e4m3; weights are read from values
@@ -40,8 +39,7 @@ no smaller, and no more.
 """
 
 BOUNDS = (0.0, 1e9)
-"""What caps are looked for between: as a bound of a measured cap either says that no output told
-it.
+"""The range of caps: either end as a bound of a measured cap says that no output shows it.
 """
 
 _LN2 = math.log(2)

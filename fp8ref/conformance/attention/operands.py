@@ -98,8 +98,7 @@ def _rotation(attention: Attention) -> tuple[bool, Finding]:
 def _granularity(attention: Attention, role: str) -> Finding:
     """Which numbers share a scale with a small one: it is 0 next to a giant elsewhere.
 
-    The giant of v is the value of a key without probability. That of k is in a feature that q does
-    not have.
+    The giant of v is the value of a key without probability; that of k meets a feature 0 of q.
     """
     shares = []
     for place, (sequence, head, tokens, features) in PLACES.items():

@@ -38,12 +38,10 @@ class Between(NamedTuple):
 
 
 def threshold(attention: Attention, tiling: Tiling) -> Between | None:
-    """By how many powers of two a tile's maximum may pass the row's before it is rescaled; None
-    without tiles.
+    """Powers of two by which a tile's maximum passes the row's unrescaled; None without tiles.
 
-    A key of the first tile has the score 0, and so has one of the second, with the opposite value;
-    in the second a third has a larger score. If the maximum stays, both are cast alike and their
-    sum is 0.
+    A key of each of two tiles has the score 0, with opposite values; a third, in the second tile,
+    has a larger score. If the maximum stays, both are cast alike and their sum is 0.
     """
     if tiling.length is None:
         return None
@@ -90,9 +88,8 @@ def _nice(low: float, high: float) -> tuple[float | None, str]:
 
 
 def largest(attention: Attention, fmt: Format) -> Between | None:
-    """What probabilities of 1 are multiplied by before they are cast to ``fmt``: its smallest
-    number is half of that times the smallest probability that is not cast to 0. None if none is
-    cast to 0.
+    """What probabilities of 1 are multiplied by before the cast to ``fmt``: half its smallest
+    number is that times the largest probability that is cast to 0. None if none is.
 
     A key has the largest score, and another one a chosen lower one: its value is 0 in the output if
     it was cast to 0.
@@ -179,8 +176,7 @@ def denominator(attention: Attention, fmt: Format, scale: float) -> Finding:
         unit = 2.0 ** (math.floor(math.log2(p * scale)) - fmt.mantissa_bits)
         by = np.round(p * scale / unit) * unit / scale - p
         rows.append((abs(by) / p, by, pair, p))
-    # the least is the half of a unit, the tie itself would depend on the exponential: 0.45 of it at
-    # most
+    # at most 0.45 of a unit, whose half is the least: the tie would depend on the exponential
     most = 2.0 ** -(fmt.mantissa_bits + 1) * 0.9
     rows = sorted((row for row in rows if row[0] <= most), reverse=True)[:8]
     top, explained, total = 0.0, 0.0, 0.0
@@ -199,7 +195,6 @@ def denominator(attention: Attention, fmt: Format, scale: float) -> Finding:
     part = explained / total
     evidence = f"16 equal values, {len(rows)} scores: outputs differ from that value by up to "
     evidence += f"{top:.2g}, {part:.0%} of what casts take off"
-    # 1 if unrounded, 0 if rounded; in bfloat16 outputs an average over 64 significands is within a
-    # quarter
+    # 1 if unrounded, 0 if rounded; in bfloat16 an average over 64 significands is within a quarter
     value = "unrounded" if abs(part - 1) < 0.3 else "rounded" if abs(part) < 0.3 else None
     return Finding("denominator", value, evidence)

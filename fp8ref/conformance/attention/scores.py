@@ -1,5 +1,4 @@
-"""Questions with chosen scores: q has one feature, and the score of a key is a product of two
-numbers of e4m3.
+"""Questions with chosen scores: q has one feature, and a key's score is a product of two of e4m3.
 
 All operands are quantized without a rounding. A score is an exact number times the softmax scale,
 so the exponent of a probability is known to the last bits of float32. Verdicts ask whether outputs

@@ -92,8 +92,7 @@ class Attention:
     layout    one of LAYOUTS.
     names     of its arguments.
     fmt       of q, k and v, where it takes codes.
-    ones      whether codes are those of descales of 1, so that a descale that is ignored changes
-              nothing.
+    ones      whether codes have descales of 1, so that an ignored descale changes nothing.
     """
 
     subject: Subject

@@ -68,8 +68,7 @@ def _refined(attention: Attention, ranks: np.ndarray) -> Tiling:
     descending = bool(ranks[0] > ranks[-1])
     after = int(np.flatnonzero(ranks != ranks[0])[0])  # the first block of the second tile
     keys = np.arange((after - 1) * BLOCK + 3, after * BLOCK + 3)
-    # the largest score is in the tile that comes later: in the first one if tiles descend, else in
-    # the second
+    # the largest score is in the later tile: in the first one if tiles descend, else in the second
     at = 0 if descending else after * BLOCK + 4
     # whether a key is of the second tile
     alike = _before(attention, np.array([at]), keys)[0] == descending

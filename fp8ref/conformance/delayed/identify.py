@@ -45,8 +45,7 @@ _DECIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "tiny": {},
 }
 
-# What a policy may do otherwise, tried where no named policy explains the sequences of a
-# difficulty.
+# What a policy may do otherwise, tried where no named policy explains a difficulty's sequences.
 _POLICY: dict[str, dict[str, tuple]] = {
     "zero": {"zero": ("compute", "one", "keep")},
     "infinite": {"infinite": ("compute", "one", "keep")},
@@ -243,8 +242,7 @@ def _ordinary(subject: Subject, asked: Asked, interval: int, steps: int) -> list
     for timing, policy in itertools.product(
         ("update", "use") if interval == 1 else ("update",), _policies(margin)
     ):
-        # what is stored under timing ``use`` is one step behind; under an interval the forgetting
-        # shows later
+        # the scale stored under timing ``use`` is a step behind; an interval delays the forgetting
         late = int(timing == "use" and asked.shows == "stored")
         for length in range(max(1, steps - late - interval + 1), steps - late + 1):
             rule = dataclasses.replace(

@@ -1,5 +1,4 @@
-"""A state machine of hypothesis for somebody's delayed scaling: subclass it, and name the
-implementation (spec H-13).
+"""A state machine of hypothesis for somebody's delayed scaling: a subclass names it (spec H-13).
 
 class OfMine(DelayedMachine):
     implementation = MyScaling

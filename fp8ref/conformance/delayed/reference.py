@@ -12,8 +12,7 @@ from fp8ref.sim.quantize.scales import scale_inv_from_scale
 from fp8ref.spec.delayed import DelayedScaling
 
 SHOWS = ("next", "stored")
-"""Which scale a state shows: that of the coming step, or the one it stores. Under timing ``use``
-these differ (H-1)."""
+"""The scale a state shows: the coming step's, or the stored; timing ``use`` parts them (H-1)."""
 
 
 @dataclass(frozen=True, kw_only=True)

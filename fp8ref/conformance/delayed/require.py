@@ -28,8 +28,7 @@ def require_delayed(
     without: Collection[str] = (),
     examples: int = 25,
 ) -> None:
-    """Require that every scale of a delayed scaling state is the rule's, else raise an
-    AssertionError (spec H-13).
+    """Require the rule's scales of a delayed scaling state, else raise an AssertionError (H-13).
 
     implementation  a class, a function that makes an object, or ``Functions``; see ``subject``.
     rule      a name in ``fp8ref.spec.delayed.DELAYED``, or a DelayedScaling, to e4m3fn; or

@@ -49,8 +49,7 @@ def class_functions(make: Callable[[], Any]) -> Functions:
     """Functions of a class, or of any function that makes an object with methods ``observe(amax)``
     and ``update()``, and ``scale``, an attribute or a method.
 
-    ``reset``, and ``save`` with ``load`` or ``state_dict`` with ``load_state_dict``, are used if it
-    has them.
+    Optional: ``reset``, and ``save`` with ``load`` or ``state_dict`` with ``load_state_dict``.
 
     Raises:   ValueError: a method is missing.
     """

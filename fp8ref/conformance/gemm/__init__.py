@@ -1,5 +1,4 @@
-"""Identify a scaled GEMM's arithmetic from its results for chosen operands (spec G-18), and grade
-it (B-14).
+"""Identify a scaled GEMM's arithmetic from results of chosen operands (G-18), and grade it (B-14).
 
 ``identify_gemm`` names the accumulation plan and the epilogue of a ``ScaledGemm``; ``named`` gives
 those of PyTorch and JAX. ``grade_gemm`` and ``require_gemm`` say of any GEMM whether it is right,

@@ -25,8 +25,7 @@ roundings of the simulator's, and two of the magnitudes here."""
 class Distance(NamedTuple):
     """How far results are from others, elementwise [M, N], float64.
 
-    ulps    |found - exact| in ulps of the output dtype; bounds: |found - simulated| in units of
-            B-1's bound.
+    ulps    |found - exact| in ulps of the output dtype; bounds: |found - simulated| in B-1's bound.
     """
 
     ulps: np.ndarray
@@ -76,8 +75,7 @@ def bound(
 
 
 def tensor_core_bound(a: Quantized, b: Quantized, unit: TensorCore) -> np.ndarray:
-    """Bound on what one tensor core's steps lose of a GEMM's scaled sum, elementwise [M, N], in
-    float64 (B-1).
+    """Bound on a tensor core's loss of a GEMM's scaled sum, elementwise [M, N] float64 (B-1).
 
     For every chain of steps over neighboring K, promoted or not.
     """
@@ -141,8 +139,7 @@ def distance(
     """The distance of results from the exact ones and from the simulator's.
 
     simulated  the GEMM under ``exact`` and the epilogue.
-    Specials:  equal infinities, and NaN on both sides, are at distance 0; one side alone at
-               infinity.
+    Specials:  equal infinities, and NaN on both sides, are at distance 0; one side alone at inf.
     """
     alike = equal(results, simulated)
     with np.errstate(invalid="ignore", over="ignore"):

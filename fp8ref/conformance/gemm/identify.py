@@ -3,8 +3,7 @@
 1. The output dtype and rounding, from sums of integers (``epilogues``).
 2. The width and roundings of one step (``step``), then the order of steps (``plans``).
 3. The epilogue: how scales and bias enter (``epilogues``).
-4. Plan and epilogue are confirmed on new random operands; then NaN, infinities and extremes
-   (``specials``).
+4. Plan and epilogue are confirmed on new random operands; then come ``specials``: NaN, extremes.
 """
 
 import dataclasses
@@ -161,8 +160,7 @@ def identify(
     formats   of a [M, K] and b [N, K].
     seed      of the random operands.
     Raises:   ValueError: M or N below 1, or a K that is not a multiple of 32.
-              ProbeError: the GEMM is invalid, or sums in different ways at different places of its
-              result.
+              ProbeError: the GEMM is invalid, or its sums differ with their place in the result.
     Source:   spec G-18.
 
     >>> from fp8ref.conformance.gemm import ScaledGemm, identify_gemm

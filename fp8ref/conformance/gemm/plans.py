@@ -55,8 +55,7 @@ def places(bench: Bench, unit: TensorCore) -> np.ndarray | str:
     """How many steps come before each 32 of K in its chain, [K / 32]; or why that is unknown."""
     steps = range(0, bench.k, K_STEP)
     # So small that all of them together are below the last bit kept next to the large number: then
-    # what is lost does not depend on their order. In float16 the sum of those left is still a
-    # number.
+    # the loss does not depend on their order. In float16 the sum of those left is still a number.
     bits = (len(steps) - 1).bit_length()
     top = min(bench.top, unit.fraction_bits + 15) if bench.out == FLOAT16 else bench.top
     small = top - unit.fraction_bits - bits - 1
@@ -228,8 +227,7 @@ def plan_to_dict(accumulate: str | Accumulation) -> dict[str, Any]:
 def accumulation(plan: Mapping[str, Any], *, evidence: str) -> str | Accumulation:
     """Read the accumulation of a plan that a probe wrote.
 
-    Raises:   ValueError: keys that are missing, or null because the probe could not tell; invalid
-              values.
+    Raises:   ValueError: missing keys; null, where the probe could not tell; invalid values.
     """
     if plan.get("accumulate") is not None:
         return str(plan["accumulate"])

@@ -72,8 +72,7 @@ class ScaledGemm:
 
         Raises:   ProbeError: the GEMM is invalid.
         """
-        # A probe reads single bits: a result that changes between runs would be taken for
-        # arithmetic.
+        # A probe reads single bits: a result that changes between runs would pass for arithmetic.
         with_bias = {} if bias is None else {"bias": bias}
         first, dtype = self._once(a, b, with_bias)
         if not repeat:
@@ -112,8 +111,7 @@ def operand(
 ) -> Quantized:
     """An operand from codes [M, K], reduced along K.
 
-    scale    one number, or an array of the granularity's shape. The operand has the nearest one
-             that ``hardware_scales`` allows.
+    scale    one number, or an array of the granularity's shape, moved to ``hardware_scales``.
     """
     scale = np.broadcast_to(
         np.asarray(scale, np.float32), scale_shape(granularity, codes.shape, -1)
@@ -145,8 +143,7 @@ def hardware_scales(granularity: str, scale_inv: np.ndarray) -> np.ndarray:
 def rows_of(q: Quantized, rows: np.ndarray) -> Quantized:
     """The given rows of an operand, with their scales.
 
-    Raises:   ValueError: rows that share scales of blocks, and are not the first ones, which alone
-              keep their blocks.
+    Raises:   ValueError: rows that share scales of blocks and are not the first, which keep them.
     """
     size = by_name(q.granularity).other or 1
     if size > 1 and not np.array_equal(rows, np.arange(len(rows))):
@@ -160,8 +157,7 @@ def rows_of(q: Quantized, rows: np.ndarray) -> Quantized:
 
 
 def called(name: str, call: Callable[[], Any], operands: str = "") -> tuple[np.ndarray, Format]:
-    """What a call of a GEMM returns, as a float32 copy, which no later call writes to, and its
-    dtype.
+    """What a call of a GEMM returns, as a float32 copy, safe from later calls, and its dtype.
 
     Raises:   RefusedError: it raises; ProbeError: it gives no such array.
     """

@@ -1,8 +1,7 @@
 """The kind of a single input, by what decides its answer: of a cast's value, and of a scale's amax.
 
 A *kind* belongs to one number. How a whole tensor or a GEMM operand is filled is its *pattern*
-(``quantizer_inputs``, ``vectors.gemm``). Which decision of a cast went wrong is neither:
-``conformance.cast`` names that.
+(``quantizer_inputs``, ``vectors.gemm``). ``conformance.cast`` names a cast's wrong decisions.
 """
 
 import numpy as np

@@ -18,8 +18,7 @@ from fp8ref.formats import Format
 class History:
     """A state and the length of its history.
 
-    late    by how many steps the scale that it shows is behind: 1 for what a rule of timing ``use``
-            stores.
+    late    steps that the shown scale is behind: 1 for what a rule of timing ``use`` stores.
     implementation, takes, framework  as of ``require_delayed``.
     made    ``scale`` or ``scale_inv``: whether it falls or rises with amaxes.
     """

@@ -1,9 +1,7 @@
-"""Shards of a tensor, one kind of difficulty at a time, as lists of microbatches for each rank
-(spec P-27).
+"""Shards of a tensor, one kind of difficulty each, as microbatches for each rank (spec P-27).
 
 A case is ``((rank 0's microbatches), (rank 1's microbatches), ...)``; a microbatch is a tuple of
-rows, a row a tuple of numbers. All rows of a case have one length, and the tensor is all rows, in
-this order.
+rows, a row a tuple of numbers. Rows have one length; the tensor is all rows, in this order.
 """
 
 import functools

@@ -34,8 +34,7 @@ FEWEST = 4  # products between roundings, beside promotions and parts
 SAMPLE = 8  # rows and columns of the result that candidates are compared in
 
 SHORT = 512
-"""The products that they are compared with first, all others 0: few survive to be compared with all
-of K.
+"""The products compared first, all others 0: few survive to be compared with all of K.
 """
 
 
@@ -45,8 +44,7 @@ class Narrow:
 
     fmt        its format; rounding: ``nearest_even`` or ``toward_zero``.
     every      products that are added exactly between two roundings; None: all of a part.
-    promotion  K after which it is added to a float32 sum and begins anew; None: at the end of a
-               part.
+    promotion  K after which it joins a float32 sum and begins anew; None: at the end of a part.
     split_k    equal parts of K, each with an accumulator of its own, added in float32.
     narrow_sum whether that sum is rounded to fmt too, each time.
     """

@@ -19,8 +19,7 @@ class Edges(NamedTuple):
 def shapes(m: int, n: int, k: int, *, block: int | None) -> dict[str, Shape]:
     """{edge in words: a shape at it}, near a shape M, N, K whose K is a multiple of 32.
 
-    block    the length along K that shares a scale, which then ends in half a block; None: all of
-             K.
+    block    the length along K that shares a scale; K then ends in half a block; None: all of K.
     """
     lengths = (k + block // 2,) if block else (k + 16, k + 5)
     return {"M = 1": (1, n, k), "N = 1": (m, 1, k)} | {

@@ -1,5 +1,4 @@
-"""Faults of a GEMM as data: each is a formula, whose results are compared with the GEMM's bit for
-bit.
+"""Faults of a GEMM as data: each is a formula, whose results are compared with the GEMM's bits.
 
 They are simulated on operands whose sums every accumulator of 8 bits has exactly, so that float32
 products of matrices give all bits.

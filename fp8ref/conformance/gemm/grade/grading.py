@@ -300,8 +300,7 @@ def _structure(
 def _merged(causes: list[Cause], lengths: int) -> list[Cause]:
     """Causes of the same name once, the first of them, with the count of shapes.
 
-    A part of K has another length for every K, and one name; where one K was asked it has both
-    names.
+    A part of K has a length for every K, and one name; where one K was asked it has both names.
     """
     alike = Counter(part for _, part in {(cause.name, cause.part) for cause in causes})
     merged: dict[str, tuple[Cause, int]] = {}

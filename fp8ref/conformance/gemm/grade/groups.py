@@ -2,8 +2,7 @@
 
 A grouped GEMM multiplies runs of rows of a by a matrix of their own: group g has sizes[g] rows, and
 b[g]. A batched one has groups of one size. A group is graded with the stimuli of ``grading`` in its
-place, and random operands in all others; so rows, matrices or scales of another group show as other
-numbers.
+place, and random operands elsewhere: rows, matrices or scales of another group are other numbers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -98,8 +97,7 @@ def grade_grouped(
                rows of a in one array and the offsets of groups with a lambda.
     sizes      rows of the groups; a group may have none, and is then not graded.
     n, k       columns of every group, and K.
-    Others:    as ``grade_gemm``.
-    Raises:    ValueError: no group with rows, or a negative size. Others as ``grade_gemm``.
+    Raises:    ValueError: no group with rows, or a negative size. All others: as ``grade_gemm``.
     Source:    spec B-14.
     """
     if not any(sizes) or min(sizes) < 0:
@@ -165,8 +163,7 @@ def _places(
 
 
 def require_grouped(function: Grouped, **options: Any) -> GroupedGrade:
-    """Require that every group of a grouped GEMM is right, else raise an AssertionError with the
-    causes.
+    """Require that all groups of a grouped GEMM are right, else raise AssertionError with causes.
 
     options   as ``grade_grouped``.
     Raises:   AssertionError: a group is imprecise or wrong. Others as ``grade_grouped``.

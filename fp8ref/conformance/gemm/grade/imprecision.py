@@ -191,8 +191,7 @@ def _accumulator(asked: Asked, shape: Shape, out: Format) -> list[Cause]:
     differ = ~equal(outputs, expected)
     if not differ.any():
         return []
-    # Rows and columns with a result that differs: of others every accumulator that is wide enough
-    # has the bits.
+    # Rows and columns with a difference: every wide enough accumulator has the bits of others.
     rows = np.flatnonzero(differ.any(axis=1))[:SAMPLE]
     columns = np.flatnonzero(differ[rows].any(axis=0))[:SAMPLE]
     stages = []

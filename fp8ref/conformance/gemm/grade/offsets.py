@@ -66,11 +66,9 @@ class Fault:
 class OffsetsGrade(Described):
     """The faults of a grouped GEMM that takes offsets; none if it is right.
 
-    sizes     of the first question, or of the first that shows a fault; rest: rows of no group, of
-              the same question.
+    sizes     of the first question, or the first that shows a fault; rest: its rows of no group.
     others    how many further questions are asked: ``MANY`` and no row of no group.
-    refused   the error that it raised for a question, and what was not asked therefore; "" if it
-              raised none.
+    refused   the error that it raised for a question, and what was not asked therefore; "" if none.
     """
 
     name: str
@@ -269,8 +267,7 @@ def _asked(tested: Subject, which: Which, question: Question, fmt: Format) -> di
 
 
 def require_offsets(function: Callable[..., Any], **options: Any) -> OffsetsGrade:
-    """Require that a grouped GEMM takes its offsets right, else raise an AssertionError with the
-    faults.
+    """Require that a grouped GEMM reads its offsets right, else raise AssertionError with faults.
 
     options   as ``grade_offsets``.
     Raises:   AssertionError: there is a fault. Others as ``grade_offsets``.

@@ -20,8 +20,7 @@ from fp8ref.spec import epilogue as epilogues
 from fp8ref.spec.epilogue import BIASES, Epilogue
 
 FIRST = (None, BFLOAT16, FLOAT16, TF32, FLOAT32)
-"""The formats that operands are dequantized and rounded to before they are multiplied; None: they
-are not.
+"""The formats that operands are dequantized and rounded to before the products; None: to none.
 """
 
 VIA = (None, BFLOAT16, FLOAT16, TF32)

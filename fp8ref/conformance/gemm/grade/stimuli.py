@@ -4,8 +4,7 @@
               GEMM whose accumulator has 8 bits gives the same bits, and another result is wrong.
 ``single``    products alone, one for each index of K.
 ``codes``     all products of two codes, one for each result.
-``pairs``     sums of two products under random scales: what the scales and the output do to a
-              float32.
+``pairs``     sums of two products under random scales: what scales and output do to a float32.
 ``wide``      sums of integers that float32 holds in any order, and a narrower accumulator does not.
 ``random``    numbers of many sizes under random scales.
 ``thinned``   the same in few blocks of a long K, zeros elsewhere.
@@ -161,8 +160,7 @@ def _powers(rng: np.random.Generator, counts: tuple[int, ...], centre: int) -> n
 
 
 def single(asked: Asked, shape: Shape) -> Iterator[tuple[np.ndarray, Stimulus]]:
-    """Pairs of (k [M, N], the index of K whose product alone a result has, -1 of none; the
-    operands).
+    """Pairs of (k [M, N], the index of K of a result's only product, -1 of none; the operands).
 
     Row r of a is one at the indices of K that its results ask for, and column c at those of its
     results: they meet in one k.
@@ -250,8 +248,7 @@ def random(asked: Asked, shape: Shape, out: Format) -> Stimulus:
 def thinned(few: Stimulus, k: int) -> Stimulus:
     """A stimulus of ``LONG`` products in blocks of a longer K, the first and the last among them.
 
-    All else is zero: a sum rounds as often as that of ``few``, and has its value, wherever parts of
-    K begin.
+    All else is zero: wherever parts of K begin, a sum has the value and roundings of ``few``'s.
     """
     blocks = np.linspace(0, k // BLOCK - 2, LONG // BLOCK - 1).astype(np.int64) * BLOCK
     where = (np.append(blocks, k - BLOCK)[:, None] + np.arange(BLOCK)).reshape(-1)

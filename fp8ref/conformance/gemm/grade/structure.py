@@ -1,5 +1,4 @@
-"""What is wrong where every GEMM of 8 bits is right: indices of K, tiles of the result, scales,
-operands, bias.
+"""What is wrong where every GEMM of 8 bits is right: indices of K, tiles, scales, operands, bias.
 
 ``indices`` asks for every index of K alone, ``integers`` compares whole results and looks for the
 fault that gives their bits, in all of the result or in the tile that is wrong.
@@ -164,8 +163,7 @@ def part_of(kind: str, numbers: np.ndarray, k: int) -> str:
 
 
 def tile_of(differ: np.ndarray, earlier: Tile | None = None) -> Tile | None:
-    """The rectangle that holds all differences, if it is not the whole result and many of it
-    differ.
+    """The rectangle of all differences, if it is not the whole result and many of it differ.
 
     earlier   the tile that is wrong in another shape: it is the one if it holds all differences.
     """
@@ -187,8 +185,7 @@ def integer_causes(
 ) -> tuple[list[Cause], Tile | None]:
     """The causes of wrong sums of integers, and the tile that is wrong.
 
-    factors  of each index of K, which the GEMM is known to have: if they explain all bits, there is
-             no other cause.
+    factors  the GEMM's, of each index of K: if they explain all bits, there is no other cause.
     earlier  the tile that is wrong in another shape.
     """
     expected = faults.expected(stimulus)

@@ -18,8 +18,7 @@ from fp8ref.formats import Format
 class Measured:
     """Errors of random results.
 
-    ulps    of the output dtype: the largest distance from the exact result; median_ulps: the
-            median.
+    ulps    of the output dtype: the largest distance from the exact result; median_ulps: median.
     bounds  the largest distance in units of B-1's bound.
     error   the root mean square of the difference from the exact results, relative to theirs.
     count   how many results; worst: the one of the largest distance.
@@ -49,20 +48,17 @@ class Measured:
 class Grade(Described):
     """The verdict on a GEMM.
 
-    right      every sum that any accumulator of 8 bits has is right, and all results are within
-               B-1.
+    right      every sum that all accumulators of 8 bits share is right; all results are within B-1.
     imprecise  those sums are right, and other results are outside B-1, or differ in equal calls.
     wrong      those sums, or products of codes, are not right.
 
     measured   of random operands, for each shape that was asked.
     causes     why it is not right, the gravest first; of a right one, what rounds twice.
     rows       whether a row has the same bits in calls of other rows, as a right GEMM need not.
-    plan       the simulator's accumulation that has the bits of random results, if one has;
-               epilogue likewise.
+    plan       the simulator's accumulation with the bits of random results, if any; so epilogue.
     edges      shapes at which sums of integers alone were asked, in words.
     expected   the plan that it should have, if any, and how many of compared results have its bits.
-    refused    shapes that it raised for, with the first line of the error; unasked: what was not
-               asked.
+    refused    shapes that it raised for, with the error's first line; unasked: what was not asked.
     """
 
     name: str

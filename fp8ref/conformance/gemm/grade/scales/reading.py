@@ -1,9 +1,7 @@
-"""Which scale_inv each element of an operand is multiplied by: the index that a GEMM reads, and its
-name (spec B-14).
+"""Which scale_inv multiplies each element of an operand: its index, and the index's name (B-14).
 
 One operand is ones. Each row of the other has a one at an index of K, under a scale of one: so a
-result is the scale of a row at that index. Scales are powers of two, which are the digits of their
-indices.
+result is the scale of a row at that index. Scales are powers of two, the digits of their indices.
 """
 
 from collections.abc import Iterator
@@ -24,8 +22,11 @@ from fp8ref.spec.granularity import scale_shape
 OTHER_GROUPS = "scale_inv of other groups"  # what ``ScaledGemm.about`` of a group says
 
 NOT_READ = "scale_inv of {} is not read: every product has the factor {}"
+"""The mistake of one constant factor: {operand}, {factor}."""
 LARGEST = "scale_inv of {} is the largest of all groups"
+"""The mistake of a grouped GEMM that has one scale for all groups: {operand}."""
 VECTOR = "scale_inv of {} is read as a vector: row 0 right, other rows have other factors"
+"""The mistake of one scale read once a row, beyond its end: {operand}."""
 
 
 class Reading(NamedTuple):
