@@ -44,14 +44,17 @@ def chains(attention: Attention, tiling: Tiling) -> Finding:
     tiles = f"{TILES} tiles of {tiling.length} keys"
     evidence = f"{tiles}: a small product of the first is kept next to {_which(kept)}"
     if kept.all():
-        return Finding("promotion", "exact", evidence, words="no sum loses 2^-26 of a product")
+        words = "no sum loses 2^-26 of a product"
+        return Finding("promotion", "exact", evidence, words=words)
     if not kept.any():
-        return Finding("promotion", "none", evidence, words="none: one chain over all tiles")
+        words = "none: one chain over all tiles"
+        return Finding("promotion", "none", evidence, words=words)
     first = int(np.flatnonzero(kept)[0])
     if first and kept[first:].all():
         words = "each tile" if first == 1 else f"every {first} tiles"
         return Finding("promotion", first, evidence, words=words)
-    return Finding("promotion", None, evidence, words="not after a fixed number of tiles")
+    words = "not after a fixed number of tiles"
+    return Finding("promotion", None, evidence, words=words)
 
 
 def _which(kept: np.ndarray) -> str:
@@ -103,8 +106,10 @@ def score_bits(attention: Attention) -> Finding:
 
 def _bits(what: str, kept: np.ndarray, sums: str) -> Finding:
     if kept.all():
-        return Finding(what, "all", f"{sums} down to 2^-{WIDEST} of it", words="keep all")
+        evidence = f"{sums} down to 2^-{WIDEST} of it"
+        return Finding(what, "all", evidence, words="keep all")
     last = int(np.flatnonzero(~kept)[0]) - 1
-    units = [unit.name for unit in tensor_core.UNITS.values() if unit.fraction_bits == last]
+    units = tensor_core.UNITS.values()
+    units = [unit.name for unit in units if unit.fraction_bits == last]
     words = f"{last} fraction bits{', as ' if units else ''}{' and '.join(units)}"
     return Finding(what, last, f"{sums}: kept down to 2^-{last} of it", words=words)

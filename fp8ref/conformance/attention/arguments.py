@@ -45,7 +45,8 @@ ONE = "one query"
 _LENGTHS = ("lengths", ONE, "causal mask", "window")
 """Of these, each two are asked together among the cases of one."""
 
-_PAIRED = (*_LENGTHS[:2], "heads", *_LENGTHS[2:], "documents", "softcap", "sinks", "scale")
+_OTHERS = ("documents", "softcap", "sinks", "scale")
+_PAIRED = (*_LENGTHS[:2], "heads", *_LENGTHS[2:], *_OTHERS)
 """The arguments that are asked two at a time."""
 
 FINDINGS = {"softcap argument": "softcap", "sinks argument": "sinks", "mask and softcap": "softcap"}
@@ -149,7 +150,8 @@ def _cases(
         return Case(name, Question(*random_operands(rng, heads, tq, tk, features), **more))
 
     ragged = tokens + 37
-    lengths = [(ragged, ragged), (40, ragged), (ragged, 60), (1, ragged), (20, 4 * tokens + 5)]
+    lengths = [(ragged, ragged), (40, ragged), (ragged, 60), (1, ragged)]
+    lengths.append((20, 4 * tokens + 5))
     yield "lengths", [case(f"{tq} queries, {tk} keys", tq, tk) for tq, tk in lengths]
     shared = [(3, 4, 2), (1, 3, 1)]
     words = "{1} query heads, {2} heads of keys"
@@ -208,21 +210,28 @@ def _masks(
     shapes: tuple[tuple[int, ...], ...] = ((), (40, 200), (90, 60))
     if attention.takes(_causal(alignment)):
         tiles = itertools.product((*shapes, (150, 200)), ends)  # queries of more than a tile
-        aligned = [(f"causal, aligned to the {end}", shape, _causal(end)) for shape, end in tiles]
-        yield "causal mask", [case(name, *shape, mask=mask) for name, shape, mask in aligned]
+        words = "causal, aligned to the {}"
+        yield (
+            "causal mask",
+            [case(words.format(end), *shape, mask=_causal(end)) for shape, end in tiles],
+        )
     windows = [Mask(window=one) for one in ((17, 5), (30, None), (0, 3))]
     windows.insert(2, Mask(causal=True, window=(64, 0)))
     pairs = itertools.product((mask for mask in windows if attention.takes(mask)), ends)
     masks = [dataclasses.replace(mask, alignment=end) for mask, end in pairs]
     if masks:
         whole = itertools.product(shapes, masks)
-        yield "window", [case(f"window {mask.window}", *shape, mask=mask) for shape, mask in whole]
+        words = "window {}"
+        windowed = [case(words.format(m.window), *shape, mask=m) for shape, m in whole]
+        yield "window", windowed
 
 
 def _pair(names: set[str], tokens: int, alignment: Alignment) -> Case:
     """The case that needs two arguments."""
     rng = np.random.default_rng(3)
-    tq, tk = (40, tokens + 37) if "lengths" in names else (1 if ONE in names else tokens, tokens)
+    tq, tk = 1 if ONE in names else tokens, tokens
+    if "lengths" in names:
+        tq, tk = 40, tokens + 37
     batch, heads = 2 if "documents" in names else 1, 4 if "heads" in names else 2
     causal = "causal mask" in names
     mask = Mask(

@@ -14,7 +14,7 @@ from fp8ref.conformance.attention.subjects import Attention, Question
 from fp8ref.conformance.kit.finding import Counterexample, Finding, show
 from fp8ref.conformance.kit.subject import RefusedError
 
-QUERIES, KEYS = 64, 300  # of a sequence: several tiles of keys, of which the last is ragged
+QUERIES, KEYS = 64, 300  # of a sequence: several tiles of keys, the last ragged
 
 COUNTS = (1, 2, 17, 33, 128, 257)  # the numbers of queries that are asked
 
@@ -47,8 +47,10 @@ def findings(attention: Attention) -> list[Finding]:
             at = tuple(int(i) for i in np.argwhere(differ)[0])
             shown = f"o{list(at)} with {words}"
             right = show(float(base[places][at]))
-            witness = witness or Counterexample(shown, show(float(o[at])), right, "A-17")
-    invariance = Finding(BATCH, "the same bits", f"a query's outputs with {', '.join(calls)}")
+            got = show(float(o[at]))
+            witness = witness or Counterexample(shown, got, right, "A-17")
+    evidence = f"a query's outputs with {', '.join(calls)}"
+    invariance = Finding(BATCH, "the same bits", evidence)
     if witness is not None:
         words = f"a query's bits differ with {', '.join(differing)}"
         invariance = witness.finding(BATCH, words)
@@ -74,7 +76,9 @@ def _calls(attention: Attention, question: Question) -> Iterator[tuple[str, Ques
         ("one sequence", [0]),
         ("five sequences", [0, 1, 0, 1, 0]),
     ):
-        yield words, question._replace(q=q[sequences], k=k[sequences], v=v[sequences]), (sequences,)
+        parts = [x[sequences] for x in (q, k, v)]
+        chosen = question._replace(q=parts[0], k=parts[1], v=parts[2])
+        yield words, chosen, (sequences,)
     if attention.takes_documents:
         ids = [np.zeros((2, x.shape[2]), np.int64) for x in (q, k)]
         yield "a document", question._replace(documents=tuple(ids)), ()

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp8ref.conformance.attention import scores
-from fp8ref.conformance.attention.subjects import CAUSAL, WINDOWS, Answer, Attention, Question
+from fp8ref.conformance.attention import scores, subjects
+from fp8ref.conformance.attention.subjects import CAUSAL, Attention, Question
 from fp8ref.conformance.kit.arrays import equal
 from fp8ref.conformance.kit.finding import Counterexample, bits_of, show
 from fp8ref.conformance.kit.subject import RefusedError
@@ -159,7 +159,7 @@ class Asked:
 
     def __init__(self, asked: Attention, of: list[Case]) -> None:
         self.asked = asked
-        self.answers: list[tuple[Case, Answer]] = []
+        self.answers: list[tuple[Case, subjects.Answer]] = []
         refused = ""
         for case in of:
             if not asked.takes(case.question.mask):
@@ -170,7 +170,7 @@ class Asked:
             except RefusedError as error:
                 refused = str(error)
         if not self.answers:
-            names = ", ".join(("mask", *CAUSAL, *WINDOWS))
+            names = ", ".join(("mask", *CAUSAL, *subjects.WINDOWS))
             raise RefusedError(
                 refused or f"{asked.name} takes no such mask; name an argument {names}."
             )
@@ -187,8 +187,9 @@ class Asked:
                 alike = equal(got, right)
                 counts += alike.size, alike.sum(), (alike | close(got, right)).sum()
                 if what == "o":
-                    difference = np.nan_to_num(got.astype(np.float64) - right, nan=np.inf)
-                    squares += (difference**2).sum(), (right.astype(np.float64) ** 2).sum()
+                    wide = right.astype(np.float64)
+                    difference = np.nan_to_num(got - wide, nan=np.inf)
+                    squares += (difference**2).sum(), (wide**2).sum()
                 if first is None and not alike.all():
                     index = tuple(int(i) for i in np.argwhere(~alike)[0])
                     first = Counterexample(
@@ -198,7 +199,9 @@ class Asked:
                         f"{_shown(right[index])} of variant {variant.name!r}",
                         "A-10" if what == "o" else "A-11",
                     )
-        error = math.sqrt(squares[0] / squares[1]) if squares[1] else float(squares[0] > 0)
+        error = float(squares[0] > 0)
+        if squares[1]:
+            error = math.sqrt(squares[0] / squares[1])
         compared, same, near = counts.tolist()
         return Agreement(variant, compared, same, near, error, first)
 
@@ -217,7 +220,8 @@ def simulated(asked: Attention, question: Question, variant: Variant) -> attenti
         if asked.ones:
             shape = *question.k.shape[:2], 1, 1
             scales = dict.fromkeys("qkv", np.ones(shape, np.float32))
-    call = Call(variant=variant, mask=question.mask, scale=question.scale, softcap=question.softcap)
+    mask, scale, softcap = question.mask, question.scale, question.softcap
+    call = Call(variant=variant, mask=mask, scale=scale, softcap=softcap)
     return attention.forward(
         question.q,
         question.k,
@@ -229,7 +233,9 @@ def simulated(asked: Attention, question: Question, variant: Variant) -> attenti
     )
 
 
-def _pairs(answer: Answer, result: attention.Result) -> list[tuple[str, np.ndarray, np.ndarray]]:
+def _pairs(
+    answer: subjects.Answer, result: attention.Result
+) -> list[tuple[str, np.ndarray, np.ndarray]]:
     """(name, the function's, the variant's) of o, and of log-sum-exps if it returns them."""
     in_fp8 = answer.dtype.startswith("float8_") and "o" in result.tensors
     pairs = [("o", answer.o, result.tensors["o"].values if in_fp8 else result.o)]

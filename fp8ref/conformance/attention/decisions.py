@@ -162,11 +162,10 @@ def probe(
               ConformanceError: it returns another type, changes its input, or does not repeat.
     Source:   spec A-17.
     """
-    return probe_subject(
-        subjects.wrap(
-            function, name=name, framework=framework, device=device, layout=layout, fmt=fmt
-        )
+    attention = subjects.wrap(
+        function, name=name, framework=framework, device=device, layout=layout, fmt=fmt
     )
+    return probe_subject(attention)
 
 
 def probe_subject(attention: Attention) -> Probed:
@@ -225,8 +224,9 @@ def expected(variant: Variant) -> dict[str, Any]:
     order = "descending" if variant.descending else "ascending"
     plan = accumulate.by_name(variant.plan)
     bits = "all" if isinstance(plan, str) else plan.unit.fraction_bits
-    scale = float(attention_operands.probability_scale(variant, {})[0]) * 2.0**variant.offset
-    within = variant.largest_probability / 2.0**variant.offset * scale <= variant.fmt.max
+    unit = 2.0**variant.offset
+    scale = float(attention_operands.probability_scale(variant, {})[0]) * unit
+    within = variant.largest_probability / unit * scale <= variant.fmt.max
     values = {
         "softcap": "none",
         "sinks": "none",

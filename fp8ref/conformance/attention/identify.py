@@ -58,7 +58,8 @@ class AttentionOutcome(Described):
     @property
     def exact(self) -> bool:
         """Whether every bit is the variant's."""
-        return self.variant is not None and self.agreement.exact and not self.wrong_arguments
+        equal = self.variant is not None and self.agreement.exact
+        return equal and not self.wrong_arguments
 
     @property
     def ok(self) -> bool:
@@ -77,8 +78,10 @@ class AttentionOutcome(Described):
         name, of = self.probed.asked.name, self.reference
         same = self.variant is not None and self.variant in (of.variant.name, self.expected)
         if same and self.wrong_arguments:
-            return "\n".join([f"{name} {self._but_arguments()}", *self._shown_arguments()])
-        but = f"but for {'roundings' if self.agreement.variant.real else 'exponentials'}"
+            but = f"{name} {self._but_arguments()}"
+            return "\n".join([but, *self._shown_arguments()])
+        steps = "roundings" if self.agreement.variant.real else "exponentials"
+        but = f"but for {steps}"
         match, agreed = "", self.agreement
         if self.variant is not None:
             match = f"{self.variant!r}, {'bit for bit' if agreed.exact else but}"
@@ -95,7 +98,8 @@ class AttentionOutcome(Described):
             f"{of.equal:,} of {of.compared:,} outputs are those of "
             f"{nearest}{of.variant.name!r}, the error is {of.error:.2g} of the outputs"
         )
-        lines = [f"{other}; {far}", *(f"  {departure}" for departure in self.departures), *first]
+        departures = [f"  {departure}" for departure in self.departures]
+        lines = [f"{other}; {far}", *departures, *first]
         if self.variant and self.wrong_arguments:
             lines += [f"  {self._but_arguments()}", *self._shown_arguments()]
         return "\n".join(lines)
@@ -111,13 +115,11 @@ class AttentionOutcome(Described):
         """A line for each wrong argument, with its finding and the first output that differs."""
         lines = []
         for name in self.wrong_arguments:
-            shown = [
-                one
-                for one in self.probed.findings
-                if FINDINGS.get(one.what, one.what) == name and one.what in decisions.STRUCTURE
-            ]
+            of_structure = (f for f in self.probed.findings if f.what in decisions.STRUCTURE)
+            shown = [f for f in of_structure if FINDINGS.get(f.what, f.what) == name]
             lines += [f"  {one.what}: {one.text}; {one.evidence}" for one in shown]
-            firsts = [one.first(self.agreement.exact) for one in self.arguments if one.name == name]
+            wrong = [one for one in self.arguments if one.name == name]
+            firsts = [one.first(self.agreement.exact) for one in wrong]
             lines += [f"  {name}: {first}" for first in firsts if first is not None]
         return lines
 
@@ -240,8 +242,10 @@ def require_attention(
     if exponentials not in ("exact", "hardware"):
         raise ValueError(f"exponentials are 'exact' or 'hardware'; got {exponentials!r}.")
     fmt = variant.fmt if variant.fmt.bits == 8 else E4M3FN
-    attention = function if isinstance(function, Attention) else subjects.wrap(function, fmt=fmt)
-    for requested, names in ((softcap is not None, subjects.SOFTCAPS), (sinks, subjects.SINKS)):
+    wrapped = isinstance(function, Attention)
+    attention = function if wrapped else subjects.wrap(function, fmt=fmt)
+    requests = ((softcap is not None, subjects.SOFTCAPS), (sinks, subjects.SINKS))
+    for requested, names in requests:
         if requested and not attention.argument(names):
             raise ValueError(
                 f"{attention.name} has no argument for {names[0]}; name one {' or '.join(names)}, "
@@ -329,9 +333,11 @@ def _changes(base: Variant, probed: Probed) -> dict[str, Any]:
         changes["granularity"] = value
     threshold, largest = probed.threshold, probed.largest
     if threshold is not None and not threshold.agrees(wanted["threshold"]):
-        changes |= {} if (value := threshold.finding.value) is None else {"threshold": value}
-    if largest is not None and not largest.agrees(wanted["largest P"]) and largest.finding.value:
-        changes["p_scale"] = float(largest.finding.value) / 2.0**base.offset
+        value = threshold.finding.value
+        changes |= {} if value is None else {"threshold": value}
+    value = None if largest is None else largest.finding.value
+    if largest is not None and value and not largest.agrees(wanted["largest P"]):
+        changes["p_scale"] = float(value) / 2.0**base.offset
     return changes
 
 

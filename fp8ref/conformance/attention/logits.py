@@ -71,11 +71,13 @@ def _softcap(attention: Attention) -> tuple[Finding, float, float]:
         return Finding("softcap", "none", evidence), low, high
     if not low <= high:
         words = "large scores are capped, by no hyperbolic tangent"
-        return Finding("softcap", None, evidence, words=words, witness=witness), low, high
+        finding = Finding("softcap", None, evidence, words=words, witness=witness)
+        return finding, low, high
     value, words = roundest(low, high), within(low, high)
     if value is not None:
         words = f"{value:g} ({words})"
-    return Finding("softcap", value, str(witness), words=words, witness=witness), low, high
+    finding = Finding("softcap", value, str(witness), words=words, witness=witness)
+    return finding, low, high
 
 
 def _caps(
@@ -89,7 +91,8 @@ def _caps(
     """
     weights, others = _second_weights(attention, softcap)
     if not (weights != 0).any():
-        evidence = f"scores of {_LARGEST:g} and {others[-1]:g}: the second has no weight"
+        both = f"{_LARGEST:g} and {others[-1]:g}"
+        evidence = f"scores of {both}: the second has no weight"
         return math.inf, math.inf, evidence, None
     if (odd := ~np.isfinite(weights)).any():
         evidence = f"scores of {_LARGEST:g} and {others[0]:g}: {weights[odd][0]}"
@@ -140,10 +143,11 @@ def _softcap_argument(attention: Attention) -> Finding:
         return Finding(what, None, str(error), words=visibility.REFUSED)
     if low <= CAP <= high and hidden is None:
         return Finding(what, "after the scale, before the mask", f"{CAP:g}: {evidence}")
+    before, of_powers = CAP * SCALE, CAP * _LN2
     wrong: dict[str, Callable[[float], float]] = {
         "ignored": lambda x: x,
-        "before the softmax scale": lambda x: CAP * SCALE * math.tanh(x / (CAP * SCALE)),
-        "of scores in powers of two": lambda x: CAP * _LN2 * math.tanh(x / (CAP * _LN2)),
+        "before the softmax scale": lambda x: before * math.tanh(x / before),
+        "of scores in powers of two": lambda x: of_powers * math.tanh(x / of_powers),
         "not multiplied back: scores end at 1": lambda x: math.tanh(x / CAP),
     }
     if low <= CAP <= high:
@@ -154,7 +158,8 @@ def _softcap_argument(attention: Attention) -> Finding:
     words = names[0] if names else "another function of the scores"
     shown, got = (witness.input, witness.got) if witness else ("two keys", evidence)
     right = f"the weights of a cap of {CAP:g}"
-    return Counterexample(f"softcap {CAP:g}, {shown}", got, right, "A-22").finding(what, words)
+    shown = f"softcap {CAP:g}, {shown}"
+    return Counterexample(shown, got, right, "A-22").finding(what, words)
 
 
 def _explains(of: Callable[[float], float], weights: np.ndarray, others: list[float]) -> bool:
@@ -252,9 +257,10 @@ def _sinks_argument(attention: Attention) -> Finding:
     what, heads = "sinks argument", len(SINKS)
     q, k, v = np.zeros((3, 1, heads, 1, FEATURES), np.float32)
     v[..., 0] = LARGE
-    descales = {} if not attention.takes_codes else dict(zip("qk", DESCALES, strict=True))
-    of_heads = {role: np.full((1, heads), x, np.float32) for role, x in descales.items()}
-    question = Question(q, k, v, FULL, descales=of_heads or None)
+    descales = dict(zip("qk", DESCALES, strict=True)) if attention.takes_codes else {}
+    factors = descales.items()
+    arrays = {role: np.full((1, heads), x, np.float32) for role, x in factors}
+    question = Question(q, k, v, FULL, descales=arrays or None)
     try:
         answer = attention.ask(question._replace(sinks=np.array(SINKS, np.float32)))
         high = attention.ask(question._replace(sinks=np.full(heads, ABOVE, np.float32)))
@@ -266,14 +272,15 @@ def _sinks_argument(attention: Attention) -> Finding:
         "joins the sum": [1 / (1 + math.exp(a)) for a in SINKS],
         "ignored": [1.0] * heads,
         "of another head": [1 / (1 + math.exp(a)) for a in SINKS[::-1]],
-        "multiplied by the softmax scale": [1 / (1 + math.exp(a * SCALE)) for a in SINKS],
         "a power of two": [1 / (1 + 2.0**a) for a in SINKS],
     }
-    factors = {f"{role}_descale": x for role, x in descales.items()}
-    factors |= {"q_descale and k_descale": math.prod(DESCALES)} if factors else {}
+    factors = {"the softmax scale": SCALE}
+    factors |= {f"{role}_descale": x for role, x in descales.items()}
+    factors |= {"q_descale and k_descale": math.prod(DESCALES)} if descales else {}
     for name, factor in factors.items():
-        explanations[f"multiplied by {name}"] = [1 / (1 + math.exp(a * factor)) for a in SINKS]
-    names = [name for name, expected in explanations.items() if _near(weights, expected)]
+        expected_weights = [1 / (1 + math.exp(a * factor)) for a in SINKS]
+        explanations[f"multiplied by {name}"] = expected_weights
+    names = [name for name, of in explanations.items() if _near(weights, of)]
     words = names[0] if names else "weights of no sink"
     got = ", ".join(f"{w:.4g}" for w in weights)
     expected = ", ".join(f"{w:.4g}" for w in explanations["joins the sum"])
@@ -282,20 +289,23 @@ def _sinks_argument(attention: Attention) -> Finding:
         bounded = np.isfinite(above).all()
         words = "bounded" if bounded else "overflows"
         first = above[above != 0 if bounded else ~np.isfinite(above)][0]
-        shown, got, expected = f"sinks {ABOVE:g}, one key of score 0", f"{first:.4g}", "0"
+        shown = f"sinks {ABOVE:g}, one key of score 0"
+        got, expected = f"{first:.4g}", "0"
     elif words == "joins the sum" and answer.lse is not None:
         logs = [float(x) for x in answer.lse[0, :, 0]]
         right = [math.log1p(math.exp(a)) for a in SINKS]
         if max(abs(x - y) for x, y in zip(logs, right, strict=True)) > 2.0**-10:
             words = "not in the log-sum-exp"
-            got, expected = (", ".join(f"{x:.4g}" for x in one) for one in (logs, right))
+            both = (logs, right)
+            got, expected = (", ".join(f"{x:.4g}" for x in one) for one in both)
     if words == "joins the sum":
         return Finding(what, words, f"{shown}: {got} of its value")
     return Counterexample(shown, got, expected, "A-23").finding(what, words)
 
 
 def _near(weights: np.ndarray, expected: list[float]) -> bool:
-    return bool((np.abs(np.log(np.maximum(weights, 1e-9) / expected)) < ROUNDED / 2).all())
+    logs = np.log(np.maximum(weights, 1e-9) / expected)
+    return bool((np.abs(logs) < ROUNDED / 2).all())
 
 
 def roundest(low: float, high: float) -> float | None:

@@ -113,15 +113,17 @@ def _granularity(attention: Attention, role: str) -> Finding:
         else:
             q[..., _FEATURE] = 2.0**10  # times SMALL / 8, a score of 16
             k[0, 0, _TOKEN, _FEATURE] = SMALL
-            k[sequence, head, _TOKEN + tokens, _FEATURE + (-1 if other_key else features)] = GIANT
+            feature = _FEATURE + (-1 if other_key else features)
+            k[sequence, head, _TOKEN + tokens, feature] = GIANT
             v[0, 0, _TOKEN, 0], v[0, 0, _TOKEN + 10, 0] = 1, -1
             output = attention.ask(Question(q, k, v)).o[0, 0, 0, 0]
         if output == 0:
             shares.append(place)
     shared = tuple(shares)
     value = "mx_1x32" if shared == MX_OF[role] else SHARED.get(shared)
-    evidence = f"{SMALL} is 0 next to {GIANT:.3g} in {', '.join(shared) or 'no other place'}"
-    words = "" if value else f"shared with {', '.join(shared) or 'none of these places'}"
+    places = ", ".join(shared)
+    evidence = f"{SMALL} is 0 next to {GIANT:.3g} in {places or 'no other place'}"
+    words = "" if value else f"shared with {places or 'none of these places'}"
     return Finding(f"scales of {role}", value, evidence, words=words)
 
 

@@ -45,7 +45,8 @@ def threshold(attention: Attention, tiling: Tiling) -> Between | None:
     """
     if tiling.length is None:
         return None
-    pairs = [pair for pair in scores.powers(*THRESHOLDS) if scores.between(scores.power_of(pair))]
+    pairs = scores.powers(*THRESHOLDS)
+    pairs = [pair for pair in pairs if scores.between(scores.power_of(pair))]
     q, k = scores.with_largest(pairs)
     keys = 2 * tiling.length
     (first, _), (second, _) = tiling.place(keys)

@@ -144,9 +144,10 @@ class Attention:
         tensors, descales = self._operands(question)
         before = [arrays.written(x) for x in tensors]
         try:
+            function = self.subject.function
             with np.errstate(all="ignore"):
-                output = self.subject.function(*tensors, **(self._named(question) | descales))
-        except (Exception, SystemExit) as error:  # a function under test may raise anything
+                output = function(*tensors, **(self._named(question) | descales))
+        except (Exception, SystemExit) as error:  # of a function under test: anything
             text = " ".join(str(error).split())[:300].rstrip(".")
             asked = f"{self.subject.framework} {self.dtype} {question}"
             raise RefusedError(
@@ -167,8 +168,8 @@ class Attention:
         sinks = question.sinks
         if sinks is not None:
             sinks = self.subject.make_array(sinks, "float32")
-        numbers = ((SOFTCAPS, question.softcap), (SCALES, question.scale), (SINKS, sinks))
-        for names, value in numbers:
+        softcap, scale = question.softcap, question.scale
+        for names, value in ((SOFTCAPS, softcap), (SCALES, scale), (SINKS, sinks)):
             if value is not None and (name := self.argument(names)):
                 named[name] = value
         return named
@@ -182,8 +183,9 @@ class Attention:
         if mask.causal and causal:
             options[causal] = True
         if mask.window is not None and window:
-            opened = {"window": None, "window_size": -1, "local_window_size": keys}[window]
-            options[window] = tuple(opened if side is None else side for side in mask.window)
+            unbounded = {"window": None, "window_size": -1, "local_window_size": keys}
+            opened, sides = unbounded[window], mask.window
+            options[window] = tuple(opened if x is None else x for x in sides)
         return options
 
     def _operands(self, question: Question) -> tuple[list[Any], dict[str, Any]]:
@@ -229,7 +231,8 @@ class Attention:
             )
         log = None if lse is None else subjects.read_array(lse)
         shown = log is not None and log[0].shape == question.q.shape[:3]
-        return Answer(values, dtype, log[0].astype(np.float32) if log and shown else None)
+        lse = log[0].astype(np.float32) if log and shown else None
+        return Answer(values, dtype, lse)
 
 
 def _parts(output: Any) -> tuple[Any, Any]:
@@ -239,7 +242,8 @@ def _parts(output: Any) -> tuple[Any, Any]:
     elif hasattr(output, "dtype"):
         return output, None
     else:
-        parts = {name: getattr(output, name) for name in (*OUTPUTS, *LOGS) if hasattr(output, name)}
+        names = [name for name in (*OUTPUTS, *LOGS) if hasattr(output, name)]
+        parts = {name: getattr(output, name) for name in names}
     o = next((parts[name] for name in OUTPUTS if name in parts), None)
     if o is None and isinstance(output, tuple | list) and output:
         return output[0], output[1] if len(output) > 1 else None

@@ -76,8 +76,10 @@ def _mask_finding(attention: Attention, what: str, cases: list[tuple[Mask, int, 
         return Finding(what, None, refused, words=REFUSED)
     rows = sum(case[1] for case in cases)
     for alignment in ("end", "start") if cases[0][0] != FULL else ("end",):
-        aligned = [dataclasses.replace(mask, alignment=alignment) for mask, _, _ in cases]
-        shown = [expected(mask, tq, tk) for mask, (_, tq, tk) in zip(aligned, cases, strict=True)]
+        shown = []
+        for mask, tq, tk in cases:
+            aligned = dataclasses.replace(mask, alignment=alignment)
+            shown.append(expected(aligned, tq, tk))
         if all(map(np.array_equal, seen_keys, shown)):
             words = "all keys" if cases[0][0] == FULL else f"aligned to the {alignment}"
             shapes = f"{len(cases)} shape{'s' * (len(cases) > 1)}"
@@ -94,7 +96,8 @@ def _mask_finding(attention: Attention, what: str, cases: list[tuple[Mask, int, 
             words = next(names, _missing(visible, wanted))
             question = f"{_named(mask)}, {tq} queries, {tk} keys, all scores 0"
             return _witness(question, visible, wanted).finding(what, words)
-    return Finding(what, None, f"{len(cases)} shapes", words="aligned to the start and to the end")
+    words = "aligned to the start and to the end"
+    return Finding(what, None, f"{len(cases)} shapes", words=words)
 
 
 def _witness(shown: str, visible: np.ndarray, wanted: np.ndarray) -> Counterexample:

@@ -269,9 +269,11 @@ def _policies(margin: int) -> list[ScalePolicy]:
     ]
     margin, policies = margin if 0 <= margin <= 64 else 0, []
     for policy in ordered:
-        if policy.e8m0 is None and policy.name != "flax_bf16" and policy.clause != "S-20":
+        special = policy.name == "flax_bf16" or policy.clause == "S-20"
+        if policy.e8m0 is None and not special:
             own = policy.makes_scale_inv
-            policies.append(policy if own else dataclasses.replace(policy, margin=margin))
+            policy = policy if own else dataclasses.replace(policy, margin=margin)
+            policies.append(policy)
     return policies
 
 
@@ -305,7 +307,8 @@ def _remembered(subject: Subject) -> int | None:
 
 def _interval(subject: Subject) -> int:
     """The commonest number of steps between two changes of the scale, while amaxes rise."""
-    scales = [reading.scale for reading in subject.run(tuple((2.0**i,) for i in range(-30, 31)))]
+    powers = tuple((2.0**i,) for i in range(-30, 31))
+    scales = [reading.scale for reading in subject.run(powers)]
     changes = [i for i in range(1, len(scales)) if scales[i] != scales[i - 1]]
     gaps = collections.Counter(b - a for a, b in itertools.pairwise(changes[1:]))
     return gaps.most_common(1)[0][0] if gaps else 1

@@ -13,9 +13,9 @@ import numpy as np
 from hypothesis import stateful
 from hypothesis import strategies as st
 
+from fp8ref.conformance.delayed import sequences
 from fp8ref.conformance.delayed.comparison import same
 from fp8ref.conformance.delayed.require import asked_of
-from fp8ref.conformance.delayed.sequences import DIFFICULTIES, ORDINARY, Operation, named
 from fp8ref.conformance.delayed.subject import Held, subject_of
 from fp8ref.formats import E4M3FN, Format
 from fp8ref.sim import delayed
@@ -26,7 +26,7 @@ __all__ = ["DelayedMachine"]
 _USED = [
     amax
     for name in ("zero", "infinite", "nan", "tiny")
-    for step in DIFFICULTIES[name].special
+    for step in sequences.DIFFICULTIES[name].special
     if not isinstance(step, str)
     for amax in step
 ]
@@ -47,7 +47,7 @@ class DelayedMachine(stateful.RuleBasedStateMachine):
     shows: ClassVar[str] = "next"
     takes: ClassVar[str] = "amax"
     framework: ClassVar[str] = "numpy"
-    amaxes: ClassVar[tuple[float, ...]] = (*ORDINARY, *_USED)
+    amaxes: ClassVar[tuple[float, ...]] = (*sequences.ORDINARY, *_USED)
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class DelayedMachine(stateful.RuleBasedStateMachine):
             framework=self.framework,
         )
         self.held = Held(self.subject)
-        self.done: tuple[Operation, ...] = ()
+        self.done: tuple[sequences.Operation, ...] = ()
         self.state = self.saved = delayed.init(self.asked.rule, (1,))
         self.has_saved = False
 
@@ -104,7 +104,7 @@ class DelayedMachine(stateful.RuleBasedStateMachine):
         """The scale is the rule's."""
         self._check(self.held.scale(), "")
 
-    def _do(self, operation: Operation) -> None:
+    def _do(self, operation: sequences.Operation) -> None:
         self.done = (*self.done, operation)
         observed = self.held.do(operation)
         if observed is not None:
@@ -117,6 +117,6 @@ class DelayedMachine(stateful.RuleBasedStateMachine):
     def _check(self, got: float, when: str) -> None:
         expected = self.asked.shown(self.state)[0]
         assert same(got, expected), (
-            f"after {named(self.done) or 'no step'}{when}: got scale {got:.9g}, expected "
+            f"after {sequences.named(self.done) or 'no step'}{when}: got scale {got:.9g}, expected "
             f"{expected:.9g}"
         )

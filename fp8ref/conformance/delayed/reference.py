@@ -42,8 +42,9 @@ class Asked:
         saved, rows = state, [self.shown(state)]
         for i in range(max(map(len, sequences))):
             at = [sequence[i] if i < len(sequence) else "end" for sequence in sequences]
-            steps = [operation if isinstance(operation, tuple) else () for operation in at]
-            save, load, reset = (np.array([x == w for x in at]) for w in ("save", "load", "reset"))
+            steps = [one if isinstance(one, tuple) else () for one in at]
+            words = ("save", "load", "reset")
+            save, load, reset = (np.array([x == word for x in at]) for word in words)
             stepped = np.array([isinstance(operation, tuple) for operation in at])
             saved = _where(save, state, saved)
             after = state
@@ -55,7 +56,8 @@ class Asked:
             state = _where(reset, delayed.init(self.rule, state.stored.shape), state)
             rows.append(self.shown(state))
         scales = np.stack(rows, axis=1)
-        return [row[: len(sequence) + 1] for row, sequence in zip(scales, sequences, strict=True)]
+        pairs = zip(scales, sequences, strict=True)
+        return [row[: len(sequence) + 1] for row, sequence in pairs]
 
     def shown(self, state: DelayedState) -> np.ndarray:
         """What a state shows; float32 of its shape."""
@@ -73,7 +75,8 @@ def _observations(steps: list[tuple[float, ...]]) -> list[delayed.Observation]:
     seen = np.zeros(amax.shape, bool)
     for i, step in enumerate(steps):
         amax[: len(step), i], seen[: len(step), i] = step, True
-    return [delayed.observe(amaxes, seen=flags) for amaxes, flags in zip(amax, seen, strict=True)]
+    pairs = zip(amax, seen, strict=True)
+    return [delayed.observe(amaxes, seen=flags) for amaxes, flags in pairs]
 
 
 def _where(condition: np.ndarray, a: DelayedState, b: DelayedState) -> DelayedState:

@@ -76,9 +76,11 @@ def fixed(difficulty: str, history: int) -> list[Sequence]:
     sequences += [((2.0,), (8.0,), *one, (4.0,)) for one in special]
     sequences += [((2.0,), *one, *one, (4.0,), *forget) for one in special[:1]]
     # as many as push a large amax out of the history, if each counts as a step
-    sequences += [((64.0,), *(one * (history - 1)), (1.0,), (1.0,)) for one in special[:1]]
-    sequences += [((64.0,), *one, *((1.0,),) * (history - 1), (1.0,)) for one in special[:1]]
-    return sequences + [((2.0,), *(one * (history + 1)), (4.0,), (4.0,)) for one in special[:1]]
+    for one in special[:1]:
+        sequences.append(((64.0,), *(one * (history - 1)), (1.0,), (1.0,)))
+        sequences.append(((64.0,), *one, *((1.0,),) * (history - 1), (1.0,)))
+        sequences.append(((2.0,), *(one * (history + 1)), (4.0,), (4.0,)))
+    return sequences
 
 
 @functools.lru_cache(maxsize=64)

@@ -73,7 +73,8 @@ def reductions(subject: Subject, fmt: Format, value: str) -> list[str]:
         if near(scales[3], factor(reduce(amaxes))):
             return [f"its scale is that of the {name} of the amaxes, not of the largest"]
     rising = (3.0, 5.0, 7.3)
-    rising_scales = [one.scale for one in subject.run(tuple((amax,) for amax in rising))][1:]
+    steps = tuple((amax,) for amax in rising)
+    rising_scales = [one.scale for one in subject.run(steps)][1:]
     expected = [factor(float(np.float32(amax))) for amax in rising]
     as_float32 = np.asarray(expected, np.float32)
     if rising_scales == expected and rising_scales != as_float32.tolist():
@@ -81,9 +82,8 @@ def reductions(subject: Subject, fmt: Format, value: str) -> list[str]:
     if rising_scales == cast.round_to(as_float32, BFLOAT16).tolist():
         return ["its scale is rounded to bfloat16"]
     ratios = [a / b for a, b in zip(rising_scales, expected, strict=False)]
-    if len(ratios) == len(rising) and near(min(ratios), max(ratios)) and not near(ratios[0], 1):
-        return [
-            f"its {value} is {ratios[0]:.6g} times that of the largest amax to {fmt}, max "
-            f"{fmt.max:g}"
-        ]
+    constant = len(ratios) == len(rising) and near(min(ratios), max(ratios))
+    if constant and not near(ratios[0], 1):
+        largest = f"the largest amax to {fmt}, max {fmt.max:g}"
+        return [f"its {value} is {ratios[0]:.6g} times that of {largest}"]
     return []

@@ -68,8 +68,10 @@ def wrap(
         )
     if framework is not None:
         subject.check_framework(framework)
-    imported = [one for one in subject.FRAMEWORKS if one == "numpy" or one in sys.modules]
-    return _in_framework(scaled, [framework] if framework else imported, device, formats)
+    loaded = {"numpy", *sys.modules}
+    imported = [one for one in subject.FRAMEWORKS if one in loaded]
+    frameworks = [framework] if framework else imported
+    return _in_framework(scaled, frameworks, device, formats)
 
 
 def _in_framework(
@@ -81,8 +83,8 @@ def _in_framework(
     twice = a._replace(scale=a.scale / 2, scale_inv=a.scale_inv * 2)
     coded = any(map(scale_format, scaled.granularities))
     refused, accepted = list[ProbeError](), list[ScaledGemm]()
-    ways = itertools.product(frameworks, ("float32", *CODES_AS[::-1]) if coded else ("float32",))
-    for framework, scales_as in ways:
+    scale_dtypes = ("float32", *CODES_AS[::-1]) if coded else ("float32",)
+    for framework, scales_as in itertools.product(frameworks, scale_dtypes):
         about = {framework: version(framework), "device": device}
         about |= {} if scales_as == "float32" else {"scales": scales_as}
         tried = dataclasses.replace(

@@ -212,8 +212,9 @@ def _at_extremes(
     bench: Bench, plan: str | Accumulation, fitting: list[Epilogue], seed: int
 ) -> tuple[list[Epilogue], list[Finding]]:
     """The epilogues that also fit extremes, else all; and the findings on the first one's."""
-    tried = {epilogue: specials.extremes(bench, plan, epilogue, seed) for epilogue in fitting}
-    alike = [e for e in fitting if all(f.value in specials.ALIKE for f in tried[e])] or fitting
+    tried = {e: specials.extremes(bench, plan, e, seed) for e in fitting}
+    alike = [e for e in fitting if all(f.value in specials.ALIKE for f in tried[e])]
+    alike = alike or fitting
     return alike, tried[alike[0]]
 
 
@@ -279,9 +280,8 @@ def _confirmed(
                 continue
             acc = gemm.matmul(*unscaled(a, b), accumulate=plan)
             for epilogue in left:
-                expected = gemm.finish(
-                    acc, a.scale_inv, b.scale_inv.T, epilogue=epilogue, out_dtype=bench.out
-                )
+                scales = a.scale_inv, b.scale_inv.T
+                expected = gemm.finish(acc, *scales, epilogue=epilogue, out_dtype=bench.out)
                 equal[plan, epilogue] += int((bits == expected.view(np.uint32)).sum())
         compared += results.size
     most = max(equal.values())

@@ -117,7 +117,8 @@ class Pairings(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """As --json writes it."""
-        return {"ok": self.ok, "pairings": [instruction.to_dict() for instruction in self.found]}
+        pairings = [instruction.to_dict() for instruction in self.found]
+        return {"ok": self.ok, "pairings": pairings}
 
     def render(self, console: "Console") -> None:
         """Print every pair."""
@@ -132,9 +133,8 @@ def as_scaled_gemm(multiply: Multiply, name: str) -> ScaledGemm:
     """
 
     def function(a: Quantized, b: Quantized) -> np.ndarray:
-        return multiply(
-            a.codes, b.codes, np.zeros((len(a.codes), len(b.codes)), np.float32), a.fmt, b.fmt
-        )
+        c = np.zeros((len(a.codes), len(b.codes)), np.float32)
+        return multiply(a.codes, b.codes, c, a.fmt, b.fmt)
 
     return ScaledGemm(name=name, function=function)
 
@@ -153,14 +153,13 @@ def identify(
 
     At least ``count`` results of random operands and accumulators are compared.
     """
-    bench = Bench(
-        gemm=as_scaled_gemm(multiply, name), m=SIDE, n=SIDE, k=K_STEP, fmt_a=fmt_a, fmt_b=fmt_b
-    )
+    scaled = as_scaled_gemm(multiply, name)
+    bench = Bench(gemm=scaled, m=SIDE, n=SIDE, k=K_STEP, fmt_a=fmt_a, fmt_b=fmt_b)
     width = step.width(bench)
-    units, step_findings = (
-        step.units(bench, width.value) if isinstance(width.value, int) else ([], [])
-    )
-    findings = [width, *step_findings]
+    units, findings = list[TensorCore](), [width]
+    if isinstance(width.value, int):
+        units, step_findings = step.units(bench, width.value)
+        findings += step_findings
     compared, equal = 0, 0
     groups = [
         InstructionGroup(group=group, a=a, b=b, c=c, d=_diagonal(multiply, a, b, c, fmt_a, fmt_b))
@@ -169,7 +168,7 @@ def identify(
     if units:
         zeros = next(group for group in groups if group.group == ZERO_PRODUCTS)
         units, zeros_finding = _zero_factor_units(units, zeros, fmt_a, fmt_b)
-        findings = [zeros_finding if finding.what == "zeros" else finding for finding in findings]
+        findings = [zeros_finding if f.what == "zeros" else f for f in findings]
         for of in groups:
             expected = results(of.a, of.b, of.c, units[0], fmt_a, fmt_b)
             same = expected.view(np.uint32) == of.d.view(np.uint32)
@@ -220,7 +219,8 @@ def _zero_factor_units(
     fits = [rule for rule, n in right.items() if n == of.d.size]
     zeros = fits[0] if fits else None
     if zeros == "least":  # only where exponents are coded (G-18)
-        coded = [unit for unit in units if (unit.exponents, unit.zeros) == ("coded", "excluded")]
+        rule = ("coded", "excluded")
+        coded = [unit for unit in units if (unit.exponents, unit.zeros) == rule]
         units = [dataclasses.replace(unit, zeros="least") for unit in coded]
     return units, Finding("zeros", zeros, evidence, others=tuple(fits[1:]))
 
@@ -236,13 +236,14 @@ def random_operands(
     rng = np.random.default_rng(seed)
     codes = []
     for fmt in (fmt_a, fmt_b):
-        near_one = cast.encode(
-            rng.standard_normal((side, K_STEP)) * 2.0 ** rng.integers(-4, 5, (side, 1)), fmt
-        )
+        normal = rng.standard_normal((side, K_STEP))
+        near_one = cast.encode(normal * 2.0 ** rng.integers(-4, 5, (side, 1)), fmt)
         any_code = finite_codes(rng, (side, K_STEP), fmt)
         few = np.where(rng.random((side, K_STEP)) < 0.1, any_code, np.uint8(0))
-        codes.append(np.choose(rng.integers(0, 3, (side, 1)), [near_one, any_code, few]))
-    wide = rng.standard_normal((side, side)) * 2.0 ** rng.integers(-30, 36, (side, side))
+        kinds = rng.integers(0, 3, (side, 1))
+        codes.append(np.choose(kinds, [near_one, any_code, few]))
+    normal = rng.standard_normal((side, side))
+    wide = normal * 2.0 ** rng.integers(-30, 36, (side, side))
     c = wide.astype(np.float32)
     bits = rng.integers(0, 1 << 32, c.shape, dtype=np.uint32)
     finite = np.where(bits >> 23 & 0xFF == 0xFF, bits & np.uint32(0xBFFFFFFF), bits)
@@ -289,7 +290,8 @@ def _groups(
 ) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray, np.ndarray]]]:
     """Groups of chosen accumulators: name, and a, b, c."""
     one_a, one_b = (fmt.bias << fmt.mantissa_bits for fmt in (fmt_a, fmt_b))
-    odd = [1 + 2.0**-13, 1 + 2.0**-14, 1 + 2.0**-13 + 2.0**-14, 1 + 2.0**-23, 2 - 2.0**-23, 1.0]
+    last = 2.0**-23
+    odd = [1 + 2.0**-13, 1 + 2.0**-14, 1 + 3 * 2.0**-14, 1 + last, 2 - last, 1.0]
     scaled = [
         sign * m * 2.0**e
         for e in (-149, -140, -130, -127, -126, -120, -100, -40, -20, 0, 20, 100, 127)

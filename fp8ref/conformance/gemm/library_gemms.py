@@ -55,7 +55,8 @@ def _torch(name: str, fast: bool, out_dtype: str, rowwise: bool) -> ScaledGemm:
     out = getattr(torch, out_dtype)
 
     def on_device(q: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
-        codes = torch.from_numpy(q.codes).to(device).view(getattr(torch, f"float8_{q.fmt.name}"))
+        dtype = getattr(torch, f"float8_{q.fmt.name}")
+        codes = torch.from_numpy(q.codes).to(device).view(dtype)
         return codes, torch.from_numpy(q.scale_inv).to(device)
 
     def function(a: Quantized, b: Quantized, bias=None) -> torch.Tensor:
@@ -134,7 +135,8 @@ def _jax_dot(fast: bool, out_dtype: str) -> ScaledGemm:
         "precision": str(gemm.PRECISION[accumulate]),
         "out_dtype": out_dtype,
     }
-    about |= {"device": jax.devices()[0].device_kind, "xla_flags": os.environ.get("XLA_FLAGS", "")}
+    about["device"] = jax.devices()[0].device_kind
+    about["xla_flags"] = os.environ.get("XLA_FLAGS", "")
     return ScaledGemm(name="jax-dot", function=function, about=about)
 
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import fp8ref
-from fp8ref.conformance.gemm import epilogues, plans
+from fp8ref.conformance.gemm import epilogues, instruction, plans
 from fp8ref.conformance.gemm.identify import Identified
-from fp8ref.conformance.gemm.instruction import SIDE, Instruction, random_operands, results
 from fp8ref.conformance.gemm.scaled_gemm import OUT_DTYPES, operand, rows_of
 from fp8ref.conformance.gemm.wgmma import Multiply
 from fp8ref.formats import FP8_FORMATS
@@ -106,15 +105,21 @@ def record_gemm(identified: Identified, folder: Path, *, seed: int = 1) -> Path:
 
 
 def record_instruction(
-    identified: Instruction, multiply: Multiply, folder: Path, *, count: int = 4000, seed: int = 1
+    identified: instruction.Instruction,
+    multiply: Multiply,
+    folder: Path,
+    *,
+    count: int = 4000,
+    seed: int = 1,
 ) -> Path:
     """Record the groups of instructions that were run, and ``count`` random ones."""
     fmt_a, fmt_b = identified.fmt_a, identified.fmt_b
     parts = {key: [getattr(group, key) for group in identified.groups] for key in "abcd"}
-    for i in range(-(-count // SIDE)):
-        a, b, c = random_operands(fmt_a, fmt_b, seed + i)
+    for i in range(-(-count // instruction.SIDE)):
+        a, b, c = instruction.random_operands(fmt_a, fmt_b, seed + i)
         d = multiply(a, b, c, fmt_a, fmt_b)
-        for key, part in zip("abcd", (a, b, np.diagonal(c), np.diagonal(d)), strict=True):
+        drawn = (a, b, np.diagonal(c), np.diagonal(d))
+        for key, part in zip("abcd", drawn, strict=True):
             parts[key].append(part)
     arrays = {key: np.concatenate(own) for key, own in parts.items()}
     arrays |= {key: arrays[key].view(np.uint32) for key in "cd"}
@@ -129,9 +134,8 @@ def verify(path: Path) -> Verified:
     """
     try:
         metadata, arrays = _read(path)
-        computed, recorded = (_instruction if metadata["kind"] == "instruction" else _gemm)(
-            metadata, arrays
-        )
+        compute = _instruction if metadata["kind"] == "instruction" else _gemm
+        computed, recorded = compute(metadata, arrays)
     except OSError as error:
         raise ValueError(
             f"{path} cannot be read as a recording of a probe ({error}). Name the .json, with "
@@ -158,7 +162,7 @@ def _instruction(
     a, b, c, recorded = (arrays[key] for key in ("a", "b", "c", "d"))
     if not (len(a) == len(b) == len(c) and recorded.shape == (len(a),)):
         raise ValueError("its arrays differ in length")
-    computed = results(a, b, c.view(np.float32), accumulate.unit, fmt_a, fmt_b)
+    computed = instruction.results(a, b, c.view(np.float32), accumulate.unit, fmt_a, fmt_b)
     return computed.astype(np.float32), recorded
 
 
@@ -202,10 +206,8 @@ def _write(
     name = "".join(c if c.isalnum() or c in "._-" else "-" for c in name)
     files.write_arrays(folder / f"{name}.npz", arrays)
     path = folder / f"{name}.json"
-    path.write_text(
-        json.dumps({"format": FORMAT, "fp8ref": fp8ref.__version__, **metadata}, indent=1) + "\n",
-        encoding="utf-8",
-    )
+    metadata = {"format": FORMAT, "fp8ref": fp8ref.__version__, **metadata}
+    path.write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")
     return path
 
 

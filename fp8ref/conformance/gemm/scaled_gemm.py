@@ -95,9 +95,10 @@ class ScaledGemm:
         copies = [np.copy(part) for part in operands]
         call = functools.partial(self.function, a, b, **with_bias)
         values, dtype = called(self.name, call, f" for {_of(a, b)}")
-        pairs = zip(copies, operands, strict=True)
-        if not all(np.array_equal(before, after, equal_nan=True) for before, after in pairs):
-            raise ProbeError(f"{self.name} changed its operands, {_of(a, b)}. Let it use copies.")
+        equal = functools.partial(np.array_equal, equal_nan=True)
+        if not all(map(equal, copies, operands)):
+            words = f"changed its operands, {_of(a, b)}. Let it use copies."
+            raise ProbeError(f"{self.name} {words}")
         if values.shape != (len(a.codes), len(b.codes)):
             raise ProbeError(
                 f"{self.name} gives [M, N] = {[len(a.codes), len(b.codes)]} for {_of(a, b)}; "

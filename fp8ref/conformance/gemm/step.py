@@ -53,7 +53,8 @@ def width(bench: Bench) -> Finding:
         w: [K_STEP - (j // w + 1) * w for j in pairs] for w in (32, 16, 8, 4)
     }
     # one by one, all between 0 and j are lost, and j itself is not one of the 30
-    expected |= {SEQUENTIAL: [K_STEP - (j + 1) for j in pairs], WIDE: [K_STEP - 2 for _ in pairs]}
+    expected[SEQUENTIAL] = [K_STEP - (j + 1) for j in pairs]
+    expected[WIDE] = [K_STEP - 2 for _ in pairs]
     widths = [w for w, counts in expected.items() if np.array_equal(kept, counts)]
     return Finding("fused_width", widths[0] if widths else None, evidence)
 

@@ -118,9 +118,8 @@ class Bench:
         Raises:   VariesError: one stimulus has several results.
         """
         side = min(self.m, self.n)
-        return np.concatenate(
-            [self._run(a[i : i + side], b[i : i + side]) for i in range(0, len(a), side)]
-        )
+        parts = [slice(i, i + side) for i in range(0, len(a), side)]
+        return np.concatenate([self._run(a[part], b[part]) for part in parts])
 
     def _run(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         count = len(a)

@@ -59,10 +59,12 @@ def build(folder: Path) -> Path:
 
     Raises:   ProbeError: the compiler fails.
     """
-    command = [nvcc(), "-O2", "-gencode=arch=compute_90a,code=sm_90a", "-Xcompiler", "-fPIC"]
+    architecture = "-gencode=arch=compute_90a,code=sm_90a"
+    command = [nvcc(), "-O2", architecture, "-Xcompiler", "-fPIC"]
     library, failure = native.shared_library(SOURCE, folder, command)
     if failure:
-        raise ProbeError(f"nvcc cannot compile {SOURCE.name} ({failure}). Use CUDA 12.0 or later.")
+        words = f"{SOURCE.name} ({failure}). Use CUDA 12.0 or later."
+        raise ProbeError(f"nvcc cannot compile {words}")
     return library
 
 
@@ -120,7 +122,8 @@ def right_on_integers(multiply: Multiply) -> bool:
         a = rng.integers(-4, 5, (2 * TILE_M, K))
         b = rng.integers(-4, 5, (3 * TILE_N, K))
         c = rng.integers(-100, 101, (len(a), len(b)))
-        x, y = (cast.encode(v.astype(np.float32), fmt) for v, fmt in ((a, fmt_a), (b, fmt_b)))
+        x = cast.encode(a.astype(np.float32), fmt_a)
+        y = cast.encode(b.astype(np.float32), fmt_b)
         sums = multiply(x, y, c.astype(np.float32), fmt_a, fmt_b)
         if not np.array_equal(sums, a @ b.T + c):
             return False
@@ -137,7 +140,8 @@ def tiles(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.n
     b = np.pad(b, ((0, columns * TILE_N - len(b)), (0, 0))).reshape(columns, TILE_N, K)
     c = np.pad(c, ((0, rows * TILE_M - c.shape[0]), (0, columns * TILE_N - c.shape[1])))
     c = c.reshape(rows, TILE_M, columns, TILE_N).transpose(0, 2, 1, 3)
-    cut = (np.repeat(a, columns, axis=0), np.tile(b, (rows, 1, 1)), c.reshape(-1, TILE_M, TILE_N))
+    a, b = np.repeat(a, columns, axis=0), np.tile(b, (rows, 1, 1))
+    cut = (a, b, c.reshape(-1, TILE_M, TILE_N))
     return tuple(np.ascontiguousarray(x) for x in cut)  # type: ignore[return-value]
 
 

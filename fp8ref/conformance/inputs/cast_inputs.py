@@ -87,12 +87,12 @@ def _random_bits(fmt: Format, source: dtypes.Source, seed: int, count: int) -> n
     # Most random exponents are far outside FP8's range: replace the exponent of one half.
     bias = 1 - source.emin
     lowest = max(1, fmt.emin - fmt.mantissa_bits - 2 + bias)
-    highest = min(source.infinity >> source.mantissa_bits, int(np.log2(fmt.max)) + 3 + bias)
-    field = np.uint64(lowest) + dtypes.random(seed + 1, half) % np.uint64(highest - lowest)
+    infinite = source.infinity >> source.mantissa_bits
+    highest = min(infinite, int(np.log2(fmt.max)) + 3 + bias)
+    drawn = dtypes.random(seed + 1, half) % np.uint64(highest - lowest)
+    exponents = (np.uint64(lowest) + drawn) << np.uint64(source.mantissa_bits)
     kept = np.uint64(source.sign | ((1 << source.mantissa_bits) - 1))
-    return np.concatenate(
-        [raw[:half] & kept | field << np.uint64(source.mantissa_bits), raw[half:]]
-    )
+    return np.concatenate([raw[:half] & kept | exponents, raw[half:]])
 
 
 def identifying(fmt: Format, source: str, *, limit: float = np.inf) -> np.ndarray:
@@ -100,9 +100,8 @@ def identifying(fmt: Format, source: str, *, limit: float = np.inf) -> np.ndarra
 
     limit     keeps finite magnitudes up to it, and no NaN; without one, NaNs are included.
     """
-    inputs = np.concatenate(
-        [coarse(fmt), fine(fmt, source), special(fmt), all_numbers(fmt), _random_values()]
-    )
+    chosen = [coarse(fmt), fine(fmt, source), special(fmt), all_numbers(fmt)]
+    inputs = np.concatenate([*chosen, _random_values()])
     with np.errstate(over="ignore"):
         inputs = dtypes.rounded(inputs, source)
     if limit < np.inf:

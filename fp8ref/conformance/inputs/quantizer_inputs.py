@@ -207,13 +207,12 @@ def _cast_near_ties(
     ties = (numbers[1:] + numbers[:-1]) / 2
     most = np.finfo(np.float32).max
     with np.errstate(all="ignore"):
-        at = dtypes.rounded(
-            (ties / np.minimum(fmt.max / amax.astype(np.float64), most)).astype(np.float32), dtype
-        )
-        x = np.concatenate(
-            [at, np.nextafter(at, np.float32(0)), np.nextafter(at, np.float32(np.inf))], axis=1
-        )
-        x = np.where(amax > 0, np.minimum(dtypes.rounded(x, dtype), amax), np.float32(0))
+        scale = np.minimum(fmt.max / amax.astype(np.float64), most)
+        at = dtypes.rounded((ties / scale).astype(np.float32), dtype)
+        ends = np.float32([0, np.inf])
+        x = np.concatenate([at, *(np.nextafter(at, end) for end in ends)], axis=1)
+        x = np.minimum(dtypes.rounded(x, dtype), amax)
+        x = np.where(amax > 0, x, np.float32(0))
         clipped = (np.clip(y, -fmt.max, fmt.max) for y in _scaled(x, amax, fmt))
         return x, [cast.encode(y, fmt) for y in clipped]
 
@@ -346,6 +345,7 @@ def samples(seed: int = 0) -> dict[str, np.ndarray]:
     """Patterns that training rarely shows, by name: float32 [48, 128], of bfloat16 numbers."""
     rng = np.random.default_rng(seed)
     normal = rng.standard_normal((48, 128))
+    at = np.arange(normal.size).reshape(normal.shape)
     cases = {
         "normal": normal,
         "outlier": np.where(rng.random(normal.shape) < 0.002, normal * 1e4, normal),
@@ -355,8 +355,8 @@ def samples(seed: int = 0) -> dict[str, np.ndarray]:
         "zero": np.zeros_like(normal),
         "zero_rows": np.where(np.arange(48)[:, None] % 3 == 0, 0, normal),
         "negative_zero": np.where(normal > 0, -0.0, normal),
-        "inf": np.where(np.arange(normal.size).reshape(normal.shape) == 1234, -np.inf, normal),
-        "nan": np.where(np.arange(normal.size).reshape(normal.shape) == 77, np.nan, normal),
+        "inf": np.where(at == 1234, -np.inf, normal),
+        "nan": np.where(at == 77, np.nan, normal),
         "huge": normal * 1e38 / np.abs(normal).max(),
     }
     with np.errstate(under="ignore"):

@@ -52,7 +52,10 @@ QUANTIZERS = Clause("S-19")
 """The invariants of quantizers (S-19)."""
 
 
-@QUANTIZERS.states("2^k times a tensor has its codes", st.tuples(_TENSOR, st.integers(-6, 40)))
+_POWERS = st.integers(-6, 40)
+
+
+@QUANTIZERS.states("2^k times a tensor has its codes", st.tuples(_TENSOR, _POWERS))
 def _power_of_two_equivariance(function: Any, fmt: Format, inputs: tuple[np.ndarray, int]) -> str:
     x, k = inputs
     scaled = _parts(function, np.ldexp(x, k))[0]

@@ -181,8 +181,10 @@ def _simpler(case: Case) -> Iterator[Case]:
             for k in range(len(batch)):
                 yield _with(case, i, j, batch[:k] + batch[k + 1 :])
     for k in range(min(len(batch) for rank in case for batch in rank)):
-        yield tuple(tuple(batch[:k] + batch[k + 1 :] for batch in rank) for rank in case)
-    columns = max((len(row) for rank in case for batch in rank for row in batch), default=0)
+        shorter = [[b[:k] + b[k + 1 :] for b in rank] for rank in case]
+        yield tuple(map(tuple, shorter))
+    lengths = [len(row) for rank in case for batch in rank for row in batch]
+    columns = max(lengths, default=0)
     if columns > 1:
         for c in range(columns):
             yield tuple(
@@ -195,12 +197,9 @@ def _simpler(case: Case) -> Iterator[Case]:
             for k, row in enumerate(batch):
                 for c, value in enumerate(row):
                     for number in plain[: plain.index(value)] if value in plain else plain:
-                        yield _with(
-                            case,
-                            i,
-                            j,
-                            (*batch[:k], (*row[:c], number, *row[c + 1 :]), *batch[k + 1 :]),
-                        )
+                        simpler = (*row[:c], number, *row[c + 1 :])
+                        batches = (*batch[:k], simpler, *batch[k + 1 :])
+                        yield _with(case, i, j, batches)
 
 
 def _with(case: Case, i: int, j: int, batch: tuple) -> Case:

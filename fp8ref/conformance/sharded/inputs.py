@@ -40,7 +40,8 @@ DIFFICULTIES = {
 def arrays(case: Case, axis: int) -> list[list[np.ndarray]]:
     """The microbatches of each rank, float32: [rows, columns], or transposed for axis 1."""
     columns = next(len(row) for rank in case for batch in rank for row in batch)
-    ranks = [[np.array(batch, np.float32).reshape(-1, columns) for batch in rank] for rank in case]
+    shape = (-1, columns)
+    ranks = [[np.array(x, np.float32).reshape(shape) for x in rank] for rank in case]
     if axis == 0:
         return ranks
     return [[np.ascontiguousarray(x.T) for x in rank] for rank in ranks]
@@ -48,12 +49,14 @@ def arrays(case: Case, axis: int) -> list[list[np.ndarray]]:
 
 def whole(case: Case) -> np.ndarray:
     """The tensor that a case is cut from, float32 [rows, columns]."""
-    return np.array([row for rank in case for batch in rank for row in batch], np.float32)
+    rows = [row for rank in case for batch in rank for row in batch]
+    return np.array(rows, np.float32)
 
 
 def usable(case: Case) -> bool:
     """Whether it has a rank, every rank a microbatch, and some an element (S-7)."""
-    return bool(case) and all(case) and any(row for rank in case for batch in rank for row in batch)
+    rows = (row for rank in case for batch in rank for row in batch)
+    return bool(case) and all(case) and any(rows)
 
 
 def valid_for(case: Case, difficulty: str) -> bool:
@@ -61,7 +64,8 @@ def valid_for(case: Case, difficulty: str) -> bool:
     if not usable(case):
         return False
     rows = {len(batch) for rank in case for batch in rank}
-    return difficulty == "empty" or (0 not in rows and (difficulty == "uneven" or len(rows) == 1))
+    alike = difficulty == "uneven" or len(rows) == 1
+    return difficulty == "empty" or (0 not in rows and alike)
 
 
 def fixed(difficulty: str) -> list[Case]:
@@ -69,9 +73,12 @@ def fixed(difficulty: str) -> list[Case]:
     one: Microbatch = ((1.0,),)
     two: Microbatch = ((2.0,),)
     if difficulty == "ordinary":
-        return [((one,),), ((one,), (two,)), ((two,), (one,)), ((one,), (((-4.0,),),), (two,))]
+        negative: Microbatch = ((-4.0,),)
+        pairs = [((one,), (two,)), ((two,), (one,))]
+        return [((one,),), *pairs, ((one,), (negative,), (two,))]
     if difficulty == "uneven":
-        return [((((1.0,), (2.0,)),), (one,)), ((one,), (((1.0,), (2.0,), (3.0,)),), (two,))]
+        three: Microbatch = ((1.0,), (2.0,), (3.0,))
+        return [((three[:2],), (one,)), ((one,), (three,), (two,))]
     if difficulty == "empty":
         return [((one,), ((),)), (((),), (two,)), ((one,), ((),), (two,))]
     if difficulty == "microbatches":

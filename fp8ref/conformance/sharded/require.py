@@ -79,7 +79,8 @@ def departures(
     Raises:   ValueError: an unknown word or axis; ``ordinary`` cannot be left out.
     """
     check_without(without, DIFFICULTIES)
-    words = {"made": ("amax", "scale", "scale_inv"), "axis": (0, 1), "framework": tuple(FRAMEWORKS)}
+    words = {"made": ("amax", "scale", "scale_inv"), "axis": (0, 1)}
+    words["framework"] = tuple(FRAMEWORKS)
     for key, allowed in words.items():
         if getattr(collective, key) not in allowed:
             raise ValueError(
@@ -87,7 +88,8 @@ def departures(
             )
     departures = []
     for difficulty in DIFFICULTIES:
-        if difficulty in without or (difficulty == "microbatches" and not collective.microbatches):
+        impossible = difficulty == "microbatches" and not collective.microbatches
+        if difficulty in without or impossible:
             continue
         cases = [*fixed(difficulty), *drawn(difficulty, examples)]
         if (one := departure(collective, difficulty, cases)) is not None:

@@ -140,8 +140,12 @@ def fitting(
     with np.errstate(all="ignore"):
         for where in (corner, (slice(None), slice(None))):
             some, expected = products[where], results[where]
-            sums = ((one, (one.sums(some, k) * scale).astype(np.float32)) for one in tried)
-            tried = [one for one, x in sums if np.array_equal(cast.round_to(x, out), expected)]
+            fitting = []
+            for one in tried:
+                sums = (one.sums(some, k) * scale).astype(np.float32)
+                if np.array_equal(cast.round_to(sums, out), expected):
+                    fitting.append(one)
+            tried = fitting
     return list(tried)
 
 

@@ -43,7 +43,7 @@ def judge(samples: list[tuple[Stimulus, np.ndarray]], out: Format) -> Cause | No
 
 
 def _tables(fmt: Format) -> dict[str, np.ndarray]:
-    """{what codes are read as, with {} for the operand: all codes' numbers}, the right ones first."""
+    """{reading of codes, with {} for the operand: numbers of all codes}, the right ones first."""
     right = readings.right_numbers(fmt)
     wrong = {r.name: np.where(r.codes, r.table, right) for r in readings.readings(fmt)}
     return {"": right} | wrong

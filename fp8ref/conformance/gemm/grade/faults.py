@@ -121,7 +121,8 @@ def _scale_faults() -> Iterator[Fault]:
 def _scaled(left: str, right: str) -> Fault:
     def gives(s: Stimulus) -> np.ndarray | None:
         scales = SCALES[left](s.a.scale_inv), SCALES[right](s.b.scale_inv)
-        same = all(np.array_equal(x, q.scale_inv) for x, q in zip(scales, (s.a, s.b), strict=True))
+        expected = s.a.scale_inv, s.b.scale_inv
+        same = all(map(np.array_equal, scales, expected))
         return None if same else product(s, *values(s), scales)
 
     names = [name.format(who) for name, who in ((left, "a"), (right, "b")) if name]
@@ -239,8 +240,9 @@ def _bias_faults() -> Iterator[Fault]:
         "the bias added before both scales",
         of(lambda s, bias: bias * s.a.scale_inv * s.b.scale_inv.T),
     )
-    yield Fault("the bias added before the scale of a", of(lambda s, bias: bias * s.a.scale_inv))
-    yield Fault("the bias added before the scale of b", of(lambda s, bias: bias * s.b.scale_inv.T))
+    early = "the bias added before the scale of {}"
+    yield Fault(early.format("a"), of(lambda s, bias: bias * s.a.scale_inv))
+    yield Fault(early.format("b"), of(lambda s, bias: bias * s.b.scale_inv.T))
     yield Fault("the bias of the first column for all", of(lambda s, bias: bias[:1]))
 
 

@@ -342,7 +342,8 @@ def _measured(
     if k > stimuli.LONG:
         few = stimuli.random(asked, (m, n, stimuli.LONG), out)
         pairs.append((stimuli.thinned(few, k), few))
-    errors, samples, unasked, varied, equal, compared = [], [], list[str](), list[Cause](), 0, 0
+    errors, samples, equal, compared = [], [], 0, 0
+    unasked, varied = list[str](), list[Cause]()
     for stimulus, same in pairs:
         try:
             results, *again = (asked.run(stimulus)[0] for _ in range(CALLS))
@@ -352,20 +353,18 @@ def _measured(
             first_line = str(error).partition("\n")[0][:240]
             unasked.append(f"{stimulus}, for which it raised ({first_line})")
             continue
-        simulated = gemm.matmul(same.a, same.b, epilogue=asked.epilogue, out_dtype=out)
+        epilogue = asked.epilogue
+        simulated = gemm.matmul(same.a, same.b, epilogue=epilogue, out_dtype=out)
         others = [other for other in again if other.tobytes() != results.tobytes()]
-        errors += [
-            _errors(stimulus, same, one, simulated, out, asked.epilogue)
-            for one in (results, *others)
-        ]
+        outputs = (results, *others)
+        errors += [_errors(stimulus, same, x, simulated, out, epilogue) for x in outputs]
         varied += [_varied(stimulus, results, other) for other in others[:1]]
         samples.append((stimulus, results))
         if named is not None:
             expected = simulated
             if named != "exact":
-                expected = gemm.matmul(
-                    stimulus.a, stimulus.b, accumulate=named, epilogue=asked.epilogue, out_dtype=out
-                )
+                a, b = stimulus.a, stimulus.b
+                expected = gemm.matmul(a, b, accumulate=named, epilogue=epilogue, out_dtype=out)
             equal += int((expected.view(np.uint32) == results.view(np.uint32)).sum())
             compared += results.size
     measured = dataclasses.replace(
@@ -400,7 +399,9 @@ def _errors(
     with np.errstate(all="ignore"):
         finite = np.isfinite(results)
         squares = (results[finite] - exact[finite]) ** 2
-        error = float(np.sqrt(np.mean(squares) / np.mean(exact**2))) if finite.any() else np.inf
+        error = np.inf
+        if finite.any():
+            error = float(np.sqrt(np.mean(squares) / np.mean(exact**2)))
     at = np.unravel_index(int(np.argmax(far.bounds)), results.shape)
     worst = structure.counterexample(stimulus, at, results[at], simulated[at], "B-1")  # type: ignore[arg-type]
     return Measured(

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from fp8ref.conformance.gemm import scaled_gemm
 from fp8ref.conformance.gemm.grade import row_bits, stimuli
 from fp8ref.conformance.gemm.grade.grading import grade_gemm
 from fp8ref.conformance.gemm.grade.row_bits import RowBits
 from fp8ref.conformance.gemm.grade.scales.reading import OTHER_GROUPS
 from fp8ref.conformance.gemm.grade.stimuli import Asked, Shape
 from fp8ref.conformance.gemm.grade.verdict import Grade
-from fp8ref.conformance.gemm.scaled_gemm import ProbeError, RefusedError, ScaledGemm, operand
+from fp8ref.conformance.gemm.scaled_gemm import ProbeError
 from fp8ref.conformance.kit.finding import Described
 from fp8ref.conformance.kit.subject import name_of
 from fp8ref.formats import E4M3FN, FLOAT32, Format
@@ -107,8 +108,8 @@ def grade_grouped(
     name = name or name_of(function)
     both = granularity, granularity_b or granularity
 
-    def one(g: int, sizes: Sequence[int]) -> ScaledGemm:
-        return ScaledGemm(
+    def one(g: int, sizes: Sequence[int]) -> scaled_gemm.ScaledGemm:
+        return scaled_gemm.ScaledGemm(
             name=f"group {g} of {name}",
             function=_group_gemm(function, g, sizes, both),
             granularity=granularity,
@@ -132,7 +133,7 @@ def _places(
     asked: Mapping[int, Asked],
     shapes: Mapping[int, Shape],
     sizes: Sequence[int],
-    one: Callable[[int, Sequence[int]], ScaledGemm],
+    one: Callable[[int, Sequence[int]], scaled_gemm.ScaledGemm],
 ) -> RowBits:
     """Each group's bits at another place of the list, alone, and behind more groups."""
     calls = dict[str, None]()
@@ -185,7 +186,7 @@ def _group_gemm(
         left[g], right[g] = a, b
         results = function(left, right)
         if len(results) != len(sizes):
-            raise RefusedError(
+            raise scaled_gemm.RefusedError(
                 f"gives a result for each of {len(sizes)} groups; got {len(results)}."
             )
         return results[g]
@@ -198,7 +199,7 @@ def _filled(
 ) -> Quantized:
     """Random positive numbers near 1; no rows of a group that has none."""
     codes = rng.integers(0x30, 0x40, (max(rows, 1), k)).astype(np.uint8)
-    quantized = operand(codes, fmt, granularity, SCALE)
+    quantized = scaled_gemm.operand(codes, fmt, granularity, SCALE)
     if rows:
         return quantized
     scale, scale_inv = (x[:0] if x.ndim else x for x in (quantized.scale, quantized.scale_inv))

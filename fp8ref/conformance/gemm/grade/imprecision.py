@@ -69,8 +69,8 @@ def examine(
     elif plan is None and severe:
         causes += _accumulator(asked, largest, out)
     elif plan is not None and severe and plan not in ("exact", "f32"):
-        name, evidence = f"the accumulation of {plan}", "random results have the bits of it"
-        causes.append(Cause(name, evidence, severity))
+        evidence = "random results have the bits of it"
+        causes.append(Cause(f"the accumulation of {plan}", evidence, severity))
     return Found(causes, plan, None if epilogue is None else epilogue.name, unasked)
 
 
@@ -141,8 +141,9 @@ def _plan(
 ) -> tuple[str | None, Epilogue | None]:
     """The plan and the epilogue that have the bits of random results of every shape."""
     for accumulate, epilogue in itertools.product(_plans(severe), tried):
-        if all(_has_bits(s, results, accumulate, epilogue, out) for s, results in samples):
-            return accumulate if isinstance(accumulate, str) else accumulate.name, epilogue
+        if all(_has_bits(*sample, accumulate, epilogue, out) for sample in samples):
+            name = accumulate if isinstance(accumulate, str) else accumulate.name
+            return name, epilogue
     return None, None
 
 
@@ -169,7 +170,8 @@ def _has_bits(
     out: Format,
 ) -> bool:
     for side in (4, ROWS):
-        a, b = (rows_of(q, np.arange(min(side, len(q.codes)))) for q in (stimulus.a, stimulus.b))
+        operands = (stimulus.a, stimulus.b)
+        a, b = (rows_of(q, np.arange(min(side, len(q.codes)))) for q in operands)
         try:
             simulated = gemm.matmul(a, b, accumulate=accumulate, epilogue=epilogue, out_dtype=out)
         except ValueError:  # a plan that does not take this K or these formats
@@ -196,7 +198,8 @@ def _accumulator(asked: Asked, shape: Shape, out: Format) -> list[Cause]:
     columns = np.flatnonzero(differ[rows].any(axis=0))[:SAMPLE]
     stages = []
     for length, one, results in ran:
-        a, b = (x[at, :length] for x, at in zip(faults.values(one), (rows, columns), strict=True))
+        values_a, values_b = faults.values(one)
+        a, b = values_a[rows, :length], values_b[columns, :length]
         stages.append((accumulators.products_of(a, b), results[np.ix_(rows, columns)]))
     first = first_of(stimulus, outputs, expected, differ)
     count = (

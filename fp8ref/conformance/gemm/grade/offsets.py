@@ -15,8 +15,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from fp8ref.conformance.gemm.scaled_gemm import OUT_DTYPES, ProbeError, RefusedError, called
+from fp8ref.conformance.kit import subject
 from fp8ref.conformance.kit.finding import Described
-from fp8ref.conformance.kit.subject import Subject, check_framework, name_of, native_array
+from fp8ref.conformance.kit.subject import Subject
 from fp8ref.formats import E4M3FN, Format
 from fp8ref.sim.quantize import cast
 
@@ -179,14 +180,14 @@ def grade_offsets(
     """
     if which not in ("output", "grad_weight"):
         raise ValueError(f"which is 'output' or 'grad_weight'; got {which!r}.")
-    check_framework(framework)
+    subject.check_framework(framework)
     if rest < 0 or (sizes is not None and (not any(sizes) or min(sizes) < 0)):
         raise ValueError(
             "groups have sizes of 0 or more rows, and one has rows; got "
             f"{list(SIZES if sizes is None else sizes)} and {rest} of no group."
         )
     if not isinstance(function, Subject):
-        function = Subject(name=name_of(function), function=function, framework=framework)
+        function = Subject(name=subject.name_of(function), function=function, framework=framework)
     ask = functools.partial(_asked, function, which, fmt=fmt)
     question, refused, others = (
         Question(tuple(SIZES if sizes is None else sizes), rest, n, k),
@@ -301,7 +302,7 @@ def _called(
 ) -> tuple[np.ndarray, Format]:
     """The function's result and its dtype, in memory that held NaN if a framework reuses it."""
     a, b = (cast.encode(x.astype(np.float32), fmt) for x in (operands.a, operands.b))
-    codes = [native_array(tested, x, fmt) for x in (a, b)]
+    codes = [subject.native_array(tested, x, fmt) for x in (a, b)]
     scales = [tested.make_array(x, "float32") for x in (operands.scale_a, operands.scale_b)]
     offs = tested.make_array(operands.ends, "int32")
     nan = np.full(shape, np.nan, np.float32)
@@ -418,14 +419,12 @@ def _other_rows(operands: Operands, e: int) -> Iterator[tuple[str, slice]]:
     yield "sums the rows of all groups", slice(0, last)
     yield "sums the rows from the first group on", slice(0, rows.stop)
     for size in ROUNDED:
-        yield (
-            f"sums rows of the next group, up to a multiple of {size}",
-            slice(rows.start, min(rows.start - (rows.start - rows.stop) // size * size, last)),
-        )
-        yield (
-            f"drops its rows after a multiple of {size}",
-            slice(rows.start, rows.start + (rows.stop - rows.start) // size * size),
-        )
+        count = rows.stop - rows.start
+        end = min(rows.start - -count // size * size, last)
+        words = f"sums rows of the next group, up to a multiple of {size}"
+        yield words, slice(rows.start, end)
+        end = rows.start + count // size * size
+        yield f"drops its rows after a multiple of {size}", slice(rows.start, end)
 
 
 def _bits(x: np.ndarray) -> np.ndarray:

@@ -98,7 +98,8 @@ class Path:
                 first, last = scale_a, scale_b.T
                 if self.scale != "each":
                     first, last = last, first
-                result = cast.round_to(cast.round_to(accumulate.f32(a, b), out) * first, out) * last
+                sums = cast.round_to(accumulate.f32(a, b), out)
+                result = cast.round_to(sums * first, out) * last
             else:
                 plain = Epilogue(name="", scale=self.scale)
                 acc = accumulate.f32(a, b)
@@ -155,9 +156,8 @@ def with_bias(
 
 def biased(path: Path, bias: epilogues.Bias, s: Stimulus, out: Format) -> np.ndarray:
     """The outputs of sums of two products with a bias that is added so: float32 [M, N]."""
-    epilogue = Epilogue(
-        name="", scale=path.scale, round_first=path.round_first, bias=bias, rounding=path.rounding
-    )
+    scale, first, rounding = path.scale, path.round_first, path.rounding
+    epilogue = Epilogue(name="", scale=scale, round_first=first, bias=bias, rounding=rounding)
     a, b = (x[:, :2] for x in faults.values(s))
     scales = _first_block_scales(s.a), _first_block_scales(s.b).T
     return gemm.finish_plain(

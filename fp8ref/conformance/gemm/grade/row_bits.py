@@ -21,7 +21,8 @@ COLUMNS = 32  # of b, so that 1024 rows take no longer than the rest of the grad
 
 BEHIND = 15  # rows of padding
 
-NUMBER, PLACE, PADDING = "the number of rows", "its place among the rows", "the padding behind it"
+NUMBER, PLACE = "the number of rows", "its place among the rows"
+PADDING = "the padding behind it"
 
 VARIES = "does not repeat itself"  # a cause: the bits of equal calls differ
 
@@ -98,7 +99,8 @@ def _calls(m: int) -> Iterator[tuple[str, str, np.ndarray]]:
     if m > 1:
         yield "rows in reverse order", PLACE, every[::-1]
     for words, row in (("zeros", _ZEROS), ("NaN", _FILLED)):
-        yield f"{BEHIND} rows of {words} behind", PADDING, np.append(every, [row] * BEHIND)
+        rows = np.append(every, [row] * BEHIND)
+        yield f"{BEHIND} rows of {words} behind", PADDING, rows
 
 
 def _rows(q: Quantized, places: np.ndarray) -> Quantized:

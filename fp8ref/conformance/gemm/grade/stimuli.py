@@ -196,7 +196,8 @@ def pairs(asked: Asked, shape: Shape, out: Format, *, terms: int = 2) -> Iterato
     m, n, k = shape
     for seed, exponent in enumerate((0, 0, 0, 0) if out == FLOAT16 else (0, 0, 20, -40)):
         rng = np.random.default_rng([seed, terms])
-        operands, scales = (np.zeros((m, k), np.float32), np.zeros((n, k), np.float32)), []
+        operands = np.zeros((m, k), np.float32), np.zeros((n, k), np.float32)
+        scales = []
         scale_shapes = asked.scale_shapes((m, k), (n, k))
         for values, fmt, scale in zip(operands, asked.formats, scale_shapes, strict=True):
             if fmt.bits == 8:

@@ -101,7 +101,8 @@ def indices(
     """
     present, empty = places >= 0, places < 0
     added = results[empty][:1]
-    if added.size and added[0] and np.array_equal(results, (present + added).astype(np.float32)):
+    shifted = (present + added).astype(np.float32) if added.size else present
+    if added.size and added[0] and np.array_equal(results, shifted):
         first = first_of(stimulus, results, present.astype(np.float32), empty)
         return [(f"{show(added[0])}{EVERY}", np.flatnonzero(empty), first)]
     if skipped is not None:
@@ -125,8 +126,9 @@ def indices(
 def ranges(numbers: np.ndarray) -> str:
     """Numbers in words: 0 to 31, 64 to 95; of many ranges the first four."""
     cuts = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
-    parts = [f"{part[0]}" if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in cuts]
-    return ", ".join(parts[:4]) + (f" and {len(parts) - 4} more ranges" if len(parts) > 4 else "")
+    parts = [f"{x[0]}" if len(x) == 1 else f"{x[0]} to {x[-1]}" for x in cuts]
+    more = f" and {len(parts) - 4} more ranges" if len(parts) > 4 else ""
+    return ", ".join(parts[:4]) + more
 
 
 def in_words(kind: str, numbers: np.ndarray, k: int) -> str:
@@ -156,7 +158,8 @@ def part_of(kind: str, numbers: np.ndarray, k: int) -> str:
     count = len(numbers)
     if kind == NO_PRODUCT or kind.endswith(EVERY):
         return ""
-    whole = numbers[-1] - numbers[0] + 1 == count and k % count == 0 and numbers[0] % count == 0
+    whole = k % count == 0 and numbers[0] % count == 0
+    whole = whole and numbers[-1] - numbers[0] + 1 == count
     if not whole or not 1 < k // count <= PARTS:
         return ""
     return f"part {numbers[0] // count} of 0 to {k // count - 1} equal parts of K {kind}"
@@ -226,9 +229,8 @@ def integer_causes(
 def alike(results: np.ndarray, faulty: np.ndarray, out: Format) -> bool:
     """Whether results are a fault's, rounded to the output dtype."""
     with np.errstate(all="ignore"):
-        return np.array_equal(
-            cast.round_to(np.ascontiguousarray(faulty, np.float32), out), results, equal_nan=True
-        )
+        outputs = cast.round_to(np.ascontiguousarray(faulty, np.float32), out)
+    return np.array_equal(outputs, results, equal_nan=True)
 
 
 def _unnamed(

@@ -39,9 +39,12 @@ class Measured:
 
     def to_dict(self) -> dict[str, Any]:
         """As --json writes it: numbers, infinity as None."""
-        numbers = {key: getattr(self, key) for key in ("ulps", "median_ulps", "bounds", "error")}
-        finite = {key: value if np.isfinite(value) else None for key, value in numbers.items()}
-        return finite | {"count": self.count, "worst": self.worst and self.worst.to_dict()}
+        entries: dict[str, Any] = {}
+        for key in ("ulps", "median_ulps", "bounds", "error"):
+            value = getattr(self, key)
+            entries[key] = value if np.isfinite(value) else None
+        worst = self.worst and self.worst.to_dict()
+        return entries | {"count": self.count, "worst": worst}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,19 +90,23 @@ def _reading(asked: Asked, shape: Shape, which: int) -> Reading:
         return results if which == 0 else results.T
 
     one, other = (read(np.full(size, x, np.float32)) for x in (2.0**-6, 2.0**3))
-    if (one == other).all() and len(factor := np.unique(one)) == 1 and np.isfinite(factor).all():
+    factor = np.unique(one)
+    if (one == other).all() and len(factor) == 1 and np.isfinite(factor).all():
         words = NOT_READ.format("{}", f"{factor[0]:g}")
         if asked.scaled.about.get(OTHER_GROUPS) == f"{factor[0]:g}":
             words = "scale_inv of {} is that of another group"
         return Reading(right[:, at] - 1, right[:, at], words, None)
-    larger = asked.scaled.about.get(OTHER_GROUPS) == f"{one.flat[0]:g}" and (other == 8).all()
-    if larger and len(np.unique(one)) == 1:
+    same_scale = asked.scaled.about.get(OTHER_GROUPS) == f"{one.flat[0]:g}"
+    if same_scale and (other == 8).all() and len(factor) == 1:
         return Reading(right[:, at] - 1, right[:, at], LARGEST, None)
     if size == 1:
         follows = ((other == 512 * one) & (one != 0)).all(axis=1)
-        vector = follows[0] and not follows[1:].any() and (one == other)[1:].all() and one.all()
-        return Reading(right[:, at], right[:, at], VECTOR if vector and rows > 1 else "", None)
-    indices, known, place = np.zeros((rows, others), np.int64), np.ones((rows, others), bool), 1
+        first_alone = follows[0] and not follows[1:].any()
+        vector = first_alone and (one == other)[1:].all() and one.all()
+        words = VECTOR if vector and rows > 1 else ""
+        return Reading(right[:, at], right[:, at], words, None)
+    indices, known = np.zeros((rows, others), np.int64), np.ones((rows, others), bool)
+    place = 1
     while place == 1 or place < size:
         with np.errstate(all="ignore"):
             exponent = np.log2(read(np.exp2(np.arange(size) // place % BASE - 6.0))) + 6
@@ -151,7 +155,8 @@ def _mistakes(
     steps = np.unique((indices - right[:, at])[known])
     if len(steps) == 1:
         across = grid[1]
-        words = f"{abs(steps[0]) // across} rows" if not steps[0] % across else f"{abs(steps[0])}"
+        far = abs(steps[0])
+        words = f"{far}" if far % across else f"{far // across} rows"
         way = "further on" if steps[0] > 0 else "before"
         yield f"scales of {{}} are read {words} {way}", right + steps[0]
 
