@@ -109,7 +109,7 @@ def _bits(what: str, kept: np.ndarray, sums: str) -> Finding:
         evidence = f"{sums} down to 2^-{WIDEST} of it"
         return Finding(what, "all", evidence, words="keep all")
     last = int(np.flatnonzero(~kept)[0]) - 1
-    units = tensor_core.UNITS.values()
-    units = [unit.name for unit in units if unit.fraction_bits == last]
+    cores = tensor_core.UNITS.values()
+    units = [unit.name for unit in cores if unit.fraction_bits == last]
     words = f"{last} fraction bits{', as ' if units else ''}{' and '.join(units)}"
     return Finding(what, last, f"{sums}: kept down to 2^-{last} of it", words=words)

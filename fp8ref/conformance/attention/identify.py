@@ -242,8 +242,9 @@ def require_attention(
     if exponentials not in ("exact", "hardware"):
         raise ValueError(f"exponentials are 'exact' or 'hardware'; got {exponentials!r}.")
     fmt = variant.fmt if variant.fmt.bits == 8 else E4M3FN
-    wrapped = isinstance(function, Attention)
-    attention = function if wrapped else subjects.wrap(function, fmt=fmt)
+    attention = function
+    if not isinstance(attention, Attention):
+        attention = subjects.wrap(attention, fmt=fmt)
     requests = ((softcap is not None, subjects.SOFTCAPS), (sinks, subjects.SINKS))
     for requested, names in requests:
         if requested and not attention.argument(names):

@@ -258,8 +258,8 @@ def _sinks_argument(attention: Attention) -> Finding:
     q, k, v = np.zeros((3, 1, heads, 1, FEATURES), np.float32)
     v[..., 0] = LARGE
     descales = dict(zip("qk", DESCALES, strict=True)) if attention.takes_codes else {}
-    factors = descales.items()
-    arrays = {role: np.full((1, heads), x, np.float32) for role, x in factors}
+    shape = (1, heads)
+    arrays = {role: np.full(shape, x, np.float32) for role, x in descales.items()}
     question = Question(q, k, v, FULL, descales=arrays or None)
     try:
         answer = attention.ask(question._replace(sinks=np.array(SINKS, np.float32)))

@@ -219,8 +219,8 @@ def _zero_factor_units(
     fits = [rule for rule, n in right.items() if n == of.d.size]
     zeros = fits[0] if fits else None
     if zeros == "least":  # only where exponents are coded (G-18)
-        rule = ("coded", "excluded")
-        coded = [unit for unit in units if (unit.exponents, unit.zeros) == rule]
+        kind = ("coded", "excluded")
+        coded = [unit for unit in units if (unit.exponents, unit.zeros) == kind]
         units = [dataclasses.replace(unit, zeros="least") for unit in coded]
     return units, Finding("zeros", zeros, evidence, others=tuple(fits[1:]))
 

@@ -209,7 +209,7 @@ def _cast_near_ties(
     with np.errstate(all="ignore"):
         scale = np.minimum(fmt.max / amax.astype(np.float64), most)
         at = dtypes.rounded((ties / scale).astype(np.float32), dtype)
-        ends = np.float32([0, np.inf])
+        ends = np.array([0, np.inf], np.float32)
         x = np.concatenate([at, *(np.nextafter(at, end) for end in ends)], axis=1)
         x = np.minimum(dtypes.rounded(x, dtype), amax)
         x = np.where(amax > 0, x, np.float32(0))
