@@ -36,7 +36,7 @@ def of(
     if recipes is None:
         recipes = {d.path: d.recipe for d in config.decisions()}
     shared = first != decision.path and recipes[first] == recipe
-    heads = llama.COLUMN[:3]
+    heads, scaled = llama.COLUMN[:3], backend == "jax" and config.parallel.precompute_scales
     group = heads if name in heads else (*kernels.SWIGLU, "down_proj")
     return Place(
         linear=name,
@@ -47,5 +47,5 @@ def of(
         fused=kernels.fuses(recipe, config, backend)
         and all(recipes.get(parent + other) == recipe for other in group),
         freed=backend == "torch" and sharded(config, backend),
-        weighed=backend == "jax" and amax_handed_on(decision, config),
+        weighed=scaled and amax_handed_on(decision, config),
     )

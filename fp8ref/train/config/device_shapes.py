@@ -108,15 +108,16 @@ def copied(config: Config, backend: str) -> dict[str, Recipe]:
 
 def scaled_first(config: Config) -> dict[str, Recipe]:
     """{linear: recipe} whose weights' scales JAX makes once a step, at its beginning (spec P-9)."""
+    if not config.parallel.precompute_scales:
+        return {}
     return {d.path: d.recipe for d in config.decisions() if amax_handed_on(d, config)}
 
 
 def amax_handed_on(decision: Decision, config: Config) -> bool:
-    """Whether a step in JAX takes the amax of a linear's new weight, for the step after it (spec
+    """Whether a step in JAX that precomputes scales takes the amax of a linear's new weight (spec
     P-9). Of masters that a layout stores the optimizer keeps copies in FP8 instead."""
     return (
-        config.parallel.precompute_scales
-        and not config.optimizer.keeps_masters
+        not config.optimizer.keeps_masters
         and decision.experts is None
         and recipes.casts_weight_once(decision.recipe)
     )
