@@ -116,8 +116,7 @@ def unseen(recipe: str | Recipe | Casts, shape: tuple[int, ...] = ()) -> dict[Ro
 
 
 def observe(x: jax.Array, *, over: tuple[str, ...] = ()) -> jax.Array:
-    """The observation of a tensor, along the mesh axes ``over`` too: float32 [3] of amax (0 if not
-    finite), non_finite, and 1.
+    """An observation, along ``over`` too: float32 [3] of amax (0 if not finite), non_finite, 1.
 
     Raises:   ValueError: x empty, or not float32, float16 or bfloat16.
     """
@@ -193,8 +192,7 @@ def keeps_state(recipe: str | Recipe | Casts) -> bool:
 def update(
     state: State, seen: Seen, *, recipe: str | Recipe | Casts
 ) -> dict[Role, DelayedState | FlaxState]:
-    """The state after an optimizer step, from the step's merged observations (H-3, H-5, H-6): call
-    it once a step.
+    """The state after an optimizer step, by merged observations (H-3, H-5, H-6): call it once.
 
     Shapes:   seen as ``unseen(recipe, shape)``, of the state's shape.
     Specials: a role not seen, or flagged as not finite, keeps its state; a zero amax is recorded. A
@@ -244,8 +242,7 @@ def readable(x: jax.Array) -> bool:
 
 
 def check(state: State | None, seen: Seen | None, recipe: str | Recipe, name: str) -> None:
-    """ValueError, naming the layer, unless state and seen belong to this recipe and this backend
-    implements its histories."""
+    """ValueError, naming the layer, unless state and seen fit a recipe that runs here."""
     recipe = recipes.by_name(recipe)
     casts: dict = _casts(recipe)
     if not casts:

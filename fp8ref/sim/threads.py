@@ -19,8 +19,7 @@ _threads: ContextVar[int | None] = ContextVar("fp8ref_threads", default=None)
 
 
 def threads() -> int:
-    """The number of threads that kernels use: the process's processors, unless ``using`` sets
-    it."""
+    """The threads that kernels use: the process's processors, unless ``using`` sets it."""
     chosen = _threads.get()
     if chosen is not None:
         return chosen

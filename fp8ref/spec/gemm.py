@@ -49,8 +49,7 @@ class CastSpec:
 
     @property
     def simulated(self) -> bool:
-        """Whether the simulator alone has it: another format than FP8's, a rotation, or stochastic
-        rounding."""
+        """Whether the simulator alone has it: formats not FP8's, rotation, stochastic rounding."""
         return (
             self.fmt.name not in FP8_FORMATS
             or self.rotation is not None

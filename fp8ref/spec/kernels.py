@@ -14,8 +14,7 @@ from fp8ref.shared.errors import one_of, require
 __all__ = ["Choice", "Kernels", "broken", "check", "installed", "read", "warn"]
 
 Choice = Literal["auto", "plain", "triton"]
-"""Triton where it is faster and passes its self-check; the framework's operations; Triton, on a CPU
-in its interpreter."""
+"""Triton where faster and self-checked; framework operations; Triton, interpreted on CPUs."""
 
 CAPABILITY = (8, 9)
 """The least compute capability of a GPU with instructions that cast to FP8."""

@@ -47,8 +47,7 @@ def dispatch(
     scale: jax.Array | None = None,
     over: tuple[str, ...] = (),
 ) -> tuple[Moved, Codes]:
-    """Send rows x [M, C], in groups of all E experts of these sizes, in FP8 to the devices that
-    have the experts.
+    """Send rows x [M, C], in groups of all E experts, in FP8 to the devices of the experts.
 
     scale     of a delayed state: that of input of every linear that takes the rows. So they have
               observed the same rows, at the same steps; scales are traced, and none is compared

@@ -174,8 +174,7 @@ def quantize_weights(
 def rows_by_weights(
     a: Quantized | Segmented, b: Quantized, spec: GemmSpec, groups: Groups, out_dtype, *, scope: str
 ) -> jax.Array:
-    """[M, C] x [E, C, D] -> [M, D] of out_dtype, or b [E, D, C] if its axis is -1; +0 in rows of no
-    group (X-2, X-5).
+    """[M, C] x [E, C, D] or [E, D, C] (axis -1) -> [M, D] of out_dtype; +0 outside (X-2, X-5).
 
     scope     of the dot, "<layer>/<gemm>", for ``proof``: a loop's body has no scope from outside.
     """

@@ -1,5 +1,4 @@
-"""Train a Flax model under delayed scaling: ``value_and_grad`` with observations, ``update`` of the
-state (spec H-9)."""
+"""Train Flax models by delayed scaling: ``value_and_grad`` observes, ``update`` follows (H-9)."""
 
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence

@@ -80,8 +80,7 @@ def matmul(
     out_dtype=jnp.float32,
     execution: Execution = ONE_DEVICE,
 ) -> jax.Array:
-    """Contract a and b along their reduced axes: [..., M, K] x [..., N, K] -> [..., M, N], or
-    turned [..., N, M].
+    """Contract a and b along K: [..., M, K] x [..., N, K] -> [..., M, N]; turned [..., N, M].
 
     Shapes:   a.codes and b.codes of one rank, 2 or more, and equal leading dims; each is reduced
               along its ``axis``, one of its last two, so that [K, M] with axis 0 serves as [M, K].
@@ -185,8 +184,7 @@ class _Product:
         return lax.platform_dependent(a, b, cuda=on_gpu, default=self._in_steps)
 
     def accumulated(self, a: Quantized, b: Quantized, collective: Reduction | None) -> jax.Array:
-        """float32 [M, N] that devices sum: raw accumulators, scaled later; scaled sums if scales
-        vary along K."""
+        """float32 [M, N] that devices sum: accumulators; scaled sums if scales vary along K."""
         blocks = dequantizes(a.granularity)
         if self.execution.multiply is None:
             if blocks:
@@ -216,8 +214,7 @@ class _Product:
     def scaled(
         self, acc: jax.Array, a: Quantized, b: Quantized, collective: Reduction | None = None
     ) -> jax.Array:
-        """The epilogue: accumulators [M, N] times the scales of the rows of a and of b, rounded to
-        out_dtype."""
+        """The epilogue: accumulators [M, N] times scales of a's and b's rows, in out_dtype."""
         # [.., M, 1], [.., 1, N]
         scale_a = _rows(a.scale_inv, self.axes[0])
         scale_b = jnp.swapaxes(_rows(b.scale_inv, self.axes[1]), -1, -2)

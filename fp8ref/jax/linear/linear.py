@@ -281,8 +281,7 @@ def _with_amax(q: Quantized, x: jax.Array) -> Quantized:
 def _observed(
     amaxes: delayed.Seen, roles: Mapping[Role, Operand], seen: Observations, layer: Layer
 ) -> dict[Role, jax.Array]:
-    """Amaxes merged with those of these roles, which a cast may have taken; the largest over a
-    vmapped axis."""
+    """Amaxes merged with those that a cast took of these roles; the largest if vmapped."""
     own_seen, merged = seen.amaxes or {}, {}
     for role, role_seen in amaxes.items():
         if role in roles:

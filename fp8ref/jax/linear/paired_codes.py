@@ -21,8 +21,7 @@ BITS = 8
 
 
 def merged(rows: Quantized, columns: Quantized) -> tuple[jax.Array, jax.Array]:
-    """The finer codes of both, and the bits of those elements whose coarser code is not the finer
-    one rounded again.
+    """The finer codes of both, and bits where the coarser code is not the finer one rounded.
 
     Shapes:   codes [..., M, N]; scales of rows [..., M, 1], of columns [..., 1, N]; codes as
               theirs; bits uint8 [..., M, ceil(N / 8)]: bit i of byte j is of element i * ceil(N /

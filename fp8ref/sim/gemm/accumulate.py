@@ -221,9 +221,7 @@ def f32_plain(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def exact_sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """RN32 of the exact sum over K (G-2): a [M, K], b [N, K], finite values of FP8 formats; float32
-    [M, N]; a zero sum is +0.
-    """
+    """RN32 of the exact sum over K (G-2): finite FP8 [M, K], [N, K]; float32 [M, N]; 0 is +0."""
     total, tail = exact_pair(a, b)
     rounded = round_sum(total, tail) if tail.any() else total.astype(np.float32)
     return rounded + np.float32(0)  # -0 becomes +0

@@ -117,8 +117,7 @@ def matrix_core_chain(
 ):
     """acc [M, N], finite, becomes AMD's chain from it, rows begin to end; arguments as ``chain``.
 
-    No sum overflows: next to an accumulator of 2^127 products, below 2^36, are less than half of
-    its last place.
+    No sum overflows: products, below 2^36, are under half a last place of 2^127.
     """
     n = acc.shape[1]
     tops, sums, factor = np.empty((2, n), np.int16), np.empty((2, n)), np.empty(n)

@@ -152,8 +152,7 @@ def store(
 
 
 def change(ratio: np.ndarray | np.float32, p: np.ndarray, at: Scalars) -> np.ndarray:
-    """What a step takes from a weight (O-6), from a ratio of moments; of magnitudes, its bound
-    (O-15)."""
+    """A step's change of a weight (O-6), by a ratio of moments; of magnitudes, a bound (O-15)."""
     changes = np.float32(at.learning_rate) * (ratio + np.float32(at.weight_decay) * p)
     return np.where(np.abs(changes) < np.float32(states.STEP_MIN), np.float32(0), changes)
 
@@ -221,8 +220,7 @@ def _root_of_power(y: np.ndarray, exponent: np.ndarray) -> np.ndarray:
 
 
 def round_codes(scaled: np.ndarray, moment: Moment, start: int, key: int | None) -> np.ndarray:
-    """uint8 codes, or float32 numbers of the format, saturated (O-8); start is the flat index of
-    the first."""
+    """uint8 codes, or float32 numbers, saturated (O-8); start is the flat index of the first."""
     if moment.fmt == FLOAT32:
         return scaled
     rounding: cast.Rounding = "nearest_even" if key is None else "stochastic"

@@ -1,6 +1,4 @@
-"""Delayed scaling of attention as data: which tensors of a variant have a state, and of which
-format (spec A-12, A-19).
-"""
+"""Delayed scaling of attention as data: which tensors have a state, its format (A-12, A-19)."""
 
 from collections.abc import Mapping
 

@@ -26,9 +26,7 @@ SHOWN: dict[Phase, tuple[str, ...]] = {
 """What a pass makes, in order (A-4 to A-10, A-15): s are the scores, p the cast probabilities."""
 
 PARTS = ("value", "scale", "codes")
-"""The arrays of one of these, in order: the tensor itself, and what it is quantized to. p has codes
-alone.
-"""
+"""Arrays of one of these, in order: the tensor, what it is quantized to; p has codes alone."""
 
 Role = Literal["q", "k", "v", "p", "do", "ds"]
 """An operand of a product. p is the cast probabilities, ds the cast gradient of scores."""
@@ -47,9 +45,7 @@ OPERANDS: dict[Product, tuple[Role, Role]] = {
 """The operands of each product."""
 
 MEASURED: tuple[Role, ...] = ("q", "k", "v", "do")
-"""The roles whose tensors exist whole, and that a run's statistics measure: P and dS exist a tile
-at a time.
-"""
+"""Roles whose tensors exist whole, which statistics measure: P and dS exist a tile at a time."""
 
 ROWS: tuple[tuple[Product, Role], ...] = tuple(
     (p, role) for p, roles in OPERANDS.items() for role in roles if role in MEASURED

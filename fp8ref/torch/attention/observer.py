@@ -1,5 +1,4 @@
-"""Observe attention in a model: its FP8 operands where it runs eagerly (spec Q-13), and which
-product is which (B-15)."""
+"""Observe attention: FP8 operands where it runs eagerly (Q-13), which product is which (B-15)."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -61,8 +60,7 @@ def observe_attention(
     counter   gets the amaxes and counts of P and dS.
     layers    modules by the names to report. Each computes attention at most once in a forward
               pass.
-    The backward pass of what was computed here reports as well. A forward pass that checkpointing
-    runs again does not.
+    Backward passes of what was computed here report too; checkpointing's repeated ones do not.
     """
     mine = _Observing(observer, watcher, counter)
     handles = []

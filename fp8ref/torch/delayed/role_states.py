@@ -1,5 +1,4 @@
-"""The states of delayed scaling (spec H-2, H-4): what linears read and observe, and checkpoints
-hold."""
+"""States of delayed scaling (H-2, H-4), which linears read and observe, and checkpoints hold."""
 
 import functools
 import itertools

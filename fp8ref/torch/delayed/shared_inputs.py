@@ -34,8 +34,7 @@ def share(model: nn.Module, readers: Mapping[str, str]) -> None:
 
 
 def check(model: nn.Module) -> None:
-    """ValueError unless states of one input are equal, as those of every run are. States without
-    memory are not compared."""
+    """ValueError unless states of one input are equal, as in runs; those without memory pass."""
     for name, module in model.named_modules():
         state = _input(module)
         if state is None or state.origin is state:

@@ -1,5 +1,4 @@
-"""Codes of gradients that ranks exchange, and their sums (spec P-21): what ``gradient_reduction``
-is made of."""
+"""Codes of gradients that ranks exchange, and their sums (P-21), for ``gradient_reduction``."""
 
 import math
 from collections.abc import Sequence

@@ -201,8 +201,7 @@ def check_unshared(model: nn.Module, linears: Iterable[str]) -> None:
 def compute_scales(gathers: Sequence[FP8Gather]) -> None:
     """Set the scale of each whole weight as it is now, and the codes of one that keeps them (P-3).
 
-    A delayed scale is read from the state. Others need amaxes of all ranks: one all-reduce for all
-    weights that shard alike.
+    A delayed scale is its state's. Others need all ranks' amaxes: one all-reduce for all alike.
     """
     alike: dict[tuple, list[FP8Gather]] = {}
     for g in gathers:

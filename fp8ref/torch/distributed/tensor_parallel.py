@@ -299,8 +299,7 @@ class _PrepareFloat8Input(PrepareFloat8ModuleInput):
 def _share_input(
     block: nn.Module, mesh: DeviceMesh, between: Placement, columns: Sequence[str], same: int
 ) -> None:
-    """Cast and gather a block's input x once for its colwise linears. same: further arguments that
-    are whole on every rank."""
+    """Cast and gather a block's x once for colwise linears. same: whole arguments on all ranks."""
     others = (None,) * same  # plain tensors, such as rotary tables: left as they are
     before, after = (between, *others), (_WHOLE, *others)
     # gemm_observer then takes x at the block, before it is cast.

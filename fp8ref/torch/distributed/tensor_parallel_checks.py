@@ -1,5 +1,4 @@
-"""What ``tensor_parallel.parallelize`` refuses: meshes, models, linears and lengths (spec P-5, P-14
-to P-17)."""
+"""What ``tensor_parallel`` refuses: meshes, models, linears, lengths (P-5, P-14 to P-17)."""
 
 import torch
 import torch._inductor.config

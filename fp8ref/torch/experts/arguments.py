@@ -1,5 +1,4 @@
-"""What a grouped linear takes: a recipe that this backend runs, states, and tensors that fit (spec
-X)."""
+"""What a grouped linear takes: a recipe that runs here, states, tensors that fit (spec X)."""
 
 from collections.abc import Mapping
 

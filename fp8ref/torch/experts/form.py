@@ -1,5 +1,4 @@
-"""How a module of experts multiplies, kept apart from it, so that ``switch`` can change it (spec
-X-16)."""
+"""How a module of experts multiplies, apart, so that ``switch`` can change it (spec X-16)."""
 
 import functools
 from collections.abc import Mapping

@@ -154,8 +154,7 @@ def by_torch(
     ends: torch.Tensor,
     kind: str,
 ) -> torch.Tensor:
-    """bfloat16, by ``torch._scaled_grouped_mm``, as one operator, which names to a proof what the
-    scales are of (B-8).
+    """bfloat16, by ``torch._scaled_grouped_mm``: an operator that names its scales (B-8).
 
     Shapes:   codes_a [M, C] x codes_b [E, D, C] -> [M, D], groups of rows; or [N, M] x [K, M] ->
               [E, N, K], groups of the reduced columns; scales float32 as torch takes them, a line

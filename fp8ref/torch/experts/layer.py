@@ -78,8 +78,7 @@ class GroupedLinear(nn.Module):
         )
 
     def observe_rows(self, role: Role, rows: torch.Tensor, groups: Groups) -> None:
-        """Observe input or grad_output of all experts before it moves to them, in training, if its
-        scale is delayed (X-14)."""
+        """Observe experts' input or gradient before it moves, in training, if delayed (X-14)."""
         training = self.training and (torch.is_grad_enabled() or role == "grad_output")
         if training and role in self.states:
             grouped.merge_(self.states[role].seen, rows, groups, True)  # type: ignore[arg-type]

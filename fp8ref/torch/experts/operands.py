@@ -76,8 +76,7 @@ def padded_rows(
 
 
 def laid_out(x: torch.Tensor, to: torch.Tensor, total: int, fill: int = 0) -> torch.Tensor:
-    """The rows of x as ``padded_rows`` places them, fill between: [total, ...]; ungrouped rows
-    share one past the end."""
+    """x's rows as ``padded_rows`` places them, with fill: [total, ...]; others at the end."""
     padded = torch.full((total + 1, *x.shape[1:]), fill, dtype=x.dtype, device=x.device)
     return padded.index_copy(0, to, x)[:total]
 

@@ -104,8 +104,7 @@ class Pass(NamedTuple):
         )
 
     def operand(self, role: Role, x: torch.Tensor, whole: torch.Tensor | None = None) -> Operand:
-        """A role's tensor, observed; cast if both its GEMMs take the same codes, or kernels cast
-        it for both.
+        """A role's tensor, observed; cast if both GEMMs take its codes, or kernels cast for both.
 
         whole     the tensor that x is a view of, which other linears may read too.
         """

@@ -107,8 +107,7 @@ _within_attention = contextvars.ContextVar("within_attention", default=False)
 
 @contextlib.contextmanager
 def within_attention() -> Iterator[None]:
-    """In this context products are tiles of attention, not linears: they run again, so that scores
-    are never kept whole."""
+    """Products here are attention's tiles: they run again, so that scores are never whole."""
     token = _within_attention.set(True)
     try:
         yield

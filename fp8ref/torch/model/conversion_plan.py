@@ -1,5 +1,4 @@
-"""What ``convert`` makes of a model: decided and checked before anything of it changes (spec R-2 to
-R-8, X-8, X-11)."""
+"""What ``convert`` makes of a model, checked before it changes (R-2 to R-8, X-8, X-11)."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -105,8 +105,7 @@ def parallelize(
 def _cut(
     model: nn.Module, ranks: Ranks, group: ProcessGroup | None, parallelism: Parallelism
 ) -> list[nn.Module]:
-    """Expert and tensor parallelism; returns the modules of experts. group: the ranks that share a
-    batch's amaxes."""
+    """Expert and tensor parallelism; returns experts. group: ranks sharing a batch's amaxes."""
     experts: list[nn.Module] = []
     if ranks.experts is not None:
         assert ranks.whole is not None

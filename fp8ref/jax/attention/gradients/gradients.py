@@ -62,8 +62,7 @@ class Gradients(NamedTuple):
 
 
 class ScoreGradients:
-    """P and dS once more, before their casts, of a block of queries and a tile of keys (A-15, steps
-    3, 5 and 6; A-16).
+    """P and dS again, uncast, of queries and a tile of keys (A-15, steps 3, 5 and 6; A-16).
 
     do          a GEMM's operand [B, N, G, T, D].
     do_inverse  of its codes, to be multiplied into their products; None of numbers.

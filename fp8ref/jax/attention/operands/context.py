@@ -55,9 +55,7 @@ def problem(inputs: Inputs, tensors: dict[str, Heads], call: DeviceCall) -> Inpu
 def visible(
     queries: int, keys: int, padded: int, mask: Mask, axis: str
 ) -> tuple[jax.Array, jax.Array]:
-    """(low, high) int32 [padded]: a query of this device sees the keys from low to below high
-    (A-3); a padded one none.
-    """
+    """(low, high) int32 [padded]: a query sees keys from low to below high (A-3); padded: none."""
     place = jnp.arange(padded, dtype=jnp.int32)
     position = place + lax.axis_index(axis).astype(jnp.int32) * queries
     inside = place < queries

@@ -11,8 +11,7 @@ from fp8ref.sim.kernels.chains.vectors import I8, I16, I32, pointers
 
 @intrinsic
 def decode(typing_context, codes, numbers, exponents, signs, sizes):
-    """Fill magnitudes and exponents of as many codes of finite numbers, and bits of their signs,
-    the first lowest.
+    """Fill magnitudes and exponents of finite codes, and bits of their signs, the first lowest.
 
     codes      uint8 [16 n], flat as all of them; numbers float32 or float64; exponents uint32, four
                times a byte; signs uint16 [n].

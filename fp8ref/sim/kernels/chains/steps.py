@@ -21,9 +21,7 @@ TOWARD_ZERO, TO_NEAREST = 0, 1
 """Rounding modes, as LLVM numbers them."""
 
 MOST_UNITS = 1 << 23
-"""Sums below so many units of 2^(E - F) fit between 2^(E + 23 - F) and its double: a float32 holds
-them.
-"""
+"""Sums below so many units of 2^(E - F) fit a binade from 2^(E + 23 - F): float32 holds them."""
 
 PARTS = 3
 """Numbers kept of one of b: its magnitude, and what a negative product takes, for either sign."""

@@ -158,9 +158,7 @@ class Layout:
         return factor[part] if factor.ndim else factor
 
     def hidden(self, tile: Tile) -> list[tuple[slice, Tensor]]:
-        """Which keys of a tile which rows do not see: rows among those of the tile, and bool [1 or
-        B x Hkv, queries, 1, keys].
-        """
+        """Keys that rows do not see: a tile's rows, bool [1 or B x Hkv, queries, 1, keys]."""
         shape, group, device = self.shape, self.shape.group, self.q.device
         if self.problem.documents.q is not None:
             seen = operands.seen(tile, self.problem, device)

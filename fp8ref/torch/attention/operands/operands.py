@@ -170,9 +170,7 @@ def score_factors(tensors: dict[str, Heads], tile: Tile, problem: Problem) -> li
 def capped(
     s: Tensor, factors: list[Tensor | float], call: RankCall
 ) -> tuple[Tensor, list[Tensor | float]]:
-    """(scores, what is still multiplied into them): under a softcap hyperbolic tangents and the cap
-    (A-22), else as given.
-    """
+    """(scores, factor): under a softcap tanh and the cap (A-22), else as given."""
     if call.softcap is None:
         return s, factors
     for factor in factors:
