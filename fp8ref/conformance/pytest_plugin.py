@@ -79,7 +79,7 @@ class Kit:
             except (AssertionError, ValueError) as error:
                 raise error.with_traceback(_without_own(error.__traceback__)) from error.__cause__
             text = getattr(outcome, "paragraph", None) or getattr(outcome, "message", None)
-            self._record(text or _asked(function, arguments))
+            self._record(text or _asked(function, arguments, options))
             return outcome
 
         return require
@@ -91,10 +91,13 @@ class Kit:
             properties.append((PROPERTY, text))
 
 
-def _asked(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
+def _asked(
+    function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
+) -> str:
     """What a function without an outcome required of its first argument, in words."""
-    tested = getattr(arguments[0], "__qualname__", type(arguments[0]).__name__)
-    named = [repr(argument) for argument in arguments[1:] if isinstance(argument, str | int)]
+    first, *others = *arguments, *options.values()  # any of them may be given by name
+    tested = getattr(first, "__qualname__", type(first).__name__)
+    named = [repr(argument) for argument in others if isinstance(argument, str | int)]
     sentence = re.split(r"[,;]? else|\. ", " ".join((inspect.getdoc(function) or "").split()))[0]
     return f"{tested} passed {function.__name__}({', '.join(named)}): {sentence}"
 

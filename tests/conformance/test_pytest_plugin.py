@@ -120,6 +120,7 @@ from fp8ref.formats import E4M3FN
 def test_scales(fp8ref_kit, n):
     amax = np.float32([n])
     fp8ref_kit.require_scales(amax, np.float32(448) / amax, E4M3FN)
+    fp8ref_kit.require_scales(amax=amax, found=np.float32(448) / amax, fmt=E4M3FN)
 
 def test_sharded(fp8ref_kit):
     def amax(shards):

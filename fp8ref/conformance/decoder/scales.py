@@ -13,8 +13,8 @@ from fp8ref.conformance.kit.finding import Counterexample, show
 from fp8ref.conformance.kit.subject import RefusedError
 from fp8ref.sim.quantize import cast
 
-INDEX_SHAPES = ((250, 768), (384, 512))
-"""The shapes in which scales' index is read: no grid is a square, and one's rows fill no tile."""
+INDEX_SHAPES = ((250, 768), (384, 512), (384, 384))
+"""The shapes in which scales' index is read: one's rows fill no tile, and one has a square grid."""
 
 
 def ask_scales(decoder: Decoder, report: Report) -> Decoder:

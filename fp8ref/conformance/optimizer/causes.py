@@ -85,7 +85,13 @@ def late_steps(
     gradients = [{PROBE: rng.standard_normal(64).astype(np.float32)} for _ in range(LATE)]
     asked = Inputs(weights=weights, gradients=gradients)
     late = Search(asked, subjects.run(name, optimizer, kind, asked, search.given), search.given)
-    numbers = [late.number_of_step(layout, form, step) for step in range(LATE - 3, LATE + 1)]
-    if None in numbers or len(set(numbers)) > 1:
+    steps = range(LATE - 3, LATE + 1)
+    numbers = [late.number_of_step(layout, form, step) for step in steps]
+    first, last, same = numbers[0], numbers[-1], len(set(numbers)) == 1
+    if first is None or last is None or first == steps[0]:
         return []
-    return [f"its step stays {numbers[0]}: steps {LATE - 3} to {LATE} are corrected as that one"]
+    of = f"steps {steps[0]} to {LATE} are corrected as"
+    if same:
+        return [f"its step stays {first}: {of} that one"]
+    begins = numbers == list(range(first, last + 1))  # powers that round otherwise make no run
+    return [f"its step begins again: {of} {first} to {last}"] if begins else []

@@ -85,6 +85,13 @@ def test_another_mistake_has_none(fmt):
     assert mistakes.name(asked(one_code, fmt)) == ""
 
 
+def test_infinities_alone_have_none():
+    def lost(x, fmt):
+        return np.where(np.isinf(x), 0, cast.encode(x, fmt))
+
+    assert mistakes.name(asked(lost, FORMATS["e5m2"])) == ""
+
+
 def test_the_report_says_it():
     def function(x):
         return bits_read(9)(np.asarray(x, np.float32), FORMATS["e4m3fn"])

@@ -295,6 +295,17 @@ def test_layouts(layout):  # S-25
     assert outcome.found["faults"] == [f"scales are read as {name}"]
 
 
+def test_a_square_of_scales_is_no_transpose():  # S-6
+    def guessing(codes, scale_inv):
+        rows, columns = codes.shape
+        turned = scale_inv.shape == (-(-columns // 128), -(-rows // 128))
+        right = np.asarray(scale_inv.T if turned else scale_inv)
+        return numbers(codes) * spread(np.repeat(right, 128, axis=0)[:rows], 128)[:, :columns]
+
+    outcome = identify_decoder(guessing, E4M3, granularity="blockwise_128x128", framework="numpy")
+    assert outcome.found["faults"] == ["scales are read as their transpose"]
+
+
 def test_shapes_and_strides_are_asked():
     def short(codes):
         return numbers(codes) * np.float32(1 if codes.size != 33 * 65 else 2)

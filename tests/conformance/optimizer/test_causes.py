@@ -53,6 +53,7 @@ def test_a_right_one_has_no_fault():
         (adamw(step=lambda t: min(t + 1, 3)), "biases are corrected as at steps 1, 2, 3, 3, 3, 3"),
         (adamw(step=lambda t: min(t + 1, 256)), "its step stays 256: steps 297 to 300"),
         (adamw(step=lambda t: min(t + 1, 127)), "its step stays 127: steps 297 to 300"),
+        (adamw(step=lambda t: t % 256 + 1), "its step begins again: steps 297 to 300"),
         (adamw(betas=to_bfloat16), "betas are rounded to bfloat16 in the averages"),
     ],
 )

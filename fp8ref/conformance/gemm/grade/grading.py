@@ -47,9 +47,10 @@ SHAPES_OF_BLOCKS: tuple[Shape, ...] = (
     (128, 128, 128),
     (64, 80, 1152),
     (128, 128, 4096),
-    (272, 272, 128),
+    (272, 272, 384),
 )
-"""The same for scales of blocks, which divide K."""
+"""The same for scales of blocks, which divide K; in the last, blocks of 128 x 128 have a matrix of
+scales, which differs from its transpose."""
 
 CALLS = 2  # how often random operands are multiplied: equal calls have equal bits
 

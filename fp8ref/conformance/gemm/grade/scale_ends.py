@@ -70,8 +70,9 @@ def _judge(asked: Asked, shape: Shape, which: int, who: str, end: End) -> Cause 
     """The cause if results under this scale are not exact: all are one power of two, or NaN."""
     values = [np.zeros((rows, shape[2]), np.float32) for rows in shape[:2]]
     for i, x in enumerate(values):
-        x[:, 0] = end.product if i == which else 1.0
-    stimulus = asked.stimulus(f"one product under scale_inv {end} of {who}", values)
+        # Under NaN all of K counts: 0 times an infinity that it is taken for would be NaN.
+        x[:, : None if np.isnan(end.value) else 1] = end.product if i == which else 1.0
+    stimulus = asked.stimulus(f"products under scale_inv {end} of {who}", values)
     scaled = []
     for i, q in enumerate((stimulus.a, stimulus.b)):
         scale_inv = np.full_like(q.scale_inv, end.value if i == which else end.opposite)

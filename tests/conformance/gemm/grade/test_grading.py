@@ -8,7 +8,7 @@ import pytest
 from helpers.gemm.graded_gemms import PLANTED, correct, narrow, to_bfloat16, values, without
 
 from fp8ref.conformance.gemm import ScaledGemm, grade_gemm, named, require_gemm, wrap
-from fp8ref.conformance.gemm.grade import stimuli
+from fp8ref.conformance.gemm.grade import grading, stimuli
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
 from fp8ref.sim.gemm import gemm
 
@@ -155,6 +155,20 @@ def test_rows_that_share_scales_may_end_in_part_of_a_block(a, b):
         shapes=[(272, 272, 128)],
     )
     assert (grade.verdict, grade.plan) == ("right", "exact"), grade.message
+
+
+def test_scales_of_square_blocks_are_told_from_their_transpose():
+    """As DeepSeek's GEMM has them of its weights."""
+
+    def turned(a, b):
+        scale_inv = b.scale_inv.ravel("F").reshape(b.scale_inv.shape)
+        return gemm.matmul(a, b._replace(scale_inv=scale_inv))
+
+    grade = grade_gemm(
+        wrap(turned, granularity="blockwise_1x128", granularity_b="blockwise_128x128"),
+        shapes=grading.SHAPES_OF_BLOCKS[-1:],
+    )
+    assert grade.causes[0].name == "scale_inv of b, transposed"
 
 
 @pytest.mark.slow

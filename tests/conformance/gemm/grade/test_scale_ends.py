@@ -47,6 +47,10 @@ def byte_255_as_a_number(scale_inv):
     return np.where(np.isnan(scale_inv), np.float32(1), scale_inv)
 
 
+def byte_255_as_infinity(scale_inv):
+    return np.where(np.isnan(scale_inv), np.float32(np.inf), scale_inv)
+
+
 def byte_254_as_nan(scale_inv):
     return np.where(scale_inv == HUGE, np.float32(np.nan), scale_inv)
 
@@ -80,6 +84,7 @@ def test_a_right_gemm_is_right(granularity):
         (byte_1_as_byte_0, "mx_1x32", "scale_inv 2^-126 of a is read as another number"),
         (byte_254_as_nan, "mx_1x32", "scale_inv 2^127 of a gives NaN"),
         (byte_255_as_a_number, "mx_1x32", "scale_inv NaN of a is ignored"),
+        (byte_255_as_infinity, "mx_1x32", "scale_inv NaN of a gives infinity"),
         (nan_where_small, "rowwise", "scale_inv 2^-100 of a gives NaN"),
         (floored, "tensorwise", "scale_inv 2^-22 of b is read as another number"),
         (capped, "tensorwise", "scale_inv 2^12 of b is read as another number"),
