@@ -76,7 +76,8 @@ class AttentionOutcome(Described):
     def message(self) -> str:
         """What it is, the decisions that differ, and the first output that does."""
         name, of = self.probed.asked.name, self.reference
-        same = self.variant is not None and self.variant in (of.variant.name, self.expected)
+        names = (of.variant.name, self.expected)
+        same = self.variant is not None and self.variant in names
         if same and self.wrong_arguments:
             but = f"{name} {self._but_arguments()}"
             return "\n".join([but, *self._shown_arguments()])

@@ -316,7 +316,8 @@ def roundest(low: float, high: float) -> float | None:
         return None
     tens = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
     short = {float(f"{digit}e{e}") for e in tens for digit in range(1, 10)}
-    short |= {2.0**e for e in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)}
+    least, most = math.floor(math.log2(low)), math.ceil(math.log2(high))
+    short |= {2.0**e for e in range(least, most + 1)}
     longer = {float(f"{digits}e{e}") for e in tens for digits in range(10, 100)}
     for candidates in (short, longer):
         numbers = [number for number in candidates if low <= number <= high]

@@ -90,7 +90,8 @@ def drawn(difficulty: str, history: int, examples: int) -> list[Sequence]:
     repeated = st.tuples(ordinary, st.integers(1, min(history + 1, 20))).map(
         lambda pair: (pair[0],) * pair[1]
     )
-    parts: list[st.SearchStrategy[Sequence]] = [ordinary.map(lambda step: (step,)), repeated]
+    single = ordinary.map(lambda step: (step,))
+    parts: list[st.SearchStrategy[Sequence]] = [single, repeated]
     if operations := DIFFICULTIES[difficulty].special:
         parts += 2 * [st.sampled_from(operations).map(lambda operation: (operation,))]
     whole = st.lists(st.one_of(parts), min_size=1, max_size=8).map(

@@ -69,7 +69,8 @@ def class_functions(make: Callable[[], Any]) -> Functions:
         getattr(new, load)(saved)
         return new
 
-    saves, resets = hasattr(example, save) and hasattr(example, load), hasattr(example, "reset")
+    saves = hasattr(example, save) and hasattr(example, load)
+    resets = hasattr(example, "reset")
     return Functions(
         init=make,
         observe=lambda state, amax: _then(state, state.observe(amax)),
@@ -115,7 +116,7 @@ class Subject:
                 observed = held.do(operation)
                 shown[-1] = dataclasses.replace(shown[-1], observed=observed)
                 shown.append(Shown(scale=held.scale()))
-        except (Exception, SystemExit) as error:  # what somebody's code raises is its answer
+        except (Exception, SystemExit) as error:  # somebody's code: its answer
             shown.append(Shown(raised=f"{type(error).__name__}: {error}".rstrip(".: ")))
         return shown
 

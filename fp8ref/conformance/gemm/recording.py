@@ -142,7 +142,8 @@ def verify(path: Path) -> Verified:
             "its .npz next to it."
         ) from error
     except Exception as error:  # damaged archives and arrays raise all kinds of errors
-        why = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else error
+        invalid = isinstance(error, ValueError)
+        why = error if invalid else f"{type(error).__name__}: {error}"
         raise ValueError(
             f"{path} is not a complete recording of a probe ({why}). A recording is a "
             f"{FORMAT!r} file with an .npz file next to it. Record it again."

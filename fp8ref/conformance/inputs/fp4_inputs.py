@@ -26,7 +26,7 @@ def tensors(source: str) -> dict[str, np.ndarray]:
     around = [np.nextafter(ties, np.float32(side)) for side in (8, 0)]
     near = np.concatenate([ties, *around, grid])
     tie = rng.choice(near, SHAPE) * rng.choice([-1, 1], SHAPE)
-    tie[:, ::_BLOCK], tie[::_BLOCK, :] = 6, 6  # one amax in each block, along either axis
+    tie[:, ::_BLOCK], tie[::_BLOCK, :] = 6, 6  # an amax in each block of either axis
     powers = np.float32(2.0) ** np.arange(-3, 4)
     edge = np.concatenate([f * powers for f in (1, 1.25, 1.5, 1.75)]).astype(np.float32)
     beside = [np.nextafter(edge, np.float32(side)) for side in (99, 0)]

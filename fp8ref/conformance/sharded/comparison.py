@@ -47,7 +47,8 @@ class Collective:
 
     def values(self, case: Case) -> list[float] | str:
         """Every rank's value, or what was raised."""
-        ranks = [[FRAMEWORKS[self.framework](x) for x in rank] for rank in arrays(case, self.axis)]
+        convert = FRAMEWORKS[self.framework]
+        ranks = [[convert(x) for x in rank] for rank in arrays(case, self.axis)]
         before = [written(x) for rank in ranks for x in rank]
         # held here: somebody's code may empty the lists
         shards = [x for rank in ranks for x in rank]

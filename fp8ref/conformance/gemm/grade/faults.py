@@ -86,7 +86,9 @@ def product(
         else:
             left, right = (spread(*pair) for pair in pairs)
             result = (a * left) @ (b * right).T
-        return (result if stimulus.bias is None else result + stimulus.bias) + np.float32(0)
+        if stimulus.bias is not None:
+            result = result + stimulus.bias
+        return result + np.float32(0)
 
 
 def expected(stimulus: Stimulus) -> np.ndarray:

@@ -285,7 +285,7 @@ def _structure(
         return causes, tile or earlier
     explained = not structure.integer_causes(stimulus, results, out, factors)[0]
     if not explained and tile is None and named:
-        return causes, earlier  # a fault with a name, which shows in single products too
+        return causes, earlier  # a named fault, which single products show too
     if explained or tile is None:
         causes, tile = [], None  # the indices say all that is known
     for kind, (parts, first) in seen.items():

@@ -98,7 +98,7 @@ class Grade(Described):
     @property
     def worst(self) -> Measured:
         """The shape with the largest distance."""
-        return max(self.measured.values(), key=lambda errors: (errors.bounds, errors.ulps))
+        return max(self.measured.values(), key=lambda one: (one.bounds, one.ulps))
 
     @property
     def message(self) -> str:
