@@ -22,7 +22,7 @@ COLUMNS = 32  # of b, so that 1024 rows take no longer than the rest of the grad
 BEHIND = 15  # rows of padding
 
 NUMBER, PLACE = "the number of rows", "its place among the rows"
-PADDING = "the padding behind it"
+PADDING = "the padding behind it"  # the third that a row's bits may depend on
 
 VARIES = "does not repeat itself"  # a cause: the bits of equal calls differ
 
