@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8ref.torch.blocks import operations
 from fp8ref.torch.blocks.operations import Norm
@@ -170,7 +171,9 @@ def rotation(module: nn.Module, names: tuple[str, ...]) -> tuple[Rotation, str]:
     arguments = tuple(each.rpartition("=")[2] for each in rest.split(", "))
     if two := re.search(rf"^{', '.join(arguments)} = (\w+)$", before, re.M):
         arguments = (two.group(1),)
-    form = _form(forward.__globals__.get(function), two is not None, layouts)
+    # numbers, whatever the caller's default device and modes are
+    with _disable_current_modes(), torch.device("cpu"):
+        form = _form(forward.__globals__.get(function), two is not None, layouts)
     parameters = tuple(each.arg for each in tree.args.args[1:])
     if not form or not set(arguments) <= set(parameters):
         return NONE, f"{function} rotates in another form, or a part of each head"

@@ -202,8 +202,7 @@ def fuse(model: nn.Module) -> dict[str, str]:
             block, _, key = name.rpartition(".")
             norm = _deferred_norm(model.get_submodule(block), key, parents) if name else None
             read = _input_name(module, names, kind)
-            turns = forms.rotation(module, names) if kind is _Attention else (NONE, "")
-            rotation, why = turns
+            rotation, why = _rotation(module, names) if kind is _Attention else (NONE, "")
             fused_class = _fused_class(type(module), kind, names, rotation.function)  # type: ignore[arg-type]
             module.__class__ = fused_class
             module.fused = _Fused(names, (norm,) if norm else (), read, rotation)  # type: ignore[assignment]
@@ -263,6 +262,16 @@ def _obstacle(module: nn.Module, names: tuple[str, ...], kind: type[_Module]) ->
 def _input_name(module: nn.Module, names: tuple[str, ...], kind: type[_Module]) -> str:
     """The parameter of a forward that a part can stand for; "" of another one."""
     return (forms.swiglu_input if kind is _MLP else forms.input_name)(module, names)
+
+
+def _rotation(module: nn.Module, names: tuple[str, ...]) -> tuple[Rotation, str]:
+    """``forms.rotation``, for linears that all make whole heads: a part views each as heads."""
+    rotation, why = forms.rotation(module, names)
+    for name in names if rotation.width else ():
+        features = module.get_parameter(f"{name}.weight").shape[0]
+        if features % rotation.width:
+            return NONE, f"{name} makes {features} features, no heads of {rotation.width}"
+    return rotation, why
 
 
 def _deferred_norm(block: nn.Module, reader: str, parents: Counter) -> "_Norm | None":

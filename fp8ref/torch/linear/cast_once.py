@@ -77,7 +77,7 @@ def _cast(linear: Linear) -> Weight | tuple[torch.Tensor | None, ...]:
     cast, left = uses[0].cast, weights.fresh(linear.weight)
     assert cast is not None
     fmt, power = cast.fmt.name, cast.policy.power_of_two is not None
-    if state is not None:
+    if state is not None and w.numel():
         weights.trace(linear.weight).ask(state.scale, e5m2=fmt == "e5m2")
         if left is None or not left.is_cast_by(state.scale):
             return Weight(w, fmt, scale=state.scale)

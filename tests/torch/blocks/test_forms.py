@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import (
@@ -308,3 +309,9 @@ def test_transformers_rounds_both_products():
     assert (rotation.form, rotation.arguments) == ("rounded halves", ("position_embeddings",))
     qwen = Qwen3Attention(Qwen3Config(**sizes, head_dim=32), 0)
     assert forms.rotation(qwen, names)[1] == CHANGE
+
+
+@pytest.mark.parametrize("mode", [lambda: torch.device("meta"), FakeTensorMode])
+def test_a_rotation_is_known_where_tensors_have_no_numbers(mode):
+    with mode():
+        assert forms.rotation(Once(), QKV)[1] == ""

@@ -432,6 +432,15 @@ def test_a_rotation_that_is_not_fused_is_named():  # R-7
     assert reasons(nothing)["attention.wq"] == "fused: norm, wq, wk, wv, RoPE"
 
 
+def of_other_heads(block):
+    block.attention.wv = nn.Linear(64, 48, bias=False)
+
+
+def test_values_of_other_heads_leave_the_rotation_to_the_model():
+    reason = "wv makes 48 features, no heads of 32"
+    assert reasons(of_other_heads)["attention.wq"] == f"fused: norm, wq, wk, wv; not RoPE: {reason}"
+
+
 def test_torchaos_linears_are_not_fused():
     found = ft.convert(Titan().bfloat16(), "tensorwise", kernels="plain", fuse=True)
     (why,) = {row.reason for row in ft.report(found).rows if ".w1" in row.path}

@@ -144,3 +144,11 @@ def test_compiled_passes_by_another_weight_take_no_codes_of_the_first():
         compiled(X)
         layers[0].weight, layers[0].bias = other[0].weight, other[0].bias
         assert torch.equal(compiled(X), other(X))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_weight_without_elements_is_refused(recipe):  # S-7
+    empty = Linear.of(nn.Linear(16, 16, dtype=torch.bfloat16), recipe, kernels="triton")
+    empty.weight = nn.Parameter(empty.weight[:0])
+    with pytest.raises(ValueError, match="at least one element"), cast_once(empty):
+        pass
