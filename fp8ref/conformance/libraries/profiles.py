@@ -182,7 +182,7 @@ def _torchao_scales(fmt: Format) -> Iterator[Function]:
 
 
 def _other_scales(fmt: Format) -> Iterator[Function]:
-    for library, variant, call, kind, source, scale in TRANSCRIPTIONS:
+    for library, variant, call, source, kind, scale in TRANSCRIPTIONS:
         yield Function(
             library,
             fmt,
