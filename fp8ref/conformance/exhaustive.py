@@ -191,7 +191,7 @@ def _run_lengths(kind, expected, codes):
                 last[3] += 1
             else:
                 row = runs[n]
-                row[:] = kind[i], expected[i], codes[i], 1, i
+                row[0], row[1], row[2], row[3], row[4] = kind[i], expected[i], codes[i], 1, i
                 n += 1
     return runs[:n]
 
