@@ -182,7 +182,7 @@ def compare(path: Path) -> Drift:
         require(any(row.before != "-" for row in rows), "none of its libraries is installed")
         for name, before in stored.items():
             rows.append(Row(name, str(before["version"]), "-", "not installed", ""))
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, OSError, TypeError, ValueError) as error:
         text = f"--against names a file of this fp8ref's certify --json; got {path}: {error}."
         raise ValueError(f"{text} Write it again.") from error
     return Drift(rows)

@@ -50,14 +50,14 @@ def findings(attention: Attention) -> list[Finding]:
             got = show(float(o[at]))
             witness = witness or Counterexample(shown, got, right, "A-17")
     evidence = f"a query's outputs with {', '.join(calls)}"
-    invariance = Finding(BATCH, "the same bits", evidence)
+    invariance = [Finding(BATCH, "the same bits", evidence)] if calls else []
     if witness is not None:
         words = f"a query's bits differ with {', '.join(differing)}"
-        invariance = witness.finding(BATCH, words)
+        invariance = [witness.finding(BATCH, words)]
     again = attention.ask(question).o
     differ = again.view(np.uint32) != base.view(np.uint32)
     if not differ.any():
-        return [Finding(REPEATED, "equal bits", f"two calls of {question}"), invariance]
+        return [Finding(REPEATED, "equal bits", f"two calls of {question}"), *invariance]
     at = tuple(int(i) for i in np.argwhere(differ)[0])
     got, right = (show(float(x[at])) for x in (again, base))
     varies = Counterexample(f"o{list(at)} of an equal call of {question}", got, right, "A-17")

@@ -165,8 +165,9 @@ def check(folder: Path) -> Checked:
                 problems.append(f"{name} is missing")
             elif (len(data), _digest(data)) != (entry["bytes"], entry["sha256"]):
                 problems.append(f"{name} was changed: {len(data):,} bytes, {_digest(data)}")
-    except (AttributeError, IndexError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no manifest of a data set: {error}.") from error
+    except (AttributeError, IndexError, OSError, TypeError, ValueError) as error:
+        text = f"{path} is no manifest of a data set: {error}."
+        raise ValueError(f"{text} Write one with fp8ref vectors dataset.") from error
     there = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
     problems += [f"{name} is not listed" for name in sorted(there - names)]
     return Checked(_digest(path.read_bytes()), len(listed), problems)

@@ -612,6 +612,15 @@ def test_decoders_round_to_the_dtype_asked_for():
         x = cast.decode(np.uint8([int(code, 16)]), E4M3FN) * values(scale, np.float32)
         return f"{x.astype(ml_dtypes.bfloat16).view(np.uint16)[0]:04X}"
 
-    assert judged("decode", {"format": "e4m3fn", "out_dtype": "bfloat16", "count": 200}, answer).ok
+    settings = {"format": "e4m3fn", "out_dtype": "bfloat16", "count": 200}
+    assert judged("decode", settings, answer).ok
+
+    @np.errstate(all="ignore")
+    def once(code: str, scale: str) -> str:
+        x = cast.decode(np.uint8([int(code, 16)]), E4M3FN).astype(np.float64)
+        product = x * values(scale, np.float32)
+        return f"{cast.round_to(product, BFLOAT16).view(np.uint32)[0] >> 16:04X}"
+
+    assert judged("decode", settings | {"count": 20_000}, once).ok
     with pytest.raises(ValueError, match="a decoder's scales is one of float32, e8m0fnu, e4m3fn"):
         judged("decode", {"format": "e4m3fn", "scales": "e5m2"}, answer)

@@ -123,7 +123,9 @@ def grade_grouped(
         for g, shape in shapes.items()
     }
     places = row_bits.NOT_ASKED
-    if all(grade.verdict != "wrong" for grade in grades.values()):
+    causes = {cause.name for grade in grades.values() for cause in grade.causes}
+    right = all(grade.verdict != "wrong" for grade in grades.values())
+    if right and row_bits.VARIES not in causes:
         asked = {g: Asked(scaled=one(g, sizes), formats=formats) for g in grades}
         places = _places(asked, shapes, sizes, one)
     return GroupedGrade(name=name, sizes=tuple(sizes), grades=grades, places=places)
