@@ -73,8 +73,11 @@ class OperandCast(NamedTuple):
         """hp as the simulator quantizes it; state: of a role under delayed scaling."""
         fmt, policy = self.spec.fmt, self.spec.policy
         if state is None:
-            granularity = self.spec.granularity
-            return scaling.quantize(hp, fmt, granularity=granularity, policy=policy, axis=self.axis)
+            granularity, axis = self.spec.granularity, self.axis
+            # the last block along a linear's rows may be shorter (L-5)
+            return scaling.quantize(
+                hp, fmt, granularity=granularity, policy=policy, axis=axis, ragged=axis == 0
+            )
         assert self.spec.delayed is not None
         scales = delayed.scales(state, self.spec.delayed, fmt)
         return scaling.quantize_with(hp, scales, fmt, policy=policy, axis=self.axis)
