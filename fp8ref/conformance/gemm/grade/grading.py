@@ -312,7 +312,7 @@ def _merged(causes: list[Cause], lengths: int) -> list[Cause]:
                 name = cause.part
             elif lengths == 1:
                 name = f"{name}, or {cause.part}"
-        first, count = merged.get(name, (cause._replace(name=name), 0))
+        first, count = merged.get(name, (cause._replace(name=name, part=""), 0))
         merged[name] = first, count + 1
     return [
         first._replace(evidence=f"{first.evidence}; in {count} shapes") if count > 1 else first
