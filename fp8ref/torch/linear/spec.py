@@ -140,11 +140,13 @@ def _are_alike(key: str, triton: bool, group: str, *, waits: bool) -> bool:
     store = _get_default_store()
     size = _resolve_process_group(group).size()  # type: ignore[arg-type]  # a name is a string
     traces = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    alike = store.add(f"{key}/{triton}", 1)
+    # a rank that asks again, as after an error, counts once
+    first = store.add(f"{key}/{triton}/{distributed.get_rank()}", 1) == 1
+    alike = store.add(f"{key}/{triton}", int(first))
     if store.add(f"{key}/{not triton}", 0):
         store.set(f"{key}/alike", "no")
     elif alike == size:
-        store.set(f"{key}/alike", "yes")
+        store.compare_set(f"{key}/alike", "", "yes")  # a rank's "no" stays
     elif not waits or traces:
         return True
     return store.get(f"{key}/alike") == b"yes"

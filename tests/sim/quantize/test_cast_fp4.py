@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8ref.conformance.inputs import cast_inputs
-from fp8ref.formats import BFLOAT16, E2M1FN
+from fp8ref.formats import E2M1FN, FLOAT32
 from fp8ref.sim.quantize import cast
 
 
@@ -74,8 +74,8 @@ def test_errors():
         (lambda: cast.encode(np.ones(2, np.float32), E2M1FN, saturate=False), "so casts saturate"),
         (lambda: cast.round_to(np.ones(2, np.float32), E2M1FN), "so casts saturate"),
         (
-            lambda: cast.encode(np.ones(2, np.float32), BFLOAT16),
-            "formats of 8 or 4 bits; got bfloat16",
+            lambda: cast.encode(np.ones(2, np.float32), FLOAT32),
+            "formats of at most 16 bits; got float32. Use round_to",
         ),
         (lambda: cast.decode(np.uint8([16]), E2M1FN), "at most 15; got 16. Unpack pairs"),
     ):
