@@ -242,5 +242,5 @@ def _probe(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f"{error}\n{arguments.subject} has two arguments without defaults, so it was called as "
             "a GEMM, with operands a and b. A cast or quantizer takes one, x: give the others "
-            "defaults."
+            "defaults. Name --kind decoder if it takes codes and scales."
         ) from error

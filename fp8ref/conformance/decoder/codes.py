@@ -36,7 +36,8 @@ def ask_codes(decoder: Decoder, report: Report) -> Decoder:
             wrong = first(~same_bits(decoded.numbers, right))
             witness = _code_witness(decoder, codes, decoded.numbers, right, wrong, "F-5")
             faults.append(Fault(words, witness))
-    report.add("packing", faults, decoder.packing, "codes of 4 bits in bytes")
+    if fmt.bits == 4:
+        report.add("packing", faults, decoder.packing, "codes of 4 bits in bytes")
     faults = _wrong_codes(decoder, codes, numbers, right)
     evidence = f"{1 << fmt.bits} of {1 << fmt.bits} codes, each at {codes.size >> fmt.bits} places"
     report.add("codes", faults, f"of {fmt}", evidence)

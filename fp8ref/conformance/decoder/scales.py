@@ -129,5 +129,6 @@ def _ends(decoder: Decoder) -> tuple[list[Fault], str, str]:
             witness = _product_witness(decoder, codes, end, 1.0, decoded.numbers, at)
             faults.append(Fault(words, witness))
     evidence = f"{len(ends)} scales from {min(ends):g} to NaN"
+    evidence += "; subnormal products may be 0" if decoder.may_flush else ""
     evidence += f"; it raises for {', '.join(refused)}" if refused else ""
     return faults, "read as they are", evidence

@@ -96,6 +96,11 @@ class Decoder:
         """Codes of 1."""
         return np.full(shape, cast.encode(np.float32(1), self.fmt))
 
+    @property
+    def may_flush(self) -> bool:
+        """Whether subnormal results may be 0: on a GPU, and by XLA."""
+        return self.tested.framework == "jax" or self.tested.device != "cpu"
+
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of the scales of codes of this shape; the last blocks may be shorter."""
         return granularities.scale_shape(self.granularity or "", shape, -1, ragged=True)
@@ -225,6 +230,8 @@ def wrap(
             return tried
     if accepted:
         return accepted[0]
+    if levels and granularity == "tensorwise":
+        refused.append("It was given one float32 scale: name the granularity of other scales.")
     raise RefusedError("\n".join(dict.fromkeys(refused)))
 
 

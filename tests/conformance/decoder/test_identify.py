@@ -260,6 +260,15 @@ def test_ends_of_e8m0_have_names(name):  # S-8, F-4
     assert name in outcome.found["faults"]
 
 
+def test_flushed_products_have_a_name():  # S-8
+    def function(codes, scale_inv):
+        product = dequantize(32, scale=lambda e: numbers(e, E8M0))(codes, scale_inv)
+        return np.where(np.abs(product) < 2.0**-126, 0 * product, product)
+
+    outcome = identify_decoder(function, E4M3, granularity="mx_1x32", framework="numpy")
+    assert "products below 2^-126 are flushed to 0" in outcome.found["faults"]
+
+
 def nvfp4(codes, scale_inv, tensor_scale_inv):
     scales = tensor_scale_inv * numbers(scale_inv)
     return numbers(unpack(np.asarray(codes)), E2M1) * spread(scales, 16)
