@@ -51,6 +51,7 @@ def tree(tmp_path, monkeypatch):
         (tmp_path / name / "tests" / "test_small.py").write_text(TEST)
         (tmp_path / name / "pytest.ini").write_text("[pytest]\nmarkers = slow\n exhaustive\n gpu\n")
     monkeypatch.setattr(plant, "ROOT", tmp_path / "original")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:fp8ref")  # whose package is not this small one
     return tmp_path / "copy"
 
 

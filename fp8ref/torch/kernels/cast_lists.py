@@ -104,6 +104,7 @@ def _distances(tensors: Sequence[Tensor]) -> list[int]:
 @functools.lru_cache(maxsize=16)
 def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     """A table on a device: one for all steps in which weights and codes lie as before."""
-    table = torch.tensor([*zip(*rows, strict=True)]).view(torch.int32)
+    columns = [*zip(*rows, strict=True)]
+    table = torch.tensor(columns, dtype=torch.int64, device="cpu").view(torch.int32)
     # from pinned memory, so that the host does not wait for the device
     return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)

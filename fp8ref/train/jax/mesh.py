@@ -212,9 +212,11 @@ class Layout:
 
     def sharding(self, spec: P) -> Sharding:
         """The jax Sharding of a PartitionSpec."""
-        if self.mesh is not None:
-            return NamedSharding(self.mesh, spec)
-        return SingleDeviceSharding(self.devices[0])
+        if self.mesh is None:
+            return SingleDeviceSharding(self.devices[0])
+        # A None at the end places nothing, but makes another key of a compiled program.
+        cut = [i for i, axes in enumerate(spec, 1) if axes is not None]
+        return NamedSharding(self.mesh, P(*spec[: max(cut, default=0)]))
 
     def put(self, value: np.ndarray | llama.Weight, spec: P) -> jax.Array:
         """Put a value on the devices: each process reads its own shards, each of them once.
