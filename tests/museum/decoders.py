@@ -254,7 +254,7 @@ EXHIBITS = (
         fault=exponent_added,
         twin=mx(e8m0),
         ask=ask.decoder("e2m1fn", granularity="mx_1x32"),
-        named="ends of scales: a scale_inv of 2^126 gives NaN",
+        named="a scale_inv of 2^126 gives NaN",
     ),
     Exhibit(
         name="b12x-388",
