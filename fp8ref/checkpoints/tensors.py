@@ -1,0 +1,164 @@
+"""The tensors of a directory of safetensors, each read where it is used.
+
+Headers are checked before memory is taken: the library's own checks when a file is opened, and
+here that the bytes of a tensor are those of its dtype and shape. Nothing is executed.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from fp8ref import formats
+from fp8ref.formats import Format
+from fp8ref.shared import files
+from fp8ref.shared.errors import require
+
+__all__ = ["DTYPES", "FLOATS", "StoredTensor", "stored"]
+
+INDEX = "model.safetensors.index.json"
+"""The file that says which file holds which tensor, where there are several."""
+
+PIECE = 2**26
+"""The most bytes of a piece of rows, unless a single row is larger."""
+
+FLOATS = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+"""{dtype in safetensors: NumPy's} of numbers in high precision."""
+
+CODES = {
+    "F8_E4M3": formats.by_name("e4m3fn"),
+    "F8_E5M2": formats.by_name("e5m2"),
+    "F8_E4M3FNUZ": formats.by_name("e4m3fnuz"),
+    "F8_E5M2FNUZ": formats.by_name("e5m2fnuz"),
+    "F8_E8M0": formats.by_name("e8m0fnu"),
+}
+"""{dtype in safetensors: the format of its codes}."""
+
+DTYPES = FLOATS | dict.fromkeys((*CODES, "U8"), np.dtype(np.uint8))
+DTYPES |= {"I8": np.dtype(np.int8), "I16": np.dtype(np.int16), "BOOL": np.dtype(np.bool_)}
+DTYPES |= {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
+"""{dtype in safetensors: NumPy's}; codes are uint8."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor of a safetensors file; only the piece asked for is read.
+
+    dtype   as safetensors names it, such as ``F8_E4M3``.
+    offset  of its first byte in the file.
+    """
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def fmt(self) -> Format | None:
+        """The format of codes of 8 bits; None of numbers and bytes."""
+        return CODES.get(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def __getitem__(self, index) -> np.ndarray:
+        """The piece at an index, of ``DTYPES``; ... is the whole. OSError: the file is gone."""
+        if self.nbytes == 0:
+            return np.zeros(self.shape, DTYPES[self.dtype])[index]
+        files.open_regular(self.path).close()
+        # mapped and let go at once: a mapping that stays counts as memory of the process
+        mapped = np.memmap(
+            self.path, DTYPES[self.dtype], mode="r", offset=self.offset, shape=self.shape
+        )
+        return np.array(mapped[index])
+
+    def pieces(self, multiple: int = 1, most: int = PIECE) -> Iterator[tuple[slice, np.ndarray]]:
+        """(rows, piece) in order: so many rows of the first axis, a multiple, as fit ``most``
+        bytes; a scalar is one piece."""
+        if not self.shape:
+            yield slice(None), self[...]
+            return
+        row = self.nbytes // max(self.shape[0], 1)
+        count = max(most // max(row * multiple, 1), 1) * multiple
+        for first in range(0, self.shape[0], count):
+            rows = slice(first, min(first + count, self.shape[0]))
+            yield rows, self[rows]
+
+
+def stored(path: Path, warn: Callable[[str], None] | None = None) -> dict[str, StoredTensor]:
+    """The tensors of a directory's safetensors, or of one file, by name. No tensor is read.
+
+    warn      gets a line for each tensor of the index that its file lacks, and of a file that the
+              index lacks; None: those are errors.
+    Raises:   ValueError: no safetensors, damaged ones, an index that names other directories' files
+              or tensors that are not there. OSError: it cannot be read.
+    """
+    if path.is_file():
+        return _of_file(path)
+    index = path / INDEX
+    if not index.is_file():
+        return _of_file(path / "model.safetensors")
+    try:
+        places = dict(files.read_object(index)["weight_map"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{INDEX}: {error}.") from error
+    tensors: dict[str, StoredTensor] = {}
+    for name in sorted(set(places.values()), key=str):
+        text = f"{INDEX} names {name!r}; it names files of its own directory."
+        require(isinstance(name, str) and Path(name).name == name, text)
+        tensors |= _of_file(path / name)
+    for what, names in (
+        ("is in the index, and in no file", places.keys() - tensors.keys()),
+        ("is in a file, and not in the index", tensors.keys() - places.keys()),
+    ):
+        for name in sorted(map(str, names)):
+            require(warn is not None, f"{INDEX}: {name} {what}. The checkpoint is incomplete.")
+            assert warn is not None
+            warn(f"{name} {what}")
+    return tensors
+
+
+def _of_file(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file by name."""
+    files.open_regular(path).close()  # safe_open would wait for the writer of a pipe
+    try:
+        # checks the header against the size of the file: offsets neither overlap nor leave holes
+        with safe_open(path, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{path.name}: {error}. It is damaged, or no safetensors.") from error
+    with files.open_regular(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = files.parse_json(file.read(length).decode())
+    tensors: dict[str, StoredTensor] = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype, shape, (first, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        text = f"{path.name}: {name} is {dtype}; read are {', '.join(DTYPES)}."
+        require(dtype in DTYPES, text)
+        tensor = StoredTensor(
+            path=path, name=name, dtype=dtype, shape=shape, offset=8 + length + first
+        )
+        text = f"{path.name}: {name} has {end - first} bytes; {dtype} {shape} has {tensor.nbytes}."
+        require(end - first == tensor.nbytes, text)
+        tensors[name] = tensor
+    return tensors
+
+
+def metadata(path: Path) -> dict[str, str]:
+    """The metadata of a safetensors file."""
+    files.open_regular(path).close()
+    with safe_open(path, framework="numpy") as file:
+        return dict(file.metadata() or {})

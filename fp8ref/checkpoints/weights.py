@@ -1,0 +1,291 @@
+"""Which tensors of a checkpoint hold the codes and the scales of a weight, in which form.
+
+Libraries store the same numbers under several names: codes beside a factor that multiplies out of
+them, for a tensor, a row or a block, as float32, bfloat16, e8m0 or e4m3. ``FORMS`` has the names,
+``find`` the weights, and ``StoredWeight.pieces`` gives each as the simulator's ``Quantized``.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp8ref.checkpoints.tensors import FLOATS, PIECE, StoredTensor
+from fp8ref.formats import E2M1FN, E8M0FNU, Format
+from fp8ref.shared.errors import require
+from fp8ref.sim.quantize import cast, packing, scale_layouts, scaling
+from fp8ref.sim.quantize.scaling import Quantized
+from fp8ref.spec import granularity as granularities
+
+__all__ = ["FORMS", "StoredWeight", "WeightForm", "find"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightForm:
+    """The names of the tensors of a weight, behind the name of its module.
+
+    weight        the name that it has in high precision.
+    codes, scale  8 bits each, or two of 4 bits in a byte; the factor of a block out of its codes.
+    tensor_scale  the factor of the tensor; "": none.
+    divides       whether numbers are divided by the tensor's factor.
+    """
+
+    name: str
+    codes: str
+    scale: str
+    weight: str = ".weight"
+    tensor_scale: str = ""
+    divides: bool = False
+
+
+FORMS = {
+    form.name: form
+    for form in (
+        WeightForm(name="deepseek", codes=".weight", scale=".weight_scale_inv"),
+        WeightForm(
+            name="modelopt_nvfp4",
+            codes=".weight",
+            scale=".weight_scale",
+            tensor_scale=".weight_scale_2",
+        ),
+        WeightForm(
+            name="compressed_tensors_nvfp4",
+            codes=".weight_packed",
+            scale=".weight_scale",
+            tensor_scale=".weight_global_scale",
+            divides=True,
+        ),
+        WeightForm(name="compressed_tensors", codes=".weight", scale=".weight_scale"),
+        WeightForm(name="compressed_tensors_packed", codes=".weight_packed", scale=".weight_scale"),
+        WeightForm(
+            name="torchao_nvfp4",
+            codes="._weight_qdata",
+            scale="._weight_scale",
+            tensor_scale="._weight_per_tensor_scale",
+        ),
+        WeightForm(name="torchao", codes="._weight_qdata", scale="._weight_scale"),
+        WeightForm(name="transformers_experts", codes="", scale="_scale_inv", weight=""),
+        WeightForm(name="gpt_oss", codes="_blocks", scale="_scales", weight=""),
+    )
+}
+"""Forms by name; of two that fit a weight the first is meant.
+
+deepseek     DeepSeek-V3 and transformers' fine-grained FP8: ``weight_scale_inv``.
+modelopt_nvfp4, compressed_tensors_nvfp4, torchao_nvfp4
+             two levels of scales; compressed-tensors stores the reciprocal of the tensor's.
+compressed_tensors
+             compressed-tensors and ModelOpt, FP8 and MXFP8: ``weight_scale`` multiplies out.
+torchao      ``qdata`` and ``scale`` of Float8Tensor and MXTensor, flattened.
+transformers_experts
+             the experts of a layer in one tensor [E, N, K].
+gpt_oss      MXFP4: blocks [E, N, K / 32, 16].
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredWeight:
+    """A quantized weight of a checkpoint, [N, K] or experts [E, N, K].
+
+    name          that it has in high precision, such as ``model.layers.0.mlp.up_proj.weight``.
+    fmt           the format of its codes.
+    granularity   what shares a scale, as the shapes of codes and scales say; "": they do not fit.
+    scale_layout  where scales lie (S-25): ``row_major``, unless another one alone has their number.
+    transposed    whether the scales are those of the transpose.
+    """
+
+    name: str
+    form: WeightForm
+    fmt: Format
+    codes: StoredTensor
+    scale: StoredTensor | None
+    tensor_scale: StoredTensor | None = None
+    granularity: str = ""
+    scale_layout: str = "row_major"
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight: [N, K] or [E, N, K]."""
+        return _shape(self.codes, self.fmt)
+
+    @property
+    def scale_fmt(self) -> Format | None:
+        """The format of scales that are codes: e8m0fnu or e4m3fn; None of numbers."""
+        if self.scale is None or self.scale.dtype in FLOATS:
+            return None
+        return self.scale.fmt or E8M0FNU
+
+    @functools.cached_property
+    def scales(self) -> np.ndarray:
+        """The factors out of codes, without the tensor's: float32 of
+        ``granularity.block_counts``, as blocks of the matrices lie.
+
+        Raises:   ValueError: no scale, or one whose shape does not fit.
+        """
+        text = f"{self.name} has codes {self.shape} and scales {self.scale and self.scale.shape}, "
+        require(self.scale is not None and bool(self.granularity), text + "which do not fit.")
+        assert self.scale is not None
+        array, counts = self.scale[...], self._counts
+        if self.scale_layout != "row_major":
+            n, k = counts[-2:]
+            matrices = array.reshape(-1, self.stored_size)
+            array = np.stack([scale_layouts.load(m, self.scale_layout, (n, k)) for m in matrices])
+        numbers = array.astype(np.float32)
+        if self.scale_fmt is not None:
+            codes = array.view(np.uint8) if array.dtype == np.int8 else array.astype(np.uint8)
+            numbers = cast.decode(codes, self.scale_fmt)
+        if self.transposed:
+            numbers = np.swapaxes(numbers.reshape(*counts[:-2], counts[-1], counts[-2]), -1, -2)
+        return np.ascontiguousarray(numbers).reshape(counts)
+
+    @functools.cached_property
+    def tensor_factor(self) -> np.ndarray | None:
+        """The tensor's factor out of codes, float32 () or of experts [E]; None: one level."""
+        if self.tensor_scale is None:
+            return None
+        numbers = self.tensor_scale[...].astype(np.float32).reshape(self.shape[:-2] or ())
+        with np.errstate(divide="ignore"):
+            return np.float32(1) / numbers if self.form.divides else numbers
+
+    @property
+    def _counts(self) -> tuple[int, ...]:
+        n, k = self.shape[-2:]
+        return (*self.shape[:-2], *_counts(self.granularity, (n, k)))
+
+    @property
+    def _blocks(self) -> granularities.Blocks:
+        return granularities.lengths(self.granularity, 2, -1)
+
+    @property
+    def stored_size(self) -> int:
+        """Elements of a matrix's scales as ``scale_layout`` stores them."""
+        layout = scale_layouts.SCALE_LAYOUTS[self.scale_layout]
+        n, k = self.shape[-2:]
+        count = layout.size(_counts(self.granularity, (n, k)), 1)
+        return count // 4 if layout.packed else count
+
+    def pieces(self, most: int = PIECE) -> Iterator[tuple[tuple[int, ...], slice, Quantized]]:
+        """(matrix, rows, codes and scales) of each piece in order: () or the index of an expert,
+        and whole blocks of rows, as many as fit ``most`` bytes.
+
+        Raises:   ValueError: scales that do not fit.
+        """
+        n, k = self.shape[-2:]
+        height = (self._blocks[0] or 1) if self.granularity else 1
+        step = max(most // max(k * height, 1), 1) * height
+        for matrix in np.ndindex(self.shape[:-2]):
+            for first in range(0, n, step):
+                rows = slice(first, min(first + step, n))
+                yield matrix, rows, self.quantized(matrix, rows)
+
+    def quantized(self, matrix: tuple[int, ...] = (), rows: slice = slice(None)) -> Quantized:
+        """The codes and scales of rows that whole blocks divide, of one matrix.
+
+        Raises:   ValueError: scales that do not fit.
+        """
+        codes = self.codes[(*matrix, rows)]
+        if self.fmt.bits == 4:
+            codes = packing.unpack(codes.reshape(len(codes), -1))
+        inv = self.scales[matrix]
+        height = self._blocks[0]
+        if height is not None:
+            first, last, _ = rows.indices(self.shape[-2])
+            inv = inv[first // height : -(-last // height)]
+        inv = inv.reshape(()) if self.granularity == "tensorwise" else inv
+        factor = None if self.tensor_factor is None else np.asarray(self.tensor_factor[matrix])
+        return Quantized(
+            codes, scaling.scale_inv_from_scale(inv), inv, self.fmt, self.granularity, -1, factor
+        )
+
+
+def find(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredWeight]:
+    """The quantized weights among tensors by name, scaled or not; of ``FORMS`` the first that fits.
+
+    A weight is quantized if its codes are FP8, or bytes that have a scale.
+    """
+    weights: dict[str, StoredWeight] = {}
+    for name, codes in tensors.items():
+        for form in FORMS.values():
+            module = name.removesuffix(form.codes)
+            if not name.endswith(form.codes) or module + form.scale not in tensors:
+                continue
+            factor = tensors.get(module + form.tensor_scale) if form.tensor_scale else None
+            if (form.tensor_scale and factor is None) or _format(codes) is None:
+                continue
+            name = module + form.weight
+            if len(codes.shape) < 2:
+                break
+            weights[name] = _fitted(name, form, codes, tensors[module + form.scale], factor)
+            break
+        else:
+            if codes.fmt is not None and codes.fmt != E8M0FNU and not _is_scale(name):
+                form = FORMS["deepseek"]
+                weights[name] = StoredWeight(
+                    name=name, form=form, fmt=codes.fmt, codes=codes, scale=None
+                )
+    return weights
+
+
+def _is_scale(name: str) -> bool:
+    return any(name.endswith(form.scale) for form in FORMS.values())
+
+
+def _format(codes: StoredTensor) -> Format | None:
+    """The format of codes: of 8 bits as their dtype says, of bytes two of 4 bits."""
+    return E2M1FN if codes.dtype in ("U8", "I8") else codes.fmt
+
+
+def _shape(codes: StoredTensor, fmt: Format) -> tuple[int, ...]:
+    if fmt.bits != 4:
+        return codes.shape
+    if len(codes.shape) == 4:  # gpt-oss: the blocks are an axis
+        *others, blocks, size = codes.shape
+        return (*others, blocks * size * 2)
+    return (*codes.shape[:-1], codes.shape[-1] * 2)
+
+
+def _fitted(
+    name: str,
+    form: WeightForm,
+    codes: StoredTensor,
+    scale: StoredTensor,
+    factor: StoredTensor | None,
+) -> StoredWeight:
+    """A weight, with the granularity and the layout of scales that the shapes say."""
+    fmt = _format(codes)
+    assert fmt is not None
+    weight = StoredWeight(
+        name=name, form=form, fmt=fmt, codes=codes, scale=scale, tensor_scale=factor
+    )
+    experts, (n, k) = weight.shape[:-2], weight.shape[-2:]
+    size, count = math.prod(scale.shape), math.prod(experts)
+    for granularity in _coarsest_first((n, k)):
+        counts = _counts(granularity, (n, k))
+        fit = functools.partial(dataclasses.replace, weight, granularity=granularity)
+        flat = granularity in ("tensorwise", "rowwise") and size == math.prod(counts) * count
+        if flat or scale.shape == (*experts, *counts):
+            return fit()
+        if scale.shape == (*experts, *reversed(counts)):
+            return fit(transposed=True)
+    if weight.scale_fmt is None:
+        return weight
+    for layout in ("packed_ue8m0", "swizzled_128x4"):
+        for granularity in ("blockwise_128x128", "blockwise_1x128", "mx_1x32", "nvfp4_1x16"):
+            fitted = dataclasses.replace(weight, granularity=granularity, scale_layout=layout)
+            packed = scale_layouts.SCALE_LAYOUTS[layout].packed
+            if packed == (scale.dtype == "I32") and fitted.stored_size * count == size:
+                return fitted
+    return weight
+
+
+def _counts(granularity: str, shape: tuple[int, int]) -> tuple[int, int]:
+    n, k = granularities.block_counts(shape, granularities.lengths(granularity, 2, -1)) or (1, 1)
+    return n, k
+
+
+def _coarsest_first(shape: tuple[int, int]) -> list[str]:
+    """Granularities by the number of scales; blocks of both axes before those of one."""
+    return sorted(granularities.GRANULARITIES, key=lambda g: math.prod(_counts(g, shape)))
