@@ -10,13 +10,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import attention_first_steps
 import attention_losses
 import gpu_parity
 import gpu_probe
 import layout_losses
+import rollout
 from fp8ref.conformance.gemm import recording
 from fp8ref.spec.states.layouts import LAYOUTS, WITH_MASTERS
 from fp8ref.train import loop
@@ -51,6 +54,32 @@ def test_the_page_shows_the_table_that_is_kept():
             assert (
                 f"| {row['work']} | {row['rate']} | {row['peer']} | {row['ratio']:.3g}x |" in page
             )
+
+
+def test_the_page_shows_what_rules_cost():
+    page = (PAGE.parent / "rollout.md").read_text(encoding="utf-8")
+    kept = json.loads(rollout.RESULTS.read_text())
+    assert rollout.table(kept["rows"]) in page
+    worse = rollout.difference(
+        kept["rows"], "bfloat16 against FP8, UE8M0", "bfloat16 against FP8, float32 scales"
+    )
+    assert "{:.1e} ± {:.1e} nats".format(*worse) in page
+    assert f"--seeds {len({r['seed'] for r in kept['rows']})} --steps {kept['steps']}" in page
+    assert {r["backend"] for r in kept["rows"]} == {"jax", "torch"}
+
+
+def test_engines_of_one_rule_have_one_policy_and_rules_that_differ_have_not():
+    """Every pair differs in codes or in what is quantized, but the floor, which no block reaches."""
+    same, floor, *others = rollout.PAIRS.values()
+    assert same[0] == same[1]
+    weight = np.random.default_rng(0).standard_normal((128, 128)).astype(np.float32)
+    for trainer, engine in (floor, *others):
+        sides = [
+            rollout.quantized(torch.from_numpy(weight), side.weight).numpy()
+            for side in (trainer, engine)
+        ]
+        named = trainer.left_out == engine.left_out and (trainer, engine) != floor
+        assert np.array_equal(*sides) != named
 
 
 @pytest.mark.slow
