@@ -79,7 +79,9 @@ def rotate(x: torch.Tensor, cos: Table, sin: Table, form: str = "halves") -> tor
     ``kernels.rotary``."""
     wide = x if form == "rounded halves" else x.float()
     cos, sin = cos.to(wide.dtype), sin.to(wide.dtype)
-    return (wide * cos + _quarter_turn(wide, form) * sin).to(x.dtype)
+    # first, so that autograd adds its gradient last, and q's keeps the layout of q
+    turned = _quarter_turn(wide, form)
+    return (wide * cos + turned * sin).to(x.dtype)
 
 
 def rotate_gradient(g: torch.Tensor, cos: Table, sin: Table, form: str = "halves") -> torch.Tensor:

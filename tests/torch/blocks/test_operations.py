@@ -99,3 +99,13 @@ def test_a_quarter_turn_exchanges_halves():
     x = torch.arange(4.0)
     turned = operations.rotate(x, torch.zeros(4), torch.ones(4))
     assert turned.tolist() == [-2.0, -3.0, 0.0, 1.0]
+
+
+def test_the_gradient_of_a_rotated_operand_has_its_layout():
+    """Heads [B, H, T, D] that are a view of [B, T, H D]: another layout would be copied back."""
+    tables = torch.randn(2, 8, 16)
+    x = torch.randn(2, 8, 64, dtype=torch.bfloat16).view(2, 8, 4, 16).transpose(1, 2)
+    x.requires_grad_()
+    rotated = operations.rotate(x, *tables)
+    (grad,) = torch.autograd.grad(rotated, x, torch.randn_like(x))
+    assert grad.stride() == x.stride()
