@@ -310,7 +310,7 @@ EXHIBITS = (
         fault=stochastic(E5M2, lambda r: r >> 5),
         twin=stochastic(E5M2, lambda r: r),
         ask=ask.cast("e5m2", None),
-        unnamed="gave different codes on the second call",
+        named="of the way it rounds up at the rate 3",
     ),
     Exhibit(
         name="llvm-project-rocm-3275",
@@ -321,7 +321,7 @@ EXHIBITS = (
         fault=stochastic(E4M3, lambda r: r, carries=False),
         twin=stochastic(E4M3, lambda r: r),
         ask=ask.cast("e4m3fn", None),
-        unnamed="(0xBF780000) gave 0xB0 = -0.5, which is not a neighbor",
+        named="which is not a neighbor: the carry of a mantissa that rounds up to 2 is lost",
     ),
     Exhibit(
         name="triton-3997",

@@ -121,7 +121,7 @@ EXHIBITS = (
         fault=biased_by_125,
         twin=down,
         ask=ask.cast("e8m0fnu", "ocp_floor"),
-        unnamed="got 0x7D = 0.25, expected 0x7F = 1 (C-7)",
+        named="the bias of stored exponents is 125, not 127",
     ),
     Exhibit(
         name="onnx-7784",
@@ -132,7 +132,7 @@ EXHIBITS = (
         fault=narrow_mask,
         twin=up,
         ask=ask.cast("e8m0fnu", "onnx_up"),
-        unnamed="got 0x7F = 1, expected 0x80 = 2 (C-7)",
+        named="rounds up (it reads the fraction bits 0x4FFFFF alone)",
     ),
     Exhibit(
         name="ml_dtypes-398",
@@ -198,7 +198,7 @@ EXHIBITS = (
         fault=truncated_log,
         twin=down,
         ask=ask.cast("e8m0fnu", "ocp_floor"),
-        unnamed="got 0x7F = 1, expected 0x7E = 0.5 (C-7)",
+        named="rounds toward_one",
     ),
     Exhibit(
         name="aiter-3212",

@@ -9,11 +9,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fp8ref.conformance.inputs.dtypes import rounded
 from fp8ref.formats import E8M0FNU
 from fp8ref.sim.quantize import cast
 
 DECISIONS: dict[str, tuple[str, ...]] = {
-    "rounding": ("nearest", "nearest_even", "nearest_zero", "up", "down", "nearest_log2"),
+    "rounding": (
+        *("nearest", "nearest_even", "nearest_zero", "up", "down", "nearest_log2"),
+        *("toward_one", "away_from_one"),
+    ),
     "subnormals": ("kept", "by_field", "flushed"),
     "overflow": ("max", "nan"),
     "infinite": ("max", "nan"),
@@ -22,6 +26,14 @@ DECISIONS: dict[str, tuple[str, ...]] = {
 }
 """{decision: the values that it may have, that of the specification's default first}."""
 
+NUMBERS = {
+    "bias": "the bias of stored exponents is {}, not 127",
+    "bits": "it reads the fraction bits 0x{:06X} alone",
+    "tie": "its tie is {:g} of a power of two, not 1.5",
+    "log2_in": "log2 is rounded to {} first",
+}
+"""{a number of a behavior that no right cast changes: what it says in words}."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class E8m0Behavior:
@@ -29,13 +41,16 @@ class E8m0Behavior:
 
     rounding    of magnitudes m * 2^k, 1 <= m < 2: ``nearest``, halfway up; ``nearest_even``,
                 halfway to the even code; ``nearest_zero``, halfway down; ``up`` and ``down``, away
-                from and toward zero; ``nearest_log2``, the nearest logarithm, up from sqrt(2).
+                from and toward zero; ``nearest_log2``, the nearest logarithm, up from sqrt(2);
+                ``toward_one`` and ``away_from_one``: log2 rounded toward and away from zero.
     subnormals  inputs below 2^-126: ``kept``, rounded as others, to 2^-127 at least; ``by_field``:
                 as if float32's field of the mantissa had a leading 1, so that ``nearest`` gives
                 2^-126 of all above 2^-127, and ``up`` of all; ``flushed``, as a zero.
     overflow    what finite magnitudes that round above 2^127 give; infinite: what infinities give.
     zero        ``nan``, or ``least``: 2^-127, code 0.
     negative    what negative numbers give: NaN, the code of the magnitude, or 2^-127.
+    bias        of the codes; bits: of the fraction, that ``up`` reads; tie: of nearest roundings;
+                log2_in: a dtype to which log2 is rounded before it is rounded to an integer.
     """
 
     rounding: str = "nearest"
@@ -44,6 +59,17 @@ class E8m0Behavior:
     infinite: str = "max"
     zero: str = "nan"
     negative: str = "nan"
+    bias: int = 127
+    bits: int = 0x7FFFFF
+    tie: float = 1.5
+    log2_in: str = ""
+
+    @property
+    def rounding_words(self) -> str:
+        """The rounding, and each of NUMBERS that is not a right cast's, in words."""
+        other = [k for k in NUMBERS if getattr(self, k) != getattr(E8m0Behavior, k)]
+        words = [f" ({NUMBERS[k].format(getattr(self, k))})" for k in other]
+        return self.rounding + "".join(words)
 
     def encode(self, x: np.ndarray) -> np.ndarray:
         """The codes of x, uint8 of its shape; NaN gives 255."""
@@ -54,9 +80,11 @@ class E8m0Behavior:
         tiny = magnitude < 2.0**-126
         if self.subnormals == "by_field":
             # the tie of a nearest rounding, 2^-127, is a number: it goes down
-            least = {"up": 0.0, "down": np.inf}.get(self.rounding, 2.0**-127)
-            code = np.where(tiny, magnitude > least, code)
-        code = np.maximum(code, 0)
+            least = np.inf if self.rounding == "down" else 2.0**-127
+            field = np.where(tiny, magnitude * 2.0**149, 0).astype(np.int64)
+            up = field & self.bits > 0 if self.rounding == "up" else magnitude > least
+            code = np.where(tiny, up, code)
+        code = np.maximum(code + self.bias - 127, 0)
         special = {"max": E8M0FNU.max_code, "nan": E8M0FNU.nan_code}
         code = np.where(code > E8M0FNU.max_code, special[self.overflow], code)
         code = np.where(np.isinf(value), special[self.infinite], code)
@@ -69,17 +97,24 @@ class E8m0Behavior:
 
     def _rounded(self, m: np.ndarray, code: np.ndarray) -> np.ndarray:
         """The codes of magnitudes m * 2^(code - 127), 1 <= m < 2; int64, counted on beyond 254."""
-        even = (m > 1.5) | ((m == 1.5) & (code % 2 == 1))
+        if self.log2_in:
+            log = rounded(np.log2(np.maximum(m, 1)) + (code - 127), self.log2_in)
+            of = _OF_LOGS.get(self.rounding, np.zeros_like)
+            return of(log.astype(np.float64)).astype(np.int64) + 127
         up = {
-            "nearest": m >= 1.5,
-            "nearest_even": even,
-            "nearest_zero": m > 1.5,
-            "up": m > 1,
+            "nearest": m >= self.tie,
+            "nearest_even": (m > self.tie) | ((m == self.tie) & (code % 2 == 1)),
+            "nearest_zero": m > self.tie,
+            "up": np.ceil(np.ldexp(m - 1, 23)).astype(np.int64) & self.bits > 0,
             "down": np.zeros(m.shape, bool),
             "nearest_log2": m * m >= 2,  # float64 squares the numbers of float32 exactly
+            "toward_one": (m > 1) & (code < 127),
+            "away_from_one": (m > 1) & (code >= 127),
         }
         return code.astype(np.int64) + up[self.rounding]
 
+
+_OF_LOGS = {"up": np.ceil, "down": np.floor, "nearest_log2": np.rint, "toward_one": np.trunc}
 
 _NEAREST = E8m0Behavior()
 _BY_MAGNITUDE = replace(_NEAREST, zero="least", negative="magnitude")

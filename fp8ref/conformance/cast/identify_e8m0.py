@@ -14,10 +14,11 @@ from fp8ref.conformance.kit.subject import ConformanceError, RefusedError, Subje
 from fp8ref.formats import E8M0FNU
 
 # Mantissa fields: those of 1 and 1.5 with their neighbors, those next to sqrt(2), and between; of
-# a subnormal number 0x400000 is 2^-127, and 0x600000 the tie above it.
+# a subnormal number 0x400000 is 2^-127, and 0x600000 the tie above it. Then each bit alone.
 _MANTISSAS = (
     *(0, 1, 0x200000, 0x3504F3, 0x3504F4, 0x380000, 0x3FFFFF, 0x400000, 0x400001),
     *(0x500000, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF),
+    *(1 << bit for bit in range(23)),
 )
 
 CLAUSES = dict.fromkeys(DECISIONS, "C-7") | {"overflow": "C-3", "infinite": "C-3"}
@@ -57,9 +58,10 @@ def decide(a: Responses) -> tuple[list[Finding], E8m0Behavior]:
     """Each decision by its inputs: the value that contradicts the fewest, the specification's
     first; and the behavior of them all. A value that contradicts some is shown, and is None.
     """
-    b, findings = E8m0Behavior(), list[Finding]()
+    b, findings = _with_numbers(a), list[Finding]()
     for decision, among in parts(a.x).items():
-        tried = {value: replace(b, **{decision: value}) for value in DECISIONS[decision]}
+        of = DECISIONS[decision]
+        tried = {v: replace(b, **{decision: v}) for v in of}  # type: ignore[arg-type]
         wrong = {value: a.mismatches(other, among) for value, other in tried.items()}
         value = min(wrong, key=lambda value: int(wrong[value].sum()))
         of_default = wrong[DECISIONS[decision][0]]
@@ -69,9 +71,31 @@ def decide(a: Responses) -> tuple[list[Finding], E8m0Behavior]:
             witness = a.counterexample(at, tried[DECISIONS[decision][0]], CLAUSES[decision])
             evidence = f"{evidence}: {witness}"
         decided = None if wrong[value].any() else value
-        findings.append(Finding(decision, decided, evidence, witness=witness))
         b = tried[value]
+        words = b.rounding_words if decision == "rounding" and decided else ""
+        findings += [Finding(decision, decided, evidence, words=words, witness=witness)]
     return findings, b
+
+
+def _with_numbers(a: Responses) -> E8m0Behavior:
+    """The specification's behavior with the NUMBERS that let a rounding explain the numbers from
+    2^-60 to 2^60, where no other decision has a part; with its own, if they do or if none do.
+    """
+    middle = (a.x >= 2.0**-60) & (a.x <= 2.0**60)
+    m, exponent = np.frexp(np.where(middle, a.x, 1).astype(np.float64))
+    plain, bias = E8m0Behavior(), int(a.codes[a.x == 1][0])
+    above = middle & (a.codes >= exponent + bias)
+    bits = sum(1 << k for k in range(23) if above[a.x == 1 + 2.0 ** (k - 23)].any())
+    last, first = m[middle & ~above].max(initial=0), m[above].min(initial=1)
+    ties = (float(np.floor(first * 2.0**bit) / 2.0 ** (bit - 1)) for bit in range(25))
+    shifted = replace(plain, bias=bias)
+    tied = replace(shifted, tie=next((tie for tie in ties if tie >= 2 * last), 1.5))
+    logs = [replace(shifted, log2_in=d) for d in ("float32", "bfloat16", "float16")]
+    for b in (plain, shifted, replace(shifted, bits=bits), tied, *logs):
+        tried = (replace(b, rounding=rounding) for rounding in DECISIONS["rounding"])
+        if not all(a.mismatches(other, middle).any() for other in tried):
+            return b
+    return plain
 
 
 def identify(subject: Subject, source: str, expect: str | None) -> Outcome:
@@ -163,10 +187,12 @@ def _differences(
 
 
 def _summary(b: E8m0Behavior, names: list[str], nearest: str, unlike: list[Counterexample]) -> str:
+    words = b.rounding_words
     if unlike:
-        return f"a cast to {E8M0FNU} that matches no known library: see the differences"
+        partly = f"rounds {words} from 2^-60 to 2^60, and otherwise " * (words != b.rounding)
+        return f"a cast to {E8M0FNU} that {partly}matches no known library: see the differences"
     decided = (
-        f"rounds {b.rounding}, overflow gives {b.overflow}, infinities {b.infinite}, zero {b.zero},"
+        f"rounds {words}, overflow gives {b.overflow}, infinities {b.infinite}, zero {b.zero},"
         f" negative numbers {b.negative}, subnormals are {b.subnormals.replace('_', ' ')}"
     )
     if names:

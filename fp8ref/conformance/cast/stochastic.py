@@ -6,6 +6,7 @@ rounding toward zero gives, so that the functions of ``decisions`` apply to it.
 """
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -34,6 +35,10 @@ At a rate of 1 / 512 FINE_REPEATS casts have a deviation of 11 of 128, so that n
 
 RARELY = 2.0**-8
 """The rate from which a neighbor counts as occurring: a sixteenth of the smallest fraction."""
+
+_ENDS = tuple(2.0**-k for k in range(5, 10))
+GRID = (*(k / 16 for k in range(1, 16)), *_ENDS, *(1 - f for f in _ENDS))
+"""Fractions that tell a noise that is biased, or of another width than a spacing."""
 
 REPEATS_OF_SPECIALS = 1 << 6
 """How often each input that leaves nothing to chance is cast.
@@ -176,12 +181,13 @@ def identify(
     Raises:    ConformanceError: not stochastic: no number gets both its neighbors, or one neither.
     """
     rates = measure_rates(subject, a.source, a.fmt)
-    if not rates.random.any():
+    # above zero and 1, of both signs: few random bits cannot tell these
+    fine = _rates(subject, a.source, a.fmt, (0, 1), FINE_FRACTIONS, FINE_REPEATS)
+    shown = rates if rates.random.any() else fine
+    if not shown.random.any():
         raise _no_chance(subject, a, position, rates)
     again = measure_rates(subject, a.source, a.fmt)
     differs_again = bool((again.responses.codes != rates.responses.codes).any())
-    # above zero and 1, of both signs: few random bits cannot tell these
-    fine = _rates(subject, a.source, a.fmt, (0, 1), FINE_FRACTIONS, FINE_REPEATS)
     specials = _inputs_without_chance(a.fmt, a.source)
     without_chance = ask_repeatedly(subject, specials, REPEATS_OF_SPECIALS, a.source, a.fmt)
     truncated = _truncated(without_chance)
@@ -189,7 +195,8 @@ def identify(
     # These inputs must be explained: those without chance, those of the rates, and a.x.
     responses = (without_chance, rates.responses, fine.responses, a)
     unexplained = _neither_neighbor(subject, responses, cast_behavior)
-    rounding = _rounding(rates, fine, differs_again)
+    wide = _rates(subject, a.source, a.fmt, (1,), GRID, REPEATS)
+    rounding = _rounding(rates, fine, wide, differs_again)
     findings = [*findings, rounding, *decided]
     names, names_but_for_nan, nearest = _behaviors(truncated)
     unexplained = unexplained or nearest
@@ -208,10 +215,10 @@ def identify(
         findings=findings,
         identified=rounding.witness is None and not unexplained,
         found={k: v for k, v in result.items() if k not in NOT_ASKED} | chance_entries,
-        summary=_summary(rates, fine, fmt, decided, names, names_but_for_nan),
+        summary=_summary(rates, fine, fmt, findings, names, names_but_for_nan),
         unlike=[*([rounding.witness] if rounding.witness else []), *unexplained],
         expected=expect,
-        differences=_differences(rates, truncated, expect, fmt, findings) if expect else [],
+        differences=_differences(shown, truncated, expect, fmt, findings) if expect else [],
         limits=[*NOT_TESTED, *subject.other_devices],
     )
 
@@ -289,15 +296,59 @@ def _neither_neighbor(
         if outside.any():
             at = simplest(a.x, outside)
             given = outputs.output_text(a.output, at, a.fmt)
-            raise _error(subject, a, at, f"gave {given}, which is not a neighbor")
+            why = _other_number(a, outside, cast_behavior)
+            raise _error(subject, a, at, f"gave {given}, which is not a neighbor{why}")
         if wrong.any():
             at = simplest(a.x, wrong)
             shown.append(a.counterexample(at, cast_behavior, "by the behavior found"))
     return shown[:1]
 
 
-def _rounding(rates: RoundingRates, fine: RoundingRates, differs_again: bool) -> Finding:
+def _other_number(a: Responses, outside: np.ndarray, b: Behavior) -> str:
+    """In words, what explains all codes that are not neighbors of a number; "" if nothing does."""
+    x, codes, sign = a.x[outside], a.codes[outside], a.fmt.sign_bit
+    toward = behavior.encode(x, a.fmt, b).astype(np.int64)
+    binade = toward >> a.fmt.mantissa_bits << a.fmt.mantissa_bits
+    causes = {
+        "the carry of a mantissa that rounds up to 2 is lost": [binade],
+        "the sign is lost": [toward & ~sign, (toward & ~sign) + 1],
+        "its noise is wider than a spacing": [toward - 1, toward + 2],
+    }
+    of = (cause for cause, some in causes.items() if (codes == some).any(axis=0).all())
+    return "".join(f": {cause}" for cause in of)
+
+
+def _noise(*measured: RoundingRates) -> str:
+    """In words, the noise that gives all of these rates; "" if none does.
+
+    A noise that is added to magnitudes has a rate linear in the fraction f, from 0 to 1.
+    """
+    f = np.concatenate([rates.fractions for rates in measured])
+    away = np.concatenate([rates.away for rates in measured])
+    n = np.concatenate([0 * rates.x + rates.repeats for rates in measured])
+    noises = dict[str, np.ndarray]()
+    for bits, half in itertools.product(range(1, 10), (0, 0.5)):
+        words = f": its noise has {bits} random bits{', centered' * bool(half)}"
+        noises[words] = np.floor(f * 2**bits + half) / 2**bits
+    inside = (away > RARELY) & (away < 1 - RARELY)
+    if np.unique(f[inside]).size > 1:
+        slope, at_0 = np.polyfit(f[inside], away[inside], 1, w=np.sqrt(n[inside]))
+        words = f": at f of the way it rounds up at the rate {slope:.3g} f {at_0:+.3g}, not f"
+        noises[words] = np.clip(slope * f + at_0, 0, 1)
+
+    def far(words: str, fit: float = 2.0**-9) -> float:
+        p = noises[words]
+        return float((np.abs(away - p) / (5 * np.sqrt(p * (1 - p) / n) + fit)).max())
+
+    nearest = min(noises, key=far)  # its fit is of measured rates, too
+    return nearest if far(nearest, 2.0**-6) <= 1 else ""
+
+
+def _rounding(
+    rates: RoundingRates, fine: RoundingRates, wide: RoundingRates, differs_again: bool
+) -> Finding:
     """The finding on the rounding: ``stochastic`` if every rate is the distance, else None."""
+    noise = _noise(rates, fine, wide)
     a = rates.responses
     evidence = (
         f"{REPEATS} times each, {rates.x.size} {a.source} numbers at "
@@ -321,18 +372,19 @@ def _rounding(rates: RoundingRates, fine: RoundingRates, differs_again: bool) ->
         return Finding("rounding", "stochastic", evidence)
     at = simplest(rates.x, rates.depart)
     witness = rates.counterexample(at, f"{rates.fractions[at]:g} of the time")
-    return Finding("rounding", None, evidence, words="at random", witness=witness)
+    return Finding("rounding", None, evidence, words=f"at random{noise}", witness=witness)
 
 
 def _summary(
     rates: RoundingRates,
     fine: RoundingRates,
     fmt: Format,
-    decided: list[Finding],
+    findings: list[Finding],
     names: list[str],
     names_but_for_nan: list[str],
 ) -> str:
     of, wrong = rates.responses.fmt, int(rates.depart.sum()) + int(fine.depart.sum())
+    _, rounding, *decided = findings
     found_fmt = f"{of}"
     if of is not fmt:
         found_fmt += f" (max {of.max:g}), not {fmt} (max {fmt.max:g}),"
@@ -346,8 +398,8 @@ def _summary(
         f"{f.what.replace('_', ' ')} {f.text or f.value or 'unknown'}" for f in decided
     )
     return (
-        f"a cast to {found_fmt} that rounds at random, {probability} {rates.x.size + fine.x.size} "
-        f"fractions tested, and is otherwise {rest}: {decision_text}"
+        f"a cast to {found_fmt} that rounds {rounding.words or 'at random'}, {probability} "
+        f"{rates.x.size + fine.x.size} fractions tested, and is otherwise {rest}: {decision_text}"
     )
 
 

@@ -239,3 +239,65 @@ def test_values_are_read_too():
     assert not same.identified
     with pytest.raises(AssertionError, match="codes of e8m0fnu differ"):
         require_cast(INPUTS, by_onnx(INPUTS), "e8m0fnu")
+
+
+def exponents(x, codes):
+    """Codes of numbers, cut to the format's; 255 of NaN."""
+    codes = np.clip(np.nan_to_num(codes, posinf=254, neginf=0), 0, 254)
+    return np.where(np.isnan(x), 255, codes).astype(np.uint8)
+
+
+def of_fields(x, added, bias=127, kept=0x7FFFFFFF):
+    """The exponent of |x| after ``added`` was added to the bits of it that are kept."""
+    bits = x.astype(np.float32).view(np.uint32) & np.uint32(kept)
+    return exponents(x, (bits + np.uint32(added) >> 23).astype(np.int64) + bias - 127)
+
+
+def log2_of(x, dtype=np.float64):
+    with np.errstate(all="ignore"):
+        return np.log2(np.abs(x).astype(np.float64)).astype(dtype).astype(np.float64)
+
+
+NUMBERS = {
+    "two is subtracted from exponents": (
+        lambda x: of_fields(x, 0, bias=125),
+        "rounds down (the bias of stored exponents is 125, not 127)",
+    ),
+    "three is added to nearest exponents": (
+        lambda x: of_fields(x, 0x400000, bias=130),
+        "rounds nearest (the bias of stored exponents is 130, not 127)",
+    ),
+    "rounding up": (lambda x: of_fields(x, 0x7FFFFF), None),
+    "low bits are cut before rounding up": (
+        lambda x: of_fields(x, 0x7FFFFF, kept=0x7FFF0000),
+        "rounds up (it reads the fraction bits 0x7F0000 alone)",
+    ),
+    "ties are at 1.75": (
+        lambda x: of_fields(x, 0x200000),
+        "rounds nearest (its tie is 1.75 of a power of two, not 1.5)",
+    ),
+    "ceil of log2 in float32": (
+        lambda x: exponents(x, np.ceil(log2_of(x, np.float32)) + 127),
+        "rounds up (log2 is rounded to float32 first)",
+    ),
+    "round of log2 in float16": (
+        lambda x: exponents(x, np.rint(log2_of(x, np.float16)) + 127),
+        "rounds nearest_log2 (log2 is rounded to float16 first)",
+    ),
+    "trunc of log2": (lambda x: exponents(x, np.trunc(log2_of(x)) + 127), "rounds toward_one"),
+    "log2 away from zero": (
+        lambda x: exponents(x, np.copysign(np.ceil(np.abs(log2_of(x))), log2_of(x)) + 127),
+        "rounds away_from_one",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_of_a_rounding_is_solved(name):  # C-7
+    function, words = NUMBERS[name]
+    outcome = identify_cast(function, "e8m0fnu", framework="numpy", expect="ocp_floor")
+    assert not outcome.ok
+    if words is None:  # all fraction bits are read: no number is other than it should be
+        assert "(" not in outcome.summary
+    else:
+        assert words in outcome.summary, outcome.message

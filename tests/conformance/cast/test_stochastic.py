@@ -300,3 +300,68 @@ def test_few_random_bits_are_not_the_probability(bits):  # C-2
     assert found.found["rounding"] is None
     assert "but not by the distance (C-2)" in found.message
     assert str(found.unlike[0]).endswith("of the time (C-2)")
+
+
+def with_noise(up):
+    """A cast of e4m3fn that goes up where up(f, u), of the way f and u in [0, 1), is at least 1."""
+    rng = np.random.default_rng(0)
+
+    def cast_(x):
+        spacing = np.exp2(np.maximum(np.frexp(x.astype(np.float64))[1] - 1, -6) - 3.0)
+        below = np.floor(np.abs(x) / spacing)
+        f = np.abs(x) / spacing - below
+        with np.errstate(invalid="ignore"):
+            rounded = below + np.where(f > 0, np.floor(up(f, rng.random(x.shape))), 0)
+        return cast.encode(np.copysign(rounded * spacing, x), E4M3FN)
+
+    return cast_
+
+
+@pytest.mark.parametrize(
+    ("up", "words"),
+    [
+        (lambda f, u: f + u / 32, "at random: at f of the way it rounds up at the rate 3"),
+        (lambda f, u: f + 0.5 + u / 2, "at random: at f of the way it rounds up at the rate "),
+        (lambda f, u: f + 0.375 + u / 4, "at random: at f of the way it rounds up at the rate "),
+        (lambda f, u: u < 1 - f, "it rounds up at the rate -"),
+        (lambda f, u: u < 0.3, "it rounds up at the rate "),
+        (lambda f, u: f + np.floor(8 * u) / 8, "its noise has 3 random bits, but"),
+        (lambda f, u: f + np.floor(256 * u) / 256, "its noise has 8 random bits, but"),
+        (lambda f, u: f + (np.floor(16 * u) + 0.5) / 16, "its noise has 4 random bits, centered,"),
+        (lambda f, u: u < f * f, "that rounds at random, but not by the distance"),
+    ],
+)
+def test_a_wrong_noise_is_named(up, words):  # C-2
+    outcome = identify_cast(with_noise(up), E4M3FN)
+    assert not outcome.ok
+    assert words in outcome.summary, outcome.summary
+
+
+def test_a_right_noise_has_no_name():  # C-2
+    outcome = identify_cast(with_noise(lambda f, u: f + u), E4M3FN)
+    assert outcome.ok, outcome.message
+    assert ":" not in outcome.findings[1].text
+
+
+def carries_lost(codes, x):
+    below = cast.encode(x, E4M3FN, rounding="toward_zero")
+    return np.where((codes >> 3 > below >> 3) & (below & 0x7F > 7), below & 0xF8, codes)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (carries_lost, "not a neighbor: the carry of a mantissa that rounds up to 2 is lost."),
+        (lambda codes, x: codes & 0x7F, "not a neighbor: the sign is lost."),
+        (lambda codes, x: codes ^ (4 * (np.abs(x) > 11)).astype(np.uint8), "not a neighbor. "),
+    ],
+)
+def test_another_number_than_a_neighbor_is_named(changed, words):  # C-2
+    function = at_random(E4M3FN, repeats=False)
+    with pytest.raises(ConformanceError, match=words):
+        identify_cast(lambda x: changed(function(x), x), E4M3FN)
+
+
+def test_a_noise_wider_than_a_spacing_is_named():  # C-2
+    with pytest.raises(ConformanceError, match="its noise is wider than a spacing"):
+        identify_cast(with_noise(lambda f, u: f + 2 * u), E4M3FN)
