@@ -9,6 +9,7 @@ the module itself, in a REPL or a notebook, shows a line on each.
 """
 
 import math
+import re
 import sys
 import types
 from dataclasses import dataclass, replace
@@ -229,10 +230,13 @@ FORMATS = {**NARROW_FORMATS, **{f.name: f for f in (E8M0FNU, BFLOAT16, FLOAT16, 
 
 
 def by_name(fmt: Format | str) -> Format:
-    """The format of that name; a Format is returned as it is.
+    """The format of that name, or of a dtype such as torch.float8_e4m3fn or its name; a Format is
+    returned as it is.
 
     Raises:   ValueError: another name, with the nearest; anything else.
     """
+    dtype = re.search(r"float\d_(\w+?)(_x2)?\b", str(fmt))
+    fmt = dtype[1] if dtype else fmt
     return registry.lookup("fmt is a Format or", FORMATS, fmt, Format)
 
 

@@ -3,7 +3,9 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
+from fp8ref import formats
 from fp8ref.formats import (
     BFLOAT16,
     E2M1FN,
@@ -205,3 +207,13 @@ def test_e4m3_is_a_format_but_its_name_is_refused():  # F-6
     assert by_name(E4M3) is E4M3
     with pytest.raises(ValueError, match=r"got 'e4m3'\. Did you mean 'e4m3fn'"):
         by_name("e4m3")
+
+
+@pytest.mark.parametrize("fmt", [torch.float8_e4m3fn, "torch.float8_e4m3fn", "float8_e4m3fn"])
+def test_a_dtype_names_its_format(fmt):
+    assert formats.by_name(fmt) is formats.E4M3FN
+
+
+def test_other_dtypes_name_theirs():
+    assert formats.by_name(torch.float4_e2m1fn_x2) is formats.E2M1FN
+    assert formats.by_name(np.dtype(ml_dtypes.float8_e8m0fnu)) is formats.E8M0FNU

@@ -71,6 +71,8 @@ def _conform(arguments: argparse.Namespace) -> int:
     from fp8ref import formats
     from fp8ref.conformance.gemm import library_gemms
 
+    if arguments.kind == "dequantizer":  # a decoder with a granularity
+        arguments.kind = "decoder"
     decodes = arguments.kind == "decoder"
     named = formats.FORMATS if decodes else [*formats.NARROW_FORMATS, "e8m0fnu"]
     text = f"--format is one of {', '.join(named)}; got {arguments.format}."

@@ -41,10 +41,14 @@ GRANULARITIES = {
 }
 """fp8ref's granularities by name (S-6)."""
 
+_OF_RECIPES = {"mxfp8": "mx_1x32", "mxfp4": "mx_1x32", "nvfp4": "nvfp4_1x16"}
+
 
 def by_name(name: str) -> Granularity:
     """The granularity of that name; ValueError for anything else."""
-    return registry.lookup("granularity is", GRANULARITIES, name)
+    line = _OF_RECIPES.get(str(name))
+    hint = f"recipe {name!r} has granularity {line}; " if line else ""
+    return registry.lookup(f"{hint}granularity is", GRANULARITIES, name)
 
 
 def block_of(a: str, b: str) -> int | None:

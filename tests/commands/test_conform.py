@@ -21,6 +21,10 @@ def to_fp8(x):
     return x.to(torch.float8_e4m3fn)
 
 
+def from_fp8(codes):
+    return cast.decode(codes, E4M3FN)
+
+
 def ties_away(x):
     return cast.encode(x, E4M3FN, rounding="nearest_away")
 
@@ -249,6 +253,12 @@ def test_a_name_of_another_kind_exits_with_1(functions, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["decoder", "dequantizer"])
+def test_a_decoder_by_either_name(functions, kind, capsys):  # F-1
+    assert run("somebodys_functions:from_fp8", "--kind", kind) == 0
+    assert "a right decoder of e4m3fn" in capsys.readouterr().out
+
+
 def test_a_gemm_is_handed_over_to_the_probe(functions, capsys):
     assert run("somebodys_functions:slow", "--json", "found.json") == 0
     assert "results have the simulator's bits under it" in capsys.readouterr().out
@@ -420,7 +430,7 @@ def test_attention_and_the_variant_that_it_should_be(functions, capsys):  # A-1
         ),
         (
             ["rows", "--kind", "cast"],
-            "a cast gives one array of codes or values. Name --kind quantizer if it is one.",
+            "a cast gives one array of codes or values. Of a quantizer use require_quantizer, or --kind quantizer.",
         ),
     ],
 )

@@ -43,6 +43,9 @@ def _mistakes(x: np.ndarray, codes: np.ndarray, fmt: Format) -> Iterator[tuple[s
             yield f"{words}, of normal results", np.where(small, right, fewer)
     twice = cast.encode(_to_bits(x, fmt.mantissa_bits, "nearest_even"), fmt)
     yield "subnormal results are rounded twice, first as if they were normal", twice
+    for rounding in ("toward_zero", "nearest_away", "to_odd"):
+        other = cast.encode(x, fmt, rounding=rounding)  # type: ignore[arg-type]
+        yield f"subnormal results are rounded {rounding}", np.where(small, other, right)
     exponent = np.frexp(np.where(magnitude > 0, magnitude, 1.0))[1] - 1
     carried = (number >= np.exp2(exponent + 1.0)) & (magnitude >= fmt.smallest_normal) & ~over
     low = cast.encode(np.copysign(np.exp2(exponent.astype(np.float64)), x), fmt)

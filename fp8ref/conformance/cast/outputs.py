@@ -129,7 +129,7 @@ def read(subject: Subject, raw_output: Any, x: np.ndarray, source: str) -> Outpu
     if named_array is None:
         raise ConformanceError(
             f"{subject.name} gives a {type(raw_output).__name__} {of}; a cast gives one array of "
-            "codes or values. Name --kind quantizer if it is one."
+            "codes or values. Of a quantizer use require_quantizer, or --kind quantizer."
         )
     array, dtype = named_array
     if array.shape != x.shape:

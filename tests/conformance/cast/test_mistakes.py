@@ -50,7 +50,14 @@ def halved(x, fmt: Format):
     return cast.encode(np.where(small, x * np.float32(0.5), x), fmt)
 
 
+def small_toward_zero(x, fmt: Format):
+    """The fraction of subnormal results is cut."""
+    cut = cast.encode(x, fmt, rounding="toward_zero")
+    return np.where(np.abs(x) < fmt.smallest_normal, cut, cast.encode(x, fmt)).astype(np.uint8)
+
+
 MISTAKES = {
+    "subnormal results are rounded toward_zero": small_toward_zero,
     "only 9 fraction bits of a number are read": bits_read(9),
     "only 15 fraction bits of a number are read": bits_read(15),
     "numbers are clipped to": clipped(0.5),

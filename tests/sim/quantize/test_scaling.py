@@ -201,6 +201,10 @@ def with_scales(scale):
         ),
         (lambda: scaling.amax(np.ones((2, 2), np.float32), ["rowwise"]), "granularity is one of"),
         (
+            lambda: scaling.amax(np.ones((2, 2), np.float32), "mxfp8"),
+            "recipe 'mxfp8' has granularity mx_1x32; granularity is one of",
+        ),
+        (
             lambda: scaling.quantize(np.ones((2, 2), np.float32), E4M3FN, policy={}),
             "policy is a ScalePolicy",
         ),
