@@ -136,13 +136,7 @@ def copy_tree(tree: Path) -> None:
 
 def run_tests(tree: Path, tests: Sequence[str], *options: str) -> tuple[int, str]:
     """Run fast tests in a tree: pytest's exit code and what it printed. A run that hangs failed."""
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "OMP_NUM_THREADS": "1",
-    }
-    environment = cache | os.environ | {"PYTHONPATH": str(tree)}
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": str(tree)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", FAST]
     try:
         ended = subprocess.run(

@@ -72,6 +72,7 @@ def same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 @pytest.mark.parametrize("step", [nnx_step, linen_step])
 def test_kernels_change_no_bit_of_a_step(step, recipe):  # M-11

@@ -60,7 +60,7 @@ def by_hand(tx, params, steps: int = STEPS):
     return params, state
 
 
-@pytest.mark.grid(8)
+@pytest.mark.grid(5)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_steps_of_an_nnx_optimizer_are_those_of_update(name):
     """Flax makes a State of each tuple that it finds in a parameter's place."""
