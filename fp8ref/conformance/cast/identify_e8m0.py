@@ -60,15 +60,15 @@ def decide(a: Responses) -> tuple[list[Finding], E8m0Behavior]:
     """
     b, findings = _with_numbers(a), list[Finding]()
     for decision, among in parts(a.x).items():
-        of = DECISIONS[decision]
-        tried = {v: replace(b, **{decision: v}) for v in of}  # type: ignore[arg-type]
+        values = DECISIONS[decision]
+        tried = {v: replace(b, **{decision: v}) for v in values}  # type: ignore[arg-type]
         wrong = {value: a.mismatches(other, among) for value, other in tried.items()}
         value = min(wrong, key=lambda value: int(wrong[value].sum()))
-        of_default = wrong[DECISIONS[decision][0]]
+        unlike_default = wrong[values[0]]
         evidence, witness = f"{int(among.sum()):,} inputs", None
-        if of_default.any():
-            at = simplest(a.x, of_default)
-            witness = a.counterexample(at, tried[DECISIONS[decision][0]], CLAUSES[decision])
+        if unlike_default.any():
+            at = simplest(a.x, unlike_default)
+            witness = a.counterexample(at, tried[values[0]], CLAUSES[decision])
             evidence = f"{evidence}: {witness}"
         decided = None if wrong[value].any() else value
         b = tried[value]
