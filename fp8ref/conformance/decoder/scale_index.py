@@ -1,6 +1,6 @@
 """Which scale each element is multiplied by: the index that a dequantizer reads, and its name."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -13,6 +13,24 @@ BASE = 12
 NO_INDEX = -1  # what stands for a result that is no power of two
 
 LENGTHS = (1, 8, 16, 32, 64, 128, 256)  # the lengths of wrong blocks that have a name
+
+_COLUMNS_OF_TILES = ScaleLayout(
+    name="swizzled_128x4 whose tiles follow each other down a column",
+    offsets=lambda r, c, shape, _: (
+        (c // 4 * -(-shape[0] // 128) + r // 128) * 512
+        + SCALE_LAYOUTS["swizzled_128x4"].offsets(r % 128, c % 4, (128, 4), 1)
+    ),
+    size=SCALE_LAYOUTS["swizzled_128x4"].size,
+)
+"""A mistake that no hardware has."""
+
+_COUNTS: dict[str, Callable[[tuple[int, int]], tuple[int, int]]] = {
+    "columns // 4 tiles of 4 columns": lambda shape: (shape[0], shape[1] // 4 * 4),
+    "columns // 4 + 1 tiles of 4 columns": lambda shape: (shape[0], shape[1] // 4 * 4 + 4),
+    "rows // 128 tiles of 128 rows": lambda shape: (shape[0] // 128 * 128, shape[1]),
+    "rows // 128 + 1 tiles of 128 rows": lambda shape: (shape[0] // 128 * 128 + 128, shape[1]),
+}
+"""{count of rows or columns, in words: the shape of scales that it is}."""
 
 
 def read_index(decoder: Decoder, shape: tuple[int, int]) -> np.ndarray:
@@ -75,15 +93,17 @@ def wrong_indices(
     for count in range(2, columns):
         words = f"blocks of a row read its first {count} scales again and again"
         yield words, r * columns + c % count
-    for layout in SCALE_LAYOUTS.values():
-        if layout.name != kept_as.name and len(grid) == 2:
-            # element (r, c) reads what kept_as keeps where the other layout keeps it
-            kept = kept_as.places((rows, columns), width).reshape(-1)
-            memory = np.full(max(kept.max(), layout.places((rows, columns), width).max()) + 1, -1)
-            memory[kept] = np.arange(kept.size)
-            read = memory[layout.places((rows, columns), width)]
-            yield f"scales are read as {layout.name}", read[r, c]
+    yield "the last block of a row reads the scale before it", right - (c == columns - 1)
+    kept = kept_as.places((rows, columns), width).reshape(-1)
+    for words, places in _wrong_places((rows, columns), kept_as, width) if len(grid) == 2 else ():
+        # element (r, c) reads what kept_as keeps where the mistake looks for it
+        memory = np.full(max(kept.max(), places.max()) + 1, -1)
+        memory[kept] = np.arange(kept.size)
+        yield words, memory[places][r, c]
     i, j = np.indices(shape)
+    block = j * (-(-columns // 4) * 4) // shape[1]
+    words = "K is cut into blocks by the columns of scales up to a multiple of 4"
+    yield words, np.where(block < columns, r * columns + block, -1)
     for down in (*LENGTHS, shape[0]):
         for across in (*LENGTHS, shape[1]):
             words = f"blocks of {down}x{across} elements share a scale"
@@ -92,3 +112,18 @@ def wrong_indices(
     for across in LENGTHS:
         words = f"scales follow each other every {across} elements"
         yield words, (i * shape[1] + j) // across
+
+
+def _wrong_places(
+    shape: tuple[int, int], kept_as: ScaleLayout, width: int
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(words, the offset of each scale) of other layouts, and of scales of another shape."""
+    r, c = np.indices(shape)
+    for layout in (*SCALE_LAYOUTS.values(), _COLUMNS_OF_TILES):
+        if layout.name != kept_as.name:
+            yield f"scales are read as {layout.name}", layout.places(shape, width)
+        for words, of in _COUNTS.items():
+            counted = of(shape)
+            if layout in (kept_as, _COLUMNS_OF_TILES) and min(counted) >= 0 and counted != shape:
+                as_if = f"scales are read as {layout.name} of {words}"
+                yield as_if, layout.offsets(r, c, counted, width)

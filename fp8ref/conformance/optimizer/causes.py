@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from fp8ref.conformance.kit.subject import RefusedError
 from fp8ref.conformance.optimizer import subjects
 from fp8ref.conformance.optimizer.forms import Form
 from fp8ref.conformance.optimizer.search import PROBE, Search
@@ -12,6 +13,9 @@ from fp8ref.conformance.optimizer.subjects import Inputs
 from fp8ref.formats import BFLOAT16, FLOAT16
 from fp8ref.sim.quantize import cast
 from fp8ref.spec.states.layouts import LAYOUTS, Layout
+
+LIMITS = (2**15 - 1, 2**16 - 1)
+"""The counts of steps that a state is given then: counters of 16 bits end there."""
 
 LATE = 300
 """The steps of a small tensor, more than a counter in bfloat16 counts: 256 + 1 is 256 there."""
@@ -75,23 +79,39 @@ def unrepeatable(search: Search) -> str:
 def late_steps(
     name: str, optimizer: object, kind: str, search: Search, layout: Layout, form: Form
 ) -> list[str]:
-    """That late steps are counted as another, in a sentence; powers of betas may round otherwise
-    there. Not of optax, whose own counters are integers, nor of what is not AdamW.
+    """What becomes of late steps, in a sentence: another number, or other weights. Powers of betas
+    may round otherwise there. Not of optax, whose own counters are integers, nor of what is not
+    AdamW.
     """
     if kind == "optax" or not form.sound:
         return []
     rng = np.random.default_rng(1)
     weights = {PROBE: (rng.standard_normal(64) / 1024).astype(np.float32)}
-    gradients = [{PROBE: rng.standard_normal(64).astype(np.float32)} for _ in range(LATE)]
-    asked = Inputs(weights=weights, gradients=gradients)
-    late = Search(asked, subjects.run(name, optimizer, kind, asked, search.given), search.given)
+    early, raised = list(range(1, LATE + 1)), list[str]()
+    counts = early + [limit + i for limit in LIMITS for i in range(3)]
+    jumps = {LATE + 3 * i: limit - 1 for i, limit in enumerate(LIMITS)}
+    if layout.keeps_master:  # whose amax is predicted from the number of the step
+        counts, jumps = early, {}
+    gradients = [{PROBE: rng.standard_normal(64).astype(np.float32)} for _ in counts]
+    asked = Inputs(weights=weights, gradients=gradients, jumps=jumps)
+    try:
+        made = subjects.run(name, optimizer, kind, asked, search.given)
+    except RefusedError as error:
+        raised = [f"it raises at step {LIMITS[0]} or later: {error}"]
+        counts, asked = early, Inputs(weights=weights, gradients=gradients[:LATE])
+        made = subjects.run(name, optimizer, kind, asked, search.given)
+    late = Search(asked, made, search.given)
+    wrong = next((n for i, n in enumerate(counts, 1) if late.apart(layout, form, i, n)), None)
     steps = range(LATE - 3, LATE + 1)
     numbers = [late.number_of_step(layout, form, step) for step in steps]
     first, last, same = numbers[0], numbers[-1], len(set(numbers)) == 1
-    if first is None or last is None or first == steps[0]:
-        return []
-    of = f"steps {steps[0]} to {LATE} are corrected as"
-    if same:
-        return [f"its step stays {first}: {of} that one"]
-    begins = numbers == list(range(first, last + 1))  # powers that round otherwise make no run
-    return [f"its step begins again: {of} {first} to {last}"] if begins else []
+    if first is not None and last is not None and first != steps[0]:
+        of = f"steps {steps[0]} to {LATE} are corrected as"
+        if same and first <= LATE:
+            return [f"its step stays {first}: {of} that one"]
+        # powers that round otherwise make no run
+        if numbers == list(range(first, last + 1)):
+            return [f"its step begins again: {of} {first} to {last}"]
+    if wrong is None:
+        return raised
+    return [f"its weights change at step {wrong}: those of earlier steps are of this form"]

@@ -111,6 +111,18 @@ class Search:
                 return number
         return None
 
+    def apart(self, layout: Layout, form: Form, step: int, number: int) -> bool:
+        """Whether the probe's change in a step is another by 2^-9 of it than that of a number,
+        beside one rounding of weights: powers of betas in float32 err by less.
+        """
+        counted = dataclasses.replace(form, count=number - step + 1)
+        before = self._before(PROBE, step).astype(np.float64)
+        mine = self.weights(layout, counted, PROBE, step)
+        theirs = self.made[step - 1][PROBE].weight.reshape(-1)
+        with np.errstate(all="ignore"):
+            bound = 2.0**-9 * np.abs(mine - before) + 2 * np.spacing(np.abs(mine))
+            return not (np.abs(theirs.astype(np.float64) - mine) <= bound).all()
+
     def state_departure(self, which: int, layout: Layout, average: str) -> Departure | None:
         """Where codes or scales of m (0) or v (1) first differ."""
         for step in range(1, len(self.made) + 1):

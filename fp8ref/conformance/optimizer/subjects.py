@@ -12,7 +12,7 @@ Learning rate, betas, eps and decay are passed to those that take them by name.
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,9 @@ STEPS = 6  # the steps that are asked
 NAMES = (("m_codes", "v_codes"), ("exp_avg", "exp_avg_sq"), ("mu", "nu"), ("m", "v"))
 """The names under which libraries keep both moments."""
 
+
+COUNTERS = ("step", "t", "count")
+"""The names under which states count steps."""
 
 NUMBERS = ("learning_rate", "b1", "b2", "eps", "weight_decay")
 """What optax's functions take by name; torch's take lr, betas, eps and weight_decay."""
@@ -51,10 +54,14 @@ class Snapshot(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What an optimizer is asked: weights, and their gradients at each step, float32."""
+    """What an optimizer is asked: weights, and their gradients at each step, float32.
+
+    jumps  {index of a step, from 0: the count of steps that states are given before it}.
+    """
 
     weights: Mapping[str, np.ndarray]
     gradients: Sequence[Mapping[str, np.ndarray]]
+    jumps: Mapping[int, int] = field(default_factory=dict)
 
 
 def inputs(steps: int = STEPS) -> Inputs:
@@ -132,9 +139,11 @@ def _torch(factory: Any, asked: Inputs, settings: Numbers) -> list[dict[str, Sna
             f"returned a {type(optimizer).__name__}; a torch.optim.Optimizer is needed."
         )
     snapshots = []
-    for g in asked.gradients:
+    for i, g in enumerate(asked.gradients):
         for name, p in params.items():
             p.grad = torch.tensor(g[name])
+            if i in asked.jumps:
+                optimizer.state[p] |= counted(optimizer.state[p], asked.jumps[i])
         optimizer.step()
         snapshot = {}
         for name, p in params.items():
@@ -186,10 +195,13 @@ def _trained(snapshot: Snapshot) -> Snapshot:
 def _function(step: Callable, asked: Inputs, settings: Numbers) -> list[dict[str, Snapshot]]:
     numbers = {name: getattr(settings, name) for name in NUMBERS}
     step = functools.partial(step, **_accepted(step, numbers))
-    params, states, snapshots = dict(asked.weights), dict.fromkeys(asked.weights), []
-    for g in asked.gradients:
+    params, snapshots = dict(asked.weights), []
+    states: dict[str, Any] = dict.fromkeys(asked.weights)
+    for i, g in enumerate(asked.gradients):
         snapshot = {}
         for name in asked.weights:
+            if i in asked.jumps:
+                states[name] = counted(states[name], asked.jumps[i])
             result = step(params[name].copy(), g[name].copy(), states[name])
             if not isinstance(result, tuple) or len(result) != 2:
                 raise ConformanceError(
@@ -200,6 +212,20 @@ def _function(step: Callable, asked: Inputs, settings: Numbers) -> list[dict[str
             snapshot[name] = Snapshot(params[name], *_moments(states[name]))
         snapshots.append(snapshot)
     return snapshots
+
+
+def counted(state: Any, count: int) -> Any:
+    """The state with another count of steps: its own is under a name of ``COUNTERS``, or the only
+    integer of a tuple. Without one it is as it was."""
+    if hasattr(state, "_replace") or isinstance(state, Mapping):
+        parts = dict(state) if isinstance(state, Mapping) else state._asdict()
+        kept = {name: parts[name] * 0 + count for name in COUNTERS if name in parts}
+        return state._replace(**kept) if hasattr(state, "_replace") else parts | kept
+    integers = [isinstance(part, int | np.integer) for part in state or ()]
+    if not isinstance(state, tuple) or sum(integers) != 1:
+        return state
+    parts = zip(state, integers, strict=True)
+    return tuple(part * 0 + count if counts else part for part, counts in parts)
 
 
 def _weight(value: Any, like: np.ndarray) -> np.ndarray:

@@ -8,7 +8,13 @@ import inspect
 import numpy as np
 import pytest
 
-from fp8ref.conformance.attention import arguments, descales, identify_attention, subjects
+from fp8ref.conformance.attention import (
+    arguments,
+    descales,
+    identify_attention,
+    require_attention,
+    subjects,
+)
 from fp8ref.sim.attention import attention
 from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import VARIANTS, Mask
@@ -285,3 +291,24 @@ def test_each_descale_is_doubled(fault, words):
     found = descales.findings(subjects.wrap(function, name="mine"))
     assert [one.what for one in found] == ["q_descale", "k_descale", "v_descale"]
     assert {one.what: one.words for one in found if one.value is None} == words
+
+
+def in_float64(q, k, v, scale=None, *, of_features=None):
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
+    s = q @ k.swapaxes(2, 3) * (scale or (of_features or q.shape[-1]) ** -0.5)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    return ((p @ v) / p.sum(-1, keepdims=True)).astype(np.float32)
+
+
+@pytest.mark.parametrize("features", [72, 80, 96, 128])
+def test_float64_may_have_a_softmax_scale_in_float64(features):
+    require_attention(in_float64, "exact", features=features)
+    almost = functools.partial(in_float64, of_features=features + 0.001)
+    with pytest.raises(AssertionError, match="is not 'exact'"):
+        require_attention(almost, "exact", features=features)
+
+
+def test_float64_is_right_under_every_argument():
+    outcome = identify_attention(in_float64)
+    assert (outcome.ok, outcome.variant) == (True, "exact")

@@ -54,6 +54,10 @@ def test_a_right_one_has_no_fault():
         (adamw(step=lambda t: min(t + 1, 256)), "its step stays 256: steps 297 to 300"),
         (adamw(step=lambda t: min(t + 1, 127)), "its step stays 127: steps 297 to 300"),
         (adamw(step=lambda t: t % 256 + 1), "its step begins again: steps 297 to 300"),
+        (adamw(step=lambda t: min(t + 1, 50)), "its step stays 50: steps 297 to 300"),
+        (adamw(step=lambda t: t + 1 + 10**6 * (t >= 100)), "its weights change at step 101"),
+        (adamw(step=lambda t: (t + 2**15 + 1) % 2**16 - 2**15), "it raises at step 32767 or later"),
+        (adamw(step=lambda t: t % (2**16 - 1) + 1), "its weights change at step 65536"),
         (adamw(betas=to_bfloat16), "betas are rounded to bfloat16 in the averages"),
     ],
 )

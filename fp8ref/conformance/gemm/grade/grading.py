@@ -270,7 +270,7 @@ def _structure(
         unasked.append(f"indices of K from {MOST_CALLS * m * n} on, of K = {k}")
     causes, tile = structure.integer_causes(stimulus, results, out, None, earlier)
     named = bool(causes) and causes[0].exact
-    if causes and (read := reading.causes(asked, stimulus, results, out, describe=not named)):
+    if causes and (read := reading.causes(asked, stimulus, results, out, causes)):
         return read, earlier
     seen: dict[str, tuple[list[np.ndarray], Any]] = {}
     factors = np.ones(k, np.float32)

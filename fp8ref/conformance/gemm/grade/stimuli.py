@@ -119,8 +119,8 @@ def integers(asked: Asked, shape: Shape, *, bias: bool = False) -> Stimulus:
     for row in a:
         row[_places(rng, k, count)] = rng.choice([-3, -2, -1, 1, 2, 3], count)
     b[:, :k] = rng.choice(np.array([-2, -1, 1, 2], np.float32), (n, k))
-    shapes = zip(asked.scale_shapes(a.shape, b.shape), (1, -5), strict=True)
-    scales = [1 / _powers(rng, counts, centre) for counts, centre in shapes]
+    shapes = zip(asked.scale_shapes(a.shape, b.shape), (1, -5), _ENDS, strict=True)
+    scales = [1 / _powers(rng, *shape) for shape in shapes]
     if not bias:
         return asked.stimulus("integers", (a, b), scales)
     # scale_inv 8 and 1/2: a bias that is added before one of them or both shows
@@ -145,17 +145,29 @@ def _places(rng: np.random.Generator, k: int, count: int) -> np.ndarray:
     return np.concatenate([first, others, k - 1 - last])
 
 
-def _powers(rng: np.random.Generator, counts: tuple[int, ...], centre: int) -> np.ndarray:
+_ENDS = ((0, 1), (0, 1)), ((1, 0), (2, 0))
+"""log2 of the first and of the last two scale_inv along K, of a and of b. The last block reads that
+of the block before it as 1/2 in a, 4 in b, 2 in both; products differ by a factor of 4 at most."""
+
+
+def _powers(
+    rng: np.random.Generator,
+    counts: tuple[int, ...],
+    centre: int,
+    ends: tuple[tuple[int, int], tuple[int, int]],
+) -> np.ndarray:
     """Scale_inv of a shape: powers of two, which differ by row, and by a factor of 2 along K.
 
-    The last block along K, which may be cut, has another one than the block before it: the larger,
-    in both operands, so that their products do not make up for each other.
+    ends   ``_ENDS`` of the operand: the last block along K, which may be cut, has another one than
+           the first and the one before it.
     """
     if not counts:
         return np.asarray(2.0**centre, np.float32)
     by_row = rng.integers(-3, 4, (counts[0], 1))
     along_k = rng.integers(0, 2, (1, counts[1]))
-    along_k[0, -2:] = (0, 1) if counts[1] > 1 else 0
+    if counts[1] > 3:
+        along_k[0, :2] = ends[0]
+    along_k[0, -2:] = ends[1] if counts[1] > 1 else 0
     return (2.0 ** (centre + by_row + along_k)).astype(np.float32)
 
 

@@ -107,12 +107,18 @@ def test_the_last_block_of_k_may_be_shorter(monkeypatch):  # FBGEMM#6159
     monkeypatch.setattr(grading, "SHAPES_OF_BLOCKS", ((32, 32, 128),))
     how = {"granularity": "blockwise_1x128"}
     right = grade_gemm(lambda a, b: of_blocks(a, b, 128), **how)
-    assert (right.verdict, right.edges) == ("right", ["M = 1", "N = 1", "K = 192"])
+    tiles = [f"[80, 80] K = {k}" for k in (256, 512)]
+    assert (right.verdict, right.edges) == ("right", ["M = 1", "N = 1", "K = 192", *tiles])
     wrong = grade_gemm(without_the_last_block, **how)
     assert [cause.name.partition(":")[0] for cause in wrong.causes] == ["at K = 192"]
+    shapes = edges.shapes(128, 128, 128, block=32)
+    assert [shape for words, shape in shapes.items() if words.startswith("[272, 272]")] == [
+        (272, 272, 160),
+        (272, 272, 224),
+    ]
     assert grade_gemm(last_block_by_the_scale_before, **how).verdict == "wrong"
     mx = grade_gemm(lambda a, b: of_blocks(a, b, 32), granularity="mx_1x32")
-    assert (mx.verdict, mx.edges[-1]) == ("right", "K = 144")
+    assert (mx.verdict, mx.edges[2:4]) == ("right", ["K = 144", "[80, 80] K = 160"])
 
 
 def test_a_plan_does_not_excuse_wrong_products():  # B-14, G-6

@@ -17,7 +17,7 @@ from fp8ref.conformance.gemm.grade.structure import Cause, alike, first_of
 from fp8ref.formats import E8M0FNU, Format
 from fp8ref.sim.quantize import cast
 from fp8ref.sim.quantize.scale_layouts import SCALE_LAYOUTS, ScaleLayout
-from fp8ref.spec.granularity import scale_shape
+from fp8ref.spec.granularity import by_name, scale_shape
 
 OTHER_GROUPS = "scale_inv of other groups"  # what ``ScaledGemm.about`` of a group says
 
@@ -44,12 +44,13 @@ class Reading(NamedTuple):
 
 
 def causes(
-    asked: Asked, stimulus: Stimulus, results: np.ndarray, out: Format, *, describe: bool
+    asked: Asked, stimulus: Stimulus, results: np.ndarray, out: Format, others: list[Cause]
 ) -> list[Cause]:
     """The cause of wrong sums of integers under scales, if these read other scales.
 
     stimulus, results   the sums of integers.
-    describe            whether an index without a name is a cause too.
+    others              their causes: an index without a name is one if none of them is exact, or
+                        one is of scales in another place, which would be read there.
     """
     readings = [_reading(asked, stimulus.shape, which) for which in (0, 1)]
     names = [one.words for one in readings if one.mistake is not None]
@@ -64,7 +65,9 @@ def causes(
         evidence = f"scales whose bytes are 1.0 in float32 give unscaled sums; {count}"
         return [Cause(as_float, evidence, "wrong", first, exact=True)]
     words = [_described(one, who) for one, who in zip(readings, "ab", strict=True)]
-    if describe and any(words):
+    places = [place.format(who) for place in faults.PLACES for who in "ab"]
+    exact = any(one.exact and not any(p in one.name for p in places) for one in others)
+    if not exact and any(words):
         name = ", and ".join(one for one in words if one)
         return [Cause(name, f"each scale was read alone; {count}", "wrong", first)]
     return []
@@ -78,7 +81,7 @@ def _reading(asked: Asked, shape: Shape, which: int) -> Reading:
     size = int(np.prod(grid))
     at = np.arange(others) * k // others
     blocks = grid[1] if grid else 1
-    scale_rows = np.arange(rows) // -(-rows // grid[0]) if grid else np.zeros(rows, np.int64)
+    scale_rows = np.arange(rows) // ((by_name(granularity).other or 1) if grid else rows)
     right = scale_rows[:, None] * blocks + np.arange(k) * blocks // k
     values = [np.ones((rows, k), np.float32), np.zeros((others, k), np.float32)]
     values[1][np.arange(others), at] = 1
@@ -121,9 +124,9 @@ def _reading(asked: Asked, shape: Shape, which: int) -> Reading:
         seen = index[:, at]
         inside = (seen >= 0) & (seen < size)
         wrong = seen != right[:, at]  # what is read outside is no right scale either
-        if (inside & wrong).any() and (
-            (indices == seen) | ~inside & (indices != right[:, at])
-        ).all():
+        # the other operand may read outside too, so that a result shows no index
+        unseen = ~inside & (indices != right[:, at]) | (indices == NO_INDEX)
+        if (inside & wrong & ~unseen).any() and ((indices == seen) | unseen).all():
             return Reading(indices, right[:, at], words.format("ab"[which]), index)
     return Reading(indices, right[:, at], "", None)
 

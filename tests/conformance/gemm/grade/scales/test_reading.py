@@ -122,6 +122,76 @@ def test_scales_in_another_layout_are_named():  # S-25
     assert names(of_b, scale_layout="swizzled_128x4") == ["scales of b are read as row_major"]
 
 
+def by_tiles(across, down=None):
+    """A kernel whose tiles of 128x4 scales are counted so; without ``down`` one after another
+    along a row."""
+
+    def function(a, b, scale_a, scale_b):
+        read = []
+        for codes, memory in ((a, scale_a), (b, scale_b)):
+            rows, columns = len(codes), codes.shape[1] // 32
+            r, c = np.indices((rows, columns))
+            tile = c // 4 * down(rows) + r // 128 if down else r // 128 * across(columns) + c // 4
+            place = tile * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
+            read.append(np.asarray(memory).reshape(-1)[place % memory.size].view(E8M0))
+        return of_blocks(a, b, *(x.astype(np.float32) for x in read))
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("across", "down", "words"),
+    [
+        (lambda c: c // 4, None, "swizzled_128x4 of columns // 4 tiles of 4 columns"),
+        (
+            None,
+            lambda r: r // 128,
+            "swizzled_128x4 whose tiles follow each other down a column of rows // 128 tiles of "
+            "128 rows",
+        ),
+        (lambda c: -(-c // 4), None, None),
+    ],
+)
+def test_tiles_of_scales_are_counted_rounded_up(across, down, words):  # S-25, B-14
+    name = f"scales of {{}} are read as {words}"
+    expected = [f"{name.format('a')}, and {name.format('b')}"] if words else []
+    layout = {"scale_layout": "swizzled_128x4"}
+    assert names(by_tiles(across, down), "mx_1x32", (272, 272, 160), **layout) == expected
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (-2, "the last block of a row reads the scale before it"),
+        (0, "blocks of a row read its first 3 scales again and again"),
+    ],
+)
+def test_a_last_block_is_the_operands_own(which, source, words):  # B-14
+    def function(a, b, *scales):
+        scales[which][:, -1] = scales[which][:, source]
+        return of_blocks(a, b, *scales)
+
+    def of_copies(a, b, scale_a, scale_b):
+        return function(a, b, scale_a.copy(), scale_b.copy())
+
+    assert names(of_copies, shape=(128, 128, 128)) == [f"scales of {'ab'[which]}: {words}"]
+
+
+def test_columns_of_scales_may_be_padded():  # S-25
+    def padded(a, b, scale_a, scale_b):
+        read = []
+        for codes, scale in ((a, scale_a), (b, scale_b)):
+            k, padding = codes.shape[1], -scale.shape[1] % 4
+            wide = np.pad(scale, ((0, 0), (0, padding)))
+            read.append(codes.astype(np.float32) * wide[:, np.arange(k) * wide.shape[1] // k])
+        return read[0] @ read[1].T
+
+    words = "scales of {}: K is cut into blocks by the columns of scales up to a multiple of 4"
+    expected = f"{words.format('a')}, and {words.format('b')}"
+    assert names(padded, shape=(32, 160, 160)) == [expected]
+
+
 def test_scales_are_passed_as_hardware_holds_them():  # S-25
     def native(a, b, scale_a, scale_b):
         assert scale_a.dtype == scale_b.dtype == E8M0
