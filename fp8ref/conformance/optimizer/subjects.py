@@ -217,10 +217,10 @@ def _function(step: Callable, asked: Inputs, settings: Numbers) -> list[dict[str
 def counted(state: Any, count: int) -> Any:
     """The state with another count of steps: its own is under a name of ``COUNTERS``, or the only
     integer of a tuple. Without one it is as it was."""
-    if hasattr(state, "_replace") or isinstance(state, Mapping):
+    if hasattr(state, "_make") or isinstance(state, Mapping):
         parts = dict(state) if isinstance(state, Mapping) else state._asdict()
         kept = {name: parts[name] * 0 + count for name in COUNTERS if name in parts}
-        return state._replace(**kept) if hasattr(state, "_replace") else parts | kept
+        return state._make((parts | kept).values()) if hasattr(state, "_make") else parts | kept
     integers = [isinstance(part, int | np.integer) for part in state or ()]
     if not isinstance(state, tuple) or sum(integers) != 1:
         return state
