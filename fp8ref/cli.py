@@ -17,6 +17,7 @@ from typing import NoReturn
 import fp8ref
 from fp8ref.commands import (
     ablate,
+    audit,
     conform,
     crosscheck,
     data,
@@ -41,7 +42,7 @@ GROUPS = {
     "learn": (demo, study, listing),
     "train": (train, data, runs),
     "predict": (estimate, ablate),
-    "check": (crosscheck,),
+    "check": (crosscheck, audit),
     "test your own code": (conform, probe, vectors),
 }
 """{what a command is for: modules that add commands}, in the order of --help."""

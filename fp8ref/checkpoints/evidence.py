@@ -1,0 +1,390 @@
+"""What the bytes of one weight are consistent with, and where they contradict themselves.
+
+A rule that scales by amax / max leaves in each block a code of the largest magnitude; one that
+rounds the scale up to a power of two a code above half of it; MX's floor one of at least 2^emax.
+"""
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fp8ref.checkpoints import arrangement
+from fp8ref.checkpoints.blocks import Section, magnitudes, sections
+from fp8ref.checkpoints.findings import Finding
+from fp8ref.checkpoints.tensors import FLOATS
+from fp8ref.checkpoints.weights import StoredWeight
+from fp8ref.formats import Format
+from fp8ref.policy import POLICIES
+from fp8ref.sim.quantize import scaling
+
+__all__ = ["Evidence", "gather"]
+
+PLAUSIBLE = 1e-8, 100.0
+"""The mean magnitude of weights, as numbers, between these two."""
+
+NEAR = 0.75
+"""Codes below this share of the smallest that a rule leaves contradict it."""
+
+CLIPPED = 1e-9
+"""The probability of right codes below which something is a contradiction."""
+
+
+@dataclass(kw_only=True)
+class Evidence:
+    """What was counted in the sections of a weight.
+
+    tops       {largest code of a block: (number of blocks, the first, its scale)}; blocks of zeros
+               and those at a policy's least scale are left out.
+    logs       sums over blocks of the logarithms of the scale and of the mean code, and their
+               number.
+    counts     [256] how often each code occurs.
+    uneven     the number of scales that are no powers of two.
+    largest_scale
+               of two levels: the largest scale of a block.
+    """
+
+    weight: StoredWeight
+    blocks: int = 0
+    floored: int = 0
+    zero_blocks: int = 0
+    uneven: int = 0
+    first_uneven: dict = field(default_factory=dict)
+    tops: dict[float, tuple[int, str, float]] = field(default_factory=dict)
+    logs: np.ndarray = field(default_factory=lambda: np.zeros(3))
+    counts: np.ndarray = field(default_factory=lambda: np.zeros(256, np.int64))
+    findings: list[Finding] = field(default_factory=list)
+    largest_scale: float = 0.0
+
+    @property
+    def mislabelled(self) -> bool:
+        """Whether codes or scales are read as what they are not: other checks mean nothing."""
+        kinds = ("scale_inverse", "scale_exponents", "scale_packed")
+        return any(f.kind in kinds or (f.kind == "nan_codes" and f.cause) for f in self.findings)
+
+    @property
+    def tensor_factor(self) -> float | None:
+        """The factor of the tensor above the blocks; None: one level, or one for each expert."""
+        factor = self.weight.tensor_factor
+        return float(factor) if factor is not None and factor.size == 1 else None
+
+    @property
+    def single_scale(self) -> float | None:
+        """The one scale of a matrix; None: it has several."""
+        single = self.weight.granularity == "tensorwise" and len(self.weight.shape) == 2
+        return next((scale for *_, scale in self.tops.values()), None) if single else None
+
+    @property
+    def two_level(self) -> bool:
+        """Whether blocks' scales are numbers of e4m3."""
+        scale_fmt = self.weight.scale_fmt
+        return scale_fmt is not None and scale_fmt.name == "e4m3fn"
+
+    @property
+    def powers_of_two(self) -> bool:
+        return bool(self.tops) and self.uneven == 0 and not self.two_level
+
+    @property
+    def elements(self) -> int:
+        return int(self.counts.sum())
+
+    def share(self, number: float) -> float:
+        """The share of codes of this magnitude."""
+        return float(self.counts[magnitudes(self.weight.fmt) == number].sum()) / max(
+            self.elements, 1
+        )
+
+    def rules(self) -> list[tuple[str, float, float]]:
+        """(rule, the smallest and the largest code that it leaves as a block's largest), of which
+        the first is the narrowest."""
+        fmt = self.weight.fmt
+        largest, floor = float(fmt.max), 2.0 ** math.floor(math.log2(fmt.max))
+        if self.two_level:
+            return [("amax / max in two levels", 6.0, 6.0), ("four over six", 4.0, 6.0)]
+        if not self.powers_of_two:
+            # vLLM takes 224 for the largest of e4m3fnuz
+            return [("amax / max", 224.0 if fmt.name == "e4m3fnuz" else largest, largest)]
+        return [
+            ("MX floor", floor, largest),
+            ("rounded up to a power of two", largest / 2, largest),
+            ("MX ceil", floor / 2, floor),
+        ]
+
+    def rule(self) -> tuple[str, float, float] | None:
+        """The narrowest rule of which all blocks are, else that of most; None: no block has one.
+
+        Of powers of two, rounding up is meant unless hardly any block could miss the lower half.
+        """
+        if not self.tops:
+            return None
+        rules = self.rules()
+        total = sum(count for count, *_ in self.tops.values())
+        if self.powers_of_two and total < 32:
+            rules = rules[1:]
+        return max(rules, key=lambda rule: self._within(*rule[1:]))
+
+    def _within(self, low: float, high: float) -> int:
+        return sum(count for top, (count, *_) in self.tops.items() if low <= top <= high)
+
+    def find(self, kind: str, what: str, cause: str = "", **evidence) -> None:
+        """Add a finding, of which a weight has one of each kind."""
+        if all(other.kind != kind for other in self.findings):
+            name = self.weight.name
+            self.findings.append(
+                Finding(kind=kind, tensor=name, what=what, cause=cause, evidence=evidence)
+            )
+
+
+def gather(weight: StoredWeight, advance=None) -> Evidence:
+    """The evidence of a weight, read piece by piece, with its findings.
+
+    advance   called after each section.
+    """
+    # a copy keeps its scales in memory, and is let go at the end
+    evidence = Evidence(weight=dataclasses.replace(weight))
+    if weight.scale is None:
+        evidence.find("codes_alone", f"codes {weight.fmt} {list(weight.shape)} have no scale")
+    elif not weight.granularity:
+        _misfit(evidence)
+    for section in sections(evidence.weight):
+        evidence.counts += section.counts
+        evidence.blocks += section.largest.size
+        _nan(evidence, section)
+        if section.scales is not None:
+            _add(evidence, section, section.scales)
+        if advance is not None:
+            advance()
+    if weight.granularity:
+        if not evidence.mislabelled and not _misread(evidence):
+            _tops(evidence)
+        _clipped(evidence)
+    if evidence.two_level:
+        evidence.largest_scale = float(np.nanmax(evidence.weight.scales, initial=0))
+    evidence.weight = weight
+    return evidence
+
+
+def _misfit(evidence: Evidence) -> None:
+    weight = evidence.weight
+    assert weight.scale is not None
+    array = weight.scale[...]
+    shapes = f"scales {list(weight.scale.shape)} do not fit codes {list(weight.shape)}"
+    if weight.scale.dtype == "F32" and array.size and _bytes_are_exponents(array):
+        text = f"{shapes}; their bytes are e8m0 codes of usual sizes"
+        evidence.find("scale_packed", text, scale=float(array.flat[0]))
+        return
+    evidence.find("scale_shape", shapes)
+
+
+def _bytes_are_exponents(array: np.ndarray) -> bool:
+    codes = np.ascontiguousarray(array).view(np.uint8)
+    usual = (codes > 63) & (codes < 160)
+    # the last columns may be filled with zeros
+    return bool((usual | (codes == 0)).all()) and bool(usual.mean() > 0.5)
+
+
+def _nan(evidence: Evidence, section: Section) -> None:
+    numbers, weight = magnitudes(evidence.weight.fmt), evidence.weight
+    valid = np.arange(256) < 1 << weight.fmt.bits
+    counts = section.counts
+    count, total = int(counts[valid & np.isnan(numbers)].sum()), int(counts.sum())
+    if count and section.nan_at is not None:
+        expert = "".join(f"expert {i}, " for i in section.matrix)
+        place = f"{expert}element {section.nan_at}"
+        cause = _other_zeros(weight.fmt, counts, section.largest.size)
+        text = f"{count:,} of {total:,} codes are NaN, the first {place}"
+        evidence.find("nan_codes", text, cause, element=place, count=count)
+    if infinite := int(counts[np.isinf(numbers)].sum()):
+        text = f"{infinite:,} of {total:,} codes are infinite"
+        evidence.find("infinite_codes", text, count=infinite)
+
+
+def _other_zeros(fmt: Format, counts: np.ndarray, blocks: int) -> str:
+    """The cause of NaN codes that are numbers of the other e4m3."""
+    if fmt.name == "e4m3fnuz" and counts[0x80] > counts[0x00] / 4 > 0:
+        return "bytes of e4m3fn are labelled e4m3fnuz: its -0 is their NaN"
+    if fmt.name == "e4m3fn" and counts[[0x7F, 0xFF]].sum() >= blocks and not counts[0x80]:
+        return "bytes of e4m3fnuz are labelled e4m3fn: they have no -0, and their largest is NaN"
+    return ""
+
+
+def _add(evidence: Evidence, section: Section, scales: np.ndarray) -> None:
+    """Count a section's blocks, and find scales that are no positive numbers."""
+    coded = section.largest > 0
+    for kind, is_bad, what in (
+        ("nan_scale", np.isnan(scales), "NaN"),
+        ("infinite_scale", np.isinf(scales), "infinite"),
+        ("negative_scale", scales < 0, "negative"),
+        ("zero_scale", (scales == 0) & coded, "0, and the codes are not"),
+    ):
+        if is_bad.any():
+            first = np.argwhere(is_bad)[0]
+            place, scale = section.place(first), repr(float(scales[tuple(first)]))
+            top = float(section.largest[tuple(first)])
+            text = f"the scale of {place} is {what} ({int(is_bad.sum()):,} of {scales.size:,})"
+            evidence.find(kind, text, block=place, scale=scale, code=top)
+    usable = coded & np.isfinite(scales) & (scales > 0)
+    evidence.zero_blocks += int((~coded).sum())
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.log(scales), np.log(section.mean)
+    evidence.logs += [*(float(x[usable].sum()) for x in logs), int(usable.sum())]
+    _arranged(evidence, section, logs, usable)
+    floored = (
+        usable
+        & (section.largest < float(evidence.weight.fmt.max))
+        & _at_a_floor(scales, evidence.weight.fmt, evidence.two_level)
+    )
+    evidence.floored += int(floored.sum())
+    usable &= ~floored
+    uneven = usable & (np.ascontiguousarray(scales).view(np.uint32) << 9 != 0)
+    evidence.uneven += int(uneven.sum())
+    if uneven.any() and not evidence.first_uneven:
+        first = np.argwhere(uneven)[0]
+        evidence.first_uneven = {
+            "block": section.place(first),
+            "scale": float(scales[tuple(first)]),
+        }
+    places = np.flatnonzero(usable)
+    tops, firsts, counts = np.unique(
+        section.largest.ravel()[places], return_index=True, return_counts=True
+    )
+    for top, first, count in zip(tops, places[firsts], counts, strict=True):
+        index = np.array(np.unravel_index(first, scales.shape))
+        before = evidence.tops.get(float(top), (0, section.place(index), float(scales.flat[first])))
+        evidence.tops[float(top)] = (before[0] + int(count), *before[1:])
+
+
+def _at_a_floor(scales: np.ndarray, fmt: Format, two_level: bool) -> np.ndarray:
+    """Whether a scale is the least of a policy: the amax of the block may be smaller."""
+    if two_level:  # of e4m3: below its normal numbers a scale is far from amax / max
+        return scales <= 2.0**-6
+    return np.isclose(scales[..., None], _floors(fmt), rtol=2.0**-8, atol=0).any(axis=-1)
+
+
+@functools.cache
+def _floors(fmt: Format) -> np.ndarray:
+    """The scales of a zero amax by the policies that have a least one."""
+    zero = np.zeros(1, np.float32)
+    with np.errstate(all="ignore"):
+        scales = {
+            float(scaling.scales_from_amax(zero, fmt, policy).scale_inv[0])
+            for policy in POLICIES.values()
+            if fmt.bits == 8
+        }
+    return np.float32(sorted(s for s in scales | {2.0**-127, 2.0**-126} if 0 < s < 1e-5))
+
+
+def _arranged(evidence: Evidence, section: Section, logs, usable: np.ndarray) -> None:
+    """Find scales that belong to the codes of other blocks."""
+    order = arrangement.of_scales(*logs, usable)
+    if order is None:
+        return
+    place = "".join(f" of expert {i}" for i in section.matrix)
+    if order.name:
+        text = f"scales{place} fit the codes only if they are {order.name}"
+        evidence.find("arrangement", text, f"scales are {order.name}", **order.evidence)
+    else:
+        text = f"scales{place} do not depend on the codes of their blocks"
+        evidence.find("unrelated", text, **order.evidence)
+
+
+def _misread(evidence: Evidence) -> bool:
+    """Find scales that are other numbers than they should be."""
+    weight, (log_scale, log_mean, count) = evidence.weight, evidence.logs
+    if not count:
+        return False
+    assert weight.scale is not None
+    factor = 1.0 if weight.tensor_factor is None else float(np.median(weight.tensor_factor))
+    if not 0 < factor < math.inf:
+        kinds = {0.0: "zero_scale", math.inf: "infinite_scale"}
+        kind = kinds.get(factor, "negative_scale" if factor < 0 else "nan_scale")
+        text = f"numbers are multiplied by {factor!r}, the scale of the tensor"
+        evidence.find(kind, text, scale=repr(factor))
+        return True
+    scale, mean = math.exp(log_scale / count), math.exp(log_mean / count)
+    size = mean * scale * factor
+    if size <= PLAUSIBLE[1]:
+        return False
+    first = next(iter(evidence.tops.values()), (0, "", scale))
+    array = np.unique(weight.scales[np.isfinite(weight.scales)])
+    if weight.scale.dtype in FLOATS and (array == np.rint(array)).all() and array.max() < 255:
+        exponents = mean * 2.0 ** (float(np.median(array)) - 127)
+        if PLAUSIBLE[0] < exponents < PLAUSIBLE[1]:
+            text = (
+                f"scales are whole numbers from {array.min():g} to {array.max():g}: weights would "
+                f"be of size {size:.3g}, and of {exponents:.3g} if they are exponents"
+            )
+            evidence.find("scale_exponents", text, block=first[1], scale=first[2])
+            return True
+    inverse = mean * scale / factor if weight.tensor_factor is not None else mean / scale
+    if PLAUSIBLE[0] < inverse < PLAUSIBLE[1]:
+        which = "the tensor's scale" if weight.tensor_factor is not None else "scales"
+        text = (
+            f"weights would be of size {size:.3g}; with the reciprocal of {which} "
+            f"they are of {inverse:.3g}"
+        )
+        evidence.find("scale_inverse", text, block=first[1], scale=first[2] * factor)
+        return True
+    return False
+
+
+def _tops(evidence: Evidence) -> None:
+    """Find blocks whose largest code contradicts the rule of the others."""
+    fmt, rule = evidence.weight.fmt, evidence.rule()
+    if rule is None:
+        return
+    name, low, high = rule
+    total = sum(count for count, *_ in evidence.tops.values())
+    if evidence.uneven and not evidence.two_level and evidence.uneven <= total / 10:
+        text = f"{evidence.uneven:,} of {total:,} scales are no powers of two; the others are"
+        evidence.find("not_power_of_two", text, **evidence.first_uneven)
+        return
+    if set(evidence.tops) == {float(fmt.max)} and evidence.powers_of_two and fmt.bits == 8:
+        before = float(np.unique(magnitudes(fmt)[np.isfinite(magnitudes(fmt))])[-2])
+        octave = 2.0 ** (math.floor(math.log2(fmt.max)) + 1)
+        likely = math.log2(octave / ((fmt.max + before) / 2))
+        if total * math.log(likely) < math.log(CLIPPED):
+            _, place, scale = evidence.tops[float(fmt.max)]
+            text = (
+                f"all {total:,} blocks have the code {fmt.max:g}, and scales that are powers of "
+                "two: no rule that rounds the scale first leaves that"
+            )
+            evidence.find("rounded_after", text, block=place, code=float(fmt.max), scale=scale)
+            return
+    if evidence.weight.granularity == "tensorwise" and math.prod(evidence.weight.shape[:-2]) == 1:
+        return  # siblings may share the scale: ``layers`` compares them
+    outside = {top: value for top, value in evidence.tops.items() if not low <= top <= high}
+    if not outside:
+        return
+    top = min(outside)
+    _, place, scale = outside[top]
+    count = sum(value[0] for value in outside.values())
+    reached = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+    text = (
+        f"{count:,} of {total:,} blocks have a largest code outside {reached}, which {name} "
+        f"leaves; {place} has {top:g}: its scale {scale:.6g} is {high / top:.3g} times "
+        "that of its codes"
+    )
+    kind = "code_below" if top < NEAR * low else "code_near"
+    evidence.find(kind, text, block=place, code=top, scale=scale)
+
+
+def _clipped(evidence: Evidence) -> None:
+    """Find more codes of the largest magnitude than a tail of weights has."""
+    fmt, rule = evidence.weight.fmt, evidence.rule()
+    numbers = magnitudes(fmt)
+    ordered = np.unique(numbers[np.isfinite(numbers)])
+    largest, before = (int(evidence.counts[numbers == n].sum()) for n in ordered[:-3:-1])
+    # an octave above the largest code is clipped to it by MX's floor
+    ratio = 4.0 if rule is not None and rule[0] == "MX floor" else 1.5
+    allowed = evidence.blocks + ratio * before + 8 * math.sqrt(largest)
+    many = int((evidence.counts > 0).sum()) > 16 or fmt.bits == 4
+    if largest > allowed and many and largest > 0.002 * evidence.elements:
+        text = (
+            f"{largest:,} codes ({100 * largest / evidence.elements:.2g} %) are "
+            f"{ordered[-1]:g}, and {before:,} are {ordered[-2]:g}: the tail was cut"
+        )
+        kind = "clipped" if fmt.bits == 8 else "clipped_4_bits"
+        evidence.find(kind, text, code=float(ordered[-1]))

@@ -1,0 +1,45 @@
+"""fp8ref audit: what the bytes of a checkpoint with quantized weights say."""
+
+import argparse
+
+from fp8ref.commands import shared
+from fp8ref.commands.shared import check_json, conclude
+from fp8ref.shared import console
+
+
+def add(commands) -> None:
+    """Add ``fp8ref audit``."""
+    command = shared.plain(commands, "audit DIR", _audit)
+    command.option("checkpoint", "DIR", "a directory of safetensors with config.json, or a file")
+    command.option("--originals", "DIR", "the checkpoint in high precision that was quantized")
+    command.option("--page", "FILE", "write a page, a .html file")
+    shared.add_json(command, "write every weight and finding to FILE")
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    """Check an FP8, MXFP8 or NVFP4 checkpoint against its own bytes and its config.
+
+    Say for every weight which rule, blocks and scale format its bytes are consistent with, and find
+    what contradicts that or config.json: stale, inverse and reordered scales, codes without
+    scales, layers left out. Nothing in the checkpoint is executed. Exits with 1 if something is
+    wrong.
+
+    $ fp8ref audit ./DeepSeek-V3
+    $ fp8ref audit ./model-FP8 --originals ./model --json audit.json
+    """
+    path = arguments.checkpoint
+    check_json(arguments.json, path, arguments.page)
+    from fp8ref.checkpoints import audit, tensors, weights
+
+    total = sum(w.codes.nbytes for w in weights.find(tensors.stored(path, str)).values())
+    with console.bar("audit, MB", total // 10**6) as bar:
+        left = 0
+
+        def advance(count: int) -> None:
+            nonlocal left
+            left += count
+            bar(by=left // 10**6)
+            left %= 10**6
+
+        result = audit.audit(path, originals=arguments.originals, advance=advance)
+    return conclude(result, arguments.json)
