@@ -42,8 +42,7 @@ GROUPS = {
     "learn": (demo, study, listing),
     "train": (train, data, runs),
     "predict": (estimate, ablate),
-    "check": (crosscheck, audit),
-    "test your own code": (conform, probe, vectors),
+    "check, also your own code": (crosscheck, audit, conform, probe, vectors),
 }
 """{what a command is for: modules that add commands}, in the order of --help."""
 

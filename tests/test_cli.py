@@ -253,7 +253,7 @@ def test_without_arguments_it_prints_its_help(run):
     code, out, err = run()
     assert (code, err) == (0, "")
     assert (code, out, err) == run("--help")
-    groups = ["learn:", "train:", "predict:", "check:", "test your own code:"]
+    groups = ["learn:", "train:", "predict:", "check, also your own code:"]
     assert [line for line in out.splitlines() if line in groups] == groups
 
 

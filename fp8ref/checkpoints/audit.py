@@ -152,17 +152,10 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def audit(
-    path: Path | str,
-    *,
-    originals: Path | str | None = None,
-    advance: Callable[[int], None] | None = None,
-) -> Audit:
+def audit(path: Path | str, *, advance: Callable[[int], None] | None = None) -> Audit:
     """What the quantized weights of a checkpoint are consistent with, and what contradicts it.
 
     path       a directory with safetensors and config.json, or one file of safetensors.
-    originals  the checkpoint in high precision that was quantized: codes and scales are compared
-               with those of every rule, bit for bit.
     advance    called with numbers of bytes as they are read.
     Raises:    ValueError: no safetensors, or damaged ones; a config that is no JSON. OSError: it
                cannot be read.

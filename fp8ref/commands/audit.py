@@ -11,13 +11,11 @@ def add(commands) -> None:
     """Add ``fp8ref audit``."""
     command = shared.plain(commands, "audit DIR", _audit)
     command.option("checkpoint", "DIR", "a directory of safetensors with config.json, or a file")
-    command.option("--originals", "DIR", "the checkpoint in high precision that was quantized")
-    command.option("--page", "FILE", "write a page, a .html file")
     shared.add_json(command, "write every weight and finding to FILE")
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    """Check an FP8, MXFP8 or NVFP4 checkpoint against its own bytes and its config.
+    """Check a quantized checkpoint against its own bytes and its config.
 
     Say for every weight which rule, blocks and scale format its bytes are consistent with, and find
     what contradicts that or config.json: stale, inverse and reordered scales, codes without
@@ -25,10 +23,11 @@ def _audit(arguments: argparse.Namespace) -> int:
     wrong.
 
     $ fp8ref audit ./DeepSeek-V3
-    $ fp8ref audit ./model-FP8 --originals ./model --json audit.json
+    $ fp8ref audit ./model-FP8 --json audit.json
+    $ fp8ref audit model.safetensors --json -
     """
     path = arguments.checkpoint
-    check_json(arguments.json, path, arguments.page)
+    check_json(arguments.json, path)
     from fp8ref.checkpoints import audit, tensors, weights
 
     total = sum(w.codes.nbytes for w in weights.find(tensors.stored(path, str)).values())
@@ -41,5 +40,5 @@ def _audit(arguments: argparse.Namespace) -> int:
             bar(by=left // 10**6)
             left %= 10**6
 
-        result = audit.audit(path, originals=arguments.originals, advance=advance)
+        result = audit.audit(path, advance=advance)
     return conclude(result, arguments.json)
