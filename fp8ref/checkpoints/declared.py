@@ -4,7 +4,7 @@ Read are ``quantization_config`` (or ``compression_config``) of config.json, als
 ``text_config``, and hf_quant_config.json of ModelOpt.
 """
 
-import functools
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,13 +57,11 @@ class Declared:
 
     def scheme(self, module: str) -> Scheme | None:
         """How a module's weight is quantized; None: no scheme has it as a target."""
-        for scheme in self.schemes:
-            if any(
-                _is_class(t) or patterns.excluding(self.engine, [t], module)
-                for t in scheme.targets or ("Linear",)
-            ):
-                return scheme
-        return None
+        return next((s for s in self.schemes if self._is_target(s.targets, module)), None)
+
+    def _is_target(self, targets: tuple[str, ...], module: str) -> bool:
+        named = patterns.excluding(self.engine, targets, module) is not None
+        return named or not targets or any(map(_is_class, targets))
 
     def names(self, module: str) -> bool:
         """Whether the config names a module as quantized, and not only its class."""
@@ -95,15 +93,6 @@ def read(path: Path) -> Declared:
     return Declared()
 
 
-def tied(path: Path) -> bool:
-    """Whether config.json ties the output's weights to the embedding's."""
-    config = _object((path if path.is_dir() else path.parent) / "config.json")
-    value = config.get(
-        "tie_word_embeddings", _part(config, "text_config").get("tie_word_embeddings")
-    )
-    return value is True
-
-
 def _object(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
@@ -119,133 +108,125 @@ def _part(holder: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _declared(section: Mapping[str, Any], source: str, default: str) -> Declared:
-    """Of a section whose values have other types nothing is said."""
+    """Of values of other types nothing is said."""
     method = str(section.get("quant_method") or default).lower()
-    reader = METHODS.get(method, _unknown)
-    build = functools.partial(Declared, method=method or "unknown", source=source)
-    return reader(section, build)
+    reader = METHODS.get(method.partition("_fp4")[0].replace("_", "-"), _unknown)
+    return dataclasses.replace(reader(section), method=method or "unknown", source=source)
 
 
 def _texts(section: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
     """The texts of the first of these lists that is there."""
-    for key in keys:
-        if isinstance(value := section.get(key), list):
-            return tuple(text for text in value if isinstance(text, str))
-    return ()
+    lists = (value for key in keys if isinstance(value := section.get(key), list))
+    return tuple(text for text in next(lists, []) if isinstance(text, str))
 
 
-def _blocks(rows: object, columns: object) -> str:
-    """The granularity of blocks; its name, or the size of others."""
-    sizes = {(128, 128): "blockwise_128x128", (1, 128): "blockwise_1x128", (1, 32): "mx_1x32"}
-    sizes |= {(1, 16): "nvfp4_1x16", (32, 32): "mx_32x32", (16, 16): "nvfp4_16x16"}
-    return sizes.get((rows, columns), f"{rows}x{columns}")  # type: ignore[call-overload]
+SIZES = {
+    "128x128": "blockwise_128x128",
+    "1x128": "blockwise_1x128",
+    "1x32": "mx_1x32",
+    "32x32": "mx_32x32",
+    "1x16": "nvfp4_1x16",
+    "16x16": "nvfp4_16x16",
+}
+"""{size of a block: its granularity}; others keep their size for a name."""
 
 
-def _fp8(section: Mapping[str, Any], build) -> Declared:
-    size = section.get("weight_block_size")
-    whole = isinstance(size, list) and len(size) == 2
+def _blocks(size: object) -> str:
+    text = "x".join(map(str, size)) if isinstance(size, list) else ""
+    return SIZES.get(text, text)
+
+
+def _fp8(section: Mapping[str, Any]) -> Declared:
     scale = {"ue8m0": "e8m0fnu", "float": "float32"}.get(str(section.get("scale_fmt")), "")
-    fmt = {"e4m3": "e4m3fn", "e5m2": "e5m2"}.get(str(section.get("fmt", "")), "")
-    return build(
-        schemes=(Scheme(fmt=fmt, granularity=_blocks(*size) if whole else "", scale_fmt=scale),),
+    fmt = {"e4m3": "e4m3fn", "e5m2": "e5m2"}.get(str(section.get("fmt")), "")
+    blocks = _blocks(section.get("weight_block_size"))
+    return Declared(
+        schemes=(Scheme(fmt=fmt, granularity=blocks, scale_fmt=scale),),
         ignored=_texts(section, "modules_to_not_convert", "ignored_layers"),
         extra=_texts(section, "modules_to_convert"),
     )
 
 
-def _compressed_tensors(section: Mapping[str, Any], build) -> Declared:
-    schemes = [
-        _compressed_scheme(_part(group, "weights"), _texts(group, "targets"))
-        for group in _part(section, "config_groups").values()
-        if isinstance(group, Mapping)
-    ]
-    return build(
-        schemes=tuple(schemes), ignored=_texts(section, "ignore"), engine="compressed-tensors"
-    )
+def _compressed_tensors(section: Mapping[str, Any]) -> Declared:
+    groups = _part(section, "config_groups").values()
+    schemes = tuple(_group(group) for group in groups if isinstance(group, Mapping))
+    return Declared(schemes=schemes, ignored=_texts(section, "ignore"), engine="compressed-tensors")
 
 
-def _compressed_scheme(weights: Mapping[str, Any], targets: tuple[str, ...]) -> Scheme:
-    bits, strategy, size = (weights.get(k) for k in ("num_bits", "strategy", "group_size"))
-    is_float = weights.get("type") == "float"
-    fmt = {4: "e2m1fn", 8: "e4m3fn"}.get(bits, "") if is_float else ""  # type: ignore[call-overload]
-    shape = weights.get("block_structure")
-    groups = {"tensor": "tensorwise", "channel": "rowwise"}
-    groups |= {"group": _blocks(1, size), "tensor_group": _blocks(1, size)}
-    groups |= {"block": _blocks(*shape)} if isinstance(shape, list) and len(shape) == 2 else {}
+def _group(group: Mapping[str, Any]) -> Scheme:
+    """A group of compressed-tensors."""
+    weights = _part(group, "weights")
+    size = _blocks([1, weights.get("group_size")])
+    granularity = {
+        "tensor": "tensorwise",
+        "channel": "rowwise",
+        "group": size,
+        "tensor_group": size,
+        "block": _blocks(weights.get("block_structure")),
+    }
+    fmt = {"float 4": "e2m1fn", "float 8": "e4m3fn"}
     scale = {"torch.uint8": "e8m0fnu", "torch.float8_e4m3fn": "e4m3fn"}
     return Scheme(
-        fmt=fmt,
-        granularity=groups.get(str(strategy), ""),
+        fmt=fmt.get(f"{weights.get('type')} {weights.get('num_bits')}", ""),
+        granularity=granularity.get(str(weights.get("strategy")), ""),
         scale_fmt=scale.get(str(weights.get("scale_dtype")), ""),
-        targets=targets,
+        targets=_texts(group, "targets"),
     )
 
+
+_NVFP4 = Scheme(fmt="e2m1fn", granularity="nvfp4_1x16", scale_fmt="e4m3fn")
 
 ALGORITHMS = {
     "FP8": Scheme(fmt="e4m3fn", granularity="tensorwise"),
     "FP8_PER_CHANNEL_PER_TOKEN": Scheme(fmt="e4m3fn", granularity="rowwise"),
     "FP8_PB_WO": Scheme(fmt="e4m3fn", granularity="blockwise_128x128"),
-    "FP8_PB_REAL": Scheme(fmt="e4m3fn", granularity="blockwise_128x128"),
-    "NVFP4": Scheme(fmt="e2m1fn", granularity="nvfp4_1x16", scale_fmt="e4m3fn"),
-    "W4A16_NVFP4": Scheme(fmt="e2m1fn", granularity="nvfp4_1x16", scale_fmt="e4m3fn"),
+    "NVFP4": _NVFP4,
+    "W4A16_NVFP4": _NVFP4,
     "MXFP8": Scheme(fmt="e4m3fn", granularity="mx_1x32", scale_fmt="e8m0fnu"),
-    "MXFP4": Scheme(fmt="e2m1fn", granularity="mx_1x32", scale_fmt="e8m0fnu"),
 }
 """{ModelOpt's ``quant_algo``: how weights are quantized}."""
 
 
-def _modelopt(section: Mapping[str, Any], build) -> Declared:
+def _modelopt(section: Mapping[str, Any]) -> Declared:
     section = _part(section, "quantization") or section
-    schemes = [ALGORITHMS.get(str(section.get("quant_algo")).upper(), Scheme())]
-    layers = {
-        name: ALGORITHMS.get(str(layer.get("quant_algo")).upper(), Scheme())
-        for name, layer in _part(section, "quantized_layers").items()
+    layers = _part(section, "quantized_layers") or {"": section}
+    schemes = tuple(
+        dataclasses.replace(
+            ALGORITHMS.get(str(layer.get("quant_algo")).upper(), Scheme()),
+            targets=(name,) if name else (),
+        )
+        for name, layer in layers.items()
         if isinstance(layer, Mapping)
-    }
-    if layers:
-        schemes = [
-            Scheme(fmt=s.fmt, granularity=s.granularity, scale_fmt=s.scale_fmt, targets=(name,))
-            for name, s in layers.items()
-        ]
-    return build(
-        schemes=tuple(schemes),
-        ignored=_texts(section, "exclude_modules", "ignore"),
-        engine="modelopt",
     )
+    ignored = _texts(section, "exclude_modules", "ignore")
+    return Declared(schemes=schemes, ignored=ignored, engine="modelopt")
 
 
-def _torchao(section: Mapping[str, Any], build) -> Declared:
+def _torchao(section: Mapping[str, Any]) -> Declared:
     kind = str(_part(section, "quant_type"))
-    fp8 = "Float8" in kind and "Int" not in kind
     granularity = {"PerRow": "rowwise", "PerTensor": "tensorwise"}
-    return build(
-        schemes=(
-            Scheme(
-                fmt="e4m3fn" if fp8 else "",
-                granularity=next((g for word, g in granularity.items() if word in kind), ""),
-            ),
-        ),
-        ignored=_texts(section, "modules_to_not_convert"),
-        engine="torchao",
+    scheme = Scheme(
+        fmt="e4m3fn" if "Float8" in kind and "Int" not in kind else "",
+        granularity=next((g for word, g in granularity.items() if word in kind), ""),
     )
+    ignored = _texts(section, "modules_to_not_convert")
+    return Declared(schemes=(scheme,), ignored=ignored, engine="torchao")
 
 
-def _mxfp4(section: Mapping[str, Any], build) -> Declared:
+def _mxfp4(section: Mapping[str, Any]) -> Declared:
     scheme = Scheme(fmt="e2m1fn", granularity="mx_1x32", scale_fmt="e8m0fnu")
-    return build(schemes=(scheme,), ignored=_texts(section, "modules_to_not_convert"))
+    return Declared(schemes=(scheme,), ignored=_texts(section, "modules_to_not_convert"))
 
 
-def _unknown(section: Mapping[str, Any], build) -> Declared:
-    return build(schemes=(Scheme(),), ignored=_texts(section, "modules_to_not_convert", "ignore"))
+def _unknown(section: Mapping[str, Any]) -> Declared:
+    ignored = _texts(section, "modules_to_not_convert", "ignore")
+    return Declared(schemes=(Scheme(),), ignored=ignored)
 
 
 METHODS = {
     "fp8": _fp8,
     "compressed-tensors": _compressed_tensors,
-    "compressed_tensors": _compressed_tensors,
     "modelopt": _modelopt,
-    "modelopt_fp4": _modelopt,
-    "modelopt_mixed": _modelopt,
     "torchao": _torchao,
     "mxfp4": _mxfp4,
 }

@@ -273,12 +273,15 @@ def _floors(fmt: Format) -> np.ndarray:
             for policy in POLICIES.values()
             if fmt.bits == 8
         }
-    return np.float32(sorted(s for s in scales | {2.0**-127, 2.0**-126} if 0 < s < 1e-5))
+    floors = sorted(s for s in scales | {2.0**-127, 2.0**-126} if 0 < s < 1e-5)
+    return np.array(floors, np.float32)
 
 
-def _arranged(evidence: Evidence, section: Section, logs, usable: np.ndarray) -> None:
+def _arranged(
+    evidence: Evidence, section: Section, logs: tuple[np.ndarray, np.ndarray], usable: np.ndarray
+) -> None:
     """Find scales that belong to the codes of other blocks."""
-    order = arrangement.of_scales(*logs, usable)
+    order = arrangement.of_scales(logs[0], logs[1], usable)
     if order is None:
         return
     place = "".join(f" of expert {i}" for i in section.matrix)

@@ -30,7 +30,8 @@ def _audit(arguments: argparse.Namespace) -> int:
     check_json(arguments.json, path)
     from fp8ref.checkpoints import audit, tensors, weights
 
-    total = sum(w.codes.nbytes for w in weights.find(tensors.stored(path, str)).values())
+    held = weights.find(tensors.stored(path, lambda line: None))
+    total = sum(weight.codes.nbytes for weight in held.values())
     with console.bar("audit, MB", total // 10**6) as bar:
         left = 0
 
