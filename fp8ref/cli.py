@@ -16,14 +16,13 @@ from typing import NoReturn
 
 import fp8ref
 from fp8ref.commands import (
-    ablate,
-    audit,
+    checkpoints,
     conform,
     crosscheck,
     data,
     demo,
-    estimate,
     listing,
+    predict,
     probe,
     runs,
     study,
@@ -41,8 +40,8 @@ from fp8ref.shared.result import STDOUT
 GROUPS = {
     "learn": (demo, study, listing),
     "train": (train, data, runs),
-    "predict": (estimate, ablate),
-    "check, also your own code": (crosscheck, audit, conform, probe, vectors),
+    "predict": (predict,),
+    "check, also your own code": (crosscheck, checkpoints, conform, probe, vectors),
 }
 """{what a command is for: modules that add commands}, in the order of --help."""
 

@@ -1,17 +1,19 @@
-"""fp8ref ablate: which layer, GEMM and role costs loss in FP8."""
+"""fp8ref estimate and ablate: what FP8 gains on a GPU, and which layer and GEMM costs loss."""
 
 import argparse
 from pathlib import Path
 
 from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json, conclude
-from fp8ref.shared.errors import require
+from fp8ref.shared import console
+from fp8ref.shared.errors import ConfigError, require
 
 _GEMMS = ("output", "grad_input", "grad_weight", "attention", "states")
 
 
 def add(commands) -> None:
-    """Add ``fp8ref ablate``."""
+    """Add ``fp8ref estimate`` and ``fp8ref ablate``."""
+    _add_estimate(commands)
     command = shared.plain(commands, "ablate RUN", _ablate)
     option, rare = command.option, command.rare_option
     option("run_directory", "RUN", "a run directory, or one of Hugging Face's format")
@@ -38,6 +40,41 @@ def add(commands) -> None:
     rare("--sequence-length", "N", f"{for_weights}: as data.sequence_length (128)")
     rare("--batch-size", "N", f"{for_weights}: as data.batch_size (16)")
     shared.add_trust(command)
+
+
+def _add_estimate(commands) -> None:
+    command = shared.config_command(commands, "estimate", _estimate)
+    command.option("--gpu", "NAME", "h100 or h200 (required)")
+    shared.add_backend(command, "whose kernels to assume, jax or torch")
+    command.option("--ceilings", "FILE", "JSON of measured GPU rates (default: published ones)")
+    shared.add_json(command, "write all times, in seconds, to FILE")
+
+
+def _estimate(arguments: argparse.Namespace) -> int:
+    """Predict the speed-up of FP8 on a GPU, and what to keep in bf16.
+
+    $ fp8ref estimate llama-8b --gpu h100
+    $ fp8ref estimate llama-8b --gpu h200 --recipe rowwise --backend jax
+    $ fp8ref estimate tiny --gpu h100 --json estimate.json
+    """
+    config = shared.config(arguments)
+    check_json(arguments.json, arguments.config, arguments.ceilings)
+    from fp8ref.estimate import gpu_rates, report
+    from fp8ref.train.config import architecture
+
+    if arguments.gpu is None:
+        raise ConfigError("needs --gpu h100 or --gpu h200; got none.")
+    architecture.require_llama(config, "an estimate")
+    if config.numerics.simulates:
+        raise ConfigError(
+            "an estimate is for a GPU's own GEMMs; got numerics.accumulate "
+            f"{config.numerics.accumulate!r}, which is simulated on a CPU. Leave it out."
+        )
+    backend = shared.backend(arguments, config)
+    with console.waiting("estimate"):
+        forecast = report.of(config, backend, gpu_rates.of(arguments.gpu, arguments.ceilings))
+    step = f"next: fp8ref train {arguments.config} --dry-run"
+    return conclude(forecast, arguments.json, step)
 
 
 def _ablate(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""fp8ref audit: what the bytes of a checkpoint with quantized weights say."""
+"""fp8ref audit: what a checkpoint of quantized weights says of itself."""
 
 import argparse
 
