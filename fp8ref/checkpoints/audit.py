@@ -18,7 +18,9 @@ from fp8ref.checkpoints import layers, weights
 from fp8ref.checkpoints.declared import Declared
 from fp8ref.checkpoints.evidence import Evidence
 from fp8ref.checkpoints.findings import KINDS, Finding
-from fp8ref.checkpoints.tensors import StoredTensor, stored
+from fp8ref.checkpoints.originals import Match, match
+from fp8ref.checkpoints.rule import WeightRule
+from fp8ref.checkpoints.tensors import FLOATS, StoredTensor, stored
 from fp8ref.checkpoints.weights import StoredWeight
 from fp8ref.shared import console as consoles
 from fp8ref.shared.errors import require
@@ -37,6 +39,7 @@ class Row:
     rule        how scales follow from codes; "": from none, or there is nothing but zeros.
     saturated, zeroed
                 shares of the codes of the largest magnitude, and of 0.
+    made_by     the rules that make these bytes of the original; "": none does; None: not asked.
     """
 
     tensor: str
@@ -49,6 +52,7 @@ class Row:
     elements: int
     saturated: float
     zeroed: float
+    made_by: str | None = None
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -59,7 +63,7 @@ class Row:
             self.fmt,
             self.granularity or "?",
             self.scale_dtype + layout,
-            self.rule or "none",
+            self.made_by or self.rule or "none",
         )
 
 
@@ -152,10 +156,17 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def audit(path: Path | str, *, advance: Callable[[int], None] | None = None) -> Audit:
+def audit(
+    path: Path | str,
+    *,
+    originals: Path | str | None = None,
+    advance: Callable[[int], None] | None = None,
+) -> Audit:
     """What the quantized weights of a checkpoint are consistent with, and what contradicts it.
 
     path       a directory with safetensors and config.json, or one file of safetensors.
+    originals  the checkpoint in high precision that was quantized: codes and scales are compared
+               with those of every rule, bit for bit.
     advance    called with numbers of bytes as they are read.
     Raises:    ValueError: no safetensors, or damaged ones; a config that is no JSON. OSError: it
                cannot be read.
@@ -180,10 +191,16 @@ def audit(path: Path | str, *, advance: Callable[[int], None] | None = None) -> 
         if declared.method:
             findings += layers.against_config(declared, one)
     findings += _between(declared, tensors, quantized, held)
+    rules: dict[str, str] = {}
+    if originals is not None:
+        sources = stored(Path(originals), lambda line: None)
+        for name, nearest in _matched(quantized, sources):
+            rules[name] = nearest.names if nearest and not nearest.place else ""
+            findings += _of_match(name, nearest)
     return Audit(
         path=str(path),
         declared=declared,
-        rows=tuple(_row(one) for one in held.values()),
+        rows=tuple(_row(one, rules.get(name)) for name, one in held.items()),
         findings=tuple(findings),
         bytes_read=sum(one.weight.codes.nbytes for one in held.values()),
     )
@@ -231,7 +248,38 @@ def _between(
     yield from layers.shared_scales({k: e for k, e in held.items() if not e.mislabelled})
 
 
-def _row(one: Evidence) -> Row:
+def _matched(
+    quantized: Mapping[str, StoredWeight], sources: Mapping[str, StoredTensor]
+) -> Iterator[tuple[str, Match | None]]:
+    """(weight, the rule that is nearest); None: it has no original."""
+    before: tuple[WeightRule, ...] = ()
+    for name, weight in quantized.items():
+        original = sources.get(name)
+        same = original is not None and original.shape == weight.shape
+        if not weight.granularity or original is None or not same or original.dtype not in FLOATS:
+            yield name, None
+            continue
+        # a copy keeps its scales in memory, and is let go
+        nearest = match(dataclasses.replace(weight), original, before)
+        before = nearest.rules
+        yield name, nearest
+
+
+def _of_match(name: str, nearest: Match | None) -> Iterator[Finding]:
+    if nearest is None:
+        text = "no tensor of this name, shape and a dtype of high precision is among the originals"
+        yield Finding(kind="original_missing", tensor=name, what=text)
+    elif nearest.place:
+        text = (
+            f"no rule makes these bytes of the original; the nearest, {nearest.names}, differs in "
+            f"{nearest.codes:,} of {nearest.elements:,} codes and {nearest.scales:,} of "
+            f"{nearest.blocks:,} scales, first in {nearest.place}"
+        )
+        place = {"block": nearest.place, "rule": nearest.names}
+        yield Finding(kind="original_differs", tensor=name, what=text, evidence=place)
+
+
+def _row(one: Evidence, made_by: str | None) -> Row:
     weight = one.weight
     rule = one.rule()
     codes = weight.form.name
@@ -247,4 +295,5 @@ def _row(one: Evidence) -> Row:
         elements=one.elements,
         saturated=one.share(float(weight.fmt.max)),
         zeroed=one.share(0.0),
+        made_by=made_by,
     )

@@ -21,7 +21,7 @@ __all__ = ["Section", "magnitudes", "sections"]
 PIECE = 2**25
 """The most bytes of codes in memory at once."""
 
-BLOCKS = 2**22
+BLOCKS = 2**21
 """About the most blocks of a section."""
 
 

@@ -11,6 +11,8 @@ def add(commands) -> None:
     """Add ``fp8ref audit``."""
     command = shared.plain(commands, "audit DIR", _audit)
     command.option("checkpoint", "DIR", "a directory of safetensors with config.json, or a file")
+    command.option("--originals", "DIR", "the checkpoint in high precision that was quantized")
+    command.option("--page", "FILE", "write a page, a .html file")
     shared.add_json(command, "write every weight and finding to FILE")
 
 
@@ -23,11 +25,12 @@ def _audit(arguments: argparse.Namespace) -> int:
     wrong.
 
     $ fp8ref audit ./DeepSeek-V3
-    $ fp8ref audit ./model-FP8 --json audit.json
-    $ fp8ref audit model.safetensors --json -
+    $ fp8ref audit ./model-FP8 --originals ./model
+    $ fp8ref audit ./model-NVFP4 --page audit.html --json audit.json
     """
     path = arguments.checkpoint
-    check_json(arguments.json, path)
+    check_json(arguments.json, path, arguments.page)
+    shared.check_page("--page", arguments.page, "fp8ref audit")
     from fp8ref.checkpoints import audit, tensors, weights
 
     held = weights.find(tensors.stored(path, lambda line: None))
@@ -41,5 +44,10 @@ def _audit(arguments: argparse.Namespace) -> int:
             bar(by=left // 10**6)
             left %= 10**6
 
-        result = audit.audit(path, advance=advance)
+        result = audit.audit(path, originals=arguments.originals, advance=advance)
+    if arguments.page:
+        from fp8ref.train.report import svg
+
+        template = svg.template("fp8ref.checkpoints")
+        arguments.page.write_text(template.render(audit=result, most=100), encoding="utf-8")
     return conclude(result, arguments.json)

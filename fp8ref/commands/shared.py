@@ -247,6 +247,21 @@ def check_json(path: Path | None, *own: Path | None) -> None:
         require(fine, f"--json names {need}; got {path}. Name another.")
 
 
+def check_page(option: str, out: Path | None, generator: str) -> None:
+    """ValueError if an option names no file that a page may be written to.
+
+    generator   what the pages of this command say they are made by: those may be replaced.
+    """
+    if out is None:
+        return
+    text = f"{option} {out}: {out.parent} is no directory. Make it, or name another."
+    require(out.parent.is_dir(), text)
+    require(not out.is_dir(), f"{option} {out} is a directory. Name a file in it.")
+    text = f"{out} exists and is no page of {generator}; it is left alone. Name another."
+    mark = f'content="{generator}"'.encode()
+    require(not out.exists() or mark in out.read_bytes()[:999], text)
+
+
 def check_whole(config) -> None:
     """ConfigError for microbatches, schedules and users' models in a cross-check."""
     from fp8ref.train.config import architecture

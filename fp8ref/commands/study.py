@@ -44,13 +44,7 @@ def _study(arguments: argparse.Namespace) -> int:
         text = f"--out names a .html file, or a directory that exists; got {out}."
         require(out.is_dir(), text)
         out /= "study.html"
-    if out is not None:
-        text = f"--out {out}: {out.parent} is no directory. Make it, or name another."
-        require(out.parent.is_dir(), text)
-        require(not out.is_dir(), f"--out {out} is a directory. Name a file in it.")
-        text = f"{out} exists and is no page of fp8ref study; it is left alone. Name another."
-        ours = not out.exists() or b'content="fp8ref study"' in out.read_bytes()[:999]
-        require(ours, text)
+    shared.check_page("--out", out, "fp8ref study")
     check_json(arguments.json, arguments.file, out)
     from fp8ref import study
 

@@ -1,0 +1,168 @@
+"""Which rule makes a weight's codes and scales of its high-precision original, bit for bit."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8ref.checkpoints.rule import SOURCES, WeightRule
+from fp8ref.checkpoints.tensors import FLOATS, StoredTensor
+from fp8ref.checkpoints.weights import StoredWeight
+from fp8ref.formats import E4M3FN
+from fp8ref.policy import FP4_POLICIES, POLICIES, ScalePolicy
+from fp8ref.sim.quantize.scaling import Quantized
+from fp8ref.spec import granularity as granularities
+
+__all__ = ["Match", "match"]
+
+PIECE = 2**22
+"""The elements of a weight that are quantized at once, and by which rules are chosen."""
+
+
+class Match(NamedTuple):
+    """The rule that is nearest to a weight.
+
+    rules    those without a difference in the first rows; the first had the fewest in all.
+    codes, scales
+             how many differ, of ``of_codes`` and ``of_scales``.
+    place    the first block that differs; "": none does.
+    first    the (matrix, rows) that have it.
+    """
+
+    rules: tuple[WeightRule, ...]
+    codes: int
+    scales: int
+    elements: int
+    blocks: int
+    place: str
+    first: tuple[tuple[int, ...], slice] | None = None
+
+    @property
+    def names(self) -> str:
+        """The rules by name, at most three."""
+        more = f" and {len(self.rules) - 3} more" if len(self.rules) > 3 else ""
+        return ", ".join(_name(rule) for rule in self.rules[:3]) + more
+
+
+def _name(rule: WeightRule) -> str:
+    late = ", codes by the unrounded scale" if rule.codes_by == "unrounded" else ""
+    return rule.name + late
+
+
+def match(
+    weight: StoredWeight, original: StoredTensor, before: tuple[WeightRule, ...] = ()
+) -> Match:
+    """The rule that makes a weight of its original, or the nearest.
+
+    before    rules of other weights, which are tried first.
+    Order:    every policy, source dtype and order of rounding on the first rows; then all rows by
+              the first rule without a difference, else by that with the fewest.
+    """
+    amaxes = _amaxes(weight, original)
+
+    def differing(rule: WeightRule, matrix: tuple[int, ...], rows: slice) -> int:
+        q, x = weight.quantized(matrix, rows), _piece(weight, original, matrix, rows)
+        codes, scales = _differences(weight, q, rule, x, amaxes[matrix])
+        return int(codes.sum()) + int(scales.sum())
+
+    matrix, rows, _ = next(weight.pieces(PIECE))
+    known = [rule for rule in before if _fits(weight, rule) and not differing(rule, matrix, rows)]
+    if not known:
+        counts = {rule: differing(rule, matrix, rows) for rule in _candidates(weight, original)}
+        fewest = min(counts.values())
+        known = [rule for rule, count in counts.items() if count == fewest]
+    best: Match | None = None
+    while known:
+        outcome = _all(weight, original, amaxes, known[0])
+        if best is None or outcome.codes + outcome.scales < best.codes + best.scales:
+            best = outcome._replace(rules=tuple(known))
+        if outcome.first is None:
+            break
+        # those that differ there too need no look at all rows
+        known = [rule for rule in known[1:] if not differing(rule, *outcome.first)]
+    assert best is not None
+    return best
+
+
+def _fits(weight: StoredWeight, rule: WeightRule) -> bool:
+    return (rule.fmt, rule.granularity) == (weight.fmt, weight.granularity)
+
+
+def _candidates(weight: StoredWeight, original: StoredTensor) -> Iterator[WeightRule]:
+    two_level = weight.scale_fmt == E4M3FN
+    policies: dict[str, ScalePolicy] = FP4_POLICIES if two_level else POLICIES
+    # a narrow original is what it is in float32
+    sources = list(SOURCES.values()) if original.dtype in ("F32", "F64") else [SOURCES["float32"]]
+    for policy, source in itertools.product(policies.values(), sources):
+        rule = WeightRule(
+            fmt=weight.fmt, granularity=weight.granularity, policy=policy, source=source
+        )
+        yield rule
+        if policy.power_of_two is not None and not policy.of_exponents:
+            yield dataclasses.replace(rule, codes_by="unrounded")
+
+
+def _amaxes(weight: StoredWeight, original: StoredTensor) -> np.ndarray:
+    """The amax of each matrix, float32; NaN counts as the largest."""
+    amaxes = np.zeros(weight.shape[:-2], np.float32)
+    if weight.granularity == "tensorwise" or weight.scale_fmt == E4M3FN:
+        for matrix, rows, _ in weight.pieces(PIECE):
+            piece = np.abs(_piece(weight, original, matrix, rows)).max(initial=0)
+            amaxes[matrix] = np.maximum(amaxes[matrix], piece)
+    return amaxes
+
+
+def _piece(
+    weight: StoredWeight, original: StoredTensor, matrix: tuple[int, ...], rows: slice
+) -> np.ndarray:
+    return original[(*matrix, rows)].astype(np.float32)
+
+
+def _differences(
+    weight: StoredWeight, q: Quantized, rule: WeightRule, x: np.ndarray, amax: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which codes and which scales of a piece a rule makes in another way."""
+    height = granularities.lengths(rule.granularity, 2, -1)[0] or 1
+    rows, blocks = len(x), -(-len(x) // height)
+    # below the piece, blocks that have the amax of the matrix
+    last = np.zeros((blocks * height + height - rows, x.shape[1]), np.float32)
+    last[-1, 0] = amax
+    with np.errstate(all="ignore"):
+        own = rule.quantize(np.concatenate([x, last]))
+    scales, stored = np.asarray(own.scale_inv), np.asarray(q.scale_inv)
+    scales = scales[:blocks] if scales.ndim else scales
+    assert weight.scale is not None
+    dtype = FLOATS.get(weight.scale.dtype, np.dtype(np.float32))
+    scales = scales.astype(dtype).astype(np.float32)
+    return own.codes[:rows] != q.codes, ~np.equal(scales, stored.reshape(scales.shape))
+
+
+def _all(
+    weight: StoredWeight, original: StoredTensor, amaxes: np.ndarray, rule: WeightRule
+) -> Match:
+    """The differences of a rule in all rows."""
+    total, where = Match((rule,), 0, 0, 0, 0, ""), None
+    height, width = granularities.lengths(rule.granularity, 2, -1)
+    for matrix, rows, q in weight.pieces(PIECE):
+        x = _piece(weight, original, matrix, rows)
+        codes, scales = _differences(weight, q, rule, x, amaxes[matrix])
+        place = total.place
+        if not place and (codes.any() or scales.any()):
+            at = np.argwhere(codes)[0] if codes.any() else np.argwhere(np.atleast_2d(scales))[0]
+            size = (height or codes.shape[0], width or codes.shape[1]) if codes.any() else (1, 1)
+            first = rows.start // height if height else 0
+            row, column = (int(i) // n for i, n in zip(at, size, strict=True))
+            expert = "".join(f"expert {i}, " for i in matrix)
+            place, where = f"{expert}block ({first + row}, {column})", (matrix, rows)
+        total = Match(
+            (rule,),
+            total.codes + int(codes.sum()),
+            total.scales + int(scales.sum()),
+            total.elements + codes.size,
+            total.blocks + scales.size,
+            place,
+            where,
+        )
+    return total

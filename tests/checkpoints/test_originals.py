@@ -1,0 +1,84 @@
+"""Codes and scales are traced to the rule that made them of the original, or to the nearest."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import made, models
+
+from fp8ref.checkpoints import audit
+from fp8ref.checkpoints import rule as rules
+
+X = {"a.up_proj": models.spread((300, 256), 1) * np.float32(1.0001)}
+(NAME,) = X
+
+
+def audited(tmp_path, tensors, original=X[NAME]):
+    checkpoint = models.write(tmp_path / "fp8", tensors, {"quant_method": "x"})
+    source = models.write(tmp_path / "high", {f"{NAME}.weight": original}, None)
+    return audit.audit(checkpoint, originals=source)
+
+
+@pytest.mark.parametrize(
+    ("rule", "store"),
+    [
+        ("deepseek_v3_block", models.fp8("deepseek_v3_block", ".weight_scale_inv")),
+        (
+            "deepseek_v3_block:bfloat16",
+            models.fp8("deepseek_v3_block:bfloat16", ".weight_scale_inv"),
+        ),
+        ("torchao_row", models.fp8("torchao_row")),
+        ("sglang_token_tensor", models.fp8("sglang_token_tensor")),
+        ("compressed_tensors_bf16_row", models.fp8("compressed_tensors_bf16_row")),
+        ("te_mxfp8_mx", models.fp8("te_mxfp8_mx", shape=models.as_codes)),
+        ("torchao_nvfp4_nv", models.nvfp4(".weight_scale_2", False)(X)),
+    ],
+)
+def test_the_rule_is_found(tmp_path, rule, store, monkeypatch):
+    monkeypatch.setattr("fp8ref.checkpoints.originals.PIECE", 256 * 128)
+    result = audited(tmp_path, models.quantized(X, store))
+    assert [f.to_dict() for f in result.findings if f.alarm] == []
+    (row,) = result.rows
+    wanted = rules.by_name(rule).name
+    family = {row.made_by.split(", ")[0], *row.made_by.split(" and ")[0].split(", ")}
+    own = rules.by_name(rule).quantize(X[NAME])
+    assert wanted in family or any(
+        np.array_equal(rules.by_name(name).quantize(X[NAME]).codes, own.codes) for name in family
+    )
+    if rule == "deepseek_v3_block:bfloat16":
+        assert not any(name.endswith(":float32") for name in family), row.made_by
+
+
+def test_a_narrow_original_names_what_it_is(tmp_path):
+    store = models.fp8("vllm_block", ".weight_scale_inv")
+    narrow = {NAME: X[NAME].astype(ml_dtypes.bfloat16).astype(np.float32)}
+    result = audited(tmp_path, models.quantized(narrow, store), X[NAME].astype(made.BF16))
+    assert result.ok
+    assert result.rows[0].made_by
+
+
+def test_the_nearest_rule_and_the_first_block_that_differs(tmp_path):
+    tensors = models.quantized(X, models.fp8("deepseek_v3_block", ".weight_scale_inv"))
+    codes = tensors[f"{NAME}.weight"].view(np.uint8)
+    codes[200, 140] ^= 1
+    result = audited(tmp_path, tensors)
+    (finding,) = [f for f in result.findings if f.alarm]
+    assert finding.kind == "original_differs"
+    assert "1 of 76,800 codes and 0 of 6 scales, first in block (1, 1)" in finding.what
+    assert "_block:float32" in finding.what
+    assert result.rows[0].made_by == ""
+
+
+def test_codes_by_the_unrounded_scale_are_named(tmp_path):
+    q = rules.by_name("vllm_block").quantize(X[NAME])
+    up = rules.by_name("vllm_ue8m0_block").quantize(X[NAME])
+    tensors = {f"{NAME}.weight": made.codes(q), f"{NAME}.weight_scale_inv": up.scale_inv}
+    assert "codes by the unrounded scale" in audited(tmp_path, tensors).rows[0].made_by
+
+
+@pytest.mark.parametrize(
+    "original", [np.zeros((256, 300), np.float32), np.zeros((300, 256), np.int8)]
+)
+def test_a_weight_without_its_original(tmp_path, original):
+    tensors = models.quantized(X, models.fp8("deepseek_v3_block", ".weight_scale_inv"))
+    (finding,) = [f for f in audited(tmp_path, tensors, original).findings if f.alarm]
+    assert finding.kind == "original_missing"

@@ -1,0 +1,62 @@
+"""fp8ref audit: a table, findings, JSON, a page and exit codes."""
+
+import json
+
+import pytest
+from checkpoints import made, models
+
+from fp8ref import cli
+
+X = models.linears({"mlp.up_proj": (256, 256)}, 1)
+(NAME,) = X
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    tensors = models.quantized(X, models.fp8("deepseek_v3_block", ".weight_scale_inv"))
+    return models.write(tmp_path / "fp8", tensors, models.BLOCKS)
+
+
+def test_a_right_checkpoint_exits_with_0(checkpoint, tmp_path, capsys):
+    original = {f"{NAME}.weight": X[NAME].astype(made.BF16)}
+    models.write(tmp_path / "bf16", original, None)
+    words = ["audit", str(checkpoint), "--originals", str(tmp_path / "bf16")]
+    assert cli.main([*words, "--json", str(tmp_path / "a.json")]) == 0
+    out = capsys.readouterr().out
+    assert "nothing wrong in 1 quantized weights" in out
+    assert "blockwise_128x128" in out
+    kept = json.loads((tmp_path / "a.json").read_text())
+    assert kept["ok"]
+    assert "deepseek_v3_block:float32" in kept["weights"][0]["made_by"]
+
+
+def test_findings_exit_with_1_and_fill_a_page(checkpoint, tmp_path, capsys):
+    (checkpoint / "config.json").write_text('{"model_type": "<b>"}')
+    page = tmp_path / "audit.html"
+    for _ in range(2):  # also over its own page
+        assert cli.main(["audit", str(checkpoint), "--page", str(page)]) == 1
+    out = capsys.readouterr().out
+    assert "finding config_missing" in out
+    assert "remedy: Add quantization_config" in out
+    text = page.read_text()
+    assert "<h3>Finding: config missing (1)</h3>" in text
+    assert f'<th scope="row">{NAME}.weight</th>' in text
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["{tmp}/none"], "No such file"),
+        (["{tmp}/damaged"], "damaged, or no safetensors"),
+        (["{tmp}/fp8", "--originals", "{tmp}/none"], "No such file"),
+        (["{tmp}/fp8", "--page", "{tmp}/fp8/config.json"], "is no page of fp8ref audit"),
+        (["{tmp}/fp8", "--page", "{tmp}/none/a.html"], "is no directory"),
+    ],
+)
+def test_a_users_error_is_one_line_and_exits_with_2(checkpoint, tmp_path, capsys, words, text):
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"x" * 99)
+    assert cli.main(["audit", *(word.format(tmp=tmp_path) for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert text in error
+    assert len(error.splitlines()) == 1
