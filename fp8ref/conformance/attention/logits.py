@@ -210,6 +210,10 @@ def own_sinks(attention: Attention, cap: float | None = None) -> Finding:
         if not parts and whole.all():
             evidence = f"one key has all of the weight, of scores from {min(x):g} to {max(x):g}"
             return Finding("sinks", "none", evidence)
+        if not parts and np.ptp(weights) < 2.0**-6 * np.abs(weights).max():
+            words = f"none: o is {np.median(weights):.4g} times what it is"
+            evidence = f"one key has that weight, of scores from {min(x):g} to {max(x):g}"
+            return Finding("sinks", None, evidence, words=words)
         if witness is None:
             i = int(np.argmax(~whole))
             shown, got = f"one key of score {x[i]:g}", f"{weights[i]:.4g} of its value"
@@ -274,7 +278,7 @@ def _sinks_argument(attention: Attention) -> Finding:
         "of another head": [1 / (1 + math.exp(a)) for a in SINKS[::-1]],
         "a power of two": [1 / (1 + 2.0**a) for a in SINKS],
     }
-    factors = {"the softmax scale": SCALE}
+    factors = {"the softmax scale": SCALE, "log2(e)": 1 / _LN2, "ln 2": _LN2}
     factors |= {f"{role}_descale": x for role, x in descales.items()}
     factors |= {"q_descale and k_descale": math.prod(DESCALES)} if descales else {}
     for name, factor in factors.items():

@@ -148,6 +148,31 @@ def _neighbors(mask: Mask, tq: int, tk: int) -> Iterator[tuple[str, np.ndarray]]
             sides = (("left", left), ("right", right))
             edges = ", ".join(f"{side} edge {by:+d}" for side, by in sides if by)
             yield f"off by one: {edges or 'no edge'}, aligned to the {alignment}", visible
+    yield from _mistaken_masks(mask, tq, tk)
+
+
+def _mistaken_masks(mask: Mask, tq: int, tk: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Masks that are forgotten, or whose edges are those of tiles, and what they are called."""
+    left, right = mask.window or (None, None)
+    if mask.causal and mask.window:
+        for sides in ((left, left), (left, None)):
+            words = f"the causal mask is forgotten: a window of {sides}"
+            yield words, expected(Mask(window=sides), tq, tk)
+        yield "the window is forgotten", expected(Mask(causal=True), tq, tk)
+    p, key = np.arange(tq)[:, None] + tk - tq, np.arange(tk)
+    low = np.full(p.shape, 0) if left is None else p - left
+    high = np.full(p.shape, tk) if right is None else p + right
+    high = np.minimum(high, p) if mask.causal else high
+    for tile in (8, 16, 32, 64, 128):
+        words = f"unmasked in tiles of {tile} keys: the {{}} edge is that of a tile"
+        first, last = low // tile * tile, high // tile * tile + tile - 1
+        yield words.format("left"), (key >= first) & (key <= high)
+        yield words.format("right"), (key >= low) & (key <= last)
+        yield words.format("left and the right"), (key >= first) & (key <= last)
+        for queries in (np.arange(tq)[:, None], p):
+            end = queries // tile * tile + tile - 1 + p - queries
+            words = f"keys behind those of a tile of {tile} queries are missing"
+            yield words, (key >= low) & (key <= np.minimum(high, end))
 
 
 def _documents_finding(attention: Attention) -> Finding:
@@ -216,6 +241,7 @@ def _mistaken_heads(heads: int, kv: int) -> Iterator[tuple[str, int, np.ndarray]
     """(mistake in words with {} for a tile, the tile, the head of keys of each query head)."""
     every = np.arange(heads)
     yield "query head j uses head j mod Hkv", 0, every % kv
+    yield "query head j uses head j // Hkv", 0, np.minimum(every // kv, kv - 1)
     yield "every query head uses the first head", 0, 0 * every
     for tile in (2, 4, 8, 16, 32):
         words = "tiles of {} query heads use one head"

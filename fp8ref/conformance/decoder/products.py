@@ -50,7 +50,8 @@ def _roundings(
         yield words.format("scale_inv", "the tensor's scale"), (v * s) * t
         yield words.format("the tensor's scale", "scale_inv"), (v * t) * s
         yield "the tensor's scale is ignored", v * s
-        yield "it divides by the tensor's scale", v * (s / t)
+        for product in (v * (s / t), v * (s * (one / t))):
+            yield "it divides by the tensor's scale", product
         s = t * s
     if decoder.divides:
         yield "it multiplies by 1 / scale in the place of dividing", v * (one / s)

@@ -36,6 +36,11 @@ def unforgotten(subject: Subject, steps: int) -> str:
     scales = {one.scale for one in subject.run(tuple((2.0**i,) for i in range(0, 40, 2)))}
     if len(scales) == 1:
         return f"no amax changes its scale, {show(scales.pop())}: amaxes are not used (H-1)"
+    alone = [subject.run(((2.0**i,),))[-1].scale for i in (20, 19, -20)]
+    large, small = alone[1:]
+    if len(scales) == 2 and alone[0] == large != small:
+        bound = 2.0**-20 * max(small / large, large / small)
+        return f"an amax above {bound:.6g} counts as {bound:.6g} (H-1)"
     if len(scales) == 2:
         return "its scale changes once, and then never again (H-3)"
     falling = subject.run(((64.0,), *((1.0,),) * steps))

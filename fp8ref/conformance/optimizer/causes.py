@@ -1,6 +1,7 @@
 """Why an optimizer's weights are those of no form: numbers of steps, betas, states of zeros."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -38,7 +39,17 @@ def _step_numbers(search: Search, layout: Layout, form: Form) -> Iterator[str]:
         yield f"biases are corrected as at steps {listed}, not 1 to {len(numbers)}"
 
 
+USUAL = (0.9, 0.95, 0.98, 0.99, 0.999)
+"""Betas that a correction of biases may have in the place of the given ones."""
+
+
 def _betas(search: Search) -> Iterator[str]:
+    for b1, b2 in itertools.product((search.given.b1, *USUAL), (search.given.b2, *USUAL)):
+        other = Search(search.asked, search.made, dataclasses.replace(search.given, b1=b1, b2=b2))
+        own = other.with_betas(search.given.b1, search.given.b2)
+        if own.weight_departure(LAYOUTS["float32"], Form(), tensors=(PROBE,)) is None:
+            yield f"biases are corrected with betas {b1} and {b2}"
+            return
     given = np.array([search.given.b1, search.given.b2], np.float64)
     for fmt in (BFLOAT16, FLOAT16):
         rounded = cast.round_to(given, fmt)

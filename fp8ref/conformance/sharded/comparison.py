@@ -165,6 +165,8 @@ def reduction(collective: Collective) -> str:
         "every rank has the last rank's amax": (4.0,) * 4,
         "only the first rank has the largest amax": (8.0, *amaxes[1:]),
         "a rank has the largest amax of those before it": (2.0, 8.0, 8.0, 8.0),
+        "pairs of ranks have the amax of the pair, not of all": (8.0, 8.0, 4.0, 4.0),
+        "every other rank has the same amax, not all": (2.0, 8.0, 2.0, 8.0),
         "a rank has its neighbor's amax": (4.0, 2.0, 8.0, 1.0),
         "a rank has its other neighbor's amax": (8.0, 1.0, 4.0, 2.0),
     }.items():

@@ -166,3 +166,13 @@ def test_a_scale_without_a_history_says_why(fault, words):  # H-1, H-3
     assert reason.startswith(words)
     with pytest.raises(AssertionError, match=words):
         require_delayed(fault, "delayed", examples=8)
+
+
+def test_a_bound_of_the_amaxes_is_solved():
+    """Amaxes that a clip of gradients bounds."""
+
+    class Clipped(Scaling):
+        def observe(self, amax):
+            super().observe(min(float(amax), 0.75))
+
+    assert identify_delayed(Clipped).evidence == ("an amax above 0.75 counts as 0.75 (H-1)",)

@@ -103,3 +103,22 @@ def test_zeros_are_told():
 
     outcome = identify_optimizer(update, expect="float32")
     assert "v of a tensor without gradients is NaN, or has no finite scale" in outcome.faults
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.95, 0.99)])
+def test_other_betas_in_the_corrections_are_solved(betas):
+    """Powers of the betas that an optimizer had before a checkpoint restored others."""
+
+    def resumed(p, g, state, learning_rate, b1, b2, eps, weight_decay):
+        t = 1 if state is None else state["step"] + 1
+        m, v = (np.zeros_like(p) if state is None else state[name] for name in "mv")
+        m = np.float32(b1) * m + np.float32(1 - b1) * g
+        v = np.float32(b2) * v + np.float32(1 - b2) * (g * g)
+        i1 = np.float32(1 / (1 - betas[0] ** t))
+        i2 = np.float32(1 / (1 - betas[1] ** t) ** 0.5)
+        ratio = (m * i1) / (np.sqrt(v) * i2 + np.float32(eps))
+        p = p - np.float32(learning_rate) * (ratio + np.float32(weight_decay) * p)
+        return p, {"m": m, "v": v, "step": t}
+
+    outcome = identify_optimizer(resumed)
+    assert f"biases are corrected with betas {betas[0]} and {betas[1]}" in outcome.message

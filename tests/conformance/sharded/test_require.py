@@ -326,3 +326,19 @@ def test_what_no_collective_does_is_said(collective, expected):  # P-27
 def test_no_function_is_refused():
     with pytest.raises(ValueError, match="a collective is a function of a list of shards; got int"):
         require_sharded(5)
+
+
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        (lambda i: i // 2, "pairs of ranks have the amax of the pair, not of all"),
+        (lambda i: i % 2, "every other rank has the same amax, not all"),
+    ],
+)
+def test_a_reduction_over_a_group_of_ranks_is_named(group, words):
+    def of_a_group(shards):
+        own = [np.abs(shard).max(initial=0) for shard in shards]
+        return [max(x for j, x in enumerate(own) if group(j) == group(i)) for i in range(len(own))]
+
+    with pytest.raises(AssertionError, match=words):
+        require_sharded(of_a_group)

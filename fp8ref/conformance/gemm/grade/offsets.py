@@ -382,6 +382,11 @@ def _wrong(operands: Operands, e: int, part: np.ndarray, dtype: Format) -> tuple
             return f"is multiplied by the codes of the weight of group {j}", "X-1"
         if equals(operands.result(e, scaled=j)):
             return f"is scaled as group {j}", "X-3"
+    if operands.which == "output":
+        if unscaled := _unscaled(operands, e, equals):
+            return unscaled, "X-2"
+        if tiles := _overwritten(operands, e, part, dtype):
+            return tiles, "X-2"
     for what, rows in _other_rows(operands, e) if operands.which == "grad_weight" else ():
         if equals(operands.result(e, rows=rows)):
             return what, "X-2"
@@ -398,6 +403,26 @@ def _wrong(operands: Operands, e: int, part: np.ndarray, dtype: Format) -> tuple
         ):
             return f"drops its rows after a multiple of {size}", "X-2"
     return "has other numbers", "X-2"
+
+
+def _unscaled(operands: Operands, e: int, equals: Callable[[np.ndarray], bool]) -> str:
+    """Which scales are not used, if that explains a group's rows."""
+    right, rows, weight = operands.result(e), operands.scale_a[operands.rows(e)], operands.scale_b
+    for words, scales in (("a", rows), ("b", weight[e].T), ("a or b", rows * weight[e].T)):
+        if equals(right / scales):
+            return f"is not scaled by scale_inv of {words}"
+    return ""
+
+
+def _overwritten(operands: Operands, e: int, part: np.ndarray, dtype: Format) -> str:
+    """Which rows hold the product with another group's weight, if all others are right."""
+    right = (part == cast.round_to(operands.result(e), dtype)).all(axis=1)
+    for j in range(len(operands.ends)):
+        tile = part == cast.round_to(operands.result(e, weight=j, scaled=j), dtype)
+        if (right | (other := tile.all(axis=1))).all() and other.any():
+            first, last = np.flatnonzero(~right)[[0, -1]]
+            return f"rows {first} to {last} are overwritten by the last tile of group {j}"
+    return ""
 
 
 def _wrapped(operands: Operands, e: int, size: int) -> np.ndarray:

@@ -19,6 +19,9 @@ EXPONENTS = (-127, -126, -100, -76, -22, -9, 8, 12, 76, 100, 126, 127)
 """log2 of the scale_inv that are asked: the ends of e8m0 and of e4m3fn, and of float32 some that no
 usual tensor has, such as 2^-76 = 1.3e-23."""
 
+VANISHING = np.float32(2.0**-100)
+"""A scale_inv of both operands whose product is 0: of dead experts, such as 1e-23 of each."""
+
 
 class End(NamedTuple):
     """A scale_inv at an end, the other operand's, and the product of codes that they multiply."""
@@ -27,8 +30,13 @@ class End(NamedTuple):
     opposite: np.float32
     product: float
 
-    def __str__(self) -> str:
-        return f"2^{int(np.log2(self.value))}" if np.isfinite(self.value) else "NaN"
+    def of(self, who: str) -> str:
+        """The scale and whose it is, in words."""
+        if np.isnan(self.value):
+            return f"NaN of {who}"
+        return (
+            f"2^{int(np.log2(self.value))} of {'a and b' if self.opposite == self.value else who}"
+        )
 
 
 def ends(granularity: str, other: str) -> Iterator[End]:
@@ -56,11 +64,13 @@ def examine(asked: Asked, shape: Shape) -> tuple[list[Cause], list[str]]:
     causes, refused = [], []
     for which, who in enumerate("ab"):
         own, other = asked.scaled.granularities[:: 1 if which == 0 else -1]
-        for end in ends(own, other):
+        held = all(hardware_scales(one, VANISHING) == VANISHING for one in (own, other))
+        both = [End(VANISHING, VANISHING, 4.0)] * (held and which == 0)
+        for end in (*ends(own, other), *both):
             try:
                 cause = _judge(asked, shape, which, who, end)
             except RefusedError:
-                refused.append(f"scale_inv {end} of {who}, for which it raised")
+                refused.append(f"scale_inv {end.of(who)}, for which it raised")
                 continue
             causes += [cause] if cause else []
     return causes, refused
@@ -72,7 +82,7 @@ def _judge(asked: Asked, shape: Shape, which: int, who: str, end: End) -> Cause 
     for i, x in enumerate(values):
         # Under NaN all of K counts: 0 times an infinity that it is taken for would be NaN.
         x[:, : None if np.isnan(end.value) else 1] = end.product if i == which else 1.0
-    stimulus = asked.stimulus(f"products under scale_inv {end} of {who}", values)
+    stimulus = asked.stimulus(f"products under scale_inv {end.of(who)}", values)
     scaled = []
     for i, q in enumerate((stimulus.a, stimulus.b)):
         scale_inv = np.full_like(q.scale_inv, end.value if i == which else end.opposite)
@@ -93,6 +103,6 @@ def _judge(asked: Asked, shape: Shape, which: int, who: str, end: End) -> Cause 
         reading = f"gives {'NaN' if np.isnan(got).all() else 'infinity'}"
     if np.isnan(end.value) and np.isfinite(got).all():
         reading = "is ignored"
-    name = f"scale_inv {end} of {who} {reading}"
+    name = f"scale_inv {end.of(who)} {reading}"
     evidence = f"{int(differ.sum())} of {differ.size} results under it differ"
     return Cause(name, evidence, "wrong", first_of(stimulus, results, expected, differ, "G-4"))

@@ -409,3 +409,26 @@ def test_rows_that_wrap_around_are_named():  # X-2
     words = [str(fault) for fault in grade_offsets(wraps, rest=64).faults]
     said = "group 2: is written again by rows behind its last tile of 32, which wrap (X-2)"
     assert said in words
+
+
+@pytest.mark.parametrize(
+    ("ones", "words"),
+    [("a", "scale_inv of a ("), ("b", "scale_inv of b ("), ("ab", "scale_inv of a or b (")],
+)
+def test_unused_scales_are_named(ones, words):
+    def unscaled(a, b, scale_a, scale_b, offs):
+        scale_a = np.ones_like(scale_a) if "a" in ones else scale_a
+        return output(a, b, scale_a, np.ones_like(scale_b) if "b" in ones else scale_b, offs)
+
+    assert f"group 0: is not scaled by {words}" in grade_offsets(unscaled).message
+
+
+def test_rows_that_an_earlier_tile_overwrites_are_named():
+    def spilled(a, b, scale_a, scale_b, offs):
+        y, end = output(a, b, scale_a, scale_b, offs), int(offs[0])
+        first = output(a, b, scale_a, scale_b, [len(a)] * len(offs))
+        y[end : end + 5] = first[end : end + 5]
+        return y
+
+    message = grade_offsets(spilled).message
+    assert "group 2: rows 0 to 4 are overwritten by the last tile of group 0" in message

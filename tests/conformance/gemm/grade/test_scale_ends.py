@@ -192,3 +192,17 @@ def test_codes_of_four_bits_as_arrays_of_a_framework(framework):
 
     how = {"granularity": "rowwise", "formats": (E2M1FN, E2M1FN), "framework": framework}
     assert grade_gemm(function, **how).verdict == "right"
+
+
+def test_scales_whose_product_is_zero():
+    """An accumulator in units of the product of both scales divides 0 by 0."""
+
+    def in_units(a, b):
+        x, y = (cast.decode(q.codes, q.fmt) for q in (a, b))
+        unit = np.float32(a.scale_inv.flat[0] * b.scale_inv.flat[0])
+        with np.errstate(all="ignore"):
+            return exact(a, b) / unit * unit if x.shape[1] == y.shape[1] else None
+
+    grade = grade_gemm(in_units, granularity="tensorwise")
+    assert "scale_inv 2^-100 of a and b gives NaN" in grade.message
+    assert grade_gemm(exact, granularity="tensorwise").ok
