@@ -64,7 +64,7 @@ def examine(asked: Asked, shape: Shape) -> tuple[list[Cause], list[str]]:
     causes, refused = [], []
     for which, who in enumerate("ab"):
         own, other = asked.scaled.granularities[:: 1 if which == 0 else -1]
-        held = all(hardware_scales(one, VANISHING) == VANISHING for one in (own, other))
+        held = all(hardware_scales(one, np.asarray(VANISHING)) == VANISHING for one in (own, other))
         both = [End(VANISHING, VANISHING, 4.0)] * (held and which == 0)
         for end in (*ends(own, other), *both):
             try:
