@@ -10,7 +10,7 @@ import numpy as np
 from fp8ref.checkpoints.rule import SOURCES, WeightRule
 from fp8ref.checkpoints.tensors import FLOATS, StoredTensor
 from fp8ref.checkpoints.weights import StoredWeight
-from fp8ref.formats import E4M3FN
+from fp8ref.formats import BFLOAT16, E4M3FN
 from fp8ref.policy import FP4_POLICIES, POLICIES, ScalePolicy
 from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.spec import granularity as granularities
@@ -19,6 +19,12 @@ __all__ = ["Match", "match"]
 
 PIECE = 2**22
 """The elements of a weight that are quantized at once, and by which rules are chosen."""
+
+# torchao 0.18, quantization/quant_primitives.py: _choose_scale_float8 divides in the weight's
+# bfloat16, and _quantize_affine_float8 in float32. Of weights alone, so not among POLICIES.
+_TORCHAO_BF16 = ScalePolicy(
+    name="torchao_weight_bf16", ratio="amax/max", stored="scale_inv", scale_dtype=BFLOAT16
+)
 
 
 class Match(NamedTuple):
@@ -92,7 +98,7 @@ def _fits(weight: StoredWeight, rule: WeightRule) -> bool:
 
 def _candidates(weight: StoredWeight, original: StoredTensor) -> Iterator[WeightRule]:
     two_level = weight.scale_fmt == E4M3FN
-    policies: dict[str, ScalePolicy] = FP4_POLICIES if two_level else POLICIES
+    policies = FP4_POLICIES if two_level else POLICIES | {_TORCHAO_BF16.name: _TORCHAO_BF16}
     # a narrow original is what it is in float32
     sources = list(SOURCES.values()) if original.dtype in ("F32", "F64") else [SOURCES["float32"]]
     for policy, source in itertools.product(policies.values(), sources):

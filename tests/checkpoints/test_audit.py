@@ -2,6 +2,7 @@
 
 import json
 import re
+import types
 from collections.abc import Callable
 
 import numpy as np
@@ -157,6 +158,21 @@ def test_a_right_checkpoint_gets_no_alarm(tmp_path, name):
     assert result.rows
     assert all(row.rule and row.granularity for row in result.rows)
     json.dumps(result.to_dict(), allow_nan=False)
+    assert {row.rule for row in result.rows} <= RULES.get(name, {"amax / max"})
+
+
+UP = {"rounded up to a power of two"}
+TWO = {"amax / max in two levels"}
+RULES = {
+    "deepseek ue8m0 as float32": UP,
+    "deepseek ue8m0 as e8m0": UP,
+    "compressed-tensors NVFP4": TWO,
+    "compressed-tensors MXFP4": {*UP, "MX floor"},
+    "ModelOpt NVFP4": TWO,
+    "ModelOpt MXFP8": UP,
+    "gpt-oss": {"MX floor"},
+}
+"""{right checkpoint: the rules of its weights}, where they are not amax / max."""
 
 
 Q = "model.layers.1.self_attn.q_proj"
@@ -283,7 +299,7 @@ SCALE = f"{Q}.weight_scale_inv"
 MX = models.modelopt("MXFP8")
 PATTERNS = models.BLOCKS | {"modules_to_not_convert": ["lm_head", "mlp.gate"]}
 GATE = "model.layers.1.mlp.gate_proj"
-UP = "model.layers.1.mlp.up_proj"
+UP_PROJ = "model.layers.1.mlp.up_proj"
 DEEPSEEK, TENSOR, NV = models.BLOCKS, models.modelopt("FP8"), models.modelopt("NVFP4")
 NAN8, FN = np.uint8(0x7F).view(made.FP8["e4m3fn"]), made.FP8["e4m3fn"]
 
@@ -464,7 +480,7 @@ FAULTS: dict[str, tuple[Callable[[], models.Tensors], dict | None, str, str, str
     ),
     "clipped weights": (lambda: quantized(clipped), DEEPSEEK, "clipped", Q, "the tail was cut"),
     "verl#7519: a pattern that swallows gate_proj": (
-        high(GATE, UP),
+        high(GATE, UP_PROJ),
         PATTERNS,
         "left_out",
         GATE,
@@ -574,3 +590,94 @@ def test_a_planted_fault_is_found(tmp_path, name):
     assert result.exit_code == 1
     kinds = {f.kind for f in result.findings if f.alarm}
     assert kinds <= {kind} | (MIXED if kind in (*MIXED, "scale_alone") else set()), kinds
+
+
+def by_torch(path, tensors: dict, config: dict | None, metadata: dict | None = None) -> audit.Audit:
+    """The audit of tensors of PyTorch beside their bfloat16 originals in ``path/high``."""
+    save = pytest.importorskip("safetensors.torch").save_file
+    path.mkdir(exist_ok=True)
+    save(tensors, path / "model.safetensors", metadata=metadata)
+    (path / "config.json").write_text(json.dumps({"quantization_config": config} if config else {}))
+    return audit.audit(path, originals=path.parent / "high" if config else None)
+
+
+@pytest.fixture
+def original(tmp_path):
+    """A weight of PyTorch's in bfloat16, kept under high/."""
+    torch = pytest.importorskip("torch")
+    weight = torch.from_numpy(models.spread((256, 384), 0)).to(torch.bfloat16)
+    by_torch(tmp_path / "high", {"up_proj.weight": weight}, None)
+    return weight
+
+
+def test_what_torchao_saves(tmp_path, original):
+    torch = pytest.importorskip("torch")
+    quantization = pytest.importorskip("torchao.quantization")
+    support = pytest.importorskip("torchao.prototype.safetensors.safetensors_support")
+    model = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(384, 256, bias=False)})
+    model["up_proj"].weight = torch.nn.Parameter(original)
+    quantization.quantize_(model, quantization.Float8WeightOnlyConfig())
+    tensors, metadata = support.flatten_tensor_state_dict(model.state_dict())
+    config = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Float8WeightOnly"}}}
+    result = by_torch(tmp_path / "fp8", tensors, config, metadata)
+    assert [f.to_dict() for f in result.findings] == []
+    assert result.rows[0].granularity == "rowwise"
+    assert result.rows[0].made_by
+
+
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+def test_what_transformers_saves(tmp_path, original, scale_fmt):
+    library = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    from transformers import FineGrainedFP8Config
+
+    config = FineGrainedFP8Config(scale_fmt=scale_fmt)
+    quantizer = types.SimpleNamespace(quantization_config=config)
+    tensors = library.Fp8Quantize(quantizer).convert({"up_proj.weight": original})
+    result = by_torch(tmp_path / "fp8", tensors, json.loads(json.dumps(config.to_dict())))
+    assert [f.to_dict() for f in result.findings] == []
+    (row,) = result.rows
+    assert row.made_by.startswith("transformers_block" if scale_fmt == "float" else "")
+    assert row.rule.startswith("amax / max" if scale_fmt == "float" else "rounded up")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "keys", "granularity"),
+    [
+        ("tensor", {}, "tensorwise"),
+        ("channel", {}, "rowwise"),
+        ("block", {"block_structure": [128, 128]}, "blockwise_128x128"),
+        ("tensor_group", {"num_bits": 4, "group_size": 16}, "nvfp4_1x16"),
+    ],
+)
+def test_what_compressed_tensors_saves(tmp_path, original, strategy, keys, granularity):
+    library = pytest.importorskip("compressed_tensors.quantization")
+    helpers = pytest.importorskip("compressed_tensors.quantization.utils.helpers")
+    forward = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
+    nvfp4 = pytest.importorskip("compressed_tensors.compressors.nvfp4")
+    torch = pytest.importorskip("torch")
+    arguments = library.QuantizationArgs(
+        type="float", strategy=strategy, symmetric=True, **({"num_bits": 8} | keys)
+    )
+    n, k = original.shape
+    sizes = {"tensor": (n, k), "channel": (1, k), "block": (128, 128), "tensor_group": (1, 16)}
+    height, width = sizes[strategy]
+    split = original.reshape(n // height, height, k // width, width)
+    ends = split.amin(dim=(1, 3)), split.amax(dim=(1, 3))
+    factor = helpers.generate_gparam(*original.aminmax()) if strategy == "tensor_group" else None
+    scale, zero = helpers.calculate_qparams(*ends, arguments, global_scale=factor)
+    scale = scale.reshape(1) if strategy == "tensor" else scale
+    state = {"weight": original, "weight_scale": scale}
+    if factor is None:
+        codes = forward.quantize(original, scale, zero, arguments, dtype=torch.float8_e4m3fn)
+        state |= {"weight": codes}
+    else:
+        scheme = library.QuantizationScheme(targets=["Linear"], weights=arguments)
+        state |= {"weight_global_scale": factor}
+        state = nvfp4.NVFP4PackedCompressor.compress(state, scheme)
+    config = models.compressed((), strategy=strategy, **keys)
+    tensors = {f"up_proj.{key}": value.contiguous() for key, value in state.items()}
+    result = by_torch(tmp_path / "fp8", tensors, config)
+    # the simulator has no policy of its two levels: block scales of bfloat16 amaxes
+    allowed = {"original_differs"} if strategy == "tensor_group" else set()
+    assert {f.kind for f in result.findings} <= allowed, [f.to_dict() for f in result.findings]
+    assert (result.rows[0].granularity, bool(result.rows[0].rule)) == (granularity, True)
