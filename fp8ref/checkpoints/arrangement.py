@@ -6,8 +6,7 @@ correlate blocks too, so their means are taken out first.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,10 +23,11 @@ UNRELATED = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """In which order the scales fit the codes; "": in none that is known."""
+    """How scales would fit the codes; "": in no order that is known. ``strengths`` are those of the
+    stored order and of that."""
 
     name: str
-    evidence: dict[str, Any] = field(default_factory=dict)
+    strengths: list[float]
 
 
 def of_scales(log_scale: np.ndarray, log_mean: np.ndarray, usable: np.ndarray) -> Order | None:
@@ -46,10 +46,9 @@ def of_scales(log_scale: np.ndarray, log_mean: np.ndarray, usable: np.ndarray) -
     strengths = {name: _strength(z, y) or 0.0 for name, z in _orders(x)}
     best = min(strengths, key=lambda name: strengths[name], default="")
     if best and strengths[best] < min(-5, own - 5) and own > -2.5:
-        evidence = {"strength": round(own, 1), "in that order": round(strengths[best], 1)}
-        return Order(name=best, evidence=evidence)
+        return Order(name=best, strengths=[round(own, 1), round(strengths[best], 1)])
     if usable.size >= UNRELATED and min(usable.shape) >= 4 and own > -3:
-        return Order(name="", evidence={"strength": round(own, 1)})
+        return Order(name="", strengths=[round(own, 1)])
     return None
 
 
@@ -73,25 +72,18 @@ def _orders(x: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """(name, scales as they would have to be) of orders that libraries confuse."""
     rows, columns = x.shape
     if min(rows, columns) > 1:
-        yield "transposed", x.reshape(columns, rows).T
-        yield "shifted by a column", np.roll(x, 1, axis=1)
-        yield "shifted by a column to the left", np.roll(x, -1, axis=1)
-    yield "shifted by a row", np.roll(x, 1, axis=0)
-    yield "shifted by a row upwards", np.roll(x, -1, axis=0)
-    yield "those of the other half of rows (gate and up)", np.roll(x, rows // 2, axis=0)
+        yield "they are transposed", x.reshape(columns, rows).T
+        yield "they are shifted by a column", np.roll(x, 1, axis=1)
+        yield "they are shifted by a column to the left", np.roll(x, -1, axis=1)
+    yield "they are shifted by a row", np.roll(x, 1, axis=0)
+    yield "they are shifted by a row upwards", np.roll(x, -1, axis=0)
+    yield "they are those of the other half of rows (gate and up)", np.roll(x, rows // 2, axis=0)
     swizzled = scale_layouts.SCALE_LAYOUTS["swizzled_128x4"]
     if swizzled.size((rows, columns), 1) == x.size:
-        yield "swizzled (128x4 tiles)", scale_layouts.load(x, swizzled, (rows, columns))
-        yield "swizzled twice", scale_layouts.store(x, swizzled).reshape(x.shape)
+        yield "they are swizzled (128x4 tiles)", scale_layouts.load(x, swizzled, (rows, columns))
+        yield "they are swizzled twice", scale_layouts.store(x, swizzled).reshape(x.shape)
     for size in (64, 128):
-        if rows % size == 0:
-            heads = x.reshape(-1, 2, size // 2, columns)
-            yield (
-                f"those of rows before RoPE's order in heads of {size}",
-                heads.swapaxes(1, 2).reshape(x.shape),
-            )
-            heads = x.reshape(-1, size // 2, 2, columns)
-            yield (
-                f"those of rows after RoPE's order in heads of {size}",
-                heads.swapaxes(1, 2).reshape(x.shape),
-            )
+        for when, shape in (("before", (2, size // 2)), ("after", (size // 2, 2))):
+            if rows % size == 0:
+                heads = x.reshape(-1, *shape, columns).swapaxes(1, 2).reshape(x.shape)
+                yield f"they are those of rows {when} RoPE's order in heads of {size}", heads

@@ -24,7 +24,7 @@ from fp8ref.checkpoints.tensors import FLOATS, StoredTensor, stored
 from fp8ref.checkpoints.weights import StoredWeight
 from fp8ref.shared import console as consoles
 from fp8ref.shared.errors import require
-from fp8ref.shared.result import Result, finite
+from fp8ref.shared.result import Result
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -108,13 +108,12 @@ class Audit(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """What --json keeps."""
-        rows = [dataclasses.asdict(row) for row in self.rows]
         return {
             "path": self.path,
             "ok": self.ok,
             "declared": dataclasses.asdict(self.declared),
-            "findings": [_finite(finding.to_dict()) for finding in self.findings],
-            "weights": [_finite(row) for row in rows],
+            "findings": [finding.to_dict() for finding in self.findings],
+            "weights": [dataclasses.asdict(row) for row in self.rows],
         }
 
     def render(self, console: "Console") -> None:
@@ -128,11 +127,8 @@ class Audit(Result):
         for group, rows in self.groups().items():
             total = max(sum(row.elements for row in rows), 1)
             shares = (
-                sum(share * row.elements for share, row in pairs) / total
-                for pairs in (
-                    [(row.saturated, row) for row in rows],
-                    [(row.zeroed, row) for row in rows],
-                )
+                sum(getattr(row, key) * row.elements for row in rows) / total
+                for key in ("saturated", "zeroed")
             )
             table.add_row(*group, f"{len(rows):,}", *(f"{100 * s:.3g} %" for s in shares))
         console.print(table)
@@ -147,13 +143,6 @@ class Audit(Result):
             if said["remedy"]:
                 console.print(f"  remedy: {said['remedy']}")
         console.print(self.sentence())
-
-
-def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _finite(value) if isinstance(value, Mapping) else finite(value)
-        for key, value in values.items()
-    }
 
 
 def audit(
@@ -173,7 +162,7 @@ def audit(
     """
     path = Path(path)
     findings: list[Finding] = []
-    tensors = stored(path, lambda line: findings.append(_of_index(line)))
+    tensors = stored(path, lambda line: findings.append(Finding("index", *line.split(" ", 1))))
     declared = configs.read(path)
     quantized = {k: w for k, w in weights.find(tensors).items() if len(w.shape) > 1}
     require(
@@ -206,10 +195,6 @@ def audit(
     )
 
 
-def _of_index(line: str) -> Finding:
-    return Finding(kind="index", tensor=line.partition(" ")[0], what=line.partition(" ")[2])
-
-
 def _is_integer(weight: StoredWeight) -> bool:
     """Whether bytes with a scale are integers of 8 bits, as W8A8 stores them, and no FP4."""
     coarse = weight.granularity in ("tensorwise", "rowwise", "")
@@ -223,7 +208,7 @@ def _not_audited(declared: Declared, one: Evidence) -> Iterator[Finding]:
         size = scheme.granularity if scheme is not None else ""
         if finding.kind == "scale_shape" and layers.blocks_fit(size, one.weight):
             text = f"scales are those of blocks of {size}, as the config says"
-            yield Finding(kind="not_audited", tensor=finding.tensor, what=text)
+            yield Finding("not_audited", finding.tensor, text)
         else:
             yield finding
 
@@ -237,10 +222,10 @@ def _between(
     """Findings of several weights, or of none."""
     if held and not declared.method:
         text = "weights are quantized, and config.json has no quantization_config"
-        yield Finding(kind="config_missing", tensor="", what=text)
+        yield Finding("config_missing", "", text)
     if declared.method and not quantized:
         text = f"{declared.source} says {declared.method}, and no weight is quantized"
-        yield Finding(kind="config_alone", tensor="", what=text)
+        yield Finding("config_alone", "", text)
     else:
         yield from layers.precision(declared, tensors, quantized)
     yield from layers.alone(tensors, quantized)
@@ -268,15 +253,16 @@ def _matched(
 def _of_match(name: str, nearest: Match | None) -> Iterator[Finding]:
     if nearest is None:
         text = "no tensor of this name, shape and a dtype of high precision is among the originals"
-        yield Finding(kind="original_missing", tensor=name, what=text)
+        yield Finding("original_missing", name, text)
     elif nearest.place:
+        codes, scales, of_codes, of_scales = nearest.counts
         text = (
             f"no rule makes these bytes of the original; the nearest, {nearest.names}, differs in "
-            f"{nearest.codes:,} of {nearest.elements:,} codes and {nearest.scales:,} of "
-            f"{nearest.blocks:,} scales, first in {nearest.place}"
+            f"{codes:,} of {of_codes:,} codes and {scales:,} of {of_scales:,} scales, first in "
+            f"{nearest.place}"
         )
         place = {"block": nearest.place, "rule": nearest.names}
-        yield Finding(kind="original_differs", tensor=name, what=text, evidence=place)
+        yield Finding("original_differs", name, text, place)
 
 
 def _row(one: Evidence, made_by: str | None) -> Row:

@@ -48,8 +48,6 @@ class Evidence:
 
     weight: StoredWeight
     blocks: int = 0
-    floored: int = 0
-    zero_blocks: int = 0
     uneven: int = 0
     first_uneven: dict = field(default_factory=dict)
     tops: dict[float, tuple[int, str, float]] = field(default_factory=dict)
@@ -92,9 +90,8 @@ class Evidence:
 
     def share(self, number: float) -> float:
         """The share of codes of this magnitude."""
-        return float(self.counts[magnitudes(self.weight.fmt) == number].sum()) / max(
-            self.elements, 1
-        )
+        held = int(self.counts[magnitudes(self.weight.fmt) == number].sum())
+        return held / max(self.elements, 1)
 
     def rules(self) -> list[tuple[str, float, float]]:
         """(rule, the smallest and the largest code that it leaves as a block's largest), of which
@@ -131,17 +128,11 @@ class Evidence:
     def find(self, kind: str, what: str, cause: str = "", **evidence) -> None:
         """Add a finding, of which a weight has one of each kind."""
         if all(other.kind != kind for other in self.findings):
-            name = self.weight.name
-            self.findings.append(
-                Finding(kind=kind, tensor=name, what=what, cause=cause, evidence=evidence)
-            )
+            self.findings.append(Finding(kind, self.weight.name, what, evidence, cause))
 
 
-def gather(weight: StoredWeight, advance=None) -> Evidence:
-    """The evidence of a weight, read piece by piece, with its findings.
-
-    advance   called after each section.
-    """
+def gather(weight: StoredWeight) -> Evidence:
+    """The evidence of a weight, read piece by piece, with its findings."""
     # a copy keeps its scales in memory, and is let go at the end
     evidence = Evidence(weight=dataclasses.replace(weight))
     if weight.scale is None:
@@ -154,8 +145,6 @@ def gather(weight: StoredWeight, advance=None) -> Evidence:
         _nan(evidence, section)
         if section.scales is not None:
             _add(evidence, section, section.scales)
-        if advance is not None:
-            advance()
     if weight.granularity:
         if not evidence.mislabelled and not _misread(evidence):
             _tops(evidence)
@@ -167,22 +156,22 @@ def gather(weight: StoredWeight, advance=None) -> Evidence:
 
 
 def _misfit(evidence: Evidence) -> None:
+    """Find scales whose shape does not fit, which may be packed."""
     weight = evidence.weight
     assert weight.scale is not None
-    array = weight.scale[...]
-    shapes = f"scales {list(weight.scale.shape)} do not fit codes {list(weight.shape)}"
-    if weight.scale.dtype == "F32" and array.size and _bytes_are_exponents(array):
-        text = f"{shapes}; their bytes are e8m0 codes of usual sizes"
-        evidence.find("scale_packed", text, scale=float(array.flat[0]))
-        return
-    evidence.find("scale_shape", shapes)
-
-
-def _bytes_are_exponents(array: np.ndarray) -> bool:
-    codes = np.ascontiguousarray(array).view(np.uint8)
+    text = f"scales {list(weight.scale.shape)} do not fit codes {list(weight.shape)}"
+    codes = np.ascontiguousarray(weight.scale[...]).view(np.uint8)
     usual = (codes > 63) & (codes < 160)
     # the last columns may be filled with zeros
-    return bool((usual | (codes == 0)).all()) and bool(usual.mean() > 0.5)
+    if (
+        weight.scale.dtype == "F32"
+        and (usual | (codes == 0)).all()
+        and usual.sum() > usual.size / 2
+    ):
+        text = f"{text}; their bytes are e8m0 codes of usual sizes"
+        evidence.find("scale_packed", text, bytes=codes.ravel()[:4].tolist())
+    else:
+        evidence.find("scale_shape", text)
 
 
 def _nan(evidence: Evidence, section: Section) -> None:
@@ -226,26 +215,23 @@ def _add(evidence: Evidence, section: Section, scales: np.ndarray) -> None:
             text = f"the scale of {place} is {what} ({int(is_bad.sum()):,} of {scales.size:,})"
             evidence.find(kind, text, block=place, scale=scale, code=top)
     usable = coded & np.isfinite(scales) & (scales > 0)
-    evidence.zero_blocks += int((~coded).sum())
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log(scales), np.log(section.mean)
     evidence.logs += [*(float(x[usable].sum()) for x in logs), int(usable.sum())]
-    _arranged(evidence, section, logs, usable)
-    floored = (
-        usable
-        & (section.largest < float(evidence.weight.fmt.max))
-        & _at_a_floor(scales, evidence.weight.fmt, evidence.two_level)
-    )
-    evidence.floored += int(floored.sum())
-    usable &= ~floored
+    if order := arrangement.of_scales(logs[0], logs[1], usable):
+        place = "".join(f" of expert {i}" for i in section.matrix)
+        kind, text = "unrelated", f"scales{place} do not depend on the codes of their blocks"
+        if order.name:
+            kind, text = "arrangement", f"scales{place} fit the codes only if {order.name}"
+        evidence.find(kind, text, strengths=order.strengths)
+    below = section.largest < float(evidence.weight.fmt.max)
+    usable &= ~(below & _at_a_floor(scales, evidence.weight.fmt, evidence.two_level))
     uneven = usable & (np.ascontiguousarray(scales).view(np.uint32) << 9 != 0)
     evidence.uneven += int(uneven.sum())
     if uneven.any() and not evidence.first_uneven:
         first = np.argwhere(uneven)[0]
-        evidence.first_uneven = {
-            "block": section.place(first),
-            "scale": float(scales[tuple(first)]),
-        }
+        place = section.place(first)
+        evidence.first_uneven = {"block": place, "scale": float(scales[tuple(first)])}
     places = np.flatnonzero(usable)
     tops, firsts, counts = np.unique(
         section.largest.ravel()[places], return_index=True, return_counts=True
@@ -275,22 +261,6 @@ def _floors(fmt: Format) -> np.ndarray:
         }
     floors = sorted(s for s in scales | {2.0**-127, 2.0**-126} if 0 < s < 1e-5)
     return np.array(floors, np.float32)
-
-
-def _arranged(
-    evidence: Evidence, section: Section, logs: tuple[np.ndarray, np.ndarray], usable: np.ndarray
-) -> None:
-    """Find scales that belong to the codes of other blocks."""
-    order = arrangement.of_scales(logs[0], logs[1], usable)
-    if order is None:
-        return
-    place = "".join(f" of expert {i}" for i in section.matrix)
-    if order.name:
-        text = f"scales{place} fit the codes only if they are {order.name}"
-        evidence.find("arrangement", text, f"scales are {order.name}", **order.evidence)
-    else:
-        text = f"scales{place} do not depend on the codes of their blocks"
-        evidence.find("unrelated", text, **order.evidence)
 
 
 def _misread(evidence: Evidence) -> bool:

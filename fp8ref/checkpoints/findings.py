@@ -27,7 +27,7 @@ KINDS = {
 """Kinds of findings by name."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """A finding of one tensor, or of the checkpoint (tensor "").
 

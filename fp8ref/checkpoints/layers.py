@@ -15,15 +15,7 @@ from fp8ref.checkpoints.tensors import FLOATS, StoredTensor
 from fp8ref.checkpoints.weights import FORMS, StoredWeight
 from fp8ref.spec import granularity as granularities
 
-__all__ = [
-    "against_config",
-    "alone",
-    "blocks_fit",
-    "fused",
-    "module_of",
-    "precision",
-    "shared_scales",
-]
+__all__ = ["against_config", "alone", "fused", "precision", "shared_scales"]
 
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 LINEARS |= {*patterns.FUSED}
@@ -62,19 +54,18 @@ def against_config(declared: Declared, evidence: Evidence) -> Iterator[Finding]:
     pattern = declared.excludes(module)
     if pattern is not None:
         text = f"codes of {weight.fmt}, but {pattern!r} of {declared.source} excludes the module"
-        yield Finding(kind="excluded", tensor=weight.name, what=text, evidence={"pattern": pattern})
+        yield Finding("excluded", weight.name, text, {"pattern": pattern})
     elif scheme is None and declared.schemes:
         text = f"codes of {weight.fmt}, but no scheme of {declared.source} has it as a target"
-        yield Finding(kind="excluded", tensor=weight.name, what=text)
+        yield Finding("excluded", weight.name, text)
     elif swallowing := patterns.excluding("substring", declared.ignored, module):
         text = f"{swallowing!r} excludes it where patterns match any part of a name"
-        evidence_of = {"pattern": swallowing}
-        yield Finding(kind="pattern_engines", tensor=weight.name, what=text, evidence=evidence_of)
+        yield Finding("pattern_engines", weight.name, text, {"pattern": swallowing})
     what = next((k for k, p in NO_LINEARS.items() if re.search(p, module)), "")
     lenient = what == "the output layer" and declared.method in ("modelopt", "torchao")
     if what and not lenient and not declared.names(module):
         text = f"{what} is quantized, and the config does not name it"
-        yield Finding(kind="not_a_linear", tensor=weight.name, what=text)
+        yield Finding("not_a_linear", weight.name, text)
     if scheme is not None:
         yield from _against_scheme(scheme, evidence)
 
@@ -83,24 +74,21 @@ def _against_scheme(scheme: Scheme, evidence: Evidence) -> Iterator[Finding]:
     weight = evidence.weight
     if scheme.fmt and scheme.fmt != weight.fmt.name:
         text = f"codes are {weight.fmt}; the config says {scheme.fmt}"
-        yield Finding(kind="config_format", tensor=weight.name, what=text)
+        yield Finding("config_format", weight.name, text)
         return
     if scheme.granularity and weight.granularity and not _same_blocks(scheme, weight):
         text = f"scales are {weight.granularity}; the config says {scheme.granularity}"
-        assert weight.scale is not None
-        shape = {"scales": list(weight.scale.shape)}
-        yield Finding(kind="config_blocks", tensor=weight.name, what=text, evidence=shape)
+        yield Finding("config_blocks", weight.name, text)
         return
     if evidence.mislabelled:
         return
     stored = weight.scale_fmt.name if weight.scale_fmt is not None else "float32"
     if scheme.scale_fmt == "e8m0fnu" and stored == "float32" and evidence.uneven:
         text = f"{evidence.uneven:,} scales are no powers of two; the config says ue8m0"
-        first = evidence.first_uneven
-        yield Finding(kind="config_scale", tensor=weight.name, what=text, evidence=first)
+        yield Finding("config_scale", weight.name, text, evidence.first_uneven)
     elif scheme.scale_fmt not in ("", "e8m0fnu", stored) and weight.scale is not None:
         text = f"scales are {stored}; the config says {scheme.scale_fmt}"
-        yield Finding(kind="config_scale", tensor=weight.name, what=text)
+        yield Finding("config_scale", weight.name, text)
 
 
 def _same_blocks(scheme: Scheme, weight: StoredWeight) -> bool:
@@ -141,9 +129,9 @@ def precision(
         cause = f"{swallowing!r} was matched with any part of a name" if swallowing else ""
         is_linear = module.rpartition(".")[2] in LINEARS and declared.method != "mxfp4"
         if _role(module) in roles or is_linear:
-            yield Finding(kind="left_out", tensor=name, what=text, cause=cause)
+            yield Finding("left_out", name, text, cause=cause)
         else:
-            yield Finding(kind="not_named", tensor=name, what=text)
+            yield Finding("not_named", name, text)
 
 
 def fused(
@@ -152,9 +140,8 @@ def fused(
     """Weights that engines hold in one tensor, and that differ in precision or in their scale."""
     parents: dict[str, dict[str, str]] = defaultdict(dict)
     for name in tensors.keys() | evidences.keys():
-        module = name.removesuffix(".weight")
-        parent, _, last = module.rpartition(".")
         if name.endswith(".weight"):
+            parent, _, last = name.removesuffix(".weight").rpartition(".")
             parents[parent][last] = name
     for parent, members in sorted(parents.items()):
         for group, parts in GROUPS.items():
@@ -173,7 +160,7 @@ def _in_one(
     plain = [name for name in names if name not in evidences]
     if quantized and plain:
         text = f"{plain[0]} is {tensors[plain[0]].dtype}; engines hold both in {group}"
-        yield Finding(kind="fused_mixed", tensor=quantized[0].weight.name, what=text)
+        yield Finding("fused_mixed", quantized[0].weight.name, text)
         return
     for kind, scales in (
         ("fused_scales", [e.tensor_factor for e in quantized]),
@@ -185,7 +172,7 @@ def _in_one(
                 f"the scale of the tensor is {scales[0]:.6g}, and {scales[-1]:.6g} of {names[-1]}"
             )
             place = {"scales": scales}
-            yield Finding(kind=kind, tensor=names[0], what=text, evidence=place)
+            yield Finding(kind, names[0], text, place)
 
 
 def shared_scales(evidences: Mapping[str, Evidence]) -> Iterator[Finding]:
@@ -216,7 +203,7 @@ def shared_scales(evidences: Mapping[str, Evidence]) -> Iterator[Finding]:
             )
             place = {"code": top, "scale": scale}
             kind = kinds[0] if top < NEAR * low else kinds[1]
-            yield Finding(kind=kind, tensor=first.weight.name, what=text, evidence=place)
+            yield Finding(kind, first.weight.name, text, place)
 
 
 def alone(
@@ -235,10 +222,12 @@ def alone(
         if ending:
             text = f"a scale {tensor.dtype} {list(tensor.shape)} has no codes beside it"
             module = name.removesuffix(ending)
-            held = tensors.get(f"{module}.weight")
+            held = tensors.get(f"{module}.weight") or tensors.get(f"{module}.weight_packed")
+            if held is not None and held.dtype not in FLOATS:
+                continue  # integers
             if held is not None:
                 text += f"; {held.name} is {held.dtype} {list(held.shape)}"
-            yield Finding(kind="scale_alone", tensor=name, what=text)
+            yield Finding("scale_alone", name, text)
         elif tensor.fmt is not None and len(tensor.shape) < 2 and tensor.fmt.name != "e8m0fnu":
             text = f"a vector is stored as codes of {tensor.fmt}"
-            yield Finding(kind="not_a_linear", tensor=name, what=text)
+            yield Finding("not_a_linear", name, text)

@@ -30,31 +30,23 @@ _TORCHAO_BF16 = ScalePolicy(
 class Match(NamedTuple):
     """The rule that is nearest to a weight.
 
-    rules    those without a difference in the first rows; the first had the fewest in all.
-    codes, scales
-             how many differ, of ``of_codes`` and ``of_scales``.
+    rules    those that no row tells apart.
+    counts   of codes and scales that differ, and of all codes and scales.
     place    the first block that differs; "": none does.
     first    the (matrix, rows) that have it.
     """
 
     rules: tuple[WeightRule, ...]
-    codes: int
-    scales: int
-    elements: int
-    blocks: int
-    place: str
+    counts: tuple[int, int, int, int]
+    place: str = ""
     first: tuple[tuple[int, ...], slice] | None = None
 
     @property
     def names(self) -> str:
         """The rules by name, at most three."""
+        late = {"stored": "", "unrounded": ", codes by the unrounded scale"}
         more = f" and {len(self.rules) - 3} more" if len(self.rules) > 3 else ""
-        return ", ".join(_name(rule) for rule in self.rules[:3]) + more
-
-
-def _name(rule: WeightRule) -> str:
-    late = ", codes by the unrounded scale" if rule.codes_by == "unrounded" else ""
-    return rule.name + late
+        return ", ".join(rule.name + late[rule.codes_by] for rule in self.rules[:3]) + more
 
 
 def match(
@@ -82,7 +74,7 @@ def match(
     best: Match | None = None
     while known:
         outcome = _all(weight, original, amaxes, known[0])
-        if best is None or outcome.codes + outcome.scales < best.codes + best.scales:
+        if best is None or sum(outcome.counts[:2]) < sum(best.counts[:2]):
             best = outcome._replace(rules=tuple(known))
         if outcome.first is None:
             break
@@ -149,26 +141,21 @@ def _all(
     weight: StoredWeight, original: StoredTensor, amaxes: np.ndarray, rule: WeightRule
 ) -> Match:
     """The differences of a rule in all rows."""
-    total, where = Match((rule,), 0, 0, 0, 0, ""), None
-    height, width = granularities.lengths(rule.granularity, 2, -1)
+    counts, place, first = np.zeros(4, np.int64), "", None
     for matrix, rows, q in weight.pieces(PIECE):
         x = _piece(weight, original, matrix, rows)
         codes, scales = _differences(weight, q, rule, x, amaxes[matrix])
-        place = total.place
-        if not place and (codes.any() or scales.any()):
-            at = np.argwhere(codes)[0] if codes.any() else np.argwhere(np.atleast_2d(scales))[0]
-            size = (height or codes.shape[0], width or codes.shape[1]) if codes.any() else (1, 1)
-            first = rows.start // height if height else 0
-            row, column = (int(i) // n for i, n in zip(at, size, strict=True))
-            expert = "".join(f"expert {i}, " for i in matrix)
-            place, where = f"{expert}block ({first + row}, {column})", (matrix, rows)
-        total = Match(
-            (rule,),
-            total.codes + int(codes.sum()),
-            total.scales + int(scales.sum()),
-            total.elements + codes.size,
-            total.blocks + scales.size,
-            place,
-            where,
-        )
-    return total
+        counts += (codes.sum(), scales.sum(), codes.size, scales.size)
+        if first is None and (codes.any() or scales.any()):
+            first, place = (matrix, rows), _place(rule, matrix, rows, codes, scales)
+    codes_off, scales_off, codes_all, scales_all = counts.tolist()
+    return Match((rule,), (codes_off, scales_off, codes_all, scales_all), place, first)
+
+
+def _place(rule: WeightRule, matrix: tuple[int, ...], rows: slice, codes, scales) -> str:
+    """The first block that differs, of its codes if they do."""
+    sizes = granularities.block_sizes(codes.shape, granularities.lengths(rule.granularity, 2, -1))
+    differs, sizes = (codes, sizes) if codes.any() else (np.atleast_2d(scales), (1, 1))
+    row, column = (int(i) // size for i, size in zip(np.argwhere(differs)[0], sizes, strict=True))
+    row += rows.start // (granularities.lengths(rule.granularity, 2, -1)[0] or rows.stop + 1)
+    return "".join(f"expert {i}, " for i in matrix) + f"block ({row}, {column})"

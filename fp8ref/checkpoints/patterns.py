@@ -31,6 +31,7 @@ _PLAIN = re.compile(r"[\w.]+", re.ASCII)
 
 _REPEATS = {_constants.MAX_REPEAT, _constants.MIN_REPEAT}
 _ASSERTIONS = {_constants.ASSERT, _constants.ASSERT_NOT}
+_singles: dict[tuple[int, str], re.Pattern] = {}
 _REFUSED = {"GROUPREF", "GROUPREF_EXISTS", "ATOMIC_GROUP", "POSSESSIVE_REPEAT"}
 
 
@@ -101,7 +102,7 @@ def _after(items, text: str, starts: set[int]) -> set[int]:
         elif inner:
             starts = set().union(*(_after(one, text, starts) for one in inner))
         else:
-            single = _single(items.state, operation, _frozen(value))
+            single = _single(items.state, item)
             starts = {match.end() for s in starts if (match := single.match(text, s))}
     return starts
 
@@ -127,21 +128,12 @@ def _seen(direction: int, items, text: str, at: int) -> bool:
     return any(at in _after(items, text, {start}) for start in range(at + 1))
 
 
-def _frozen(value):
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
-
-
-@functools.lru_cache(maxsize=4096)
-def _compiled(flags: int, operation, value) -> re.Pattern:
-    state = _parser.State()
-    state.flags = flags
-    value = list(value) if isinstance(value, tuple) and operation is _constants.IN else value
-    return _compiler.compile(_parser.SubPattern(state, [(operation, value)]), flags)
-
-
-def _single(state, operation, value) -> re.Pattern:
+def _single(state, item) -> re.Pattern:
     """The compiled expression of one character or of none, such as ``[ab]`` and ``$``."""
-    return _compiled(state.flags, operation, value)
+    key = state.flags, repr(item)
+    if key not in _singles:
+        _singles[key] = _compiler.compile(_parser.SubPattern(state, [item]), state.flags)
+    return _singles[key]
 
 
 def _transformers(pattern: str, module: str) -> bool:
