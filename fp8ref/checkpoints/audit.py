@@ -161,8 +161,9 @@ def audit(
                cannot be read.
     """
     path = Path(path)
-    findings: list[Finding] = []
-    tensors = stored(path, lambda line: findings.append(Finding("index", *line.split(" ", 1))))
+    lines: list[str] = []
+    tensors = stored(path, lines.append)
+    findings = [Finding("index", line.split()[0], line) for line in lines]
     declared = configs.read(path)
     quantized = {k: w for k, w in weights.find(tensors).items() if len(w.shape) > 1}
     require(
