@@ -23,6 +23,8 @@ arrays of PyTorch and JAX are quantized where they are. The rooms, which are imp
     study   what would FP8 do to your model? recording.Recording, cast_error.judge, page.write.
     conformance
             is this code right? identify_cast, gemm.identify_gemm, strategies and require for tests.
+    checkpoints
+            what is in an FP8 checkpoint, and by which rule: audit.audit, weights.find, rule.by_name.
     crosscheck
             do the backends agree with the specification? one_device.crosscheck, sharded.jax_mesh.
     estimate

@@ -12,7 +12,7 @@ import numpy as np
 
 from fp8ref.sim.quantize import scale_layouts
 
-__all__ = ["Order", "of_scales"]
+__all__ = ["Order", "identify_order"]
 
 LEAST = 36
 """The fewest blocks that say anything."""
@@ -30,7 +30,7 @@ class Order:
     strengths: list[float]
 
 
-def of_scales(log_scale: np.ndarray, log_mean: np.ndarray, usable: np.ndarray) -> Order | None:
+def identify_order(log_scale: np.ndarray, log_mean: np.ndarray, usable: np.ndarray) -> Order | None:
     """The order of scales [R, C] if it is another than that of the codes; None: it is right, or
     cannot be told.
 

@@ -186,7 +186,7 @@ def audit(
         sources = stored(Path(originals), lambda line: None)
         for name, nearest in _matched(quantized, sources):
             rules[name] = nearest.names if nearest and not nearest.place else ""
-            findings += _of_match(name, nearest)
+            findings += _match_findings(name, nearest)
     return Audit(
         path=str(path),
         declared=declared,
@@ -251,15 +251,15 @@ def _matched(
         yield name, nearest
 
 
-def _of_match(name: str, nearest: Match | None) -> Iterator[Finding]:
+def _match_findings(name: str, nearest: Match | None) -> Iterator[Finding]:
     if nearest is None:
         text = "no tensor of this name, shape and a dtype of high precision is among the originals"
         yield Finding("original_missing", name, text)
     elif nearest.place:
-        codes, scales, of_codes, of_scales = nearest.counts
+        codes, scales, elements, blocks = nearest.counts
         text = (
             f"no rule makes these bytes of the original; the nearest, {nearest.names}, differs in "
-            f"{codes:,} of {of_codes:,} codes and {scales:,} of {of_scales:,} scales, first in "
+            f"{codes:,} of {elements:,} codes and {scales:,} of {blocks:,} scales, first in "
             f"{nearest.place}"
         )
         place = {"block": nearest.place, "rule": nearest.names}

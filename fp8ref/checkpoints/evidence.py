@@ -82,10 +82,12 @@ class Evidence:
 
     @property
     def powers_of_two(self) -> bool:
+        """Whether all scales of one level are."""
         return bool(self.tops) and self.uneven == 0 and not self.two_level
 
     @property
     def elements(self) -> int:
+        """The codes that were counted."""
         return int(self.counts.sum())
 
     def share(self, number: float) -> float:
@@ -218,7 +220,7 @@ def _add(evidence: Evidence, section: Section, scales: np.ndarray) -> None:
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log(scales), np.log(section.mean)
     evidence.logs += [*(float(x[usable].sum()) for x in logs), int(usable.sum())]
-    if order := arrangement.of_scales(logs[0], logs[1], usable):
+    if order := arrangement.identify_order(logs[0], logs[1], usable):
         place = "".join(f" of expert {i}" for i in section.matrix)
         kind, text = "unrelated", f"scales{place} do not depend on the codes of their blocks"
         if order.name:

@@ -44,9 +44,11 @@ class Finding:
 
     @property
     def alarm(self) -> bool:
+        """Whether it is a contradiction, and not a note."""
         return KINDS[self.kind].alarm
 
     def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
         kind = KINDS[self.kind]
         fields = {"kind": self.kind, "alarm": kind.alarm, "tensor": self.tensor, "what": self.what}
         texts = {"cause": self.cause or kind.cause, "remedy": kind.remedy}

@@ -17,8 +17,8 @@ from fp8ref.spec import granularity as granularities
 
 __all__ = ["against_config", "alone", "fused", "precision", "shared_scales"]
 
-LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-LINEARS |= {*patterns.FUSED}
+_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+LINEARS = _PROJECTIONS | {*patterns.FUSED}
 """Modules that every engine makes a linear."""
 
 GROUPS = {**patterns.FUSED, "w13": ("w1", "w3")}

@@ -25,6 +25,7 @@ LONGEST = 1000
 """The most characters of a regular expression, and of a name that it is compared with."""
 
 Matcher = Callable[[str], bool]
+"""Whether a pattern matches the name of a module."""
 
 _PLAIN = re.compile(r"[\w.]+", re.ASCII)
 """Names, of which a config may have thousands: their match has one length."""

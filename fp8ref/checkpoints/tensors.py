@@ -43,9 +43,9 @@ CODES = {
 }
 """{dtype in safetensors: the format of its codes}."""
 
-DTYPES = FLOATS | dict.fromkeys((*CODES, "U8"), np.dtype(np.uint8))
-DTYPES |= {"I8": np.dtype(np.int8), "I16": np.dtype(np.int16), "BOOL": np.dtype(np.bool_)}
-DTYPES |= {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
+_INTEGERS = {"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "BOOL": "bool"}
+_BYTES = dict.fromkeys((*CODES, "U8"), np.dtype(np.uint8))
+DTYPES = FLOATS | _BYTES | {name: np.dtype(dtype) for name, dtype in _INTEGERS.items()}
 """{dtype in safetensors: NumPy's}; codes are uint8."""
 
 
@@ -70,6 +70,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of its elements in the file."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def __getitem__(self, index) -> np.ndarray:
@@ -105,10 +106,10 @@ def stored(path: Path, warn: Callable[[str], None] | None = None) -> dict[str, S
               or tensors that are not there. OSError: it cannot be read.
     """
     if path.is_file():
-        return _of_file(path)
+        return _in_file(path)
     index = path / INDEX
     if not index.is_file():
-        return _of_file(path / "model.safetensors")
+        return _in_file(path / "model.safetensors")
     try:
         places = dict(files.read_object(index)["weight_map"])
     except (TypeError, ValueError) as error:
@@ -117,7 +118,7 @@ def stored(path: Path, warn: Callable[[str], None] | None = None) -> dict[str, S
     for name in sorted(set(places.values()), key=str):
         text = f"{INDEX} names {name!r}; it names files of its own directory."
         require(isinstance(name, str) and Path(name).name == name, text)
-        tensors |= _of_file(path / name)
+        tensors |= _in_file(path / name)
     for what, names in (
         ("is in the index, and in no file", places.keys() - tensors.keys()),
         ("is in a file, and not in the index", tensors.keys() - places.keys()),
@@ -129,7 +130,7 @@ def stored(path: Path, warn: Callable[[str], None] | None = None) -> dict[str, S
     return tensors
 
 
-def _of_file(path: Path) -> dict[str, StoredTensor]:
+def _in_file(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a file by name."""
     files.open_regular(path).close()  # safe_open would wait for the writer of a pipe
     try:
