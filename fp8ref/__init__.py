@@ -24,7 +24,7 @@ arrays of PyTorch and JAX are quantized where they are. The rooms, which are imp
     conformance
             is this code right? identify_cast, gemm.identify_gemm, strategies and require for tests.
     checkpoints
-            what is in an FP8 checkpoint, and by which rule: audit.audit, weights.find, rule.by_name.
+            what an FP8 checkpoint holds, and by which rule: audit.audit, rule.by_name.
     crosscheck
             do the backends agree with the specification? one_device.crosscheck, sharded.jax_mesh.
     estimate
