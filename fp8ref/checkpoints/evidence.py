@@ -16,7 +16,7 @@ from fp8ref.checkpoints.blocks import Section, magnitudes, sections
 from fp8ref.checkpoints.findings import Finding
 from fp8ref.checkpoints.tensors import FLOATS
 from fp8ref.checkpoints.weights import StoredWeight
-from fp8ref.formats import Format
+from fp8ref.formats import E4M3FN, Format
 from fp8ref.policy import POLICIES
 from fp8ref.sim.quantize import scaling
 
@@ -65,8 +65,8 @@ class Evidence:
     @property
     def tensor_factor(self) -> float | None:
         """The factor of the tensor above the blocks; None: one level, or one for each expert."""
-        factor = self.weight.tensor_factor
-        return float(factor) if factor is not None and factor.size == 1 else None
+        factor = self.weight.tensor_factor if self.weight.granularity else None
+        return factor.item() if factor is not None and factor.size == 1 else None
 
     @property
     def single_scale(self) -> float | None:
@@ -76,9 +76,8 @@ class Evidence:
 
     @property
     def two_level(self) -> bool:
-        """Whether blocks' scales are numbers of e4m3."""
-        scale_fmt = self.weight.scale_fmt
-        return scale_fmt is not None and scale_fmt.name == "e4m3fn"
+        """Whether the scales of blocks of 4-bit codes are numbers of e4m3."""
+        return self.weight.scale_fmt == E4M3FN and self.weight.fmt.bits == 4
 
     @property
     def powers_of_two(self) -> bool:
@@ -151,7 +150,7 @@ def gather(weight: StoredWeight) -> Evidence:
         if not evidence.mislabelled and not _misread(evidence):
             _tops(evidence)
         _clipped(evidence)
-    if evidence.two_level:
+    if evidence.two_level and weight.granularity:
         evidence.largest_scale = float(np.nanmax(evidence.weight.scales, initial=0))
     evidence.weight = weight
     return evidence

@@ -89,11 +89,14 @@ def _fits(weight: StoredWeight, rule: WeightRule) -> bool:
 
 
 def _candidates(weight: StoredWeight, original: StoredTensor) -> Iterator[WeightRule]:
-    two_level = weight.scale_fmt == E4M3FN
+    two_level = weight.scale_fmt == E4M3FN and weight.fmt.bits == 4
     policies = FP4_POLICIES if two_level else POLICIES | {_TORCHAO_BF16.name: _TORCHAO_BF16}
     # a narrow original is what it is in float32
     sources = list(SOURCES.values()) if original.dtype in ("F32", "F64") else [SOURCES["float32"]]
+    blocks_of_16 = weight.granularity.startswith("nvfp4")
     for policy, source in itertools.product(policies.values(), sources):
+        if policy.two_level is not None and policy.two_level.error and not blocks_of_16:
+            continue  # four over six
         rule = WeightRule(
             fmt=weight.fmt, granularity=weight.granularity, policy=policy, source=source
         )

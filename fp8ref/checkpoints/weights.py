@@ -146,7 +146,9 @@ class StoredWeight:
         """The tensor's factor out of codes, float32 () or of experts [E]; None: one level."""
         if self.tensor_scale is None:
             return None
-        numbers = self.tensor_scale[...].astype(np.float32).reshape(self.shape[:-2] or ())
+        numbers = self.tensor_scale[...].astype(np.float32).ravel()
+        experts = self.shape[:-2]
+        numbers = np.broadcast_to(numbers, math.prod(experts)).reshape(experts)
         with np.errstate(divide="ignore"):
             return np.float32(1) / numbers if self.form.divides else numbers
 
@@ -216,12 +218,12 @@ def find(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredWeight]:
             if (form.tensor_scale and factor is None) or _format(codes) is None:
                 continue
             name = module + form.weight
-            if len(codes.shape) < 2:
+            if len(codes.shape) < 2 or not codes.nbytes:
                 break
             weights[name] = _fitted(name, form, codes, tensors[module + form.scale], factor)
             break
         else:
-            if codes.fmt is not None and codes.fmt != E8M0FNU and not _is_scale(name):
+            if codes.fmt is not None and _format(codes) and codes.nbytes and not _is_scale(name):
                 form = FORMS["deepseek"]
                 weights[name] = StoredWeight(
                     name=name, form=form, fmt=codes.fmt, codes=codes, scale=None
@@ -234,8 +236,10 @@ def _is_scale(name: str) -> bool:
 
 
 def _format(codes: StoredTensor) -> Format | None:
-    """The format of codes: of 8 bits as their dtype says, of bytes two of 4 bits."""
-    return E2M1FN if codes.dtype in ("U8", "I8") else codes.fmt
+    """The format of codes: of 8 bits as their dtype says, of bytes two of 4 bits; None: none."""
+    if codes.dtype in ("U8", "I8"):
+        return E2M1FN
+    return codes.fmt if codes.fmt != E8M0FNU else None
 
 
 def _shape(codes: StoredTensor, fmt: Format) -> tuple[int, ...]:
@@ -262,6 +266,8 @@ def _fitted(
     )
     experts, (n, k) = weight.shape[:-2], weight.shape[-2:]
     size, count = math.prod(scale.shape), math.prod(experts)
+    if factor is not None and math.prod(factor.shape) not in (1, count):
+        return weight
     for granularity in _coarsest_first((n, k)):
         counts = _counts(granularity, (n, k))
         fit = functools.partial(dataclasses.replace, weight, granularity=granularity)

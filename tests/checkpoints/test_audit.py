@@ -592,6 +592,25 @@ def test_a_planted_fault_is_found(tmp_path, name):
     assert kinds <= {kind} | (MIXED if kind in (*MIXED, "scale_alone") else set()), kinds
 
 
+@pytest.mark.parametrize(
+    ("codes", "scales"),
+    [
+        (np.zeros((0, 128), FN), {".weight_scale": np.ones((0, 1), np.float32)}),
+        (np.zeros((16, 16), made.E8M0), {".weight_scale": np.ones((1, 1), np.float32)}),
+        (
+            np.zeros((16, 16), np.uint8),
+            {".weight_scale": np.zeros((16, 2), FN), ".weight_scale_2": np.zeros(7, np.float32)},
+        ),
+        (np.zeros((16, 16), FN), {".weight_scale": np.zeros((16, 1), FN)}),
+        (np.zeros((2, 16, 16), FN), {".weight_scale": np.full((2, 1, 1), np.inf, np.float32)}),
+    ],
+)
+def test_odd_tensors_are_no_errors(tmp_path, codes, scales):
+    tensors = {"m.weight": codes} | {f"m{ending}": value for ending, value in scales.items()}
+    path = models.write(tmp_path, tensors, models.BLOCKS)
+    json.dumps(audit.audit(path, originals=path).to_dict(), allow_nan=False)
+
+
 def by_torch(path, tensors: dict, config: dict | None, metadata: dict | None = None) -> audit.Audit:
     """The audit of tensors of PyTorch beside their bfloat16 originals in ``path/high``."""
     save = pytest.importorskip("safetensors.torch").save_file
