@@ -22,10 +22,12 @@ from fp8ref.formats import E4M3FN
 from fp8ref.sim.quantize import cast, packing
 
 CHILD = """
-import resource, sys
+import pathlib, re, sys
 from fp8ref import cli
 code = cli.main(["audit", sys.argv[1], "--json", sys.argv[2]])
-print(code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+# ru_maxrss would be that of the process that started this one, if it was larger
+status = pathlib.Path("/proc/self/status").read_text()
+print(code, int(re.search(r"VmHWM:\\s+(\\d+)", status)[1]) // 1024)
 """
 
 

@@ -247,7 +247,10 @@ def _at_a_floor(scales: np.ndarray, fmt: Format, two_level: bool) -> np.ndarray:
     """Whether a scale is the least of a policy: the amax of the block may be smaller."""
     if two_level:  # of e4m3: below its normal numbers a scale is far from amax / max
         return scales <= 2.0**-6
-    return np.isclose(scales[..., None], _floors(fmt), rtol=2.0**-8, atol=0).any(axis=-1)
+    at = np.zeros(scales.shape, bool)
+    for floor in _floors(fmt):  # one after another: scales may be many
+        at |= np.abs(scales - floor) <= floor * np.float32(2.0**-8)
+    return at
 
 
 @functools.cache
