@@ -229,10 +229,8 @@ def _gemms(config: Config, backend: str) -> Table:
             ", ".join(dict.fromkeys(names)),
             runs_in,
         )
-    if config.parallel.checkpointing != "none":
-        again = "; what checkpointing runs again is not counted"
-    else:
-        again = ""
+    checkpointed = config.parallel.checkpointing != "none"
+    again = "; what checkpointing runs again is not counted" * checkpointed
     share = (
         f"{100 * in_fp8 / flops:.1f} % of their {flops * config.data.microbatches:.3g} FLOPs in FP8"
     )
@@ -278,12 +276,9 @@ def _break_even(config: Config, backend: str) -> Table:
     lost = [roofline.losing(config, backend, ceilings) for ceilings in PUBLISHED.values()]
     # the last of equal linears, as fp8ref estimate has it
     rows: dict[tuple, list[float | None]] = {}
-    for (decision, _), *ledgers in zip(
-        columns[0], *([ledger for _, ledger in column] for column in columns), strict=True
-    ):
-        rows[filtering.kind(decision), decision.shape, decision.experts] = [
-            ledger.ratio for ledger in ledgers
-        ]
+    for row in zip(*columns, strict=True):
+        decision, ratios = row[0][0], [ledger.ratio for _, ledger in row]
+        rows[filtering.kind(decision), decision.shape, decision.experts] = ratios
     for (kind, *_), ratios in rows.items():
         cells = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
         slower = [name for name, kinds in zip(names, lost, strict=True) if kind in kinds]

@@ -65,14 +65,8 @@ def worthwhile(groups: Sequence[set[Kind]], seconds: Callable[[set[Kind]], float
 
 def patterns(lost: set[Kind], ledgers: Sequence[tuple[Decision, Ledger]]) -> list[str]:
     """What to add to filter_fqns: names, longer where a linear of that name gains by FP8."""
-    in_fp8 = {kind(decision)[0] for decision, ledger in ledgers if ledger.parts}
-    paths = list(
-        dict.fromkeys(
-            kind(decision)[0]
-            for decision, ledger in ledgers
-            if ledger.parts and kind(decision) in lost
-        )
-    )
+    in_fp8 = dict.fromkeys(kind(decision) for decision, ledger in ledgers if ledger.parts)
+    paths = dict.fromkeys(each[0] for each in in_fp8 if each in lost)
     short_names = []
     for path in paths:
         parts = path.split(".")
@@ -82,7 +76,7 @@ def patterns(lost: set[Kind], ledgers: Sequence[tuple[Decision, Ledger]]) -> lis
                 (
                     name
                     for name in names
-                    if all(other in paths for other in in_fp8 if matches(name, other))
+                    if all(other in paths for other, _ in in_fp8 if matches(name, other))
                 ),
                 path,
             )
