@@ -70,7 +70,7 @@ class E8M0Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class TwoLevel:
-    """Block scales that are numbers of an 8-bit format, under one float32 of the tensor (S-22).
+    """Block scales that are numbers of an 8-bit format, under float32 ones of the tensor (S-22).
 
     tensor     the scale of the tensor: ``encode``, multiplies into the range of the blocks' scales
                and is made first; ``decode``, multiplies out of it and is made first; ``none``:
@@ -80,9 +80,14 @@ class TwoLevel:
     error      four over six: the sum, ``mae`` or ``mse``, by which a block is scaled to 4 instead
                of 6 where that makes it smaller; "": all are scaled to 6.
     largest    the scale of a block that the largest amax has, if it is scaled to 6.
+    error_unit
+               ``input``: errors of dequantized numbers; ``block``: of ``decode(code) *
+               scale_inv`` as x times the tensor's scale.
+    tensor_granularity
+               the elements that share a scale of the tensor: all, or those of a row.
 
     Raises:    ValueError: an unknown word, a smallest outside [0, 1), a block_fmt other than
-               e4m3fn, an error or a largest without ``encode``.
+               e4m3fn, an error, a largest or rows without ``encode``, a unit without an error.
     """
 
     tensor: Literal["encode", "decode", "none"]
@@ -90,16 +95,26 @@ class TwoLevel:
     block_fmt: Format = E4M3FN
     error: Literal["", "mae", "mse"] = ""
     largest: Literal[448, 256] = 448
+    error_unit: Literal["input", "block"] = "input"
+    tensor_granularity: Literal["tensorwise", "rowwise"] = "tensorwise"
 
     def __post_init__(self) -> None:
         errors.one_of("the tensor's scale", self.tensor, ("encode", "decode", "none"))
         encodes = self.tensor == "encode"
         errors.one_of("error", self.error, ("", "mae", "mse") if encodes else ("",))
         errors.one_of("largest", self.largest, (448, 256) if encodes else (448,))
+        errors.one_of("error_unit", self.error_unit, ("input", "block")[: 1 + bool(self.error)])
+        shared = ("tensorwise", "rowwise")[: 1 + encodes]
+        errors.one_of("tensor_granularity", self.tensor_granularity, shared)
         if not 0 <= self.smallest < 1 or self.block_fmt != E4M3FN:
             raise ValueError(
                 f"smallest is in [0, 1), block_fmt e4m3fn; got {self.smallest}, {self.block_fmt}."
             )
+
+    @property
+    def granularities(self) -> tuple[str, ...]:
+        """Those of its blocks: a square has no scale of a row."""
+        return ("nvfp4_1x16", "nvfp4_16x16")[: 1 + (self.tensor_granularity == "tensorwise")]
 
 
 def _changed(decisions: "ScalePolicy | E8M0Rule", besides: tuple[str, ...]) -> list[str]:
@@ -546,6 +561,8 @@ UNSCALED = ScalePolicy(name="unscaled", ratio="one")
 """A cast without a scale (S-21): what a rule of a config names to show why scales are needed. Not
 among ``POLICIES``, which are those of libraries."""
 
+_FOUR_OVER_SIX = functools.partial(TwoLevel, tensor="encode", error="mae", largest=256)
+
 FP4_POLICIES = {
     p.name: p
     for p in (
@@ -554,12 +571,20 @@ FP4_POLICIES = {
         # quantization_and_transposition_SF::compute_decoding_scaling_factor (commit d0067d0d).
         ScalePolicy(name="te_nvfp4", two_level=TwoLevel(tensor="encode")),
         # cast/nvfp4/quantize_4over6_nvfp4.cuh: compute_scale_pair, accumulate_dequant_error.
+        ScalePolicy(name="te_nvfp4_4over6", two_level=_FOUR_OVER_SIX()),
+        ScalePolicy(name="te_nvfp4_4over6_mse", two_level=_FOUR_OVER_SIX(error="mse")),
+        # accumulate_fp16_scaled_error_pair of that file: float16 holds its products exactly.
+        ScalePolicy(name="te_nvfp4_4over6_fast", two_level=_FOUR_OVER_SIX(error_unit="block")),
         ScalePolicy(
-            name="te_nvfp4_4over6", two_level=TwoLevel(tensor="encode", error="mae", largest=256)
+            name="te_nvfp4_4over6_mse_fast",
+            two_level=_FOUR_OVER_SIX(error="mse", error_unit="block"),
+        ),
+        # ROW_SCALED_NVFP4 of that file and of quantize_transpose_nvfp4.cuh beside it.
+        ScalePolicy(
+            name="te_nvfp4_row", two_level=TwoLevel(tensor="encode", tensor_granularity="rowwise")
         ),
         ScalePolicy(
-            name="te_nvfp4_4over6_mse",
-            two_level=TwoLevel(tensor="encode", error="mse", largest=256),
+            name="te_nvfp4_row_4over6", two_level=_FOUR_OVER_SIX(tensor_granularity="rowwise")
         ),
         # torchao 0.18, prototype/mx_formats/nvfp4_tensor.py: nvfp4_quantize, with per_tensor_scale
         # of per_tensor_amax_to_scale, and without. E4M3_EPS is torch's tiny of float8_e4m3fn.
@@ -626,6 +651,10 @@ SUMMARIES = {
     "te_nvfp4": "4 bits: e4m3 scales of blocks under one of the tensor: Transformer Engine.",
     "te_nvfp4_4over6": "4 bits: as te_nvfp4, or scaled to 4 where the mean error is smaller.",
     "te_nvfp4_4over6_mse": "4 bits: as te_nvfp4_4over6, by the mean squared error.",
+    "te_nvfp4_4over6_fast": "4 bits: as te_nvfp4_4over6, by errors of scaled numbers.",
+    "te_nvfp4_4over6_mse_fast": "4 bits: as te_nvfp4_4over6_mse, by errors of scaled numbers.",
+    "te_nvfp4_row": "4 bits: as te_nvfp4, with a scale of each row in place of the tensor's.",
+    "te_nvfp4_row_4over6": "4 bits: as te_nvfp4_4over6, with a scale of each row.",
     "torchao_nvfp4": "4 bits: as te_nvfp4, with a block's scale at least 2^-6: torchao.",
     "torchao_nvfp4_one_level": "4 bits: e4m3 scales of blocks alone, at least 2^-6: torchao.",
 }

@@ -4,6 +4,7 @@ Arrays may be NumPy's, JAX's or PyTorch's; codes are uint8 or FP8 dtypes. All Na
 equal (C-5), and so do NaN scales.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -145,7 +146,7 @@ class Inverses(NamedTuple):
     """What a quantizer may return in the place of a scale, or beside it.
 
     scale_inv         float32; e8m0: its codes.
-    tensor_scale_inv  of a policy with a scale of the tensor (S-22).
+    tensor_scale_inv  of a policy with a scale of the tensor, or of each row (S-22).
     """
 
     scale_inv: Any = None
@@ -211,7 +212,8 @@ def require_dequantized(
 
     Shapes:   codes uint8 or an FP8 dtype, of 4 bits one a byte; found of their shape in float32,
               bfloat16 or float16, to which the product is rounded; scale_inv float32, or e8m0 codes
-              in their own dtype, of ``scale_shape``; tensor_scale_inv one float32 (S-22).
+              in their own dtype, of ``scale_shape``; tensor_scale_inv float32 (), or of rows [M,
+              1] (S-22).
     Specials: all NaNs count as equal; any other bit counts.
     Raises:   ValueError: shapes or dtypes that do not fit; unknown names.
     Source:   spec S-8, S-22.
@@ -243,20 +245,22 @@ def require_dequantized(
 
 
 def _require_tensor_scale(x: np.ndarray, tensor_scale_inv, way: quantize.Way) -> None:
-    """Check the tensor's scale_inv; ValueError unless the policy has one (S-22)."""
-    rule = way.policy.two_level
-    if (rule is not None and rule.tensor != "none") != (tensor_scale_inv is not None):
+    """Check the tensor's or its rows' scale_inv; ValueError unless the policy has one (S-22)."""
+    shape = way.tensor_shape(x.shape)
+    if (shape is not None) != (tensor_scale_inv is not None):
         need = "needs" if tensor_scale_inv is None else "has no"
         raise ValueError(
             f"policy {way.policy.name!r} {need} tensor_scale_inv (S-22). "
             f"{'Give it' if tensor_scale_inv is None else 'Leave it out'}."
         )
-    if tensor_scale_inv is None:
+    if shape is None:
         return
     got = as_numpy(tensor_scale_inv)
-    if got.dtype != np.float32 or got.size != 1:
-        raise ValueError(f"tensor_scale_inv is one float32 number; got {got.dtype} {got.shape}.")
-    if why := quantize.tensor_difference(x, got.reshape(-1).view(np.uint32)[0], way):
+    if got.dtype != np.float32 or got.size != math.prod(shape):
+        raise ValueError(
+            f"tensor_scale_inv is float32 of shape {shape}; got {got.dtype} {got.shape}."
+        )
+    if why := quantize.tensor_difference(x, got.reshape(-1).view(np.uint32), way):
         raise _differs(f"tensor_scale_inv of {way.fmt} differs:", why)
 
 

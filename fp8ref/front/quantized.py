@@ -114,7 +114,8 @@ class Quantized(card.Card):
         """Bits an element, with its part of the scales as they are stored (8 for e8m0 and e4m3)."""
         policy, levels = self.policy, self.policy.two_level
         size = 8 if policy.e8m0 or levels else policy.scale_dtype.bits
-        of_tensor = 32 if levels and levels.tensor != "none" else 0
+        has_tensor = levels is not None and levels.tensor != "none"
+        of_tensor = 32 * self.operand.tensor_scale_inv.size if has_tensor else 0
         scales = size * math.prod(self.scale.shape) + of_tensor
         return self.fmt.bits + scales / math.prod(self.shape)
 

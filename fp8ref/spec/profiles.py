@@ -100,6 +100,11 @@ SOURCES = {
         "transformer_engine/pytorch/custom_recipes/reference_nvfp4.py d0067d0d",
     ),
     "te-nvfp4-4over6": (f"{_TE_COMMON}cast/nvfp4/quantize_4over6_nvfp4.cuh d0067d0d",),
+    "te-nvfp4-row": (
+        f"{_TE_COMMON}cast/nvfp4/quantize_transpose_nvfp4.cuh d0067d0d",
+        f"{_TE_COMMON}cast/nvfp4/quantize_4over6_nvfp4.cuh d0067d0d",
+        "NVIDIA/TransformerEngine transformer_engine/pytorch/cpp_extensions/gemm.py d0067d0d",
+    ),
     "hip-fp8": ("ROCm/clr hipamd/include/hip/amd_detail/amd_hip_fp8.h 00387053",),
     "cuda-fp8": ("CUDA 13.0 include/cuda_fp8.hpp",),
 }
@@ -135,6 +140,7 @@ class Profile:
 _TENSOR, _ROW, _MX = ("tensorwise",), ("rowwise",), ("mx_1x32",)
 _LINES, _SQUARES = ("blockwise_1x128",), ("blockwise_128x128",)
 _BLOCKS, _NVFP4 = _LINES + _SQUARES, ("nvfp4_1x16", "nvfp4_16x16")
+_FOUR_OVER_SIX = tuple(f"te_nvfp4_4over6{end}" for end in ("", "_mse", "_fast", "_mse_fast"))
 _MX_POLICIES = ("mx_floor", "mx_rceil", "mx_ceil", "mx_even")
 
 _run = functools.partial(Profile, known="run")
@@ -248,7 +254,8 @@ _PROFILES = (
     ),
     _torchao("torchao-mxfp4", "0.18", _MX_POLICIES, _MX, bits=4),
     _te("te-nvfp4", "d0067d0", ("te_nvfp4",), _NVFP4, bits=4),
-    _te("te-nvfp4-4over6", "d0067d0", ("te_nvfp4_4over6", "te_nvfp4_4over6_mse"), _NVFP4, bits=4),
+    _te("te-nvfp4-4over6", "d0067d0", _FOUR_OVER_SIX, _NVFP4, bits=4),
+    _te("te-nvfp4-row", "d0067d0", ("te_nvfp4_row", "te_nvfp4_row_4over6"), _NVFP4[:1], bits=4),
     _transcribed("hip-fp8", "0038705", library="HIP"),
     _run("cuda-fp8", "12.8 to 13", library="CUDA", cast="saturating"),
 )

@@ -111,7 +111,10 @@ COMP_WORDS=("$@"); COMP_CWORD=$(( $# - 1 )); "$function"; printf '%s\\n' "${COMP
         (["replay", "run", "--policy", "te_b"], {"te_block", "te_block_unmasked_bf16"}),
         (["replay", "run", "--policy", "del"], {"delayed"}),
         (["replay", "run", "--policy", "te_n"], set()),
-        (["vectors", "gen", "scale", "--policy", "te_nvfp4_4over6_"], {"te_nvfp4_4over6_mse"}),
+        (
+            ["vectors", "gen", "scale", "--policy", "te_nvfp4_4over6_m"],
+            {"te_nvfp4_4over6_mse", "te_nvfp4_4over6_mse_fast"},
+        ),
         (["vectors", "gen", "scale", "--policy", "torchao_nvfp4_"], {"torchao_nvfp4_one_level"}),
         (["sweep", "tiny", "--recipes", "nv"], set()),
         (["vectors", "ver"], {"verify"}),

@@ -3,9 +3,20 @@
 import numpy as np
 import pytest
 import torch
-from helpers.quantize.fp4_libraries import torchao_mx, torchao_nvfp4, torchao_nvfp4_one_level
+from helpers.quantize.fp4_libraries import (
+    torchao_mx,
+    torchao_nvfp4,
+    torchao_nvfp4_one_level,
+    transformer_engine,
+)
 
-from fp8ref.conformance.require import Inverses, require_cast, require_quantized, require_scales
+from fp8ref.conformance.require import (
+    Inverses,
+    require_cast,
+    require_dequantized,
+    require_quantized,
+    require_scales,
+)
 from fp8ref.formats import E2M1FN
 from fp8ref.sim.quantize import cast, packing, scaling, two_level
 
@@ -91,6 +102,30 @@ def test_require_quantized_takes_libraries_and_shows_a_fault(rng):  # S-22, S-14
             policy="mx_rceil",
         )
     assert two_level.scales_from_amaxes(np.float32([1]), np.float32(1)).tensor_scale_inv.shape == ()
+
+
+def test_rows_with_a_scale_each(rng):  # S-22, S-8
+    x = rng.standard_normal((4, 64)).astype(np.float32)
+    how = {"granularity": "nvfp4_1x16", "policy": "te_nvfp4_row"}
+    pairs, block, amax = transformer_engine(torch.from_numpy(x), row_scaled=True)
+    codes, block = packing.unpack(pairs.numpy()), block.float()
+    rows = 1 / np.minimum(np.float32(2688) / amax.numpy(), np.float32(3e38))  # [M]
+    require_quantized(
+        x, codes, E2M1FN, inverses=Inverses(scale_inv=block, tensor_scale_inv=rows), **how
+    )
+    numbers = scaling.dequantize(scaling.quantize(x, E2M1FN, **how))
+    scales = {"scale_inv": block, "tensor_scale_inv": rows[:, None], "granularity": "nvfp4_1x16"}
+    require_dequantized(codes, numbers, E2M1FN, **scales)
+    with pytest.raises(AssertionError, match="numbers of e2m1fn differ"):
+        require_dequantized(codes, numbers, E2M1FN, **scales | {"tensor_scale_inv": rows[0]})
+    wrong = Inverses(scale_inv=block, tensor_scale_inv=np.roll(rows, 1))
+    with pytest.raises(AssertionError, match=r"scale_inv of row \[\d, 0\], of amax") as error:
+        require_quantized(x, codes, E2M1FN, inverses=wrong, **how)
+    assert "S = RN32(2688 / the row's amax) (S-22)" in str(error.value)
+    with pytest.raises(ValueError, match=r"tensor_scale_inv is float32 of shape \(4, 1\); got"):
+        require_quantized(
+            x, codes, E2M1FN, inverses=Inverses(scale_inv=block, tensor_scale_inv=rows[:1]), **how
+        )
 
 
 def test_codes_of_nan_are_not_compared():  # C-9

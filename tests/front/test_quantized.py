@@ -8,6 +8,7 @@ import pytest
 import fp8ref as f8
 from fp8ref.formats import E2M1FN, E4M3FN
 from fp8ref.front import quantized
+from fp8ref.policy import FP4_POLICIES
 from fp8ref.recipe import RECIPES, CastSpec
 from fp8ref.sim.quantize import scaling
 
@@ -248,6 +249,10 @@ class TestError:
         ("mxfp4", 4 + 8 / 32),
         ("nvfp4", 4 + 8 / 16 + 32 / 1024),
         (CastSpec(fmt=E2M1FN, granularity="nvfp4_1x16"), 4 + 32 / 16),
+        (
+            CastSpec(fmt=E2M1FN, granularity="nvfp4_1x16", policy=FP4_POLICIES["te_nvfp4_row"]),
+            4 + 8 / 16 + 32 / 128,
+        ),
     ],
     ids=str,
 )

@@ -10,6 +10,7 @@ import torch
 from helpers.quantize.fp4_libraries import transformer_engine
 
 from fp8ref.formats import BFLOAT16, E2M1FN, E4M3FN
+from fp8ref.policy import FP4_POLICIES
 from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
 from fp8ref.sim import linear
 from fp8ref.sim.attention.operands import hadamard
@@ -60,6 +61,20 @@ def test_nvfp4_is_the_three_gemms_of_transformer_engine(operands):  # R-1, S-22,
     of_gt = nv(gt, rounding="stochastic", seed=seeds[1])
     np.testing.assert_array_equal(grad_weight, gemm.matmul(of_gt, nv(xt), out_dtype=BFLOAT16))
     assert len({3, *seeds}) == 3
+
+
+def test_activations_by_row_are_a_policy_of_the_operand(operands):  # R-1, S-22
+    """Transformer Engine's row_scaled_activation: each token has the output that it has alone."""
+    x, w, _ = operands
+    recipe = RECIPES["nvfp4"]
+    by_row = dataclasses.replace(recipe.output.a, policy=FP4_POLICIES["te_nvfp4_row"])
+    mine = dataclasses.replace(
+        recipe, name="mine", output=dataclasses.replace(recipe.output, a=by_row)
+    )
+    output = linear.forward(x, w, mine)
+    for i in (0, 7):
+        np.testing.assert_array_equal(output[i], linear.forward(x[i : i + 1], w, "nvfp4")[0])
+    assert not np.array_equal(output, linear.forward(x, w, "nvfp4"))
 
 
 # S-22: what forward and backward multiply is one weight

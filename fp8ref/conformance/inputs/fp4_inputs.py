@@ -19,6 +19,7 @@ def tensors(source: str) -> dict[str, np.ndarray]:
     spread   normal numbers, blocks of many sizes.
     range    one element 2^40 times as large as most, blocks of zeros, and too small blocks.
     small    numbers of 2^-100; zeros: nothing else.
+    fours    blocks that have equal errors whether they are scaled to 4 or to 6, to roundings.
     """
     rng = np.random.default_rng(16)
     grid = cast.decode(np.arange(8, dtype=np.uint8), E2M1FN)
@@ -41,6 +42,12 @@ def tensors(source: str) -> dict[str, np.ndarray]:
     wide[5, 7] = 2.0**16
     wide[32:48, 32:64] = 0
     small = spread * 2.0**-100
+    # multiples of a block's scale, on both grids or halfway between them: under an amax of 5
+    # products by S are larger than exact, so that they are nearer to the grid of 4
+    four = rng.choice([0, 0.625, 1.5, 2.125, 3, 4.25, 6], SHAPE) * rng.choice([-1, 1], SHAPE)
+    four[:, ::_BLOCK], four[::_BLOCK, :] = 6, 6
+    four *= _square_blocks(np.exp2(rng.integers(-6, 4, blocks).astype(float))) * 5 / 128
+    four[:, 0], four[0, :] = 5, 5
     tensors_by_kind = {
         "ties": tie,
         "edges": edges,
@@ -48,6 +55,7 @@ def tensors(source: str) -> dict[str, np.ndarray]:
         "range": wide,
         "small": small,
         "zeros": np.zeros(SHAPE),
+        "fours": four,
     }
     narrow = {kind: x.astype(np.float32) for kind, x in tensors_by_kind.items()}
     return {kind: dtypes.rounded(x, source) for kind, x in narrow.items()}

@@ -185,16 +185,19 @@ def scale_rule(kind: str, policy: str | ScalePolicy) -> str:
     """The rule, with its clause, that decides an amax's scale, by ``kinds.AMAXES``."""
     policy = policies.by_name(policy)
     if policy.two_level is not None:
+        whose = {"tensorwise": "the tensor's", "rowwise": "the row's"}[
+            policy.two_level.tensor_granularity
+        ]
         formula = {
-            "encode": "RN32(amax * RN32(S * RN32(1/6))) in e4m3fn, "
-            "S = RN32(2688 / the tensor's amax)",
+            "encode": f"RN32(amax * RN32(S * RN32(1/6))) in e4m3fn, S = RN32(2688 / {whose} amax)",
             "decode": "RN32(RN32(amax / 6) / T) in e4m3fn, T = RN32(the tensor's amax / 2688)",
             "none": "RN32(amax / 6) in e4m3fn",
         }[policy.two_level.tensor]
         floor = ""
         if policy.two_level.error:
             limit = 6 * policy.two_level.largest
-            formula = f"RN32(RN32(amax / 6) * S) or RN32(1.5 of it) in e4m3fn, S of {limit}"
+            formula = "RN32(RN32(amax / 6) * S) or RN32(1.5 of it) in e4m3fn, "
+            formula += f"S = RN32({limit} / {whose} amax)"
         if policy.two_level.smallest:
             floor = f", at least {policy.two_level.smallest:g}"
         return f"policy {policy.name}: scale_inv of a block = {formula}{floor} ({policy.clause})"

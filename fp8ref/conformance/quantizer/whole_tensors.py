@@ -59,7 +59,9 @@ class BlockCandidate:
 
 def block_candidates() -> list[BlockCandidate]:
     """All that round to nearest even, the usual ones first."""
-    kinds = [(p, g) for g in ("nvfp4_1x16", "nvfp4_16x16") for p in FP4_POLICIES]
+    rules = {name: p.two_level for name, p in FP4_POLICIES.items() if p.two_level is not None}
+    blocks = ("nvfp4_1x16", "nvfp4_16x16")
+    kinds = [(p, g) for g in blocks for p, rule in rules.items() if g in rule.granularities]
     kinds += [(p, g) for g in ("mx_1x32", "mx_32x32") for p in MX_POLICIES]
     every = [(p, g, a) for a in (-1, 0) for p, g in kinds]
     return [BlockCandidate(policy=p, granularity=g, axis=a) for p, g, a in every]
@@ -320,11 +322,12 @@ def known_scales(x: np.ndarray, q: Quantized) -> dict[str, np.ndarray]:
         "amax": scaling.amax(x, q.granularity, axis=q.axis),
     }
     if q.tensor_scale_inv is not None:
+        shared = "rowwise" if np.ndim(q.tensor_scale_inv) else "tensorwise"
         with np.errstate(all="ignore"):
             scales |= {
                 "scale_inv * tensor_scale_inv": q.tensor_scale_inv * q.scale_inv,
                 "tensor_scale_inv": q.tensor_scale_inv,
-                "tensor_amax": scaling.amax(x),
+                "tensor_amax": scaling.amax(x, shared, axis=q.axis),
                 "tensor_scale": np.float32(1) / q.tensor_scale_inv,
             }
     return scales

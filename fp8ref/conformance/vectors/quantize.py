@@ -24,8 +24,6 @@ from fp8ref.spec import granularity as granularities
 FIELDS, ANSWERS = ("shape", "values"), ("codes", "scales")
 SOURCES = ("float32", "bfloat16", "float16")  # the dtypes of tensors
 
-_TWO_LEVEL = ("nvfp4_1x16", "nvfp4_16x16")  # the granularities that scales of two levels have
-
 
 @dataclass(frozen=True, kw_only=True)
 class Quantize:
@@ -46,16 +44,16 @@ class Quantize:
 
     def __post_init__(self) -> None:
         one_of("a quantizer's format", self.format, QUANTIZED_FORMATS)
-        two_level = policies.by_name(self.policy).two_level is not None
-        if two_level and self.format not in FP4_FORMATS:
+        levels = policies.by_name(self.policy).two_level
+        if levels is not None and self.format not in FP4_FORMATS:
             raise ValueError(
                 f"policy {self.policy!r} is of {', '.join(FP4_FORMATS)}; got {self.format!r}. "
                 "Use another policy."
             )
-        if two_level and self.granularity not in _TWO_LEVEL:
+        if levels is not None and self.granularity not in levels.granularities:
             raise ValueError(
                 f"policy {self.policy!r} scales blocks of 16 under a tensor's scale (S-22); got "
-                f"granularity {self.granularity!r}. Use {' or '.join(_TWO_LEVEL)}."
+                f"granularity {self.granularity!r}. Use {' or '.join(levels.granularities)}."
             )
         dtypes.check_random(self.seed, self.count)
         one_of("a tensor's source", self.source, SOURCES)
@@ -101,7 +99,7 @@ def dims(shape: str, axes: str = "") -> tuple[int, ...]:
 
 
 def specified(question: Quantize, rules: Rules) -> Iterator[str]:
-    """The simulator's answer to each vector; of two levels, the tensor's scale_inv last."""
+    """The simulator's answer to each vector; of two levels, those of tensor or rows last."""
     way, source, made = question.way, dtypes.by_name(question.source), rules.made
     for _, bits in question.tensors():
         q = way.quantize(dtypes.values(bits, source))
@@ -119,7 +117,6 @@ def verify(
     ``scale.check_made``, or for another ``made`` than scale_inv under a policy of two levels."""
     scale.check_made(question.policy, rules.made)
     way, levels = question.way, question.way.policy.two_level
-    tensor = levels is not None and levels.tensor != "none"
     if levels is not None and rules.made != "scale_inv":
         raise ValueError(
             f"scales of policy {question.policy!r} are compared as scale_inv (S-22); got "
@@ -135,14 +132,15 @@ def verify(
         )
         codes = vector.numbers(2, way.fmt.bits, shape, f"the codes of shape {list(shape)}")
         name = f"the {rules.made}s of {question.granularity} groups, shape {list(scales_shape)},"
-        count = (math.prod(scales_shape),)
-        if tensor:
-            name, count = f"{name} then the tensor's,", (count[0] + 1,)
-        scale_bits = vector.numbers(3, scale.MADE[rules.made], count, name)
+        count = math.prod(scales_shape)
+        tensor_shape, total = way.tensor_shape(shape), count
+        if tensor_shape is not None:
+            name, total = f"{name} then the tensor's,", count + math.prod(tensor_shape)
+        scale_bits = vector.numbers(3, scale.MADE[rules.made], (total,), name)
         x = dtypes.values(bits, source)
         why = None
-        if tensor:
-            why, scale_bits = tensor_difference(x, scale_bits[-1], way), scale_bits[:-1]
+        if tensor_shape is not None:
+            why, scale_bits = tensor_difference(x, scale_bits[count:], way), scale_bits[:count]
         why = why or difference(x, codes, scale_bits, rules.made, way)
         inputs = question.line(bits)
         kind = verdict.kind(inputs)
@@ -158,6 +156,13 @@ class Way(NamedTuple):
     policy: ScalePolicy
     granularity: str
     axis: int
+
+    def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The shape of the scales of a tensor or its rows (S-22); None if there are none."""
+        levels = self.policy.two_level
+        if levels is None or levels.tensor == "none":
+            return None
+        return granularities.scale_shape(levels.tensor_granularity, shape, self.axis)
 
     def quantize(self, x: np.ndarray) -> scaling.Quantized:
         """``scaling.quantize``; of few elements by its definitions, which compile nothing: tests
@@ -229,18 +234,23 @@ def difference(
     }
 
 
-def tensor_difference(x: np.ndarray, bits: np.uint32, way: Way) -> dict[str, str] | None:
-    """Describe how the bits of a tensor's scale_inv differ (S-22); None where they agree."""
-    amax = scaling.amax(x)
-    scales = two_level.scales_from_amaxes(amax, amax, way.fmt, way.policy)
-    expected = np.float32(scales.tensor_scale_inv).view(np.uint32)
-    if scale.same(np.atleast_1d(bits), np.atleast_1d(expected), "scale_inv")[0]:
+def tensor_difference(x: np.ndarray, bits: np.ndarray, way: Way) -> dict[str, str] | None:
+    """Describe how the bits of a tensor's or its rows' scale_inv differ (S-22); None where they
+    agree. bits uint32, flat."""
+    assert way.policy.two_level is not None
+    amaxes = scaling.amax(x, way.policy.two_level.tensor_granularity, axis=way.axis)
+    scales = two_level.scales_from_amaxes(amaxes, amaxes, way.fmt, way.policy)
+    expected = np.ravel(scales.tensor_scale_inv).view(np.uint32)
+    wrong = ~scale.same(bits, expected, "scale_inv")
+    if not wrong.any():
         return None
+    i = explain.simplest(np.ravel(amaxes), wrong)
+    whose = f"row{at(i, amaxes.shape)}" if amaxes.shape else "the tensor"
     rule = explain.scale_rule("in range", way.policy)
     return {
-        "vector": f"scale_inv of the tensor, of amax {explain.decimal(amax)}",
-        "expected": scale.scale_text(int(expected), "scale_inv"),
-        "got": scale.scale_text(int(bits), "scale_inv"),
+        "vector": f"scale_inv of {whose}, of amax {explain.decimal(np.ravel(amaxes)[i])}",
+        "expected": scale.scale_text(int(expected[i]), "scale_inv"),
+        "got": scale.scale_text(int(bits[i]), "scale_inv"),
         "rule": f"{rule}. The scales of blocks follow from it.",
     }
 

@@ -354,8 +354,20 @@ def _by_blocks(a: Quantized, b: Quantized, block: int, plan, epilogue: Epilogue)
         # [M, N], [M, 1] and [1, N]
         x, y = _factors(acc, left[:, i, None], right[None, :, i], epilogue)
         total = sums.multiply_add(x, y, total) if epilogue.scale == "product" else total + x * y
-    tensor_scales = [q.tensor_scale_inv for q in (a, b) if q.tensor_scale_inv is not None]
-    return total * np.prod(tensor_scales, dtype=np.float32) if tensor_scales else total
+    return _by_tensor_scales(total, a.tensor_scale_inv, b.tensor_scale_inv)
+
+
+def _by_tensor_scales(
+    total: np.ndarray, left: np.ndarray | None, right: np.ndarray | None
+) -> np.ndarray:
+    """The sum times the scales of the tensors or their rows, [M, 1] and [N, 1] (S-22): by their
+    product, unless both are of rows; then by a's, and by b's."""
+    if left is None or right is None:
+        scale = left if right is None else right.T
+        return total if scale is None else total * scale
+    if np.ndim(left) and np.ndim(right):  # [M, N], [M, 1] and [1, N]
+        return total * left * right.T
+    return total * (left * right.T)
 
 
 def _check(a: Quantized, b: Quantized, epilogue: Epilogue, out_dtype: Format) -> int | None:

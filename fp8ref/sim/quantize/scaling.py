@@ -47,7 +47,6 @@ from fp8ref.spec.granularity import Blocks
 
 __all__ = ["Scales", "amax", "dequantize", "quantize", "quantize_with", "scale_from_amax"]
 
-_FOUR_BITS = ("nvfp4_1x16", "nvfp4_16x16")
 _PIECE = 1 << 18  # elements whose float32 bits are held at a time
 
 
@@ -60,7 +59,8 @@ class Quantized(NamedTuple):
     fmt, granularity, axis
                  how it was quantized; axis is the reduced one.
     tensor_scale_inv
-                 float32 (), of two levels of scales (S-22): it multiplies out too; None: one level.
+                 float32 (), or a row's [M, 1], of two levels of scales (S-22): it multiplies out
+                 too; None: one level.
     """
 
     codes: np.ndarray
@@ -115,7 +115,7 @@ def quantize(
     Units:    x ~ decode(codes) * scale_inv.
     Order:    amax; scale; RN32(f32(x) * scale); clip to +-fmt.max; round; scale_inv = RN32(1 /
               scale). A policy that stores scale_inv divides by it instead (S-13). One of two levels
-              makes scales from the amaxes of a block and of the tensor (S-22).
+              makes scales from the amaxes of a block and of the tensor or row (S-22).
     Specials: -0 kept. Policy ``torchao``: zero amax -> codes 0; NaN anywhere in a group -> all its
               codes NaN; Inf -> scale 0: finite -> +-0, Inf -> NaN. Other policies: S-10. A policy
               that would keep a previous scale takes 1 (S-11).
@@ -132,12 +132,15 @@ def quantize(
     if policy.two_level is None:
         scales = scales_from_amax(block_amaxes, fmt, policy)
     else:
-        levels = two_level.scales_from_amaxes(block_amaxes, amax(x), fmt, policy)
-        if policy.two_level.error:
-            errors.one_of("granularity of four over six", granularity, _FOUR_BITS)
-            levels = two_level.four_over_six(x, block_amaxes, amax(x), policy, axis)
+        rule = policy.two_level
+        if rule.error or rule.tensor_granularity == "rowwise":
+            errors.one_of(f"granularity of {policy.name}", granularity, rule.granularities)
+        tensor_amax = amax(x, rule.tensor_granularity, axis=axis)
+        levels = two_level.scales_from_amaxes(block_amaxes, tensor_amax, fmt, policy)
+        if rule.error:
+            levels = two_level.four_over_six(x, block_amaxes, tensor_amax, policy, axis)
         scales = Scales(levels.scale, levels.scale_inv)
-        if policy.two_level.tensor != "none":
+        if rule.tensor != "none":
             tensor_scale_inv = levels.tensor_scale_inv
     blocks = granularities.lengths(granularity, x.ndim, axis)
     codes = quantize_blocks(
@@ -340,8 +343,14 @@ def check_scales(q: Quantized, name: str = "operand") -> None:
         )
     if q.tensor_scale_inv is not None:
         scale = magnitudes(q.tensor_scale_inv, "tensor_scale_inv")
-        if scale.shape != ():
-            raise ValueError(f"tensor_scale_inv has shape (); got {scale.shape} in {name}.")
+        shapes: list[tuple[int, ...]] = [()]
+        if q.granularity == "nvfp4_1x16":
+            shapes.append(granularities.scale_shape("rowwise", q.codes.shape, q.axis))
+        if scale.shape not in shapes:
+            raise ValueError(
+                f"tensor_scale_inv has shape {' or '.join(map(str, shapes))}; got {scale.shape} in "
+                f"{name}."
+            )
     nan = np.isnan(q.scale_inv)
     if nan.any() and q.fmt.has_nan:
         values = cast.decode(q.codes, q.fmt)

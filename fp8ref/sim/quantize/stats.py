@@ -329,6 +329,9 @@ def reduce_groups(
             else slice(start // block, -(-min(start + rows, len(x)) // block))
         )
         slab = q._replace(codes=codes[part], scale=q.scale[scales], scale_inv=q.scale_inv[scales])
+        tensor = q.tensor_scale_inv
+        if tensor is not None and len(np.atleast_1d(tensor)) > 1:  # one for each row of the slab
+            slab = slab._replace(tensor_scale_inv=tensor[scales])
         for key, combine, values in measure(cast.exact(x[part]).astype(np.float32), slab):
             value = _reduce(values, combine, groups)
             if key in parts and groups[0] is None:

@@ -1,4 +1,4 @@
-"""Scales of blocks in an 8-bit format, under one float32 scale of the tensor (spec S-22).
+"""Scales of blocks in an 8-bit format, under a float32 scale of the tensor or row (spec S-22).
 
 Every product and quotient is rounded once to float32, in the order of the library that a policy is
 of. There is no compiled twin: scales are few.
@@ -25,7 +25,8 @@ class TwoLevelScales(NamedTuple):
 
     scale             float32 of the blocks' shape: a cast multiplies by it.
     scale_inv         float32 of that shape, numbers of e4m3fn: the scale of a block.
-    tensor_scale_inv  float32 (): x ~ decode(codes) * scale_inv * tensor_scale_inv.
+    tensor_scale_inv  float32 (), or a row's [M, 1]: x ~ decode(codes) * scale_inv *
+                      tensor_scale_inv.
     """
 
     scale: np.ndarray
@@ -44,7 +45,8 @@ def scales_from_amaxes(
     """The scales of blocks from their amaxes and the tensor's. Of four over six, those of blocks
     that are scaled to 6; with times 1.5, to 4.
 
-    Shapes:   amax float32 of the blocks' shape; tensor_amax float32 (); scales as
+    Shapes:   amax float32 of the blocks' shape; tensor_amax float32 (), or of a policy with scales
+              of rows the blocks' shape with 1 along the reduced axis; scales as
               ``TwoLevelScales``.
     Order:    ``encode``: S = min(RN(2688 / tensor_amax), float32's max), 1 where tensor_amax or S
               is 0; block = RN(amax * RN(S * RN(1/6))); scale = min(RN(1 / RN(block * RN(1/S))),
@@ -55,7 +57,7 @@ def scales_from_amaxes(
     Specials: as IEEE 754 computes these. A NaN amax gives NaN scales, a zero tensor NaN ones under
               ``decode``, and under ``encode`` blocks of 0 with float32's max as their scale.
     Raises:   ValueError: a fmt other than e2m1fn, a policy without two_level, amaxes as
-              ``scales.magnitudes``, or a tensor_amax that is not one number.
+              ``scales.magnitudes``, or a tensor_amax of another shape.
     Source:   next to each policy in ``fp8ref/policy.py``.
 
     >>> scales_from_amaxes(np.float32([6, 3]), np.float32(6)).scale_inv
@@ -69,15 +71,19 @@ def scales_from_amaxes(
             f"{fmt}, policy {policy.name!r}. Use scales.scales_from_amax."
         )
     amax, tensor = magnitudes(amax, "amax"), magnitudes(tensor_amax, "tensor_amax")
-    if tensor.shape != ():
+    shapes: list[tuple[int, ...]] = [()]
+    if rule.tensor_granularity == "rowwise":
+        shapes = [(*amax.shape[:i], 1, *amax.shape[i + 1 :]) for i in range(amax.ndim)]
+    if tensor.shape not in shapes:
         raise ValueError(
-            f"a tensor has one amax, of shape (); got {tensor.shape}. Use scaling.amax(x)."
+            f"{rule.tensor_granularity} amaxes of a tensor have shape "
+            f"{' or '.join(map(str, shapes))}; got {tensor.shape}. Use "
+            f"scaling.amax(x, {rule.tensor_granularity!r})."
         )
     unit, top = np.float32(1), np.float32(fmt.max)
     with np.errstate(divide="ignore", over="ignore", under="ignore", invalid="ignore"):
         if rule.tensor == "encode":
-            bounded = np.minimum(np.float32(rule.largest * fmt.max) / tensor, _LARGEST)
-            encode = np.where((tensor == 0) | (bounded == 0), unit, bounded)
+            encode = _encode_scale(tensor, rule)
             to_six = amax / top * encode if rule.error else amax * (encode * (unit / top))
             block = _block_scale(to_six * np.float32(times), rule)
             inverse = np.asarray(unit / encode)
@@ -93,6 +99,13 @@ def scales_from_amaxes(
     return TwoLevelScales(np.asarray(scale)[()], block, inverse.astype(np.float32)[()])
 
 
+def _encode_scale(tensor: np.ndarray, rule: policies.TwoLevel) -> np.ndarray:
+    """S, which multiplies into the range of the blocks' scales; float32 of the amaxes' shape."""
+    with np.errstate(divide="ignore", over="ignore", under="ignore", invalid="ignore"):
+        bounded = np.minimum(np.float32(rule.largest * E2M1FN.max) / tensor, _LARGEST)
+    return np.where((tensor == 0) | (bounded == 0), np.float32(1), bounded)
+
+
 def _block_scale(value: np.ndarray, rule: policies.TwoLevel) -> np.ndarray:
     """value, at least the rule's smallest, rounded to its format, saturating; float32."""
     raised = np.maximum(value, np.float32(rule.smallest))  # a NaN stays
@@ -104,9 +117,11 @@ def four_over_six(
 ) -> TwoLevelScales:
     """The scales of blocks of 16 along axis that four over six chooses (S-22).
 
-    Shapes:   x of one axis or more; amax float32 of the blocks' shape, of its rank.
+    Shapes:   x of one axis or more; amax float32 of the blocks' shape, of its rank; tensor_amax as
+              ``scales_from_amaxes``.
     Order:    of each scale and element e = RN(RN(RN(RN(q * block) * tensor_amax) / 6 largest) - x),
-              q = RN(x * scale) cast to e2m1fn; the sum of |e|, or of RN(e * e), along the block;
+              q = RN(x * scale) cast to e2m1fn; of the unit ``block`` e = RN(q * block - RN(x *
+              S)); the sum of |e|, or of RN(e * e), along the block;
               of a block of 16 rows, rows 8 apart are added, then 4, 2 and 1 apart. A block is
               scaled to 4 where that sum is smaller.
     """
@@ -118,15 +133,23 @@ def four_over_six(
     rows = 1 if lines.shape[-2] == grid.shape[-2] else 16
     missing = [(0, 0)] * (lines.ndim - 2) + [(0, -lines.shape[-2] % rows), (0, 0)]
     blocks = np.pad(lines, missing).reshape(*grid.shape[:-1], rows, grid.shape[-1], 16)
+
+    def by_block(scale: np.ndarray) -> np.ndarray:
+        """A scale of each block, to broadcast with blocks."""
+        scales = np.broadcast_to(scale, amax.shape)
+        return np.moveaxis(np.atleast_2d(scales), axis, -1)[..., None, :, None]
+
+    tensor, encode = by_block(tensor_amax), by_block(_encode_scale(tensor_amax, rule))
     both = [scales_from_amaxes(amax, tensor_amax, fmt, policy, times=t) for t in (1, 1.5)]
     sums = []
     with np.errstate(over="ignore", invalid="ignore"):
         for scales in both:
-            scale, block = (
-                np.moveaxis(np.atleast_2d(s), axis, -1)[..., None, :, None] for s in scales[:2]
-            )
+            scale, block = map(by_block, scales[:2])
             q = cast.round_to(np.clip(blocks * scale, -fmt.max, fmt.max), fmt, saturate=True)
-            e = q * block * tensor_amax / np.float32(fmt.max * rule.largest) - blocks
+            if rule.error_unit == "block":
+                e = q * block - blocks * encode
+            else:
+                e = q * block * tensor / np.float32(fmt.max * rule.largest) - blocks
             e = np.abs(e) if rule.error == "mae" else e * e
             sums.append(_sum_of_blocks(e))
     to_four = np.moveaxis(sums[1] < sums[0], -1, axis).reshape(amax.shape)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.quantize.fp4_libraries import (
+    four_over_six,
     torchao_mx,
     torchao_nvfp4,
     torchao_nvfp4_one_level,
@@ -33,6 +34,27 @@ def simulated(x, *, policy="te_nvfp4", granularity="nvfp4_1x16", axis=-1, packed
         (torchao_nvfp4_one_level, "torchao_nvfp4_one_level", "nvfp4_1x16"),
         (transformer_engine, "te_nvfp4", "nvfp4_1x16"),
         (lambda x: transformer_engine(x, 16), "te_nvfp4", "nvfp4_16x16"),
+        (lambda x: transformer_engine(x, row_scaled=True), "te_nvfp4_row", "nvfp4_1x16"),
+        (
+            lambda x: four_over_six(x, 1, "mae", 256, row_scaled=True)[:2],
+            "te_nvfp4_row_4over6",
+            "nvfp4_1x16",
+        ),
+        *(
+            (
+                lambda x, rows=rows, error=error, fast=fast: four_over_six(
+                    x, rows, error, 256, fast_math=bool(fast)
+                )[:2],
+                f"te_nvfp4_4over6{'_mse' * (error == 'mse')}{fast}",
+                f"nvfp4_{rows}x16",
+            )
+            for rows, error, fast in (
+                (1, "mae", ""),
+                (1, "mae", "_fast"),
+                (16, "mae", "_fast"),
+                (1, "mse", "_fast"),
+            )
+        ),
         *(
             (torchao_mx(mode), f"mx_{mode}", "mx_1x32")
             for mode in ("floor", "ceil", "even", "rceil")
@@ -51,6 +73,9 @@ def test_libraries_are_identified(function, policy, granularity):  # S-22, S-14
     assert outcome.found["rounding"] == "nearest_even"
     assert outcome.found["packing"] == "low first"
     assert None not in outcome.found["scales"].values()
+    if "nvfp4" in policy:  # a square is one along both axes; no other policy agrees
+        others = {words.partition(" ")[0] for words in outcome.findings[2].others}
+        assert others <= {policy}
 
 
 def swapped(x):

@@ -338,6 +338,19 @@ def nvfp4(
     return f"{','.join(f'{c:X}' for c in code(codes.ravel()))} {join(made.view(np.uint32), 32)}"
 
 
+def nvfp4_rows(shape: str, numbers: str, *, swapped: bool = False) -> str:
+    """The same of each row under a scale of its own; the rows' scales last, in order or swapped."""
+    codes, scales = [], []
+    words = numbers.split(",")
+    for row in range(3):
+        line, made = nvfp4(shape, ",".join(words[64 * row : 64 * row + 64])).split(" ")
+        codes.append(line)
+        scales.append(made.split(","))
+    blocks = [word for made in scales for word in made[:-1]]
+    tensors = [made[-1] for made in (scales[::-1] if swapped else scales)]
+    return f"{','.join(codes)} {','.join(blocks + tensors)}"
+
+
 def test_a_quantizer_to_nvfp4():  # S-22
     settings = {
         "format": "e2m1fn",
@@ -362,6 +375,15 @@ def test_a_quantizer_to_nvfp4():  # S-22
         assert "S-22" in verdict.first[0]["rule"] or "S-5" in verdict.first[0]["rule"]
     with pytest.raises(ValueError, match="are compared as scale_inv"):
         judged("quantize", settings, nvfp4)
+    settings |= {"policy": "te_nvfp4_row", "shape": "3,64"}
+    assert judged("quantize", settings, nvfp4_rows, made="scale_inv").ok
+    planted = judged(
+        "quantize", settings, lambda *f: nvfp4_rows(*f, swapped=True), made="scale_inv"
+    )
+    assert "scale_inv of row [" in planted.first[0]["vector"]
+    with pytest.raises(ValueError, match=r"got granularity 'nvfp4_16x16'\. Use nvfp4_1x16\.$"):
+        Quantize(**settings | {"granularity": "nvfp4_16x16"})
+    settings["policy"] = "te_nvfp4"
     with pytest.raises(ValueError, match="policy 'te_nvfp4' is of e2m1fn; got 'e4m3fn'"):
         Quantize(**settings | {"format": "e4m3fn"})
     for granularity in ("rowwise", "tensorwise", "mx_1x32"):

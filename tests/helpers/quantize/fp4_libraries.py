@@ -33,10 +33,10 @@ def torchao_mx(mode):
     return quantize
 
 
-def transformer_engine(x, rows=1):
+def transformer_engine(x, rows=1, row_scaled=False):
     """TransformerEngine, pytorch/custom_recipes/reference_nvfp4.py: _quantize_blockwise_reference
     and cast_to_fp4x2 (commit d0067d0d), of blocks of rows x 16: (pairs of codes, scales of blocks,
-    a row each, the amax of the tensor)."""
+    a row each, the amax of the tensor, or those of its rows under row_scaled_nvfp4)."""
     m, n = x.shape
     x = x.float()
     blocks = (
@@ -47,7 +47,7 @@ def transformer_engine(x, rows=1):
         .unsqueeze(-1)
     )
     top, largest = torch.tensor(6.0), torch.tensor(TOP)
-    amax = x.abs().max()
+    amax = x.abs().amax(1).view(m, 1, 1) if row_scaled else x.abs().max()
     encode = torch.minimum(torch.tensor(448.0) * top / amax, largest)
     # of a zero amax in core_nvfp4.cuh
     encode = torch.where((encode == 0) | (amax == 0), torch.tensor(1.0), encode)
@@ -59,16 +59,20 @@ def transformer_engine(x, rows=1):
     )
     by = torch.minimum(torch.div(1.0, scale.float() * decode), largest)
     scaled = (x.view(m, n // 16, 16) * by).clamp(-6, 6).reshape(m, n)
-    return pairs(scaled), scale.squeeze(-1), amax
+    return pairs(scaled), scale.squeeze(-1), amax.flatten() if row_scaled else amax
 
 
-def four_over_six(x, rows, error, largest):
+def four_over_six(x, rows, error, largest, *, fast_math=False, row_scaled=False):
     """TransformerEngine, pytorch/custom_recipes/reference_nvfp4.py:
-    _quantize_blockwise_4over6_reference (commit d0067d0d): (pairs of codes, scales, a row each)."""
+    _quantize_blockwise_4over6_reference (commit d0067d0d): (pairs of codes, scales, a row each).
+
+    fast_math  accumulate_fp16_scaled_error_pair of quantize_4over6_nvfp4.cuh: float16 products.
+    """
     m, n = x.shape
     blocks, top = x.float().view(m, n // 16, 16), torch.tensor(6.0)
     amaxes = blocks.abs().amax(-1).view(m // rows, rows, -1).amax(1).repeat_interleave(rows, 0)
-    amax, biggest = x.abs().max().float(), torch.tensor(TOP)
+    amax = x.abs().amax(1, keepdim=True).float() if row_scaled else x.abs().max().float()
+    biggest = torch.tensor(TOP)
     encode = torch.minimum(torch.tensor(float(largest)) * top / amax, biggest)
     base = torch.div(amaxes, top) * encode
     made = {}
@@ -79,7 +83,11 @@ def four_over_six(x, rows, error, largest):
         read = values(codes).view(m, n // 16, 16)
         total = torch.zeros(m, n // 16)
         for i in range(16):
-            diff = read[:, :, i] * scale.float() * amax / (top * largest) - blocks[:, :, i]
+            if fast_math:
+                candidate = (read[:, :, i].half() * scale.half()).float()
+                diff = candidate - blocks[:, :, i] * encode
+            else:
+                diff = read[:, :, i] * scale.float() * amax / (top * largest) - blocks[:, :, i]
             total = total + (diff * diff if error == "mse" else diff.abs())
         if rows == 16:
             by_row = total.view(m // 16, 16, -1)

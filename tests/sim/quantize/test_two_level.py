@@ -13,6 +13,7 @@ from helpers.quantize.fp4_libraries import (
     transformer_engine,
 )
 
+from fp8ref.conformance.inputs import fp4_inputs
 from fp8ref.formats import BFLOAT16, E2M1FN, E4M3FN
 from fp8ref.policy import FP4_POLICIES, ScalePolicy, TwoLevel
 from fp8ref.sim.gemm import gemm
@@ -92,6 +93,87 @@ def test_te_nvfp4_is_its_sources(granularity, rows, rng):  # S-22
             np.testing.assert_allclose(
                 q.tensor_scale_inv, amax.numpy() / np.float32(2688), rtol=2.0**-22, atol=0
             )
+
+
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_rows_with_a_scale_each_are_transformer_engines(axis, rng):  # S-22
+    for x in (*tensors(rng), np.zeros((16, 32), np.float32)):
+        codes, scale, amax = transformer_engine(torch.from_numpy(x), row_scaled=True)
+        q = scaling.quantize(
+            x if axis else x.T, E2M1FN, granularity="nvfp4_1x16", policy="te_nvfp4_row", axis=axis
+        )
+        if axis == 0:
+            fields = {name: getattr(q, name).T for name in ("codes", "scale", "scale_inv")}
+            q = q._replace(axis=-1, tensor_scale_inv=q.tensor_scale_inv.T, **fields)
+        assert_equal(x, q, codes.numpy(), scale.float().numpy())
+        assert q.tensor_scale_inv.shape == (len(x), 1)
+        for i in (0, 20 % len(x)):  # a row alone is a tensor
+            alone = scaling.quantize(
+                x[i : i + 1], E2M1FN, granularity="nvfp4_1x16", policy="te_nvfp4"
+            )
+            np.testing.assert_array_equal(q.codes[i : i + 1], alone.codes)
+            np.testing.assert_array_equal(q.tensor_scale_inv[i, 0], alone.tensor_scale_inv)
+            np.testing.assert_array_equal(
+                scaling.dequantize(q)[i : i + 1], scaling.dequantize(alone)
+            )
+        large = amax.numpy() > 2.0**-110  # as of one amax, above
+        np.testing.assert_allclose(
+            q.tensor_scale_inv[large, 0],
+            amax.numpy()[large] / np.float32(2688),
+            rtol=2.0**-22,
+            atol=0,
+        )
+
+
+@pytest.mark.parametrize("policy", ["te_nvfp4_row", "te_nvfp4_row_4over6"])
+@pytest.mark.parametrize("axis", [-1, 1, 0])
+def test_a_row_of_a_batch_has_the_scales_that_it_has_alone(policy, axis, rng):  # S-6, S-22
+    x = rng.standard_normal((48, 32, 16)) * np.exp2(rng.integers(-9, 9, (1, 1, 16)))
+    x = x.astype(np.float32)
+    options = {"granularity": "nvfp4_1x16", "policy": policy}
+    q = scaling.quantize(x, E2M1FN, axis=axis, **options)
+    assert q.tensor_scale_inv.shape == x.max(axis=axis, keepdims=True).shape
+    alone = scaling.quantize(np.moveaxis(x, axis, -1)[2, 5], E2M1FN, **options)
+    np.testing.assert_array_equal(np.moveaxis(q.codes, axis, -1)[2, 5], alone.codes)
+    np.testing.assert_array_equal(
+        np.moveaxis(q.tensor_scale_inv, axis, -1)[2, 5], alone.tensor_scale_inv
+    )
+
+
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_statistics_in_slabs_of_rows(axis, rng, monkeypatch):  # Q-1, S-22
+    x = (rng.standard_normal((48, 32)) * np.exp2(rng.integers(-9, 9, (48, 1)))).astype(np.float32)
+    x = x if axis else np.ascontiguousarray(x.T)
+    q = scaling.quantize(x, E2M1FN, granularity="nvfp4_1x16", policy="te_nvfp4_row", axis=axis)
+    noise = ((scaling.dequantize(q).astype(float) - x) ** 2).sum()
+    for elements in (stats.SLAB, 64):
+        monkeypatch.setattr(stats, "SLAB", elements)
+        assert stats.statistics(x, q).noise == pytest.approx(noise)
+
+
+@pytest.mark.parametrize("unit", ["input", "block"])
+@pytest.mark.parametrize("error", ["mae", "mse"])
+@pytest.mark.parametrize(("rows", "row_scaled"), [(1, False), (16, False), (1, True)])
+def test_fast_mathematics_and_rows_of_four_over_six(rows, row_scaled, error, unit, rng):  # S-22
+    of_rows = {"tensor_granularity": "rowwise"} if row_scaled else {}
+    levels = TwoLevel(tensor="encode", error=error, largest=256, error_unit=unit, **of_rows)
+    policy = ScalePolicy(name="mine", two_level=levels)
+    if not row_scaled:
+        name = "te_nvfp4_4over6" + "_mse" * (error == "mse") + "_fast" * (unit == "block")
+        assert FP4_POLICIES[name].two_level == levels
+    options = {"fast_math": unit == "block", "row_scaled": row_scaled}
+    for x in (*tensors(rng), fp4_inputs.tensors("float32")["fours"]):
+        x[3] = 0
+        codes, scale, four = four_over_six(torch.from_numpy(x), rows, error, 256, **options)
+        q = scaling.quantize(x, E2M1FN, granularity=f"nvfp4_{rows}x16", policy=policy)
+        q = q._replace(
+            scale_inv=np.repeat(q.scale_inv, rows, axis=0),
+            scale=np.repeat(q.scale, rows, axis=0),
+            granularity="nvfp4_1x16",
+        )
+        assert_equal(x, q, codes.numpy(), scale.numpy())
+    # of ``fours`` the last: errors are equal in the input's unit, to 6
+    assert (four.float().mean() > 0.1) == (unit == "block")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -219,9 +301,20 @@ def test_a_gemm_scales_each_block_and_last_the_tensors(policy, rng):  # G-13, S-
             cast.decode(a.codes[:, part], E2M1FN) @ cast.decode(b.codes[:, part], E2M1FN).T
         ).astype(np.float32)
         total = total + acc * a.scale_inv[:, i : i + 1] * b.scale_inv[:, i : i + 1].T
-    expected = (
-        total if a.tensor_scale_inv is None else total * (a.tensor_scale_inv * b.tensor_scale_inv)
-    )
+    left, right = a.tensor_scale_inv, b.tensor_scale_inv
+    if left is None:
+        expected = total
+    elif not np.ndim(left):
+        expected = total * (left * right)
+    else:  # of rows [5, 1] and [7, 1]: one after the other
+        expected = total * left * right.T
+        one = np.float32(0.3)  # a scale of the tensor is multiplied first
+        mixed = gemm.matmul(a, b._replace(tensor_scale_inv=one))
+        np.testing.assert_array_equal(mixed, total * (left * one))
+        mixed = gemm.matmul(a._replace(tensor_scale_inv=one), b)
+        np.testing.assert_array_equal(mixed, total * (one * right).T)
+        alone = gemm.matmul(a._replace(tensor_scale_inv=None), b)
+        np.testing.assert_array_equal(alone, total * right.T)
     np.testing.assert_array_equal(gemm.matmul(a, b), expected)
     with pytest.raises(ValueError, match="tensor cores multiply e4m3fn and e5m2; got e2m1fn"):
         gemm.matmul(a, b, accumulate="hopper_fast")
@@ -255,8 +348,11 @@ def test_errors():  # S-22
         )
     with pytest.raises(ValueError, match=r"two-level scales need e2m1fn.*policy 'torchao'"):
         two_level.scales_from_amaxes(np.float32([1]), np.float32(1), policy="torchao")
-    with pytest.raises(ValueError, match=r"one amax, of shape \(\); got \(1,\)"):
+    with pytest.raises(ValueError, match=r"^tensorwise amaxes .* shape \(\); got \(1,\)"):
         two_level.scales_from_amaxes(np.float32([1]), np.float32([1]))
+    for wrong in (np.float32(1), np.ones((3, 2), np.float32), np.ones(3, np.float32)):
+        with pytest.raises(ValueError, match=r"^rowwise amaxes .* \(1, 2\) or \(3, 1\); got"):
+            two_level.scales_from_amaxes(np.ones((3, 2), np.float32), wrong, policy="te_nvfp4_row")
     with pytest.raises(ValueError, match=r"with two_level .* takes no other decision; got margin"):
         ScalePolicy(name="mine", margin=1, two_level=TwoLevel(tensor="none"))
     for wrong in (
@@ -271,15 +367,23 @@ def test_errors():  # S-22
         ({"tensor": "decode", "error": "mae"}, "error is one of"),
         ({"tensor": "encode", "largest": 240}, "largest is one of 448, 256"),
         ({"tensor": "none", "largest": 256}, "largest is one of 448"),
+        ({"tensor": "encode", "error_unit": "block"}, "error_unit is one of input; got 'block'"),
+        (
+            {"tensor": "decode", "tensor_granularity": "rowwise"},
+            "tensor_granularity is one of tensorwise; got 'rowwise'",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             TwoLevel(**wrong)
-    with pytest.raises(ValueError, match="granularity of four over six is one of nvfp4_1x16"):
-        scaling.quantize(
-            np.ones((16, 16), np.float32), E2M1FN, granularity="rowwise", policy="te_nvfp4_4over6"
-        )
+    for policy, granularity in (("te_nvfp4_4over6", "rowwise"), ("te_nvfp4_row", "nvfp4_16x16")):
+        with pytest.raises(ValueError, match=f"granularity of {policy} is one of nvfp4_1x16"):
+            scaling.quantize(
+                np.ones((16, 16), np.float32), E2M1FN, granularity=granularity, policy=policy
+            )
     q = scaling.quantize(
         np.ones((1, 16), np.float32), E2M1FN, granularity="nvfp4_1x16", policy="te_nvfp4"
     )
-    with pytest.raises(ValueError, match=r"tensor_scale_inv has shape \(\)"):
+    with pytest.raises(
+        ValueError, match=r"tensor_scale_inv has shape \(\) or \(1, 1\); got \(1,\)"
+    ):
         scaling.dequantize(q._replace(tensor_scale_inv=np.ones(1, np.float32)))
