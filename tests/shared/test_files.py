@@ -21,6 +21,7 @@ from helpers.training import made_runs
 from helpers.training.fakes import FakeTrainer
 from safetensors.numpy import save_file
 
+from fp8ref.checkpoints.tensors import INDEX
 from fp8ref.conformance.gemm import recording as gemm_recording
 from fp8ref.conformance.vectors import format as vectors
 from fp8ref.estimate import gpu_rates
@@ -328,7 +329,7 @@ def of_weights(name):
         save_file(
             {"a": np.zeros(2, np.float32)}, folder / "model.safetensors", metadata={"format": "pt"}
         )
-        (folder / export.INDEX).write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+        (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
         return folder / name, lambda: export.read(folder, small.model)
 
     return make
@@ -401,7 +402,7 @@ READERS = {
     "architecture": of_architecture,
     "config.json": of_weights("config.json"),
     "weights to ablate": of_start,
-    "index": of_weights(export.INDEX),
+    "index": of_weights(INDEX),
     "safetensors": of_weights("model.safetensors"),
     "vectors": of_vectors,
 }

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from fp8ref.checkpoints import tensors
+from fp8ref.checkpoints.tensors import StoredTensor
 from fp8ref.shared import files
 from fp8ref.shared.errors import ConfigError, require
 from fp8ref.spec import llama
@@ -27,9 +28,6 @@ from fp8ref.train.run.checkpoint import Checkpoint
 __all__ = ["export", "read"]
 
 LARGEST = 5 * 2**30  # the most bytes of a file, unless a single tensor is larger
-
-INDEX = "model.safetensors.index.json"
-"""The file that says which file holds which tensor, where there are several."""
 
 OURS = {
     "moe_intermediate_size": "intermediate_size",
@@ -51,13 +49,6 @@ REQUIRED = (
     "vocab_size",
 )
 """Keys of a config.json that describe its model: transformers' defaults are of another."""
-
-DTYPES = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
-"""{dtype in safetensors: NumPy's}; safetensors finds bfloat16 where ml_dtypes has defined it."""
 
 
 def export(
@@ -187,22 +178,24 @@ def _read(
 class StoredWeight:
     """A tensor of a safetensors file as float32, exactly; only the piece asked for is read."""
 
-    path: Path
-    name: str
-    shape: tuple[int, ...]
+    tensor: StoredTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        return self.tensor.shape
 
     def __getitem__(self, index) -> np.ndarray:
         """float32 values at slices; ... is the whole.
 
         Raises:   ConfigError: values that are not finite.
         """
-        with _opened(self.path) as file:
-            piece = file.get_slice(self.name)[index].astype(np.float32)
+        piece = self.tensor[index].astype(np.float32)
         slices = index if isinstance(index, tuple) else ()
         try:
-            llama.check_finite(self.name, piece, [s.start or 0 for s in slices] or None)
+            llama.check_finite(self.tensor.name, piece, [s.start or 0 for s in slices] or None)
         except ValueError as error:
-            raise ConfigError(f"run.init_from {self.path.parent}: {error}") from error
+            raise ConfigError(f"run.init_from {self.tensor.path.parent}: {error}") from error
         return piece
 
 
@@ -236,23 +229,17 @@ def stored(path: Path) -> dict[str, llama.Weight]:
 
     Raises:   ConfigError: none, or damaged ones; other dtypes than float32, float16 and bfloat16.
     """
-    index = path / INDEX
     try:
-        if index.is_file():
-            names = sorted(set(files.read_object(index)["weight_map"].values()), key=str)
-        else:
-            names = ["model.safetensors"]
-        weights: dict[str, llama.Weight] = {}
-        for name in names:
-            text = f"{INDEX} has {name!r}, and names a file of its own directory"
-            require(isinstance(name, str) and Path(name).name == name, text)
-            weights |= _stored(path / name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        weights = tensors.stored(path)
+        for name, weight in weights.items():
+            text = f"{name} is {weight.dtype}; weights are float32, float16 or bfloat16"
+            require(weight.dtype in ("F32", "F16", "BF16"), text)
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"run.init_from {path}: {error}. It holds weights in safetensors; pickled ones are "
-            "never read."
+            f"run.init_from {path}: {str(error).rstrip('.')}. It holds weights in safetensors; "
+            "pickled ones are never read."
         ) from error
-    return weights
+    return {name: StoredWeight(weight) for name, weight in weights.items()}
 
 
 def _write(out: Path, config: Config, weights: Iterator[tuple[str, np.ndarray]]) -> None:
@@ -291,7 +278,7 @@ def _write(out: Path, config: Config, weights: Iterator[tuple[str, np.ndarray]])
             "metadata": {"total_size": total},
             "weight_map": {name: renamed[file] for name, file in places.items()},
         }
-        (out / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+        (out / tensors.INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     (out / "config.json").write_text(
         json.dumps(_hugging_face(config), indent=1) + "\n", encoding="utf-8"
     )
@@ -370,23 +357,3 @@ def _check_config(path: Path, model: LlamaConfig) -> None:
                 f"{default if has is None else f'{key} {has!r}'}; model.{ours} is "
                 f"{expected[key]!r}. Make them equal."
             )
-
-
-def _stored(path: Path) -> dict[str, llama.Weight]:
-    """The tensors of a file by name."""
-    weights: dict[str, llama.Weight] = {}
-    with _opened(path) as file:
-        for name in file.keys():  # noqa: SIM118
-            tensor = file.get_slice(name)
-            if tensor.get_dtype() not in DTYPES:
-                raise ConfigError(
-                    f"{path.name}: {name} is {tensor.get_dtype()}; weights are float32, float16 "
-                    "or bfloat16"
-                )
-            weights[name] = StoredWeight(path, name, tuple(tensor.get_shape()))
-    return weights
-
-
-def _opened(path: Path) -> safe_open:
-    files.open_regular(path).close()  # safe_open would wait for the writer of a pipe
-    return safe_open(path, framework="numpy")

@@ -261,7 +261,7 @@ def test_weights_that_are_not_finite_are_named(tmp_path, small):
 def test_a_piece_of_a_stored_weight_is_read_alone(tmp_path, small, dtype):  # K-7
     value = torch.randn(4096, 512).to(dtype)
     save_torch_file({"w": value}, tmp_path / "w.safetensors")
-    stored = export._stored(tmp_path / "w.safetensors")["w"]
+    stored = export.stored(tmp_path / "w.safetensors")["w"]
     tracemalloc.start()
     piece = stored[slice(1024, 1026), slice(None)]
     _, peak = tracemalloc.get_traced_memory()
