@@ -115,9 +115,10 @@ def stored(path: Path, warn: Callable[[str], None] | None = None) -> dict[str, S
     except (TypeError, ValueError) as error:
         raise ValueError(f"{INDEX}: {error}.") from error
     tensors: dict[str, StoredTensor] = {}
-    for name in sorted(set(places.values()), key=str):
+    for name in places.values():
         text = f"{INDEX} names {name!r}; it names files of its own directory."
         require(isinstance(name, str) and Path(name).name == name, text)
+    for name in sorted(set(places.values())):
         tensors |= _in_file(path / name)
     for what, names in (
         ("is in the index, and in no file", places.keys() - tensors.keys()),
