@@ -347,7 +347,8 @@ def nvfp4_rows(shape: str, numbers: str, *, swapped: bool = False) -> str:
         codes.append(line)
         scales.append(made.split(","))
     blocks = [word for made in scales for word in made[:-1]]
-    tensors = [made[-1] for made in (scales[::-1] if swapped else scales)]
+    tensors = [made[-1] for made in scales]
+    tensors = [tensors[i] for i in ((0, 2, 1) if swapped else (0, 1, 2))]
     return f"{','.join(codes)} {','.join(blocks + tensors)}"
 
 
