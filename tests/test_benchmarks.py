@@ -72,7 +72,7 @@ def test_engines_of_one_rule_have_one_policy_and_rules_that_differ_have_not():
     """Every pair differs in codes or in what is quantized, but the floor, which no block reaches."""
     same, floor, *others = rollout.PAIRS.values()
     assert same[0] == same[1]
-    weight = np.random.default_rng(0).standard_normal((128, 128)).astype(np.float32)
+    weight = np.random.default_rng(0).standard_normal((512, 512)).astype(np.float32)
     for trainer, engine in (floor, *others):
         sides = [
             rollout.quantized(torch.from_numpy(weight), side.weight).numpy()

@@ -54,7 +54,7 @@ class Section:
         return f"{expert}block ({self.rows + row}, {column})"
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)
 def magnitudes(fmt: Format) -> np.ndarray:
     """|number| of each code of a format, float64 [256]; NaN of NaN, and of no code."""
     numbers = np.full(256, np.nan)
@@ -62,7 +62,7 @@ def magnitudes(fmt: Format) -> np.ndarray:
     return numbers
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)
 def _tables(fmt: Format) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
     """Of each byte the rank of its largest number, their sum in ``unit``, the codes, and unit."""
     numbers = np.nan_to_num(magnitudes(fmt), nan=0.0, posinf=0.0)

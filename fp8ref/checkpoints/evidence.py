@@ -253,7 +253,7 @@ def _at_a_floor(scales: np.ndarray, fmt: Format, two_level: bool) -> np.ndarray:
     return at
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)
 def _floors(fmt: Format) -> np.ndarray:
     """The scales of a zero amax by the policies that have a least one."""
     zero = np.zeros(1, np.float32)

@@ -12,6 +12,7 @@ from fp8ref import formats
 from fp8ref import policy as policies
 from fp8ref.formats import E2M1FN, FLOAT32, Format
 from fp8ref.policy import ScalePolicy
+from fp8ref.shared.errors import require
 from fp8ref.sim.quantize import cast
 from fp8ref.sim.quantize.scales import magnitudes
 
@@ -71,15 +72,7 @@ def scales_from_amaxes(
             f"{fmt}, policy {policy.name!r}. Use scales.scales_from_amax."
         )
     amax, tensor = magnitudes(amax, "amax"), magnitudes(tensor_amax, "tensor_amax")
-    shapes: list[tuple[int, ...]] = [()]
-    if rule.tensor_granularity == "rowwise":
-        shapes = [(*amax.shape[:i], 1, *amax.shape[i + 1 :]) for i in range(amax.ndim)]
-    if tensor.shape not in shapes:
-        raise ValueError(
-            f"{rule.tensor_granularity} amaxes of a tensor have shape "
-            f"{' or '.join(map(str, shapes))}; got {tensor.shape}. Use "
-            f"scaling.amax(x, {rule.tensor_granularity!r})."
-        )
+    _check_shape(tensor.shape, amax.shape, rule)
     unit, top = np.float32(1), np.float32(fmt.max)
     with np.errstate(divide="ignore", over="ignore", under="ignore", invalid="ignore"):
         if rule.tensor == "encode":
@@ -97,6 +90,19 @@ def scales_from_amaxes(
             block = _block_scale(amax / top / inverse, rule)
             scale = unit / inverse / block
     return TwoLevelScales(np.asarray(scale)[()], block, inverse.astype(np.float32)[()])
+
+
+def _check_shape(tensor: tuple[int, ...], blocks: tuple[int, ...], rule: policies.TwoLevel) -> None:
+    """ValueError unless amaxes of a tensor or its rows have the shape of their granularity."""
+    shapes: list[tuple[int, ...]] = [()]
+    if rule.tensor_granularity == "rowwise":
+        shapes = [(*blocks[:i], 1, *blocks[i + 1 :]) for i in range(len(blocks))]
+    require(
+        tensor in shapes,
+        f"{rule.tensor_granularity} amaxes of a tensor have shape "
+        f"{' or '.join(map(str, shapes))}; got {tensor}. Use "
+        f"scaling.amax(x, {rule.tensor_granularity!r}).",
+    )
 
 
 def _encode_scale(tensor: np.ndarray, rule: policies.TwoLevel) -> np.ndarray:

@@ -226,7 +226,7 @@ def reworded(path, **keys) -> None:
             lambda p: (p / "model.safetensors.index.json").write_text(
                 '{"weight_map": {"a": "../b"}}'
             ),
-            r"\.\./b.*names a file of its own directory",
+            r"\.\./b.*names files of its own directory",
         ),
     ],
 )
