@@ -46,9 +46,8 @@ def scales_from_amaxes(
     """The scales of blocks from their amaxes and the tensor's. Of four over six, those of blocks
     that are scaled to 6; with times 1.5, to 4.
 
-    Shapes:   amax float32 of the blocks' shape; tensor_amax float32 (), or of a policy with scales
-              of rows the blocks' shape with 1 along the reduced axis; scales as
-              ``TwoLevelScales``.
+    Shapes:   amax float32 of the blocks' shape; tensor_amax float32 (), or rowwise with 1
+              in place of the reduced axis's blocks; scales as ``TwoLevelScales``.
     Order:    ``encode``: S = min(RN(2688 / tensor_amax), float32's max), 1 where tensor_amax or S
               is 0; block = RN(amax * RN(S * RN(1/6))); scale = min(RN(1 / RN(block * RN(1/S))),
               float32's max). ``decode``: T = RN(tensor_amax / 2688); block = RN(RN(amax / 6) / T);
@@ -82,11 +81,8 @@ def scales_from_amaxes(
             inverse = np.asarray(unit / encode)
             scale = np.minimum(unit / (block * inverse), _LARGEST)
         else:
-            inverse = np.asarray(
-                tensor / np.float32(rule.block_fmt.max * fmt.max)
-                if rule.tensor == "decode"
-                else unit
-            )
+            largest = np.float32(rule.block_fmt.max * fmt.max)
+            inverse = np.asarray(tensor / largest if rule.tensor == "decode" else unit)
             block = _block_scale(amax / top / inverse, rule)
             scale = unit / inverse / block
     return TwoLevelScales(np.asarray(scale)[()], block, inverse.astype(np.float32)[()])
