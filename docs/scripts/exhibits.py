@@ -69,6 +69,13 @@ def _of(name: str) -> tuple[Any, ...]:
     return importlib.import_module(f"museum.{name}").EXHIBITS
 
 
+UNSEEN = """\
+Names are learned from faults like these, so a fault of another kind is named less often. Of 62
+further public faults, collected in November 2026 without a look at the kit, it found 58 (94%) and
+named 25 (40%). What was learned from them is in the kit since: it finds 59 and names 38. Of a fault
+without a name it says the smallest input, what came out and what the specification expects."""
+
+
 def _shares() -> str:
     every = exhibits()
     found = sum(not one.missed for one in every)
@@ -76,7 +83,7 @@ def _shares() -> str:
     shares = f"({found / len(every):.0%})", f"({named / len(every):.0%})"
     return (
         f"Of {len(every)} faults the kit finds {found} {shares[0]}, and says the right cause of "
-        f"{named} {shares[1]}. It objects to no twin."
+        f"{named} {shares[1]}. It objects to no twin.\n\n{UNSEEN}"
     )
 
 
