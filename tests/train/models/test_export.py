@@ -311,6 +311,7 @@ def test_a_tokenizer_comes_along(exported, tmp_path, directory):
         ('{"model": {"vocab": {}}}', True),
         ("token = hunter2", False),
         ('{"token": "hunter2"}', False),
+        ('{"model": {"token": "hunter2"}}', False),
     ],
 )
 def test_the_runs_own_tokenizer_comes_along(exported, tmp_path, text, copied):
