@@ -100,9 +100,72 @@ class NeverReset(Scaling):
         super().record(self.largest)
 
 
+class Saved(Scaling):
+    """A state that a checkpoint saves and loads."""
+
+    def save(self):
+        return {"history": list(self.history), "scale": self.scale}
+
+    def load(self, saved):
+        self.history, self.scale = list(saved["history"]), saved["scale"]
+
+
+class SavedReferences(Saved):
+    """The history and the scale are changed in place, and are saved without a copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.history, self.scale = np.array(self.history, F), np.ones(1, F)
+
+    def record(self, amax):
+        self.history[1:] = self.history[:-1].copy()
+        self.history[0] = amax
+        self.rescale(self.history.max())
+
+    def rescale(self, amax):
+        if amax:
+            self.scale[0] = F(min(448 / float(amax), MAX))
+
+    def save(self):
+        return {"history": self.history, "scale": self.scale}
+
+    def load(self, saved):
+        self.history, self.scale = saved["history"], saved["scale"]
+
+
+class SavedCopies(SavedReferences):
+    """The same with copies."""
+
+    def save(self):
+        return {key: array.copy() for key, array in super().save().items()}
+
+    def load(self, saved):
+        super().load({key: array.copy() for key, array in saved.items()})
+
+
+class ScaleAlone(Saved):
+    """A checkpoint restores the scale, and not the history."""
+
+    def load(self, saved):
+        self.scale = saved["scale"]
+
+
+class Clipped(Scaling):
+    """The amaxes are among the gradients, and are clipped with them."""
+
+    def record(self, amax):
+        super().record(min(amax, F(1)))
+
+
 def own_amax(shards):
     """Each rank has the amax of its own shard."""
     return [np.abs(shard).max(initial=0) for shard in shards]
+
+
+def pairs_of_ranks(shards):
+    """The amax is reduced over groups of two ranks."""
+    own = own_amax(shards)
+    return [np.max(own[i // 2 * 2 :][:2]) for i in range(len(own))]
 
 
 def largest_amax(shards):
@@ -189,5 +252,49 @@ EXHIBITS = (
         twin=largest_amax,
         ask=ask.sharded(),
         named="each rank has the amax of its own shard",
+    ),
+    Exhibit(
+        name="te-1723",
+        link=TE + "pull/1723",
+        library="Transformer Engine",
+        year=2025,
+        title="What is saved for a recomputation is a reference to the live state",
+        fault=SavedReferences,
+        twin=SavedCopies,
+        ask=ask.delayed(),
+        unnamed="after 1 step: save; amax 1; load: got 448 (0x43E00000), expected 1 (0x3F800000) (H-13)",
+    ),
+    Exhibit(
+        name="megatron-bridge-1730",
+        link="https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/1730",
+        library="Megatron-Bridge",
+        year=2026,
+        title="A checkpoint does not restore the history",
+        fault=ScaleAlone,
+        twin=Saved,
+        ask=ask.delayed(),
+        unnamed="after 2 steps: amax 2; save; load; amax 1: got 448 (0x43E00000), expected 224 (0x43600000) (H-13)",
+    ),
+    Exhibit(
+        name="maxtext-672",
+        link="https://github.com/AI-Hypercomputer/maxtext/pull/672",
+        library="MaxText",
+        year=2024,
+        title="Gradient clipping clips the amaxes",
+        fault=Clipped,
+        twin=Scaling,
+        ask=ask.delayed(),
+        named="an amax above 1 counts as 1",
+    ),
+    Exhibit(
+        name="te-852",
+        link=TE + "pull/852",
+        library="Transformer Engine",
+        year=2024,
+        title="The amax is reduced over another group of ranks",
+        fault=pairs_of_ranks,
+        twin=largest_amax,
+        ask=ask.sharded(),
+        named="pairs of ranks have the amax of the pair, not of all",
     ),
 )

@@ -109,6 +109,32 @@ def first_scale(a, b):
     return [product(*decoded(x, y)[:2]) * first * y.scale_inv.T for x, y in zip(a, b, strict=True)]
 
 
+def spilled_tiles(a, b, scale_a, scale_b, offs):
+    """Tiles of 64 rows are stored whole: the last one of a group overwrites the next group."""
+    y = empty(len(a), b.shape[1], 0)
+    for e, begin, end in reversed(list(groups(offs))):
+        for at in range(begin, end, 64):
+            rows = slice(at, at + 64)
+            y[rows] = right(a[rows], b[e], scale_a[rows], scale_b[e])
+    return y
+
+
+def without_scales(a, b, scale_a, scale_b, offs):
+    y = empty(len(a), b.shape[1], 0)
+    for e, begin, end in groups(offs):
+        y[begin:end] = product(a[begin:end], b[e])
+    return y
+
+
+def scale_of_first(a, b):
+    """Gate and up have a scale each, and are both multiplied by the gate's."""
+    first = b[0].scale_inv
+    return [
+        product(*decoded(x, y)[:2]) * np.atleast_1d(x.scale_inv) * np.atleast_1d(first)
+        for x, y in zip(a, b, strict=True)
+    ]
+
+
 PRIMUS = "https://github.com/AMD-AGI/Primus-Turbo/"
 FLASHINFER = "https://github.com/flashinfer-ai/flashinfer/"
 
@@ -189,5 +215,38 @@ EXHIBITS = (
         twin=scaled_by_group,
         ask=ask.grouped("rowwise", sizes=[32, 32], k=128),
         named="the first scale_inv of a for all",
+    ),
+    Exhibit(
+        name="deepgemm-268",
+        link="https://github.com/deepseek-ai/DeepGEMM/issues/268",
+        library="DeepGEMM",
+        year=2025,
+        title="A tile of 64 rows overwrites the next group's rows",
+        fault=spilled_tiles,
+        twin=by_offsets,
+        ask=ask.offsets(),
+        named="rows 0 to 4 are overwritten by the last tile of group 0",
+    ),
+    Exhibit(
+        name="zml-793",
+        link="https://github.com/zml/zml/pull/793",
+        library="zml",
+        year=2026,
+        title="The scales of experts are not used",
+        fault=without_scales,
+        twin=by_offsets,
+        ask=ask.offsets(),
+        named="is not scaled by scale_inv of a or b",
+    ),
+    Exhibit(
+        name="vllm-54974",
+        link="https://github.com/vllm-project/vllm/issues/54974",
+        library="vLLM",
+        year=2026,
+        title="Up is multiplied by the gate's scale",
+        fault=scale_of_first,
+        twin=scaled_by_group,
+        ask=ask.grouped("tensorwise", sizes=[32, 32], k=128),
+        named="scale_inv of b is that of another group",
     ),
 )

@@ -18,11 +18,14 @@ def adamw(
     v=(kept, kept),
     step=lambda t: t + 1,
     betas=lambda b1, b2: (b1, b2),
+    corrected=lambda b1, b2: (b1, b2),
+    gradient=lambda g, p, weight_decay: g,
     decayed=None,
     store_p=kept,
 ):
     """AdamW in float32, in the specification's order; the arguments are what the exhibits change:
-    how moments are stored and loaded, the step counted, weights decayed and kept."""
+    how moments are stored and loaded, the step counted, the betas of the averages and of the
+    corrections, the gradient, and how weights are decayed and kept."""
     (store_m, load_m), (store_v, load_v) = m, v
 
     def update(p, g, state, learning_rate, b1, b2, eps, weight_decay):
@@ -30,9 +33,11 @@ def adamw(
         m = np.zeros_like(p) if state is None else load_m(state["m"])
         v = np.zeros_like(p) if state is None else load_v(state["v"])
         own1, own2 = betas(b1, b2)
+        g = gradient(g, p, weight_decay)
         m = F(own1) * m + F(1 - own1) * g
         v = F(own2) * v + F(1 - own2) * (g * g)
-        i1, i2 = F(1 / (1 - b1**t)), F(1 / (1 - b2**t) ** 0.5)
+        c1, c2 = corrected(b1, b2)
+        i1, i2 = F(1 / (1 - c1**t)), F(1 / (1 - c2**t) ** 0.5)
         ratio = (m * i1) / (np.sqrt(v) * i2 + F(eps))
         if decayed is None:
             p = p - F(learning_rate) * (ratio + F(weight_decay) * p)
@@ -105,6 +110,15 @@ def decay_last(p, ratio, learning_rate, weight_decay):
     """The decay comes after the update."""
     p = p - F(learning_rate) * ratio
     return p * F(1 - learning_rate * weight_decay)
+
+
+def not_decayed(p, ratio, learning_rate, weight_decay):
+    return p - F(learning_rate) * ratio
+
+
+def coupled(g, p, weight_decay):
+    """The decay of Adam: it is added to the gradient."""
+    return g + F(weight_decay) * p
 
 
 def quantized(*, guarded):
@@ -246,5 +260,27 @@ EXHIBITS = (
         twin=quantized(guarded=True),
         ask=ask.optimizer("te"),
         named="m of a tensor without gradients is NaN, or has no finite scale",
+    ),
+    Exhibit(
+        name="tt-metal-53212",
+        link="https://github.com/tenstorrent/tt-metal/issues/53212",
+        library="tt-metal",
+        year=2026,
+        title="After a resume biases are corrected with other betas",
+        fault=adamw(corrected=lambda b1, b2: (0.9, 0.999)),
+        twin=ADAMW,
+        ask=ask.optimizer(),
+        named="biases are corrected with betas 0.9 and 0.999",
+    ),
+    Exhibit(
+        name="nntrainer-3527",
+        link="https://github.com/nntrainer/nntrainer/pull/3527",
+        library="NNTrainer",
+        year=2025,
+        title="AdamW decays weights as Adam does",
+        fault=adamw(gradient=coupled, decayed=not_decayed),
+        twin=ADAMW,
+        ask=ask.optimizer(),
+        named="It is Adam, not AdamW: the decay is added to the gradient",
     ),
 )

@@ -102,13 +102,14 @@ def rounded_afterwards(x):
     return saturated(np.asarray(x, F) / scale_inv), power(scale_inv)
 
 
-def nvfp4(x, *, elements):
-    """Transformer Engine's two levels; elements: (x in blocks, block amax, scale) -> scaled."""
+def nvfp4(x, *, elements, stored=saturated):
+    """Transformer Engine's two levels; elements: (x in blocks, block amax, scale) -> scaled;
+    stored: block scales -> e4m3."""
     x = blocks(np.asarray(x, F), 16)
     amax = np.abs(x).max(-1, keepdims=True)
     top = amax.max()
     tensor = F(1) if top == 0 else np.minimum(F(2688) / top, MAX)
-    scale_inv = saturated(amax * (tensor * SIXTH))
+    scale_inv = stored(amax * (tensor * SIXTH))
     scale = np.minimum(F(1) / (scale_inv.astype(F) * (F(1) / tensor)), MAX)
     y = elements(x, amax, scale)
     packed = np.clip(y, -6, 6).astype(E2M1).view(np.uint8).reshape(len(x), -1)
