@@ -229,14 +229,17 @@ FORMATS = {**NARROW_FORMATS, **{f.name: f for f in (E8M0FNU, BFLOAT16, FLOAT16, 
 """All formats by name: those of ``NARROW_FORMATS``, e8m0fnu, bfloat16, float16 and float32."""
 
 
+_DTYPE = re.compile(r"\bfloat\d_(\w+?)(_x2)?\b")
+
+
 def by_name(fmt: Format | str) -> Format:
     """The format of that name, or of a dtype such as torch.float8_e4m3fn or its name; a Format is
     returned as it is.
 
     Raises:   ValueError: another name, with the nearest; anything else.
     """
-    dtype = re.search(r"float\d_(\w+?)(_x2)?\b", str(fmt))
-    fmt = dtype[1] if dtype else fmt
+    if not isinstance(fmt, Format) and (dtype := _DTYPE.search(str(fmt))):
+        fmt = dtype[1]
     return registry.lookup("fmt is a Format or", FORMATS, fmt, Format)
 
 

@@ -87,9 +87,9 @@ class Audit(Result):
         alarms = sum(finding.alarm for finding in self.findings)
         notes = len(self.findings) - alarms
         kinds = {f.kind for f in self.findings if f.alarm}
-        found = f"{alarms:,} findings of {len(kinds)} kinds" if alarms else "nothing wrong"
+        verdict = f"{alarms:,} findings of {len(kinds)} kinds" if alarms else "nothing wrong"
         return (
-            f"{found} in {len(self.rows):,} quantized weights, {self.bytes_read / 1e9:.3g} GB; "
+            f"{verdict} in {len(self.rows):,} quantized weights, {self.bytes_read / 1e9:.3g} GB; "
             f"{notes:,} notes"
         )
 

@@ -66,20 +66,20 @@ def match(
         return int(codes.sum()) + int(scales.sum())
 
     matrix, rows, _ = next(weight.pieces(PIECE))
-    known = [rule for rule in before if _fits(weight, rule) and not differing(rule, matrix, rows)]
-    if not known:
+    fitting = [rule for rule in before if _fits(weight, rule) and not differing(rule, matrix, rows)]
+    if not fitting:
         counts = {rule: differing(rule, matrix, rows) for rule in _candidates(weight, original)}
         fewest = min(counts.values())
-        known = [rule for rule, count in counts.items() if count == fewest]
+        fitting = [rule for rule, count in counts.items() if count == fewest]
     best: Match | None = None
-    while known:
-        outcome = _all(weight, original, amaxes, known[0])
+    while fitting:
+        outcome = _all(weight, original, amaxes, fitting[0])
         if best is None or sum(outcome.counts[:2]) < sum(best.counts[:2]):
-            best = outcome._replace(rules=tuple(known))
+            best = outcome._replace(rules=tuple(fitting))
         if outcome.first is None:
             break
         # those that differ there too need no look at all rows
-        known = [rule for rule in known[1:] if not differing(rule, *outcome.first)]
+        fitting = [rule for rule in fitting[1:] if not differing(rule, *outcome.first)]
     assert best is not None
     return best
 

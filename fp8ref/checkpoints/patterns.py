@@ -160,8 +160,8 @@ def _modelopt(pattern: str, module: str) -> bool:
 
 
 def _vllm(pattern: str, module: str) -> bool:
-    experts, found, _ = module.partition(".experts")
-    return experts + found in pattern if found else module == pattern
+    layer, experts, _ = module.partition(".experts")
+    return layer + experts in pattern if experts else module == pattern
 
 
 def _sglang(pattern: str, module: str) -> bool:

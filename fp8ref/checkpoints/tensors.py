@@ -5,7 +5,7 @@ here that the bytes of a tensor are those of its dtype and shape. Nothing is exe
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +22,6 @@ __all__ = ["DTYPES", "FLOATS", "StoredTensor", "stored"]
 
 INDEX = "model.safetensors.index.json"
 """The file that says which file holds which tensor, where there are several."""
-
-PIECE = 2**26
-"""The most bytes of a piece of rows, unless a single row is larger."""
 
 FLOATS = {
     "F64": np.dtype(np.float64),
@@ -84,18 +81,6 @@ class StoredTensor:
         )
         return np.array(mapped[index])
 
-    def pieces(self, multiple: int = 1, most: int = PIECE) -> Iterator[tuple[slice, np.ndarray]]:
-        """(rows, piece) in order: so many rows of the first axis, a multiple, as fit ``most``
-        bytes; a scalar is one piece."""
-        if not self.shape:
-            yield slice(None), self[...]
-            return
-        row = self.nbytes // max(self.shape[0], 1)
-        count = max(most // max(row * multiple, 1), 1) * multiple
-        for first in range(0, self.shape[0], count):
-            rows = slice(first, min(first + count, self.shape[0]))
-            yield rows, self[rows]
-
 
 def stored(path: Path, warn: Callable[[str], None] | None = None) -> dict[str, StoredTensor]:
     """The tensors of a directory's safetensors, or of one file, by name. No tensor is read.
@@ -109,7 +94,10 @@ def stored(path: Path, warn: Callable[[str], None] | None = None) -> dict[str, S
         return _in_file(path)
     index = path / INDEX
     if not index.is_file():
-        return _in_file(path / "model.safetensors")
+        whole = path / "model.safetensors"
+        text = f"{path} has neither {whole.name} nor {INDEX}. Name the directory of a checkpoint."
+        require(whole.exists(), text)
+        return _in_file(whole)
     try:
         places = dict(files.read_object(index)["weight_map"])
     except (TypeError, ValueError) as error:
@@ -157,10 +145,3 @@ def _in_file(path: Path) -> dict[str, StoredTensor]:
         require(end - first == tensor.nbytes, text)
         tensors[name] = tensor
     return tensors
-
-
-def metadata(path: Path) -> dict[str, str]:
-    """The metadata of a safetensors file."""
-    files.open_regular(path).close()
-    with safe_open(path, framework="numpy") as file:
-        return dict(file.metadata() or {})

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fp8ref.checkpoints.tensors import FLOATS, PIECE, StoredTensor
+from fp8ref.checkpoints.tensors import FLOATS, StoredTensor
 from fp8ref.formats import E2M1FN, E8M0FNU, Format
 from fp8ref.shared.errors import require
 from fp8ref.sim.quantize import cast, packing, scale_layouts, scaling
@@ -21,6 +21,9 @@ from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.spec import granularity as granularities
 
 __all__ = ["FORMS", "StoredWeight", "WeightForm", "find"]
+
+PIECE = 2**26
+"""The most bytes of codes of a piece, unless a single row of blocks has more."""
 
 
 @dataclass(frozen=True, kw_only=True)

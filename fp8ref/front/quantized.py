@@ -115,8 +115,8 @@ class Quantized(card.Card):
         policy, levels = self.policy, self.policy.two_level
         size = 8 if policy.e8m0 or levels else policy.scale_dtype.bits
         has_tensor = levels is not None and levels.tensor != "none"
-        of_tensor = 32 * self.operand.tensor_scale_inv.size if has_tensor else 0
-        scales = size * math.prod(self.scale.shape) + of_tensor
+        tensor_bits = 32 * self.operand.tensor_scale_inv.size if has_tensor else 0
+        scales = size * math.prod(self.scale.shape) + tensor_bits
         return self.fmt.bits + scales / math.prod(self.shape)
 
     def dequantize(self) -> Any:

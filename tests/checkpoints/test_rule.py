@@ -48,3 +48,10 @@ def test_codes_by_the_unrounded_scale_keep_the_rounded_one():
 def test_ragged_weights_have_short_last_blocks():
     q = rules.by_name("vllm_block").quantize(made.weight((130, 200)))
     assert q.scale_inv.shape == (2, 2)
+
+
+def test_blocks_of_the_transpose_reduce_the_other_axis():
+    rule = rules.by_name("vllm_group")
+    turned = dataclasses.replace(rule, axis=0).quantize(X)
+    assert np.array_equal(turned.codes, rule.quantize(X.T).codes.T)
+    assert np.array_equal(turned.scale_inv, rule.quantize(X.T).scale_inv.T)

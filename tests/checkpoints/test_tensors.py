@@ -10,15 +10,21 @@ from checkpoints import made
 from fp8ref.checkpoints.tensors import INDEX, stored
 
 
-def test_pieces_of_rows_are_the_tensor(tmp_path):
+def test_only_the_piece_asked_for_is_read(tmp_path):
     x = made.weight((300, 64))
     files = made.write(tmp_path, {"a": x.astype(ml_dtypes.bfloat16), "n": np.float32(3)})
     tensors = stored(files)
     assert (tensors["a"].dtype, tensors["a"].shape) == ("BF16", (300, 64))
-    pieces = list(tensors["a"].pieces(multiple=128, most=1))
-    assert [(r.start, r.stop) for r, _ in pieces] == [(0, 128), (128, 256), (256, 300)]
-    assert np.array_equal(np.concatenate([p for _, p in pieces]).astype(np.float32), x)
-    assert [float(p) for _, p in tensors["n"].pieces()] == [3]
+    assert np.array_equal(tensors["a"][128:256].astype(np.float32), x[128:256])
+    assert np.array_equal(tensors["a"][...].astype(np.float32), x)
+    assert float(tensors["n"][...]) == 3
+
+
+def test_a_directory_without_safetensors_is_named(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"has neither model\.safetensors nor .* Name the directory"
+    ):
+        stored(tmp_path)
 
 
 def test_codes_are_bytes_with_their_format(tmp_path):

@@ -46,9 +46,9 @@ def test_findings_exit_with_1_and_fill_a_page(checkpoint, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["{tmp}/none"], "No such file"),
+        (["{tmp}/none"], "has neither model.safetensors nor"),
         (["{tmp}/damaged"], "damaged, or no safetensors"),
-        (["{tmp}/fp8", "--originals", "{tmp}/none"], "No such file"),
+        (["{tmp}/fp8", "--originals", "{tmp}/none"], "has neither model.safetensors nor"),
         (["{tmp}/fp8", "--page", "{tmp}/fp8/config.json"], "is no page of fp8ref audit"),
         (["{tmp}/fp8", "--page", "{tmp}/none/a.html"], "is no directory"),
     ],
