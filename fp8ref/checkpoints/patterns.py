@@ -3,20 +3,21 @@
 One list of names means other modules to other engines: ``mlp.gate`` is the router alone where
 names are compared part by part, and also ``mlp.gate_up_proj`` where they are compared as texts.
 
-A regular expression of a stranger's config never takes exponential time: ``ends`` follows all
-positions of a text at once, in place of one path after another.
+A regular expression of a stranger's config takes bounded time and memory: ``regex`` has a timeout,
+and its copies of repeated groups are counted before it makes them.
 """
 
 import fnmatch
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
-from re import _compiler, _constants, _parser  # type: ignore[attr-defined]
+from collections.abc import Callable, Iterable
+
+import regex
 
 from fp8ref.shared import registry
 from fp8ref.shared.errors import require
 
-__all__ = ["ENGINES", "FUSED", "ends", "excluding", "fused_name"]
+__all__ = ["ENGINES", "FUSED", "excluding", "fused_name", "matches"]
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """{module of an engine: the modules of a checkpoint that it holds}."""
@@ -24,16 +25,14 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 LONGEST = 1000
 """The most characters of a regular expression, and of a name that it is compared with."""
 
-Matcher = Callable[[str], bool]
-"""Whether a pattern matches the name of a module."""
+LARGEST = 100_000
+"""The most characters of a regular expression whose repeats are written out."""
 
-_PLAIN = re.compile(r"[\w.]+", re.ASCII)
-"""Names, of which a config may have thousands: their match has one length."""
+SECONDS = 0.5
+"""The longest time of a match."""
 
-_REPEATS = {_constants.MAX_REPEAT, _constants.MIN_REPEAT}
-_ASSERTIONS = {_constants.ASSERT, _constants.ASSERT_NOT}
-_singles: dict[tuple[int, str], re.Pattern] = {}
-_REFUSED = {"GROUPREF", "GROUPREF_EXISTS", "ATOMIC_GROUP", "POSSESSIVE_REPEAT"}
+_REPEATS = re.compile(r"(\)?)(?:\+|\{(\d*),?(\d*)\})")
+"""Repeats of which ``regex`` makes copies, as of ``(...)+`` two; behind ``)`` copies of copies."""
 
 
 def fused_name(module: str) -> str:
@@ -42,112 +41,52 @@ def fused_name(module: str) -> str:
     return parent + dot + next((name for name, parts in FUSED.items() if last in parts), last)
 
 
-def ends(pattern: str, text: str) -> set[int]:
-    """Where the matches of a regular expression end that begin at the start of a text.
+def matches(pattern: str, name: str, behind: str = "") -> bool:
+    """Whether a regular expression matches a name from its start, as ``re.match`` does.
 
-    Order:    all paths at once, in time polynomial in both lengths; the first match of Python's
-              ``re`` is one of them.
-    Raises:   ValueError: no regular expression, a reference to a group, an atomic group or a
-              possessive repeat, or more than ``LONGEST`` characters.
+    behind    an expression that has to match behind the pattern.
+    Raises:   ValueError: no regular expression, one of more than ``LONGEST`` characters or of more
+              than ``LARGEST`` with its repeats written out, or a match that takes ``SECONDS``.
 
-    >>> sorted(ends("a*", "aab"))
-    [0, 1, 2]
+    >>> matches("(?!.*gate).*proj", "mlp.up_proj"), matches("(?!.*gate).*proj", "mlp.gate_proj")
+    (True, False)
     """
-    too_long = max(len(pattern), len(text)) > LONGEST
+    too_long = max(len(pattern), len(name)) > LONGEST
     require(not too_long, f"a pattern and a name have at most {LONGEST} characters.")
-    if _PLAIN.fullmatch(pattern):
-        return {len(pattern)} if re.match(pattern, text) else set()
-    return _after(_parsed(pattern), text, {0})
-
-
-@functools.lru_cache(maxsize=4096)
-def _parsed(pattern: str):
+    compiled = _compiled(f"(?:{pattern}){behind}" if behind else pattern)
     try:
-        parsed = _parser.parse(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
+        return compiled.match(name, timeout=SECONDS) is not None
+    except TimeoutError as error:
+        text = f"{pattern[:99]!r} takes more than {SECONDS} s to match {name!r}; write it shorter."
+        raise ValueError(text) from error
+
+
+@functools.lru_cache(maxsize=2**14)
+def _compiled(pattern: str) -> regex.Pattern:
+    size, copies = len(pattern), 1
+    for group, *counts in _REPEATS.findall(pattern):
+        count = 1 + max(1, *(int(count or 0) for count in counts))
+        size, copies = (size, copies * count) if group else (size + count, copies)
+    # blanks of a verbose pattern hide what is repeated; (a){e<2} is a fuzzy match of ``regex``
+    odd = re.search(r"\(\?\w*x|\{(?!\d*,?\d*\})", pattern)
+    text = f"{pattern[:99]!r} repeats too much, is verbose, or has a brace that is no repeat."
+    require(size * copies <= LARGEST and odd is None, text)
+    try:
+        re.compile(pattern)  # ``regex`` takes more than engines do
+        return regex.compile(pattern, regex.VERSION0)
+    except (re.error, regex.error, RecursionError) as error:
         raise ValueError(f"{pattern[:99]!r} is no regular expression: {error}.") from error
-    text = f"{pattern[:99]!r} refers to a group, or is atomic; write it without."
-    require(not _REFUSED & set(map(str, _operations(parsed))), text)
-    return parsed
-
-
-def _operations(items) -> list:
-    """The operations of a parsed expression, also the inner ones."""
-    names: list = []
-    for operation, value in items:
-        names.append(operation)
-        for inner in _inner(operation, value):
-            names += _operations(inner)
-    return names
-
-
-def _inner(operation, value) -> Sequence:
-    """The expressions within one of a parsed expression."""
-    if operation is _constants.BRANCH:
-        return value[1]
-    if operation is _constants.SUBPATTERN or operation in _REPEATS | _ASSERTIONS:
-        return value[-1:]
-    return ()
-
-
-def _after(items, text: str, starts: set[int]) -> set[int]:
-    """The positions behind an expression that begins at one of ``starts``."""
-    for item in items:
-        operation, value = item
-        inner = _inner(operation, value)
-        if operation in _REPEATS:
-            starts = _repeated(inner[0], value[:2], text, starts)
-        elif operation in _ASSERTIONS:
-            holds = operation is _constants.ASSERT
-            starts = {s for s in starts if _seen(value[0], inner[0], text, s) == holds}
-        elif inner:
-            starts = set().union(*(_after(one, text, starts) for one in inner))
-        else:
-            single = _single(items.state, item)
-            starts = {match.end() for s in starts if (match := single.match(text, s))}
-    return starts
-
-
-def _repeated(items, bounds: tuple[int, int], text: str, starts: set[int]) -> set[int]:
-    least, most = bounds
-    positions, count = set(starts) if least == 0 else set(), 0
-    while starts and count < most:
-        following, count = _after(items, text, starts), count + 1
-        # from the least number on, positions that were seen lead nowhere else
-        fresh = following - positions if count >= least else following
-        positions |= fresh if count >= least else set()
-        if count < least and fresh == starts:
-            return fresh
-        starts = fresh
-    return positions
-
-
-def _seen(direction: int, items, text: str, at: int) -> bool:
-    """Whether an expression is ahead of a position, or, of direction -1, ends there."""
-    if direction > 0:
-        return bool(_after(items, text, {at}))
-    return any(at in _after(items, text, {start}) for start in range(at + 1))
-
-
-def _single(state, item) -> re.Pattern:
-    """The compiled expression of one character or of none, such as ``[ab]`` and ``$``."""
-    key = state.flags, repr(item)
-    if key not in _singles:
-        _singles[key] = _compiler.compile(_parser.SubPattern(state, [item]), state.flags)
-    return _singles[key]
 
 
 def _transformers(pattern: str, module: str) -> bool:
-    def bounds(end: int) -> bool:
-        return end == len(module) or "." in (module[end], module[end - 1 : end])
-
-    return module.endswith(pattern) or any(map(bounds, ends(pattern, module)))
+    boundary = r"(?:(?<=\.)|(?=\.|$))"
+    return module.endswith(pattern) or matches(pattern, module, boundary)
 
 
 def _compressed_tensors(pattern: str, module: str) -> bool:
     if not pattern.startswith("re:"):
         return module == pattern
-    return bool(ends(pattern.removeprefix("re:"), module))
+    return matches(pattern.removeprefix("re:"), module)
 
 
 def _torchao(pattern: str, module: str) -> bool:
@@ -201,11 +140,11 @@ def excluding(engine: str, patterns: Iterable[str], module: str) -> str | None:
     """The first pattern that excludes a module from quantization as an engine of ``ENGINES``
     matches it; None: it is quantized.
 
-    Raises:   ValueError: an unknown engine; as ``ends``.
+    Raises:   ValueError: an unknown engine; as ``matches``.
 
     >>> excluding("substring", ["mlp.gate"], "model.layers.0.mlp.gate_proj")
     'mlp.gate'
     >>> excluding("transformers", ["mlp.gate"], "model.layers.0.mlp.gate_proj")
     """
-    matches = registry.lookup("an engine is", ENGINES, engine)
-    return next((pattern for pattern in patterns if matches(pattern, module)), None)
+    excludes = registry.lookup("an engine is", ENGINES, engine)
+    return next((pattern for pattern in patterns if excludes(pattern, module)), None)
