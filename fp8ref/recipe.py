@@ -267,23 +267,6 @@ RECIPES = {
 }
 """fp8ref's recipes by name (R-1)."""
 
-SUMMARIES = {
-    "bf16": "No FP8: every GEMM in bfloat16. The baseline that losses are compared with.",
-    "tensorwise": "One scale for a whole tensor; e4m3 forward, e5m2 gradients. Fewest scales.",
-    "rowwise": "One scale for a row, in powers of two; an outlier costs one row its precision.",
-    "rowwise_with_gw_hp": "As rowwise, with the gradient of the weight in high precision.",
-    "delayed": "One scale for a tensor, from the amaxes of earlier steps; e5m2 gradients.",
-    "blockwise": "DeepSeek-V3's scales: 1x128 of activations and gradients, 128x128 of weights.",
-    "mxfp8": "OCP MX: a power-of-two scale for every 32 elements.",
-    "blockwise_deepgemm": "As blockwise, with the scales of DeepGEMM's casts.",
-    "blockwise_ue8m0": "As blockwise_deepgemm, with scales in powers of two.",
-    "tensorwise_pow2": "As tensorwise, with scales in powers of two, which a cast can guess.",
-    "rowwise_native": "As rowwise, rounded once after both scales, as a GPU's kernels scale rows.",
-    "nvfp4": "4-bit NVFP4 of Transformer Engine: blocks of 16, rotation. Simulator only.",
-    "mxfp4": "4-bit OCP MX: a power-of-two scale for every 32 elements. Simulator only.",
-}
-"""{recipe: its description in a line}."""
-
 SHARED_RECIPES = tuple(name for name, recipe in RECIPES.items() if recipe.shared)
 """Names of the recipes that are ``shared``: torchao's scaling covers them."""
 

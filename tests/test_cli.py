@@ -184,7 +184,7 @@ COMMANDS = [
     *("train", "sweep", "data", "data prepare", "export", "report", "compare", "replay"),
     *("estimate", "ablate", "crosscheck", "certify", "conform", "probe"),
     *("vectors", "vectors gen", "vectors verify"),
-    *(f"vectors {verb} {what}" for verb in ("gen", "verify") for what in vectors.ASKED),
+    *(f"vectors {verb} {what}" for verb in ("gen", "verify") for what in vectors.OPERATIONS),
 ]
 
 

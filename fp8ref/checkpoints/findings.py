@@ -1,9 +1,9 @@
 """What an audit says: each kind of finding, with the texts of findings.toml."""
 
-import tomllib
 from dataclasses import dataclass, field
-from importlib import resources
 from typing import Any
+
+from fp8ref.shared import package_data
 
 __all__ = ["KINDS", "Finding", "Kind"]
 
@@ -18,12 +18,7 @@ class Kind:
     alarm: bool = True
 
 
-KINDS = {
-    name: Kind(**texts)
-    for name, texts in tomllib.loads(
-        resources.files("fp8ref.checkpoints").joinpath("findings.toml").read_text("utf-8")
-    ).items()
-}
+KINDS = {name: Kind(**texts) for name, texts in package_data.tables(__file__, "findings").items()}
 """Kinds of findings by name."""
 
 

@@ -54,13 +54,13 @@ def add(commands) -> None:
 
 def _list(arguments: argparse.Namespace) -> int:
     check_json(arguments.json)
-    from fp8ref import configs, policy, recipe
+    from fp8ref import configs, front
 
     if arguments.names == "configs":
         rows = [_config(name) for name in configs.NAMES]
     else:
-        lines = recipe.SUMMARIES if arguments.names == "recipes" else policy.SUMMARIES
-        rows = [{"name": name, "summary": line} for name, line in lines.items()]
+        listed = front.recipes if arguments.names == "recipes" else front.policies
+        rows = [{"name": name, "summary": line} for name, line in listed.rows]
     return conclude(Listing(rows), arguments.json)
 
 
@@ -113,7 +113,7 @@ def _name_values(command: Parser) -> None:
     """Set what shtab completes each option of a command by, and of those under it."""
     import shtab
 
-    from fp8ref import configs, policy, recipe
+    from fp8ref import configs, front, recipe
     from fp8ref.train.config import options
     from fp8ref.train.report import what_if
 
@@ -123,7 +123,7 @@ def _name_values(command: Parser) -> None:
         ("recipe", "recipes", "numerics.recipe"), tuple(recipe.trained_recipes())
     )
     replays = command.prog.endswith(" replay")
-    names |= {"policy": what_if.KNOWN if replays else tuple(policy.SUMMARIES)}
+    names |= {"policy": what_if.KNOWN if replays else tuple(front.policies)}
     for action in command._actions:
         if isinstance(action.choices, dict):
             for inner in action.choices.values():

@@ -8,6 +8,7 @@ card         how a notebook shows them
 from fp8ref import policy, recipe
 from fp8ref.front.comparison import Comparison, compare
 from fp8ref.front.quantized import Accuracy, Quantized, dequantize, quantize
+from fp8ref.shared import package_data
 from fp8ref.shared.tables import Listing
 
 __all__ = [
@@ -21,8 +22,10 @@ __all__ = [
     "recipes",
 ]
 
-recipes = Listing(recipe.RECIPES, recipe.SUMMARIES)
+_summaries = package_data.tables(__file__, "summaries")
+
+recipes = Listing(recipe.RECIPES, _summaries["recipes"])
 """The recipes by name; printed, a line on each."""
 
-policies = Listing(policy.POLICIES | policy.FP4_POLICIES, policy.SUMMARIES)
+policies = Listing(policy.POLICIES | policy.FP4_POLICIES, _summaries["policies"])
 """The scale policies by name; printed, a line on each."""

@@ -44,15 +44,17 @@ def as_html(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 class Listing(dict[str, _T]):
-    """Entries by name. A REPL and a notebook show each with its line."""
+    """Entries by name. A REPL and a notebook show ``rows``, each name with its line."""
+
+    _HEADER = ("name", "what it is")
 
     def __init__(self, entries: Mapping[str, _T], lines: Mapping[str, str]) -> None:
         """lines: {name: what it is, in a line}, of every entry."""
         super().__init__(entries)
-        self._table = ["name", "what it is"], [(name, lines[name]) for name in entries]
+        self.rows = [(name, lines[name]) for name in entries]
 
     def __repr__(self) -> str:
-        return aligned(*self._table)
+        return aligned(self._HEADER, self.rows)
 
     def _repr_html_(self) -> str:
-        return as_html(*self._table)
+        return as_html(self._HEADER, self.rows)

@@ -1,20 +1,21 @@
 """What works where: which backend has a feature, and what to do where one does not.
 
-``FEATURES`` are the rows of the table in README.md. ``LIMITS`` are the choices that a backend takes
-in part: which it takes, why not the others, and what to use in their place. Whatever refuses a
-choice asks ``require``, so that errors, the docs and the backends say the same.
+features.toml has the rows of the table in README.md. ``LIMITS`` are the choices that a backend
+takes in part: which it takes, why not the others, and what to use in their place. Whatever refuses
+a choice asks ``require``, so that errors, the docs and the backends say the same.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from fp8ref import policy as policies
 from fp8ref.policy import POLICIES, ScalePolicy
+from fp8ref.shared import package_data
 from fp8ref.spec.attention.variants import VARIANTS
 from fp8ref.spec.delayed import DelayedScaling
 
-__all__ = ["FEATURES", "LIMITS", "Feature", "Limit", "refusal", "require", "table"]
+__all__ = ["LIMITS", "Limit", "refusal", "require", "table"]
 
 Backend = Literal["jax", "torch"]
 """What a backend is called in the tables."""
@@ -37,16 +38,6 @@ class Limit:
     needs: str
     received: str | None
     instead: str
-
-
-class Feature(NamedTuple):
-    """A row of "What works where", in Markdown. ``{whole}``, ``{blocks}`` and ``{four_bits}`` are
-    the recipes whose scales are of whole lines or tensors, of blocks, and of FP4."""
-
-    name: str
-    sim: str
-    jax: str
-    torch: str
 
 
 def takes(feature: str, backend: str, choice: Any) -> bool:
@@ -86,16 +77,13 @@ def table(recipes: Mapping[str, Any]) -> str:
         name for name, recipe in recipes.items() if recipe.in_blocks and name not in four_bits
     ]
     whole = [name for name in recipes if name not in (*four_bits, *blocks)]
-    whole_names, block_names, four_bit_names = (
-        _listed(f"`{name}`" for name in group) for group in (whole, blocks, four_bits)
-    )
+    groups = {"whole": whole, "blocks": blocks, "four_bits": four_bits}
+    names = {key: _listed(f"`{name}`" for name in group) for key, group in groups.items()}
+    *variants, last = (f"`{v.name}`" for v in VARIANTS.values() if v.backward is not None)
+    names["own_gradients"] = f"{_listed(variants)} and {last}"
     rows = ["| | simulator | JAX | PyTorch |", "|---|---|---|---|"]
-    rows += [
-        f"| {' | '.join(feature)} |".format(
-            whole=whole_names, blocks=block_names, four_bits=four_bit_names
-        )
-        for feature in FEATURES
-    ]
+    for feature, cells in package_data.tables(__file__, "features").items():
+        rows.append(f"| {' | '.join([feature, *cells])} |".format_map(names))
     return "\n".join(rows) + "\n"
 
 
@@ -275,68 +263,3 @@ LIMITS: dict[str, dict[Any, Limit]] = {
     },
 }
 """{feature: {backend: what it takes}}; a backend that is missing takes every choice."""
-
-_WITH_OWN_GRADIENTS = [f"`{v.name}`" for v in VARIANTS.values() if v.backward is not None]
-_ORDER = "the order that {} uses on the device; on a CPU also any plan of the simulator"
-_EVERY_MESH = "tensor and sequence parallelism, every recipe; context and expert parallelism"
-
-FEATURES = (
-    Feature(
-        "recipes {whole}",
-        "yes",
-        "yes",
-        "yes, with torchao where it supports the recipe, else fp8ref's own linear",
-    ),
-    Feature(
-        "recipes {blocks}",
-        "yes",
-        "emulated: operands are quantized, dequantized, and multiplied in float32 (G-16)",
-        "emulated likewise; those of 128 on GPUs by cuBLASLt's, DeepGEMM's or torchao's kernels",
-    ),
-    Feature(
-        "FP4, {four_bits} ([how to](docs/how-to/four-bits.md))",
-        "yes, under simulation",
-        "refused",
-        "refused",
-    ),
-    Feature("your own recipes", "yes", "yes", "yes"),
-    Feature(
-        "accumulation",
-        "exact, float32 in order, models of Ada, Hopper and Blackwell tensor cores",
-        _ORDER.format("XLA"),
-        _ORDER.format("PyTorch"),
-    ),
-    Feature(
-        "attention in FP8",
-        "`fa3`, `fa4`, `cudnn`, `mxfp8` and others; gradients: "
-        f"{', '.join(_WITH_OWN_GRADIENTS[:-1])} and {_WITH_OWN_GRADIENTS[-1]} use their own, "
-        "the rest bfloat16; softcap and sinks",
-        "the same, tile by tile; cuDNN's FP8 kernel by name, which has not run yet",
-        "the same, tile by tile; FlashAttention-3's forward pass by name, which has not run yet",
-    ),
-    Feature(
-        "experts: three grouped GEMMs",
-        "every recipe",
-        "every recipe, in the shape of `lax.ragged_dot`",
-        "every recipe; `convert` takes experts of transformers and torchtitan",
-    ),
-    Feature(
-        "recipe that changes during a run",
-        "-",
-        "yes, in the trainer",
-        "yes; in the trainer without tensor parallelism",
-    ),
-    Feature(
-        "several devices",
-        "amax, FP8 gather and reduction over any mesh",
-        f"data, FSDP, {_EVERY_MESH}",
-        f"data, FSDP2 and HSDP, {_EVERY_MESH}",
-    ),
-    Feature(
-        "proof that FP8 runs",
-        "-",
-        "inspects the compiled program",
-        "recorded from the step or the compiled graph",
-    ),
-)
-"""The rows of "What works where"."""

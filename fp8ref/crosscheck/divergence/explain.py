@@ -20,84 +20,17 @@ from fp8ref.crosscheck.divergence.report import Reason, fault
 from fp8ref.crosscheck.divergence.step_values import Value, site_before
 from fp8ref.crosscheck.operands import Operand, OperandCast, States, as_factor
 from fp8ref.recipe import GemmSpec, Recipe
+from fp8ref.shared import package_data
 from fp8ref.sim.quantize import scaling
 from fp8ref.spec.hardware import Multiply
 from fp8ref.spec.llama import LlamaConfig
 from fp8ref.train.config.sections import NumericsConfig
 
 REASONS = {
-    "tokens": Reason(
-        ("D-2", "D-3"),
-        "a batch is a function of the text, data.seed and the step: one of them differs",
-    ),
-    "initial weights": Reason(
-        ("M-6", "K-7"),
-        "initial weights are a function of run.seed and the model, or come from run.init_from",
-    ),
-    "state": Reason(("K-2",), "both continue from different states"),
-    "recipe": Reason(("R-1",), "the recipes quantize it differently"),
-    "absent": Reason(("R-2",), "one of the recipes runs this GEMM in high precision"),
-    "attention": Reason(
-        ("A-1",),
-        "one of them attends by another variant, or by the framework's own attention: "
-        "numerics.attention differs",
-    ),
-    "weight": Reason(
-        ("M-2",),
-        "the master weights are equal, but a backend multiplies values that are not their rounding",
-    ),
-    "logits": Reason(
-        ("G-9", "M-3"),
-        "lm_head in high precision sums in float32 in any order, and so does model.norm before "
-        "it. B-2 bounds logits",
-    ),
-    "loss": Reason(
-        ("M-5",),
-        "logits are equal; logsumexp and mean are float32 sums, in the library's order. B-3 "
-        "bounds the loss",
-    ),
-    "gradient of high precision": Reason(
-        ("G-9",),
-        "a GEMM in high precision sums in float32 in any order, of operands that are not "
-        "observed. B-5 bounds gradients",
-    ),
-    "gradient of the table": Reason(
-        ("M-2",),
-        "rows of the embedding's gradient are float32 sums over tokens, in the library's order. "
-        "B-5 bounds them",
-    ),
-    "backward": fault(
-        "M-3 states where the forward pass rounds; no clause states "
-        "where the backward pass rounds between GEMMs. B-5 bounds gradients"
-    ),
-    "parameter": fault(
-        "the GEMM that makes it has equal results, where it was observed. B-5 bounds gradients"
-    ),
-    "norm": Reason(
-        ("T-2",),
-        "all gradients are equal; PyTorch sums their squares in float64, JAX in float32. B-4 "
-        "bounds the curve of the norms",
-    ),
-    "learning rate": Reason(
-        ("T-3",),
-        "a rate is a function of optimizer.learning_rate, min_learning_rate, warmup_steps and "
-        "run.steps",
-    ),
-    "moment": Reason(
-        ("T-1", "T-2", "T-6"),
-        "gradients and their norm are equal; clipping and moments depend on "
-        "optimizer.max_norm, beta1, beta2 and kind; T-1 states no order of roundings",
-    ),
-    "master weight": Reason(
-        ("T-1",),
-        "moments and learning rate are equal; the remaining causes are optimizer.eps, "
-        "weight_decay, the step count and the order of T-1's roundings",
-    ),
-    "delayed": Reason(
-        ("H-3", "H-4"),
-        "the observations of the step are equal; a history and its scale are a function of the "
-        "observations and the state",
-    ),
+    kind: Reason(tuple(texts["clauses"]), texts["text"])
+    if "clauses" in texts
+    else fault(texts["text"])
+    for kind, texts in package_data.tables(__file__, "reasons").items()
 }
 """{kind of value: why it differs where all values before it are equal}."""
 

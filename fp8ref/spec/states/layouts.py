@@ -7,15 +7,14 @@ step that are the same for every element. ``sim.states`` implements all of them;
 implements them or refuses.
 """
 
-import dataclasses
 import functools
 import math
 import struct
 from numbers import Real
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16
-from fp8ref.shared import errors, registry
+from fp8ref.formats import FORMATS
+from fp8ref.shared import errors, package_data, registry
 from fp8ref.spec.states.layout import Layout as Layout
 from fp8ref.spec.states.layout import Moment as Moment
 
@@ -156,97 +155,23 @@ def check_seed(seed: int, layout: Layout) -> None:
         )
 
 
-_TENSOR_E4M3 = Moment(fmt=E4M3FN, scaling="multiply")
-_BLOCK_E4M3 = Moment(fmt=E4M3FN, scaling="multiply", block=128)
-_TORCHAO = Moment(fmt=E4M3FN, scaling="divide", block=256, floor=1e-12)
-_COAT = Moment(fmt=E4M3FN, scaling="divide", block=128, floor=1e-30, expansion=True)
+def _layout(name: str, decisions: dict[str, Any]) -> Layout:
+    moments = {
+        key: Moment(**{**decisions[key], "fmt": FORMATS[decisions[key]["fmt"]]})
+        for key in ("m", "v", "master")
+        if key in decisions
+    }
+    return Layout(name=name, **{**decisions, **moments})
 
-LAYOUTS = {
-    layout.name: layout
-    for layout in (
-        Layout(
-            name="float32",
-            source="Loshchilov, Hutter, 'Decoupled weight decay regularization', 2019",
-        ),
-        Layout(
-            name="bfloat16",
-            m=Moment(fmt=BFLOAT16),
-            v=Moment(fmt=BFLOAT16),
-            source="DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.3",
-        ),
-        Layout(
-            name="msamp",
-            m=Moment(fmt=E4M3FN, scaling="power_of_two"),
-            v=Moment(fmt=FLOAT16, scaling="power_of_two"),
-            source="MS-AMP, msamp/optim/adamw.cu and adamw.py, commit 9746ea8; arXiv:2310.18313",
-        ),
-        Layout(
-            name="fishman",
-            m=_TENSOR_E4M3,
-            v=Moment(fmt=E5M2, scaling="multiply"),
-            source="Fishman et al., 'Scaling FP8 training to trillion-token LLMs', "
-            "arXiv:2409.12517",
-        ),
-        Layout(
-            name="sqrt_e5m2",
-            m=_TENSOR_E4M3,
-            v=Moment(fmt=E5M2, scaling="multiply", root=True, keep=True),
-            bounded=True,
-            source="MS-AMP, issue 99, which asks for sqrt(v) in e5m2; keep and the bound are "
-            "fp8ref's",
-        ),
-        Layout(
-            name="sqrt_e4m3",
-            m=_BLOCK_E4M3,
-            v=Moment(fmt=E4M3FN, scaling="multiply", block=128, root=True, keep=True),
-            bounded=True,
-            source="fp8ref",
-        ),
-        Layout(
-            name="torchao",
-            m=_TORCHAO,
-            v=_TORCHAO,
-            average="lerp",
-            smallest=4096,
-            ragged=False,
-            source="torchao 0.18, torchao/optim/subclass_fp8.py and adam.py: AdamWFp8",
-        ),
-        Layout(
-            name="te",
-            m=Moment(fmt=E4M3FN, scaling="reciprocal"),
-            v=Moment(fmt=E4M3FN, scaling="reciprocal"),
-            source="TransformerEngine, transformer_engine/pytorch/optimizers/fused_adam.py, "
-            "commit 04912bf",
-        ),
-        Layout(
-            name="coat",
-            m=_COAT,
-            v=_COAT,
-            source="COAT, coat/optimizer/kernels/fp8_adamw_expand_cuda_kernel.cu, commit 80ec99f; "
-            "arXiv:2410.19313",
-        ),
-    )
-}
-"""The layouts with float32 masters by name (O-1)."""
 
-WITH_MASTERS = {
-    layout.name: layout
-    for layout in (
-        dataclasses.replace(
-            LAYOUTS["msamp"],
-            name="msamp_o2",
-            master=Moment(fmt=FLOAT16, scaling="power_of_two"),
-            source="MS-AMP, msamp/optim/adamw.py and msamp/common/tensor/tensor.py, commit "
-            "9746ea8; arXiv:2310.18313",
-        ),
-        dataclasses.replace(
-            LAYOUTS["sqrt_e4m3"],
-            name="sqrt_e4m3_f16",
-            master=Moment(fmt=FLOAT16, scaling="power_of_two", amax="predicted"),
-            source="fp8ref",
-        ),
-    )
-}
+_LAYOUTS = [
+    _layout(name, decisions) for name, decisions in package_data.tables(__file__, "layouts").items()
+]
+
+LAYOUTS = {layout.name: layout for layout in _LAYOUTS if layout.master == Moment()}
+"""The layouts of layouts.toml with float32 masters by name (O-1)."""
+
+WITH_MASTERS = {layout.name: layout for layout in _LAYOUTS if layout.master != Moment()}
 """The layouts with narrower masters by name (O-14)."""
 
 
