@@ -271,8 +271,10 @@ def _fitted(
     size, count = math.prod(scale.shape), math.prod(experts)
     if factor is not None and math.prod(factor.shape) not in (1, count):
         return weight
-    for granularity in _coarsest_first((n, k)):
-        counts = _counts(granularity, (n, k))
+    every = {g: _counts(g, (n, k)) for g in _coarsest_first((n, k))}
+    exact = [g for g, counts in every.items() if scale.shape == (*experts, *counts)]
+    for granularity in [*exact, *every]:  # as many blocks as rows are no rows
+        counts = every[granularity]
         fit = functools.partial(dataclasses.replace, weight, granularity=granularity)
         flat = granularity in ("tensorwise", "rowwise") and size == math.prod(counts) * count
         if flat or scale.shape == (*experts, *counts):
