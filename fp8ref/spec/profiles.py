@@ -41,9 +41,7 @@ class Profile:
 
 
 PROFILES = {
-    name: Profile(
-        name=name, **{key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()}
-    )
+    name: Profile(name=name, **fields)
     for name, fields in package_data.tables(__file__, "profiles").items()
 }
 """The profiles of profiles.toml by name, in the order of docs/spec/profiles.md."""

@@ -27,9 +27,7 @@ from fp8ref.spec.llama import LlamaConfig
 from fp8ref.train.config.sections import NumericsConfig
 
 REASONS = {
-    kind: Reason(tuple(texts["clauses"]), texts["text"])
-    if "clauses" in texts
-    else fault(texts["text"])
+    kind: Reason(texts["clauses"], texts["text"]) if "clauses" in texts else fault(texts["text"])
     for kind, texts in package_data.tables(__file__, "reasons").items()
 }
 """{kind of value: why it differs where all values before it are equal}."""

@@ -156,12 +156,10 @@ def check_seed(seed: int, layout: Layout) -> None:
 
 
 def _layout(name: str, decisions: dict[str, Any]) -> Layout:
-    moments = {
-        key: Moment(**{**decisions[key], "fmt": FORMATS[decisions[key]["fmt"]]})
-        for key in ("m", "v", "master")
-        if key in decisions
-    }
-    return Layout(name=name, **{**decisions, **moments})
+    for key in {"m", "v", "master"} & decisions.keys():
+        fields = decisions[key]
+        decisions[key] = Moment(**fields | {"fmt": FORMATS[fields["fmt"]]})
+    return Layout(name=name, **decisions)
 
 
 _LAYOUTS = [
