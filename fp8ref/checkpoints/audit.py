@@ -8,6 +8,7 @@ of a weight one piece of codes is held, and its scales.
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from fp8ref.checkpoints.evidence import Evidence
 from fp8ref.checkpoints.findings import KINDS, Finding
 from fp8ref.checkpoints.originals import Match, match
 from fp8ref.checkpoints.rule import WeightRule
-from fp8ref.checkpoints.tensors import FLOATS, StoredTensor, stored
+from fp8ref.checkpoints.tensors import StoredTensor, stored
 from fp8ref.checkpoints.weights import StoredWeight
 from fp8ref.shared import console as consoles
 from fp8ref.shared.errors import require
@@ -133,85 +134,85 @@ class Audit(Result):
             table.add_row(*group, f"{len(rows):,}", *(f"{100 * s:.3g} %" for s in shares))
         console.print(table)
         for kind, members in self.by_kind().items():
-            first = members[0]
+            first = members[0].to_dict()
             more = f" (and {len(members) - 1:,} more)" if len(members) > 1 else ""
-            label = "finding" if KINDS[kind].alarm else "note"
-            said = first.to_dict()
-            console.print(f"{label} {kind}: {first.tensor or self.path}{more}")
-            console.print(f"  {first.what}.")
-            console.print(f"  cause: {said['cause']}")
-            if said["remedy"]:
-                console.print(f"  remedy: {said['remedy']}")
+            label = "finding" if first["alarm"] else "note"
+            console.print(f"{label} {kind}: {first['tensor'] or self.path}{more}")
+            console.print(f"  {first['what']}.")
+            for key in ("cause", "remedy"):
+                if first[key]:
+                    console.print(f"  {key}: {first[key]}")
         console.print(self.sentence())
 
 
 def audit(
-    path: Path | str,
-    *,
-    originals: Path | str | None = None,
-    advance: Callable[[int], None] | None = None,
+    path: Path | str, *, originals: Path | str | None = None, progress: bool = False
 ) -> Audit:
     """What the quantized weights of a checkpoint are consistent with, and what contradicts it.
 
     path       a directory with safetensors and config.json, or one file of safetensors.
     originals  the checkpoint in high precision that was quantized: codes and scales are compared
                with those of every rule, bit for bit.
-    advance    called with numbers of bytes as they are read.
-    Raises:    ValueError: no safetensors, or damaged ones; a config that is no JSON. OSError: it
-               cannot be read.
+    progress   show a bar on standard error: codes are counted when they are read, and again when
+               they are compared.
+    Raises:    ValueError: no safetensors, or damaged ones; a config that is no JSON, or has a
+               pattern that ``patterns.matches`` refuses. OSError: it cannot be read.
     """
     path = Path(path)
-    lines: list[str] = []
-    tensors = stored(path, lines.append)
-    findings = [Finding("index", line.split()[0], line) for line in lines]
-    declared = configs.read(path)
-    quantized = {k: w for k, w in weights.find(tensors).items() if len(w.shape) > 1}
+    missing: list[str] = []
+    tensors = stored(path, missing.append)
     require(
         bool(tensors), f"{path} has no tensors. Name the directory of a checkpoint of safetensors."
     )
+    sources = None if originals is None else stored(Path(originals), lambda line: None)
+    declared, quantized = configs.read(path), weights.find(tensors)
+    audited = {name: weight for name, weight in quantized.items() if not _is_integer(weight)}
     held: dict[str, Evidence] = {}
-    for name, weight in quantized.items():
-        if _is_integer(weight):
-            continue
-        held[name] = evidences.gather(weight)
-        if advance is not None:
-            advance(weight.codes.nbytes)
-    for one in held.values():
-        findings += _not_audited(declared, one)
-        if declared.method:
-            findings += layers.against_config(declared, one)
-    findings += _between(declared, tensors, quantized, held)
     rules: dict[str, str] = {}
-    if originals is not None:
-        sources = stored(Path(originals), lambda line: None)
-        for name, nearest in _matched(quantized, sources):
-            rules[name] = nearest.names if nearest and not nearest.place else ""
-            findings += _match_findings(name, nearest)
+    findings = [Finding("index", line.split()[0], line) for line in missing]
+    with _bar(audited, progress, 1 if sources is None else 2) as advance:
+        for name, weight in audited.items():
+            held[name] = evidences.gather(weight)
+            findings += layers.against_config(declared, held[name])
+            advance(weight)
+        findings += _between(declared, tensors, quantized, held)
+        if sources is not None:
+            before: tuple[WeightRule, ...] = ()
+            for name, weight in audited.items():
+                nearest = match(weight, sources.get(name), before) if weight.granularity else None
+                before = nearest.rules if nearest else before
+                rules[name] = nearest.names if nearest and not nearest.place else ""
+                findings += _against_original(name, nearest)
+                advance(weight)
     return Audit(
         path=str(path),
         declared=declared,
-        rows=tuple(_row(one, rules.get(name)) for name, one in held.items()),
+        rows=tuple(_row(evidence, rules.get(name)) for name, evidence in held.items()),
         findings=tuple(findings),
-        bytes_read=sum(one.weight.codes.nbytes for one in held.values()),
+        bytes_read=sum(weight.codes.nbytes for weight in audited.values()),
     )
+
+
+@contextmanager
+def _bar(
+    audited: Mapping[str, StoredWeight], shown: bool, passes: int
+) -> Iterator[Callable[[StoredWeight], None]]:
+    """Yields a function that advances a bar of megabytes by a weight's codes."""
+    total, read = passes * sum(weight.codes.nbytes for weight in audited.values()), 0
+    with consoles.bar("audit, MB", total // 10**6, shown=shown) as bar:
+
+        def advance(weight: StoredWeight) -> None:
+            nonlocal read
+            before, read = read, read + weight.codes.nbytes
+            bar(by=read // 10**6 - before // 10**6)
+
+        yield advance
 
 
 def _is_integer(weight: StoredWeight) -> bool:
     """Whether bytes with a scale are integers of 8 bits, as W8A8 stores them, and no FP4."""
     coarse = weight.granularity in ("tensorwise", "rowwise", "")
     return weight.fmt.bits == 4 and weight.codes.dtype == "I8" and coarse
-
-
-def _not_audited(declared: Declared, one: Evidence) -> Iterator[Finding]:
-    """The findings of a weight; of blocks that the config says and fp8ref has not, a note."""
-    scheme = declared.scheme(layers.module_of(one.weight.name))
-    for finding in one.findings:
-        size = scheme.granularity if scheme is not None else ""
-        if finding.kind == "scale_shape" and layers.blocks_fit(size, one.weight):
-            text = f"scales are those of blocks of {size}, as the config says"
-            yield Finding("not_audited", finding.tensor, text)
-        else:
-            yield finding
 
 
 def _between(
@@ -231,27 +232,10 @@ def _between(
         yield from layers.precision(declared, tensors, quantized)
     yield from layers.alone(tensors, quantized)
     yield from layers.fused(tensors, held)
-    yield from layers.shared_scales({k: e for k, e in held.items() if not e.mislabelled})
+    yield from layers.shared_scales(e for e in held.values() if not e.mislabelled)
 
 
-def _matched(
-    quantized: Mapping[str, StoredWeight], sources: Mapping[str, StoredTensor]
-) -> Iterator[tuple[str, Match | None]]:
-    """(weight, the rule that is nearest); None: it has no original."""
-    before: tuple[WeightRule, ...] = ()
-    for name, weight in quantized.items():
-        original = sources.get(name)
-        same = original is not None and original.shape == weight.shape
-        if not weight.granularity or original is None or not same or original.dtype not in FLOATS:
-            yield name, None
-            continue
-        # a copy keeps its scales in memory, and is let go
-        nearest = match(dataclasses.replace(weight), original, before)
-        before = nearest.rules
-        yield name, nearest
-
-
-def _match_findings(name: str, nearest: Match | None) -> Iterator[Finding]:
+def _against_original(name: str, nearest: Match | None) -> Iterator[Finding]:
     if nearest is None:
         text = "no tensor of this name, shape and a dtype of high precision is among the originals"
         yield Finding("original_missing", name, text)
@@ -266,21 +250,19 @@ def _match_findings(name: str, nearest: Match | None) -> Iterator[Finding]:
         yield Finding("original_differs", name, text, place)
 
 
-def _row(one: Evidence, made_by: str | None) -> Row:
-    weight = one.weight
-    rule = one.rule()
-    codes = weight.form.name
+def _row(evidence: Evidence, made_by: str | None) -> Row:
+    weight, rule = evidence.weight, evidence.rule()
     layout = weight.scale_layout
     return Row(
         tensor=weight.name,
-        form=codes,
+        form=weight.form.name,
         fmt=weight.fmt.name,
         granularity=weight.granularity,
         scale_dtype="none" if weight.scale is None else weight.scale.dtype,
         scale_layout=f"{layout}, transposed" if weight.transposed else layout,
         rule="" if rule is None else rule[0],
-        elements=one.elements,
-        saturated=one.share(float(weight.fmt.max)),
-        zeroed=one.share(0.0),
+        elements=evidence.elements,
+        saturated=evidence.share(float(weight.fmt.max)),
+        zeroed=evidence.share(0.0),
         made_by=made_by,
     )

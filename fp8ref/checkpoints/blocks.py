@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fp8ref.checkpoints import weights
 from fp8ref.checkpoints.weights import StoredWeight
 from fp8ref.formats import Format
 from fp8ref.sim.kernels.compiled import compiled
@@ -50,8 +51,7 @@ class Section:
     def place(self, block: np.ndarray) -> str:
         """The name of a block of the section, such as ``block (3, 5)`` or ``expert 2, ...``."""
         row, column = (int(i) for i in block)
-        expert = "".join(f"expert {i}, " for i in self.matrix)
-        return f"{expert}block ({self.rows + row}, {column})"
+        return f"{weights.expert(self.matrix)}block ({self.rows + row}, {column})"
 
 
 @functools.lru_cache(maxsize=8)
@@ -63,15 +63,17 @@ def magnitudes(fmt: Format) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=8)
-def _tables(fmt: Format) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
-    """Of each byte the rank of its largest number, their sum in ``unit``, the codes, and unit."""
+def _tables(fmt: Format) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]:
+    """Of each byte the rank of its largest number, the sum of its numbers in ``unit``, its codes;
+    the numbers in order, and unit."""
     numbers = np.nan_to_num(magnitudes(fmt), nan=0.0, posinf=0.0)
     unit = float(numbers[numbers > 0].min())
     bytes_ = np.arange(256)
     codes = np.stack([bytes_ & 15, bytes_ >> 4] if fmt.bits == 4 else [bytes_], axis=1)
-    rank = np.unique(numbers).searchsorted(numbers)
+    ordered, rank = np.unique(numbers, return_inverse=True)
     sums = (numbers[codes].sum(axis=1) / unit).astype(np.int64)
-    return rank[codes].max(axis=1).astype(np.uint8), sums, codes, unit
+    ranks = rank[codes].max(axis=1).astype(np.uint8)
+    return ranks, sums, codes, ordered.astype(np.float32), unit
 
 
 @compiled
@@ -100,8 +102,7 @@ def sections(weight: StoredWeight) -> Iterator[Section]:
     granularity = weight.granularity or "tensorwise"
     n, k = weight.shape[-2:]
     height, width = granularities.block_sizes((n, k), granularities.lengths(granularity, 2, -1))
-    columns = -(-k // max(width, 1))
-    per_section = max(BLOCKS // max(columns, 1), 1) * height
+    per_section = max(BLOCKS * width // k, 1) * height
     scales = weight.scales if weight.granularity else None
     for matrix in np.ndindex(weight.shape[:-2]):
         for first in range(0, n, per_section):
@@ -116,7 +117,7 @@ def _section(
     size: tuple[int, int],
     scales: np.ndarray | None,
 ) -> Section:
-    ranks, sums, codes_of_byte, unit = _tables(weight.fmt)
+    ranks, sums, codes_of_byte, ordered, unit = _tables(weight.fmt)
     (height, width), k = size, weight.shape[-1]
     shape = (-(-(rows.stop - rows.start) // height), -(-k // width))
     largest, totals = np.zeros(shape, np.uint8), np.zeros(shape, np.int64)
@@ -139,14 +140,10 @@ def _section(
     return Section(
         matrix=matrix,
         rows=top,
-        largest=np.unique(np.nan_to_num(magnitudes(weight.fmt), nan=0.0, posinf=0.0))[
-            largest
-        ].astype(np.float32),
+        largest=ordered[largest],
         mean=(totals * unit / elements).astype(np.float32),
         counts=by_code,
-        scales=None
-        if scales is None
-        else scales[matrix].reshape(-1, shape[1])[top : top + shape[0]],
+        scales=None if scales is None else scales[matrix][top : top + shape[0]],
         nan_at=nan_at,
     )
 

@@ -2,18 +2,19 @@
 scales and codes without each other.
 """
 
+import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from fp8ref.checkpoints import patterns
 from fp8ref.checkpoints.declared import Declared, Scheme
 from fp8ref.checkpoints.evidence import NEAR, Evidence
 from fp8ref.checkpoints.findings import Finding
 from fp8ref.checkpoints.tensors import FLOATS, StoredTensor
-from fp8ref.checkpoints.weights import FORMS, StoredWeight
-from fp8ref.spec import granularity as granularities
+from fp8ref.checkpoints.weights import FORMS, StoredWeight, block_counts
+from fp8ref.spec.granularity import GRANULARITIES
 
 __all__ = ["against_config", "alone", "fused", "precision", "shared_scales"]
 
@@ -47,67 +48,68 @@ def _role(module: str) -> str:
 
 
 def against_config(declared: Declared, evidence: Evidence) -> Iterator[Finding]:
-    """Where a weight and the config disagree."""
-    weight = evidence.weight
-    module = module_of(weight.name)
-    scheme = declared.scheme(module)
-    pattern = declared.excludes(module)
+    """The findings of a weight, and where it and the config disagree."""
+    name, fmt, source = evidence.weight.name, evidence.weight.fmt, declared.source
+    module = module_of(name)
+    scheme, pattern = declared.scheme(module), declared.excludes(module)
+    against = list(_against_scheme(scheme, evidence)) if scheme is not None else []
+    # a size of blocks that fp8ref has not is no contradiction
+    noted = any(finding.kind == "not_audited" for finding in against)
+    yield from (f for f in evidence.findings if not (noted and f.kind == "scale_shape"))
+    if not declared.method:
+        return
     if pattern is not None:
-        text = f"codes of {weight.fmt}, but {pattern!r} of {declared.source} excludes the module"
-        yield Finding("excluded", weight.name, text, {"pattern": pattern})
+        text = f"codes of {fmt}, but {pattern!r} of {source} excludes the module"
+        yield Finding("excluded", name, text, {"pattern": pattern})
     elif scheme is None and declared.schemes:
-        text = f"codes of {weight.fmt}, but no scheme of {declared.source} has it as a target"
-        yield Finding("excluded", weight.name, text)
+        text = f"codes of {fmt}, but no scheme of {source} has it as a target"
+        yield Finding("excluded", name, text)
     elif swallowing := patterns.excluding("substring", declared.ignored, module):
         text = f"{swallowing!r} excludes it where patterns match any part of a name"
-        yield Finding("pattern_engines", weight.name, text, {"pattern": swallowing})
+        yield Finding("pattern_engines", name, text, {"pattern": swallowing})
     what = next((k for k, p in NO_LINEARS.items() if re.search(p, module)), "")
     lenient = what == "the output layer" and declared.method in ("modelopt", "torchao")
     if what and not lenient and not declared.names(module):
-        text = f"{what} is quantized, and the config does not name it"
-        yield Finding("not_a_linear", weight.name, text)
-    if scheme is not None:
-        yield from _against_scheme(scheme, evidence)
+        yield Finding("not_a_linear", name, f"{what} is quantized, and the config does not name it")
+    yield from against
 
 
 def _against_scheme(scheme: Scheme, evidence: Evidence) -> Iterator[Finding]:
-    weight = evidence.weight
-    if scheme.fmt and scheme.fmt != weight.fmt.name:
+    """Where codes, else blocks, else scales are not those of the config."""
+    weight, size = evidence.weight, scheme.granularity
+    name, fits = weight.name, _has_blocks(weight, size)
+    stored = weight.scale_fmt.name if weight.scale_fmt is not None else "float32"
+    if scheme.fmt not in ("", weight.fmt.name):
         text = f"codes are {weight.fmt}; the config says {scheme.fmt}"
-        yield Finding("config_format", weight.name, text)
+        yield Finding("config_format", name, text)
         return
-    if scheme.granularity and weight.granularity and not _same_blocks(scheme, weight):
-        text = f"scales are {weight.granularity}; the config says {scheme.granularity}"
-        yield Finding("config_blocks", weight.name, text)
+    if size and weight.granularity and not fits:
+        text = f"scales are {weight.granularity}; the config says {size}"
+        yield Finding("config_blocks", name, text)
         return
+    if fits and not weight.granularity:
+        text = f"scales are those of blocks of {size}, as the config says"
+        yield Finding("not_audited", name, text)
     if evidence.mislabelled:
         return
-    stored = weight.scale_fmt.name if weight.scale_fmt is not None else "float32"
     if scheme.scale_fmt == "e8m0fnu" and stored == "float32" and evidence.uneven:
         text = f"{evidence.uneven:,} scales are no powers of two; the config says ue8m0"
-        yield Finding("config_scale", weight.name, text, evidence.first_uneven)
+        yield Finding("config_scale", name, text, evidence.first_uneven)
     elif scheme.scale_fmt not in ("", "e8m0fnu", stored) and weight.scale is not None:
         text = f"scales are {stored}; the config says {scheme.scale_fmt}"
-        yield Finding("config_scale", weight.name, text)
+        yield Finding("config_scale", name, text)
 
 
-def _same_blocks(scheme: Scheme, weight: StoredWeight) -> bool:
-    """Whether a weight has as many scales as its scheme gives; small ones fit several schemes."""
-    if scheme.granularity not in granularities.GRANULARITIES:
-        return blocks_fit(scheme.granularity, weight)
-    n, k = weight.shape[-2:]
-    blocks = (granularities.lengths(g, 2, -1) for g in (scheme.granularity, weight.granularity))
-    counts, others = (math.prod(granularities.block_counts((n, k), size)) for size in blocks)
-    return counts == others
-
-
-def blocks_fit(size: str, weight: StoredWeight) -> bool:
-    """Whether a weight's scales are those of blocks of a size such as 64x64."""
-    if not re.fullmatch(r"[1-9]\d{0,9}x[1-9]\d{0,9}", size) or weight.scale is None:
+def _has_blocks(weight: StoredWeight, size: str) -> bool:
+    """Whether a weight has as many scales as a granularity or a size such as 64x64 gives; small
+    ones fit several."""
+    is_size = size in GRANULARITIES or re.fullmatch(r"[1-9]\d{0,9}x[1-9]\d{0,9}", size)
+    if weight.scale is None or not is_size:
         return False
-    blocks = map(int, size.split("x"))
-    counts = [-(-n // block) for n, block in zip(weight.shape[-2:], blocks, strict=True)]
-    return math.prod(weight.scale.shape) == math.prod((*weight.shape[:-2], *counts))
+    wanted = math.prod(block_counts(size, weight.shape))
+    if weight.granularity:
+        return wanted == math.prod(weight.counts)
+    return wanted * math.prod(weight.shape[:-2]) == math.prod(weight.scale.shape)
 
 
 def precision(
@@ -120,34 +122,27 @@ def precision(
         plain = tensor.dtype in FLOATS and len(tensor.shape) == 2 and name.endswith(".weight")
         if not plain or name in weights or not declared.method or ELSEWHERE.search(module):
             continue
-        if any(re.search(p, module) for p in NO_LINEARS.values()):
-            continue
-        if declared.excludes(module) is not None or declared.scheme(module) is None:
+        named = declared.excludes(module) is not None or declared.scheme(module) is None
+        if named or any(re.search(p, module) for p in NO_LINEARS.values()):
             continue
         text = f"it is {tensor.dtype}, and no pattern of {declared.source} excludes it"
         swallowing = patterns.excluding("substring", declared.ignored, module)
         cause = f"{swallowing!r} was matched with any part of a name" if swallowing else ""
         is_linear = module.rpartition(".")[2] in LINEARS and declared.method != "mxfp4"
-        if _role(module) in roles or is_linear:
-            yield Finding("left_out", name, text, cause=cause)
-        else:
-            yield Finding("not_named", name, text)
+        kind = "left_out" if _role(module) in roles or is_linear else "not_named"
+        yield Finding(kind, name, text, cause=cause)
 
 
 def fused(
     tensors: Mapping[str, StoredTensor], evidences: Mapping[str, Evidence]
 ) -> Iterator[Finding]:
     """Weights that engines hold in one tensor, and that differ in precision or in their scale."""
-    parents: dict[str, dict[str, str]] = defaultdict(dict)
-    for name in tensors.keys() | evidences.keys():
-        if name.endswith(".weight"):
-            parent, _, last = name.removesuffix(".weight").rpartition(".")
-            parents[parent][last] = name
-    for parent, members in sorted(parents.items()):
-        for group, parts in GROUPS.items():
-            names = [members[part] for part in parts if part in members]
-            if len(names) == len(parts):
-                yield from _in_one(f"{parent}.{group}", names, tensors, evidences)
+    names = tensors.keys() | evidences.keys()
+    parents = {"".join(name.removesuffix(".weight").rpartition(".")[:2]) for name in names}
+    for parent, (group, parts) in itertools.product(sorted(parents), GROUPS.items()):
+        members = [f"{parent}{part}.weight" for part in parts]
+        if names >= set(members):
+            yield from _in_one(parent + group, members, tensors, evidences)
 
 
 def _in_one(
@@ -166,44 +161,34 @@ def _in_one(
         ("fused_scales", [e.tensor_factor for e in quantized]),
         ("fused_requantized", [e.single_scale for e in quantized]),
     ):
-        misread = any(e.mislabelled for e in quantized)
-        if len(set(scales)) > 1 and None not in scales and not misread:
+        misread = None in scales or any(e.mislabelled for e in quantized)
+        if len(set(scales)) > 1 and not misread:
             text = (
                 f"the scale of the tensor is {scales[0]:.6g}, and {scales[-1]:.6g} of {names[-1]}"
             )
-            place = {"scales": scales}
-            yield Finding(kind, names[0], text, place)
+            yield Finding(kind, names[0], text, {"scales": scales})
 
 
-def shared_scales(evidences: Mapping[str, Evidence]) -> Iterator[Finding]:
+def shared_scales(evidences: Iterable[Evidence]) -> Iterator[Finding]:
     """Weights with one scale, of a tensor or above blocks, that reaches no largest code, neither
     in them nor in those that have the same scale."""
     groups: dict[tuple[str, float | None], list[Evidence]] = defaultdict(list)
-    for evidence in evidences.values():
-        groups["blocks", evidence.tensor_factor].append(evidence)
+    for evidence in evidences:
+        groups["blocks' scales", evidence.tensor_factor].append(evidence)
         groups["codes", evidence.single_scale].append(evidence)
     for (what, scale), members in groups.items():
-        if scale is None:
-            continue
-        first = members[0]
+        first, kind, low = members[0], "tensor_scale", 256.0
+        tops = [e.largest_scale for e in members]
         if what == "codes":
-            rule = first.rule()
-            if rule is None:
-                continue
+            kind, (_, low, _) = "code_below", first.rule() or ("", 0.0, 0.0)
             tops = [max(e.tops, default=0.0) for e in members]
-            kinds, low = ("code_below", "code_near"), rule[1]
-        else:
-            tops, low = [e.largest_scale for e in members], 256.0
-            kinds = ("tensor_scale", "code_near")
-        if (top := max(tops)) < low:
-            held = "its codes" if what == "codes" else "its blocks' scales"
+        if scale is not None and (top := max(tops)) < low:
             text = (
-                f"the largest of {held} is {top:g}, not {low:g} or more, and no weight with the "
-                f"same scale {scale:.6g} has a larger one"
+                f"the largest of its {what} is {top:g}, not {low:g} or more, and no weight with "
+                f"the same scale {scale:.6g} has a larger one"
             )
-            place = {"code": top, "scale": scale}
-            kind = kinds[0] if top < NEAR * low else kinds[1]
-            yield Finding(kind, first.weight.name, text, place)
+            kind = kind if top < NEAR * low else "code_near"
+            yield Finding(kind, first.weight.name, text, {"code": top, "scale": scale})
 
 
 def alone(

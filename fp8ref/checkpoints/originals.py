@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fp8ref.checkpoints import weights
 from fp8ref.checkpoints.rule import SOURCES, WeightRule
 from fp8ref.checkpoints.tensors import FLOATS, StoredTensor
 from fp8ref.checkpoints.weights import StoredWeight
@@ -50,14 +51,18 @@ class Match(NamedTuple):
 
 
 def match(
-    weight: StoredWeight, original: StoredTensor, before: tuple[WeightRule, ...] = ()
-) -> Match:
-    """The rule that makes a weight of its original, or the nearest.
+    weight: StoredWeight, original: StoredTensor | None, before: tuple[WeightRule, ...] = ()
+) -> Match | None:
+    """The rule that makes a weight of its original, or the nearest; None: no original fits it.
 
     before    rules of other weights, which are tried first.
     Order:    every policy, source dtype and order of rounding on the first rows; then all rows by
               the first rule without a difference, else by that with the fewest.
     """
+    if original is None or original.shape != weight.shape or original.dtype not in FLOATS:
+        return None
+    # a copy keeps its scales in memory, and is let go
+    weight = dataclasses.replace(weight)
     amaxes = _amaxes(weight, original)
 
     def differing(rule: WeightRule, matrix: tuple[int, ...], rows: slice) -> int:
@@ -161,4 +166,4 @@ def _place(rule: WeightRule, matrix: tuple[int, ...], rows: slice, codes, scales
     differs, sizes = (codes, sizes) if codes.any() else (np.atleast_2d(scales), (1, 1))
     row, column = (int(i) // size for i, size in zip(np.argwhere(differs)[0], sizes, strict=True))
     row += rows.start // (granularities.lengths(rule.granularity, 2, -1)[0] or rows.stop + 1)
-    return "".join(f"expert {i}, " for i in matrix) + f"block ({row}, {column})"
+    return f"{weights.expert(matrix)}block ({row}, {column})"

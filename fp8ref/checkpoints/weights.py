@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,60 +21,44 @@ from fp8ref.sim.quantize import cast, packing, scale_layouts, scaling
 from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.spec import granularity as granularities
 
-__all__ = ["FORMS", "StoredWeight", "WeightForm", "find"]
+__all__ = ["FORMS", "StoredWeight", "WeightForm", "block_counts", "expert", "find"]
 
 PIECE = 2**26
 """The most bytes of codes of a piece, unless a single row of blocks has more."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightForm:
+class WeightForm(NamedTuple):
     """The names of the tensors of a weight, behind the name of its module.
 
-    weight        the name that it has in high precision.
     codes, scale  8 bits each, or two of 4 bits in a byte; the factor of a block out of its codes.
     tensor_scale  the factor of the tensor; "": none.
     divides       whether numbers are divided by the tensor's factor.
+    weight        the name that it has in high precision.
     """
 
     name: str
     codes: str
     scale: str
-    weight: str = ".weight"
     tensor_scale: str = ""
     divides: bool = False
+    weight: str = ".weight"
 
 
-FORMS = {
-    form.name: form
-    for form in (
-        WeightForm(name="deepseek", codes=".weight", scale=".weight_scale_inv"),
-        WeightForm(
-            name="modelopt_nvfp4",
-            codes=".weight",
-            scale=".weight_scale",
-            tensor_scale=".weight_scale_2",
-        ),
-        WeightForm(
-            name="compressed_tensors_nvfp4",
-            codes=".weight_packed",
-            scale=".weight_scale",
-            tensor_scale=".weight_global_scale",
-            divides=True,
-        ),
-        WeightForm(name="compressed_tensors", codes=".weight", scale=".weight_scale"),
-        WeightForm(name="compressed_tensors_packed", codes=".weight_packed", scale=".weight_scale"),
-        WeightForm(
-            name="torchao_nvfp4",
-            codes="._weight_qdata",
-            scale="._weight_scale",
-            tensor_scale="._weight_per_tensor_scale",
-        ),
-        WeightForm(name="torchao", codes="._weight_qdata", scale="._weight_scale"),
-        WeightForm(name="transformers_experts", codes="", scale="_scale_inv", weight=""),
-        WeightForm(name="gpt_oss", codes="_blocks", scale="_scales", weight=""),
-    )
-}
+_FORMS = (
+    WeightForm("deepseek", ".weight", ".weight_scale_inv"),
+    WeightForm("modelopt_nvfp4", ".weight", ".weight_scale", ".weight_scale_2"),
+    WeightForm(
+        "compressed_tensors_nvfp4", ".weight_packed", ".weight_scale", ".weight_global_scale", True
+    ),
+    WeightForm("compressed_tensors", ".weight", ".weight_scale"),
+    WeightForm("compressed_tensors_packed", ".weight_packed", ".weight_scale"),
+    WeightForm("torchao_nvfp4", "._weight_qdata", "._weight_scale", "._weight_per_tensor_scale"),
+    WeightForm("torchao", "._weight_qdata", "._weight_scale"),
+    WeightForm("transformers_experts", "", "_scale_inv", weight=""),
+    WeightForm("gpt_oss", "_blocks", "_scales", weight=""),
+)
+
+FORMS = {form.name: form for form in _FORMS}
 """Forms by name; of two that fit a weight the first is meant.
 
 deepseek     DeepSeek-V3 and transformers' fine-grained FP8: ``weight_scale_inv``.
@@ -131,18 +116,20 @@ class StoredWeight:
         text = f"{self.name} has codes {self.shape} and scales {self.scale and self.scale.shape}, "
         require(self.scale is not None and bool(self.granularity), text + "which do not fit.")
         assert self.scale is not None
-        array, counts = self.scale[...], self._counts
+        array, (rows, columns) = self.scale[...], self.counts
         if self.scale_layout != "row_major":
-            n, k = counts[-2:]
             matrices = array.reshape(-1, self.stored_size)
-            array = np.stack([scale_layouts.load(m, self.scale_layout, (n, k)) for m in matrices])
+            array = np.stack(
+                [scale_layouts.load(m, self.scale_layout, self.counts) for m in matrices]
+            )
         numbers = array.astype(np.float32)
         if self.scale_fmt is not None:
             codes = array.view(np.uint8) if array.dtype == np.int8 else array.astype(np.uint8)
             numbers = cast.decode(codes, self.scale_fmt)
+        experts = self.shape[:-2]
         if self.transposed:
-            numbers = np.swapaxes(numbers.reshape(*counts[:-2], counts[-1], counts[-2]), -1, -2)
-        return np.ascontiguousarray(numbers).reshape(counts)
+            numbers = np.swapaxes(numbers.reshape(*experts, columns, rows), -1, -2)
+        return np.ascontiguousarray(numbers).reshape(*experts, rows, columns)
 
     @functools.cached_property
     def tensor_factor(self) -> np.ndarray | None:
@@ -156,20 +143,15 @@ class StoredWeight:
             return np.float32(1) / numbers if self.form.divides else numbers
 
     @property
-    def _counts(self) -> tuple[int, ...]:
-        n, k = self.shape[-2:]
-        return (*self.shape[:-2], *_counts(self.granularity, (n, k)))
-
-    @property
-    def _blocks(self) -> granularities.Blocks:
-        return granularities.lengths(self.granularity, 2, -1)
+    def counts(self) -> tuple[int, int]:
+        """The blocks along both axes of a matrix."""
+        return block_counts(self.granularity, self.shape)
 
     @property
     def stored_size(self) -> int:
         """Elements of a matrix's scales as ``scale_layout`` stores them."""
         layout = scale_layouts.SCALE_LAYOUTS[self.scale_layout]
-        n, k = self.shape[-2:]
-        count = layout.size(_counts(self.granularity, (n, k)), 1)
+        count = layout.size(self.counts, 1)
         return count // 4 if layout.packed else count
 
     def pieces(self, most: int = PIECE) -> Iterator[tuple[tuple[int, ...], slice, Quantized]]:
@@ -179,7 +161,7 @@ class StoredWeight:
         Raises:   ValueError: scales that do not fit.
         """
         n, k = self.shape[-2:]
-        height = (self._blocks[0] or 1) if self.granularity else 1
+        height = (granularities.lengths(self.granularity, 2, -1)[0] or 1) if self.granularity else 1
         step = max(most // max(k * height, 1), 1) * height
         for matrix in np.ndindex(self.shape[:-2]):
             for first in range(0, n, step):
@@ -195,7 +177,7 @@ class StoredWeight:
         if self.fmt.bits == 4:
             codes = packing.unpack(codes.reshape(len(codes), -1))
         inv = self.scales[matrix]
-        height = self._blocks[0]
+        height = granularities.lengths(self.granularity, 2, -1)[0]
         if height is not None:
             first, last, _ = rows.indices(self.shape[-2])
             inv = inv[first // height : -(-last // height)]
@@ -226,16 +208,13 @@ def find(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredWeight]:
             weights[name] = _fitted(name, form, codes, tensors[module + form.scale], factor)
             break
         else:
-            if codes.fmt is not None and _format(codes) and codes.nbytes and not _is_scale(name):
-                form = FORMS["deepseek"]
+            is_scale = any(name.endswith(form.scale) for form in FORMS.values())
+            fmt = None if is_scale or len(codes.shape) < 2 or not codes.nbytes else codes.fmt
+            if fmt is not None and _format(codes):
                 weights[name] = StoredWeight(
-                    name=name, form=form, fmt=codes.fmt, codes=codes, scale=None
+                    name=name, form=FORMS["deepseek"], fmt=fmt, codes=codes, scale=None
                 )
     return weights
-
-
-def _is_scale(name: str) -> bool:
-    return any(name.endswith(form.scale) for form in FORMS.values())
 
 
 def _format(codes: StoredTensor) -> Format | None:
@@ -267,20 +246,20 @@ def _fitted(
     weight = StoredWeight(
         name=name, form=form, fmt=fmt, codes=codes, scale=scale, tensor_scale=factor
     )
-    experts, (n, k) = weight.shape[:-2], weight.shape[-2:]
+    experts = weight.shape[:-2]
     size, count = math.prod(scale.shape), math.prod(experts)
     if factor is not None and math.prod(factor.shape) not in (1, count):
         return weight
-    every = {g: _counts(g, (n, k)) for g in _coarsest_first((n, k))}
-    exact = [g for g, counts in every.items() if scale.shape == (*experts, *counts)]
-    for granularity in [*exact, *every]:  # as many blocks as rows are no rows
-        counts = every[granularity]
-        fit = functools.partial(dataclasses.replace, weight, granularity=granularity)
-        flat = granularity in ("tensorwise", "rowwise") and size == math.prod(counts) * count
-        if flat or scale.shape == (*experts, *counts):
-            return fit()
-        if scale.shape == (*experts, *reversed(counts)):
-            return fit(transposed=True)
+    fits = [dataclasses.replace(weight, granularity=g) for g in granularities.GRANULARITIES]
+    # blocks of both axes before those of one; as many blocks as rows are no rows
+    fits.sort(key=lambda fit: (scale.shape != (*experts, *fit.counts), math.prod(fit.counts)))
+    for fit in fits:
+        is_flat = fit.granularity in ("tensorwise", "rowwise")
+        flat = is_flat and size == math.prod(fit.counts) * count
+        if flat or scale.shape == (*experts, *fit.counts):
+            return fit
+        if scale.shape == (*experts, *reversed(fit.counts)):
+            return dataclasses.replace(fit, transposed=True)
     if weight.scale_fmt is None:
         return weight
     for layout in ("packed_ue8m0", "swizzled_128x4"):
@@ -292,11 +271,16 @@ def _fitted(
     return weight
 
 
-def _counts(granularity: str, shape: tuple[int, int]) -> tuple[int, int]:
-    n, k = granularities.block_counts(shape, granularities.lengths(granularity, 2, -1)) or (1, 1)
+def block_counts(granularity: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """The blocks along both axes of a matrix: of a granularity, or of a size such as 64x64."""
+    if granularity in granularities.GRANULARITIES:
+        sizes = granularities.lengths(granularity, 2, -1)
+    else:
+        sizes = tuple(map(int, granularity.split("x")))
+    n, k = granularities.block_counts(shape[-2:], sizes) or (1, 1)
     return n, k
 
 
-def _coarsest_first(shape: tuple[int, int]) -> list[str]:
-    """Granularities by the number of scales; blocks of both axes before those of one."""
-    return sorted(granularities.GRANULARITIES, key=lambda g: math.prod(_counts(g, shape)))
+def expert(matrix: tuple[int, ...]) -> str:
+    """The place of a matrix of experts, before that of a block."""
+    return "".join(f"expert {i}, " for i in matrix)

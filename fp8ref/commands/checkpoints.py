@@ -4,7 +4,6 @@ import argparse
 
 from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json, conclude
-from fp8ref.shared import console
 
 
 def add(commands) -> None:
@@ -31,20 +30,9 @@ def _audit(arguments: argparse.Namespace) -> int:
     path = arguments.checkpoint
     check_json(arguments.json, path, arguments.page)
     shared.check_page("--page", arguments.page, "fp8ref audit")
-    from fp8ref.checkpoints import audit, tensors, weights
+    from fp8ref.checkpoints import audit
 
-    held = weights.find(tensors.stored(path, lambda line: None))
-    total = sum(weight.codes.nbytes for weight in held.values())
-    with console.bar("audit, MB", total // 10**6) as bar:
-        left = 0
-
-        def advance(count: int) -> None:
-            nonlocal left
-            left += count
-            bar(by=left // 10**6)
-            left %= 10**6
-
-        result = audit.audit(path, originals=arguments.originals, advance=advance)
+    result = audit.audit(path, originals=arguments.originals, progress=True)
     if arguments.page:
         from fp8ref.train.report import svg
 

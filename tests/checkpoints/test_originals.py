@@ -1,5 +1,7 @@
 """Codes and scales are traced to the rule that made them of the original, or to the nearest."""
 
+import contextlib
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -82,3 +84,26 @@ def test_a_weight_without_its_original(tmp_path, original):
     tensors = models.quantized(X, models.fp8("deepseek_v3_block", ".weight_scale_inv"))
     (finding,) = [f for f in audited(tmp_path, tensors, original).findings if f.alarm]
     assert finding.kind == "original_missing"
+
+
+@pytest.mark.parametrize("compares", [False, True])
+def test_the_bar_counts_codes_once_read_and_once_compared(tmp_path, monkeypatch, compares):
+    weights = {f"{i}.up_proj": models.spread((1024, 1200), i) for i in range(2)}
+    tensors = models.quantized(weights, models.fp8("vllm_block", ".weight_scale_inv"))
+    checkpoint = models.write(tmp_path / "fp8", tensors, models.BLOCKS)
+    high = {f"{name}.weight": x for name, x in weights.items()}
+    source = models.write(tmp_path / "high", high, None)
+    bars = []
+
+    @contextlib.contextmanager
+    def bar(title, total, *, shown):
+        counts = []
+        yield lambda by: counts.append(by)
+        bars.append((title, total, shown, counts))
+
+    monkeypatch.setattr("fp8ref.shared.console.bar", bar)
+    audit.audit(checkpoint, originals=source if compares else None, progress=True)
+    # 2 weights of 1.2288 MB: 2.4576 MB, and 4.9152 with the comparison
+    ((title, total, shown, counts),) = bars
+    assert (title, total, shown) == ("audit, MB", 4 if compares else 2, True)
+    assert counts == ([1, 1, 1, 1] if compares else [1, 1])
