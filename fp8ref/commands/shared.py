@@ -46,9 +46,9 @@ def group(commands, usage: str, text: str):
     return parser.add_subparsers(required=True, metavar=metavar, prog=parser.prog)
 
 
-def config_command(commands, name: str, run: Run, text: str = "") -> Parser:
+def config_command(commands, name: str, run: Run) -> Parser:
     """Add a command that takes a CONFIG and options for its keys, which ``config`` applies."""
-    parser = plain(commands, f"{name} CONFIG", run, text)
+    parser = plain(commands, f"{name} CONFIG", run)
     parser.option("config", "CONFIG", "a TOML file, or a name of fp8ref configs", nargs="?")
     parser.before = functools.partial(_add_keys, parser)
     parser.more = functools.partial(_describe_keys, parser)

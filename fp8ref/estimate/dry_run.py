@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fp8ref.estimate import filtering, kernels, memory, roofline, traffic
+from fp8ref.estimate import filtering, kernels, memory, roofline
+from fp8ref.estimate.collectives import collectives
 from fp8ref.estimate.gpu_rates import GPUS, PUBLISHED
 from fp8ref.shared import console as consoles
 from fp8ref.train.config import architecture, device_shapes, hardware
@@ -254,7 +255,7 @@ def _traffic(config: Config, backend: str) -> Table:
         ">all float32",
         title="What a device receives in a step, GiB",
     )
-    flows = traffic.flows(config, backend)
+    flows = collectives.flows(config, backend)
     for purpose, flow in flows.items():
         if not flow.elements and _gib(flow.bytes) == "0.00":
             continue  # amaxes, scales, the loss

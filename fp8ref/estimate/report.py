@@ -106,14 +106,10 @@ class Forecast(Result):
 
     def to_dict(self) -> dict:
         """The content of the --json file."""
-        rows = [
-            {**dataclasses.asdict(row), "ratio": row.ledger.ratio, "filter": row.loses}
-            for row in self.rows
-        ]
+        rows = [dataclasses.asdict(row) | {"ratio": row.ledger.ratio} for row in self.rows]
         for row in rows:
-            del row["loses"]
-        names = ("ratio", "filtered_ratio", "limit")
-        ratios = {name: getattr(self.step, name) for name in names}
+            row["filter"] = row.pop("loses")
+        ratios = {name: getattr(self.step, name) for name in ("ratio", "filtered_ratio", "limit")}
         return {
             "backend": self.backend,
             "recipe": self.recipe,
@@ -136,10 +132,9 @@ class Forecast(Result):
                 f"to block and estimate again.{tail}"
             )
         if not lost:
-            none = all((row.ledger.ratio or 1) >= 1 for row in self.rows)
+            slower = any((row.ledger.ratio or 1) < 1 for row in self.rows)
             text = "With fewer linears in FP8 the step is no faster."
-            if none:
-                text = "No linear is slower in FP8."
+            text = text if slower else "No linear is slower in FP8."
             if not self.fused:
                 text += " Casts are not fused: set parallel.compile to block."
             return text + tail
@@ -151,37 +146,26 @@ class Forecast(Result):
         return f"{text}.{tail}"
 
     def _steps(self) -> Table:
-        table, rest = (
-            consoles.table("what", ">bf16", ">as configured", ">after filtering"),
-            self.step.rest,
+        table = consoles.table("what", ">bf16", ">as configured", ">after filtering")
+        step = self.step
+        linear, others = (
+            (step.bf16, step.configured, step.filtered),
+            (step.in_bf16, step.rest, step.after),
         )
-        linear = (self.step.bf16, self.step.configured, self.step.filtered)
         table.add_row("linears", *map(_ms, linear))
-        before, after = self.step.in_bf16, self.step.after
-        for name in dict.fromkeys((*rest, *after)):
-            table.add_row(name, *(_ms(times.get(name, 0.0)) for times in (before, rest, after)))
-        each = before, rest, after
-        table.add_row(
-            "all",
-            *(
-                _ms(seconds + sum(others.values()))
-                for seconds, others in zip(linear, each, strict=True)
-            ),
-        )
-        table.add_row(
-            "speed-up over bf16",
-            "1.00",
-            f"{self.step.ratio:.2f}",
-            f"{self.step.filtered_ratio:.2f}",
-        )
+        for name in dict.fromkeys((*step.rest, *step.after)):
+            table.add_row(name, *(_ms(times.get(name, 0.0)) for times in others))
+        totals = (t + sum(times.values()) for t, times in zip(linear, others, strict=True))
+        table.add_row("all", *map(_ms, totals))
+        ratios = (f"{ratio:.2f}" for ratio in (step.ratio, step.filtered_ratio))
+        table.add_row("speed-up over bf16", "1.00", *ratios)
         return table
 
     def _caption(self) -> str:
-        active_text = ""
-        if self.active < self.parameters:
-            active_text = f"{self.parameters:,} parameters, of which {self.active:,} take a token. "
+        active = f"{self.parameters:,} parameters, of which {self.active:,} take a token. "
+        active *= self.active < self.parameters
         return (
-            f"{active_text}If linears took no time, the step's speed-up would be "
+            f"{active}If linears took no time, the step's speed-up would be "
             f"{self.step.limit:.2f}. Collectives and the host are left out: they mostly bring "
             f"speed-ups nearer to 1. {self.ceilings.caption}."
         )

@@ -22,11 +22,13 @@
 NumPy, and ``write_page`` the extra [train].
 """
 
+import importlib
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
-from fp8ref.study import framework
 from fp8ref.study import recording as recordings
 from fp8ref.study.attention_error import JudgedAttention
 from fp8ref.study.attention_error import judge as judge_attention
@@ -77,7 +79,7 @@ def record(model, *, rows: int = 512, layers: str = "*", heads: int = 4, tokens:
               matches no linear; negative heads, or no tokens.
     """
     recordings.check_attention(heads, tokens)
-    return framework.of(model).record(model, rows=rows, layers=layers, heads=heads, tokens=tokens)
+    return framework(model).record(model, rows=rows, layers=layers, heads=heads, tokens=tokens)
 
 
 def attention(
@@ -99,7 +101,7 @@ def attention(
     """
     recordings.check_attention(heads, tokens, least=1)
     return judge_attention(
-        framework.of(model).attention(model, run, heads=heads, tokens=tokens), variants
+        framework(model).attention(model, run, heads=heads, tokens=tokens), variants
     )
 
 
@@ -120,7 +122,7 @@ def depth(
     Memory:   one copy of the model at a time, and ``rows`` of every linear's input.
     Raises:   ValueError: as ``record`` and ``convert``; a run that is not the same twice.
     """
-    return framework.of(model).depth(model, run, recipes, rows=rows, options=options)
+    return framework(model).depth(model, run, recipes, rows=rows, options=options)
 
 
 def write_page(
@@ -138,3 +140,25 @@ def write_page(
     from fp8ref.study import page
 
     page.write(Path(out), judged, depth, attention=attention, states=states)
+
+
+def framework(model) -> ModuleType:
+    """``torch_model`` or ``nnx_model`` of this room, by what is imported: a model of torch has
+    imported torch.
+
+    Raises:   ValueError: neither a torch.nn.Module nor a flax.nnx.Module.
+    """
+    for package, kind, name in (
+        ("torch", "nn.Module", "torch_model"),
+        ("flax.nnx", "Module", "nnx_model"),
+    ):
+        attribute: object = sys.modules.get(package)
+        for part in kind.split("."):
+            attribute = getattr(attribute, part, None)
+        if isinstance(attribute, type) and isinstance(model, attribute):
+            return importlib.import_module(f"fp8ref.study.{name}")
+    raise ValueError(
+        f"a study takes a torch.nn.Module or a flax.nnx.Module; got {type(model).__name__}. "
+        "Layers of linen are not seen, in nnx.bridge.ToNNX neither: study the model in NNX, or "
+        "give its tensors to study.tensors."
+    )

@@ -10,7 +10,8 @@ from helpers.attention.attention_cases import call_options
 from helpers.models import sizes
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8ref.estimate import attention, memory, report, roofline, traffic
+from fp8ref.estimate import attention, memory, report, roofline
+from fp8ref.estimate.collectives import collectives
 from fp8ref.estimate.gpu_rates import PUBLISHED
 from fp8ref.jax.attention import attention as attention_jax
 from fp8ref.shared.errors import ConfigError
@@ -161,16 +162,16 @@ def context(**parallel):
 def test_parts_of_the_tokens_gather_keys_and_values():  # A-21, A-24
     """Two layers of 2 heads of keys of 32 features, 2 sequences of 1,024 tokens: half of k and v
     come from the other device, as codes in both passes; their gradients in float32."""
-    found, half = traffic.flows(context(), "torch"), 2 * 2 * 2 * 2 * 32 * 512
+    found, half = collectives.flows(context(), "torch"), 2 * 2 * 2 * 2 * 32 * 512
     assert found["keys and values, gathered over context"].bytes == 2 * half
     assert found["gradients of keys and values, summed over context"].bytes == 4 * half
-    wide = traffic.flows(
+    wide = collectives.flows(
         context(checkpointing="full").replace(numerics={"attention": "bf16"}), "torch"
     )
     assert wide["keys and values, gathered over context"].bytes == 3 * half * 2
     mine, fsdp = (
-        traffic.flows(context(), "jax"),
-        traffic.flows(config("cudnn", 1024, fsdp=2), "jax"),
+        collectives.flows(context(), "jax"),
+        collectives.flows(config("cudnn", 1024, fsdp=2), "jax"),
     )
     name = "weights, gathered over fsdp"  # context cuts weights as fsdp does
     assert mine[name] == fsdp[name]

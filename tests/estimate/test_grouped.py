@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8ref.estimate import grouped, memory, report, roofline, traffic
+from fp8ref.estimate import grouped, memory, report, roofline
+from fp8ref.estimate.collectives import collectives
 from fp8ref.estimate.gpu_rates import PUBLISHED
 from fp8ref.jax.experts import operands as grouped_operands
 from fp8ref.recipe import RECIPES
@@ -104,22 +105,22 @@ def test_rows_are_sent_to_their_experts_and_back():  # X-13
     layers, both passes, bfloat16.
     """
     rows = 2 * 2 * (4 * 128) * 2 * 128
-    torch, jax = (traffic.flows(tiny(expert=4), backend) for backend in ("torch", "jax"))
+    torch, jax = (collectives.flows(tiny(expert=4), backend) for backend in ("torch", "jax"))
     for purpose in ("rows, sent to their experts", "rows, sent back"):
         assert torch[purpose].elements == rows * 3 / 4  # those of others
         assert jax[purpose].elements == rows * 3  # a buffer of all to each of three
         assert torch[purpose].bytes == 2 * torch[purpose].elements
     for recipe, size in (("tensorwise", 1), ("delayed", 1), ("blockwise", 2)):  # X-14
-        sent = traffic.flows(tiny(expert=4).replace(numerics={"recipe": recipe}), "jax")[
+        sent = collectives.flows(tiny(expert=4).replace(numerics={"recipe": recipe}), "jax")[
             "rows, sent to their experts"
         ]
         assert sent.bytes == size * sent.elements
-    in_rows = traffic.flows(
+    in_rows = collectives.flows(
         tiny(expert=4, expert_dispatch="compute").replace(numerics={"recipe": "tensorwise"}), "jax"
     )
     assert in_rows["rows, sent to their experts"].bytes == 2 * rows * 3
-    assert "rows, sent back" not in traffic.flows(tiny(fsdp=4), "jax")
-    again = traffic.flows(tiny(expert=4, checkpointing="full"), "torch")
+    assert "rows, sent back" not in collectives.flows(tiny(fsdp=4), "jax")
+    again = collectives.flows(tiny(expert=4, checkpointing="full"), "torch")
     assert again["rows, sent back"].elements == torch["rows, sent back"].elements * 3 / 2
 
 
@@ -150,7 +151,7 @@ def test_experts_are_gathered_over_fsdp_in_the_compute_dtype():  # P-10
         )
         # half the experts, and half of the router [E, hidden], which JAX does not gather
         many, few = (
-            traffic.flows(config, "jax")["weights, gathered over fsdp"]
+            collectives.flows(config, "jax")["weights, gathered over fsdp"]
             for config in (tiny(**parallel), without)
         )
         assert many.elements - few.elements == 2 * gathered * experts / 2

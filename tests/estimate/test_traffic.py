@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from helpers.models import sizes
 
-from fp8ref.estimate import traffic
+from fp8ref.estimate.collectives import collectives
 
 
 def flows(config, backend):
@@ -14,7 +14,7 @@ def flows(config, backend):
     """
     return {
         purpose: (flow.elements, flow.bytes)
-        for purpose, flow in traffic.flows(config, backend).items()
+        for purpose, flow in collectives.flows(config, backend).items()
         if flow.elements
     }
 

@@ -12,7 +12,7 @@ from fp8ref.conformance.delayed.comparison import Asked, Departure, departure
 from fp8ref.conformance.delayed.identify import field_of, identify_subject
 from fp8ref.conformance.delayed.sequences import DIFFICULTIES, drawn, fixed, rule_history
 from fp8ref.conformance.delayed.subject import Subject, subject_of
-from fp8ref.conformance.kit.difficulty import check_without
+from fp8ref.conformance.kit import difficulty as kit
 from fp8ref.formats import E4M3FN, Format
 from fp8ref.spec.delayed import DelayedScaling, by_name
 
@@ -84,7 +84,7 @@ def departures(
 
     Raises:   ValueError: an unknown difficulty; ``ordinary`` cannot be left out.
     """
-    check_without(without, DIFFICULTIES)
+    kit.check_without(without, DIFFICULTIES)
     history = rule_history(asked.rule)
     short = min(history, sequences.LONGEST)
     # Ordinary sequences first and alone: they may be much longer than all others.
@@ -99,10 +99,5 @@ def departures(
         if difficulty not in (*without, *subject.lacks)
     }
     specified = iter(asked.scales([sequence for of in cases.values() for sequence in of]))
-    departures = []
-    for difficulty, of in cases.items():
-        one = departure(subject, asked, difficulty, of, [next(specified) for _ in of])
-        departures += [one] if one else []
-        if one and difficulty == "ordinary":
-            break
-    return departures
+    scales = {difficulty: [next(specified) for _ in of] for difficulty, of in cases.items()}
+    return kit.departures(cases, lambda d: departure(subject, asked, d, cases[d], scales[d]))

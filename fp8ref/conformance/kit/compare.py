@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fp8ref.conformance.kit.arrays import same_bits
+from fp8ref.conformance.kit import arrays
 from fp8ref.formats import Format
 from fp8ref.shared.result import Result
 from fp8ref.sim.quantize import cast
@@ -166,7 +166,7 @@ def compare_bits(
             f"{quantity} of shape {reference.shape} in {names[1]}, {value.shape} in {names[0]}"
         )
     expected, mine = (np.atleast_1d(np.asarray(v, np.float32)) for v in (reference, value))
-    equal = same_bits(expected, mine)
+    equal = arrays.same_bits(expected, mine)
     distance = np.abs(expected.view(np.int32).astype(np.int64) - mine.view(np.int32))
 
     def describe(index):
@@ -181,7 +181,7 @@ def compare_values(check: Check, value, reference, bound, *, names: tuple[str, s
     value, reference, bound = (
         np.asarray(v, np.float64) for v in np.broadcast_arrays(value, reference, bound)
     )
-    equal = (value == reference) | (np.isnan(value) & np.isnan(reference))
+    equal = arrays.equal(value, reference)
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = np.where(equal, 0, np.abs(value - reference) / bound)
     ratio = np.where(np.isnan(ratio), np.inf, ratio)  # NaN on one side only is beyond any bound

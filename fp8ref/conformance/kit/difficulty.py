@@ -1,8 +1,10 @@
 """Kinds of difficulty that inputs of a state or a collective have, one at a time, by name."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+_Departure = TypeVar("_Departure")
 
 
 @dataclass(frozen=True)
@@ -25,3 +27,17 @@ def check_without(without: Collection[str], difficulties: Mapping[str, Difficult
             f"without names difficulties, of {', '.join(list(difficulties)[1:])}; got "
             f"{', '.join(unknown)}."
         )
+
+
+def departures(
+    difficulties: Iterable[str], departure: Callable[[str], _Departure | None]
+) -> list[_Departure]:
+    """The departure of each difficulty that has one; of ``ordinary`` that alone, which would show
+    in all others."""
+    every = []
+    for difficulty in difficulties:
+        if (one := departure(difficulty)) is not None:
+            every.append(one)
+            if difficulty == "ordinary":
+                break
+    return every

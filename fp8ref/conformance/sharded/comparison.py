@@ -100,8 +100,8 @@ class Departure:
 def wrong(collective: Collective, case: Case) -> bool:
     """Whether some rank's value differs; all NaNs are equal."""
     values, expected = collective.values(case), collective.expected(case)
-    return isinstance(values, str) or any(
-        value != expected and not (np.isnan(value) and np.isnan(expected)) for value in values
+    return isinstance(values, str) or not np.array_equal(
+        values, [expected] * len(values), equal_nan=True
     )
 
 

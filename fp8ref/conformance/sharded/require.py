@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from fp8ref import policy as policies
-from fp8ref.conformance.kit.difficulty import check_without
+from fp8ref.conformance.kit import difficulty as kit
 from fp8ref.conformance.kit.subject import FRAMEWORKS
 from fp8ref.conformance.sharded.comparison import Collective, Departure, departure
 from fp8ref.conformance.sharded.inputs import DIFFICULTIES, drawn, fixed
@@ -78,7 +78,7 @@ def departures(
 
     Raises:   ValueError: an unknown word or axis; ``ordinary`` cannot be left out.
     """
-    check_without(without, DIFFICULTIES)
+    kit.check_without(without, DIFFICULTIES)
     words = {"made": ("amax", "scale", "scale_inv"), "axis": (0, 1)}
     words["framework"] = tuple(FRAMEWORKS)
     for key, allowed in words.items():
@@ -86,14 +86,8 @@ def departures(
             raise ValueError(
                 f"{key} is one of {', '.join(map(str, allowed))}; got {getattr(collective, key)!r}."
             )
-    departures = []
-    for difficulty in DIFFICULTIES:
-        impossible = difficulty == "microbatches" and not collective.microbatches
-        if difficulty in without or impossible:
-            continue
-        cases = [*fixed(difficulty), *drawn(difficulty, examples)]
-        if (one := departure(collective, difficulty, cases)) is not None:
-            departures.append(one)
-            if difficulty == "ordinary":
-                break
-    return departures
+    impossible = () if collective.microbatches else ("microbatches",)
+    return kit.departures(
+        [difficulty for difficulty in DIFFICULTIES if difficulty not in (*without, *impossible)],
+        lambda d: departure(collective, d, [*fixed(d), *drawn(d, examples)]),
+    )

@@ -3,7 +3,7 @@
 In JAX those of a program that is compiled for H200s (benchmarks/results/aot.json), to the byte:
 amaxes, scales of rows, bits beside codes, the loss and the norm of the gradients too, and with
 experts the sizes of their groups and their balance. Not counted: the scales of gradients in FP8. In
-PyTorch none of these few bytes is counted.
+PyTorch none of these few bytes is counted. ``flows`` sums them by purpose, by ring algorithms.
 """
 
 import dataclasses
@@ -90,6 +90,24 @@ def step_collectives(config: Config, backend: str) -> list[tuple[Collective, int
             (_beside("balance of experts, summed", sharing, balance), parts),
         ]
     return [(one, times) for one, times in collectives if one.devices > 1 and one.elements]
+
+
+@dataclass
+class Flow:
+    """Elements that are received for one purpose in any dtype, and their bytes."""
+
+    elements: float = 0.0
+    bytes: float = 0.0
+
+
+def flows(config: Config, backend: str) -> dict[str, Flow]:
+    """{purpose: what a device receives for it in one optimizer step}."""
+    by_purpose: dict[str, Flow] = {}
+    for collective, times in step_collectives(config, backend):
+        flow = by_purpose.setdefault(collective.purpose, Flow())
+        flow.elements += times * collective.received * (not collective.beside)
+        flow.bytes += times * collective.received * SIZES[collective.dtype]
+    return by_purpose
 
 
 def _part_collectives(config: Config, backend: str) -> Iterator[Collective]:

@@ -4,11 +4,13 @@ One HTML file without external resources, for light and dark screens. Its script
 hover and zooms; the page reads without it. Its figures are also written as PNGs.
 """
 
+import json
 import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import markupsafe
 import numpy as np
@@ -18,11 +20,12 @@ from fp8ref.recipe import OPERANDS
 from fp8ref.shared import console, files
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train.config import config as configs
-from fp8ref.train.report import figures, run_files, settings, svg, worst_layers
+from fp8ref.train.report import figures, run_files, svg, worst_layers
 from fp8ref.train.report import gap as gaps
 from fp8ref.train.report import verdict as verdicts
 from fp8ref.train.report.runs import Run
 from fp8ref.train.report.verdict import Arm, Seeds, Verdict
+from fp8ref.train.run import train_state
 
 __all__ = ["fp8_coverage", "write"]
 
@@ -45,6 +48,15 @@ class LinearCoverage:
     shape: str
     plan: str
     gemms: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Differences:
+    """others: runs compared with the baseline; rows: (dotted key, its value, theirs)."""
+
+    baseline: Run
+    others: tuple[Run, ...]
+    rows: tuple[tuple[str, str, tuple[str, ...]], ...]
 
 
 def write(
@@ -217,11 +229,39 @@ def _page(groups: list[Group], runs: Sequence[Run], confidence: float) -> str:
         confidence=confidence,
         gemms=fp8_coverage,
         shares=figures.STATES.values(),
-        differences=settings.differences(runs),
+        differences=differences(runs),
         decibels=_decibels,
         not_finite=-math.inf,
-        flat=settings.flat,
+        flat=flat,
     )
+
+
+def differences(runs: Sequence[Run]) -> Differences:
+    """Keys of the config, versions, backend, device and text in which any run is not like the
+    baseline: the first bf16 run, or the first."""
+    baseline = next((run for run in runs if run.bf16), runs[0])
+    others = tuple(run for run in runs if run is not baseline)
+    mine, *theirs = ({**run.settings, "versions": run.versions} for run in (baseline, *others))
+    keys = dict.fromkeys(key for other in theirs for key in configs.differences(mine, other))
+    rows = ((key, _at(mine, key), tuple(_at(other, key) for other in theirs)) for key in keys)
+    return Differences(baseline, others, tuple(rows))
+
+
+def flat(settings: dict) -> list[tuple[str, str]]:
+    """(dotted key, value) of a nested config, in its order."""
+    return [(dotted, _said(value)) for dotted, value in train_state.flat(settings).items()]
+
+
+def _at(settings: Any, dotted: str) -> str:
+    for part in dotted.split("."):
+        settings = settings.get(part) if isinstance(settings, dict) else None
+    return _said(settings)
+
+
+def _said(value: Any) -> str:
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _decibels(sqnr: float) -> str:

@@ -1,12 +1,12 @@
 from helpers.training import made_runs
 
-from fp8ref.train.report import settings
+from fp8ref.train.report import page
 
 
 def test_runs_are_compared_with_the_first_in_bf16(tmp_path, small):
     fp8 = made_runs.make(tmp_path / "fp8", small, [5.0], recipe="tensorwise")
     bf16 = made_runs.make(tmp_path / "bf16", small, [5.0], seed=3)
-    found = settings.differences([fp8, bf16])
+    found = page.differences([fp8, bf16])
     assert (found.baseline, found.others) == (bf16, (fp8,))
     rows = {key: (mine, others) for key, mine, others in found.rows}
     assert rows == {
@@ -21,12 +21,12 @@ def test_a_key_that_one_run_lacks_is_a_dash(tmp_path, small):
         made_runs.make(tmp_path / name, config, [5.0])
         for name, config in (("a", small), ("b", small.replace(log={"wandb": "x"})))
     )
-    assert settings.differences([plain, other]).rows == (("log.wandb", "-", ("x",)),)
-    assert settings.differences([plain]).rows == ()
+    assert page.differences([plain, other]).rows == (("log.wandb", "-", ("x",)),)
+    assert page.differences([plain]).rows == ()
 
 
 def test_all_keys_are_flat():
-    assert settings.flat({"a": {"b": 1, "c": ["x", None]}, "d": "é"}) == [
+    assert page.flat({"a": {"b": 1, "c": ["x", None]}, "d": "é"}) == [
         ("a.b", "1"),
         ("a.c", '["x", null]'),
         ("d", "é"),

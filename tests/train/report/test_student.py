@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fp8ref.train.report.student import student
+from fp8ref.train.report.gap import student
 
 
 @pytest.mark.parametrize("dof", [1, 2, 3, 4, 5, 6, 7, 15, 30, 100, 101])

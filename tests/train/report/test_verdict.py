@@ -5,7 +5,7 @@ from helpers.training.made_runs import falling
 
 from fp8ref.train.report import compare, page, verdict
 from fp8ref.train.report import gap as gaps
-from fp8ref.train.report.student import student
+from fp8ref.train.report.gap import student
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import numpy as np
 from fp8ref.conformance.gemm.grade.stimuli import Asked, Shape
 from fp8ref.conformance.gemm.grade.structure import Cause, first_of
 from fp8ref.conformance.gemm.scaled_gemm import RefusedError, hardware_scales
+from fp8ref.conformance.kit.arrays import equal
 from fp8ref.sim.quantize import cast
 
 EXPONENTS = (-127, -126, -100, -76, -22, -9, 8, 12, 76, 100, 126, 127)
@@ -92,7 +93,7 @@ def _judge(asked: Asked, shape: Shape, which: int, who: str, end: End) -> Cause 
     results, out = asked.run(stimulus._replace(a=scaled[0], b=scaled[1]))
     value = end.product * float(end.value) * float(end.opposite)
     expected = np.full(results.shape, cast.round_to(np.float64(value), out))
-    differ = (results != expected) & ~(np.isnan(results) & np.isnan(expected))
+    differ = ~equal(results, expected)
     if not differ.any():
         return None
     got = results[differ]

@@ -14,6 +14,7 @@ from fp8ref.conformance.decoder.scale_index import BASE, NO_INDEX
 from fp8ref.conformance.gemm.grade import faults
 from fp8ref.conformance.gemm.grade.stimuli import Asked, Shape, Stimulus
 from fp8ref.conformance.gemm.grade.structure import Cause, alike, first_of
+from fp8ref.conformance.kit.arrays import equal
 from fp8ref.formats import E8M0FNU, Format
 from fp8ref.sim.quantize import cast
 from fp8ref.sim.quantize.scale_layouts import SCALE_LAYOUTS, ScaleLayout
@@ -55,7 +56,7 @@ def causes(
     readings = [_reading(asked, stimulus.shape, which) for which in (0, 1)]
     names = [one.words for one in readings if one.mistake is not None]
     expected = faults.expected(stimulus)
-    differ = ~((results == expected) | (np.isnan(results) & np.isnan(expected)))
+    differ = ~equal(results, expected)
     first = first_of(stimulus, results, expected, differ)
     count = f"{int(differ.sum())} of {differ.size} sums of integers differ"
     if names and alike(*_compared(stimulus, results, readings), out):
