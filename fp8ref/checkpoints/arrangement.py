@@ -6,13 +6,12 @@ correlate blocks too, so their means are taken out first.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
 from fp8ref.sim.quantize import scale_layouts
 
-__all__ = ["Order", "identify_order"]
+__all__ = ["identify_order"]
 
 LEAST = 36
 """The fewest blocks that say anything."""
@@ -21,18 +20,11 @@ UNRELATED = 1024
 """The fewest blocks by which scales are said to belong to no block."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Order:
-    """How scales would fit the codes; "": in no order that is known. ``strengths`` are those of the
-    stored order and of that."""
-
-    name: str
-    strengths: list[float]
-
-
-def identify_order(log_scale: np.ndarray, log_mean: np.ndarray, usable: np.ndarray) -> Order | None:
-    """The order of scales [R, C] if it is another than that of the codes; None: it is right, or
-    cannot be told.
+def identify_order(
+    log_scale: np.ndarray, log_mean: np.ndarray, usable: np.ndarray
+) -> tuple[str, list[float]] | None:
+    """How scales [R, C] would fit the codes if they do not, "" of no order; and the strengths of
+    the stored order and of that. None: they fit, or it cannot be told.
 
     The strength of a relation is the correlation times sqrt(blocks), about normal where there is
     none: right scales are below -5, and a wrong order is named only below it.
@@ -46,9 +38,9 @@ def identify_order(log_scale: np.ndarray, log_mean: np.ndarray, usable: np.ndarr
     strengths = {name: _strength(z, y) or 0.0 for name, z in _orders(x)}
     best = min(strengths, key=lambda name: strengths[name], default="")
     if best and strengths[best] < min(-5, own - 5) and own > -2.5:
-        return Order(name=best, strengths=[round(own, 1), round(strengths[best], 1)])
+        return best, [round(own, 1), round(strengths[best], 1)]
     if usable.size >= UNRELATED and min(usable.shape) >= 4 and own > -3:
-        return Order(name="", strengths=[round(own, 1)])
+        return "", [round(own, 1)]
     return None
 
 

@@ -7,8 +7,7 @@ of a weight one piece of codes is held, and its scales.
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -170,43 +169,29 @@ def audit(
     held: dict[str, Evidence] = {}
     rules: dict[str, str] = {}
     findings = [Finding("index", line.split()[0], line) for line in missing]
-    with _bar(audited, progress, 1 if sources is None else 2) as advance:
+    size = sum(weight.codes.nbytes for weight in audited.values())
+    total = size if sources is None else 2 * size
+    with consoles.bar("audit, bytes", total, shown=progress) as advance:
         for name, weight in audited.items():
             held[name] = evidences.gather(weight)
             findings += layers.against_config(declared, held[name])
-            advance(weight)
+            advance(by=weight.codes.nbytes)
         findings += _between(declared, tensors, quantized, held)
         if sources is not None:
             before: tuple[WeightRule, ...] = ()
             for name, weight in audited.items():
-                nearest = match(weight, sources.get(name), before) if weight.granularity else None
+                nearest = match(weight, sources.get(name), before)
                 before = nearest.rules if nearest else before
                 rules[name] = nearest.names if nearest and not nearest.place else ""
                 findings += _against_original(name, nearest)
-                advance(weight)
+                advance(by=weight.codes.nbytes)
     return Audit(
         path=str(path),
         declared=declared,
         rows=tuple(_row(evidence, rules.get(name)) for name, evidence in held.items()),
         findings=tuple(findings),
-        bytes_read=sum(weight.codes.nbytes for weight in audited.values()),
+        bytes_read=size,
     )
-
-
-@contextmanager
-def _bar(
-    audited: Mapping[str, StoredWeight], shown: bool, passes: int
-) -> Iterator[Callable[[StoredWeight], None]]:
-    """Yields a function that advances a bar of megabytes by a weight's codes."""
-    total, read = passes * sum(weight.codes.nbytes for weight in audited.values()), 0
-    with consoles.bar("audit, MB", total // 10**6, shown=shown) as bar:
-
-        def advance(weight: StoredWeight) -> None:
-            nonlocal read
-            before, read = read, read + weight.codes.nbytes
-            bar(by=read // 10**6 - before // 10**6)
-
-        yield advance
 
 
 def _is_integer(weight: StoredWeight) -> bool:
@@ -251,7 +236,7 @@ def _against_original(name: str, nearest: Match | None) -> Iterator[Finding]:
 
 
 def _row(evidence: Evidence, made_by: str | None) -> Row:
-    weight, rule = evidence.weight, evidence.rule()
+    weight, rule, elements = evidence.weight, evidence.rule(), evidence.elements
     layout = weight.scale_layout
     return Row(
         tensor=weight.name,
@@ -261,8 +246,8 @@ def _row(evidence: Evidence, made_by: str | None) -> Row:
         scale_dtype="none" if weight.scale is None else weight.scale.dtype,
         scale_layout=f"{layout}, transposed" if weight.transposed else layout,
         rule="" if rule is None else rule[0],
-        elements=evidence.elements,
-        saturated=evidence.share(float(weight.fmt.max)),
-        zeroed=evidence.share(0.0),
+        elements=elements,
+        saturated=evidence.occurrences(float(weight.fmt.max)) / max(elements, 1),
+        zeroed=evidence.occurrences(0.0) / max(elements, 1),
         made_by=made_by,
     )

@@ -17,7 +17,7 @@ from fp8ref.sim.kernels.compiled import compiled
 from fp8ref.sim.quantize import cast
 from fp8ref.spec import granularity as granularities
 
-__all__ = ["Section", "magnitudes", "sections"]
+__all__ = ["Section", "magnitudes", "numbers", "sections"]
 
 PIECE = 2**25
 """The most bytes of codes in memory at once."""
@@ -48,10 +48,12 @@ class Section:
     scales: np.ndarray | None
     nan_at: tuple[int, int] | None
 
-    def place(self, block: np.ndarray) -> str:
-        """The name of a block of the section, such as ``block (3, 5)`` or ``expert 2, ...``."""
+    def at(self, block: np.ndarray) -> tuple[str, float, float]:
+        """The name of a block, such as ``expert 2, block (3, 5)``, its scale and largest code."""
+        assert self.scales is not None
         row, column = (int(i) for i in block)
-        return f"{weights.expert(self.matrix)}block ({self.rows + row}, {column})"
+        name = f"{weights.expert(self.matrix)}block ({self.rows + row}, {column})"
+        return name, float(self.scales[row, column]), float(self.largest[row, column])
 
 
 @functools.lru_cache(maxsize=8)
@@ -63,17 +65,21 @@ def magnitudes(fmt: Format) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=8)
-def _tables(fmt: Format) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]:
+def numbers(fmt: Format) -> np.ndarray:
+    """The finite magnitudes of a format in order, float32."""
+    return np.unique(magnitudes(fmt)[np.isfinite(magnitudes(fmt))]).astype(np.float32)
+
+
+@functools.lru_cache(maxsize=8)
+def _tables(fmt: Format) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
     """Of each byte the rank of its largest number, the sum of its numbers in ``unit``, its codes;
-    the numbers in order, and unit."""
-    numbers = np.nan_to_num(magnitudes(fmt), nan=0.0, posinf=0.0)
-    unit = float(numbers[numbers > 0].min())
+    and unit."""
+    finite = np.nan_to_num(magnitudes(fmt), nan=0.0, posinf=0.0)
+    unit = float(numbers(fmt)[1])
     bytes_ = np.arange(256)
     codes = np.stack([bytes_ & 15, bytes_ >> 4] if fmt.bits == 4 else [bytes_], axis=1)
-    ordered, rank = np.unique(numbers, return_inverse=True)
-    sums = (numbers[codes].sum(axis=1) / unit).astype(np.int64)
-    ranks = rank[codes].max(axis=1).astype(np.uint8)
-    return ranks, sums, codes, ordered.astype(np.float32), unit
+    ranks = numbers(fmt).searchsorted(finite)[codes].max(axis=1).astype(np.uint8)
+    return ranks, (finite[codes].sum(axis=1) / unit).astype(np.int64), codes, unit
 
 
 @compiled
@@ -102,12 +108,9 @@ def sections(weight: StoredWeight) -> Iterator[Section]:
     granularity = weight.granularity or "tensorwise"
     n, k = weight.shape[-2:]
     height, width = granularities.block_sizes((n, k), granularities.lengths(granularity, 2, -1))
-    per_section = max(BLOCKS * width // k, 1) * height
     scales = weight.scales if weight.granularity else None
-    for matrix in np.ndindex(weight.shape[:-2]):
-        for first in range(0, n, per_section):
-            rows = slice(first, min(first + per_section, n))
-            yield _section(weight, matrix, rows, (height, width), scales)
+    for matrix, rows in weight.spans(BLOCKS * height * width):
+        yield _section(weight, matrix, rows, (height, width), scales)
 
 
 def _section(
@@ -117,7 +120,7 @@ def _section(
     size: tuple[int, int],
     scales: np.ndarray | None,
 ) -> Section:
-    ranks, sums, codes_of_byte, ordered, unit = _tables(weight.fmt)
+    ranks, sums, codes_of_byte, unit = _tables(weight.fmt)
     (height, width), k = size, weight.shape[-1]
     shape = (-(-(rows.stop - rows.start) // height), -(-k // width))
     largest, totals = np.zeros(shape, np.uint8), np.zeros(shape, np.int64)
@@ -140,7 +143,7 @@ def _section(
     return Section(
         matrix=matrix,
         rows=top,
-        largest=ordered[largest],
+        largest=numbers(weight.fmt)[largest],
         mean=(totals * unit / elements).astype(np.float32),
         counts=by_code,
         scales=None if scales is None else scales[matrix][top : top + shape[0]],

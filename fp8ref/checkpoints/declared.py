@@ -110,7 +110,7 @@ def _part(holder: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def _declared(section: Mapping[str, Any], source: str, default: str) -> Declared:
     """Of values of other types nothing is said."""
     method = str(section.get("quant_method") or default).lower()
-    reader = METHODS.get(method.partition("_fp4")[0].replace("_", "-"), _unknown)
+    reader = METHODS.get(method.partition("_fp4")[0].replace("_", "-"), _plain)
     return dataclasses.replace(reader(section), method=method or "unknown", source=source)
 
 
@@ -213,14 +213,14 @@ def _torchao(section: Mapping[str, Any]) -> Declared:
     return Declared(schemes=(scheme,), ignored=ignored, engine="torchao")
 
 
-def _mxfp4(section: Mapping[str, Any]) -> Declared:
-    scheme = Scheme(fmt="e2m1fn", granularity="mx_1x32", scale_fmt="e8m0fnu")
-    return Declared(schemes=(scheme,), ignored=_texts(section, "modules_to_not_convert"))
-
-
-def _unknown(section: Mapping[str, Any]) -> Declared:
+def _plain(section: Mapping[str, Any]) -> Declared:
     ignored = _texts(section, "modules_to_not_convert", "ignore")
     return Declared(schemes=(Scheme(),), ignored=ignored)
+
+
+def _mxfp4(section: Mapping[str, Any]) -> Declared:
+    scheme = Scheme(fmt="e2m1fn", granularity="mx_1x32", scale_fmt="e8m0fnu")
+    return dataclasses.replace(_plain(section), schemes=(scheme,))
 
 
 METHODS = {

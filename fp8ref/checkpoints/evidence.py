@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fp8ref.checkpoints import arrangement
-from fp8ref.checkpoints.blocks import Section, magnitudes, sections
+from fp8ref.checkpoints import arrangement, weights
+from fp8ref.checkpoints.blocks import Section, magnitudes, numbers, sections
 from fp8ref.checkpoints.findings import Finding
 from fp8ref.checkpoints.tensors import FLOATS
 from fp8ref.checkpoints.weights import StoredWeight
-from fp8ref.formats import E4M3FN, Format
+from fp8ref.formats import Format
 from fp8ref.policy import POLICIES
 from fp8ref.sim.quantize import scaling
 
@@ -71,60 +71,51 @@ class Evidence:
     @property
     def single_scale(self) -> float | None:
         """The one scale of a matrix; None: it has several."""
-        single = self.weight.granularity == "tensorwise" and len(self.weight.shape) == 2
-        return next((scale for *_, scale in self.tops.values()), None) if single else None
-
-    @property
-    def two_level(self) -> bool:
-        """Whether the scales of blocks of 4-bit codes are numbers of e4m3."""
-        return self.weight.scale_fmt == E4M3FN and self.weight.fmt.bits == 4
+        if self.weight.granularity != "tensorwise" or len(self.weight.shape) > 2:
+            return None
+        return next((scale for *_, scale in self.tops.values()), None)
 
     @property
     def powers_of_two(self) -> bool:
         """Whether all scales of one level are."""
-        return bool(self.tops) and self.uneven == 0 and not self.two_level
+        return bool(self.tops) and self.uneven == 0 and not self.weight.two_level
 
     @property
     def elements(self) -> int:
         """The codes that were counted."""
         return int(self.counts.sum())
 
-    def share(self, number: float) -> float:
-        """The share of codes of this magnitude."""
-        held = int(self.counts[magnitudes(self.weight.fmt) == number].sum())
-        return held / max(self.elements, 1)
+    def occurrences(self, number: float) -> int:
+        """How many codes are of this magnitude."""
+        return int(self.counts[magnitudes(self.weight.fmt) == number].sum())
 
-    def rules(self) -> list[tuple[str, float, float]]:
-        """(rule, the smallest and the largest code that it leaves as a block's largest), of which
-        the first is the narrowest."""
-        fmt = self.weight.fmt
-        largest, floor = float(fmt.max), 2.0 ** math.floor(math.log2(fmt.max))
-        if self.two_level:
-            return [("amax / max in two levels", 6.0, 6.0), ("four over six", 4.0, 6.0)]
-        if not self.powers_of_two:
-            # vLLM takes 224 for the largest of e4m3fnuz
-            return [("amax / max", 224.0 if fmt.name == "e4m3fnuz" else largest, largest)]
-        return [
-            ("MX floor", floor, largest),
-            ("rounded up to a power of two", largest / 2, largest),
-            ("MX ceil", floor / 2, floor),
-        ]
+    def within(self, low: float, high: float) -> int:
+        """How many blocks have a largest code in a range."""
+        return sum(count for top, (count, *_) in self.tops.items() if low <= top <= high)
 
     def rule(self) -> tuple[str, float, float] | None:
-        """The narrowest rule of which all blocks are, else that of most; None: no block has one.
+        """The rule of which all blocks are, else that of most, with the smallest and the largest
+        code that it leaves as a block's largest; None: no block has one.
 
-        Of powers of two, rounding up is meant unless hardly any block could miss the lower half.
+        Of those that fit the narrowest is meant; of powers of two rounding up, unless hardly any
+        block could miss the lower half.
         """
-        if not self.tops:
-            return None
-        rules = self.rules()
-        total = sum(count for count, *_ in self.tops.values())
-        if self.powers_of_two and total < 32:
-            rules = rules[1:]
-        return max(rules, key=lambda rule: self._within(*rule[1:]))
-
-    def _within(self, low: float, high: float) -> int:
-        return sum(count for top, (count, *_) in self.tops.items() if low <= top <= high)
+        fmt = self.weight.fmt
+        largest, floor = float(fmt.max), 2.0 ** math.floor(math.log2(fmt.max))
+        # vLLM takes 224 for the largest of e4m3fnuz
+        least = 224.0 if fmt.name == "e4m3fnuz" else largest
+        rules = [("amax / max", least, largest)]
+        if self.weight.two_level:
+            rules = [("amax / max in two levels", 6.0, 6.0)]
+            rules.append(("four over six", 4.0, 6.0))
+        elif self.powers_of_two:
+            rules = [
+                ("MX floor", floor, largest),
+                ("rounded up to a power of two", largest / 2, largest),
+                ("MX ceil", floor / 2, floor),
+            ][self.within(0, largest) < 32 :]
+        blocks = {rule: self.within(*rule[1:]) for rule in rules}
+        return max(blocks, key=blocks.__getitem__) if self.tops else None
 
     def find(self, kind: str, what: str, cause: str = "", **evidence) -> None:
         """Add a finding, of which a weight has one of each kind."""
@@ -137,21 +128,20 @@ def gather(weight: StoredWeight) -> Evidence:
     # a copy keeps its scales in memory, and is let go at the end
     evidence = Evidence(weight=dataclasses.replace(weight))
     if weight.scale is None:
-        evidence.find("codes_alone", f"codes {weight.fmt} {list(weight.shape)} have no scale")
+        text = f"codes {weight.fmt} {list(weight.shape)} have no scale"
+        evidence.find("codes_alone", text)
     elif not weight.granularity:
         _misfit(evidence)
     for section in sections(evidence.weight):
         evidence.counts += section.counts
         evidence.blocks += section.largest.size
-        _nan(evidence, section)
+        _no_numbers(evidence, section)
         if section.scales is not None:
             _add(evidence, section, section.scales)
     if weight.granularity:
         if not evidence.mislabelled and not _misread(evidence):
             _tops(evidence)
         _clipped(evidence)
-    if evidence.two_level and weight.granularity:
-        evidence.largest_scale = float(np.nanmax(evidence.weight.scales, initial=0))
     evidence.weight = weight
     return evidence
 
@@ -175,18 +165,16 @@ def _misfit(evidence: Evidence) -> None:
         evidence.find("scale_shape", text)
 
 
-def _nan(evidence: Evidence, section: Section) -> None:
-    numbers, weight = magnitudes(evidence.weight.fmt), evidence.weight
-    valid = np.arange(256) < 1 << weight.fmt.bits
-    counts = section.counts
-    count, total = int(counts[valid & np.isnan(numbers)].sum()), int(counts.sum())
-    if count and section.nan_at is not None:
-        expert = "".join(f"expert {i}, " for i in section.matrix)
-        place = f"{expert}element {section.nan_at}"
-        cause = _other_zeros(weight.fmt, counts, section.largest.size)
+def _no_numbers(evidence: Evidence, section: Section) -> None:
+    """Find codes that are NaN or infinite."""
+    fmt, counts, total = evidence.weight.fmt, section.counts, int(section.counts.sum())
+    if section.nan_at is not None:
+        count = int(counts[np.isnan(magnitudes(fmt))].sum())
+        place = f"{weights.expert(section.matrix)}element {section.nan_at}"
+        cause = _other_zeros(fmt, counts, section.largest.size)
         text = f"{count:,} of {total:,} codes are NaN, the first {place}"
         evidence.find("nan_codes", text, cause, element=place, count=count)
-    if infinite := int(counts[np.isinf(numbers)].sum()):
+    if infinite := int(counts[np.isinf(magnitudes(fmt))].sum()):
         text = f"{infinite:,} of {total:,} codes are infinite"
         evidence.find("infinite_codes", text, count=infinite)
 
@@ -195,14 +183,15 @@ def _other_zeros(fmt: Format, counts: np.ndarray, blocks: int) -> str:
     """The cause of NaN codes that are numbers of the other e4m3."""
     if fmt.name == "e4m3fnuz" and counts[0x80] > counts[0x00] / 4 > 0:
         return "bytes of e4m3fn are labelled e4m3fnuz: its -0 is their NaN"
-    if fmt.name == "e4m3fn" and counts[[0x7F, 0xFF]].sum() >= blocks and not counts[0x80]:
+    nans = counts[[0x7F, 0xFF]].sum()
+    if fmt.name == "e4m3fn" and nans >= blocks and not counts[0x80]:
         return "bytes of e4m3fnuz are labelled e4m3fn: they have no -0, and their largest is NaN"
     return ""
 
 
 def _add(evidence: Evidence, section: Section, scales: np.ndarray) -> None:
     """Count a section's blocks, and find scales that are no positive numbers."""
-    coded = section.largest > 0
+    weight, coded = evidence.weight, section.largest > 0
     for kind, is_bad, what in (
         ("nan_scale", np.isnan(scales), "NaN"),
         ("infinite_scale", np.isinf(scales), "infinite"),
@@ -210,45 +199,43 @@ def _add(evidence: Evidence, section: Section, scales: np.ndarray) -> None:
         ("zero_scale", (scales == 0) & coded, "0, and the codes are not"),
     ):
         if is_bad.any():
-            first = np.argwhere(is_bad)[0]
-            place, scale = section.place(first), repr(float(scales[tuple(first)]))
-            top = float(section.largest[tuple(first)])
+            place, scale, top = section.at(np.argwhere(is_bad)[0])
             text = f"the scale of {place} is {what} ({int(is_bad.sum()):,} of {scales.size:,})"
-            evidence.find(kind, text, block=place, scale=scale, code=top)
+            evidence.find(kind, text, block=place, scale=repr(scale), code=top)
     usable = coded & np.isfinite(scales) & (scales > 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log(scales), np.log(section.mean)
     evidence.logs += [*(float(x[usable].sum()) for x in logs), int(usable.sum())]
-    if order := arrangement.identify_order(logs[0], logs[1], usable):
-        place = "".join(f" of expert {i}" for i in section.matrix)
-        kind, text = "unrelated", f"scales{place} do not depend on the codes of their blocks"
-        if order.name:
-            kind, text = "arrangement", f"scales{place} fit the codes only if {order.name}"
-        evidence.find(kind, text, strengths=order.strengths)
-    below = section.largest < float(evidence.weight.fmt.max)
-    usable &= ~(below & _at_a_floor(scales, evidence.weight.fmt, evidence.two_level))
+    if order := arrangement.identify_order(*logs, usable):
+        name, strengths = order
+        whose = "".join(f" of expert {i}" for i in section.matrix)
+        kind, text = "unrelated", "do not depend on the codes of their blocks"
+        if name:
+            kind, text = "arrangement", f"fit the codes only if {name}"
+        evidence.find(kind, f"scales{whose} {text}", strengths=strengths)
+    largest_scale = float(np.nanmax(scales, initial=0))
+    evidence.largest_scale = max(evidence.largest_scale, largest_scale)
+    below = section.largest < float(weight.fmt.max)
+    usable &= ~(below & _at_a_floor(scales, weight))
     uneven = usable & (np.ascontiguousarray(scales).view(np.uint32) << 9 != 0)
     evidence.uneven += int(uneven.sum())
     if uneven.any() and not evidence.first_uneven:
-        first = np.argwhere(uneven)[0]
-        place = section.place(first)
-        evidence.first_uneven = {"block": place, "scale": float(scales[tuple(first)])}
-    places = np.flatnonzero(usable)
-    tops, firsts, counts = np.unique(
-        section.largest.ravel()[places], return_index=True, return_counts=True
-    )
-    for top, first, count in zip(tops, places[firsts], counts, strict=True):
-        index = np.array(np.unravel_index(first, scales.shape))
-        before = evidence.tops.get(float(top), (0, section.place(index), float(scales.flat[first])))
-        evidence.tops[float(top)] = (before[0] + int(count), *before[1:])
+        place, scale, _ = section.at(np.argwhere(uneven)[0])
+        evidence.first_uneven = {"block": place, "scale": scale}
+    tops = section.largest[usable]
+    _, firsts, counts = np.unique(tops, return_index=True, return_counts=True)
+    for block, count in zip(np.argwhere(usable)[firsts], counts, strict=True):
+        place, scale, top = section.at(block)
+        before, place, scale = evidence.tops.get(top, (0, place, scale))
+        evidence.tops[top] = before + int(count), place, scale
 
 
-def _at_a_floor(scales: np.ndarray, fmt: Format, two_level: bool) -> np.ndarray:
+def _at_a_floor(scales: np.ndarray, weight: StoredWeight) -> np.ndarray:
     """Whether a scale is the least of a policy: the amax of the block may be smaller."""
-    if two_level:  # of e4m3: below its normal numbers a scale is far from amax / max
-        return scales <= 2.0**-6
+    if weight.two_level:
+        return scales <= 2.0**-6  # below e4m3's normal numbers a scale is far from amax / max
     at = np.zeros(scales.shape, bool)
-    for floor in _floors(fmt):  # one after another: scales may be many
+    for floor in _floors(weight.fmt):  # one after another: scales may be many
         at |= np.abs(scales - floor) <= floor * np.float32(2.0**-8)
     return at
 
@@ -273,7 +260,8 @@ def _misread(evidence: Evidence) -> bool:
     if not count:
         return False
     assert weight.scale is not None
-    factor = 1.0 if weight.tensor_factor is None else float(np.median(weight.tensor_factor))
+    levels = weight.tensor_factor
+    factor = 1.0 if levels is None else float(np.median(levels))
     if not 0 < factor < math.inf:
         kinds = {0.0: "zero_scale", math.inf: "infinite_scale"}
         kind = kinds.get(factor, "negative_scale" if factor < 0 else "nan_scale")
@@ -286,18 +274,18 @@ def _misread(evidence: Evidence) -> bool:
         return False
     first = next(iter(evidence.tops.values()), (0, "", scale))
     array = np.unique(weight.scales[np.isfinite(weight.scales)])
-    if weight.scale.dtype in FLOATS and (array == np.rint(array)).all() and array.max() < 255:
-        exponents = mean * 2.0 ** (float(np.median(array)) - 127)
-        if PLAUSIBLE[0] < exponents < PLAUSIBLE[1]:
-            text = (
-                f"scales are whole numbers from {array.min():g} to {array.max():g}: weights would "
-                f"be of size {size:.3g}, and of {exponents:.3g} if they are exponents"
-            )
-            evidence.find("scale_exponents", text, block=first[1], scale=first[2])
-            return True
-    inverse = mean * scale / factor if weight.tensor_factor is not None else mean / scale
+    whole = (array == np.rint(array)).all() and array.max() < 255
+    exponents = mean * 2.0 ** (min(float(np.median(array)), 255) - 127)
+    if weight.scale.dtype in FLOATS and whole and PLAUSIBLE[0] < exponents < PLAUSIBLE[1]:
+        text = (
+            f"scales are whole numbers from {array.min():g} to {array.max():g}: weights would "
+            f"be of size {size:.3g}, and of {exponents:.3g} if they are exponents"
+        )
+        evidence.find("scale_exponents", text, block=first[1], scale=first[2])
+        return True
+    inverse = mean / scale if levels is None else mean * scale / factor
     if PLAUSIBLE[0] < inverse < PLAUSIBLE[1]:
-        which = "the tensor's scale" if weight.tensor_factor is not None else "scales"
+        which = "scales" if levels is None else "the tensor's scale"
         text = (
             f"weights would be of size {size:.3g}; with the reciprocal of {which} "
             f"they are of {inverse:.3g}"
@@ -313,31 +301,29 @@ def _tops(evidence: Evidence) -> None:
     if rule is None:
         return
     name, low, high = rule
-    total = sum(count for count, *_ in evidence.tops.values())
-    if evidence.uneven and not evidence.two_level and evidence.uneven <= total / 10:
+    total, largest = evidence.within(0, math.inf), float(fmt.max)
+    if evidence.uneven and not evidence.weight.two_level and evidence.uneven <= total / 10:
         text = f"{evidence.uneven:,} of {total:,} scales are no powers of two; the others are"
         evidence.find("not_power_of_two", text, **evidence.first_uneven)
         return
-    if set(evidence.tops) == {float(fmt.max)} and evidence.powers_of_two and fmt.bits == 8:
-        before = float(np.unique(magnitudes(fmt)[np.isfinite(magnitudes(fmt))])[-2])
-        octave = 2.0 ** (math.floor(math.log2(fmt.max)) + 1)
-        likely = math.log2(octave / ((fmt.max + before) / 2))
+    if set(evidence.tops) == {largest} and evidence.powers_of_two and fmt.bits == 8:
+        octave = 2.0 ** (math.floor(math.log2(largest)) + 1)
+        likely = math.log2(octave / ((largest + numbers(fmt)[-2]) / 2))
         if total * math.log(likely) < math.log(CLIPPED):
-            _, place, scale = evidence.tops[float(fmt.max)]
+            _, place, scale = evidence.tops[largest]
             text = (
-                f"all {total:,} blocks have the code {fmt.max:g}, and scales that are powers of "
+                f"all {total:,} blocks have the code {largest:g}, and scales that are powers of "
                 "two: no rule that rounds the scale first leaves that"
             )
-            evidence.find("rounded_after", text, block=place, code=float(fmt.max), scale=scale)
+            evidence.find("rounded_after", text, block=place, code=largest, scale=scale)
             return
     if evidence.weight.granularity == "tensorwise" and math.prod(evidence.weight.shape[:-2]) == 1:
         return  # siblings may share the scale: ``layers`` compares them
-    outside = {top: value for top, value in evidence.tops.items() if not low <= top <= high}
-    if not outside:
+    count = total - evidence.within(low, high)
+    if not count:
         return
-    top = min(outside)
-    _, place, scale = outside[top]
-    count = sum(value[0] for value in outside.values())
+    top = min(top for top in evidence.tops if not low <= top <= high)
+    _, place, scale = evidence.tops[top]
     reached = f"{low:g}" if low == high else f"{low:g} to {high:g}"
     text = (
         f"{count:,} of {total:,} blocks have a largest code outside {reached}, which {name} "
@@ -351,17 +337,15 @@ def _tops(evidence: Evidence) -> None:
 def _clipped(evidence: Evidence) -> None:
     """Find more codes of the largest magnitude than a tail of weights has."""
     fmt, rule = evidence.weight.fmt, evidence.rule()
-    numbers = magnitudes(fmt)
-    ordered = np.unique(numbers[np.isfinite(numbers)])
-    largest, before = (int(evidence.counts[numbers == n].sum()) for n in ordered[:-3:-1])
+    before, top = map(float, numbers(fmt)[-2:])
+    rest, largest = evidence.occurrences(before), evidence.occurrences(top)
     # an octave above the largest code is clipped to it by MX's floor
     ratio = 4.0 if rule is not None and rule[0] == "MX floor" else 1.5
-    allowed = evidence.blocks + ratio * before + 8 * math.sqrt(largest)
+    allowed = evidence.blocks + ratio * rest + 8 * math.sqrt(largest)
     many = int((evidence.counts > 0).sum()) > 16 or fmt.bits == 4
     if largest > allowed and many and largest > 0.002 * evidence.elements:
         text = (
-            f"{largest:,} codes ({100 * largest / evidence.elements:.2g} %) are "
-            f"{ordered[-1]:g}, and {before:,} are {ordered[-2]:g}: the tail was cut"
+            f"{largest:,} codes ({100 * largest / evidence.elements:.2g} %) are {top:g}, and "
+            f"{rest:,} are {before:g}: the tail was cut"
         )
-        kind = "clipped" if fmt.bits == 8 else "clipped_4_bits"
-        evidence.find(kind, text, code=float(ordered[-1]))
+        evidence.find("clipped" if fmt.bits == 8 else "clipped_4_bits", text, code=top)

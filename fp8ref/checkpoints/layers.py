@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from fp8ref.checkpoints import patterns
 from fp8ref.checkpoints.declared import Declared, Scheme
@@ -18,8 +18,8 @@ from fp8ref.spec.granularity import GRANULARITIES
 
 __all__ = ["against_config", "alone", "fused", "precision", "shared_scales"]
 
-_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-LINEARS = _PROJECTIONS | {*patterns.FUSED}
+_PROJECTIONS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"
+LINEARS = {*_PROJECTIONS.split(), *patterns.FUSED}
 """Modules that every engine makes a linear."""
 
 GROUPS = {**patterns.FUSED, "w13": ("w1", "w3")}
@@ -33,13 +33,15 @@ NO_LINEARS = {
 }
 """{what engines leave in high precision: its modules}."""
 
-ELSEWHERE = re.compile(r"(^|\.)(vision\w*|visual|audio\w*|mtp)(\.|$)")
-"""Modules that engines build without the config."""
+_ELSEWHERE = r"(^|\.)(vision\w*|visual|audio\w*|mtp)(\.|$)"
+NOT_MEANT = re.compile("|".join([*NO_LINEARS.values(), _ELSEWHERE]))
+"""Those, and modules that engines build without the config."""
 
 
 def module_of(name: str) -> str:
     """The module that has a weight; of experts in one tensor theirs."""
-    return name.removesuffix(".weight") if name.endswith(".weight") else name.rpartition(".")[0]
+    module = name.removesuffix(".weight")
+    return module if module != name else name.rpartition(".")[0]
 
 
 def _role(module: str) -> str:
@@ -70,7 +72,8 @@ def against_config(declared: Declared, evidence: Evidence) -> Iterator[Finding]:
     what = next((k for k, p in NO_LINEARS.items() if re.search(p, module)), "")
     lenient = what == "the output layer" and declared.method in ("modelopt", "torchao")
     if what and not lenient and not declared.names(module):
-        yield Finding("not_a_linear", name, f"{what} is quantized, and the config does not name it")
+        text = f"{what} is quantized, and the config does not name it"
+        yield Finding("not_a_linear", name, text)
     yield from against
 
 
@@ -113,17 +116,17 @@ def _has_blocks(weight: StoredWeight, size: str) -> bool:
 
 
 def precision(
-    declared: Declared, tensors: Mapping[str, StoredTensor], weights: Mapping[str, StoredWeight]
+    declared: Declared, tensors: Mapping[str, StoredTensor], quantized: Collection[str]
 ) -> Iterator[Finding]:
     """Layers in high precision that neither a pattern nor their kind explains."""
-    roles = {_role(module_of(name)) for name in weights}
+    roles = {_role(module_of(name)) for name in quantized}
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
-        plain = tensor.dtype in FLOATS and len(tensor.shape) == 2 and name.endswith(".weight")
-        if not plain or name in weights or not declared.method or ELSEWHERE.search(module):
+        if name == module or name in quantized or tensor.dtype not in FLOATS:
             continue
-        named = declared.excludes(module) is not None or declared.scheme(module) is None
-        if named or any(re.search(p, module) for p in NO_LINEARS.values()):
+        if len(tensor.shape) != 2 or NOT_MEANT.search(module):
+            continue
+        if declared.excludes(module) is not None or declared.scheme(module) is None:
             continue
         text = f"it is {tensor.dtype}, and no pattern of {declared.source} excludes it"
         swallowing = patterns.excluding("substring", declared.ignored, module)
@@ -207,7 +210,8 @@ def alone(
         if ending:
             text = f"a scale {tensor.dtype} {list(tensor.shape)} has no codes beside it"
             module = name.removesuffix(ending)
-            held = tensors.get(f"{module}.weight") or tensors.get(f"{module}.weight_packed")
+            names = (f"{module}.weight", f"{module}.weight_packed")
+            held = next((tensors[key] for key in names if key in tensors), None)
             if held is not None and held.dtype not in FLOATS:
                 continue  # integers
             if held is not None:

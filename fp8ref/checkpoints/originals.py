@@ -1,8 +1,10 @@
 """Which rule makes a weight's codes and scales of its high-precision original, bit for bit."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -11,9 +13,8 @@ from fp8ref.checkpoints import weights
 from fp8ref.checkpoints.rule import SOURCES, WeightRule
 from fp8ref.checkpoints.tensors import FLOATS, StoredTensor
 from fp8ref.checkpoints.weights import StoredWeight
-from fp8ref.formats import BFLOAT16, E4M3FN
+from fp8ref.formats import BFLOAT16
 from fp8ref.policy import FP4_POLICIES, POLICIES, ScalePolicy
-from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.spec import granularity as granularities
 
 __all__ = ["Match", "match"]
@@ -59,32 +60,25 @@ def match(
     Order:    every policy, source dtype and order of rounding on the first rows; then all rows by
               the first rule without a difference, else by that with the fewest.
     """
-    if original is None or original.shape != weight.shape or original.dtype not in FLOATS:
+    fits = original is not None and original.shape == weight.shape
+    if original is None or not fits or original.dtype not in FLOATS or not weight.granularity:
         return None
-    # a copy keeps its scales in memory, and is let go
-    weight = dataclasses.replace(weight)
-    amaxes = _amaxes(weight, original)
-
-    def differing(rule: WeightRule, matrix: tuple[int, ...], rows: slice) -> int:
-        q, x = weight.quantized(matrix, rows), _piece(weight, original, matrix, rows)
-        codes, scales = _differences(weight, q, rule, x, amaxes[matrix])
-        return int(codes.sum()) + int(scales.sum())
-
-    matrix, rows, _ = next(weight.pieces(PIECE))
-    fitting = [rule for rule in before if _fits(weight, rule) and not differing(rule, matrix, rows)]
+    pair = _Pair(dataclasses.replace(weight), original)  # a copy, whose scales are let go
+    begin = next(pair.weight.spans(PIECE))
+    fitting = [rule for rule in before if _fits(weight, rule) and not pair.count(rule, *begin)]
     if not fitting:
-        counts = {rule: differing(rule, matrix, rows) for rule in _candidates(weight, original)}
+        counts = {rule: pair.count(rule, *begin) for rule in _candidates(weight, original)}
         fewest = min(counts.values())
         fitting = [rule for rule, count in counts.items() if count == fewest]
     best: Match | None = None
     while fitting:
-        outcome = _all(weight, original, amaxes, fitting[0])
+        outcome = pair.compare(fitting[0])
         if best is None or sum(outcome.counts[:2]) < sum(best.counts[:2]):
             best = outcome._replace(rules=tuple(fitting))
         if outcome.first is None:
             break
         # those that differ there too need no look at all rows
-        fitting = [rule for rule in fitting[1:] if not differing(rule, *outcome.first)]
+        fitting = [rule for rule in fitting[1:] if not pair.count(rule, *outcome.first)]
     assert best is not None
     return best
 
@@ -94,8 +88,7 @@ def _fits(weight: StoredWeight, rule: WeightRule) -> bool:
 
 
 def _candidates(weight: StoredWeight, original: StoredTensor) -> Iterator[WeightRule]:
-    two_level = weight.scale_fmt == E4M3FN and weight.fmt.bits == 4
-    policies = FP4_POLICIES if two_level else POLICIES | {_TORCHAO_BF16.name: _TORCHAO_BF16}
+    policies = FP4_POLICIES if weight.two_level else POLICIES | {_TORCHAO_BF16.name: _TORCHAO_BF16}
     # a narrow original is what it is in float32
     sources = list(SOURCES.values()) if original.dtype in ("F32", "F64") else [SOURCES["float32"]]
     blocks_of_16 = weight.granularity.startswith("nvfp4")
@@ -110,54 +103,60 @@ def _candidates(weight: StoredWeight, original: StoredTensor) -> Iterator[Weight
             yield dataclasses.replace(rule, codes_by="unrounded")
 
 
-def _amaxes(weight: StoredWeight, original: StoredTensor) -> np.ndarray:
-    """The amax of each matrix, float32; NaN counts as the largest."""
-    amaxes = np.zeros(weight.shape[:-2], np.float32)
-    if weight.granularity == "tensorwise" or weight.scale_fmt == E4M3FN:
-        for matrix, rows, _ in weight.pieces(PIECE):
-            piece = np.abs(_piece(weight, original, matrix, rows)).max(initial=0)
-            amaxes[matrix] = np.maximum(amaxes[matrix], piece)
-    return amaxes
+@dataclass(frozen=True)
+class _Pair:
+    """A weight and its original."""
 
+    weight: StoredWeight
+    original: StoredTensor
 
-def _piece(
-    weight: StoredWeight, original: StoredTensor, matrix: tuple[int, ...], rows: slice
-) -> np.ndarray:
-    return original[(*matrix, rows)].astype(np.float32)
+    def rows(self, matrix: tuple[int, ...], rows: slice) -> np.ndarray:
+        """Rows of the original, float32."""
+        return self.original[(*matrix, rows)].astype(np.float32)
 
+    @functools.cached_property
+    def amaxes(self) -> np.ndarray:
+        """The amax of each matrix, float32; NaN counts as the largest. 0 if no scale needs it."""
+        amaxes = np.zeros(self.weight.shape[:-2], np.float32)
+        if self.weight.granularity == "tensorwise" or self.weight.two_level:
+            for matrix, rows in self.weight.spans(PIECE):
+                piece = np.abs(self.rows(matrix, rows)).max(initial=0)
+                amaxes[matrix] = np.maximum(amaxes[matrix], piece)
+        return amaxes
 
-def _differences(
-    weight: StoredWeight, q: Quantized, rule: WeightRule, x: np.ndarray, amax: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Which codes and which scales of a piece a rule makes in another way."""
-    height = granularities.lengths(rule.granularity, 2, -1)[0] or 1
-    rows, blocks = len(x), -(-len(x) // height)
-    # below the piece, blocks that have the amax of the matrix
-    last = np.zeros((blocks * height + height - rows, x.shape[1]), np.float32)
-    last[-1, 0] = amax
-    with np.errstate(all="ignore"):
-        own = rule.quantize(np.concatenate([x, last]))
-    scales, stored = np.asarray(own.scale_inv), np.asarray(q.scale_inv)
-    scales = scales[:blocks] if scales.ndim else scales
-    assert weight.scale is not None
-    dtype = FLOATS.get(weight.scale.dtype, np.dtype(np.float32))
-    scales = scales.astype(dtype).astype(np.float32)
-    return own.codes[:rows] != q.codes, ~np.equal(scales, stored.reshape(scales.shape))
+    def differences(
+        self, rule: WeightRule, matrix: tuple[int, ...], rows: slice
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Which codes and which scales of rows a rule makes in another way."""
+        q, x = self.weight.quantized(matrix, rows), self.rows(matrix, rows)
+        height = granularities.lengths(rule.granularity, 2, -1)[0] or 1
+        blocks = -(-len(x) // height)
+        # below the piece, blocks that have the amax of the matrix
+        last = np.zeros((blocks * height + height - len(x), x.shape[1]), np.float32)
+        last[-1, 0] = self.amaxes[matrix]
+        with np.errstate(all="ignore"):
+            own = rule.quantize(np.concatenate([x, last]))
+        scales, stored = np.asarray(own.scale_inv), np.asarray(q.scale_inv)
+        scales = scales[:blocks] if scales.ndim else scales
+        assert self.weight.scale is not None
+        dtype = FLOATS.get(self.weight.scale.dtype, np.dtype(np.float32))
+        scales = scales.astype(dtype).astype(np.float32)
+        return own.codes[: len(x)] != q.codes, ~np.equal(scales, stored.reshape(scales.shape))
 
+    def count(self, rule: WeightRule, matrix: tuple[int, ...], rows: slice) -> int:
+        """How many codes and scales of rows differ."""
+        return sum(int(differs.sum()) for differs in self.differences(rule, matrix, rows))
 
-def _all(
-    weight: StoredWeight, original: StoredTensor, amaxes: np.ndarray, rule: WeightRule
-) -> Match:
-    """The differences of a rule in all rows."""
-    counts, place, first = np.zeros(4, np.int64), "", None
-    for matrix, rows, q in weight.pieces(PIECE):
-        x = _piece(weight, original, matrix, rows)
-        codes, scales = _differences(weight, q, rule, x, amaxes[matrix])
-        counts += (codes.sum(), scales.sum(), codes.size, scales.size)
-        if first is None and (codes.any() or scales.any()):
-            first, place = (matrix, rows), _place(rule, matrix, rows, codes, scales)
-    codes_off, scales_off, codes_all, scales_all = counts.tolist()
-    return Match((rule,), (codes_off, scales_off, codes_all, scales_all), place, first)
+    def compare(self, rule: WeightRule) -> Match:
+        """The differences of a rule in all rows."""
+        counts, place, first = np.zeros(4, np.int64), "", None
+        for span in self.weight.spans(PIECE):
+            codes, scales = self.differences(rule, *span)
+            counts += (codes.sum(), scales.sum(), codes.size, scales.size)
+            if first is None and (codes.any() or scales.any()):
+                first, place = span, _place(rule, *span, codes, scales)
+        codes_off, scales_off, codes_all, scales_all = counts.tolist()
+        return Match((rule,), (codes_off, scales_off, codes_all, scales_all), place, first)
 
 
 def _place(rule: WeightRule, matrix: tuple[int, ...], rows: slice, codes, scales) -> str:

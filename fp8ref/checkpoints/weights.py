@@ -2,7 +2,7 @@
 
 Libraries store the same numbers under several names: codes beside a factor that multiplies out of
 them, for a tensor, a row or a block, as float32, bfloat16, e8m0 or e4m3. ``FORMS`` has the names,
-``find`` the weights, and ``StoredWeight.pieces`` gives each as the simulator's ``Quantized``.
+``find`` the weights, and ``StoredWeight.quantized`` gives rows as the simulator's ``Quantized``.
 """
 
 import dataclasses
@@ -15,16 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from fp8ref.checkpoints.tensors import FLOATS, StoredTensor
-from fp8ref.formats import E2M1FN, E8M0FNU, Format
+from fp8ref.formats import E2M1FN, E4M3FN, E8M0FNU, Format
 from fp8ref.shared.errors import require
 from fp8ref.sim.quantize import cast, packing, scale_layouts, scaling
 from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.spec import granularity as granularities
 
 __all__ = ["FORMS", "StoredWeight", "WeightForm", "block_counts", "expert", "find"]
-
-PIECE = 2**26
-"""The most bytes of codes of a piece, unless a single row of blocks has more."""
 
 
 class WeightForm(NamedTuple):
@@ -97,7 +94,12 @@ class StoredWeight:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the weight: [N, K] or [E, N, K]."""
-        return _shape(self.codes, self.fmt)
+        *others, last = self.codes.shape
+        if self.fmt.bits != 4:
+            return (*others, last)
+        if len(others) == 3:  # gpt-oss: the blocks are an axis
+            last *= others.pop()
+        return (*others, 2 * last)
 
     @property
     def scale_fmt(self) -> Format | None:
@@ -105,6 +107,11 @@ class StoredWeight:
         if self.scale is None or self.scale.dtype in FLOATS:
             return None
         return self.scale.fmt or E8M0FNU
+
+    @property
+    def two_level(self) -> bool:
+        """Whether the scales of blocks of 4-bit codes are numbers of e4m3."""
+        return self.scale_fmt == E4M3FN and self.fmt.bits == 4
 
     @functools.cached_property
     def scales(self) -> np.ndarray:
@@ -154,19 +161,15 @@ class StoredWeight:
         count = layout.size(self.counts, 1)
         return count // 4 if layout.packed else count
 
-    def pieces(self, most: int = PIECE) -> Iterator[tuple[tuple[int, ...], slice, Quantized]]:
-        """(matrix, rows, codes and scales) of each piece in order: () or the index of an expert,
-        and whole blocks of rows, as many as fit ``most`` bytes.
-
-        Raises:   ValueError: scales that do not fit.
-        """
+    def spans(self, most: int) -> Iterator[tuple[tuple[int, ...], slice]]:
+        """(matrix, rows) of each piece in order: () or the index of an expert, and whole blocks of
+        rows, as many as have ``most`` elements, or one row of blocks."""
         n, k = self.shape[-2:]
         height = (granularities.lengths(self.granularity, 2, -1)[0] or 1) if self.granularity else 1
-        step = max(most // max(k * height, 1), 1) * height
+        step = max(most // (k * height), 1) * height
         for matrix in np.ndindex(self.shape[:-2]):
             for first in range(0, n, step):
-                rows = slice(first, min(first + step, n))
-                yield matrix, rows, self.quantized(matrix, rows)
+                yield matrix, slice(first, min(first + step, n))
 
     def quantized(self, matrix: tuple[int, ...] = (), rows: slice = slice(None)) -> Quantized:
         """The codes and scales of rows that whole blocks divide, of one matrix.
@@ -222,15 +225,6 @@ def _format(codes: StoredTensor) -> Format | None:
     if codes.dtype in ("U8", "I8"):
         return E2M1FN
     return codes.fmt if codes.fmt != E8M0FNU else None
-
-
-def _shape(codes: StoredTensor, fmt: Format) -> tuple[int, ...]:
-    if fmt.bits != 4:
-        return codes.shape
-    if len(codes.shape) == 4:  # gpt-oss: the blocks are an axis
-        *others, blocks, size = codes.shape
-        return (*others, blocks * size * 2)
-    return (*codes.shape[:-1], codes.shape[-1] * 2)
 
 
 def _fitted(
