@@ -198,10 +198,7 @@ def alone(
     tensors: Mapping[str, StoredTensor], weights: Mapping[str, StoredWeight]
 ) -> Iterator[Finding]:
     """Scales without codes, and codes of one axis."""
-    used = set()
-    for weight in weights.values():
-        parts = (weight.codes, weight.scale, weight.tensor_scale)
-        used |= {part.name for part in parts if part is not None}
+    used = {part.name for weight in weights.values() for part in weight.parts}
     endings = {ending for form in FORMS.values() for ending in (form.scale, form.tensor_scale)}
     for name, tensor in tensors.items():
         if name in used:

@@ -102,6 +102,12 @@ class StoredWeight:
         return (*others, 2 * last)
 
     @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        """The tensors that hold it."""
+        every = (self.codes, self.scale, self.tensor_scale)
+        return tuple(part for part in every if part is not None)
+
+    @property
     def scale_fmt(self) -> Format | None:
         """The format of scales that are codes: e8m0fnu or e4m3fn; None of numbers."""
         if self.scale is None or self.scale.dtype in FLOATS:
@@ -189,6 +195,22 @@ class StoredWeight:
         return Quantized(
             codes, scaling.scale_inv_from_scale(inv), inv, self.fmt, self.granularity, -1, factor
         )
+
+    def __getitem__(self, index) -> np.ndarray:
+        """The dequantized numbers at an index of a weight [N, K], float32; ... is the whole.
+
+        Order:    the codes of whole blocks of rows are read, and dequantized (S-8, S-22).
+        Raises:   ValueError: scales that do not fit.
+        """
+        weight = dataclasses.replace(self)  # scales are let go, and not kept for each weight
+        rows, *more = index if isinstance(index, tuple) else (index,)
+        if not isinstance(rows, slice):
+            return scaling.dequantize(weight.quantized())[index]
+        n, height = self.shape[0], granularities.lengths(self.granularity, 2, -1)[0] or 1
+        first, last, step = rows.indices(n)
+        begin, end = min(first, n - 1) // height * height, max(first + 1, last)
+        q = weight.quantized((), slice(begin, min(-(-end // height) * height, n)))
+        return scaling.dequantize(q)[(slice(first - begin, last - begin, step), *more)]
 
 
 def find(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredWeight]:

@@ -15,6 +15,11 @@ def add(commands) -> None:
     text = "output directory, for config.json and safetensors"
     weights.option("--out", "DIR", text, required=True)
     weights.option("--tokenizer", "PATH", "tokenizer.json, or its directory, to copy there")
+    formats = ("float32", "bf16", "deepseek", "compressed-tensors", "mxfp8", "nvfp4")
+    text = f"how weights are stored: {', '.join(formats)}"
+    weights.option("--format", "NAME", text, "float32", choices=formats)
+    text = "what is quantized: masters, or their bf16 rounding (default masters)"
+    weights.option("--from", "NAME", text, choices=("masters", "bf16"))
     report = shared.plain(commands, "report RUN...", _report)
     text = "a run directory, or a directory of runs; bf16 and FP8 of equal seeds are judged"
     report.option("runs", "RUN", text, nargs="+")
@@ -43,17 +48,26 @@ def _export(arguments: argparse.Namespace) -> int:
 
     $ fp8ref export runs/tiny-torch-tensorwise --out weights
     $ fp8ref export runs/mine --out weights --tokenizer tokenizer.json
+    $ fp8ref export runs/mine --out weights-fp8 --format deepseek --from bf16
     $ fp8ref train tiny --run.init_from weights
     """
     from fp8ref.train.models.export import export
+    from fp8ref.train.models.precision import Precision
 
+    precision = Precision(format=arguments.format, source=getattr(arguments, "from"))
     with console.waiting("export"):
         step = export(
-            arguments.run_directory, arguments.out, tokenizer=arguments.tokenizer, say=console.say
+            arguments.run_directory,
+            arguments.out,
+            tokenizer=arguments.tokenizer,
+            precision=precision,
+            say=console.say,
         )
     console.show(
-        f"{arguments.out}: the weights after {step} steps",
-        f"next: fp8ref ablate {arguments.out} --recipe tensorwise",
+        f"{arguments.out}: the weights after {step} steps, {precision.description}",
+        f"next: fp8ref audit {arguments.out}"
+        if precision.quantized
+        else f"next: fp8ref ablate {arguments.out} --recipe tensorwise",
     )
     return 0
 

@@ -131,6 +131,9 @@ def _begin_log(
 ) -> log.RunLog:
     """Say what runs, and begin to log it in the directory and by trackers."""
     _say_what_runs(config, model.kernels)
+    path = config.run.init_from
+    if path and not start and (text := export.dequantized(Path(path))):
+        console.say(text)
     manifest = log.manifest(
         config,
         model.backend,

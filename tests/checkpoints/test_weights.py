@@ -119,3 +119,30 @@ def test_codes_without_a_scale_and_scales_that_do_not_fit(tmp_path):
     for weight in all_found.values():
         with pytest.raises(ValueError, match="do not fit"):
             pieces_of(weight)
+
+
+@pytest.mark.parametrize("rule", ["vllm_block", "vllm_group", "torchao_rowwise", "torchao_tensor"])
+def test_numbers_at_an_index(tmp_path, rule):
+    weight = found(tmp_path, made.deepseek("m", X, rule))["m.weight"]
+    whole = scaling.dequantize(rules.by_name(rule).quantize(X))
+    rows = (slice(3, 140), slice(128, 256), slice(299, None), slice(5, 5), slice(300, 300))
+    for index in (..., *rows, *((r, slice(7, 130)) for r in rows), (slice(None), slice(0, 0))):
+        assert np.array_equal(weight[index], whole[index])
+    assert np.array_equal(weight[::7, 3], whole[::7, 3])
+    assert np.array_equal(weight[4], whole[4])
+
+
+def test_only_the_rows_of_an_index_are_read(tmp_path, monkeypatch):
+    weight = found(tmp_path, made.deepseek("m", X, "vllm_block"))["m.weight"]
+    pieces = []
+    plain = weights.StoredWeight.quantized
+
+    def quantized(self, matrix=(), rows=slice(None)):
+        pieces.append(rows)
+        return plain(self, matrix, rows)
+
+    monkeypatch.setattr(weights.StoredWeight, "quantized", quantized)
+    weight[slice(130, 200)]
+    weight[slice(100, 129), slice(2)]
+    assert pieces == [slice(128, 256), slice(0, 256)]
+    assert "scales" not in vars(weight)

@@ -1,5 +1,6 @@
 """Export and import weights of ``hugging_face``'s classes of transformers, in safetensors (K-7)."""
 
+import functools
 import importlib
 import json
 import shutil
@@ -13,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from fp8ref.checkpoints import tensors
+from fp8ref.checkpoints import weights as quantized_weights
 from fp8ref.checkpoints.tensors import StoredTensor
 from fp8ref.shared import files
 from fp8ref.shared.errors import ConfigError, require
@@ -22,11 +24,13 @@ from fp8ref.train.config import architecture, user_model
 from fp8ref.train.config import config as configs
 from fp8ref.train.config.config import Config
 from fp8ref.train.models import hugging_face
+from fp8ref.train.models.precision import Precision
 from fp8ref.train.run import checkpoint, log
 from fp8ref.train.run.checkpoint import Checkpoint
 
 __all__ = ["export", "read"]
 
+DEFAULT = Precision()  # float32
 LARGEST = 5 * 2**30  # the most bytes of a file, unless a single tensor is larger
 
 OURS = {
@@ -52,15 +56,23 @@ REQUIRED = (
 
 
 def export(
-    run: Path, out: Path, *, tokenizer: Path | None = None, say: Callable[[str], None] = print
+    run: Path,
+    out: Path,
+    *,
+    tokenizer: Path | None = None,
+    precision: Precision = DEFAULT,
+    say: Callable[[str], None] = print,
 ) -> int:
-    """Write the float32 weights of a run's newest intact checkpoint to a new or empty directory.
+    """Write the weights of a run's newest intact checkpoint to a new or empty directory.
 
     Returns their step.
 
+    precision   float32, unless another one is named.
+
     tokenizer   a file, or a directory of files, to copy too; by default the run's own
                 tokenizer.json, if it exists and is one.
-    Raises:   ConfigError: no run, checkpoint or tokenizer; out is not empty, or inside the run.
+    Raises:   ConfigError: no run, checkpoint or tokenizer; out is not empty, or inside the run;
+              a precision that the model has not.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out} is not empty; it is left alone. Name a new directory.")
@@ -77,7 +89,7 @@ def export(
                 "its end."
             )
         try:
-            _export(newest_checkpoint, out, tokenizer, say)
+            _export(newest_checkpoint, out, tokenizer, precision, say)
             return newest_checkpoint.step
         except (OSError, ValueError):
             if newest_checkpoint.path.exists():
@@ -86,7 +98,11 @@ def export(
 
 
 def _export(
-    source: Checkpoint, out: Path, tokenizer: Path | None, say: Callable[[str], None]
+    source: Checkpoint,
+    out: Path,
+    tokenizer: Path | None,
+    precision: Precision,
+    say: Callable[[str], None],
 ) -> None:
     config = configs.from_dict(source.manifest["config"], source=str(source.path / "manifest.json"))
     if config.architecture.kind in ("torch", "nnx"):
@@ -112,9 +128,9 @@ def _export(
         raise ConfigError(
             f"{source.path} is of backend {backend!r}; fp8ref writes jax and torch. Leave it out."
         )
-    library = importlib.import_module(f"fp8ref.train.{backend}.checkpoint")
     if config.architecture.kind == "llama":
         hugging_face.kind(config.model)  # refuses a model that transformers has not
+    precision.check(config)
     unfinished = out.with_name(out.name + checkpoint.UNFINISHED)
     try:
         unfinished.parent.mkdir(parents=True, exist_ok=True)
@@ -123,13 +139,8 @@ def _export(
         if model_config := source.manifest.get("model", {}).get("config"):
             (unfinished / "config.json").write_text(json.dumps(model_config), encoding="utf-8")
             config = config.replace(architecture={"source": str(unfinished)})
-        weights = _read(source.state, library.weights(source.state, config.shapes.parameters))
-        own = config.architecture.kind == "llama"
-        _write(
-            unfinished,
-            config,
-            hugging_face.apart(weights, hugging_face.kind(config.model)) if own else weights,
-        )
+        weights = functools.partial(_weights, source, config)
+        _write(unfinished, config, precision.stored(weights), precision, source.step)
         for file in beside:
             shutil.copyfile(file, unfinished / file.name)
         if out.exists():
@@ -141,6 +152,15 @@ def _export(
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _weights(source: Checkpoint, config: Config) -> Iterator[tuple[str, np.ndarray]]:
+    """The weights of a checkpoint by the names of files."""
+    library = importlib.import_module(f"fp8ref.train.{source.manifest['backend']}.checkpoint")
+    weights = _read(source.state, library.weights(source.state, config.shapes.parameters))
+    if config.architecture.kind != "llama":
+        return weights
+    return hugging_face.apart(weights, hugging_face.kind(config.model))
 
 
 def _is_tokenizer(path: Path) -> bool:
@@ -176,9 +196,11 @@ def _read(
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A tensor of a safetensors file as float32, exactly; only the piece asked for is read."""
+    """A weight of safetensors as float32, exactly; only the piece asked for is read. Codes are
+    dequantized."""
 
-    tensor: StoredTensor
+    tensor: StoredTensor | quantized_weights.StoredWeight
+    path: Path
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -190,12 +212,12 @@ class StoredWeight:
 
         Raises:   ConfigError: values that are not finite.
         """
-        piece = self.tensor[index].astype(np.float32)
         slices = index if isinstance(index, tuple) else ()
         try:
+            piece = self.tensor[index].astype(np.float32)
             llama.check_finite(self.tensor.name, piece, [s.start or 0 for s in slices] or None)
         except ValueError as error:
-            raise ConfigError(f"run.init_from {self.tensor.path.parent}: {error}") from error
+            raise ConfigError(f"run.init_from {self.path}: {error}") from error
         return piece
 
 
@@ -227,22 +249,43 @@ def weights_of(path: Path, config: Config) -> dict[str, llama.Weight]:
 def stored(path: Path) -> dict[str, llama.Weight]:
     """The weights in the safetensors of a directory, each read where it is used.
 
-    Raises:   ConfigError: none, or damaged ones; other dtypes than float32, float16 and bfloat16.
+    Raises:   ConfigError: none, or damaged ones; other dtypes than float32, float16 and bfloat16;
+              codes whose scales do not fit.
     """
     try:
-        weights = tensors.stored(path)
-        for name, weight in weights.items():
-            text = f"{name} is {weight.dtype}; weights are float32, float16 or bfloat16"
-            require(weight.dtype in ("F32", "F16", "BF16"), text)
+        every = tensors.stored(path)
+        quantized = quantized_weights.find(every)
+        parts = {part.name for weight in quantized.values() for part in weight.parts}
+        plain = {name: tensor for name, tensor in every.items() if name not in parts}
+        for name, tensor in plain.items():
+            text = f"{name} is {tensor.dtype}; weights are float32, float16 or bfloat16, or codes"
+            require(tensor.dtype in ("F32", "F16", "BF16"), text)
+        for name, weight in quantized.items():
+            text = f"{name} has codes {[*weight.shape]} without scales [N, K] is divided by"
+            require(len(weight.shape) == 2 and weight.granularity != "", text)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"run.init_from {path}: {str(error).rstrip('.')}. It holds weights in safetensors; "
             "pickled ones are never read."
         ) from error
-    return {name: StoredWeight(weight) for name, weight in weights.items()}
+    return {name: StoredWeight(weight, path) for name, weight in (plain | quantized).items()}
 
 
-def _write(out: Path, config: Config, weights: Iterator[tuple[str, np.ndarray]]) -> None:
+def dequantized(path: Path) -> str:
+    """Which weights of a directory are dequantized, in a sentence; "": none."""
+    quantized = quantized_weights.find(tensors.stored(path)).values()
+    kinds = sorted({f"{weight.fmt} ({weight.form.name})" for weight in quantized})
+    text = f"run.init_from {path}: {len(quantized)} weights are {', '.join(kinds)}; "
+    return f"{text}training starts from their dequantized numbers" if kinds else ""
+
+
+def _write(
+    out: Path,
+    config: Config,
+    weights: Iterator[tuple[str, np.ndarray]],
+    precision: Precision = DEFAULT,
+    step: int = 0,
+) -> None:
     """Write files of at most LARGEST bytes, one after the other: only one is in memory."""
     places: dict[str, str] = {}
     piece: dict[str, np.ndarray] = {}
@@ -252,7 +295,7 @@ def _write(out: Path, config: Config, weights: Iterator[tuple[str, np.ndarray]])
         path = out / f"model-{len(written) + 1:05d}.safetensors"
         path.touch()
         mode = path.stat().st_mode
-        save_file(piece, path, metadata={"format": "pt"})
+        save_file(piece, path, metadata={"format": "pt"} | precision.metadata(step))
         path.chmod(mode)  # safetensors 0.8 lets only its owner read a file
         written.append(path)
         places.update(dict.fromkeys(piece, path.name))
@@ -280,24 +323,25 @@ def _write(out: Path, config: Config, weights: Iterator[tuple[str, np.ndarray]])
         }
         (out / tensors.INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     (out / "config.json").write_text(
-        json.dumps(_hugging_face(config), indent=1) + "\n", encoding="utf-8"
+        json.dumps(_hugging_face(config, precision), indent=1) + "\n", encoding="utf-8"
     )
 
 
-def _hugging_face(config: Config) -> dict[str, Any]:
+def _hugging_face(config: Config, precision: Precision = DEFAULT) -> dict[str, Any]:
     """The content of config.json."""
+    stored = precision.config(config.shapes.parameters)
     if config.architecture.kind == "transformers":
         safe = user_model.without_code(user_model.configuration(config.architecture))
         return {
             key: value for key, value in safe.items() if key not in ("dtype", "torch_dtype")
-        } | {"dtype": "float32"}
+        } | stored
     theta = config.model.rope_theta
     return {
         **hugging_face.described(config.model),
         "architectures": [hugging_face.KINDS[hugging_face.kind(config.model)]],
         "max_position_embeddings": config.data.sequence_length,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-        "dtype": "float32",
+        **stored,
         "bos_token_id": None,
         "eos_token_id": None,
     }
