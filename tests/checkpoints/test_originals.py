@@ -9,6 +9,8 @@ from checkpoints import made, models
 
 from fp8ref.checkpoints import audit
 from fp8ref.checkpoints import rule as rules
+from fp8ref.formats import E2M1FN
+from fp8ref.sim.quantize import cast, packing
 
 X = {"a.up_proj": models.spread((300, 256), 1) * np.float32(1.0001)}
 (NAME,) = X
@@ -67,6 +69,41 @@ def test_the_nearest_rule_and_the_first_block_that_differs(tmp_path):
     assert finding.kind == "original_differs"
     assert "1 of 76,800 codes and 0 of 6 scales, first in block (1, 1)" in finding.what
     assert "_block:float32" in finding.what
+    assert result.rows[0].made_by == ""
+
+
+def compressed_tensors_nvfp4(x: np.ndarray) -> models.Tensors:
+    """NVFP4 of a bfloat16 weight as compressed-tensors 0.20.1 makes it, bit for bit.
+
+    Its scales are bfloat16 until the second is multiplied, a scale of 0 becomes 1/8, and codes are
+    divided by the quotient of both.
+    """
+
+    def bfloat16(value) -> np.ndarray:
+        return np.asarray(value, np.float32).astype(made.BF16).astype(np.float32)
+
+    blocks = x.reshape(len(x), -1, 16)
+    factor = bfloat16(bfloat16(1 / np.abs(x).max()) * np.float32(2688))
+    scale = factor * bfloat16(np.abs(blocks).max(axis=2) / np.float32(6))
+    scale = np.minimum(scale, 448).astype(made.FP8["e4m3fn"])
+    scale[scale == 0] = 0.125
+    scaled = blocks / (scale.astype(np.float32) / factor)[..., None]
+    codes = cast.encode(np.clip(scaled, -6, 6), E2M1FN).reshape(x.shape)
+    return {
+        f"{NAME}.weight_packed": packing.pack(codes),
+        f"{NAME}.weight_scale": scale,
+        f"{NAME}.weight_global_scale": factor.reshape(1),
+    }
+
+
+@pytest.mark.parametrize(("seed", "kind"), [(1, "original_near"), (2, "original_differs")])
+def test_a_library_without_a_policy_is_a_note_unless_most_codes_differ(tmp_path, seed, kind):
+    x = models.spread((300, 256), 1)
+    x[0, :16] = 0
+    tensors = compressed_tensors_nvfp4(x)
+    result = audited(tmp_path, tensors, x if seed == 1 else models.spread((300, 256), seed))
+    assert [f.kind for f in result.findings] == [kind]
+    assert result.ok == (kind == "original_near")
     assert result.rows[0].made_by == ""
 
 
