@@ -1,5 +1,5 @@
-"""A new recipe, or a new policy of decisions that are there, is one line in one file: everything
-that takes one by name takes it.
+"""A new recipe is one line, and a new policy of decisions that are there one table: everything that
+takes one by name takes it.
 """
 
 import os
@@ -15,7 +15,12 @@ RECIPE = (
     '        _uniform("tensorwise_e4m3", CastSpec(fmt=E4M3FN), CastSpec(fmt=E4M3FN), '
     "CastSpec(fmt=E4M3FN)),\n"
 )
-POLICY = '        dataclasses.replace(_TORCHAO, name="torchao_margin1", margin=1),\n'
+POLICY = """[torchao_margin1]
+summary = "As torchao, with a power of two of room."
+like = "torchao"
+margin = 1
+
+"""
 KERNEL = """
 import numpy as np
 from fp8ref.formats import E4M3FN
@@ -67,7 +72,7 @@ for encode in (lambda: fj.scaling.quantize(jnp.asarray(x), E4M3FN, policy=policy
 
 @pytest.fixture(scope="module")
 def added(tmp_path_factory) -> Path:
-    """The package with one line more in recipe.py and one in policy.py."""
+    """The package with one line more in recipe.py and a table more in policies.toml."""
     root = tmp_path_factory.mktemp("added")
     # With numba's compiled kernels, whose sources stay as they are; but not with files that another
     # process is writing.
@@ -76,7 +81,7 @@ def added(tmp_path_factory) -> Path:
     )
     for name, before, line in (
         ("recipe.py", '        _rowwise("rowwise", ', RECIPE),
-        ("policy.py", '        dataclasses.replace(_TORCHAO, name="torchao_pow2"', POLICY),
+        ("policies.toml", "[torchao_pow2]\n", POLICY),
     ):
         path = root / "fp8ref" / name
         text = path.read_text(encoding="utf-8")

@@ -370,6 +370,6 @@ def test_casts_that_saturate_or_have_other_scales_move_by_themselves():  # P-6
 
 
 def test_each_recipe_has_a_line():
-    lines = package_data.tables(front.__file__, "summaries")["recipes"]
+    lines = package_data.tables(front.__file__, "recipes")
     assert list(lines) == list(RECIPES)
     assert all(len(line) <= 80 for line in lines.values())

@@ -22,10 +22,8 @@ __all__ = [
     "recipes",
 ]
 
-_summaries = package_data.tables(__file__, "summaries")
-
-recipes = Listing(recipe.RECIPES, _summaries["recipes"])
+recipes = Listing(recipe.RECIPES, package_data.tables(__file__, "recipes"))
 """The recipes by name; printed, a line on each."""
 
-policies = Listing(policy.POLICIES | policy.FP4_POLICIES, _summaries["policies"])
+policies = Listing(policy.POLICIES | policy.FP4_POLICIES, policy.SUMMARIES)
 """The scale policies by name; printed, a line on each."""
