@@ -18,7 +18,7 @@ from fp8ref.checkpoints import layers, weights
 from fp8ref.checkpoints.declared import Declared
 from fp8ref.checkpoints.evidence import Evidence
 from fp8ref.checkpoints.findings import KINDS, Finding
-from fp8ref.checkpoints.originals import Match, match
+from fp8ref.checkpoints.originals import Match, match, shared_amaxes
 from fp8ref.checkpoints.rule import WeightRule
 from fp8ref.checkpoints.tensors import StoredTensor, stored
 from fp8ref.checkpoints.weights import StoredWeight
@@ -179,8 +179,10 @@ def audit(
         findings += _between(declared, tensors, quantized, held)
         if sources is not None:
             before: tuple[WeightRule, ...] = ()
+            scales = {name: one.tensor_factor or one.single_scale for name, one in held.items()}
+            amaxes = shared_amaxes(scales, sources)
             for name, weight in audited.items():
-                nearest = match(weight, sources.get(name), before)
+                nearest = match(weight, sources.get(name), before, amaxes.get(name))
                 before = nearest.rules if nearest else before
                 rules[name] = nearest.names if nearest and not nearest.place else ""
                 findings += _against_original(weight, nearest)

@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from fp8ref.checkpoints import weights
+from fp8ref.checkpoints import patterns, weights
 from fp8ref.checkpoints.rule import SOURCES, WeightRule
 from fp8ref.checkpoints.tensors import FLOATS, StoredTensor
 from fp8ref.checkpoints.weights import StoredWeight
@@ -17,7 +18,7 @@ from fp8ref.formats import BFLOAT16
 from fp8ref.policy import FP4_POLICIES, POLICIES, ScalePolicy
 from fp8ref.spec import granularity as granularities
 
-__all__ = ["Match", "match"]
+__all__ = ["Match", "match", "shared_amaxes"]
 
 PIECE = 2**22
 """The elements of a weight that are quantized at once, and by which rules are chosen."""
@@ -52,18 +53,22 @@ class Match(NamedTuple):
 
 
 def match(
-    weight: StoredWeight, original: StoredTensor | None, before: tuple[WeightRule, ...] = ()
+    weight: StoredWeight,
+    original: StoredTensor | None,
+    before: tuple[WeightRule, ...] = (),
+    amax: float | None = None,
 ) -> Match | None:
     """The rule that makes a weight of its original, or the nearest; None: no original fits it.
 
     before    rules of other weights, which are tried first.
+    amax      that of all weights [N, K] with the same scale of a tensor; None: the weight's own.
     Order:    every policy, source dtype and order of rounding on the first rows; then all rows by
               the first rule without a difference, else by that with the fewest.
     """
     fits = original is not None and original.shape == weight.shape
     if original is None or not fits or original.dtype not in FLOATS or not weight.granularity:
         return None
-    pair = _Pair(dataclasses.replace(weight), original)  # a copy, whose scales are let go
+    pair = _Pair(dataclasses.replace(weight), original, amax)  # a copy, whose scales are let go
     begin = next(pair.weight.spans(PIECE))
     fitting = [rule for rule in before if _fits(weight, rule) and not pair.count(rule, *begin)]
     if not fitting:
@@ -81,6 +86,35 @@ def match(
         fitting = [rule for rule in fitting[1:] if not pair.count(rule, *outcome.first)]
     assert best is not None
     return best
+
+
+def shared_amaxes(
+    scales: Mapping[str, float | None], originals: Mapping[str, StoredTensor]
+) -> dict[str, float]:
+    """{weight: the amax of all originals with its scale} of those that engines hold in one tensor,
+    such as q, k and v, if they have one scale.
+
+    scales    of the tensor, by weight; None: it has none.
+    """
+    groups: dict[tuple[str, float], list[str]] = defaultdict(list)
+    for name, scale in scales.items():
+        original = originals.get(name)
+        matrix = original is not None and len(original.shape) == 2 and original.dtype in FLOATS
+        if scale is not None and matrix:
+            groups[patterns.fused_name(name.removesuffix(".weight")), scale].append(name)
+    shared: dict[str, float] = {}
+    for names in groups.values():
+        if len(names) > 1:
+            shared |= dict.fromkeys(names, float(np.max([_amax(originals[n]) for n in names])))
+    return shared
+
+
+def _amax(original: StoredTensor) -> np.floating:
+    """The largest magnitude of a matrix; NaN counts as the largest."""
+    n, k = original.shape
+    step = max(PIECE // max(k, 1), 1)
+    pieces = (original[i : i + step].astype(np.float32) for i in range(0, n, step))
+    return np.max([np.abs(piece).max(initial=0) for piece in pieces], initial=0)
 
 
 def _fits(weight: StoredWeight, rule: WeightRule) -> bool:
@@ -109,6 +143,7 @@ class _Pair:
 
     weight: StoredWeight
     original: StoredTensor
+    amax: float | None
 
     def rows(self, matrix: tuple[int, ...], rows: slice) -> np.ndarray:
         """Rows of the original, float32."""
@@ -117,8 +152,9 @@ class _Pair:
     @functools.cached_property
     def amaxes(self) -> np.ndarray:
         """The amax of each matrix, float32; NaN counts as the largest. 0 if no scale needs it."""
-        amaxes = np.zeros(self.weight.shape[:-2], np.float32)
-        if self.weight.granularity == "tensorwise" or self.weight.two_level:
+        amaxes = np.full(self.weight.shape[:-2], self.amax or 0, np.float32)
+        needed = self.weight.granularity == "tensorwise" or self.weight.two_level
+        if needed and self.amax is None:
             for matrix, rows in self.weight.spans(PIECE):
                 piece = np.abs(self.rows(matrix, rows)).max(initial=0)
                 amaxes[matrix] = np.maximum(amaxes[matrix], piece)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from checkpoints import made, models
 
-from fp8ref.checkpoints import audit
+from fp8ref.checkpoints import audit, write
 from fp8ref.checkpoints import rule as rules
 from fp8ref.formats import E2M1FN
 from fp8ref.sim.quantize import cast, packing
@@ -143,3 +143,48 @@ def test_the_bar_counts_codes_once_read_and_once_compared(tmp_path, monkeypatch,
     ((title, total, shown, counts),) = bars
     assert (title, total, shown) == ("audit, bytes", sum(counts), True)
     assert counts == [1024 * 1200] * (4 if compares else 2)
+
+
+def together(tmp_path, rule: str, form: str, factor: float = 1.0):
+    """The audit of q, k and v with one scale of a tensor, of their common amax times a factor."""
+    high = {
+        f"attn.{p}_proj.weight": models.spread((96, 128), i) * (i + 1) for i, p in enumerate("qkv")
+    }
+    high["attn.o_proj.weight"] = models.spread((96, 128), 9)
+    amax = max(float(np.abs(x).max()) for x in high.values()) * factor
+    tensors = {}
+    for name, x in high.items():
+        q = write.quantize(x, rules.by_name(rule), None if "o_proj" in name else amax)
+        tensors |= write.tensors_of(name, q, form)
+    checkpoint = models.write(tmp_path / "fp8", tensors, {"quant_method": "x"})
+    return audit.audit(checkpoint, originals=models.write(tmp_path / "high", high, None))
+
+
+@pytest.mark.parametrize(
+    ("rule", "form"),
+    [("te_nvfp4_nv", "compressed_tensors_nvfp4"), ("torchao_nvfp4_nv", "modelopt_nvfp4")],
+)
+def test_weights_that_share_a_tensors_scale(tmp_path, rule, form, monkeypatch):
+    monkeypatch.setattr("fp8ref.checkpoints.originals.PIECE", 128 * 32)
+    result = together(tmp_path / "right", rule, form)
+    assert [f.to_dict() for f in result.findings if "original" in f.kind] == []
+    assert all(row.made_by for row in result.rows)
+    wrong = together(tmp_path / "wrong", rule, form, 1.5)
+    assert {f.tensor for f in wrong.findings if f.kind.startswith("original_")} == {
+        f"attn.{p}_proj.weight" for p in "qkv"
+    }
+
+
+def test_fp8_weights_that_share_a_tensors_scale(tmp_path):
+    high = {
+        f"attn.{p}_proj.weight": models.spread((96, 128), i) * (i + 1) for i, p in enumerate("qkv")
+    }
+    q = rules.by_name("sglang_token_tensor").quantize(np.concatenate([*high.values()]))
+    tensors = {}
+    for i, name in enumerate(high):
+        part = q._replace(codes=q.codes[96 * i : 96 * (i + 1)])
+        tensors |= write.tensors_of(name, part, "compressed_tensors")
+    checkpoint = models.write(tmp_path / "fp8", tensors, {"quant_method": "x"})
+    result = audit.audit(checkpoint, originals=models.write(tmp_path / "high", high, None))
+    assert [f.to_dict() for f in result.findings if "original" in f.kind] == []
+    assert all(row.made_by for row in result.rows)

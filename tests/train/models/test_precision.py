@@ -128,9 +128,8 @@ def test_the_command_takes_every_format(trained, tmp_path, capsys):
 
 
 def test_every_original_is_found_by_the_audit(trained):
-    """But for NVFP4, whose tensor scale is that of several weights."""
     folder, *_ = trained
-    for name in ("deepseek", "compressed-tensors", "mxfp8"):
+    for name in QUANTIZED:
         result = audit.audit(folder / name, originals=folder / "float32")
         assert result.ok, [f.to_dict() for f in result.findings]
         assert all(row.made_by for row in result.rows)
