@@ -130,6 +130,13 @@ def test_other_expressions_are_refused(pattern):
 
 NAMES = [f"{LAYER}.{last}" for last in ("gate", "gate_proj", "experts.0.up_proj")] + ["lm_head"]
 KEYS = ["mlp.gate", "model.layers.1", r"model\..*gate", "lm_head", "(lm|x)_head", "proj"]
+KEYS += [
+    "model.layers.1.mlp.gate|lm",
+    r"(?!.*gate).*proj",
+    r"(\w+\.)+gate",
+    "a{,3}",
+    r"(?i:LM_HEAD)",
+]
 
 
 def test_transformers_agrees():
