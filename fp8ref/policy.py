@@ -379,17 +379,14 @@ def _decision(key: str, value: Any) -> Any:
     return FORMATS[value] if key in ("compute", "scale_dtype") else value
 
 
-def _policies(tables: dict[str, dict[str, Any]]) -> dict[str, ScalePolicy]:
-    """The policies of tables of decisions, each besides those of the policy that it is ``like``."""
-    whole: dict[str, dict[str, Any]] = {}
-    for name, table in tables.items():
-        own = {k: _decision(k, v) for k, v in table.items() if k not in ("like", "summary")}
-        whole[name] = (whole[table["like"]] if "like" in table else {}) | own
-    return {name: ScalePolicy(name=name, **whole[name]) for name in whole}
-
-
 _TABLES = package_data.tables(__file__, "policies")
-_EVERY = _policies(_TABLES)
+SUMMARIES: dict[str, str] = {name: table.pop("summary") for name, table in _TABLES.items()}
+"""{policy: its description in a line}."""
+
+_EVERY = {
+    name: ScalePolicy(name=name, **{key: _decision(key, value) for key, value in table.items()})
+    for name, table in _TABLES.items()
+}
 _FINITE = dataclasses.replace(_EVERY["te_current"], name="")
 
 POLICIES = {name: policy for name, policy in _EVERY.items() if policy.two_level is None}
@@ -404,9 +401,6 @@ FP4_POLICIES = {name: policy for name, policy in _EVERY.items() if policy.two_le
 """The scale policies of 4-bit formats whose block scales are not a function of the block's amax
 alone, by name (S-22). The simulator has them, and no backend. Not among ``POLICIES``, whose scales
 are made from one amax; those of MX serve 4-bit formats too."""
-
-SUMMARIES: dict[str, str] = {name: table["summary"] for name, table in _TABLES.items()}
-"""{policy: its description in a line}."""
 
 
 def by_name(policy: "str | ScalePolicy") -> ScalePolicy:

@@ -330,4 +330,5 @@ def test_without_a_scale_every_scale_is_1():  # S-21
 def test_each_policy_has_a_line():
     lines = policy.SUMMARIES
     assert list(lines) == [*POLICIES, *policy.FP4_POLICIES]
+    assert len(set(lines.values())) == len(lines)  # none is that of the policy that it is like
     assert all(len(line) <= 80 for line in lines.values())

@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from fp8ref.formats import BFLOAT16, E4M3FN, FLOAT32
-from fp8ref.shared import errors, registry
+from fp8ref.formats import FORMATS
+from fp8ref.shared import errors, package_data, registry
 from fp8ref.spec.attention.variant import ARITHMETIC as ARITHMETIC
 from fp8ref.spec.attention.variant import FULL as FULL
 from fp8ref.spec.attention.variant import GRADIENT_ROLES as GRADIENT_ROLES
@@ -31,129 +31,19 @@ from fp8ref.spec.attention.variant import Variant as Variant
 
 __all__ = ["FULL", "VARIANTS", "Mask", "differentiated"]
 
-# FlashAttention (Dao-AILab/flash-attention, commit 0251105): hopper/softmax.h, hopper/tile_size.h,
-# hopper/mainloop_fwd_sm90_tma_gmma_ws.hpp, hopper/flash_fwd_kernel_sm90.h.
-_FA3_TILES = (
-    Tiles(features=64, full=160, causal=160, local=160),
-    Tiles(features=96, full=128, causal=128, local=128),
-    Tiles(features=128, full=224, causal=224, local=224),
-    Tiles(features=192, full=160, causal=160, local=160),
-    Tiles(features=256, full=128, causal=128, local=64),
-)
-_FA3 = Variant(
-    name="fa3",
-    granularity="head",
-    scores="raw",
-    base="2",
-    offset=8,
-    tiles=_FA3_TILES,
-    descending=True,
-    sum_order="quad",
-    plan="hopper_fast",
-    promotion=None,
-    finish="reciprocal",
-    lse="fused",
-    source="Dao-AILab/flash-attention 0251105, hopper/: e4m3, forward alone",
-)
 
-# The same commit: flash_attn/cute/softmax.py (SoftmaxSm100), flash_attn/cute/flash_fwd_sm100.py.
-_FA4 = dataclasses.replace(
-    _FA3,
-    name="fa4",
-    bias="separate",
-    tiles=(Tiles(features=256, full=128, causal=128, local=128),),
-    sum_order="packed",
-    plan="blackwell",
-    lse="log2",
-    source="Dao-AILab/flash-attention 0251105, flash_attn/cute/: e4m3, forward alone",
-)
+def _decision(key: str, value: Any) -> Any:
+    """A decision as variants.toml has it: "none" is None, formats are names, tiles numbers."""
+    if key == "tiles":
+        return tuple(Tiles(features=d, full=n, causal=c, local=w) for d, n, c, w in value)
+    if key in ("fmt", "out"):
+        return FORMATS[value]
+    return None if value == "none" else value
 
-# NVIDIA/cudnn-frontend (commit 3929da2):
-# include/cudnn_frontend/node/scaled_dot_product_flash_attention.h and sdpa_fp8_bwd.h (the order of
-# factors), test/python/sdpa/fp8_ref.py (the online softmax).
-_CUDNN = Variant(
-    name="cudnn",
-    p_scale="state",
-    out_scales="tile",
-    out=E4M3FN,
-    backward="cast",
-    source="NVIDIA/cudnn-frontend 3929da2: the graph's order of factors, the test reference's "
-    "online softmax; the kernels are closed",
-)
 
 VARIANTS = {
-    v.name: v
-    for v in (
-        Variant(
-            name="exact",
-            real=True,
-            fmt=FLOAT32,
-            granularity=None,
-            plan="f32",
-            out=FLOAT32,
-            backward="exact",
-            source="spec A-1",
-        ),
-        dataclasses.replace(
-            _FA3,
-            name="bf16",
-            fmt=BFLOAT16,
-            granularity=None,
-            offset=0,
-            tiles=(
-                Tiles(features=64, full=192, causal=128, local=128),
-                Tiles(features=96, full=144, causal=144, local=128),
-                Tiles(features=128, full=176, causal=128, local=128),
-                Tiles(features=192, full=112, causal=112, local=96),
-                Tiles(features=256, full=80, causal=80, local=64),
-            ),
-            plan="f32",
-            backward="cast",
-            source="Dao-AILab/flash-attention 0251105, hopper/, with sums in float32 in order "
-            "(G-3)",
-        ),
-        _FA3,
-        # vllm-project/flash-attention #104, Dao-AILab/flash-attention #2250: float32 beside chains.
-        dataclasses.replace(
-            _FA3,
-            name="fa3_promoted",
-            promotion=1,
-            source="vllm-project/flash-attention #104: fa3 with two accumulators",
-        ),
-        _FA4,
-        # flash_fwd_sm100.py until commit 849f660: rescale_threshold 4 for FP8 (#2577, #2716).
-        dataclasses.replace(
-            _FA4,
-            name="fa4_threshold4",
-            threshold=4.0,
-            source="Dao-AILab/flash-attention b65ae6b, before 2409214",
-        ),
-        _CUDNN,
-        dataclasses.replace(
-            _CUDNN,
-            name="mxfp8",
-            granularity="mx_1x32",
-            policy="mx_rceil",
-            factors=("scale",),
-            p_scale=16.0,
-            out=BFLOAT16,
-            source="NVIDIA/cudnn-frontend 3929da2, test/python/sdpa/mxfp8_ref.py, with "
-            "rescale_threshold=0",
-        ),
-        Variant(
-            name="fa3_paper",
-            granularity="rows_128",
-            rotated=True,
-            factors=("qk", "scale"),
-            base="2",
-            offset=8,
-            descending=True,
-            plan="hopper_fast",
-            out_scales="tile",
-            source="arXiv:2407.08608, section 3.3: blocks and incoherent processing; the order of "
-            "operations is this specification's",
-        ),
-    )
+    name: Variant(name=name, **{key: _decision(key, value) for key, value in table.items()})
+    for name, table in package_data.tables(__file__, "variants").items()
 }
 """The variants by name (A-1)."""
 

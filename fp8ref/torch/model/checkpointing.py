@@ -54,43 +54,29 @@ EVERY: tuple[Operation, ...] = get_args(Operation)
 """All of them: what selective checkpointing keeps unless it is told."""
 
 
-def _found(*names: str) -> frozenset:
+def _found(names: str, prefix: str = "") -> frozenset:
     """torch's operators of these names, as far as its version has them."""
-    return frozenset(
-        getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)
-    )
+    aten, every = torch.ops.aten, [prefix + name for name in names.split()]
+    return frozenset(getattr(aten, name).default for name in every if hasattr(aten, name))
 
 
 OPERATORS: dict[Operation, frozenset] = {
     "linears": frozenset(
         {
-            *_found(
-                "mm",
-                "addmm",
-                "_scaled_mm",
-                "_scaled_mm_v2",
-                "_grouped_mm",
-                "_scaled_grouped_mm",
-                "_scaled_grouped_mm_v2",
-            ),
+            *_found("mm addmm _scaled_mm _scaled_mm_v2"),
+            *_found("_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2"),
             block_gemm.OPERATOR,
             *grouped_gemm.OPERATORS,
             hardware.OPERATOR,
             torch.ops._c10d_functional.reduce_scatter_tensor.default,
         }
     ),
-    "attention": frozenset(
-        {
-            *_found(
-                "_scaled_dot_product_efficient_attention",
-                "_scaled_dot_product_flash_attention",
-                "_scaled_dot_product_flash_attention_for_cpu",
-                "_scaled_dot_product_cudnn_attention",
-                "_scaled_dot_product_fused_attention_overrideable",
-            ),
-            flex_attention,
-        }
-    ),
+    "attention": _found(
+        "efficient_attention flash_attention flash_attention_for_cpu cudnn_attention "
+        "fused_attention_overrideable",
+        "_scaled_dot_product_",
+    )
+    | {flex_attention},
 }
 """The operators of each operation.
 
@@ -99,7 +85,7 @@ linears    products with weights, in high precision or FP8, of experts too; and 
 attention  torch's fused kernels. What it composes of other operators, scores included, runs again
 """
 
-AMAXES = _found("amax", "max") | casts.AMAXES
+AMAXES = _found("amax max") | casts.AMAXES
 """Always kept: a number or a few for each row, without which the tensor would be read once more."""
 
 _within_attention = contextvars.ContextVar("within_attention", default=False)
