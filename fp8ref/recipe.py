@@ -205,11 +205,11 @@ def _tensorwise(fmt: Format, policy: str = "torchao") -> CastSpec:
     return CastSpec(fmt=fmt, granularity="tensorwise", policy=POLICIES[policy])
 
 
-def _tensorwise_pow2(name: str) -> Recipe:
+def _tensorwise_pow2() -> Recipe:
     """As tensorwise, with scales in powers of two: an amax of nearly the last step's has its scale,
     so that a cast may guess it."""
     forward = _tensorwise(E4M3FN, "torchao_pow2")
-    return _uniform(name, forward, forward, _tensorwise(E5M2, "torchao_pow2"))
+    return _uniform("tensorwise_pow2", forward, forward, _tensorwise(E5M2, "torchao_pow2"))
 
 
 def _delayed(fmt: Format) -> CastSpec:
@@ -227,14 +227,14 @@ def _blockwise(name: str, policy: str) -> Recipe:
     return _uniform(name, line, _blocks("blockwise_128x128", policy), line)
 
 
-def _nvfp4(name: str) -> Recipe:
+def _nvfp4() -> Recipe:
     """Transformer Engine's NVFP4BlockScaling (common/recipe/__init__.py, commit d0067d0d): squares
     of 16 of weights, stochastic gradients, and rotated operands of grad_weight."""
     line = CastSpec(fmt=E2M1FN, granularity="nvfp4_1x16", policy=FP4_POLICIES["te_nvfp4"])
     square = dataclasses.replace(line, granularity="nvfp4_16x16")
     rotated = dataclasses.replace(line, rotation=NVFP4_ROTATION)
     return Recipe(
-        name=name,
+        name="nvfp4",
         output=GemmSpec(a=line, b=square, accumulate="fast"),
         grad_input=GemmSpec(
             a=dataclasses.replace(line, rounding="stochastic"), b=square, accumulate="fast"
@@ -259,9 +259,9 @@ RECIPES = {
         _uniform("mxfp8", _MX, _MX, _MX),
         _blockwise("blockwise_deepgemm", "deepgemm"),
         _blockwise("blockwise_ue8m0", "deepgemm_ue8m0"),
-        _tensorwise_pow2("tensorwise_pow2"),
+        _tensorwise_pow2(),
         _uniform("rowwise_native", _ROW, _ROW, _ROW),
-        _nvfp4("nvfp4"),
+        _nvfp4(),
         _uniform("mxfp4", _MXFP4, _MXFP4, _MXFP4),
     )
 }

@@ -39,16 +39,15 @@ SCALES = (
 """The (format, policy) of the scales that are compared."""
 
 
-def certify(*, exhaustive: bool = False, workers: int | None = None) -> "Certificate":
+def certify(*, exhaustive: bool = False) -> "Certificate":
     """Compare every installed library with the simulator.
 
-    exhaustive  all 2^32 inputs of a cast and 2^31 amaxes: minutes. Otherwise seconds.
-    workers     processes that share the exhaustive inputs; by default one a processor.
+    exhaustive  all 2^32 inputs of a cast and 2^31 amaxes, by a process for each processor: minutes.
     """
     tasks = list(_tasks(exhaustive))
     result = Certificate(exhaustive=exhaustive)
     with console.bar("certify", len(tasks)) as advance:
-        for task, tally in run(tasks, (workers or threads.threads()) if exhaustive else 1):
+        for task, tally in run(tasks, threads.threads() if exhaustive else 1):
             result.tallies.setdefault((task.fmt, task.kind), Tally()).add(tally)
             advance(f"{task.fmt} {task.kind}")
     return replace(result, answers=drift.installed())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fp8ref.policy import POLICIES, ScalePolicy
-from fp8ref.shared import errors, registry
+from fp8ref.shared import errors, package_data, registry
 
 __all__ = ["DELAYED"]
 
@@ -104,29 +104,10 @@ _CHOICES = {
 }
 
 DELAYED = {
-    d.name: d
-    for d in (
-        DelayedScaling(name="delayed"),
-        # TransformerEngine, common/recipe/delayed_scaling.cu: kernel_bulk (commit 6b71a0ad);
-        # defaults of common/recipe/__init__.py.
-        DelayedScaling(
-            name="te_delayed",
-            history_length=1024,
-            zero="skip",
-            non_finite="record",
-            nan_in_history="drop",
-        ),
-        # flax 0.12.8, linen/fp8_ops.py: Fp8DirectDotGeneralOp: its state becomes its cotangent.
-        DelayedScaling(
-            name="flax",
-            history_length=1024,
-            policy=POLICIES["flax"],
-            timing="use",
-            reuse="sum",
-            unused="zero",
-            non_finite="record",
-        ),
+    name: DelayedScaling(
+        name=name, **fields | {"policy": POLICIES[fields.get("policy", "te_delayed")]}
     )
+    for name, fields in package_data.tables(__file__, "delayed").items()
 }
 """Delayed scaling by name: fp8ref's own, TransformerEngine's and Flax's (H-1, H-7, H-8)."""
 

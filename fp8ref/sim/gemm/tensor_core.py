@@ -8,7 +8,6 @@ GPUs, MODELED those that rest on one simulator alone. ``accumulate`` strings ste
 by ``kernels.modeled``.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from fp8ref import formats
 from fp8ref.formats import E4M3FN, E5M2, FLOAT16, FLOAT32, Format
-from fp8ref.shared import errors, registry
+from fp8ref.shared import errors, package_data, registry
 from fp8ref.sim import threads
 from fp8ref.sim.kernels import modeled
 from fp8ref.sim.kernels.compiled import PRODUCTS, worth
@@ -121,69 +120,18 @@ class TensorCore:
         )
 
 
-UNITS = {
-    u.name: u
-    for u in (
-        TensorCore(
-            name="hopper",
-            fused_width=32,
-            fraction_bits=13,
-            output_bits=13,
-            evidence="20,000 published H100 and H200 outputs; 1,049,849 results of an H100's "
-            "instruction, recorded in tests/evidence",
-        ),
-        TensorCore(
-            name="ada",
-            fused_width=16,
-            fraction_bits=13,
-            output_bits=13,
-            evidence="20,000 published RTX 4000 Ada and L40S outputs; unconfirmed by a recording "
-            "of this project",
-        ),
-        TensorCore(
-            name="blackwell",
-            fused_width=32,
-            fraction_bits=25,
-            output_bits=23,
-            evidence="as MMA-Sim models tcgen05.mma; unconfirmed by any recording at hand",
-        ),
+_EVERY = {
+    name: TensorCore(
+        name=name,
+        **numbers | {"accumulator": formats.FORMATS[numbers.get("accumulator", "float32")]},
     )
+    for name, numbers in package_data.tables(__file__, "units").items()
 }
+
+UNITS = {name: unit for name, unit in _EVERY.items() if unit.compiled}
 """The tensor cores of GPUs by name (G-10)."""
 
-
-_UNCONFIRMED = "as MMA-Sim models {}; unconfirmed by any recording at hand"
-
-_FLOAT16 = TensorCore(
-    name="hopper_f16",
-    fused_width=32,
-    fraction_bits=13,
-    output_bits=10,
-    output_rounding="nearest_even",
-    zeros="least",
-    accumulator=FLOAT16,
-    evidence=_UNCONFIRMED.format("wgmma of Hopper with float16 results"),
-)
-
-MODELED = {
-    u.name: u
-    for u in (
-        _FLOAT16,
-        dataclasses.replace(
-            _FLOAT16,
-            name="ada_f16",
-            fused_width=16,
-            evidence=_UNCONFIRMED.format("mma of Ada with float16 results"),
-        ),
-        dataclasses.replace(
-            UNITS["blackwell"],
-            name="blackwell_mx",
-            zeros="least",
-            block_scales=True,
-            evidence=_UNCONFIRMED.format("tcgen05.mma, kind mxf8f6f4, with block scales"),
-        ),
-    )
-}
+MODELED = {name: unit for name, unit in _EVERY.items() if not unit.compiled}
 """Tensor cores that rest on one simulator alone, by name (G-23, G-24).
 
 Plans of G-12 have none of them.
@@ -192,7 +140,7 @@ Plans of G-12 have none of them.
 
 def by_name(unit: str | TensorCore) -> TensorCore:
     """The unit of a name, in UNITS or MODELED; a TensorCore is returned as it is."""
-    return registry.lookup("unit is a TensorCore or", UNITS | MODELED, unit, TensorCore)
+    return registry.lookup("unit is a TensorCore or", _EVERY, unit, TensorCore)
 
 
 def check_pair(fmt_a: Format, fmt_b: Format) -> None:
