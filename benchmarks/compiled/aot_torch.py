@@ -56,14 +56,14 @@ from fp8ref.spec.llama import FIRST_READER, LlamaConfig
 from fp8ref.spec.states.layouts import LAYOUTS, Scalars, by_name
 from fp8ref.torch.delayed import shared_inputs
 from fp8ref.torch.gemm import fusion
-from fp8ref.torch.kernels import self_check
+from fp8ref.torch.kernels import choice
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.model import convert
 from fp8ref.torch.states import moments
 from fp8ref.torch.states import update as adamw_update
 from fp8ref.train.torch.llama.llama import Layer
 
-self_check.failure = lambda device: ""  # nothing can run there
+choice.failure = lambda device: ""  # nothing can run there
 MODEL = LlamaConfig(
     vocab_size=1024,
     hidden_size=4096,

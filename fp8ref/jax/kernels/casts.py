@@ -13,8 +13,6 @@ from fp8ref.jax.quantize.scales import Scales
 from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.recipe import CastSpec, Recipe
 
-__all__ = ["largest", "matrix_shape", "quantize", "quantized", "share", "takes"]
-
 
 def takes(spec: CastSpec) -> bool:
     """Whether kernels make a linear's casts of this kind: to e4m3fn or e5m2, by one scale for the

@@ -15,8 +15,6 @@ from fp8ref.shared.errors import require
 from fp8ref.spec import kernels as kernel_choice
 from fp8ref.spec.kernels import CAPABILITY, Choice, Kernels
 
-__all__ = ["explain", "kernels"]
-
 
 @functools.cache
 def explain(

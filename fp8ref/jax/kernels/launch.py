@@ -26,8 +26,6 @@ from fp8ref.jax.gemm import hardware
 if TYPE_CHECKING:
     from fp8ref.kernels.jit import Launch
 
-__all__ = ["TritonKernels", "active", "casting", "run"]
-
 _ON_A_MESH = (
     "on a mesh, Triton's kernels cast inside shard_map, each device its own pieces; under plain "
     "jit XLA would gather whole tensors for them. Set parallel.through to shard_map, or "

@@ -10,8 +10,6 @@ from fp8ref.jax.kernels.launch import TritonKernels, run
 from fp8ref.jax.quantize.scales import Scales
 from fp8ref.jax.quantize.scaling import Quantized
 
-__all__ = ["gradient", "normed", "quantize", "statistics"]
-
 
 def statistics(
     h: jax.Array, residual: jax.Array | None, weight: jax.Array, eps: float, kernels: TritonKernels

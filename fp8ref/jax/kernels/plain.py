@@ -5,8 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 
-__all__ = ["normed", "rotate", "rounded", "swiglu"]
-
 
 def rounded(x: jax.Array, dtype) -> jax.Array:
     """float32 x rounded to dtype, also where XLA fuses it with what reads it: a conversion to dtype

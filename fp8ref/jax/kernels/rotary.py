@@ -11,8 +11,6 @@ from fp8ref.jax.kernels.launch import TritonKernels, run
 from fp8ref.jax.quantize.scales import Scales
 from fp8ref.jax.quantize.scaling import Quantized
 
-__all__ = ["amax", "quantize"]
-
 
 def amax(g: jax.Array, cos: jax.Array, sin: jax.Array, kernels: TritonKernels) -> jax.Array:
     """The amax, float32 (), of the rounded gradient."""

@@ -9,8 +9,6 @@ from fp8ref.jax.kernels.launch import TritonKernels, run
 from fp8ref.jax.quantize.scales import Scales
 from fp8ref.jax.quantize.scaling import Quantized
 
-__all__ = ["amax", "gradient_amaxes", "quantize", "quantize_gradients"]
-
 
 def amax(gate: jax.Array, up: jax.Array, kernels: TritonKernels) -> jax.Array:
     """The amax, float32 (), of the rounded product."""

@@ -15,8 +15,6 @@ from fp8ref.torch.kernels import launch
 from fp8ref.torch.quantize import cast as quantizing
 from fp8ref.torch.quantize.cast import DTYPES
 
-__all__ = ["Weight", "cast"]
-
 _Name = TypeVar("_Name")
 
 

@@ -5,15 +5,14 @@ choice.resolve("auto", torch.device("cuda"))    # True on Hopper, if the self-ch
 
 import functools
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8ref.shared.errors import require
 from fp8ref.spec import kernels
 from fp8ref.spec.kernels import CAPABILITY, Choice, Kernels
-from fp8ref.torch.kernels import self_check
-
-__all__ = ["checked", "explain", "resolve"]
+from fp8ref.torch.kernels import launch
 
 
 def resolve(choice: Choice, device: torch.device) -> bool:
@@ -73,11 +72,34 @@ def _obstacle(device: torch.device) -> str:
 
 @functools.cache
 def checked(device: torch.device) -> str:
-    """``self_check.failure``, once a process and device, and a warning of one. While a compiler
-    traces, too, the check runs on tensors with memory.
+    """``failure``, once a process and device, and a warning of one. While a compiler traces, too,
+    the check runs on tensors with memory.
     """
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-        failure = self_check.failure(device)
-    if failure:
-        kernels.warn(str(device), failure)
-    return failure
+        wrong = failure(device)
+    if wrong:
+        kernels.warn(str(device), wrong)
+    return wrong
+
+
+def failure(device: torch.device) -> str:
+    """As ``fp8ref.kernels.self_check.failure``, of launches on a device. A kernel that does not
+    compile or run is a failure too."""
+    from fp8ref.kernels import self_check
+
+    def run(each, inputs, outputs) -> list[np.ndarray]:
+        bits = [torch.from_numpy(x.view(f"i{x.itemsize}")) for x in inputs]
+        dtypes = [getattr(torch, x.dtype.name) for x in inputs]
+        tensors = [x.view(dtype).to(device) for x, dtype in zip(bits, dtypes, strict=True)]
+        results = [
+            torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+            for shape, dtype in outputs
+        ]
+        launch.run(each, *tensors, *results)
+        # NumPy has no bfloat16
+        return [(x.view(torch.int16) if x.itemsize == 2 else x).cpu().numpy() for x in results]
+
+    try:
+        return self_check.failure(run)
+    except Exception as error:  # whatever a compiler or a driver raises
+        return kernels.broken(error)

@@ -22,8 +22,6 @@ from fp8ref.torch.quantize.cast import DTYPES
 if TYPE_CHECKING:
     from fp8ref.kernels.jit import Launch
 
-__all__ = ["memory", "operator", "prepared", "run", "text"]
-
 
 def run(launch: "Launch", *tensors: Tensor) -> None:
     """Run a launch on its inputs, then its outputs, which are tensors of one device."""

@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["Left", "Trace", "fresh", "share", "trace", "versions"]
-
 
 class Left(NamedTuple):
     """What a step left of a parameter.

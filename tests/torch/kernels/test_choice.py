@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from fp8ref.kernels import self_check as kernel_checks
 from fp8ref.spec import kernels
-from fp8ref.torch.kernels import choice, self_check
+from fp8ref.torch.kernels import choice
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -19,7 +19,7 @@ def gpu(monkeypatch):
     """A GPU of compute capability 9.0 whose self-check passes, as far as the choice sees."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(self_check, "failure", lambda device: "")
+    monkeypatch.setattr(choice, "failure", lambda device: "")
     for cache in (choice._explained, choice.checked):
         cache.cache_clear()
     yield monkeypatch
@@ -47,7 +47,7 @@ def test_an_old_gpu_casts_by_plain_operations(gpu):
 
 
 def test_a_failed_self_check_turns_triton_off(gpu):
-    gpu.setattr(self_check, "failure", lambda device: "cast to e4m3fn has other codes")
+    gpu.setattr(choice, "failure", lambda device: "cast to e4m3fn has other codes")
     with pytest.warns(UserWarning, match="has other codes"):
         explained = choice.explain("auto", GPU)
     assert explained == kernels.Kernels(False, "cast to e4m3fn has other codes")
@@ -63,7 +63,7 @@ def test_without_triton(gpu):
 
 
 def test_a_failed_self_check_is_warned_of_once_a_device(monkeypatch):
-    monkeypatch.setattr(self_check, "failure", lambda device: "codes differ")
+    monkeypatch.setattr(choice, "failure", lambda device: "codes differ")
     choice.checked.cache_clear()
     with pytest.warns(UserWarning, match=r"plain operations cast on cpu.*: codes differ\. Please"):
         assert choice.checked(CPU) == "codes differ"
@@ -102,3 +102,30 @@ def test_the_self_check_runs_on_real_tensors_while_a_compiler_traces(inference, 
         x = torch.ones(3) if inference else torch.ones(3, requires_grad=True)
         assert torch.equal(f(x), torch.full((3,), 4.0))
     assert choice.checked.cache_info().misses == 1
+
+
+def test_interpreted_kernels_pass(monkeypatch):
+    launches = list(kernel_checks._launches())[::7]
+    monkeypatch.setattr(kernel_checks, "_launches", lambda: launches)
+    assert choice.failure(CPU) == ""
+
+
+def test_a_wrong_result_of_a_launch_is_seen(monkeypatch):
+    right = choice.launch.run
+
+    def run(made, *tensors):
+        right(made, *tensors)
+        tensors[-1].view(torch.int32).flatten()[-1] ^= 1
+
+    monkeypatch.setattr(choice.launch, "run", run)
+    assert choice.failure(CPU) == "results of a cast differ from those of plain operations"
+
+
+def test_a_kernel_that_does_not_run_is_a_failure(monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("ptxas is missing\nmore")
+
+    monkeypatch.setattr(choice.launch, "run", broken)
+    assert choice.failure(CPU) == (
+        "RuntimeError where a kernel was compiled or run: ptxas is missing"
+    )
