@@ -13,7 +13,7 @@ from fp8ref.shared.errors import ConfigError
 from fp8ref.train.config.sections import DataConfig
 from fp8ref.train.data import sources
 from fp8ref.train.data.sources import Source
-from fp8ref.train.data.tokenizers import Bytes, Tokenizer, library
+from fp8ref.train.data.tokenizers import Tokenizer, library
 
 IN_MEMORY = 4 * 2**30  # most bytes of text that a run tokenizes at its start
 
@@ -71,7 +71,7 @@ def tokenized(
             advance(f"{count:,} tokens", done - advanced)
             advanced = done
 
-        for document in read(data, source, utf8=not isinstance(tokenizer, Bytes)):
+        for document in read(data, source, utf8=data.tokenizer is not None):
             batch.append(document)
             size += len(document.text)
             if size >= MEBIBYTE or len(batch) == 1024:

@@ -250,9 +250,8 @@ def _whole(splits: Sequence[np.ndarray], config: Config) -> tuple[Windows, Windo
     return train, validation
 
 
-def unigram_entropy(tokens: bytes | np.ndarray) -> float:
+def unigram_entropy(tokens: np.ndarray) -> float:
     """Entropy of the tokens in nats: the least loss without context; 0 without tokens."""
-    tokens = np.frombuffer(tokens, np.uint8) if isinstance(tokens, bytes) else tokens
     counts = np.bincount(tokens)
     frequency = counts[counts > 0] / max(1, len(tokens))
     return float(-(frequency * np.log(frequency)).sum())

@@ -4,9 +4,9 @@ The libraries are imported only when used. Only the end-of-document token is add
 a special token in a document is tokenized as plain text.
 """
 
-import abc
+import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,71 +35,32 @@ def library(name: str, why: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tokenizer(abc.ABC):
+class Tokenizer:
     """Turns texts into tokens.
 
     name        ``bytes``, or the value of data.tokenizer.
     vocab_size  the number of tokens; every token is below it.
     end         the token after each document, or None.
+    ids         texts, UTF-8 -> the tokens of each, without the end.
     """
 
     name: str
     vocab_size: int
     end: int | None
+    ids: Callable[[Sequence[bytes]], Iterable[Sequence[int] | np.ndarray]]
 
     @property
     def dtype(self) -> np.dtype:
         """Little-endian uint16 or uint32, as vocab_size needs."""
         return np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
 
-    @abc.abstractmethod
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """The tokens of each text, UTF-8, the end included."""
+        """The tokens of each text, UTF-8, the end included.
 
-    def _ended(self, ids) -> np.ndarray:
-        tokens = np.asarray(ids, self.dtype)
-        return tokens if self.end is None else np.append(tokens, self.dtype.type(self.end))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bytes(Tokenizer):
-    """Each byte is a token."""
-
-    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """The bytes of each text, the end included."""
-        return [self._ended(np.frombuffer(text, np.uint8)) for text in texts]
-
-
-@dataclass(frozen=True, kw_only=True)
-class HuggingFace(Tokenizer):
-    """A ``tokenizers.Tokenizer`` of Hugging Face."""
-
-    library: Any
-
-    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """As ``Tokenizer.encode``; ConfigError for a document that it cannot encode."""
-        try:
-            encodings = self.library.encode_batch(
-                [text.decode() for text in texts], add_special_tokens=False
-            )
-        except Exception as error:  # the library raises Exception itself
-            raise ConfigError(
-                f"data.tokenizer {self.name!r} has no tokens for a document ({error}). Give it "
-                "a token for unknown text."
-            ) from error
-        return [self._ended(encoding.ids) for encoding in encodings]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tiktoken(Tokenizer):
-    """A ``tiktoken.Encoding``."""
-
-    library: Any
-
-    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """The tokens of each text, UTF-8, the end included; special tokens count as plain text."""
-        batch = self.library.encode_ordinary_batch([text.decode() for text in texts])
-        return [self._ended(ids) for ids in batch]
+        Raises:   ConfigError: a document that the library of data.tokenizer cannot encode.
+        """
+        end = np.array([] if self.end is None else [self.end], self.dtype)
+        return [np.concatenate([np.asarray(ids, self.dtype), end]) for ids in self.ids(texts)]
 
 
 def load(data: DataConfig, kind: str) -> Tokenizer:
@@ -114,15 +75,19 @@ def load(data: DataConfig, kind: str) -> Tokenizer:
     return _hugging_face(data.tokenizer, data.end_of_document)
 
 
-def _bytes(end: str | None, kind: str) -> Bytes:
-    if end is None:
-        return Bytes(name="bytes", vocab_size=256, end=None if kind == "text" else 0)
-    text = f"data.end_of_document is one byte where tokens are bytes, or '' for none; got {end!r}."
-    require(len(end.encode(errors="surrogatepass")) <= 1, text, ConfigError)
-    return Bytes(name="bytes", vocab_size=256, end=end.encode()[0] if end else None)
+def _bytes(end: str | None, kind: str) -> Tokenizer:
+    """Each byte is a token."""
+    last = None if kind == "text" else 0
+    if end is not None:
+        text = "data.end_of_document is one byte where tokens are bytes, or '' for none; got"
+        require(len(end.encode(errors="surrogatepass")) <= 1, f"{text} {end!r}.", ConfigError)
+        last = end.encode()[0] if end else None
+    ids = functools.partial(map, functools.partial(np.frombuffer, dtype=np.uint8))
+    return Tokenizer(name="bytes", vocab_size=256, end=last, ids=ids)
 
 
-def _tiktoken(name: str, end: str | None) -> Tiktoken:
+def _tiktoken(name: str, end: str | None) -> Tokenizer:
+    """A ``tiktoken.Encoding``; special tokens in a text count as plain text."""
     tiktoken = library("tiktoken", f"data.tokenizer {name!r}")
     try:
         encoding = tiktoken.get_encoding(name.removeprefix(TIKTOKEN))
@@ -136,15 +101,16 @@ def _tiktoken(name: str, end: str | None) -> Tiktoken:
         ) from error
     names = encoding.special_tokens_set
     special = {token: encoding.encode_single_token(token) for token in names}
-    return Tiktoken(
+    return Tokenizer(
         name=name,
         vocab_size=encoding.n_vocab,
         end=_end(special, end, "<|endoftext|>", name),
-        library=encoding,
+        ids=lambda texts: encoding.encode_ordinary_batch([text.decode() for text in texts]),
     )
 
 
-def _hugging_face(name: str, end: str | None) -> HuggingFace:
+def _hugging_face(name: str, end: str | None) -> Tokenizer:
+    """A ``tokenizers.Tokenizer`` of Hugging Face."""
     made_by = library("tokenizers", f"data.tokenizer {name!r}")
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     try:
@@ -159,11 +125,24 @@ def _hugging_face(name: str, end: str | None) -> HuggingFace:
     tokenizer.no_padding()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     own = _eos_token(path.with_name("tokenizer_config.json"))
-    return HuggingFace(
+
+    def ids(texts: Sequence[bytes]) -> list[list[int]]:
+        try:
+            encodings = tokenizer.encode_batch(
+                [text.decode() for text in texts], add_special_tokens=False
+            )
+        except Exception as error:  # the library raises Exception itself
+            raise ConfigError(
+                f"data.tokenizer {name!r} has no tokens for a document ({error}). Give it a token "
+                "for unknown text."
+            ) from error
+        return [encoding.ids for encoding in encodings]
+
+    return Tokenizer(
         name=name,
         vocab_size=max(vocabulary.values(), default=-1) + 1,
         end=_end(vocabulary, end, own, name),
-        library=tokenizer,
+        ids=ids,
     )
 
 

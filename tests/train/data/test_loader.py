@@ -315,7 +315,8 @@ def test_description_names_the_source_and_its_entropy(two_files):
     ],
 )
 def test_unigram_entropy_is_in_nats(text, entropy):
-    assert loader.unigram_entropy(text) == pytest.approx(entropy, rel=1e-12, abs=1e-15)
+    tokens = np.frombuffer(text, np.uint8)
+    assert loader.unigram_entropy(tokens) == pytest.approx(entropy, rel=1e-12, abs=1e-15)
 
 
 def test_every_byte_is_a_token(tmp_path):  # D-1
