@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import pydantic
 
-from fp8ref.shared import files
+from fp8ref.shared import files, package_data
 from fp8ref.shared.errors import ConfigError, one_of, require
 
 
@@ -40,29 +40,15 @@ class Gpu:
     processors: int = 132
 
 
-_SHEET = (
-    "NVIDIA {0} Tensor Core GPU data sheet, column {0} SXM; tensor-core figures there are with "
-)
-_SHEET += "sparsity, halved here"
-_H100 = Gpu(
-    name="H100 SXM",
-    bf16=1979e12 / 2,
-    fp8=3958e12 / 2,
-    bandwidth=3.35e12,
-    memory=80e9,
-    source=_SHEET.format("H100"),
-)
-_H200 = dataclasses.replace(
-    _H100, name="H200 SXM", bandwidth=4.8e12, memory=141e9, source=_SHEET.format("H200")
-)
-GPUS = {gpu.name: gpu for gpu in (_H100, _H200)}
+_SHEETS = {name: Gpu(**sheet) for name, sheet in package_data.tables(__file__, "gpus").items()}
+GPUS = {gpu.name: gpu for gpu in _SHEETS.values()}
 """The data sheets of GPUs by name."""
 
 TILES = ((128, 256), (256, 128), (128, 128))
 """Height and width of the tiles of a result that one processor computes, as in cuBLAS on Hopper."""
 
 PIECES = (1, 2, 4, 8)  # the numbers of pieces that split-K may cut a sum over K into
-NAMES = {"h100": "H100 SXM", "h200": "H200 SXM"}  # {value of --gpu: name in GPUS}
+NAMES = {name: gpu.name for name, gpu in _SHEETS.items()}  # {value of --gpu: name in GPUS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +151,7 @@ PUBLISHED = {
         launch=LAUNCH,
         source=_MADE_OF,
     )
-    for name, gpu in ((name, GPUS[sheet]) for name, sheet in NAMES.items())
+    for name, gpu in _SHEETS.items()
 }
 """{value of --gpu: ceilings that others published}; this project did not measure them."""
 
