@@ -4,8 +4,7 @@
 ``process_group.run`` starts, so that all compute with one thread.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -172,7 +171,7 @@ def _mean(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def _run(trainer: Trainer, tokens: Sequence[np.ndarray], *, watched: bool) -> Run:
     metrics, states, amaxes, kept = [], [], [], []
     operands = Operands()
-    with gathers() as gathered:
+    with _Gathers() as gathered:
         operands.observe(trainer, tokens[0])
     for i, batch in enumerate(tokens[:-1]):
         if watched and any(delayed.states(trainer.model)):
@@ -227,6 +226,8 @@ def _vector(state: delayed.RoleState) -> np.ndarray:
 
 
 class _Gathers(TorchDispatchMode):
+    """Counts the bytes that this rank sends into all-gathers in this context."""
+
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0
@@ -236,10 +237,3 @@ class _Gathers(TorchDispatchMode):
             tensor = args[1]
             self.bytes += tensor.numel() * tensor.element_size()
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def gathers() -> Iterator[_Gathers]:
-    """Count the bytes that this rank sends into all-gathers in this context."""
-    with _Gathers() as counted:
-        yield counted

@@ -6,10 +6,11 @@ import contextlib
 import contextvars
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from fp8ref.shared import tables
+from fp8ref.shared import contexts, tables
 
 NAMED = 6
 """The most rows without FP8 that the summary names."""
@@ -141,14 +142,9 @@ def _share(part: int, whole: int) -> float:
 _quiet = contextvars.ContextVar("quiet", default=False)
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def quiet() -> AbstractContextManager[None]:
     """Conversions within print nothing: those of copies, and of the trainer."""
-    token = _quiet.set(True)
-    try:
-        yield
-    finally:
-        _quiet.reset(token)
+    return contexts.setting(_quiet, True)
 
 
 def announce(

@@ -3,8 +3,8 @@ device.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 import jax
@@ -15,23 +15,19 @@ from jax import lax
 from fp8ref.jax.attention import counts as attention_counts
 from fp8ref.jax.attention.operands.heads import Heads
 from fp8ref.jax.attention.operands.inputs import DeviceCall, Inputs
+from fp8ref.shared import contexts
 from fp8ref.spec.attention.products import Phase
 
 _watcher: ContextVar[Callable | None] = ContextVar("fp8ref_jax_attention_watcher", default=None)
 
 
-@contextmanager
-def watching(watcher: Callable) -> Iterator[None]:
+def watching(watcher: Callable) -> AbstractContextManager[None]:
     """In this context, attention that is traced calls watcher(layer, phase, arrays) when it runs.
 
     arrays  NumPy arrays of what the pass made, by ``<what>/<part>`` of ``attention.products.SHOWN``
             and ``PARTS``.
     """
-    token = _watcher.set(watcher)
-    try:
-        yield
-    finally:
-        _watcher.reset(token)
+    return contexts.setting(_watcher, watcher)
 
 
 def watcher() -> Callable | None:

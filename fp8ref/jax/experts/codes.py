@@ -123,16 +123,12 @@ def _sent(
     return _nothing(x, len(order)), parallel.sent(codes, places, order, axis)
 
 
-def _sent_forward(x, codes, places, order, axis: str):
-    return _sent(x, codes, places, order, axis), (places, order)
-
-
 def _sent_backward(axis: str, residuals, cotangents):
     (places, order), (g, _) = residuals, cotangents
     return parallel.combine(g, Moved(g, places, order, places), axis), None, None, None
 
 
-_sent.defvjp(_sent_forward, _sent_backward)
+_sent.defvjp(lambda *arguments: (_sent(*arguments), arguments[2:4]), _sent_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))

@@ -20,6 +20,7 @@ from fp8ref.jax import delayed
 from fp8ref.jax.quantize import scaling
 from fp8ref.jax.transforms import derivatives
 from fp8ref.recipe import Recipe
+from fp8ref.shared import contexts
 
 # linen's collections; a state is read, observations are threaded
 STATE, SEEN = ("fp8_state", "fp8_seen")
@@ -108,11 +109,8 @@ def observing():
     Yields those that did.
     """
     observers = Observers()
-    token = _observing.set(observers)
-    try:
+    with contexts.setting(_observing, observers):
         yield observers
-    finally:
-        _observing.reset(token)
 
 
 def observers() -> Observers | None:

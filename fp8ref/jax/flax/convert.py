@@ -33,6 +33,7 @@ from fp8ref.selection import linears as linear_selection
 from fp8ref.selection import report as fp8_report
 from fp8ref.selection import rules as linear_rules
 from fp8ref.selection.rules import Rule
+from fp8ref.shared import contexts
 from fp8ref.spec.hardware import Multiply
 
 __all__ = ["Inputs", "convert", "deconvert", "report"]
@@ -556,12 +557,8 @@ def _members(original: type, intercept: Callable) -> dict[str, Any]:
 
     def intercepted(name: str):
         def method(self, *args, **kwargs):
-            token = inside.set(True)
-            try:
-                with nn.intercept_methods(intercept):
-                    return getattr(original, name)(self, *args, **kwargs)
-            finally:
-                inside.reset(token)
+            with contexts.setting(inside, True), nn.intercept_methods(intercept):
+                return getattr(original, name)(self, *args, **kwargs)
 
         return method
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 import jax
@@ -13,12 +13,12 @@ from fp8ref.jax.linear import operands
 from fp8ref.jax.linear.carried import Layer, Operand
 from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.recipe import OPERANDS, Gemm, Role
+from fp8ref.shared import contexts
 
 _observer: ContextVar[Callable | None] = ContextVar("fp8ref_jax_observer", default=None)
 
 
-@contextmanager
-def observing(observer: Callable):
+def observing(observer: Callable) -> AbstractContextManager[None]:
     """While a function is traced in this context, every FP8 GEMM reports its operands and result,
     from inside the compiled program.
 
@@ -26,11 +26,7 @@ def observing(observer: Callable):
     uint8, scale), hp and codes in the tensors' own layout (spec L-2's input [M, K], weight [N,
     K], grad_output [M, N]; Flax's weights [K, N]).
     """
-    token = _observer.set(observer)
-    try:
-        yield
-    finally:
-        _observer.reset(token)
+    return contexts.setting(_observer, observer)
 
 
 def current() -> Callable | None:

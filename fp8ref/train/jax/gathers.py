@@ -21,12 +21,6 @@ def weights(
     return lax.all_gather(w, over, axis=0, tiled=True) if over else w
 
 
-def _weights_forward(
-    w: jax.Array, over: tuple[str, ...], copies: tuple[str, ...], reduce_dtype: str
-) -> tuple[jax.Array, None]:
-    return weights(w, over, copies, reduce_dtype), None
-
-
 def _weights_backward(
     over: tuple[str, ...], copies: tuple[str, ...], reduce_dtype: str, _: None, g: jax.Array
 ) -> tuple[jax.Array]:
@@ -37,7 +31,7 @@ def _weights_backward(
     return ((lax.psum(total, copies) if copies else total).astype(g.dtype),)
 
 
-weights.defvjp(_weights_forward, _weights_backward)
+weights.defvjp(lambda w, *axes: (weights(w, *axes), None), _weights_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -57,12 +51,6 @@ def _table(table: jax.Array, fsdp: tuple[str, ...], others: tuple[str, ...]) -> 
     )
 
 
-def _table_forward(
-    table: jax.Array, dtype, fsdp: tuple[str, ...], others: tuple[str, ...]
-) -> tuple[jax.Array, jax.Array]:
-    return rounded_table(table, dtype, fsdp, others), table
-
-
 def _table_backward(
     dtype, fsdp: tuple[str, ...], others: tuple[str, ...], table: jax.Array, g: jax.Array
 ) -> tuple[jax.Array]:
@@ -70,4 +58,4 @@ def _table_backward(
     return jax.vjp(lambda table: _table(table, fsdp, others), table)[1](g)
 
 
-rounded_table.defvjp(_table_forward, _table_backward)
+rounded_table.defvjp(lambda table, *to: (rounded_table(table, *to), table), _table_backward)

@@ -158,7 +158,8 @@ class Trainer:
 
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """float32 gradients of a batch's loss by parameter, before clipping; nothing is updated."""
-        return self._fetched(self._gradients(*self._passed(tokens))[1])
+        grads = self._step.stacks.named(self._gradients(*self._passed(tokens))[1])
+        return {name: self._layout.fetch(value) for name, value in grads.items()}
 
     def weights(self) -> dict[str, np.ndarray]:
         """The masters by name, float32: what they are worth, where a layout stores them (O-14)."""
@@ -332,11 +333,6 @@ class Trainer:
     def _forward(self, run: Callable, tokens: np.ndarray) -> np.ndarray:
         """What run gives of tokens [B, T], whole on the host."""
         return self._layout.fetch(run(self._params, self._fp8_state, self._tokens(tokens)))
-
-    def _fetched(self, tree) -> dict[str, np.ndarray]:
-        """{parameter: array} of a tree, gathered to every process."""
-        arrays = self._step.stacks.named(tree)
-        return {name: self._layout.fetch(value) for name, value in arrays.items()}
 
     def _arguments(self, tokens: np.ndarray) -> tuple:
         lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)
