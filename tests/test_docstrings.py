@@ -123,7 +123,7 @@ SECTIONS = {
         "backward": ALL,
     },
     "torch/delayed/role_states.py": {"observe": ("Raises",)},
-    "torch/delayed/delayed.py": {"advance": ("Shapes", "Specials"), "update": ("Specials",)},
+    "torch/delayed/__init__.py": {"advance": ("Shapes", "Specials"), "update": ("Specials",)},
     "torch/states/states.py": {
         "AdamW": ("Shapes", "State", "Order", "Specials", "Raises", "Source"),
         "decode": ("Raises",),

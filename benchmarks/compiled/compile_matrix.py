@@ -31,7 +31,7 @@ from helpers.processes.ranks import run
 from fp8ref.crosscheck import bounds
 from fp8ref.recipe import by_name
 from fp8ref.spec.llama import initial_weights
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.distributed import compiled_fsdp
 from fp8ref.torch.distributed.fp8_gather import FP8Gather
 from fp8ref.torch.model import convert

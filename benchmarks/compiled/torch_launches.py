@@ -24,7 +24,7 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref.spec.llama import LlamaConfig
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.model import convert
 from fp8ref.train.torch.llama.cross_entropy import cross_entropy

@@ -47,7 +47,7 @@ _IN_SEARCH = {
     *("fp8ref.sim.quantize.cast", "fp8ref.sim.quantize.scaling", "fp8ref.sim.linear"),
     *("fp8ref.jax.linear.linear", "fp8ref.jax.flax.convert", "fp8ref.jax.states.states"),
     *("fp8ref.torch.model.convert", "fp8ref.torch.model.parallel", "fp8ref.torch.model.report"),
-    *("fp8ref.torch.delayed.delayed", "fp8ref.conformance", "fp8ref.conformance.require"),
+    *("fp8ref.torch.delayed", "fp8ref.conformance", "fp8ref.conformance.require"),
     *("fp8ref.conformance.strategies", "fp8ref.train.config.config", "fp8ref.train.loop"),
 }
 """Modules whose API pages the search finds. Pages of the others are in the navigation alone."""

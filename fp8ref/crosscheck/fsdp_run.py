@@ -16,7 +16,7 @@ from fp8ref.recipe import OPERANDS, Gemm, Role, delayed_casts
 from fp8ref.sim.distributed import gradient_reduction
 from fp8ref.sim.quantize import cast, scaling
 from fp8ref.spec import llama
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.train.config.config import Config
 from fp8ref.train.torch.trainer import Trainer
 

@@ -71,7 +71,7 @@ def depth(
 
     Raises:   ValueError: as there.
     """
-    from fp8ref.torch.delayed import delayed
+    from fp8ref.torch import delayed
     from fp8ref.torch.model import convert
 
     def under(recipe: Recipe) -> nn.Module:

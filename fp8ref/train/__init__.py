@@ -22,7 +22,7 @@ nn.Linear by ``fp8ref.torch.model.parallel.parallelize``: torchao's Float8Linear
 share amaxes. ``fp8ref.recipe`` says which formats, granularities and accumulation a recipe has.
 Within a linear, fp8ref/{jax,torch}/quantize/scaling.py quantizes (in JAX called by
 fp8ref/jax/linear/operands.py), quantize/cast.py rounds, quantize/scales.py computes a scale from an
-amax, and gemm/gemm.py multiplies. fp8ref/jax/delayed.py and fp8ref/torch/delayed/delayed.py keep
+amax, and gemm/gemm.py multiplies. fp8ref/jax/delayed.py and fp8ref/torch/delayed/__init__.py keep
 scales of past amaxes. Gradients reach the float32 masters through the cast of the masters to
 bfloat16, in jax/llama/model.py and torch/step.py. Under FSDP2 they are reduced in
 ``parallel.reduce_dtype``, float32 by default, as ``fp8ref.torch.model.parallel`` sets it.

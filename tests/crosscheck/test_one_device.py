@@ -26,7 +26,7 @@ from fp8ref.selection.rules import Rule
 from fp8ref.shared.errors import ConfigError
 from fp8ref.sim.quantize import cast as sim_cast
 from fp8ref.spec import llama
-from fp8ref.torch.delayed import delayed as torch_delayed
+from fp8ref.torch import delayed as torch_delayed
 from fp8ref.torch.quantize import cast as torch_cast
 from fp8ref.train import loop
 from fp8ref.train.jax.llama import llama as jax_model

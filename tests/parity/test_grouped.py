@@ -39,7 +39,7 @@ from fp8ref.sim import delayed
 from fp8ref.sim.experts import grouped as sim
 from fp8ref.sim.gemm import hardware as sim_hardware
 from fp8ref.sim.quantize import cast
-from fp8ref.torch.delayed import delayed as torch_delayed
+from fp8ref.torch import delayed as torch_delayed
 from fp8ref.torch.experts import grouped as torch_grouped
 from fp8ref.torch.experts import operands as torch_operands
 from fp8ref.torch.gemm import hardware as torch_hardware

@@ -13,8 +13,8 @@ from torch import nn
 import fp8ref.torch
 from fp8ref.formats import E4M3FN
 from fp8ref.spec.attention import variants as variants
+from fp8ref.torch import delayed
 from fp8ref.torch.attention import attention
-from fp8ref.torch.delayed import delayed
 from fp8ref.torch.experts import grouped
 from fp8ref.torch.model import convert
 from fp8ref.torch.observe import statistics as stats

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from fp8ref.spec import llama
 from fp8ref.spec.llama import LlamaConfig
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.delayed import state_checks as delayed_checks
 from fp8ref.train.torch.llama.llama import Layer
 from measuring import rounding, timing

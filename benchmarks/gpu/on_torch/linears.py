@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fp8ref.recipe import RECIPES, REDUCED_AXES, Gemm, GemmSpec
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from measuring import rounding, timing
 from on_torch.bench import Bench
 from on_torch.variants import ALL, BY_NVIDIA, compiled, convert

@@ -14,11 +14,12 @@ from fp8ref.spec.attention import variants as data
 from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import Mask, Variant
 from fp8ref.spec.delayed import DELAYED, DelayedScaling
+from fp8ref.torch import delayed
 from fp8ref.torch.attention import attention
 from fp8ref.torch.attention.attention import RoleScales
 from fp8ref.torch.attention.operands.inputs import Pair
-from fp8ref.torch.delayed import delayed, unset_scales
-from fp8ref.torch.delayed.delayed import RoleState
+from fp8ref.torch.delayed import unset_scales
+from fp8ref.torch.delayed.role_states import RoleState
 
 __all__ = ["apply", "states"]
 

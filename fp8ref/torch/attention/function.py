@@ -13,6 +13,7 @@ from torch import Tensor
 from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.products import along_tokens, first_uses
 from fp8ref.spec.attention.variants import Mask, Variant
+from fp8ref.torch import delayed
 from fp8ref.torch.attention import observer, output, real, statistics
 from fp8ref.torch.attention.fast import output as fast_output
 from fp8ref.torch.attention.gradients import mx
@@ -24,7 +25,6 @@ from fp8ref.torch.attention.operands import operands as operands
 from fp8ref.torch.attention.operands.heads import DTYPES, Heads
 from fp8ref.torch.attention.operands.problem import Documents, Problem, RankCall, Report
 from fp8ref.torch.attention.output import Result
-from fp8ref.torch.delayed import delayed
 from fp8ref.torch.model import checkpointing
 from fp8ref.torch.quantize.scales import Scales
 from fp8ref.torch.tensors import linear_input

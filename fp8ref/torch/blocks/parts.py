@@ -20,9 +20,9 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
+from fp8ref.torch import delayed
 from fp8ref.torch.blocks.functions import Tables, numbered
 from fp8ref.torch.blocks.operations import Norm
-from fp8ref.torch.delayed import delayed
 from fp8ref.torch.linear.cut import writable
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.linear.passes import zero_row

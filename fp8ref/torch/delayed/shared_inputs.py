@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fp8ref.shared.errors import require
-from fp8ref.torch.delayed.delayed import DelayedState, RoleState, RoleStates
+from fp8ref.torch.delayed.role_states import DelayedState, RoleState, RoleStates
 
 __all__ = ["check", "share"]
 

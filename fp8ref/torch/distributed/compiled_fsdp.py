@@ -25,8 +25,8 @@ from torchao.float8.float8_training_tensor import (
 
 from fp8ref.formats import Format
 from fp8ref.recipe import CastSpec
-from fp8ref.torch.delayed import delayed
-from fp8ref.torch.delayed.delayed import RoleState
+from fp8ref.torch import delayed
+from fp8ref.torch.delayed.role_states import RoleState
 from fp8ref.torch.distributed.fp8_gather import check_unshared
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.linear.model_checks import check_no_optimizer, is_compiled

@@ -8,7 +8,7 @@ from torch import nn
 from fp8ref.recipe import Recipe, Role
 from fp8ref.selection import grouped as recipes
 from fp8ref.selection.grouped import GroupedRecipe
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.linear import linear
 from fp8ref.torch.quantize import cast
 

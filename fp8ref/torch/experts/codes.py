@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from fp8ref.recipe import CastSpec, Role
 from fp8ref.selection.grouped import moved_cast
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.experts import grouped, operands, parallel
 from fp8ref.torch.experts.grouped import Slot
 from fp8ref.torch.experts.layer import GroupedLinear

@@ -15,7 +15,7 @@ from torch import nn
 
 from fp8ref.recipe import OPERANDS, ROLES, Gemm, Recipe, Role
 from fp8ref.selection.grouped import GroupedRecipe
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.experts import arguments
 from fp8ref.torch.experts import gemm as grouped_gemm
 from fp8ref.torch.experts import operands as operands

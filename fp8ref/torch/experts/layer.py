@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from fp8ref.recipe import RECIPES, Recipe, Role
 from fp8ref.selection import grouped as recipes
 from fp8ref.selection.grouped import GroupedRecipe
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.delayed import state_checks as delayed_checks
+from fp8ref.torch.delayed.role_states import role_states
 from fp8ref.torch.experts import arguments, gemm, grouped
 from fp8ref.torch.experts.operands import Groups
 from fp8ref.torch.quantize.scaling import Quantized
@@ -92,7 +93,7 @@ class GroupedLinear(nn.Module):
         """
         checked = arguments.check_recipe(recipe)
         casts = delayed.casts(checked.recipe)
-        states = delayed.role_states(casts, self.weight.device, group)
+        states = role_states(casts, self.weight.device, group)
         self.states = states.train(self.training)
         self.shared = group if checked.recipe.fp8 and not checked.recipe.delayed else None
         self._take(checked)

@@ -22,8 +22,9 @@ from fp8ref.recipe import Recipe
 from fp8ref.selection import grouped as recipes
 from fp8ref.selection.grouped import GroupedRecipe
 from fp8ref.selection.linears import Decision
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.delayed import state_checks as delayed_checks
+from fp8ref.torch.delayed.role_states import role_states
 from fp8ref.torch.experts import arguments, gemm, grouped
 from fp8ref.torch.tensors import linear_input
 from fp8ref.torch.tensors.local_part import local_part
@@ -319,7 +320,7 @@ def convert(
         assert kind is not None
         device = next(module.parameters(recurse=False)).device
         states = {
-            key: delayed.role_states(casts, device, group)
+            key: role_states(casts, device, group)
             for key in weights_of(module)
             if (casts := delayed.casts(weight_recipes.get(key, recipe).recipe))
         }

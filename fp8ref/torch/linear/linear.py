@@ -26,8 +26,9 @@ from fp8ref import recipe as recipes
 from fp8ref.recipe import ROLES, Recipe, Role
 from fp8ref.spec.kernels import Choice
 from fp8ref.spec.kernels import check as check_kernels
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.delayed import state_checks as delayed_checks
+from fp8ref.torch.delayed.role_states import role_states
 from fp8ref.torch.linear import both_orders
 from fp8ref.torch.linear.cut import Cut, check_part, writable
 from fp8ref.torch.linear.passes import KEPT, Pass, load, save, zero_row
@@ -100,7 +101,7 @@ class Linear(nn.Linear):
             bits = torch.zeros((), dtype=torch.int32, device=self.weight.device)
             self.register_buffer(f"{role}_guess", bits if guessed else None, persistent=False)
         casts = delayed.casts(self.recipe)
-        self.states = delayed.role_states(casts, self.weight.device, group)
+        self.states = role_states(casts, self.weight.device, group)
         delayed_checks.watch(self)
 
     @classmethod

@@ -10,7 +10,7 @@ import torch
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref.recipe import REDUCED_AXES, ROLES, Gemm, Role
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.gemm import gemm
 from fp8ref.torch.kernels import casts
 from fp8ref.torch.linear import both_orders, recent_cast

@@ -20,7 +20,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor, LinearMM
 
 from fp8ref.recipe import OPERANDS, ROLES, CastSpec, Gemm, Recipe, Role
 from fp8ref.spec import support
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.quantize import cast, float_values
 from fp8ref.torch.tensors import linear_input
 

@@ -27,8 +27,8 @@ from fp8ref import recipe as recipes
 from fp8ref.recipe import Recipe
 from fp8ref.selection.rules import Rule
 from fp8ref.spec.kernels import Choice
+from fp8ref.torch import delayed
 from fp8ref.torch.blocks import fuse as fusing
-from fp8ref.torch.delayed import delayed
 from fp8ref.torch.delayed.role_states import Notice
 from fp8ref.torch.experts import layer as grouped_linear
 from fp8ref.torch.experts import models as experts_models

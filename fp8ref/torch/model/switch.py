@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.delayed import state_checks as delayed_checks
-from fp8ref.torch.delayed.delayed import RoleState
+from fp8ref.torch.delayed.role_states import RoleState
 from fp8ref.torch.experts import form as experts_form
 from fp8ref.torch.experts.layer import GroupedLinear
 from fp8ref.torch.experts.models import Experts

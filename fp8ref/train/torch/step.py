@@ -21,7 +21,8 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 from fp8ref.spec import llama
 from fp8ref.spec.hardware import Multiply
 from fp8ref.spec.states.health import recorded
-from fp8ref.torch.delayed import delayed, shared_inputs
+from fp8ref.torch import delayed
+from fp8ref.torch.delayed import shared_inputs
 from fp8ref.torch.distributed.fsdp import keep_reduced_dtype
 from fp8ref.torch.distributed.gradient_factors import Factors
 from fp8ref.torch.gemm import hardware

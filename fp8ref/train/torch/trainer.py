@@ -18,10 +18,10 @@ from fp8ref.spec import llama
 from fp8ref.spec.attention import products as attention_products
 from fp8ref.spec.attention.products import AttentionOperand
 from fp8ref.spec.hardware import Multiply
+from fp8ref.torch import delayed
 from fp8ref.torch.attention import kernel as attention_kernel
 from fp8ref.torch.attention import observer as attention_observer
 from fp8ref.torch.attention import statistics as attention_stats
-from fp8ref.torch.delayed import delayed
 from fp8ref.torch.kernels import choice
 from fp8ref.torch.linear.spec import roles_by_kernels
 from fp8ref.torch.model.parallel import AXES

@@ -5,7 +5,7 @@ import contextlib
 import torch
 from torch import nn
 
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.linear.cast_once import cast_once
 from fp8ref.torch.linear.linear import Linear
 

@@ -10,8 +10,8 @@ from torch import distributed
 from fp8ref.recipe import OPERANDS
 from fp8ref.selection.statistics import planned
 from fp8ref.shared.errors import ConfigError
+from fp8ref.torch import delayed
 from fp8ref.torch.attention import observer as attention_observer
-from fp8ref.torch.delayed import delayed
 from fp8ref.train.torch.trainer import Trainer
 
 

@@ -20,8 +20,8 @@ from fp8ref.sim.gemm import hardware as sim_hardware
 from fp8ref.spec import delayed as delayed_configs
 from fp8ref.spec.attention.call import Call
 from fp8ref.spec.attention.variants import ARITHMETIC, VARIANTS, Mask
+from fp8ref.torch import delayed
 from fp8ref.torch.attention import RankCall, RoleScales, attention
-from fp8ref.torch.delayed import delayed
 from fp8ref.torch.gemm import hardware
 
 CAUSAL = Mask(causal=True)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from fp8ref.spec import llama
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.model import parallel
 from fp8ref.torch.observe.gemms import observe_gemms
 from fp8ref.train.torch.llama.llama import Llama

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from fp8ref.spec.attention.variants import GRADIENT_ROLES, ROLES, Mask
+from fp8ref.torch import delayed
 from fp8ref.torch.attention import attention
 from fp8ref.torch.attention import delayed as attention_delayed
-from fp8ref.torch.delayed import delayed
 
 CAUSAL = Mask(causal=True)
 UNSET = "^attention scales by earlier steps under delayed scaling, and no update has set its scales"

@@ -12,8 +12,8 @@ from transformers.models.llama import modeling_llama
 
 import fp8ref.torch as ft
 from fp8ref.selection.rules import Rule
+from fp8ref.torch import delayed
 from fp8ref.torch.blocks import forms, parts
-from fp8ref.torch.delayed import delayed
 from fp8ref.torch.kernels import fused as kernels
 
 TOKENS = torch.randint(0, 64, (1, 12), generator=torch.Generator().manual_seed(0))

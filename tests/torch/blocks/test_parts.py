@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from fp8ref.recipe import RECIPES, trained_recipes
 from fp8ref.spec.llama import LlamaConfig
+from fp8ref.torch import delayed
 from fp8ref.torch.blocks import operations, parts, sources
-from fp8ref.torch.delayed import delayed
 from fp8ref.torch.kernels import fused as kernels
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.train.torch.llama.llama import Layer

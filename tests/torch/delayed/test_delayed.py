@@ -14,7 +14,7 @@ from fp8ref.selection.rules import Rule
 from fp8ref.sim import delayed as sim
 from fp8ref.sim import linear as sim_linear
 from fp8ref.spec.delayed import DELAYED
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.experts import layer as grouped_linear
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.linear.torchao_linear import Float8Linear

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fp8ref.torch.delayed import delayed, shared_inputs
+from fp8ref.torch import delayed
+from fp8ref.torch.delayed import shared_inputs
 from fp8ref.torch.linear.linear import Linear
 
 READERS = {"k": "q", "v": "q"}

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.delayed import state_checks as delayed_checks
 from fp8ref.torch.experts.layer import GroupedLinear
 from fp8ref.torch.model import convert

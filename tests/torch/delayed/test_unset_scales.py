@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fp8ref.torch import delayed
 from fp8ref.torch.attention import delayed as attention_delayed
-from fp8ref.torch.delayed import delayed
 from fp8ref.torch.experts.layer import GroupedLinear
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.model import convert

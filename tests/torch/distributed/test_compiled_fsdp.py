@@ -10,7 +10,7 @@ from helpers.processes.ranks import run
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.distributed import compiled_fsdp
 from fp8ref.torch.model import convert
 

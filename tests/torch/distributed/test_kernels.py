@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 pytest.importorskip("triton")
 
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.linear import both_orders
 from fp8ref.torch.model.parallel import Parallelism, parallelize
 

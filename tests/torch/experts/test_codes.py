@@ -6,7 +6,7 @@ from helpers.processes.ranks import run
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.experts import codes as expert_codes
 from fp8ref.torch.experts import grouped
 from fp8ref.torch.experts import parallel as expert_parallel

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fp8ref.selection.rules import Rule
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.experts import grouped
 from fp8ref.torch.experts import operands as grouped_operands
 from fp8ref.torch.model import convert

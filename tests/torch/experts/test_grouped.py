@@ -19,7 +19,7 @@ from fp8ref.conformance.gemm import bound
 from fp8ref.formats import BFLOAT16, E4M3FN, FLOAT16, FLOAT32
 from fp8ref.recipe import CastSpec, GemmSpec, Recipe
 from fp8ref.selection.grouped import GROUPED_RECIPES, GroupedRecipe
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.experts import gemm as grouped_gemm
 from fp8ref.torch.experts import grouped
 from fp8ref.torch.gemm import gemm

@@ -9,7 +9,7 @@ from torch import nn
 
 from fp8ref.selection import grouped as recipes
 from fp8ref.selection.rules import Rule
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.experts import grouped
 from fp8ref.torch.experts.layer import GroupedLinear
 from fp8ref.torch.model import convert

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from fp8ref import torch as ft
 from fp8ref.recipe import RECIPES
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.experts import grouped
 from fp8ref.torch.experts import models as experts
 from fp8ref.torch.model.convert_checks import FP8_LINEARS

@@ -7,7 +7,7 @@ from torch import nn
 pytest.importorskip("triton")
 
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.kernels import casts, launch
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.quantize import scaling

@@ -7,7 +7,7 @@ from torch import nn
 
 pytest.importorskip("triton")
 
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.kernels import casts, launch, weights
 from fp8ref.torch.linear.cast_once import cast_once
 from fp8ref.torch.linear.linear import Linear

@@ -21,7 +21,7 @@ from fp8ref.sim.distributed import sharded_gemm, sharding
 from fp8ref.sim.distributed.mesh import Layout, Mesh
 from fp8ref.sim.gemm import gemm
 from fp8ref.sim.quantize import scaling
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.distributed import tensor_parallel
 from fp8ref.torch.model import convert
 from fp8ref.torch.observe.gemms import observe_gemms

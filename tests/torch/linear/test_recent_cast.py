@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 pytest.importorskip("triton")
 
-from fp8ref.torch.delayed import delayed, shared_inputs
+from fp8ref.torch import delayed
+from fp8ref.torch.delayed import shared_inputs
 from fp8ref.torch.linear import both_orders, recent_cast
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.model import checkpointing

@@ -10,7 +10,7 @@ from torchao.float8 import Float8LinearConfig, float8_linear, float8_ops
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.policy import POLICIES, ScalePolicy
 from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.linear import torchao_linear
 from fp8ref.torch.linear.torchao_linear import Float8Linear
 from fp8ref.torch.model import convert

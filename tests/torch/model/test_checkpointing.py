@@ -22,8 +22,8 @@ from torch.utils.checkpoint import (
 
 from fp8ref.recipe import RECIPES
 from fp8ref.spec.attention.call import Call
+from fp8ref.torch import delayed
 from fp8ref.torch.attention import attention
-from fp8ref.torch.delayed import delayed
 from fp8ref.torch.experts import grouped
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.model import checkpointing, convert

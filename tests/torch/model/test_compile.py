@@ -17,7 +17,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.model import convert
 from fp8ref.torch.model.parallel import Parallelism, parallelize
 from fp8ref.train.config.sections import ParallelConfig

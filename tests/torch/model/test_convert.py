@@ -16,7 +16,7 @@ from fp8ref.recipe import RECIPES
 from fp8ref.selection import linears as linear_selection
 from fp8ref.sim import linear as sim
 from fp8ref.sim.quantize import scaling as sim_scaling
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.model import convert
 

@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.model import convert, convert_checks
 
 ways = pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])

@@ -12,7 +12,7 @@ from torch import nn
 from torchao.optim import AdamWFp8
 from torchao.optim.subclass_fp8 import OptimStateFp8
 
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.model import convert
 
 OPTIMIZERS = {

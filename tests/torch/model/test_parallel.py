@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8ref.shared.errors import ConfigError
 from fp8ref.spec import llama
 from fp8ref.spec.llama import InitialWeight
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.model.parallel import Parallelism, parallelize
 from fp8ref.train.config.config import Config
 from fp8ref.train.torch.trainer import Trainer

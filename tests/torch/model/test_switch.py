@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.delayed import state_checks as delayed_checks
 from fp8ref.torch.distributed import fsdp
 from fp8ref.torch.model import convert

@@ -11,7 +11,7 @@ from helpers.processes.ranks import run
 from helpers.processes.syncs import Ops, Syncs
 from torch import nn
 
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.linear import linear
 from fp8ref.torch.model import convert
 from fp8ref.train.torch.trainer import Trainer

@@ -14,7 +14,7 @@ from helpers.processes.ranks import run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.distributed import fsdp
 from fp8ref.torch.model import convert
 

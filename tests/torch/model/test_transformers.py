@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.model import convert, parallel
 from fp8ref.torch.model.convert import Linear
 

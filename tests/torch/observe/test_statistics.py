@@ -7,7 +7,7 @@ from helpers.training import measured
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec
 from fp8ref.selection import statistics as statistics
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.observe import statistics as stats
 from fp8ref.torch.quantize import scaling
 from fp8ref.train.data import loader

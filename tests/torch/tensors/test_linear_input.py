@@ -9,8 +9,8 @@ from torch.nn.utils import parametrize
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
 from fp8ref.formats import E4M3FN
+from fp8ref.torch import delayed
 from fp8ref.torch.attention import attention
-from fp8ref.torch.delayed import delayed
 from fp8ref.torch.experts import grouped
 from fp8ref.torch.gemm import gemm
 from fp8ref.torch.linear.linear import Linear

@@ -4,7 +4,7 @@ import torch
 from helpers.states import adamw
 from helpers.training import microbatches
 
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.kernels import weights
 from fp8ref.train.data import loader
 from fp8ref.train.torch import optimizer

@@ -8,7 +8,7 @@ from helpers.processes.ranks import run
 import fp8ref.configs
 from fp8ref.recipe import trained_recipes
 from fp8ref.shared.errors import ConfigError
-from fp8ref.torch.delayed import delayed
+from fp8ref.torch import delayed
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.train import loop
 from fp8ref.train.config import config as configs
