@@ -1,4 +1,7 @@
-"""Plain forms of fused kernels, which XLA computes: each in float32, rounded once (spec M-3)."""
+"""Elementwise operations of a Llama, which XLA computes: each in float32, rounded once (spec M-3).
+
+All but ``add`` are plain forms of fused kernels.
+"""
 
 import functools
 
@@ -11,6 +14,21 @@ def rounded(x: jax.Array, dtype) -> jax.Array:
     and back may be dropped there, ``reduce_precision`` is not (spec M-3)."""
     info = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
+
+
+@jax.custom_jvp
+def add(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x + y in float32, rounded once to x's dtype."""
+    total = rounded(x.astype(jnp.float32) + y.astype(jnp.float32), x.dtype)
+    # Without the barrier XLA keeps the residual stream in float32, though it is rounded.
+    return jax.lax.optimization_barrier(total)
+
+
+@add.defjvp
+def _add_tangents(primals: tuple, tangents: tuple) -> tuple:
+    """Both gradients are the sum's, unchanged: derived from the sum they would be rounded again,
+    which changes no bit and costs a copy."""
+    return add(*primals), jax.lax.optimization_barrier(tangents[0] + tangents[1])
 
 
 # The backward pass computes the float32 values within these functions again, from bfloat16. A loop

@@ -9,13 +9,12 @@ from flax import nnx
 from jax import lax
 
 from fp8ref.jax.experts.operands import Codes, Slot
-from fp8ref.jax.kernels.plain import normed, rotate, rounded, swiglu
+from fp8ref.jax.kernels.plain import add, normed, rotate, rounded, swiglu
 from fp8ref.jax.linear.fused import Norm, Reader, Rotary
 from fp8ref.recipe import Recipe
 from fp8ref.spec import llama
 from fp8ref.spec.llama import EXPERTS, ROUTER, SHARED, STACK, LlamaConfig, sinks_of
 from fp8ref.train.jax.llama import expert_dispatch, experts
-from fp8ref.train.jax.llama.elementwise import add
 from fp8ref.train.jax.llama.experts import Balance
 from fp8ref.train.jax.llama.forward_pass import KEPT, Carried, Pass
 
