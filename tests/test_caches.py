@@ -21,7 +21,7 @@ FINITE = {
     "torch/gemm/gemm.py: _kept_unit": "devices",
     "torch/model/convert.py: _with_methods": "classes of the program: a second one for the same class would be another class",
     "torch/experts/models.py: _made": "classes of the program",
-    "torch/experts/form.py: _unit": "classes of the program",
+    "torch/model/switch.py: _unit": "classes of the program",
     "crosscheck/device_gemm.py: capability": "backends",
     "front/quantized.py: _say_rounded": "dtypes",
     "jax/kernels/choice.py: explain": "choices, devices",

@@ -12,17 +12,19 @@ was converted without ``experts=True`` as its library does. States of delayed sc
 other recipes run.
 """
 
+import functools
 from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from fp8ref.torch import delayed
 from fp8ref.torch.delayed import state_checks as delayed_checks
 from fp8ref.torch.delayed.role_states import RoleState
-from fp8ref.torch.experts import form as experts_form
 from fp8ref.torch.experts.layer import GroupedLinear
-from fp8ref.torch.experts.models import Experts
+from fp8ref.torch.experts.models import OWN, Experts
 from fp8ref.torch.linear.linear import Linear
 
 __all__ = ["Switch"]
@@ -52,7 +54,7 @@ class Switch:
             )
         modules = [item for each in (model, *twins.values()) for item in each.named_modules()]
         self._forms = {
-            name: {recipe: experts_form.form_of(model.get_submodule(name))}
+            name: {recipe: Form.of(model.get_submodule(name))}
             for name in sorted({name for name, m in modules if isinstance(m, Experts)})
         }
         for other, twin in twins.items():
@@ -61,7 +63,7 @@ class Switch:
                 for name, linear in mine.items()
             }
             for name, forms in self._forms.items():
-                forms[other] = experts_form.form_of(twin.get_submodule(name))
+                forms[other] = Form.of(twin.get_submodule(name))
                 device = next(model.get_submodule(name).parameters(recurse=False)).device
                 for key, states in (forms[other].states or {}).items():
                     assert isinstance(states, nn.ModuleDict)
@@ -86,7 +88,7 @@ class Switch:
             if isinstance(linear, Linear | GroupedLinear):
                 delayed_checks.watch(linear)
         for name, forms in self._forms.items():
-            experts_form.take(self.model.get_submodule(name), forms[recipe])
+            forms[recipe].give(self.model.get_submodule(name))
         delayed.forget(self.model)  # steps of other recipes are not missing updates
         self.recipe = recipe
 
@@ -114,3 +116,40 @@ class Switch:
             if key not in self._states:
                 self._states[key] = state.to_empty(device=device)
             states[role] = self._states[key]
+
+
+class Form(NamedTuple):
+    """How a module multiplies its experts: its class and what a conversion added (spec X-16)."""
+
+    kind: type[nn.Module]
+    added: Mapping[str, Any]
+    states: nn.ModuleDict | None
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "Form":
+        """That of a module, converted or not."""
+        added = {key: vars(module)[key] for key in OWN if key in vars(module)}
+        return cls(type(module), added, module._modules.get("grouped_states"))  # type: ignore[arg-type]
+
+    def give(self, module: nn.Module) -> None:
+        """Have a module of experts multiply in this form from now on.
+
+        It stays what it is to hooks, optimizers and FSDP2.
+        """
+        module._modules.pop("grouped_states", None)
+        for key in OWN:
+            vars(module).pop(key, None)
+        vars(module).update(self.added)
+        if self.states is not None:
+            module.grouped_states = self.states.train(module.training)
+            delayed_checks.watch(module)
+        unit = isinstance(module, FSDPModule) and not issubclass(self.kind, FSDPModule)
+        module.__class__ = _unit(self.kind, type(module)) if unit else self.kind  # type: ignore[arg-type]
+
+
+@functools.cache
+def _unit(kind: type[nn.Module], of: type[nn.Module]) -> type[nn.Module]:
+    """The class of an FSDP2 unit of class ``of`` that multiplies as kind."""
+    return type(
+        f"FSDP{kind.__name__}", (FSDPModule, kind), {"__deepcopy__": vars(of)["__deepcopy__"]}
+    )
