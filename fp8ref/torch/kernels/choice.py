@@ -14,6 +14,8 @@ from fp8ref.spec import kernels
 from fp8ref.spec.kernels import CAPABILITY, Choice, Kernels
 from fp8ref.torch.kernels import launch
 
+__all__ = ["explain", "resolve"]
+
 
 def resolve(choice: Choice, device: torch.device) -> bool:
     """Whether Triton kernels cast on a device.
