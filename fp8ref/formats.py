@@ -3,8 +3,8 @@ bfloat16 and float16.
 
 A format is a layout and its special codes; everything else is derived. Nothing here rounds: see
 ``sim/quantize/cast.py``. ``FP8_FORMATS`` holds the four formats that recipes quantize tensors to,
-by name, ``FP4_FORMATS`` the one that they quantize to under simulation, and ``NARROW_FORMATS`` all
-that the simulator's casts and ``quantize`` take. ``FORMATS`` holds every format with a name, and
+by name, ``FP4_FORMATS`` the one of 4 bits, which backends emulate, and ``NARROW_FORMATS`` all that
+the simulator's casts and ``quantize`` take. ``FORMATS`` holds every format with a name, and
 the module itself, in a REPL or a notebook, shows a line on each.
 """
 
@@ -213,7 +213,7 @@ FP8_FORMATS = {f.name: f for f in (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ)}
 """The four formats that tensors are quantized to, by name."""
 
 FP4_FORMATS = {E2M1FN.name: E2M1FN}
-"""The format of 4 bits that tensors are quantized to by the simulator alone, by name (F-5)."""
+"""The format of 4 bits that tensors are quantized to, by name (F-5)."""
 
 QUANTIZED_FORMATS = {**FP8_FORMATS, **FP4_FORMATS}
 """The formats of GEMM operands, by name."""
@@ -248,6 +248,14 @@ def check(fmt: object) -> None:
     if not isinstance(fmt, Format):
         raise ValueError(
             f"fmt is a Format, such as fp8ref.formats.E4M3FN; got {fmt!r}. Names: formats.FORMATS."
+        )
+
+
+def check_saturates(fmt: Format, saturate: bool) -> None:
+    """ValueError unless casts to fmt saturate or its codes show an overflow (spec C-9)."""
+    if not saturate and not fmt.has_nan:
+        raise ValueError(
+            f"{fmt} has no infinity or NaN, so casts saturate; got saturate=False. Use True (C-9)."
         )
 
 

@@ -5,6 +5,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -119,8 +120,13 @@ class Recipe:
 
     @property
     def simulated(self) -> bool:
-        """Whether the simulator alone has it: FP4, rotations or stochastic rounding (spec R-9)."""
+        """Whether the simulator alone has it, for one of its casts (spec R-9)."""
         return any(cast.simulated for cast in self.casts)
+
+    @property
+    def emulated(self) -> bool:
+        """Whether any operand is in FP4, which backends emulate, or refuse (spec R-9)."""
+        return any(spec.emulated for spec in self.gemms.values())
 
     @property
     def stochastic(self) -> bool:
@@ -320,7 +326,7 @@ def weight_copy(recipe: str | Recipe) -> CastSpec:
 
 
 def trained_recipes() -> dict[str, Recipe]:
-    """The recipes of backends and the trainer, by name: all but those for simulation (R-9)."""
+    """The recipes of backends and the trainer, by name: all but those under simulation (R-9)."""
     return {name: recipe for name, recipe in RECIPES.items() if not recipe.simulated}
 
 
@@ -338,6 +344,16 @@ def check_trained(recipe: str | Recipe, what: str = "recipe") -> Recipe:
     for backend in support.BACKENDS:
         support.require("recipes", backend, resolved, what=what, trained=names)
     return resolved
+
+
+def emulated_gemms(planned: Mapping[str, str | Recipe]) -> list[str]:
+    """The GEMMs of FP4 operands, as ``<layer>/<GEMM>``; planned: the recipe of each layer."""
+    return [
+        f"{layer}/{which}"
+        for layer, recipe in planned.items()
+        for which, spec in by_name(recipe).gemms.items()
+        if spec.emulated
+    ]
 
 
 def check_gemms(recipe: Recipe, backend: support.Backend) -> None:

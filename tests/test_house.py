@@ -11,7 +11,7 @@ LIMITS = {
     "guards": 1008,
     "functions that cast outside quantize/": 0,
     "prefixes of three modules": 0,
-    "lines at 88 columns": 129_254,
+    "lines at 88 columns": 130_754,
 }
 NAMES = {"found": 1, "given": 1, "made": 2, "how": 1, "known": 1, "told": 0, "taken": 1, "of_": 2}
 """Definitions in 10,000 lines."""

@@ -129,10 +129,10 @@ def test_every_cast_of_a_recipe_has_its_policy(name):  # R-1
     )
 
 
-def test_recipes_under_simulation_are_those_of_fp4_rotated_or_stochastic():
+def test_recipes_under_simulation_are_those_rotated_or_stochastic():
     assert (
         [name for name, spec in RECIPES.items() if spec.simulated]
-        == ["nvfp4", "mxfp4"]
+        == ["nvfp4"]
         == [n for n in RECIPES if n not in recipe.trained_recipes()]
     )
     nvfp4 = RECIPES["nvfp4"]
@@ -147,6 +147,12 @@ def test_recipes_under_simulation_are_those_of_fp4_rotated_or_stochastic():  # R
     assert [cast.rotation for cast in nvfp4.casts] == [None] * 4 + [NVFP4_ROTATION] * 2
     assert nvfp4.stochastic
     assert not RECIPES["mxfp4"].stochastic
+    assert [n for n, spec in RECIPES.items() if spec.emulated] == ["nvfp4", "mxfp4"]
+    assert recipe.emulated_gemms({"a": "mxfp8", "b": "mxfp4"}) == [
+        "b/output",
+        "b/grad_input",
+        "b/grad_weight",
+    ]
     row = CastSpec(fmt=E4M3FN, granularity="rowwise", rounding="stochastic")
     assert Recipe(
         name="mine", output=GemmSpec(a=row, b=CastSpec(fmt=E4M3FN), accumulate="fast")

@@ -34,7 +34,7 @@ from fp8ref.crosscheck.operands import (
     recipes_of,
     states_after,
 )
-from fp8ref.formats import FP8_FORMATS
+from fp8ref.formats import QUANTIZED_FORMATS
 from fp8ref.recipe import RECIPES, SHARED_RECIPES
 from fp8ref.shared import console
 from fp8ref.shared.errors import ConfigError
@@ -152,7 +152,7 @@ def check_synthetic(report: Report, name: str, quantizers: dict[str, Quantizer])
     Tensors are quantized by this recipe and by those that all libraries run, along both axes. Only
     bare casts show saturation: a dynamic scale never takes a value beyond the format's max.
     """
-    for fmt in FP8_FORMATS.values():
+    for fmt in QUANTIZED_FORMATS.values():
         values = cast_inputs.edges(fmt)
         codes = {"sim": cast.encode(values, fmt)}
         codes |= {who: q.encode(values, fmt) for who, q in quantizers.items()}

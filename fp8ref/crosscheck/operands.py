@@ -378,7 +378,7 @@ class _JaxQuantizer:
             q = scaling.quantize(
                 x, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis
             )
-            return jax.lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale
+            return q.code_bits, q.scale
 
         compiled = self._compiled.setdefault(cast, jax.jit(run))
         codes, scale = compiled(jnp.asarray(x, jnp.float32).astype(jnp.bfloat16))
@@ -401,7 +401,7 @@ class _TorchQuantizer:
         q = scaling.quantize(
             value, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis
         )
-        return q.codes.view(torch.uint8).numpy(), q.scale.numpy()
+        return q.code_bits.numpy(), q.scale.numpy()
 
     def encode(self, x: np.ndarray, fmt: Format) -> np.ndarray:
         return on_torch("cpu")(fp8ref_torch_cast(fmt))(x)

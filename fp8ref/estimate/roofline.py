@@ -172,6 +172,8 @@ def runs_in(spec: GemmSpec, backend: str) -> str:
     )
     if multiplies_fp8(spec, backend):
         return f"{operands}, {spec.accumulate}"
+    if spec.emulated:
+        return f"{operands}, emulated: dequantized (R-9)"
     return f"{operands}, dequantized: no FP8 GEMM (G-16)"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fp8ref import policy as policies
-from fp8ref.formats import E4M3FN, FP8_FORMATS, NARROW_FORMATS, Format
+from fp8ref.formats import E4M3FN, NARROW_FORMATS, Format
 from fp8ref.front import card
 from fp8ref.policy import POLICIES, ScalePolicy
 from fp8ref.recipe import RECIPES, CastSpec, Recipe
@@ -91,7 +91,8 @@ _NO_DATA = (TypeError, RuntimeError)
 class Quantized(card.Card):
     """A quantized tensor: x ~ dequantize() = decode(codes) * scale_inv.
 
-    codes      of x's shape: uint8 in NumPy, native float8 in PyTorch and JAX.
+    codes      of x's shape: uint8 in NumPy, native float8 in PyTorch and JAX; of e2m1fn uint8 in
+               each, a code a byte.
     scale, scale_inv
                float32, one for each group of elements: the factor into the format, and out of it.
     fmt, granularity, policy, axis
@@ -102,7 +103,7 @@ class Quantized(card.Card):
     operand: Any
     policy: ScalePolicy
     axis: int
-    codes = property(lambda self: self.operand.codes)
+    codes = property(lambda self: _codes(self.operand))
     scale = property(lambda self: self.operand.scale)
     scale_inv = property(lambda self: self.operand.scale_inv)
     fmt = property(lambda self: self.operand.fmt)
@@ -137,7 +138,7 @@ class Quantized(card.Card):
         q = self.operand
         if isinstance(q, scaling.Quantized):
             return q
-        codes, scale, inv = map(as_numpy, (q.codes, q.scale, q.scale_inv))
+        codes, scale, inv = map(as_numpy, (self.codes, q.scale, q.scale_inv))
         return scaling.Quantized(codes, scale, inv, q.fmt, q.granularity, self.axis)
 
     def _facts(self) -> tuple[str, dict[str, str]]:
@@ -186,8 +187,8 @@ def quantize(
 
     Order:    as ``fp8ref.sim.quantize.scaling.quantize``, and the same bits in each framework.
     Raises:   ValueError: an unknown name, with the nearest; x of another dtype, or empty; an axis
-              that x lacks, or that blocks do not divide; what x's framework does not have, such as
-              a format other than FP8's in PyTorch and JAX.
+              that x lacks, or that blocks do not divide; what x's framework does not have: in
+              PyTorch and JAX a format other than FP8's, unless it is e2m1fn in mx_1x32.
     Source:   spec S-5.
 
     >>> q = quantize([[0.5, -3.0], [1.0, 7.0]], "e4m3fn", "rowwise")
@@ -199,8 +200,9 @@ def quantize(
     axis = granularities.normalize_axis(axis, max(x.ndim, 1))
     backend, kind, policy = _backend(x), spec.granularity, spec.policy
     got = f"{spec.fmt} for {_framework(x)}. Give x in NumPy"
-    fits = backend is scaling or spec.fmt.name in FP8_FORMATS
-    require(fits, f"formats other than FP8's are simulated, in NumPy alone; got {got}.")
+    fits = backend is scaling or not spec.simulated
+    text = "formats other than FP8's, and e2m1fn but in mx_1x32, are simulated, in NumPy alone"
+    require(fits, f"{text}; got {got}.")
     q = backend.quantize(x, spec.fmt, granularity=kind, policy=policy, axis=axis)
     return Quantized(q, spec.policy, axis)
 
@@ -303,6 +305,11 @@ def as_numpy(x: Any) -> np.ndarray:
         return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
     x = np.asarray(x)
     return x.view(np.uint8) if x.dtype.name.startswith("float8") else x
+
+
+def _codes(q: Any) -> Any:
+    """What ``Quantized.codes`` shows of a room's Quantized."""
+    return q.codes if q.fmt.bits == 8 or isinstance(q, scaling.Quantized) else q.code_bits
 
 
 def _backend(x: Any) -> Any:

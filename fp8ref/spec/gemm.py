@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from fp8ref.formats import FP8_FORMATS, NARROW_FORMATS, QUANTIZED_FORMATS, Format
+from fp8ref.formats import FP4_FORMATS, FP8_FORMATS, NARROW_FORMATS, QUANTIZED_FORMATS, Format
 from fp8ref.policy import POLICIES, ScalePolicy
 from fp8ref.shared import errors
 from fp8ref.spec import epilogue, granularity
@@ -15,8 +15,8 @@ __all__ = ["CastSpec", "GemmSpec"]
 
 @dataclass(frozen=True, kw_only=True)
 class CastSpec:
-    """How one operand of one GEMM becomes FP8, or FP4 under simulation: by its own amax
-    (``delayed`` None), or by those of the steps before.
+    """How one operand of one GEMM becomes FP8 or FP4: by its own amax (``delayed`` None), or by
+    those of the steps before.
 
     rotation    of its blocks along the reduced axis, before it is scaled (spec S-23); None: none.
     rounding    ``nearest_even``, or ``stochastic`` by a seed (C-2).
@@ -49,9 +49,11 @@ class CastSpec:
 
     @property
     def simulated(self) -> bool:
-        """Whether the simulator alone has it: formats not FP8's, rotation, stochastic rounding."""
+        """Whether the simulator alone has it: a rotation, stochastic rounding, or a format that is
+        neither FP8's nor e2m1fn in the blocks that backends emulate (spec R-9)."""
+        emulated = self.fmt.name in FP4_FORMATS and self.granularity == "mx_1x32"
         return (
-            self.fmt.name not in FP8_FORMATS
+            not (emulated or self.fmt.name in FP8_FORMATS)
             or self.rotation is not None
             or self.rounding != "nearest_even"
         )
@@ -113,6 +115,11 @@ class GemmSpec:
     def fp8(self) -> bool:
         """Whether its operands are FP8, so that tensor cores can multiply their codes."""
         return self.a is not None and self.b is not None
+
+    @property
+    def emulated(self) -> bool:
+        """Whether an operand is in FP4, which no backend multiplies: it is dequantized (R-9)."""
+        return any(cast is not None and cast.fmt.name in FP4_FORMATS for cast in (self.a, self.b))
 
     @property
     def one_sided(self) -> bool:

@@ -23,7 +23,7 @@ class Profile:
 
     policies  names of POLICIES or FP4_POLICIES; granularities: names of GRANULARITIES.
     cast      a behavior of C-8, after a clip where ``clipped``; None: not stated.
-    bits      of the formats that tensors are cast to: 8, or 4 under simulation.
+    bits      of the formats that tensors are cast to: 8 or 4.
     sources   of each: repository, file and commit, or package, version and file.
     """
 

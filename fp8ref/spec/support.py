@@ -72,12 +72,11 @@ def scale_policy(policy: str | ScalePolicy, backend: Backend) -> ScalePolicy:
 
 def table(recipes: Mapping[str, Any]) -> str:
     """ "What works where" as a Markdown table; recipes: fp8ref's, by name."""
-    four_bits = [name for name, recipe in recipes.items() if recipe.simulated]
-    blocks = [
-        name for name, recipe in recipes.items() if recipe.in_blocks and name not in four_bits
-    ]
-    whole = [name for name in recipes if name not in (*four_bits, *blocks)]
-    groups = {"whole": whole, "blocks": blocks, "four_bits": four_bits}
+    groups: dict[str, list[str]] = {"whole": [], "blocks": [], "emulated": [], "simulated": []}
+    for name, recipe in recipes.items():
+        kinds = {"simulated": recipe.simulated, "emulated": recipe.emulated}
+        kinds |= {"blocks": recipe.in_blocks, "whole": True}
+        groups[next(kind for kind, member in kinds.items() if member)].append(name)
     names = {key: _listed(f"`{name}`" for name in group) for key, group in groups.items()}
     *variants, last = (f"`{v.name}`" for v in VARIANTS.values() if v.backward is not None)
     names["own_gradients"] = f"{_listed(variants)} and {last}"
@@ -161,8 +160,8 @@ LIMITS: dict[str, dict[Any, Limit]] = {
     "recipes": _both(
         Limit(
             takes=lambda recipe: not recipe.simulated,
-            needs="{what} {choice.name!r} is for the simulator alone, under simulation (R-9): no "
-            "backend computes it",
+            needs="{what} {choice.name!r} is for the simulator alone, under simulation (R-9): "
+            "backends neither rotate nor round stochastically, and take e2m1fn in mx_1x32 alone",
             received=None,
             instead="Use fp8ref.sim.linear to study it, or one that trains: {trained}.",
         )
@@ -181,6 +180,14 @@ LIMITS: dict[str, dict[Any, Limit]] = {
             needs=f"groups of mx_1x32 have e8m0 scales, of policy {_E8M0_POLICIES}",
             received="policy {choice.name!r}",
             instead="Use one of these.",
+        )
+    ),
+    "scale policies of e2m1fn": _both(
+        Limit(
+            takes=lambda policy: policy.e8m0 is not None,
+            needs=f"fp8ref.{{backend}} scales e2m1fn by e8m0 scales, of policy {_E8M0_POLICIES}",
+            received="policy {choice.name!r}",
+            instead="Use one of these with mx_1x32, or fp8ref.sim for {choice.name!r}.",
         )
     ),
     "floors of scale policies": {

@@ -231,11 +231,11 @@ def judge(
     """Cast every recorded operand as each recipe casts it, and measure.
 
     recipes   names or Recipes; {name: CastSpec}: that cast of every operand in place of a recipe's,
-              for a format, granularity or policy; None: all in FP8 that train.
+              for a format, granularity or policy; None: all in FP8 that train, not in FP4.
     Scales are those of the whole tensor, and errors those of the rows that were kept. A cast by
     delayed scaling takes this step's amaxes, as if those of the step before were the same.
     Raises:   ValueError: an unknown recipe, one without FP8, or one under simulation alone (R-9); a
-              cast that rotates or rounds stochastically, or to FP4.
+              cast that backends neither compute nor emulate.
     Source:   spec S-5 to S-8, Q-1, Q-3.
     """
     recordings.check(recording)
@@ -301,8 +301,8 @@ def _casts(
             )
         if alone := [name for name, spec in recipes.items() if spec.simulated]:
             raise ValueError(
-                f"a study judges casts to FP8, rounded to nearest; {alone[0]!r} is another. Use "
-                "fp8ref.sim.linear.quantize_operands."
+                f"a study judges casts to FP8, or to e2m1fn in mx_1x32, rounded to nearest; "
+                f"{alone[0]!r} is another. Use fp8ref.sim.linear.quantize_operands."
             )
         return {
             name: [
@@ -320,7 +320,7 @@ def _casts(
             f"Use fp8ref.compare(x, [{alone[0]!r}]) for a tensor."
         )
     chosen = [recipes_of.check_trained(recipe) for recipe in named]
-    chosen = [recipe for recipe in chosen if recipe.fp8 or recipes is not None]
+    chosen = [each for each in chosen if recipes or (each.fp8 and not each.emulated)]
     if plain := [recipe.name for recipe in chosen if not recipe.fp8]:
         raise ValueError(
             f"a study judges casts to FP8; recipe {plain[0]!r} has none. Leave it out."

@@ -64,10 +64,10 @@ def test_a_number_of_a_framework_is_quantized(framework):
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "mxfp4"])
 def test_an_array_stays_in_its_framework_with_the_same_bits(framework, recipe, x):
-    theirs = f8.quantize(in_framework(x, framework), "e4m3fn", recipe)
-    ours = f8.quantize(x, "e4m3fn", recipe)
+    theirs = f8.quantize(in_framework(x, framework), recipe=recipe)
+    ours = f8.quantize(x, recipe=recipe)
     assert type(theirs.codes).__module__.startswith(framework)
     assert type(theirs.dequantize()) is type(theirs.codes)
     np.testing.assert_array_equal(quantized.as_numpy(theirs.codes), ours.codes)
@@ -79,9 +79,10 @@ def test_an_array_stays_in_its_framework_with_the_same_bits(framework, recipe, x
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_formats_of_4_bits_are_for_numpy(framework, x):
-    with pytest.raises(ValueError, match=r"simulated, in NumPy alone; got e2m1fn"):
-        f8.quantize(in_framework(x, framework), recipe="mxfp4")
+def test_other_formats_are_for_numpy(framework, x):
+    for fmt, recipe in (("e2m3fn", "mxfp4"), ("e2m1fn", "rowwise")):
+        with pytest.raises(ValueError, match=rf"simulated, in NumPy alone; got {fmt}"):
+            f8.quantize(in_framework(x, framework), fmt, recipe)
 
 
 def test_bfloat16_of_torch_is_quantized_and_measured_as_it_is(x):

@@ -10,7 +10,7 @@ import torch
 from fp8ref import jax as fj
 from fp8ref import torch as ft
 from fp8ref.formats import E2M1FN
-from fp8ref.recipe import RECIPES
+from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
 from fp8ref.selection import grouped
 from fp8ref.selection import rules as linear_rules
 from fp8ref.sim import linear
@@ -59,11 +59,13 @@ def test_lists_of_names_leave_them_out(name):  # R-9
         sweep.plan(configs.Config(), ["torch"], [name], seeds=1, out=None)
 
 
-def test_the_simulator_takes_them_and_backends_no_such_format():  # R-9, F-5
+def test_the_simulator_takes_them():
     assert all(linear.forward(X, W, name).shape == (32, 32) for name in NAMES)
-    for quantize in (
-        lambda: fj.scaling.quantize(jnp.asarray(X), E2M1FN),
-        lambda: ft.scaling.quantize(torch.from_numpy(X), E2M1FN),
-    ):
-        with pytest.raises(ValueError, match="e5m2fnuz; got e2m1fn"):
-            quantize()
+
+
+@pytest.mark.parametrize("taker", ["jax linear", "linen", "torch convert", "grouped recipe"])
+def test_four_bits_under_other_scales_are_refused(taker):
+    row = CastSpec(fmt=E2M1FN, granularity="rowwise", policy=RECIPES["mxfp4"].output.a.policy)
+    mine = Recipe(name="mine", output=GemmSpec(a=row, b=row, accumulate="fast"))
+    with pytest.raises(ValueError, match=r"'mine' is for the simulator.*e2m1fn in mx_1x32 alone"):
+        TAKERS[taker](mine)

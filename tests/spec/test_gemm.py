@@ -25,3 +25,5 @@ def test_other_formats_are_simulated():
         True,
         True,
     ]
+    assert not CastSpec(fmt=E2M1FN, granularity="mx_1x32").simulated
+    assert CastSpec(fmt=E3M4, granularity="mx_1x32").simulated

@@ -187,7 +187,13 @@ def test_a_recipe_without_fp8_is_refused():
     with pytest.raises(ValueError, match=r"'nvfp4' is for the simulator alone.*fp8ref\.compare"):
         study.judge(recorded(tensors(), 640), ["nvfp4"])
     with pytest.raises(ValueError, match="rounded to nearest; 'mine' is another"):
-        study.judge(recorded(tensors(), 640), {"mine": RECIPES["mxfp4"].output.a})
+        study.judge(recorded(tensors(), 640), {"mine": RECIPES["nvfp4"].output.a})
+
+
+def test_fp4_is_judged_where_it_is_named():
+    made = recorded(tensors(), 640)
+    assert "mxfp4" not in {row.recipe for row in study.judge(made).rows}
+    assert {row.recipe for row in study.judge(made, ["mxfp4"]).rows} == {"mxfp4"}
 
 
 def test_a_cast_that_is_none():

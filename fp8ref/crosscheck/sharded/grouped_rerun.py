@@ -13,7 +13,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -24,6 +23,7 @@ from fp8ref.jax.experts import grouped
 from fp8ref.jax.experts import operands as grouped_operands
 from fp8ref.jax.experts import parallel as expert_parallel
 from fp8ref.jax.experts import reports as grouped_reports
+from fp8ref.jax.quantize import cast
 from fp8ref.recipe import OPERANDS, Gemm, Recipe, Role
 from fp8ref.selection import grouped as recipes
 from fp8ref.train.jax.llama.forward_pass import Pass
@@ -173,7 +173,7 @@ class Rerun:
         assert not isinstance(q, jax.Array)
         # also what copies of it have: each device reports its own
         whole = frozenset(self._layout.axes)
-        arrays = (tensor, lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale)
+        arrays = (tensor, cast.code_bits(q.codes, q.fmt), q.scale)
         return tuple(attention_inputs.as_varying(v, whole)[None] for v in arrays), (
             grouped_reports.is_rows(q),
             q.granularity,

@@ -362,7 +362,7 @@ def _program(recipe: Recipe, placement: Placement, mesh: Mesh, through: str) -> 
 def _quantized(x: jax.Array, cast: OperandCast, layer: Layer) -> tuple[jax.Array, jax.Array]:
     """The codes, uint8, and the scale of an operand."""
     q = operands.quantize(carried.Operand(x), cast.role, cast.spec, cast.axis, layer)
-    return jax.lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale
+    return q.code_bits, q.scale
 
 
 def _scale_cut(cast: OperandCast, placement: Placement) -> P:

@@ -58,7 +58,7 @@ def dispatch(
     """
     q = _quantized(lax.stop_gradient(x), group_sizes, axis, spec, scale, over)
     places, own, order = parallel.plan(group_sizes, len(x), axis)
-    rows, codes = _sent(x, lax.bitcast_convert_type(q.codes, jnp.uint8), places, order, axis)
+    rows, codes = _sent(x, cast.code_bits(q.codes, q.fmt), places, order, axis)
     return Moved(rows, own, order, places), Codes(codes, *_own_scales(q, axis))
 
 
@@ -152,9 +152,9 @@ def _returned_forward(y, slot, group_sizes, moved: Moved, scale, settings: tuple
 def _returned_backward(settings: tuple, residuals, g: jax.Array):
     (group_sizes, order, places, scale), (axis, spec, over) = residuals, settings
     q = _quantized(g, group_sizes, axis, spec, scale, over)
-    codes = parallel.sent(lax.bitcast_convert_type(q.codes, jnp.uint8), places, order, axis)
+    codes = parallel.sent(cast.code_bits(q.codes, q.fmt), places, order, axis)
     seen = jnp.zeros(3, jnp.float32) if spec.delayed is None else observed(g, group_sizes)
-    native = lax.bitcast_convert_type(codes, cast.DTYPES[spec.fmt.name])
+    native = cast.from_code_bits(codes, spec.fmt)
     slot = Slot(*(attention_inputs.like(v, g) for v in (native, *_own_scales(q, axis))), seen)  # type: ignore[call-arg]
     moved_grads = Moved(*(None for _ in Moved._fields))  # type: ignore[arg-type]
     scale_grad = None if scale is None else jnp.zeros_like(scale)

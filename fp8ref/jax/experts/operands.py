@@ -78,9 +78,9 @@ class Codes(NamedTuple):
 
     def operand(self, spec: CastSpec, axis: int, groups: Groups) -> "Quantized | Segmented":
         """The rows as a GEMM takes them that reduces this axis, as of that cast."""
-        codes, native = self.codes, cast.DTYPES[spec.fmt.name]
-        if codes.dtype != native:
-            codes = lax.bitcast_convert_type(codes, native)
+        codes = self.codes
+        if codes.dtype == jnp.uint8:
+            codes = cast.from_code_bits(codes, spec.fmt)
         if self.scale.ndim:
             scales = self.scale, self.scale_inv
             return Segmented(codes, *scales, groups.group, spec.fmt, spec.granularity, axis)

@@ -11,10 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from fp8ref.jax.experts.operands import Groups, Segmented
-from fp8ref.jax.quantize import scales, scaling, stats
+from fp8ref.jax.quantize import cast, scales, scaling, stats
 from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.recipe import Gemm
 from fp8ref.spec.granularity import by_name
@@ -36,8 +35,7 @@ def observe(
     """
     about = tuple((is_rows(q), q.granularity, q.axis) for q in operands)
     arrays = [
-        (x, lax.bitcast_convert_type(q.codes, jnp.uint8), q.scale)
-        for x, q in zip(tensors, operands, strict=True)
+        (x, cast.code_bits(q.codes, q.fmt), q.scale) for x, q in zip(tensors, operands, strict=True)
     ]
 
     def report(*arrays: Any) -> None:

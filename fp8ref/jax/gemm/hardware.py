@@ -122,7 +122,8 @@ def matmul(
     """
     axes = tuple(q.axis % 2 for q in (a, b) if isinstance(q.axis, int))
     shape = a.codes.shape[1 - axes[0]], b.codes.shape[1 - axes[1]]
-    kinds = tuple((q.fmt, q.granularity) for q in (a, b))
+    # by the dtype: e2m1fn is held in e4m3fn, which tensor cores multiply
+    kinds = tuple((_CODES[jnp.dtype(q.codes.dtype)], q.granularity) for q in (a, b))
     out_dtype = jnp.dtype(out_dtype)
 
     def multiplied(codes: tuple, scales: tuple) -> np.ndarray:

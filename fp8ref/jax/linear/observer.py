@@ -6,8 +6,6 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from fp8ref.jax.linear import operands
 from fp8ref.jax.linear.carried import Layer, Operand
@@ -53,7 +51,6 @@ def report(
     for role, q, gathered in zip(OPERANDS[which], own, whole, strict=True):
         tensor = roles[role].tensor
         assert tensor is not None, "a layer that is observed saves tensors"
-        codes = lax.bitcast_convert_type(q.codes, jnp.uint8)
-        flat = (operands.flat(v, role, layer) for v in (tensor, codes))
+        flat = (operands.flat(v, role, layer) for v in (tensor, q.code_bits))
         reported.append((*flat, gathered.scale))
     jax.debug.callback(functools.partial(layer.observer, layer.name, which), *reported, out)

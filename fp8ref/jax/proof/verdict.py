@@ -270,7 +270,8 @@ def manifest(
     """The proof as a run's manifest keeps it.
 
     It holds the dots of planned linears, gathers by type, GEMMs on dequantized operands and what is
-    missing; under simulated hardware its GEMMs; of a compiled program its kernels and gathers.
+    missing; GEMMs of FP4 operands, which are emulated (R-9); under simulated hardware its GEMMs; of
+    a compiled program its kernels and gathers.
     """
     here = [dot for dot in gemms(program) if dot.layer in planned]
     dequantized = [
@@ -286,6 +287,8 @@ def manifest(
         "gathers": gathers(program),
         "missing": missing,
     }
+    if emulated := recipes.emulated_gemms(planned):
+        proof["emulated"] = emulated
     if plan:
         proof["simulated"] = [dot.entry | {"plan": dot.plan} for dot in here if dot.plan]
     if compiled:

@@ -1,6 +1,7 @@
 """Round to FP8 by XLA's own conversion (spec C): nearest even, of float32, float16, bfloat16.
 
-``encode`` gives uint8 codes, ``to_fp8`` the native float8 array, ``decode`` float32 values.
+``encode`` gives uint8 codes, ``to_fp8`` the native float8 array, ``decode`` float32 values. Arrays
+in e2m1fn hold its numbers in float8_e4m3fn (``four_bits``).
 """
 
 import jax
@@ -8,18 +9,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8ref import formats
-from fp8ref.formats import FLOAT32, Format
-from fp8ref.jax.quantize import philox
+from fp8ref.formats import E2M1FN, FLOAT32, Format
+from fp8ref.jax.quantize import four_bits, philox
 
-__all__ = ["DTYPES", "decode", "encode", "to_f32", "to_fp8"]
+__all__ = ["DTYPES", "code_bits", "decode", "encode", "to_f32", "to_fp8"]
 
 DTYPES = {
     "e4m3fn": jnp.float8_e4m3fn,
     "e5m2": jnp.float8_e5m2,
     "e4m3fnuz": jnp.float8_e4m3fnuz,
     "e5m2fnuz": jnp.float8_e5m2fnuz,
+    "e2m1fn": jnp.float8_e4m3fn,
 }
-"""{name of an FP8 format: JAX's dtype}."""
+"""{name of a format: JAX's dtype of its arrays}; those in e2m1fn hold its numbers."""
 
 STORED = {**DTYPES, "float16": jnp.float16, "bfloat16": jnp.bfloat16, "float32": jnp.float32}
 """{name of a format that optimizer states are stored in: JAX's dtype}."""
@@ -29,14 +31,17 @@ def encode(x: jax.Array, fmt: Format, *, saturate: bool = True) -> jax.Array:
     """Round x once to nearest even and return the codes.
 
     Shapes:   x any shape, empty too, float32, float16 or bfloat16, of JAX or NumPy; codes uint8 of
-              the same shape.
+              the same shape, of e2m1fn one a byte.
     Specials: as the simulator: NaN -> fmt.nan_code; -0 and underflow keep their sign, except in
               fnuz; above fmt.max, infinities included: max if saturate, else Inf, or NaN in a
               format without infinities.
-    Raises:   ValueError: fmt not FP8; x of another dtype (float64 would be rounded twice).
-    Source:   spec C-1 to C-6.
+    Raises:   ValueError: fmt neither FP8 nor e2m1fn; x of another dtype (float64 would be rounded
+              twice); e2m1fn without saturate.
+    Source:   spec C-1 to C-6, C-9.
     """
-    codes = lax.bitcast_convert_type(to_fp8(x, fmt, saturate=saturate), jnp.uint8)
+    codes = code_bits(to_fp8(x, fmt, saturate=saturate), fmt)
+    if not fmt.has_nan:
+        return codes
     # XLA's NaN keeps its sign; C-5 emits one code.
     return jnp.where(
         jnp.isnan(x) | (codes == fmt.nan_code | fmt.sign_bit), jnp.uint8(fmt.nan_code), codes
@@ -47,12 +52,12 @@ def decode(codes: jax.Array, fmt: Format) -> jax.Array:
     """The values of uint8 codes (or of the native float8 array), exactly: float32 of the same
     shape. Every NaN code is NaN.
 
-    Raises:   ValueError: fmt not FP8; codes of another dtype.
+    Raises:   ValueError: fmt neither FP8 nor e2m1fn; codes of another dtype.
     """
     dtype = _dtype(fmt)
     check_array(codes, f"codes of {fmt} are an array of uint8 or {jnp.dtype(dtype).name}")
     if codes.dtype == jnp.uint8:
-        codes = lax.bitcast_convert_type(codes, dtype)
+        codes = from_code_bits(codes, fmt)
     if codes.dtype != dtype:
         raise ValueError(f"codes of {fmt} are uint8 or {jnp.dtype(dtype).name}; got {codes.dtype}.")
     return codes.astype(jnp.float32)
@@ -61,10 +66,27 @@ def decode(codes: jax.Array, fmt: Format) -> jax.Array:
 def to_fp8(x: jax.Array, fmt: Format, *, saturate: bool = True) -> jax.Array:
     """``encode``, giving the native float8 array, whose NaNs may carry a sign. Raises as encode."""
     dtype = _dtype(fmt)
+    formats.check_saturates(fmt, saturate)
     value = to_f32(x)
+    if fmt == E2M1FN:
+        return four_bits.rounded(value).astype(dtype)
     if saturate:
         value = jnp.clip(value, -fmt.max, fmt.max)
     return value.astype(dtype)
+
+
+def code_bits(native: jax.Array, fmt: Format) -> jax.Array:
+    """The codes, uint8, of a native array: its bytes, or of e2m1fn a code of 4 bits a byte."""
+    if fmt == E2M1FN:
+        return four_bits.codes(native)
+    return lax.bitcast_convert_type(native, jnp.uint8)
+
+
+def from_code_bits(codes: jax.Array, fmt: Format) -> jax.Array:
+    """The native array of uint8 codes: the reverse of ``code_bits``."""
+    if fmt == E2M1FN:
+        return four_bits.numbers(codes)
+    return lax.bitcast_convert_type(codes, _dtype(fmt))
 
 
 def to_stored(

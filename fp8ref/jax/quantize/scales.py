@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from fp8ref import formats
-from fp8ref.formats import Format
+from fp8ref.formats import FP4_FORMATS, Format
 from fp8ref.jax.quantize import division
 from fp8ref.policy import ScalePolicy
 from fp8ref.spec import support
@@ -39,10 +39,12 @@ def scales_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "
     Order:    RN32(fmt.max / max(amax, eps)), its power of two if asked, RN32(1 / scale); exactly
               2^-k and 2^k under e8m0; or a float32 scale_inv first, and its reciprocal (S-17).
     Specials: zero amax -> RN32(fmt.max / eps); Inf -> 0; NaN -> NaN. e8m0: S-14.
-    Raises:   ValueError: a policy that this backend does not implement.
+    Raises:   ValueError: a policy that this backend does not implement, or not for e2m1fn.
     """
     policy = implemented(policy)
     formats.check(fmt)
+    if fmt.name in FP4_FORMATS:
+        support.require("scale policies of e2m1fn", "jax", policy)
     if policy.unscaled:
         return Scales(jnp.ones_like(amax, jnp.float32), jnp.ones_like(amax, jnp.float32))
     if policy.e8m0:

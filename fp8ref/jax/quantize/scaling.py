@@ -70,7 +70,7 @@ class Quantized:
     """An FP8 tensor: hp ~ decode(codes) * scale_inv. A pytree, of which fmt, granularity and axis
     are static.
 
-    codes        native float8, of the hp tensor's shape.
+    codes        native float8, of the hp tensor's shape; of e2m1fn its numbers in e4m3fn.
     scale, scale_inv
                  float32 of ``granularity.scale_shape``: what multiplied into FP8, what multiplies
                  out of it.
@@ -88,6 +88,11 @@ class Quantized:
     axis: int | tuple[int, ...]
     transposed: jax.Array | None = None
     amax: jax.Array | None = None
+
+    @property
+    def code_bits(self) -> jax.Array:
+        """The codes as uint8, those of e2m1fn from 0 to 15, as the simulator has them."""
+        return cast.code_bits(self.codes, self.fmt)
 
     @property
     def blocks(self) -> Blocks:

@@ -373,10 +373,7 @@ def _check(x: np.ndarray, fmt: Format, rounding: str, seed: int | None, saturate
     if not isinstance(saturate, bool | np.bool_):
         raise ValueError(f"saturate is True or False; got {saturate!r}.")
     _check_coded(fmt, "encode")
-    if not saturate and not fmt.has_nan:
-        raise ValueError(
-            f"{fmt} has no infinity or NaN, so casts saturate; got saturate=False. Use True (C-9)."
-        )
+    formats.check_saturates(fmt, saturate)
     if fmt.signed is False and rounding in ("to_odd", "stochastic"):
         raise ValueError(
             f"rounding {rounding!r} is not defined for {fmt}. Use 'nearest_even' or 'toward_zero' "

@@ -144,7 +144,7 @@ class _Reporter(TorchDispatchMode):
 
     def multiplied(self, which, a, b, out) -> None:
         """An observer of ``linear.Linear``, whose operands have their own layout already."""
-        codes = [(q.codes.view(torch.uint8), q.scale, q.scale_inv) for q in (a, b)]
+        codes = [(q.code_bits, q.scale, q.scale_inv) for q in (a, b)]
         self._report(which, OPERANDS[which], codes, out)
 
     def multiplied_groups(self, which, tensors, operands, groups, out) -> None:
@@ -225,7 +225,7 @@ def group_gemms(
             part = group_parts.get(e)
             if part is None:  # no rows: one of zeros (X-6)
                 part = grouped_operands.group_part(q, e, begin, end)
-            codes = part.codes.view(torch.uint8)
+            codes = part.code_bits
             missing = max(len(codes), 1) - len(whole)
             whole = torch.nn.functional.pad(whole, (0, 0, 0, missing))
             codes = torch.nn.functional.pad(codes, (0, 0, 0, max(1 - len(codes), 0)))

@@ -95,14 +95,14 @@ def _measure_any(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Ten
 
 def _measure_finite(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Tensor, ...]:
     """``_measure_any`` for finite x and scales: no code is NaN, and zero's is zero."""
-    codes, value = q.codes.view(torch.uint8), cast.to_f32(x)
+    codes, value = q.code_bits, cast.to_f32(x)
     magnitudes = codes & ~q.fmt.sign_bit
     underflows = whole.nonzero - magnitudes.count_nonzero()
     saturated = magnitudes.eq_(q.fmt.max_code).count_nonzero()
     scaled = value * _spread(q.scale, q)
     least, greatest = scaled.aminmax()
     # Decode by a table: torch's own conversion of e4m3 on a CPU takes one element at a time.
-    table = cast.decode(torch.arange(256, dtype=torch.uint8, device="cpu"), q.fmt)
+    table = cast.decode(torch.arange(1 << q.fmt.bits, dtype=torch.uint8, device="cpu"), q.fmt)
     error = (
         table.index_select(0, codes.reshape(-1).int())
         .view(x.shape)
@@ -169,7 +169,7 @@ class _Measured:
         spec, axis, whole = operand.cast, captured.axis, (operand.layer, operand.role)
         key = (*whole, spec, None if spec.granularity == "tensorwise" else axis)
         if key not in self._once:
-            codes, x = captured.codes.view(cast.DTYPES[spec.fmt.name]), captured.hp
+            codes, x = cast.from_code_bits(captured.codes, spec.fmt), captured.hp
             # the GEMM had the gathered weight; this rank cast its own rows, by the same scale
             if gather is not None:
                 x = gather.shard.to(gather.dtype)

@@ -73,13 +73,15 @@ def manifest(
 
     It holds each distinct GEMM of a planned linear once, the GEMMs on dequantized operands, those
     whose gradient is not needed, the number of weights gathered in each type, and what is missing.
-    GEMMs under simulated hardware are a list of their own.
+    GEMMs of FP4 operands, which are emulated (R-9), and those under simulated hardware are lists of
+    their own.
     """
     fp8, pruned = list(_fp8(planned, plan)), trace.pruned
     once = [g for g in dict.fromkeys(trace.gemms) if g.layer in planned]
     simulated = [g.entry("accumulate", "granularity", "plan") for g in once if g.plan is not None]
+    emulated = [name for name in recipes.emulated_gemms(planned) if name not in pruned]
     by_kernel = {g.name for g in trace.gemms if g.fp8} - {g.name for g in trace.gemms if not g.fp8}
-    return {
+    proof = {
         "read_from": trace.read_from,
         "gemms": [g.entry("accumulate", "granularity", "fp8") for g in once if g.plan is None],
         "on_dequantised_operands": [
@@ -90,7 +92,9 @@ def manifest(
         "pruned": [record.name for record, _ in fp8 if record.name in pruned],
         "gathers": dict(collections.Counter((gathers or {}).values())),
         "missing": missing,
-    } | ({"simulated": simulated} if plan else {})
+    }
+    proof |= {"emulated": emulated} if emulated else {}
+    return proof | ({"simulated": simulated} if plan else {})
 
 
 def _fp8(planned: Mapping[str, str | Recipe], plan: str | None) -> Iterator[tuple[GemmRecord, str]]:

@@ -1,19 +1,21 @@
 """A bare cast to FP8, without a scale: torch's own conversion, to nearest even (spec C).
 
-``scaling`` casts scaled tensors, as torchao's conversion does.
+``scaling`` casts scaled tensors, as torchao's conversion does. Tensors in e2m1fn hold its numbers
+in float8_e4m3fn (``four_bits``).
 """
 
 import torch
 
 from fp8ref import formats
-from fp8ref.formats import FP8_FORMATS, Format
-from fp8ref.torch.quantize import float_values
+from fp8ref.formats import E2M1FN, FP8_FORMATS, Format
+from fp8ref.torch.quantize import float_values, four_bits
 
 __all__ = [
     "DTYPES",
     "FORMATS",
     "HIGH_PRECISION",
     "checked",
+    "code_bits",
     "decode",
     "encode",
     "native",
@@ -26,10 +28,11 @@ DTYPES = {
     "e5m2": torch.float8_e5m2,
     "e4m3fnuz": torch.float8_e4m3fnuz,
     "e5m2fnuz": torch.float8_e5m2fnuz,
+    "e2m1fn": torch.float8_e4m3fn,
 }
-"""{name of an FP8 format: torch's dtype}."""
+"""{name of a format: torch's dtype of its tensors}; those in e2m1fn hold its numbers."""
 
-FORMATS = {dtype: FP8_FORMATS[name] for name, dtype in DTYPES.items()}
+FORMATS = {DTYPES[name]: fmt for name, fmt in FP8_FORMATS.items()}
 """{torch's dtype of codes: their format}."""
 
 HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
@@ -40,16 +43,18 @@ def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True) -> torch.Tens
     """Round x once to nearest even and return the codes.
 
     Shapes:   x any shape, empty too, float32, float16 or bfloat16; codes uint8 of the same shape,
-              on x's device.
+              on x's device, of e2m1fn one a byte.
     Specials: as the simulator: NaN -> fmt.nan_code; -0 and underflow keep their sign, except in
               fnuz; above fmt.max, infinities included: max if saturate, else Inf, or NaN in a
               format without infinities.
-    Raises:   ValueError: fmt not FP8; x of another dtype (float64 would be rounded twice).
-    Source:   spec C-1 to C-6.
+    Raises:   ValueError: fmt neither FP8 nor e2m1fn; x of another dtype (float64 would be rounded
+              twice); e2m1fn without saturate.
+    Source:   spec C-1 to C-6, C-9.
     """
     value = to_f32(x)
-    codes = to_fp8(value, fmt).view(torch.uint8)
+    codes = code_bits(to_fp8(value, fmt), fmt)
     if not saturate:
+        formats.check_saturates(fmt, saturate)
         # torch >= 2.12 saturates in eager mode and earlier versions do not, so overflow is decided
         # here: at and above the midpoint between max and the number that would follow it, which is
         # even where max is odd, and the reverse.
@@ -71,7 +76,7 @@ def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
 
     Every NaN code is NaN.
 
-    Raises:   ValueError: fmt not FP8; codes of another dtype.
+    Raises:   ValueError: fmt neither FP8 nor e2m1fn; codes of another dtype.
     """
     dtype = native(fmt)
     if not isinstance(codes, torch.Tensor):
@@ -80,7 +85,7 @@ def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
             "torch.as_tensor."
         )
     if codes.dtype == torch.uint8:
-        codes = codes.view(dtype)
+        codes = from_code_bits(codes, fmt)
     if codes.dtype != dtype:
         raise ValueError(f"codes of {fmt} are torch.uint8 or {dtype}; got {codes.dtype}.")
     return float_values.decode(codes)
@@ -92,7 +97,19 @@ def to_fp8(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     Raises as encode.
     """
     dtype = native(fmt)
+    if fmt == E2M1FN:
+        return four_bits.rounded(to_f32(x)).to(dtype)
     return to_f32(x).clamp(-fmt.max, fmt.max).to(dtype)
+
+
+def code_bits(native: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """The codes, uint8, of a native tensor: its bytes, or of e2m1fn a code of 4 bits a byte."""
+    return four_bits.codes(native) if fmt == E2M1FN else native.view(torch.uint8)
+
+
+def from_code_bits(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """The native tensor of uint8 codes: the reverse of ``code_bits``."""
+    return four_bits.numbers(codes) if fmt == E2M1FN else codes.view(native(fmt))
 
 
 def to_f32(x: torch.Tensor) -> torch.Tensor:
@@ -120,7 +137,7 @@ def checked(x: torch.Tensor) -> torch.Tensor:
 
 
 def native(fmt: Format) -> torch.dtype:
-    """torch's dtype of an FP8 format; ValueError for anything else."""
+    """torch's dtype for tensors in FP8 or e2m1fn; ValueError for any other format."""
     formats.check(fmt)
     if fmt.name not in DTYPES:
         raise ValueError(f"casts go to one of {', '.join(DTYPES)}; got {fmt}.")

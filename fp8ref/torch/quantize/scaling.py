@@ -60,7 +60,7 @@ _c10d = torch.ops._c10d_functional
 class Quantized(NamedTuple):
     """An FP8 tensor: hp ~ decode(codes) * scale_inv.
 
-    codes        native float8, of the hp tensor's shape.
+    codes        native float8, of the hp tensor's shape; of e2m1fn its numbers in e4m3fn.
     scale, scale_inv
                  float32 of ``granularity.scale_shape``: the factor into FP8, and the factor out of
                  it.
@@ -76,6 +76,11 @@ class Quantized(NamedTuple):
     granularity: str
     axis: int
     transposed: torch.Tensor | None = None
+
+    @property
+    def code_bits(self) -> torch.Tensor:
+        """The codes as uint8, those of e2m1fn from 0 to 15, as the simulator has them."""
+        return cast.code_bits(self.codes, self.fmt)
 
     @property
     def blocks(self) -> Blocks:

@@ -48,7 +48,7 @@ def prove(
         )
     report = proof.manifest(program, planned, missing, compiled, plan)
     # Under parallel.scan one GEMM of the program is every layer's.
-    for key in ("gemms", "simulated", "on_dequantised_operands"):
+    for key in ("gemms", "simulated", "on_dequantised_operands", "emulated"):
         if key in report:
             report[key] = by_layer(report[key], layers)
     if variant is not None and by_kernel:

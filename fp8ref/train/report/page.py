@@ -365,6 +365,8 @@ def _gemm(name: str, proof: dict | None) -> str:
     missing = proof.get("missing", [])
     if any(message.startswith((f"{name}:", f"{name} ")) for message in missing):
         return "MISSING"
+    if name in proof.get("emulated", []):
+        return "emulated: FP4 values, high-precision GEMM"
     if name in proof.get("on_dequantised_operands", []):
         return "dequantized: FP8 values, high-precision GEMM"
     if name in proof.get("pruned", []):

@@ -215,13 +215,15 @@ class AttentionProof:
 
 @file_checks.record
 class Proof:
-    """The GEMMs of a traced step, and what was planned but missing. gathers: number by dtype."""
+    """The GEMMs of a traced step, and what was planned but missing. gathers: number by dtype;
+    emulated: GEMMs of FP4 operands."""
 
     read_from: str
     gemms: list[Gemm]
     missing: list[str] = field(default_factory=list)
     gathers: dict[str, int] = field(default_factory=dict)
     on_dequantised_operands: list[str] = field(default_factory=list)
+    emulated: list[str] = field(default_factory=list)
     pruned: list[str] = field(default_factory=list)
     simulated: list[Simulated] = field(default_factory=list)
     attention: AttentionProof | None = None

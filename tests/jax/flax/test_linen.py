@@ -118,7 +118,7 @@ def test_dense_general_and_einsum_contract_what_they_say():
     )
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "mxfp4"])
 def test_recipes_of_blocks_run_through_hooks(recipe, rng):
     x, layer = (
         jnp.asarray(rng.standard_normal((128, 128)), jnp.float32),

@@ -120,7 +120,7 @@ def test_what_is_prepared_of_a_weight_is_not_made_again(recipe, operands):  # O-
     )
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "mxfp4"])
 def test_block_scales_equal_the_simulator_on_integers(recipe, rng):  # G-16
     """7 and smaller integers times powers of two, another one for each 32 of every axis: every
     block has a scale of its own, a power of two.

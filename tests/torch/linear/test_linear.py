@@ -121,7 +121,7 @@ def test_float16_outputs_equal_the_simulator_on_integers(recipe, size, rng):  # 
     np.testing.assert_array_equal(y.detach().float(), sim.forward(x, w, recipe, out_dtype=FLOAT16))
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "mxfp4"])
 def test_gemms_of_blocks_are_within_their_bound_of_the_simulator(recipe, rng):  # G-16, B-1
     x, w, g = (
         rng.standard_normal(s).astype(np.float32) for s in ((128, 256), (384, 256), (128, 384))
@@ -276,7 +276,7 @@ def test_errors():
 
 
 @pytest.mark.grid(2)
-@pytest.mark.parametrize(("recipe", "block"), [("blockwise", 128), ("mxfp8", 32)])
+@pytest.mark.parametrize(("recipe", "block"), [("blockwise", 128), ("mxfp8", 32), ("mxfp4", 32)])
 @pytest.mark.parametrize("compiled", [False, True])
 # L-5; ms-swift#9723, NeMo-RL#1551
 def test_a_last_block_of_rows_may_be_shorter(recipe, block, compiled):

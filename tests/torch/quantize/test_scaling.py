@@ -119,7 +119,7 @@ def test_errors(x, options, message):
 
 @pytest.mark.parametrize(
     ("fmt", "message"),
-    [("e4m3fn", "fmt is a Format.*got 'e4m3fn'"), (BFLOAT16, "e5m2fnuz; got bfloat16")],
+    [("e4m3fn", "fmt is a Format.*got 'e4m3fn'"), (BFLOAT16, "e2m1fn; got bfloat16")],
 )
 @pytest.mark.parametrize("policy", ["torchao", "mx_rceil"])
 def test_a_fmt_that_is_not_fp8_is_refused(fmt, message, policy):

@@ -158,14 +158,18 @@ def test_a_step_is_lowered_from_shapes_as_it_is_from_arrays(parallel):
     assert proof.read(abstract.lowered(TOKENS[0])) == proof.read(Trainer(config).lowered(TOKENS[0]))
 
 
-def test_dequantized_operands_are_called_that():
+@pytest.mark.parametrize(("recipe", "scan"), [("mxfp8", False), ("mxfp4", True)])
+def test_dequantized_operands_are_called_that(recipe, scan):  # B-7, R-9
     config = CONFIG.replace(
         model={"hidden_size": 128, "intermediate_size": 128},
-        numerics={"recipe": "mxfp8"},
+        numerics={"recipe": recipe},
+        parallel={"scan": scan},
         run={"steps": 1},
     )
     proof = Trainer(config).prove(TOKENS[0])
-    assert len(proof["on_dequantised_operands"]) == 21
+    dequantized = proof["on_dequantised_operands"]
+    assert len(dequantized) == 21
+    assert proof.get("emulated", []) == (dequantized if recipe == "mxfp4" else [])
     assert not any(dot["fp8"] for dot in proof["gemms"])
     assert {(dot["a"], dot["b"]) for dot in proof["gemms"]} == {("bf16", "bf16")}
 

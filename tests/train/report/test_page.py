@@ -738,6 +738,19 @@ def test_what_is_missing_dequantized_or_not_needed_is_called_so(tmp_path, small)
     )
 
 
+def test_gemms_of_fp4_are_called_emulated(tmp_path, small):
+    names = [f"{LAYER}/{which}" for which in ("output", "grad_input", "grad_weight")]
+    proof = {
+        "read_from": "x",
+        "gemms": [],
+        "missing": [],
+        "on_dequantised_operands": names,
+        "emulated": names,
+    }
+    shown = "emulated: FP4 values, high-precision GEMM"
+    assert of(tmp_path, small, proof)[LAYER].gemms == (shown,) * 3
+
+
 def test_without_a_proof_there_is_only_the_plan(tmp_path, small):
     found = of(tmp_path, small, None)
     assert set(found[LAYER].gemms) == {"planned, no proof recorded"}
