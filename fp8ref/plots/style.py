@@ -42,8 +42,8 @@ BLACK, BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = (
 CYCLE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 """The colors of a figure's lines, in order."""
 
-MORE = ("#882255", "#999933", "#332288", "#AA4499")
-"""Four of Tol's muted colors, for more lines than that."""
+MORE = ("#882255", "#999933", "#332288", "#AA4499", "#117733")
+"""Five of Tol's muted colors, for more lines than that."""
 
 DASHES: tuple = (
     "-",

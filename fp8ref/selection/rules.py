@@ -130,7 +130,8 @@ def apply(rules: Sequence[Rule], decisions: Sequence[Decision]) -> list[Decision
     """The decisions after all rules, in their order; a later rule changes what an earlier one left.
 
     Raises:   ValueError: a pattern that names no linear, with the nearest names; a rule that
-              changes nothing; operands that no GEMM takes together; dims that a cast does not take.
+              changes nothing; operands that no GEMM takes together; dims that a cast does not take;
+              casts that the simulator alone has (R-9).
     """
     current, names = list(decisions), [d.path for d in decisions]
     for number, rule in enumerate(rules, 1):
@@ -157,6 +158,8 @@ def apply(rules: Sequence[Rule], decisions: Sequence[Decision]) -> list[Decision
                 "casts and epilogues, or no FP8. Leave it out, or name a recipe."
             )
         current = after
+    for decision in current:
+        recipes.check_trained(decision.recipe, f"by numerics.rules {decision.path} has recipe")
     return current
 
 

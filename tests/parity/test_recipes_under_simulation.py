@@ -13,7 +13,9 @@ from fp8ref.formats import E2M1FN
 from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
 from fp8ref.selection import grouped
 from fp8ref.selection import rules as linear_rules
+from fp8ref.selection.linears import Decision
 from fp8ref.sim import linear
+from fp8ref.torch.linear import torchao_linear
 from fp8ref.train.config import config as configs
 from fp8ref.train.config import schedule
 from fp8ref.train.experiments import sweep
@@ -66,6 +68,17 @@ def test_the_simulator_takes_them():  # R-9
 @pytest.mark.parametrize("taker", ["jax linear", "linen", "torch convert", "grouped recipe"])
 def test_four_bits_under_other_scales_are_refused(taker):
     row = CastSpec(fmt=E2M1FN, granularity="rowwise", policy=RECIPES["mxfp4"].output.a.policy)
-    mine = Recipe(name="mine", output=GemmSpec(a=row, b=row, accumulate="fast"))
-    with pytest.raises(ValueError, match=r"'mine' is for the simulator.*e2m1fn in mx_1x32 alone"):
-        TAKERS[taker](mine)
+    for cast in (row, CastSpec(fmt=E2M1FN)):
+        mine = Recipe(name="mine", output=GemmSpec(a=cast, b=cast, accumulate="fast"))
+        with pytest.raises(ValueError, match=r"'mine' is for the simulator.*e2m1fn in mx_1x32"):
+            TAKERS[taker](mine)
+    assert not torchao_linear.expresses(mine)
+
+
+def test_a_rule_may_not_give_four_bits_other_scales():
+    linears = [Decision(path=p, shape=(32, 64), recipe=RECIPES["mxfp4"], reason="") for p in "ab"]
+    tensor = linear_rules.Rule(layers=("b",), granularity="tensorwise", policy="torchao")
+    with pytest.raises(ValueError, match=r"^by numerics\.rules b has recipe 'mxfp4 with rules'"):
+        linear_rules.apply([tensor], linears)
+    fp8 = linear_rules.Rule(layers=("b",), format="e4m3fn")
+    assert [d.recipe.emulated for d in linear_rules.apply([tensor, fp8], linears)] == [True, False]

@@ -18,6 +18,7 @@ from torchao.float8 import (
 from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, LinearMMConfig
 
+from fp8ref.formats import FP8_FORMATS
 from fp8ref.recipe import OPERANDS, ROLES, CastSpec, Gemm, Recipe, Role
 from fp8ref.spec import support
 from fp8ref.torch import delayed
@@ -176,6 +177,8 @@ def _obstacles(recipe: Recipe) -> Iterator[str]:
             yield "it scales dynamically; this recipe is delayed"
         if c.policy.unscaled:
             yield f"it scales every cast; policy {c.policy.name!r} does not"
+        if c.fmt.name not in FP8_FORMATS:
+            yield f"formats are FP8's; got {c.fmt}"
         if c.granularity not in GRANULARITIES:
             yield f"granularity is tensorwise or rowwise; got {c.granularity!r}"
         for feature in ("scale policies", "floors of scale policies"):
@@ -198,8 +201,8 @@ def torchao_config(recipe: Recipe) -> Float8LinearConfig:
     """The Float8LinearConfig of a recipe, of fresh parts: torchao mutates those that it is given.
 
     Raises:   ValueError: what torchao cannot express, by name: delayed scaling, an eps, a power of
-              two or an epilogue of its own choosing, a role in two formats, scales not tensorwise
-              or rowwise.
+              two or an epilogue of its own choosing, a role in two formats, FP4, scales not
+              tensorwise or rowwise.
     """
     for reason in _obstacles(recipe):
         raise ValueError(

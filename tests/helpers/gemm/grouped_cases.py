@@ -24,6 +24,7 @@ DYNAMIC = [
     "blockwise_deepgemm",
     "blockwise_ue8m0",
     "mxfp8",
+    "mxfp4",
 ]
 EVERY = [*DYNAMIC, TENSORS_OF_ALL, ROWS_OF_ALL]
 
