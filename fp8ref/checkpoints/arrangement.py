@@ -11,7 +11,7 @@ import numpy as np
 
 from fp8ref.sim.quantize import scale_layouts
 
-__all__ = ["identify_order"]
+__all__ = ["identify_order", "orders"]
 
 LEAST = 36
 """The fewest blocks that say anything."""
@@ -35,7 +35,7 @@ def identify_order(
     own = _strength(x, y)
     if own is None or own < -5:
         return None
-    strengths = {name: _strength(z, y) or 0.0 for name, z in _orders(x)}
+    strengths = {name: _strength(z, y) or 0.0 for name, z in orders(x)}
     best = min(strengths, key=lambda name: strengths[name], default="")
     if best and strengths[best] < min(-5, own - 5) and own > -2.5:
         return best, [round(own, 1), round(strengths[best], 1)]
@@ -60,7 +60,7 @@ def _centered(x: np.ndarray) -> np.ndarray:
     return x - x.mean(axis=0) - x.mean(axis=1, keepdims=True) + x.mean()
 
 
-def _orders(x: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+def orders(x: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """(name, scales as they would have to be) of orders that libraries confuse."""
     rows, columns = x.shape
     if min(rows, columns) > 1:

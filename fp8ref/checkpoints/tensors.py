@@ -81,6 +81,26 @@ class StoredTensor:
         )
         return np.array(mapped[index])
 
+    def piece(self, index) -> "StoredTensor":
+        """The piece at an index, in memory."""
+        return ArrayTensor.of(self.name, self[index], self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayTensor(StoredTensor):
+    """A tensor in memory, with the same attributes."""
+
+    array: np.ndarray
+
+    @classmethod
+    def of(cls, name: str, array: np.ndarray, dtype: str) -> "ArrayTensor":
+        """An array as a dtype of safetensors."""
+        return cls(name=name, dtype=dtype, shape=array.shape, array=array, path=Path(), offset=0)
+
+    def __getitem__(self, index) -> np.ndarray:
+        """The piece at an index."""
+        return self.array[index]
+
 
 def stored(path: Path, warn: Callable[[str], None] | None = None) -> dict[str, StoredTensor]:
     """The tensors of a directory's safetensors, or of one file, by name. No tensor is read.

@@ -161,6 +161,11 @@ class StoredWeight:
         return block_counts(self.granularity, self.shape)
 
     @property
+    def height(self) -> int:
+        """The rows of a block; 1 where a block has all of them."""
+        return (granularities.lengths(self.granularity, 2, -1)[0] or 1) if self.granularity else 1
+
+    @property
     def stored_size(self) -> int:
         """Elements of a matrix's scales as ``scale_layout`` stores them."""
         layout = scale_layouts.SCALE_LAYOUTS[self.scale_layout]
@@ -171,8 +176,7 @@ class StoredWeight:
         """(matrix, rows) of each piece in order: () or the index of an expert, and whole blocks of
         rows, as many as have ``most`` elements, or one row of blocks."""
         n, k = self.shape[-2:]
-        height = (granularities.lengths(self.granularity, 2, -1)[0] or 1) if self.granularity else 1
-        step = max(most // (k * height), 1) * height
+        step = max(most // (k * self.height), 1) * self.height
         for matrix in np.ndindex(self.shape[:-2]):
             for first in range(0, n, step):
                 yield matrix, slice(first, min(first + step, n))

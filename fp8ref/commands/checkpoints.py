@@ -1,18 +1,27 @@
-"""fp8ref audit: what a checkpoint of quantized weights says of itself."""
+"""fp8ref audit, agree: what checkpoints of quantized weights say of themselves and each other."""
 
 import argparse
+import contextlib
+import sys
+from pathlib import Path
 
 from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json, conclude
 
 
 def add(commands) -> None:
-    """Add ``fp8ref audit``."""
+    """Add ``fp8ref audit`` and ``fp8ref agree``."""
     command = shared.plain(commands, "audit DIR", _audit)
     command.option("checkpoint", "DIR", "a directory of safetensors with config.json, or a file")
     command.option("--originals", "DIR", "the checkpoint in high precision that was quantized")
     command.option("--page", "FILE", "write a page, a .html file")
     shared.add_json(command, "write every weight and finding to FILE")
+    command = shared.plain(commands, "agree A B", _agree)
+    text = "a rule, such as vllm_block, a MODULE:FUNCTION that quantizes, or a checkpoint"
+    command.option("a", "A", text)
+    command.option("b", "B", "the other side")
+    command.option("--weights", "DIR", "the checkpoint in high precision that both sides quantize")
+    shared.add_json(command, "write the causes to FILE")
 
 
 def _audit(arguments: argparse.Namespace) -> int:
@@ -38,4 +47,24 @@ def _audit(arguments: argparse.Namespace) -> int:
 
         template = svg.template("fp8ref.checkpoints")
         arguments.page.write_text(template.render(audit=result, most=100), encoding="utf-8")
+    return conclude(result, arguments.json)
+
+
+def _agree(arguments: argparse.Namespace) -> int:
+    """Compare how two sides, such as a trainer and an engine, quantize the same weights.
+
+    Say how many codes and scales are equal, or why they differ: each cause by name, the share of
+    codes that it changes alone, and the smallest tensor that shows it. A rule is a policy and a
+    granularity, with the dtype that is quantized if it is not float32. Exits with 1 if the sides
+    differ.
+
+    $ fp8ref agree vllm_block sglang_block:bfloat16
+    $ fp8ref agree ./exported ./from-engine --weights ./masters
+    $ fp8ref agree mine:quantize torchao_rowwise
+    """
+    check_json(arguments.json, *(Path(side) for side in (arguments.a, arguments.b)))
+    from fp8ref.conformance import agree
+
+    with contextlib.redirect_stdout(sys.stderr), console.waiting("agree"):
+        result = agree(arguments.a, arguments.b, arguments.weights)
     return conclude(result, arguments.json)

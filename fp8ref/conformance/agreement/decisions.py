@@ -1,0 +1,189 @@
+"""In which decisions two rules differ, and what each decision changes alone."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fp8ref.checkpoints.rule import WeightRule
+from fp8ref.conformance.kit import explain
+from fp8ref.conformance.kit.finding import bits_of
+from fp8ref.policy import E8M0Rule, TwoLevel
+from fp8ref.sim.quantize.scaling import Quantized
+
+__all__ = ["Example", "compare_rules", "smallest"]
+
+Quantize = Callable[[np.ndarray], Quantized | None]
+"""Codes and scales of numbers [N, K]; None: they are refused."""
+
+OF_RULES = {
+    "format": ("fmt",),
+    "blocks": ("granularity",),
+    "source_dtype": ("source",),
+    "rounded_after": ("codes_by",),
+}
+OF_POLICIES = {
+    "amax_floor": ("eps", "one_below", "replaced", "zero"),
+    "division": ("ratio", "inverse", "stored"),
+    "power_of_two": ("power_of_two", "e8m0"),
+    "scale_dtype": ("compute", "scale_dtype"),
+    "scale_factor": ("margin", "factor"),
+    "special_amax": ("overflow", "infinite", "nan"),
+    "two_levels": ("two_level",),
+}
+"""{cause: the fields of a rule, or of its policy, that decide it}."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """The smallest tensor of which both sides make different codes or scales.
+
+    shape   of the tensor that has ``numbers`` in its first row or column, and zeros.
+    """
+
+    numbers: tuple[float, ...]
+    shape: tuple[int, int]
+    codes: tuple[tuple[int, ...], tuple[int, ...]]
+    scales: tuple[float, float]
+
+    def lines(self) -> Iterator[str]:
+        """The numbers, and what each side makes of them."""
+        filled = " among zeros" if math.prod(self.shape) > 2 else ""
+        numbers = ", ".join(map(_exact, self.numbers))
+        yield f"smallest tensor, {list(self.shape)}: {numbers}{filled}"
+        for who, codes, scale in zip("AB", self.codes, self.scales, strict=True):
+            listed = ", ".join(f"0x{code:02X}" for code in codes)
+            yield f"  {who}: codes {listed}; scale_inv {_exact(scale)}"
+
+
+def _exact(x: float) -> str:
+    return f"{explain.decimal(np.float32(x))} ({bits_of(x, 'float32')})"
+
+
+def compare_rules(
+    pairs: tuple[tuple[WeightRule, ...], tuple[WeightRule, ...]], x: np.ndarray
+) -> Iterator[tuple[str, str, float, Example | None]]:
+    """(cause, fields, share of codes, example) of each decision that changes codes or scales.
+
+    pairs   rules of either side that no weight tells apart: the two most alike are compared.
+    Order:  a decision of b's rule is put into a's, else a's into b's, if no rule has it so.
+    """
+    a, b = min(
+        ((a, b) for a in pairs[0] for b in pairs[1]),
+        key=lambda rules: sum(len(fields) for fields in _differing(*rules).values()),
+    )
+    differing = _differing(a, b)
+    effects = []
+    for cause, fields in differing.items():
+        for base, other in ((a, b), (b, a)):
+            changed = _changed(base, other, fields)
+            if changed is not None:
+                forms = (base, changed) if base is a else (changed, base)
+                effects.append((cause, fields, forms))
+                break
+    if not any(_share(*forms, x) is not None for *_, forms in effects):
+        together = [field for fields in differing.values() for field in fields]
+        effects = [(next(iter(differing), "unexplained"), together, (a, b))]
+    for cause, fields, forms in effects:
+        share = _share(*forms, x)
+        if share is not None:
+            text = "; ".join(_words(f, _value(a, f), _value(b, f)) for f in fields)
+            yield cause, text, share, smallest(forms[0].quantize, forms[1].quantize, x)
+
+
+def _differing(a: WeightRule, b: WeightRule) -> dict[str, list[str]]:
+    """{cause: the fields that differ}."""
+    tables = ((OF_RULES, a, b), (OF_POLICIES, a.policy, b.policy))
+    differing = {
+        cause: [f for f in fields if getattr(left, f) != getattr(right, f)]
+        for table, left, right in tables
+        for cause, fields in table.items()
+    }
+    return {cause: fields for cause, fields in differing.items() if fields}
+
+
+def _changed(base: WeightRule, other: WeightRule, fields: list[str]) -> WeightRule | None:
+    """A rule with another's decisions; None: no rule has them together."""
+    own = {f: getattr(other, f) for f in fields if hasattr(other, f)}
+    policy = {f: getattr(other.policy, f) for f in fields if f not in own}
+    try:
+        changed = dataclasses.replace(base.policy, **policy) if policy else base.policy
+        return dataclasses.replace(base, **own, policy=changed)
+    except ValueError:
+        return None
+
+
+def _value(rule: WeightRule, field: str) -> Any:
+    return getattr(rule, field) if hasattr(rule, field) else getattr(rule.policy, field)
+
+
+def _words(field: str, a: Any, b: Any) -> str:
+    """A decision of both sides; of decisions with parts, the parts that differ."""
+    if isinstance(a, E8M0Rule | TwoLevel) and isinstance(b, type(a)):
+        parts = [f.name for f in dataclasses.fields(a) if getattr(a, f.name) != getattr(b, f.name)]
+        return "; ".join(_words(part, getattr(a, part), getattr(b, part)) for part in parts)
+    words = ("none" if v is None else "set" if isinstance(v, E8M0Rule) else str(v) for v in (a, b))
+    return "{} is {} in A, {} in B".format(field, *words)
+
+
+def _share(a: WeightRule, b: WeightRule, x: np.ndarray) -> float | None:
+    """The share of codes that differ; None: neither codes nor scales do."""
+    with np.errstate(all="ignore"):
+        one, other = a.quantize(x), b.quantize(x)
+    share = float(np.mean(one.codes != other.codes))
+    same = all(
+        np.array_equal(np.asarray(left), np.asarray(right))
+        for left, right in zip(
+            (one.scale_inv, one.tensor_scale_inv),
+            (other.scale_inv, other.tensor_scale_inv),
+            strict=True,
+        )
+    )
+    return share if share or not same else None
+
+
+def smallest(a: Quantize, b: Quantize, x: np.ndarray) -> Example | None:
+    """The smallest numbers of x of which two sides make different codes or scales: a single one,
+    one beside the amax, or both in a block of zeros; None: only larger ones do."""
+    one, other = a(x), b(x)
+    if one is None or other is None:
+        return None
+    differ = np.argwhere(one.codes != other.codes)
+    row, column = differ[0] if len(differ) else np.unravel_index(np.abs(x).argmax(), x.shape)
+    number, amax = x[row, column], _amax(one, x, int(row), int(column))
+    for numbers, shape, apart in (
+        ((number,), (1, 1), (0, 0)),
+        ((amax, number), (1, 2), (0, 1)),
+        ((amax, number), (2, 1), (1, 0)),
+        ((amax, number), (1, 128), (0, 1)),
+        ((amax, number), (128, 128), (1, 0)),
+    ):
+        tensor, places = np.zeros(shape, np.float32), ([0, apart[0]], [0, apart[1]])
+        tensor[places] = numbers
+        answers = [side(tensor) for side in (a, b)]
+        if any(q is None for q in answers):
+            continue
+        codes = [tuple(map(int, q.codes[places][: len(numbers)])) for q in answers if q]
+        scales = [float(np.ravel(q.scale_inv)[0]) for q in answers if q]
+        if codes[0] != codes[1] or scales[0] != scales[1]:
+            return Example(
+                numbers=tuple(map(float, numbers)),
+                shape=shape,
+                codes=(codes[0], codes[1]),
+                scales=(scales[0], scales[1]),
+            )
+    return None
+
+
+def _amax(q: Quantized, x: np.ndarray, row: int, column: int) -> np.float32:
+    """The largest number, with its sign, of the block of an element."""
+    block = x
+    for axis, (size, at) in enumerate(zip(q.blocks, (row, column), strict=True)):
+        if size is not None:
+            block = np.take(
+                block, range(at - at % size, min(at - at % size + size, x.shape[axis])), axis
+            )
+    return block.flat[np.abs(block).argmax()]
