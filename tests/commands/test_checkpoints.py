@@ -1,4 +1,4 @@
-"""fp8ref audit: a table, findings, JSON, a page and exit codes."""
+"""fp8ref audit and agree: a table, findings, JSON, a page and exit codes."""
 
 import json
 
@@ -60,3 +60,21 @@ def test_a_users_error_is_one_line_and_exits_with_2(checkpoint, tmp_path, capsys
     error = capsys.readouterr().err
     assert text in error
     assert len(error.splitlines()) == 1
+
+
+def test_agree_says_what_differs_and_exits_by_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine_agrees.py").write_text(
+        "import ml_dtypes, numpy as np\n"
+        "def quantize(x):\n"
+        "    inv = np.maximum(abs(x).max(1, keepdims=True), np.float32(1e-10)) / np.float32(448)\n"
+        "    return (x / inv).astype(ml_dtypes.float8_e4m3fn), inv\n"
+    )
+    assert cli.main(["agree", "mine_agrees:quantize", "vllm_row"]) == 0
+    assert "A and B agree" in capsys.readouterr().out
+    path = tmp_path / "agree.json"
+    assert cli.main(["agree", "vllm_block", "flashinfer_block", "--json", str(path)]) == 1
+    assert json.loads(path.read_text())["causes"][0]["cause"] == "amax_floor"
+    assert "the first cause is amax_floor" in capsys.readouterr().out
+    assert cli.main(["agree", "vllm_blok", "vllm_block"]) == 2
+    assert "Did you mean" in capsys.readouterr().err

@@ -21,6 +21,12 @@ def _dtype(x: np.ndarray, y: np.ndarray) -> str:
     return next((f"they are rounded to {fmt}" for fmt in fmts), "")
 
 
+def _floor(x: np.ndarray, y: np.ndarray) -> str:
+    least = y.min()
+    floored = x.size > 1 and np.array_equal(np.maximum(x, least), y)
+    return f"none is below {least:.6g}" if floored else ""
+
+
 def _factor(x: np.ndarray, y: np.ndarray) -> str:
     ratio = y.astype(np.float64) / x
     # equal up to the roundings of each quotient, and no rounding itself
@@ -42,6 +48,7 @@ def _rounds(x: np.ndarray, y: np.ndarray) -> bool:
 
 
 RELATIONS: dict[str, tuple[bool | None, str, Callable[[np.ndarray, np.ndarray], str | bool]]] = {
+    "amax_floor": (None, "", _floor),
     "scale_inverse": (
         None,
         "they are the reciprocals",

@@ -209,6 +209,9 @@ def by_rows(largest=448.0, floor=1e-10):
 def test_a_function_is_traced_to_its_rule():
     assert agree(by_rows(), "vllm_row").ok
     assert kinds(agree(by_rows(floor=1e-4), "vllm_row")) == ["amax_floor"]
+    of_no_policy = agree(by_rows(floor=1e-6), "vllm_row")
+    assert kinds(of_no_policy) == ["amax_floor"]
+    assert first(of_no_policy).detail == "A's scales follow from B's: none is below 2.23214e-09"
     assert first(agree(by_rows(440.0), "vllm_row")).kind == "scale_factor"
     assert "1.01818 times" in first(agree("vllm_row", by_rows(440.0))).detail
 
