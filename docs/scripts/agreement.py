@@ -13,10 +13,12 @@ SHAPE = (2048, 1024)
 
 HEAD = """# Do two libraries quantize a weight to the same bytes?
 
-Each policy of a library quantized the same {elements:,} normal weights, of standard deviations from 0.02 to 0.04, in blocks of
-128x128, to e4m3fn. A number is the share of codes that differ, in millionths. Policies in one line made the same codes and the same
-scales of these weights; `0` in the table means equal codes and other scales. Amax floors do not show here, as no block is that
-small: `fp8ref agree vllm_block flashinfer_block` names them. See [Make trainer and engine agree](how-to/agree.md).
+Each policy of a library quantized the same {elements:,} normal weights, of standard deviations
+from 0.02 to 0.04, in blocks of 128x128, to e4m3fn. A number is the share of codes that differ, in
+millionths. Policies in one line made the same codes and the same scales of these weights; `0` in
+the table means equal codes and other scales. Amax floors do not show here, as no block is that
+small: `fp8ref agree vllm_block flashinfer_block` names them. See
+[Make trainer and engine agree](how-to/agree.md).
 
 The page is written by `python docs/scripts/agreement.py`.
 """

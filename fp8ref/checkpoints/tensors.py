@@ -94,7 +94,8 @@ class ArrayTensor(StoredTensor):
 
     @classmethod
     def of(cls, name: str, array: np.ndarray, dtype: str) -> "ArrayTensor":
-        """An array as a dtype of safetensors."""
+        """An array as a dtype of safetensors, codes in any dtype of their size."""
+        array = array.view(DTYPES[dtype])
         return cls(name=name, dtype=dtype, shape=array.shape, array=array, path=Path(), offset=0)
 
     def __getitem__(self, index) -> np.ndarray:

@@ -51,7 +51,7 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 
 def _agree(arguments: argparse.Namespace) -> int:
-    """Compare how two sides, such as a trainer and an engine, quantize the same weights.
+    """Compare how a trainer and an engine quantize the same weights.
 
     Say how many codes and scales are equal, or why they differ: each cause by name, the share of
     codes that it changes alone, and the smallest tensor that shows it. A rule is a policy and a
@@ -64,6 +64,7 @@ def _agree(arguments: argparse.Namespace) -> int:
     """
     check_json(arguments.json, *(Path(side) for side in (arguments.a, arguments.b)))
     from fp8ref.conformance import agree
+    from fp8ref.shared import console
 
     with contextlib.redirect_stdout(sys.stderr), console.waiting("agree"):
         result = agree(arguments.a, arguments.b, arguments.weights)

@@ -180,14 +180,11 @@ def _pair(
     if x is None and any(side.rule for side in sides):
         return Cause(kind="original_missing", weight=name)
     parts = [side.locate(name, shape, matrix) for side in sides]
-    a, b = (
-        side.quantize(x)
-        if x is not None and side.rule
-        else None
-        if part is None
-        else part.quantized()
-        for side, part in zip(sides, parts, strict=True)
-    )
+    with np.errstate(all="ignore"):
+        a, b = (
+            side.rule.quantize(x) if side.rule else None if part is None else part.quantized()
+            for side, part in zip(sides, parts, strict=True)
+        )
     if a is None or b is None:
         return of_one_side(name, sides, parts)
     label = name + "".join(f"[{i}]" for i in matrix)

@@ -1,9 +1,7 @@
 """Why two sides hold different bytes for a weight."""
 
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
 
 import numpy as np
 
@@ -15,14 +13,13 @@ from fp8ref.checkpoints.weights import StoredWeight
 from fp8ref.conformance.agreement.decisions import Example, compare_rules
 from fp8ref.conformance.agreement.relations import relation
 from fp8ref.conformance.agreement.sides import Part, Side
+from fp8ref.shared import package_data
 from fp8ref.sim.quantize import cast, scaling
 from fp8ref.sim.quantize.scaling import Quantized
 
 __all__ = ["CAUSES", "Cause", "Pair"]
 
-CAUSES = tomllib.loads(
-    resources.files("fp8ref.conformance.agreement").joinpath("causes.toml").read_text("utf-8")
-)
+CAUSES = package_data.tables(__file__, "causes")
 """{cause: its text and remedy}, in the order in which a side decides."""
 
 
@@ -122,8 +119,10 @@ class Pair:
             return ()
         original = ArrayTensor.of(self.name, self.x, "F32")
         nearest = originals.match(weight, original, tuple(before))
+        if nearest is None or nearest.place:
+            return ()
         before[:] = nearest.rules
-        return () if nearest.place else nearest.rules
+        return nearest.rules
 
     def _by_bytes(self, codes: bool, scales: bool, same_factors: bool) -> tuple[str, str]:
         """(cause, detail) of what the bytes say alone."""

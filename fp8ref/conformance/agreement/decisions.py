@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +16,14 @@ from fp8ref.sim.quantize.scaling import Quantized
 
 __all__ = ["Example", "compare_rules", "smallest"]
 
-Quantize = Callable[[np.ndarray], Quantized | None]
-"""Codes and scales of numbers [N, K]; None: they are refused."""
-
 OF_RULES = {
     "format": ("fmt",),
     "blocks": ("granularity",),
     "source_dtype": ("source",),
     "rounded_after": ("codes_by",),
 }
+"""{cause: the fields of a rule that decide it}."""
+
 OF_POLICIES = {
     "amax_floor": ("eps", "one_below", "replaced", "zero"),
     "division": ("ratio", "inverse", "stored"),
@@ -34,7 +33,7 @@ OF_POLICIES = {
     "special_amax": ("overflow", "infinite", "nan"),
     "two_levels": ("two_level",),
 }
-"""{cause: the fields of a rule, or of its policy, that decide it}."""
+"""{cause: the fields of a policy that decide it}."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +90,7 @@ def compare_rules(
         share = _share(*forms, x)
         if share is not None:
             text = "; ".join(_words(f, _value(a, f), _value(b, f)) for f in fields)
-            yield cause, text, share, smallest(forms[0].quantize, forms[1].quantize, x)
+            yield cause, text, share, smallest(*forms, x)
 
 
 def _differing(a: WeightRule, b: WeightRule) -> dict[str, list[str]]:
@@ -107,11 +106,11 @@ def _differing(a: WeightRule, b: WeightRule) -> dict[str, list[str]]:
 
 def _changed(base: WeightRule, other: WeightRule, fields: list[str]) -> WeightRule | None:
     """A rule with another's decisions; None: no rule has them together."""
-    own = {f: getattr(other, f) for f in fields if hasattr(other, f)}
-    policy = {f: getattr(other.policy, f) for f in fields if f not in own}
+    own = [f for f in fields if hasattr(other, f)]
+    theirs = [f for f in fields if f not in own]
     try:
-        changed = dataclasses.replace(base.policy, **policy) if policy else base.policy
-        return dataclasses.replace(base, **own, policy=changed)
+        policy = dataclasses.replace(base.policy, **{f: getattr(other.policy, f) for f in theirs})
+        return dataclasses.replace(base, policy=policy, **{f: getattr(other, f) for f in own})
     except ValueError:
         return None
 
@@ -134,40 +133,36 @@ def _share(a: WeightRule, b: WeightRule, x: np.ndarray) -> float | None:
     with np.errstate(all="ignore"):
         one, other = a.quantize(x), b.quantize(x)
     share = float(np.mean(one.codes != other.codes))
-    same = all(
-        np.array_equal(np.asarray(left), np.asarray(right))
-        for left, right in zip(
-            (one.scale_inv, one.tensor_scale_inv),
-            (other.scale_inv, other.tensor_scale_inv),
-            strict=True,
-        )
-    )
-    return share if share or not same else None
+    return share if share or not np.array_equal(_scales(one), _scales(other)) else None
 
 
-def smallest(a: Quantize, b: Quantize, x: np.ndarray) -> Example | None:
-    """The smallest numbers of x of which two sides make different codes or scales: a single one,
+def _scales(q: Quantized) -> np.ndarray:
+    """The factors out of codes, of both levels."""
+    return q.scale_inv * np.float32(1 if q.tensor_scale_inv is None else q.tensor_scale_inv)
+
+
+def smallest(a: WeightRule, b: WeightRule, x: np.ndarray) -> Example | None:
+    """The smallest numbers of x of which two rules make different codes or scales: a single one,
     one beside the amax, or both in a block of zeros; None: only larger ones do."""
-    one, other = a(x), b(x)
-    if one is None or other is None:
-        return None
+    with np.errstate(all="ignore"):
+        one, other = a.quantize(x), b.quantize(x)
     differ = np.argwhere(one.codes != other.codes)
-    row, column = differ[0] if len(differ) else np.unravel_index(np.abs(x).argmax(), x.shape)
-    number, amax = x[row, column], _amax(one, x, int(row), int(column))
-    for numbers, shape, apart in (
+    place = differ[0] if len(differ) else np.unravel_index(np.abs(x).argmax(), x.shape)
+    row, column = map(int, place)
+    number, amax = x[row, column], _amax(one, x, (row, column))
+    for numbers, shape, second in (
         ((number,), (1, 1), (0, 0)),
         ((amax, number), (1, 2), (0, 1)),
         ((amax, number), (2, 1), (1, 0)),
         ((amax, number), (1, 128), (0, 1)),
         ((amax, number), (128, 128), (1, 0)),
     ):
-        tensor, places = np.zeros(shape, np.float32), ([0, apart[0]], [0, apart[1]])
+        tensor, places = np.zeros(shape, np.float32), ([0, second[0]], [0, second[1]])
         tensor[places] = numbers
-        answers = [side(tensor) for side in (a, b)]
-        if any(q is None for q in answers):
-            continue
-        codes = [tuple(map(int, q.codes[places][: len(numbers)])) for q in answers if q]
-        scales = [float(np.ravel(q.scale_inv)[0]) for q in answers if q]
+        with np.errstate(all="ignore"):
+            answers = [rule.quantize(tensor) for rule in (a, b)]
+        codes = [tuple(map(int, q.codes[places][: len(numbers)])) for q in answers]
+        scales = [float(np.ravel(_scales(q))[0]) for q in answers]
         if codes[0] != codes[1] or scales[0] != scales[1]:
             return Example(
                 numbers=tuple(map(float, numbers)),
@@ -178,12 +173,9 @@ def smallest(a: Quantize, b: Quantize, x: np.ndarray) -> Example | None:
     return None
 
 
-def _amax(q: Quantized, x: np.ndarray, row: int, column: int) -> np.float32:
+def _amax(q: Quantized, x: np.ndarray, place: tuple[int, int]) -> np.float32:
     """The largest number, with its sign, of the block of an element."""
-    block = x
-    for axis, (size, at) in enumerate(zip(q.blocks, (row, column), strict=True)):
-        if size is not None:
-            block = np.take(
-                block, range(at - at % size, min(at - at % size + size, x.shape[axis])), axis
-            )
+    sizes = (n if size is None else size for n, size in zip(x.shape, q.blocks, strict=True))
+    firsts = ((i - i % size, size) for i, size in zip(place, sizes, strict=True))
+    block = x[tuple(slice(first, first + size) for first, size in firsts)]
     return block.flat[np.abs(block).argmax()]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fp8ref.checkpoints import declared as configs
-from fp8ref.checkpoints import layers, tensors, weights
+from fp8ref.checkpoints import layers, tensors, weights, write
 from fp8ref.checkpoints import rule as rules
 from fp8ref.checkpoints.declared import Declared
 from fp8ref.checkpoints.rule import WeightRule
@@ -52,24 +52,18 @@ class Part:
         return self.weight.quantized(self.matrix, self.rows)
 
     def whole(self) -> StoredWeight | None:
-        """A weight of its own; None: it is a part whose scales are not stored by rows."""
-        weight = self.weight
-        if not self.matrix and self.rows in (slice(None), slice(0, weight.shape[-2])):
-            return weight
-        if weight.scale is None or weight.scale_layout != "row_major" or weight.transposed:
+        """A weight of its own, of which parts are copies; None: as ``quantized``."""
+        if self.weight.shape[:-1] == (self.rows.stop,) and not self.rows.start:
+            return self.weight
+        q = self.quantized()
+        if q is None:
             return None
-        first, last, _ = self.rows.indices(weight.shape[-2])
-        height = weight.height
-        blocks = slice(first // height, -(-last // height))
-        scale = weight.scale[self.matrix or ...]
-        single = weight.granularity == "tensorwise"
-        scale = scale if single else scale.reshape(-1, scale.shape[-1])[blocks]
-        return dataclasses.replace(
-            weight,
-            codes=weight.codes.piece((*self.matrix, self.rows)),
-            scale=ArrayTensor.of(weight.name, scale, weight.scale.dtype),
-            tensor_scale=weight.tensor_scale and weight.tensor_scale.piece(self.matrix or ...),
-        )
+        form = "deepseek" if q.tensor_scale_inv is None else "modelopt_nvfp4"
+        arrays = write.tensors_of("x.weight", q, form).items()
+        dtypes = DTYPES | {"uint8": "U8", "float32": "F32"}
+        held = {name: ArrayTensor.of(name, x, dtypes[x.dtype.name]) for name, x in arrays}
+        weight = weights.find(held)["x.weight"]
+        return dataclasses.replace(weight, granularity=q.granularity, name=self.weight.name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,18 +75,9 @@ class Side:
 
     label: str
     rule: WeightRule | None = None
-    function: Subject | None = None
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     weights: Mapping[str, StoredWeight] = field(default_factory=dict)
     declared: Declared = field(default_factory=Declared)
-
-    def quantize(self, x: np.ndarray) -> Quantized | None:
-        """Codes and scales of numbers [N, K]; None: a checkpoint, or the function refuses them."""
-        if self.rule is not None:
-            with np.errstate(all="ignore"):
-                return self.rule.quantize(x)
-        stored = None if self.function is None else _answer(self.function, "x", x)
-        return None if stored is None or not stored.granularity else stored.quantized()
 
     def locate(
         self, name: str, shape: tuple[int, ...], matrix: tuple[int, ...] = ()
@@ -158,7 +143,7 @@ def side(source: Any, originals: Mapping[str, StoredTensor]) -> Side:
     answers = {k: _answer(subject, k, whole[...]) for k, whole in originals.items()}
     held = {k: weight for k, weight in answers.items() if weight is not None}
     require(bool(held), f"{name} quantizes none of the weights. Call it on one to find the cause.")
-    return Side(label=name, function=subject, weights=held)
+    return Side(label=name, weights=held)
 
 
 def _answer(subject: Subject, name: str, x: np.ndarray) -> StoredWeight | None:
