@@ -125,10 +125,14 @@ def _candidates(weight: StoredWeight, original: StoredTensor) -> Iterator[Weight
     policies = FP4_POLICIES if weight.two_level else POLICIES | {_TORCHAO_BF16.name: _TORCHAO_BF16}
     # a narrow original is what it is in float32
     sources = list(SOURCES.values()) if original.dtype in ("F32", "F64") else [SOURCES["float32"]]
-    blocks_of_16 = weight.granularity.startswith("nvfp4")
+    ragged = weight.shape[-1] % 16 != 0
     for policy, source in itertools.product(policies.values(), sources):
-        if policy.two_level is not None and policy.two_level.error and not blocks_of_16:
-            continue  # four over six
+        blocks = () if policy.two_level is None else policy.two_level.granularities
+        four_over_six = policy.two_level is not None and bool(policy.two_level.error)
+        if blocks and (four_over_six or len(blocks) == 1) and weight.granularity not in blocks:
+            continue
+        if four_over_six and ragged:
+            continue
         rule = WeightRule(
             fmt=weight.fmt, granularity=weight.granularity, policy=policy, source=source
         )

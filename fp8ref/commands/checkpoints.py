@@ -62,7 +62,8 @@ def _agree(arguments: argparse.Namespace) -> int:
     $ fp8ref agree ./exported ./from-engine --weights ./masters
     $ fp8ref agree mine:quantize torchao_rowwise
     """
-    check_json(arguments.json, *(Path(side) for side in (arguments.a, arguments.b)))
+    sides = (Path(side) for side in (arguments.a, arguments.b) if side)
+    check_json(arguments.json, *sides, arguments.weights)
     from fp8ref.conformance import agree
     from fp8ref.shared import console
 

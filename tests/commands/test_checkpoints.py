@@ -6,6 +6,7 @@ import pytest
 from checkpoints import made, models
 
 from fp8ref import cli
+from fp8ref.checkpoints.tensors import stored
 
 X = models.linears({"mlp.up_proj": (256, 256)}, 1)
 (NAME,) = X
@@ -76,5 +77,20 @@ def test_agree_says_what_differs_and_exits_by_it(tmp_path, capsys, monkeypatch):
     assert cli.main(["agree", "vllm_block", "flashinfer_block", "--json", str(path)]) == 1
     assert json.loads(path.read_text())["causes"][0]["cause"] == "amax_floor"
     assert "the first cause is amax_floor" in capsys.readouterr().out
+    assert cli.main(["agree", "vllm_block", "./missing"]) == 2
+    assert "'./missing' is no path" in capsys.readouterr().err
+    weights = models.write(tmp_path / "x", {f"{NAME}.weight": X[NAME]}, None)
+    for kept in (weights / "model.safetensors", weights / "new.json"):
+        words = [
+            "agree",
+            "vllm_block",
+            "torchao_block",
+            "--weights",
+            str(weights),
+            "--json",
+            str(kept),
+        ]
+        assert cli.main(words) == 2
+    assert stored(weights)[f"{NAME}.weight"].shape == X[NAME].shape
     assert cli.main(["agree", "vllm_blok", "vllm_block"]) == 2
     assert "Did you mean" in capsys.readouterr().err

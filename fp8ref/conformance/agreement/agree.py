@@ -1,20 +1,25 @@
 """Compare how two sides quantize the same weights, and name the causes of differences."""
 
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fp8ref.checkpoints.layers import module_of
+from fp8ref.checkpoints.originals import shared_amaxes
 from fp8ref.checkpoints.rule import WeightRule
 from fp8ref.checkpoints.tensors import StoredTensor
 from fp8ref.conformance.agreement.causes import CAUSES, Cause, Pair, of_one_side
-from fp8ref.conformance.agreement.sides import Side, high_precision, places, planted
+from fp8ref.conformance.agreement.fused import Place, Shapes, locate, separate
+from fp8ref.conformance.agreement.sides import Part, Side, high_precision, is_linear, planted
 from fp8ref.conformance.agreement.sides import side as side_of
 from fp8ref.shared.errors import require
 from fp8ref.shared.result import Result
+from fp8ref.sim.quantize.scaling import Quantized
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,8 +65,9 @@ class Agreement(Result):
         )
 
     def by_kind(self) -> dict[str, list[Cause]]:
-        """{cause: the weights that show it}."""
-        groups = {kind: [c for c in self.causes if c.kind == kind] for kind in CAUSES}
+        """{cause: the weights that show it, those with an example and the largest share first}."""
+        ordered = sorted(self.causes, key=lambda c: (c.example is None, -(c.share or 0)))
+        groups = {kind: [c for c in ordered if c.kind == kind] for kind in CAUSES}
         return {kind: members for kind, members in groups.items() if members}
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,12 +85,10 @@ class Agreement(Result):
                     "cause": kind,
                     "text": CAUSES[kind]["text"],
                     "remedy": CAUSES[kind]["remedy"],
-                    "detail": members[0].detail,
-                    "share": members[0].share,
-                    "weights": [cause.weight for cause in members],
-                    "example": [
-                        line for c in members[:1] if c.example for line in c.example.lines()
+                    "weights": [
+                        {"name": c.weight, "detail": c.detail, "share": c.share} for c in members
                     ],
+                    "example": list(members[0].example.lines()) if members[0].example else [],
                 }
                 for kind, members in self.by_kind().items()
             ],
@@ -94,7 +98,7 @@ class Agreement(Result):
         """Print it for a person."""
         console.print(f"A: {self.a}\nB: {self.b}")
         for kind, members in self.by_kind().items():
-            first = max(members, key=lambda cause: (cause.example is not None, cause.share or 0))
+            first = members[0]
             more = f" and {len(members) - 1:,} more" if len(members) > 1 else ""
             share = f"it changes {100 * first.share:.3g} % of codes" if first.share else ""
             label = "cause" if first.alarm else "note"
@@ -124,24 +128,29 @@ def agree(a: Source, b: Source, weights: Mapping[str, Any] | Path | str | None =
     >>> agree("vllm_block", "flashinfer_block").sentence().split(";")[1]
     ' the first cause is amax_floor'
     """
-    checkpoints = [isinstance(side, Path | str) and Path(side).exists() for side in (a, b)]
+    sides = side_of(a), side_of(b)
+    computing = [side.computes for side in sides]
     text = "a rule or a function quantizes weights in high precision, which a checkpoint has not."
-    require(weights is not None or len({*checkpoints}) == 1, f"{text} Name them with --weights.")
-    if weights is None:
-        weights = {} if all(checkpoints) else planted()
-    originals = high_precision(weights)
-    sides = side_of(a, originals), side_of(b, originals)
+    require(weights is not None or len({*computing}) == 1, f"{text} Name them with --weights.")
+    if weights is None and all(computing):
+        weights = planted()
+    originals = {} if weights is None else high_precision(weights)
+    compared = _Compared(sides=sides, originals=originals)
     counts, count, causes = np.zeros(4, np.int64), 0, list[Cause]()
     rules: tuple[list[WeightRule], list[WeightRule]] = [], []
-    for name, shape, matrix in _matrices(sides, originals):
+    for pair in compared.pairs():
         count += 1
-        pair = _pair(name, shape, matrix, sides, originals)
         if isinstance(pair, Cause):
             causes.append(pair)
-            continue
-        counts += pair.counts
-        causes += pair.causes(rules)
-    require(count > 0, "A and B have no weight in common with codes. Name other directories.")
+        else:
+            counts += pair.counts
+            causes += pair.causes(rules)
+    text = "A and B have no weight with codes to compare. Name other directories, or call a "
+    stored = not all(side.computes for side in sides)
+    require(
+        bool(counts[2] or (causes and stored)),
+        f"{text}function on a weight to find why it refuses.",
+    )
     order = list(CAUSES)
     return Agreement(
         a=sides[0].label,
@@ -152,40 +161,91 @@ def agree(a: Source, b: Source, weights: Mapping[str, Any] | Path | str | None =
     )
 
 
-def _matrices(
-    sides: tuple[Side, Side], originals: Mapping[str, StoredTensor]
-) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """(weight, shape [N, K], () or the index of an expert) of all that is compared: what either
-    side has, or of two rules the originals. Fused weights are compared in the parts that the other
-    side has."""
-    shapes = {name: weight.shape for side in sides for name, weight in side.weights.items()}
-    if not shapes:
-        shapes = {name: tensor.shape for name, tensor in originals.items()}
-    held = {stored for name in shapes for stored, *_ in islice(places(name), 1, None)}
-    for name, shape in shapes.items():
-        if name not in held:
-            yield from ((name, shape[-2:], matrix) for matrix in np.ndindex(shape[:-2]))
+@dataclass(frozen=True, kw_only=True)
+class _Compared:
+    """The weights of both sides, and those in high precision."""
 
+    sides: tuple[Side, Side]
+    originals: Mapping[str, StoredTensor]
 
-def _pair(
-    name: str,
-    shape: tuple[int, ...],
-    matrix: tuple[int, ...],
-    sides: tuple[Side, Side],
-    originals: Mapping[str, StoredTensor],
-) -> Pair | Cause:
-    """Both sides of a weight; a cause where one has no codes of it."""
-    original = originals.get(name)
-    x = None if original is None else original[matrix or ...].astype(np.float32)
-    if x is None and any(side.rule for side in sides):
-        return Cause(kind="original_missing", weight=name)
-    parts = [side.locate(name, shape, matrix) for side in sides]
-    with np.errstate(all="ignore"):
-        a, b = (
-            side.rule.quantize(x) if side.rule else None if part is None else part.quantized()
-            for side, part in zip(sides, parts, strict=True)
+    @cached_property
+    def known(self) -> Shapes:
+        """The shapes of all weights, also of those in high precision."""
+        every = [*(side.tensors for side in self.sides), self.originals]
+        plain = {name: tensor.shape for held in every for name, tensor in held.items()}
+        plain = {name: shape for name, shape in plain.items() if len(shape) in (2, 3)}
+        return plain | {n: w.shape for side in self.sides for n, w in side.weights.items()}
+
+    def names(self) -> Shapes:
+        """The shapes of what is compared: what either side has as codes, and what a rule or a
+        function would quantize, unless the config of the other side excludes it. Fused weights are
+        compared in the parts that are known."""
+        names = [name for side in self.sides for name in side.weights]
+        if any(side.computes for side in self.sides):
+            excluding = [side.declared.excludes for side in self.sides]
+            linears = filter(is_linear, self.originals)
+            names += [n for n in linears if not any(each(module_of(n)) for each in excluding)]
+        return dict(part for name in names for part in separate(name, self.known))
+
+    def pairs(self) -> Iterator[Pair | Cause]:
+        """Both sides of each matrix; a cause where one has no codes of it."""
+        shapes = {name: tensor.shape for name, tensor in self.originals.items()}
+        held = [{name: w.shape for name, w in side.weights.items()} for side in self.sides]
+        names = self.names()
+        places = {n: [locate(n, s, each, self.known) for each in held] for n, s in names.items()}
+        amaxes = [self.shared_amaxes(i, places) for i in (0, 1)]
+        for name, shape in names.items():
+            original = locate(name, shape, shapes, self.known)
+            for matrix in np.ndindex(shape[:-2]):
+                x = None
+                if original is not None:
+                    index = (*original.matrix, *matrix, original.rows)
+                    x = self.originals[original.name][index].astype(np.float32)
+                pair = self.pair(name, matrix, x, places[name])
+                if isinstance(pair, Pair):
+                    own = amaxes[0].get(name), amaxes[1].get(name)
+                    pair = dataclasses.replace(pair, amaxes=own)
+                yield pair
+
+    def shared_amaxes(self, i: int, places: Mapping[str, list[Place | None]]) -> dict[str, float]:
+        """{weight: the amax of all that have one scale with it} on a side."""
+        held = {name: each[i] for name, each in places.items()}
+        weights = self.sides[i].weights
+        scales = {
+            name: Part(weight=weights[place.name], rows=place.rows).single_scale
+            for name, place in held.items()
+            if place is not None and not place.matrix
+        }
+        return shared_amaxes(scales, self.originals)
+
+    def pair(
+        self,
+        name: str,
+        matrix: tuple[int, ...],
+        x: np.ndarray | None,
+        places: Sequence[Place | None],
+    ) -> Pair | Cause:
+        """Both sides of a matrix."""
+        if x is None and any(side.computes for side in self.sides):
+            return Cause(kind="original_missing", weight=name)
+        parts, answers = list[Part | None](), list[Quantized | None]()
+        for side, place in zip(self.sides, places, strict=True):
+            part = None
+            if side.function is not None and x is not None:
+                part = side.ask(x)
+            elif place is not None:
+                stored, index = side.weights[place.name], (*place.matrix, *matrix)
+                part = Part(weight=stored, matrix=index, rows=place.rows)
+            with np.errstate(all="ignore"):
+                ruled = None if side.rule is None or x is None else side.rule.quantize(x)
+            parts.append(part)
+            answers.append(part.quantized() if part is not None else ruled)
+        if answers[0] is None or answers[1] is None:
+            return of_one_side(name, self.sides, parts)
+        return Pair(
+            name=name + "".join(f"[{i}]" for i in matrix),
+            sides=self.sides,
+            parts=(parts[0], parts[1]),
+            answers=(answers[0], answers[1]),
+            x=x,
         )
-    if a is None or b is None:
-        return of_one_side(name, sides, parts)
-    label = name + "".join(f"[{i}]" for i in matrix)
-    return Pair(name=label, sides=sides, parts=(parts[0], parts[1]), answers=(a, b), x=x)

@@ -14,7 +14,7 @@ from fp8ref.conformance.kit.finding import bits_of
 from fp8ref.policy import E8M0Rule, TwoLevel
 from fp8ref.sim.quantize.scaling import Quantized
 
-__all__ = ["Example", "compare_rules", "smallest"]
+__all__ = ["Example", "compare_rules", "factors", "smallest"]
 
 OF_RULES = {
     "format": ("fmt",),
@@ -75,22 +75,29 @@ def compare_rules(
         key=lambda rules: sum(len(fields) for fields in _differing(*rules).values()),
     )
     differing = _differing(a, b)
-    effects = []
-    for cause, fields in differing.items():
-        for base, other in ((a, b), (b, a)):
-            changed = _changed(base, other, fields)
-            if changed is not None:
-                forms = (base, changed) if base is a else (changed, base)
-                effects.append((cause, fields, forms))
-                break
-    if not any(_share(*forms, x) is not None for *_, forms in effects):
+    effects = [
+        (cause, fields, max(_alone(a, b, fields, x), key=lambda effect: effect[0], default=None))
+        for cause, fields in differing.items()
+    ]
+    if not any(effect for *_, effect in effects) and (share := _share(a, b, x)) is not None:
         together = [field for fields in differing.values() for field in fields]
-        effects = [(next(iter(differing), "unexplained"), together, (a, b))]
-    for cause, fields, forms in effects:
-        share = _share(*forms, x)
-        if share is not None:
+        effects = [(next(iter(differing), "unexplained"), together, (share, (a, b)))]
+    for cause, fields, effect in effects:
+        if effect is not None:
             text = "; ".join(_words(f, _value(a, f), _value(b, f)) for f in fields)
-            yield cause, text, share, smallest(*forms, x)
+            yield cause, text, effect[0], smallest(*effect[1], x)
+
+
+def _alone(
+    a: WeightRule, b: WeightRule, fields: list[str], x: np.ndarray
+) -> Iterator[tuple[float, tuple[WeightRule, WeightRule]]]:
+    """(share of codes, the rules of A and B) where decisions of one rule are put into the other and
+    change something; none where no rule has them together."""
+    for forms in ((a, _changed(a, b, fields)), (_changed(b, a, fields), b)):
+        if forms[0] is not None and forms[1] is not None:
+            share = _share(forms[0], forms[1], x)
+            if share is not None:
+                yield share, (forms[0], forms[1])
 
 
 def _differing(a: WeightRule, b: WeightRule) -> dict[str, list[str]]:
@@ -101,6 +108,13 @@ def _differing(a: WeightRule, b: WeightRule) -> dict[str, list[str]]:
         for table, left, right in tables
         for cause, fields in table.items()
     }
+    if {a.policy.ratio, b.policy.ratio} & {"exponents", "exponents_up", "exponents_even"}:
+        moved = [f for f in differing["division"] if f == "ratio"]
+        differing["power_of_two"] += moved
+        differing["division"] = [f for f in differing["division"] if f not in moved]
+    if differing["rounded_after"]:
+        # the unrounded scale is that of a policy that rounds
+        differing["rounded_after"] += differing.pop("power_of_two")
     return {cause: fields for cause, fields in differing.items() if fields}
 
 
@@ -110,7 +124,9 @@ def _changed(base: WeightRule, other: WeightRule, fields: list[str]) -> WeightRu
     theirs = [f for f in fields if f not in own]
     try:
         policy = dataclasses.replace(base.policy, **{f: getattr(other.policy, f) for f in theirs})
-        return dataclasses.replace(base, policy=policy, **{f: getattr(other, f) for f in own})
+        changed = dataclasses.replace(base, policy=policy, **{f: getattr(other, f) for f in own})
+        changed.quantize(np.ones((16, 16), np.float32))
+        return changed
     except ValueError:
         return None
 
@@ -133,10 +149,11 @@ def _share(a: WeightRule, b: WeightRule, x: np.ndarray) -> float | None:
     with np.errstate(all="ignore"):
         one, other = a.quantize(x), b.quantize(x)
     share = float(np.mean(one.codes != other.codes))
-    return share if share or not np.array_equal(_scales(one), _scales(other)) else None
+    same = np.array_equal(factors(one), factors(other), equal_nan=True)
+    return None if not share and same else share
 
 
-def _scales(q: Quantized) -> np.ndarray:
+def factors(q: Quantized) -> np.ndarray:
     """The factors out of codes, of both levels."""
     return q.scale_inv * np.float32(1 if q.tensor_scale_inv is None else q.tensor_scale_inv)
 
@@ -159,10 +176,13 @@ def smallest(a: WeightRule, b: WeightRule, x: np.ndarray) -> Example | None:
     ):
         tensor, places = np.zeros(shape, np.float32), ([0, second[0]], [0, second[1]])
         tensor[places] = numbers
-        with np.errstate(all="ignore"):
-            answers = [rule.quantize(tensor) for rule in (a, b)]
+        try:
+            with np.errstate(all="ignore"):
+                answers = [rule.quantize(tensor) for rule in (a, b)]
+        except ValueError:  # four over six needs whole blocks
+            continue
         codes = [tuple(map(int, q.codes[places][: len(numbers)])) for q in answers]
-        scales = [float(np.ravel(_scales(q))[0]) for q in answers]
+        scales = [float(np.ravel(factors(q))[0]) for q in answers]
         if codes[0] != codes[1] or scales[0] != scales[1]:
             return Example(
                 numbers=tuple(map(float, numbers)),

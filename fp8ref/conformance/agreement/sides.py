@@ -2,15 +2,17 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fp8ref.checkpoints import declared as configs
-from fp8ref.checkpoints import layers, tensors, weights, write
+from fp8ref.checkpoints import layers, patterns, tensors, weights, write
 from fp8ref.checkpoints import rule as rules
 from fp8ref.checkpoints.declared import Declared
 from fp8ref.checkpoints.rule import WeightRule
@@ -25,7 +27,7 @@ from fp8ref.shared.errors import require
 from fp8ref.sim.quantize import cast
 from fp8ref.sim.quantize.scaling import Quantized
 
-__all__ = ["Part", "Side", "high_precision", "places", "planted", "side"]
+__all__ = ["Part", "Side", "high_precision", "is_linear", "is_path", "planted", "side"]
 
 DTYPES = {
     "float8_e4m3fn": "F8_E4M3",
@@ -45,9 +47,14 @@ class Part:
     matrix: tuple[int, ...] = ()
     rows: slice
 
+    @property
+    def cuts_a_block(self) -> bool:
+        """Whether the rows before it have a part of its first block."""
+        return bool(self.rows.start % self.weight.height)
+
     def quantized(self) -> Quantized | None:
         """Its codes and scales; None: its scales do not fit, or its rows cut a block."""
-        if not self.weight.granularity or (self.rows.start or 0) % self.weight.height:
+        if not self.weight.granularity or self.cuts_a_block:
             return None
         return self.weight.quantized(self.matrix, self.rows)
 
@@ -65,65 +72,95 @@ class Part:
         weight = weights.find(held)["x.weight"]
         return dataclasses.replace(weight, granularity=q.granularity, name=self.weight.name)
 
+    @property
+    def single_scale(self) -> float | None:
+        """The one scale of the weight, or above its blocks; None: it has several."""
+        weight = self.weight
+        whole = weight.scales if weight.granularity == "tensorwise" else weight.tensor_factor
+        return whole.item() if whole is not None and whole.size == 1 else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
     """One side: a rule, a function that quantizes, or the weights of a checkpoint.
 
-    tensors   of a checkpoint, those in high precision too.
+    multiplies   whether the function's scale multiplies into FP8.
+    tensors      of a checkpoint, those in high precision too.
     """
 
     label: str
     rule: WeightRule | None = None
+    function: Subject | None = None
+    multiplies: bool = False
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     weights: Mapping[str, StoredWeight] = field(default_factory=dict)
     declared: Declared = field(default_factory=Declared)
 
-    def locate(
-        self, name: str, shape: tuple[int, ...], matrix: tuple[int, ...] = ()
-    ) -> Part | None:
-        """Where a weight [N, K] is stored, alone, in a fused weight, or among the experts of a
-        layer in one tensor; None: it is not quantized.
+    @property
+    def computes(self) -> bool:
+        """Whether it quantizes weights in high precision, and has none of its own."""
+        return self.rule is not None or self.function is not None
 
-        matrix   the index of an expert, where ``name`` has all of them.
+    def ask(self, x: np.ndarray) -> Part | None:
+        """What the function makes of a weight [N, K], as a checkpoint would hold it; None: it
+        refuses it.
+
+        Raises:   ValueError: no codes of 8 bits, not one array of scales, or scales of no blocks.
         """
-        for stored, index, behind in places(name):
-            weight, matrix = self.weights.get(stored), matrix or index
-            if weight is None or len(weight.shape) != len(matrix) + 2:
-                continue
-            first = 0 if behind is None else weight.shape[-2] - (behind + 1) * shape[-2]
-            fits = behind is not None or weight.shape[-2] == shape[-2]
-            if weight.shape[-1] == shape[-1] and fits and first >= 0:
-                return Part(weight=weight, matrix=matrix, rows=slice(first, first + shape[-2]))
-        return None
+        assert self.function is not None
+        try:
+            output = outputs.read(self.function.ask(x), x)
+        except RefusedError:
+            return None
+        scales = [s for s in output.scales.values() if s.size]
+        text = f"{self.label} gives codes {output.dtype} and {len(scales)} arrays of scales"
+        fits = output.codes is not None and output.dtype in DTYPES and len(scales) == 1
+        require(fits, f"{text}; return 8-bit codes of x's shape and one array of scales.")
+        assert output.codes is not None
+        with np.errstate(all="ignore"):
+            inv = np.asarray(1 / scales[0] if self.multiplies else scales[0], np.float32)
+        codes = ArrayTensor.of("x.weight", output.codes, DTYPES[output.dtype])
+        scale = ArrayTensor.of("x.weight_scale_inv", inv, "F32")
+        weight = weights.find({t.name: t for t in (codes, scale)})["x.weight"]
+        text = f"{self.label} gives scales {list(inv.shape)} for codes {list(x.shape)}"
+        require(bool(weight.granularity), f"{text}; return one for the tensor, rows or blocks.")
+        return Part(weight=weight, rows=slice(0, len(x)))
+
+    def shares(self, part: Part | None) -> bool:
+        """Whether a weight has one scale with others that engines hold in the same tensor."""
+        if part is None or (scale := part.single_scale) is None:
+            return False
+        cut = part.rows.stop - part.rows.start < part.weight.shape[-2]
+        return cut or self._single_scales[_group(part.weight.name), scale] > 1
+
+    @cached_property
+    def _single_scales(self) -> Counter[tuple[str, float | None]]:
+        """How many weights of a group have one scale."""
+        parts = (Part(weight=w, rows=slice(0, w.shape[-2])) for w in self.weights.values())
+        return Counter((_group(p.weight.name), p.single_scale) for p in parts)
 
 
-def places(name: str) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
-    """(weight, matrix, parts behind it) where a weight may be stored; None: it is the whole, or
-    the first part of several."""
-    yield name, (), None
-    places: list[tuple[str, str, tuple[int, ...]]] = [(name, ".weight", ())]
-    if expert := re.fullmatch(r"(.*\.experts)\.(\d+)(\.\w+)\.weight", name):
-        yield expert[1] + expert[3], (int(expert[2]),), None
-        places.append((expert[1] + expert[3], "", (int(expert[2]),)))
-    for stored, ending, matrix in places:
-        parent, _, last = stored.removesuffix(ending).rpartition(".")
-        for fused, parts in layers.GROUPS.items():
-            if last in parts:
-                behind = len(parts) - 1 - parts.index(last)
-                yield f"{parent}.{fused}{ending}", matrix, behind
+def _group(name: str) -> str:
+    """The tensor in which engines hold a weight: all experts of a layer, q, k and v."""
+    fused = patterns.fused_name(name.removesuffix(".weight"))
+    return re.sub(r"(?<=\.experts\.)\d+(?=\.)", "N", fused)
 
 
-def side(source: Any, originals: Mapping[str, StoredTensor]) -> Side:
+def is_path(source: Any) -> bool:
+    """Whether a side is a checkpoint."""
+    return isinstance(source, Path) or (
+        bool(source) and isinstance(source, str) and Path(source).exists()
+    )
+
+
+def side(source: Any) -> Side:
     """A side of a rule or its name, a function or ``module:function``, or a checkpoint's path.
 
-    originals   what a function is asked with.
-    Raises:     ValueError: none of these; a checkpoint that cannot be read; a function that
-                refuses every weight.
+    Raises:   ValueError: none of these; a checkpoint that cannot be read; as ``Side.ask``.
     """
     if isinstance(source, WeightRule):
         return Side(label=source.name, rule=source)
-    if isinstance(source, Path) or (isinstance(source, str) and Path(source).exists()):
+    if is_path(source):
         stored = tensors.stored(Path(source), lambda line: None)
         return Side(
             label=str(source),
@@ -131,85 +168,71 @@ def side(source: Any, originals: Mapping[str, StoredTensor]) -> Side:
             weights={k: w for k, w in weights.find(stored).items() if len(w.shape) > 1},
             declared=configs.read(Path(source)),
         )
-    if isinstance(source, str) and source.partition(":")[2] in ("", *rules.SOURCES):
+    head, _, attribute = source.partition(":") if isinstance(source, str) else (None, "", "")
+    if head is not None and (not attribute or head.rpartition("_")[2] in rules.GRANULARITIES):
         try:
             return Side(label=source, rule=rules.by_name(source))
         except ValueError as error:
             text = f"{source!r} is no path and no module:function, and no rule: {error}"
             raise ValueError(text) from error
-    function: Callable = library_gemms.load(source) if isinstance(source, str) else source
+    function = library_gemms.load(source) if isinstance(source, str) else source
     name = source if isinstance(source, str) else subjects.name_of(function)
     subject = subjects.wrap(name, function, shape=subjects.SHAPE)
-    answers = {k: _answer(subject, k, whole[...]) for k, whole in originals.items()}
-    held = {k: weight for k, weight in answers.items() if weight is not None}
-    require(bool(held), f"{name} quantizes none of the weights. Call it on one to find the cause.")
-    return Side(label=name, weights=held)
-
-
-def _answer(subject: Subject, name: str, x: np.ndarray) -> StoredWeight | None:
-    """What a function makes of a weight, as a checkpoint would hold it; None: it refuses it.
-
-    A scale that multiplies into FP8 is stored as its reciprocal.
-    """
-    x = x.astype(np.float32)
-    try:
-        output = outputs.read(subject.ask(x), x)
-    except RefusedError:
-        return None
-    codes, scales = output.codes, [s for s in output.scales.values() if s.size]
-    text = f"{subject.name} gives codes {output.dtype} and {len(output.scales)} scales; a side has"
-    fits = output.dtype in DTYPES and len(scales) == 1
-    require(fits, f"{text} 8-bit codes of x's shape and one array of scales.")
-    assert codes is not None
-    codes_of_x = ArrayTensor.of(f"{name}.weight", codes, DTYPES[output.dtype])
-    assert codes_of_x.fmt is not None
-    size = np.abs(x).mean() / max(np.abs(cast.decode(codes, codes_of_x.fmt)).mean(), 1e-30)
-    with np.errstate(all="ignore"):
-        out = min(scales[0], 1 / scales[0], key=lambda s: abs(np.log(np.median(s) / size)))
-    scale = ArrayTensor.of(f"{name}.weight_scale_inv", np.asarray(out, np.float32), "F32")
-    return weights.find({t.name: t for t in (codes_of_x, scale)}).get(f"{name}.weight")
+    own = Side(label=name, function=subject)
+    x = np.random.default_rng(0).standard_normal(subjects.SHAPE).astype(np.float32)
+    part = own.ask(x)
+    q = None if part is None else part.quantized()
+    if q is None:
+        return own
+    # the mean code times the scale is the mean weight, by hundreds, or by its reciprocal
+    size = np.abs(cast.decode(q.codes, q.fmt)).mean() * np.median(q.scale_inv)
+    return dataclasses.replace(own, multiplies=bool(size > 100))
 
 
 def high_precision(source: Any) -> dict[str, StoredTensor]:
-    """The weights to quantize, by name: of a directory of safetensors, or arrays by name.
+    """The weights [N, K] and [E, N, K] in high precision of a directory of safetensors, or of
+    arrays, by name.
 
-    Norms, embeddings, routers and the output layer stay in high precision and are left out.
+    Raises:   ValueError: there are none.
     """
     if isinstance(source, Mapping):
         arrays = {name: np.asarray(x, np.float32) for name, x in source.items()}
-        source = {name: ArrayTensor.of(name, x, "F32") for name, x in arrays.items()}
+        stored: dict[str, StoredTensor] = {
+            name: ArrayTensor.of(name, x, "F32") for name, x in arrays.items()
+        }
     else:
-        source = tensors.stored(Path(source), lambda line: None)
-    modules = {name: layers.module_of(name) for name in source}
-    return {
+        stored = tensors.stored(Path(source), lambda line: None)
+    parts = {part.name for weight in weights.find(stored).values() for part in weight.parts}
+    plain = {
         name: tensor
-        for name, tensor in source.items()
-        if tensor.dtype in tensors.FLOATS
-        and len(tensor.shape) in (2, 3)
-        and not any(re.search(p, modules[name]) for p in layers.NO_LINEARS.values())
+        for name, tensor in stored.items()
+        if tensor.dtype in tensors.FLOATS and len(tensor.shape) in (2, 3) and name not in parts
     }
+    require(bool(plain), "--weights has no weights in high precision. Name those to quantize.")
+    return plain
+
+
+def is_linear(name: str) -> bool:
+    """Whether engines quantize a weight: no norm, embedding, router or output layer."""
+    module = layers.module_of(name)
+    return not any(re.search(pattern, module) for pattern in layers.NO_LINEARS.values())
 
 
 def planted() -> dict[str, np.ndarray]:
     """Weights of a layer that tell rules apart: float32 that bfloat16 rounds, amaxes below and
     above the floors of libraries, blocks of zeros, and rows that blocks of 128 do not divide."""
     random = np.random.default_rng(0)
-    shapes = {
-        "self_attn.q_proj": (256, 384),
-        "self_attn.k_proj": (128, 384),
-        "self_attn.v_proj": (128, 384),
-        "mlp.gate_proj": (1024, 384),
-        "mlp.up_proj": (256, 384),
-        "mlp.down_proj": (200, 384),
+    sizes = {
+        "self_attn.q_proj": (256, 0.02),
+        "self_attn.k_proj": (128, 1e-6),
+        "self_attn.v_proj": (128, 1e-11),
+        "mlp.gate_proj": (1024, 0.02),
+        "mlp.up_proj": (256, 0.5),
+        "mlp.down_proj": (200, 0.02),
     }
-    sizes = dict(zip(shapes, (0.02, 1e-6, 1e-11, 0.02, 0.5, 0.02), strict=True))
     arrays = {}
-    for name, shape in shapes.items():
-        x = (
-            random.standard_normal(shape)
-            * sizes[name]
-            * np.exp(random.standard_normal((shape[0], 1)))
-        )
+    for name, (n, size) in sizes.items():
+        x = random.standard_normal((n, 384)) * size * np.exp(random.standard_normal((n, 1)))
         arrays[f"model.layers.0.{name}.weight"] = x.astype(np.float32)
     gate = arrays["model.layers.0.mlp.gate_proj.weight"]
     gate[:128, :128] = 0

@@ -8,6 +8,8 @@ import pytest
 from checkpoints import made, models
 
 from fp8ref.checkpoints import rule as rules
+from fp8ref.checkpoints import write
+from fp8ref.checkpoints.tensors import stored
 from fp8ref.conformance import agree
 from fp8ref.conformance.agreement import causes
 from fp8ref.formats import E4M3FN
@@ -211,9 +213,10 @@ def test_a_function_is_traced_to_its_rule():
     assert kinds(agree(by_rows(floor=1e-4), "vllm_row")) == ["amax_floor"]
     of_no_policy = agree(by_rows(floor=1e-6), "vllm_row")
     assert kinds(of_no_policy) == ["amax_floor"]
-    assert first(of_no_policy).detail == "A's scales follow from B's: none is below 2.23214e-09"
+    expected = "none of A's scales is below 2.23214e-09; B's bytes are vllm_row:float32's"
+    assert first(of_no_policy).detail == expected
     assert first(agree(by_rows(440.0), "vllm_row")).kind == "scale_factor"
-    assert "1.01818 times" in first(agree("vllm_row", by_rows(440.0))).detail
+    assert "times 1.01818" in first(agree("vllm_row", by_rows(440.0))).detail
 
 
 def test_a_scale_that_multiplies_into_fp8_is_the_reciprocal():
@@ -286,10 +289,10 @@ def test_what_cannot_be_compared_is_said(tmp_path):
         assert x.shape == (256, 384)
         return by_rows()(x)
 
-    with pytest.raises(ValueError, match="quantizes none"):
+    with pytest.raises(ValueError, match="no weight with codes"):
         agree(of_one_shape, "vllm_row", {"a.weight": MASTERS[Q]})
     empty = models.write(tmp_path / "empty", models.others(), None)
-    with pytest.raises(ValueError, match="no weight in common"):
+    with pytest.raises(ValueError, match="no weight with codes"):
         agree(empty, empty)
 
 
@@ -329,3 +332,125 @@ def test_parts_of_fused_weights_are_traced_to_rules(tmp_path, originals):
     result = agree(together, checkpoint(tmp_path / "apart", weights=parts), originals)
     assert kinds(result) == ["power_of_two"]
     assert first(result).example is not None
+
+
+@pytest.mark.parametrize("rule", ["vllm_row", "vllm_block", "te_nvfp4_nv"])
+@pytest.mark.parametrize("sizes", [(512, 128, 128), (256, 256, 256), (128, 256, 128)])
+def test_q_k_and_v_of_unlike_sizes_are_parts_of_a_fused_weight(tmp_path, rule, sizes):
+    parent = "model.layers.0.self_attn"
+    x = [models.spread((n, 256), i) for i, n in enumerate(sizes)]
+    parts = {f"{parent}.{who}_proj.weight": part for who, part in zip("qkv", x, strict=True)}
+    masters = models.write(tmp_path / "masters", parts, None)
+    fused = {f"{parent}.qkv_proj.weight": np.concatenate(x)}
+    form = "modelopt_nvfp4" if "nv" in rule else "compressed_tensors"
+    amax = float(np.abs(fused[f"{parent}.qkv_proj.weight"]).max())
+
+    def written(folder, weights, name=rule):
+        tensors = {}
+        for weight, value in weights.items():
+            q = write.quantize(value, rules.by_name(name), amax if "nv" in rule else None)
+            tensors |= write.tensors_of(weight, q, form)
+        return models.write(tmp_path / folder, tensors, None)
+
+    together, apart = written("together", fused), written("apart", parts)
+    result = agree(together, apart)
+    assert (result.ok, result.weights) == (True, 3), result.causes
+    assert agree(together, apart, masters).ok
+    narrow = agree(written("narrow", fused, f"{rule}:bfloat16"), apart, masters)
+    assert narrow.ok == all(np.array_equal(p, p.astype(made.BF16)) for p in x)
+    tensors = safe_numpy(apart)
+    del tensors[f"{parent}.v_proj.weight"]
+    lacking = models.write(tmp_path / "lacking", tensors, None)
+    assert [c.weight for c in agree(together, lacking).causes] == [f"{parent}.v_proj.weight"]
+
+
+def safe_numpy(folder):
+    """The tensors of a checkpoint in memory, codes as their dtypes."""
+    return {
+        name: tensor[...].view(np.dtype(getattr(ml_dtypes, NUMPY[tensor.dtype])))
+        if tensor.dtype in NUMPY
+        else tensor[...]
+        for name, tensor in stored(folder).items()
+    }
+
+
+NUMPY = {"F8_E4M3": "float8_e4m3fn", "BF16": "bfloat16"}
+
+
+def test_a_rule_is_compared_with_what_a_checkpoint_left_out(tmp_path, originals):
+    config = CONFIG | {"modules_to_not_convert": ["mlp.gate"]}
+    b = checkpoint(tmp_path / "b", config=config, change=no_blocks)
+    result = agree(b, "vllm_block", originals)
+    assert kinds(result) == ["left_out"]
+    assert "'mlp.gate', matched as substring does" in first(result).detail
+    named = CONFIG | {"modules_to_not_convert": ["model.layers.0.mlp.gate_proj"]}
+    right = checkpoint(tmp_path / "named", config=named, change=no_blocks)
+    assert agree(right, "vllm_block", originals).ok
+
+
+def test_masters_in_one_tensor_are_those_of_its_parts(tmp_path):
+    gate, up = models.spread((256, 256), 0), models.spread((128, 256), 1)
+    fused = {"mlp.gate_up_proj.weight": np.concatenate([gate, up])}
+    masters = models.write(tmp_path / "masters", fused, None)
+    apart = models.quantized({"mlp.gate_proj": gate, "mlp.up_proj": up}, BLOCKS)
+    checkpoint = models.write(tmp_path / "apart", apart, CONFIG)
+    assert agree(checkpoint, "vllm_block", masters).ok
+    experts = np.stack([gate, gate * 2])
+    every = models.write(tmp_path / "experts", {"mlp.experts.up_proj": experts}, None)
+    each = {f"mlp.experts.{e}.up_proj": x for e, x in enumerate(experts)}
+    written = models.write(tmp_path / "each", models.quantized(each, BLOCKS), CONFIG)
+    result = agree(written, "vllm_block", every)
+    assert (result.ok, result.weights) == (True, 2)
+    assert agree(by_rows(), "vllm_row", {"mlp.experts.up_proj": experts}).weights == 2
+
+
+def test_one_scale_of_all_experts(tmp_path):
+    x = {f"mlp.experts.{e}.up_proj": models.spread((128, 128), e) for e in range(3)}
+    own = models.write(tmp_path / "own", models.quantized(x, models.fp8("vllm_tensor")), None)
+    amax = max(float(np.abs(each).max()) for each in x.values())
+    tensors = {}
+    for name, each in x.items():
+        inv = np.float32(amax) / np.float32(448)
+        codes = cast.encode(each / inv, E4M3FN).view(made.FP8["e4m3fn"])
+        tensors |= {f"{name}.weight": codes, f"{name}.weight_scale": inv.reshape(1)}
+    shared = models.write(tmp_path / "shared", tensors, None)
+    assert kinds(agree(own, shared)) == ["one_scale"]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "kind"),
+    [
+        ("te_nvfp4_nv", "te_nvfp4_4over6_nv", "two_levels"),
+        ("te_nvfp4_nv", "vllm_block", "format"),
+        ("mx_floor_mx", "mx_rceil_mx", "power_of_two"),
+    ],
+)
+def test_rules_of_other_kinds(a, b, kind):
+    for result in (agree(a, b), agree(b, a)):
+        assert first(result).kind == kind
+
+
+def test_nan_is_itself_and_one_scale_has_a_factor(tmp_path):
+    x = MASTERS[Q].copy()
+    x[3, 3] = np.nan
+    assert agree("vllm_block", "vllm_block", {"a.up_proj.weight": x}).ok
+    a = checkpoint(tmp_path / "a", models.fp8("vllm_tensor"), {Q: MASTERS[Q]})
+    double = {f"{Q}.weight_scale": np.float32(2)}
+    tensors = safe_numpy(a)
+    tensors |= {name: tensors[name] * factor for name, factor in double.items()}
+    b = models.write(tmp_path / "b", tensors, CONFIG)
+    assert kinds(agree(a, b)) == ["scale_factor"]
+
+
+def test_ue8m0_of_equal_exponents_is_no_floor(tmp_path):
+    x = {Q: (np.random.default_rng(0).standard_normal((512, 512)) * 0.02).astype(np.float32)}
+    a = checkpoint(tmp_path / "a", weights=x)
+    b = checkpoint(tmp_path / "b", models.fp8("vllm_ue8m0_block", ".weight_scale_inv"), x)
+    assert kinds(agree(a, b)) == ["power_of_two"]
+
+
+def test_quantized_weights_are_no_originals(tmp_path):
+    a = checkpoint(tmp_path / "a", weights={Q: MASTERS[Q]})
+    only = models.write(tmp_path / "only", {k: v for k, v in safe_numpy(a).items() if Q in k}, None)
+    with pytest.raises(ValueError, match="no weights in high precision"):
+        agree("vllm_block", "sglang_block", only)
