@@ -234,8 +234,9 @@ class _Compared:
             if side.function is not None and x is not None:
                 part = side.ask(x)
             elif place is not None:
-                stored, index = side.weights[place.name], (*place.matrix, *matrix)
-                part = Part(weight=stored, matrix=index, rows=place.rows)
+                # a copy, whose scales are let go
+                stored = dataclasses.replace(side.weights[place.name])
+                part = Part(weight=stored, matrix=(*place.matrix, *matrix), rows=place.rows)
             with np.errstate(all="ignore"):
                 ruled = None if side.rule is None or x is None else side.rule.quantize(x)
             parts.append(part)
