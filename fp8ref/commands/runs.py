@@ -47,7 +47,6 @@ def _export(arguments: argparse.Namespace) -> int:
     """Export a run's weights in the format of transformers.
 
     $ fp8ref export runs/tiny-torch-tensorwise --out weights
-    $ fp8ref export runs/mine --out weights --tokenizer tokenizer.json
     $ fp8ref export runs/mine --out weights-fp8 --format deepseek --from bf16
     $ fp8ref train tiny --run.init_from weights
     """
