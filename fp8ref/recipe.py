@@ -330,6 +330,12 @@ def trained_recipes() -> dict[str, Recipe]:
     return {name: recipe for name, recipe in RECIPES.items() if not recipe.simulated}
 
 
+def fp8_recipes() -> dict[str, Recipe]:
+    """The recipes of ``trained_recipes`` that cast to FP8, without those in FP4."""
+    trained = trained_recipes().items()
+    return {name: recipe for name, recipe in trained if recipe.fp8 and not recipe.emulated}
+
+
 def check_trained(recipe: str | Recipe, what: str = "recipe") -> Recipe:
     """The recipe of that name, for a backend or the trainer; what: where it was named.
 

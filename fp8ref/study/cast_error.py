@@ -20,7 +20,7 @@ from fp8ref.recipe import (
     OperandCast,
     Recipe,
     Role,
-    trained_recipes,
+    fp8_recipes,
 )
 from fp8ref.shared import console
 from fp8ref.shared.result import Result, finite
@@ -312,7 +312,7 @@ def _casts(
             ]
             for name, spec in recipes.items()
         }
-    named = trained_recipes() if recipes is None else recipes
+    named = fp8_recipes() if recipes is None else recipes
     defined = [RECIPES.get(one) if isinstance(one, str) else one for one in named]
     if alone := [one.name for one in defined if isinstance(one, Recipe) and one.simulated]:
         raise ValueError(
@@ -320,7 +320,6 @@ def _casts(
             f"Use fp8ref.compare(x, [{alone[0]!r}]) for a tensor."
         )
     chosen = [recipes_of.check_trained(recipe) for recipe in named]
-    chosen = [each for each in chosen if recipes or (each.fp8 and not each.emulated)]
     if plain := [recipe.name for recipe in chosen if not recipe.fp8]:
         raise ValueError(
             f"a study judges casts to FP8; recipe {plain[0]!r} has none. Leave it out."

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from fp8ref import recipe as recipes_of
-from fp8ref.recipe import Recipe, trained_recipes
+from fp8ref.recipe import Recipe, fp8_recipes
 from fp8ref.shared import console
 from fp8ref.shared.result import Result, finite
 from fp8ref.study import recording as recordings
@@ -150,7 +150,7 @@ def compare(
     refused: dict[str, str] = {}
     recordings.listed(recipes, "recipes")
     chosen = (
-        [r for r in trained_recipes().values() if r.fp8]
+        list(fp8_recipes().values())
         if recipes is None
         else [recipes_of.by_name(r) for r in recipes]
     )

@@ -63,7 +63,9 @@ for name, policy in (("blockwise_deepgemm", "deepgemm"), ("blockwise_ue8m0", "de
     CASTS[name] = {
         which: (*casts[:4], policy, casts[5]) for which, casts in CASTS["blockwise"].items()
     }
-DYNAMIC = [name for name in trained_recipes() if name != "delayed"]
+DYNAMIC = [
+    name for name, r in trained_recipes().items() if not (r.delayed or r.emulated)
+]  # test_linear_fp4.py has those in FP4
 
 
 def tensors(rng, m, n, k):

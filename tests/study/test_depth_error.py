@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from fp8ref.recipe import trained_recipes
+from fp8ref.recipe import fp8_recipes
 from fp8ref.study import depth_error
 from fp8ref.study.depth_error import Seen
 from fp8ref.study.recording import Operand
@@ -45,10 +45,10 @@ def test_refusals_of_recipes_that_nobody_named_are_kept():
 
     found = depth_error.compare(FIRST, FIRST, under, None)
     assert set(found.refused) == {
-        name for name, recipe in trained_recipes().items() if recipe.in_blocks
+        name for name, recipe in fp8_recipes().items() if recipe.in_blocks
     }
     assert set(found.outcomes) == {
-        name for name, recipe in trained_recipes().items() if recipe.fp8 and not recipe.in_blocks
+        name for name, recipe in fp8_recipes().items() if not recipe.in_blocks
     }
     assert found.ok
     with pytest.raises(ValueError, match="no blocks"):

@@ -36,6 +36,10 @@ def test_a_line():
     line = coverage.of(Config(), Config().decisions())["summary"]
     assert line.startswith("14 of 15 linears in FP8 (")
     assert line.endswith("Not in FP8: lm_head (named by filter_fqns 'lm_head').")
+    mxfp4 = Config().replace(numerics={"recipe": "mxfp4"})
+    assert coverage.of(mxfp4, mxfp4.decisions())["summary"].startswith(
+        "14 of 15 linears in FP8 (mxfp4 in emulated FP4), "
+    )
     bf16 = Config().replace(numerics={"recipe": "bf16"})
     assert coverage.of(bf16, bf16.decisions())["summary"].startswith(
         "0 of 15 linears in FP8, 0.0% of the parameters"
