@@ -23,8 +23,9 @@ def rounded(x: Tensor) -> Tensor:
     Specials: a NaN of either sign is 6; -0 and what underflows keep their sign.
     Source:   spec C-1 to C-6, C-9.
     """
-    inside = x.detach().nan_to_num(E2M1FN.max).clamp(-E2M1FN.max, E2M1FN.max)
-    return float_values.round_(inside.clone(), E2M1FN, inside=True).copysign(inside)
+    # in place, as in float_values
+    inside = x.detach().nan_to_num(E2M1FN.max).clamp_(-E2M1FN.max, E2M1FN.max)
+    return float_values.round_(inside.clone(), E2M1FN, inside=True).copysign_(inside)
 
 
 def codes(numbers: Tensor) -> Tensor:

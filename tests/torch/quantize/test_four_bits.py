@@ -37,6 +37,8 @@ def test_every_16_bit_input_gets_the_simulators_code(compiler):  # C-1 to C-6, C
         x = torch.from_numpy(patterns.view(np.int16)).view(dtype)
         expected = sim.encode(patterns.view(view), E2M1FN)
         np.testing.assert_array_equal(encode(x, E2M1FN).numpy(), expected)
+        native = cast.to_fp8(x, E2M1FN)
+        np.testing.assert_array_equal(cast.code_bits(native, E2M1FN).numpy(), expected)
 
 
 def test_ties_and_random_float32_get_the_simulators_codes(rng):  # C-2
