@@ -165,7 +165,7 @@ def audit(
     )
     sources = None if originals is None else stored(Path(originals), lambda line: None)
     declared, quantized = configs.read(path), weights.find(tensors)
-    audited = {name: weight for name, weight in quantized.items() if not _is_integer(weight)}
+    audited = {name: weight for name, weight in quantized.items() if not weight.is_integer}
     held: dict[str, Evidence] = {}
     rules: dict[str, str] = {}
     findings = [Finding("index", line.split()[0], line) for line in missing]
@@ -181,12 +181,19 @@ def audit(
             before: tuple[WeightRule, ...] = ()
             scales = {name: one.tensor_factor or one.single_scale for name, one in held.items()}
             amaxes = shared_amaxes(scales, sources)
+            matched: dict[str, Match | None] = {}
             for name, weight in audited.items():
                 nearest = match(weight, sources.get(name), before, amaxes.get(name))
                 before = nearest.rules if nearest else before
                 rules[name] = nearest.names if nearest and not nearest.place else ""
-                findings += _against_original(weight, nearest)
+                matched[name] = nearest
                 advance(by=weight.codes.nbytes)
+            # no policy is compressed-tensors' own; of another weight nearly all codes differ
+            form = "compressed_tensors_nvfp4"
+            named = any(rules[name] for name, w in audited.items() if w.form.name == form)
+            for name, weight in audited.items():
+                unnamed = weight.form.name == form and not named
+                findings += _against_original(weight, matched[name], unnamed)
     return Audit(
         path=str(path),
         declared=declared,
@@ -194,12 +201,6 @@ def audit(
         findings=tuple(findings),
         bytes_read=size,
     )
-
-
-def _is_integer(weight: StoredWeight) -> bool:
-    """Whether bytes with a scale are integers of 8 bits, as W8A8 stores them, and no FP4."""
-    coarse = weight.granularity in ("tensorwise", "rowwise", "")
-    return weight.fmt.bits == 4 and weight.codes.dtype == "I8" and coarse
 
 
 def _between(
@@ -222,7 +223,12 @@ def _between(
     yield from layers.shared_scales(e for e in held.values() if not e.mislabelled)
 
 
-def _against_original(weight: StoredWeight, nearest: Match | None) -> Iterator[Finding]:
+def _against_original(
+    weight: StoredWeight, nearest: Match | None, unnamed: bool
+) -> Iterator[Finding]:
+    """The finding of a weight; ``unnamed``: of a form in which no weight has a rule."""
+    if not weight.granularity:
+        return
     if nearest is None:
         text = "no tensor of this name, shape and a dtype of high precision is among the originals"
         yield Finding("original_missing", weight.name, text)
@@ -234,8 +240,7 @@ def _against_original(weight: StoredWeight, nearest: Match | None) -> Iterator[F
             f"{nearest.place}"
         )
         place = {"block": nearest.place, "rule": nearest.names}
-        # no policy is this library's; of another weight nearly all codes differ
-        near = weight.form.name == "compressed_tensors_nvfp4" and codes <= elements / 2
+        near = unnamed and 0 < codes <= elements / 2
         yield Finding("original_near" if near else "original_differs", weight.name, text, place)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,21 +70,26 @@ def match(
         return None
     pair = _Pair(dataclasses.replace(weight), original, amax)  # a copy, whose scales are let go
     begin = next(pair.weight.spans(PIECE))
-    fitting = [rule for rule in before if _fits(weight, rule) and not pair.count(rule, *begin)]
-    if not fitting:
-        counts = {rule: pair.count(rule, *begin) for rule in _candidates(weight, original)}
-        fewest = min(counts.values())
-        fitting = [rule for rule, count in counts.items() if count == fewest]
+    rules = [rule for rule in before if _fits(weight, rule) and not pair.count(rule, *begin)]
+    earlier = _nearest(pair, rules)
+    if earlier is not None and not earlier.place:
+        return earlier
+    counts = {rule: pair.count(rule, *begin) for rule in _candidates(weight, original)}
+    fewest = min(counts.values())
+    return _nearest(pair, [rule for rule, count in counts.items() if count == fewest])
+
+
+def _nearest(pair: "_Pair", rules: Sequence[WeightRule]) -> Match | None:
+    """The first of these rules that makes a weight, else that with the fewest differences."""
     best: Match | None = None
-    while fitting:
-        outcome = pair.compare(fitting[0])
+    while rules:
+        outcome = pair.compare(rules[0])
         if best is None or sum(outcome.counts[:2]) < sum(best.counts[:2]):
-            best = outcome._replace(rules=tuple(fitting))
+            best = outcome._replace(rules=tuple(rules))
         if outcome.first is None:
             break
         # those that differ there too need no look at all rows
-        fitting = [rule for rule in fitting[1:] if not pair.count(rule, *outcome.first)]
-    assert best is not None
+        rules = [rule for rule in rules[1:] if not pair.count(rule, *outcome.first)]
     return best
 
 
@@ -181,7 +186,18 @@ class _Pair:
         assert self.weight.scale is not None
         dtype = FLOATS.get(self.weight.scale.dtype, np.dtype(np.float32))
         scales = scales.astype(dtype).astype(np.float32)
-        return own.codes[: len(x)] != q.codes, ~np.equal(scales, stored.reshape(scales.shape))
+        differ = ~np.equal(scales, stored.reshape(scales.shape))
+        if q.tensor_scale_inv is not None and own.tensor_scale_inv is not None:
+            factor = np.asarray(own.tensor_scale_inv, np.float32)
+            factor = factor[: len(x)] if factor.ndim else factor
+            differ |= ~self._is_factor(q.tensor_scale_inv, factor)
+        return own.codes[: len(x)] != q.codes, differ
+
+    def _is_factor(self, stored: np.ndarray, factor: np.ndarray) -> np.ndarray:
+        """Whether the scale of a tensor is a rule's; a reciprocal of it was rounded twice."""
+        with np.errstate(all="ignore"):
+            twice = np.float32(1) / (np.float32(1) / factor)
+        return np.equal(stored, factor) | (self.weight.form.divides & np.equal(stored, twice))
 
     def count(self, rule: WeightRule, matrix: tuple[int, ...], rows: slice) -> int:
         """How many codes and scales of rows differ."""

@@ -53,7 +53,10 @@ def matches(pattern: str, name: str, behind: str = "") -> bool:
     """
     too_long = max(len(pattern), len(name)) > LONGEST
     require(not too_long, f"a pattern and a name have at most {LONGEST} characters.")
-    compiled = _compiled(f"(?:{pattern}){behind}" if behind else pattern)
+    flags = re.match(r"(?:\(\?[aiLmsu]+\))*", pattern)
+    assert flags is not None
+    wrapped = f"{flags[0]}(?:{pattern[flags.end() :]}){behind}" if behind else pattern
+    compiled = _compiled(wrapped)
     try:
         return compiled.match(name, timeout=SECONDS) is not None
     except TimeoutError as error:
@@ -61,7 +64,6 @@ def matches(pattern: str, name: str, behind: str = "") -> bool:
         raise ValueError(text) from error
 
 
-@functools.lru_cache(maxsize=2**14)
 def _compiled(pattern: str) -> regex.Pattern:
     size, copies = len(pattern), 1
     for group, *counts in _REPEATS.findall(pattern):
@@ -71,11 +73,20 @@ def _compiled(pattern: str) -> regex.Pattern:
     odd = re.search(r"\(\?\w*x|\{(?!\d*,?\d*\})", pattern)
     text = f"{pattern[:99]!r} repeats too much, is verbose, or has a brace that is no repeat."
     require(size * copies <= LARGEST and odd is None, text)
+    return _small(pattern) if size * copies <= LONGEST else _large(pattern)
+
+
+def _compile(pattern: str) -> regex.Pattern:
     try:
         re.compile(pattern)  # ``regex`` takes more than engines do
-        return regex.compile(pattern, regex.VERSION0)
+        return regex.compile(pattern, regex.VERSION0, cache_pattern=False)
     except (re.error, regex.error, RecursionError) as error:
         raise ValueError(f"{pattern[:99]!r} is no regular expression: {error}.") from error
+
+
+# a written-out character takes 80 bytes: at most 0.3 GB each
+_small = functools.lru_cache(maxsize=2**12)(_compile)
+_large = functools.lru_cache(maxsize=2**5)(_compile)
 
 
 def _transformers(pattern: str, module: str) -> bool:

@@ -161,6 +161,12 @@ class StoredWeight:
         return block_counts(self.granularity, self.shape)
 
     @property
+    def is_integer(self) -> bool:
+        """Whether bytes with a scale are integers of 8 bits, as W8A8 stores them, and no FP4."""
+        coarse = self.granularity in ("tensorwise", "rowwise", "")
+        return self.fmt.bits == 4 and self.codes.dtype == "I8" and coarse
+
+    @property
     def height(self) -> int:
         """The rows of a block; 1 where a block has all of them."""
         return (granularities.lengths(self.granularity, 2, -1)[0] or 1) if self.granularity else 1
@@ -188,7 +194,7 @@ class StoredWeight:
         """
         codes = self.codes[(*matrix, rows)]
         if self.fmt.bits == 4:
-            codes = packing.unpack(codes.reshape(len(codes), -1))
+            codes = packing.unpack(codes.view(np.uint8).reshape(len(codes), -1))
         inv = self.scales[matrix]
         height = granularities.lengths(self.granularity, 2, -1)[0]
         if height is not None:

@@ -107,10 +107,16 @@ def quantize(weight: np.ndarray, rule: WeightRule, amax: float | None = None) ->
     """
     if amax is None:
         return rule.quantize(weight)
-    last = np.zeros((1, weight.shape[1]), np.float32)
-    last[0, 0] = amax
+    blocks = granularities.lengths(rule.granularity, 2, -1)
+    height = blocks[0] or 1
+    count = -(-len(weight) // height)
+    # below the weight, blocks that have the amax
+    last = np.zeros((count * height + height - len(weight), weight.shape[1]), np.float32)
+    last[-1, 0] = amax
     q = rule.quantize(np.concatenate([weight, last]))
-    return q._replace(codes=q.codes[:-1], scale=q.scale[:-1], scale_inv=q.scale_inv[:-1])
+    scales = (s[:count] if np.ndim(s) else s for s in (q.scale, q.scale_inv))
+    scale, scale_inv = scales
+    return q._replace(codes=q.codes[: len(weight)], scale=scale, scale_inv=scale_inv)
 
 
 def tensors_of(

@@ -238,7 +238,8 @@ def check_json(path: Path | None, *own: Path | None) -> None:
     others, real = [other for other in own if other], os.path.realpath
     same = [other for other in others if other.exists() and path.exists()]
     apart = real(path) not in map(real, others) and not any(map(path.samefile, same))
-    apart = apart and real(folder) not in map(real, filter(Path.is_dir, others))
+    within = real(folder) in map(real, filter(Path.is_dir, others))
+    apart = apart and not (within and path.exists())
     kept = f"no file of a run, checkpoint or shard directory, such as {path.name}"
     for fine, need in (
         (apart, "a file that this command neither reads nor writes"),

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fp8ref.formats import Format
-from fp8ref.sim.quantize import cast
+from fp8ref.sim.quantize import cast, stats
 from fp8ref.sim.quantize.scales import Scales, magnitudes, scale_inv_from_scale, scales_from_amax
 from fp8ref.spec.delayed import DELAYED, DelayedScaling, by_name
 
@@ -168,13 +168,13 @@ def clipped(amax, scale, fmt: Format) -> np.ndarray:
     """Whether a tensor of this amax is clipped under a scale of other amaxes (spec Q-11).
 
     Shapes:   amax and scale broadcast; bool of their shape.
-    Order:    RN32(amax * scale), as S-5 rounds it; clipped if its cast, unsaturated, leaves the
-              finite range (C-4). A product that rounds back to max is not clipped.
+    Order:    RN32(amax * scale), as S-5 rounds it; clipped if it would round above max (C-4) with
+              an exponent that has no bound. A product that rounds back to max is not clipped.
     Specials: an infinite product is clipped, NaN is not.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = (np.asarray(amax, np.float64) * np.asarray(scale, np.float64)).astype(np.float32)
-    return ~np.isfinite(cast.round_to(scaled, fmt)) & ~np.isnan(scaled)
+        return stats.overflows(scaled, fmt)
 
 
 def flax_order(history: np.ndarray) -> np.ndarray:

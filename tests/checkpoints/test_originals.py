@@ -9,6 +9,7 @@ from checkpoints import made, models
 
 from fp8ref.checkpoints import audit, write
 from fp8ref.checkpoints import rule as rules
+from fp8ref.checkpoints.weights import FORMS
 from fp8ref.formats import E2M1FN
 from fp8ref.sim.quantize import cast, packing
 
@@ -188,3 +189,51 @@ def test_fp8_weights_that_share_a_tensors_scale(tmp_path):
     result = audit.audit(checkpoint, originals=models.write(tmp_path / "high", high, None))
     assert [f.to_dict() for f in result.findings if "original" in f.kind] == []
     assert all(row.made_by for row in result.rows)
+
+
+@pytest.mark.parametrize("form", ["modelopt_nvfp4", "compressed_tensors_nvfp4"])
+@pytest.mark.parametrize("factor", [1, 2, 3])
+def test_the_scale_of_a_tensor_is_compared_too(tmp_path, form, factor):
+    q = rules.by_name("te_nvfp4_nv").quantize(X[NAME])
+    tensors = write.tensors_of(f"{NAME}.weight", q, form)
+    (name,) = [n for n in tensors if n.endswith(FORMS[form].tensor_scale)]
+    tensors[name] = tensors[name] * np.float32(factor)
+    assert audited(tmp_path, tensors).ok == (factor == 1)
+
+
+def test_a_wrong_weight_beside_right_ones_of_its_form_is_no_note(tmp_path):
+    x = {f"{NAME}.weight": X[NAME], "b.down_proj.weight": X[NAME] * np.float32(0.5)}
+    tensors = {}
+    for name, weight in x.items():
+        q = rules.by_name("te_nvfp4_nv").quantize(weight)
+        tensors |= write.tensors_of(name, q, "compressed_tensors_nvfp4")
+    (codes,) = [t for n, t in tensors.items() if n == f"{NAME}.weight_packed"]
+    codes[:75] ^= 0x88  # signs
+    checkpoint = models.write(tmp_path / "fp4", tensors, {"quant_method": "x"})
+    source = models.write(tmp_path / "high", x, None)
+    found = audit.audit(checkpoint, originals=source).findings
+    assert [f.kind for f in found if f.alarm] == ["original_differs"]
+
+
+def test_a_rule_of_an_earlier_weight_does_not_end_the_search(tmp_path, monkeypatch):
+    monkeypatch.setattr("fp8ref.checkpoints.originals.PIECE", 2**14)
+    small = X[NAME].copy()
+    small[:128, :128] = 1e-12
+    tail = X[NAME].copy()
+    tail[128:] *= np.float32(1e-11)
+    x = {"a.up_proj.weight": small, "b.up_proj.weight": tail}
+    tensors = {}
+    for (name, weight), rule in zip(x.items(), ("vllm_block", "flashinfer_block"), strict=True):
+        tensors |= write.tensors_of(name, rules.by_name(rule).quantize(weight), "deepseek")
+    checkpoint = models.write(tmp_path / "fp8", tensors, models.BLOCKS)
+    result = audit.audit(checkpoint, originals=models.write(tmp_path / "high", x, None))
+    assert result.ok
+    assert "flashinfer_block" in result.rows[1].made_by
+
+
+def test_four_bits_stored_as_signed_bytes(tmp_path):
+    q = rules.by_name("mx_floor_mx", "e2m1fn").quantize(X[NAME])
+    tensors = write.tensors_of(f"{NAME}.weight", q, "compressed_tensors")
+    tensors[f"{NAME}.weight"] = tensors[f"{NAME}.weight"].view(np.int8)
+    result = audited(tmp_path, tensors)
+    assert "mx_floor_mx" in result.rows[0].made_by

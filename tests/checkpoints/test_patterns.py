@@ -151,3 +151,9 @@ def test_compressed_tensors_agrees():
     for name, key in itertools.product(NAMES, [*KEYS, *(f"re:{key}" for key in KEYS)]):
         theirs = library.match_name(name, key)
         assert (patterns.excluding("compressed-tensors", [key], name) == key) == theirs, (name, key)
+
+
+def test_flags_at_the_start_are_those_of_the_whole_expression():
+    assert patterns.excluding("transformers", ["(?i)LM_head"], "lm_head") == "(?i)LM_head"
+    assert patterns.excluding("transformers", ["(?i)LM_head|GATE"], "mlp.gate") is None
+    assert patterns.excluding("transformers", ["(?i).*GATE"], "mlp.gate") == "(?i).*GATE"

@@ -168,3 +168,16 @@ def test_dequantized_numbers_are_quantized_to_themselves(name):
             assert np.array_equal(again.codes, q.codes)
             # amax / max of max * scale: two roundings
             assert np.allclose(again.scale_inv, q.scale_inv, rtol=2 * 2.0**-24, atol=0)
+
+
+@pytest.mark.parametrize("rule", ["vllm_tensor", "vllm_block", "vllm_row", "te_nvfp4_nv"])
+def test_a_common_amax_leaves_the_shapes_of_codes_and_scales(rule):
+    x = np.random.default_rng(0).standard_normal((200, 128)).astype(np.float32)
+    rule = rules.by_name(rule)
+    own, common = rule.quantize(x), write.quantize(x, rule, 2 * float(np.abs(x).max()))
+    assert common.codes.shape == own.codes.shape
+    assert np.shape(common.scale_inv) == np.shape(own.scale_inv)
+    if rule.granularity == "tensorwise":
+        assert common.scale_inv == 2 * own.scale_inv
+    elif rule.policy.two_level is None:
+        np.testing.assert_array_equal(common.scale_inv, own.scale_inv)

@@ -80,7 +80,7 @@ def test_agree_says_what_differs_and_exits_by_it(tmp_path, capsys, monkeypatch):
     assert cli.main(["agree", "vllm_block", "./missing"]) == 2
     assert "'./missing' is no path" in capsys.readouterr().err
     weights = models.write(tmp_path / "x", {f"{NAME}.weight": X[NAME]}, None)
-    for kept in (weights / "model.safetensors", weights / "new.json"):
+    for kept in (weights / "model.safetensors", weights / "config.json"):
         words = [
             "agree",
             "vllm_block",

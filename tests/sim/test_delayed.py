@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8ref.formats import E4M3FN, E5M2
+from fp8ref.formats import E2M1FN, E4M3FN, E5M2
 from fp8ref.policy import POLICIES
 from fp8ref.sim import delayed
 from fp8ref.sim.quantize import cast, scaling
@@ -241,7 +241,8 @@ def test_the_orders_of_the_libraries(length):  # H-7, H-8
 
 
 @pytest.mark.parametrize(
-    ("fmt", "fits", "clips"), [(E4M3FN, 464.0, 464.5), (E5M2, 61439.0, 61440.0)]
+    ("fmt", "fits", "clips"),
+    [(E4M3FN, 464.0, 464.5), (E5M2, 61439.0, 61440.0), (E2M1FN, 6.9375, 7.0)],
 )
 def test_an_amax_is_clipped_where_it_rounds_beyond_max(fmt, fits, clips):
     amaxes = np.array([fits, clips, 2 * fits, 2 * clips, 0, np.inf, np.nan], F32)

@@ -193,7 +193,7 @@ class _Compared:
         held = [{name: w.shape for name, w in side.weights.items()} for side in self.sides]
         names = self.names()
         places = {n: [locate(n, s, each, self.known) for each in held] for n, s in names.items()}
-        amaxes = [self.shared_amaxes(i, places) for i in (0, 1)]
+        amaxes = [self.shared_amaxes(i, places, names) for i in (0, 1)]
         for name, shape in names.items():
             original = locate(name, shape, shapes, self.known)
             for matrix in np.ndindex(shape[:-2]):
@@ -207,7 +207,9 @@ class _Compared:
                     pair = dataclasses.replace(pair, amaxes=own)
                 yield pair
 
-    def shared_amaxes(self, i: int, places: Mapping[str, list[Place | None]]) -> dict[str, float]:
+    def shared_amaxes(
+        self, i: int, places: Mapping[str, list[Place | None]], names: Shapes
+    ) -> dict[str, float]:
         """{weight: the amax of all that have one scale with it} on a side."""
         held = {name: each[i] for name, each in places.items()}
         weights = self.sides[i].weights
@@ -216,7 +218,13 @@ class _Compared:
             for name, place in held.items()
             if place is not None and not place.matrix
         }
-        return shared_amaxes(scales, self.originals)
+        shapes = {name: tensor.shape for name, tensor in self.originals.items()}
+        originals = {}
+        for name in scales:
+            place = locate(name, names[name], shapes, self.known)
+            if place is not None and not place.matrix:
+                originals[name] = self.originals[place.name].piece(place.rows)
+        return shared_amaxes(scales, originals)
 
     def pair(
         self,

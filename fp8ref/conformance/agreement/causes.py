@@ -209,7 +209,7 @@ def _layout(part: Part) -> str:
 
 def _contradictions(part: Part | None) -> list[str]:
     """The findings of an audit of a weight; none of a rule."""
-    findings = [] if part is None else evidence.gather(part.weight).findings
+    findings = [] if part is None else evidence.gather(part.whole() or part.weight).findings
     return [finding.kind for finding in findings if finding.alarm]
 
 
@@ -236,7 +236,11 @@ def of_one_side(name: str, sides: tuple[Side, Side], parts: Sequence[Part | None
     text = f"in {who} it is {plain.dtype}"
     for declared in (missing.declared, other.declared):
         for engine in (declared.engine, "substring", *patterns.ENGINES):
-            if pattern := patterns.excluding(engine, declared.ignored, module_of(name)):
+            try:
+                pattern = patterns.excluding(engine, declared.ignored, module_of(name))
+            except ValueError:  # no pattern of this engine's
+                continue
+            if pattern:
                 detail = f"{text}: {pattern!r}, matched as {engine} does"
                 return Cause(kind="left_out", weight=name, detail=detail)
     return Cause(kind="left_out", weight=name, detail=f"{text}; no pattern excludes it")

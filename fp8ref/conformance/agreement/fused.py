@@ -45,10 +45,11 @@ def separate(name: str, known: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
     parts = [f"{parent}.{kind}{ending}" for kind in kinds[1:]]
     rows = {part: known[part][-2] for part in parts if part in known}
     missing, left = [part for part in parts if part not in rows], shape[-2] - sum(rows.values())
-    if rows and len(missing) == 1:
+    if rows and len(missing) == 1 and left > 0:
         rows |= {missing[0]: left}
+        left = 0
     yield from ((part, (*shape[:-2], n, shape[-1])) for part, n in rows.items())
-    if not rows or (len(missing) > 1 and left):
+    if not rows or left:
         yield name, shape
 
 
@@ -63,6 +64,8 @@ def locate(name: str, shape: tuple[int, ...], held: Shapes, known: Shapes) -> Pl
     for place, before, behind in _candidates(name):
         rows = held.get(place.name, (0,))
         if len(rows) != len(place.matrix) + len(shape) or rows[-1] != k:
+            continue
+        if any(i >= size for i, size in zip(place.matrix, rows, strict=False)):
             continue
         sizes = [[known.get(part, (0, 0))[-2] for part in parts] for parts in (before, behind)]
         first = sum(sizes[0]) if all(sizes[0]) else rows[-2] - n - sum(sizes[1])

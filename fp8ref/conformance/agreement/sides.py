@@ -70,7 +70,13 @@ class Part:
         dtypes = DTYPES | {"uint8": "U8", "float32": "F32"}
         held = {name: ArrayTensor.of(name, x, dtypes[x.dtype.name]) for name, x in arrays}
         weight = weights.find(held)["x.weight"]
-        return dataclasses.replace(weight, granularity=q.granularity, name=self.weight.name)
+        scale, own = weight.scale, self.weight.scale
+        if scale is not None and own is not None and own.dtype in tensors.FLOATS:
+            # exact: they were of this dtype
+            narrow = scale[...].astype(tensors.FLOATS[own.dtype])
+            scale = ArrayTensor.of(scale.name, narrow, own.dtype)
+        name, granularity = self.weight.name, q.granularity
+        return dataclasses.replace(weight, granularity=granularity, name=name, scale=scale)
 
     @property
     def single_scale(self) -> float | None:
@@ -165,7 +171,11 @@ def side(source: Any) -> Side:
         return Side(
             label=str(source),
             tensors=stored,
-            weights={k: w for k, w in weights.find(stored).items() if len(w.shape) > 1},
+            weights={
+                name: weight
+                for name, weight in weights.find(stored).items()
+                if len(weight.shape) > 1 and not weight.is_integer
+            },
             declared=configs.read(Path(source)),
         )
     head, _, attribute = source.partition(":") if isinstance(source, str) else (None, "", "")

@@ -145,7 +145,7 @@ def _measure(x: np.ndarray, q: Quantized) -> Iterator[tuple[str, np.ufunc, np.nd
     yield "non_finite_codes", np.add, ~np.isfinite(decoded)
     yield "underflows", np.add, (x != 0) & (decoded == 0)
     yield "subnormals", np.add, (at_code > 0) & (at_code < q.fmt.smallest_normal)
-    yield "overflows", np.add, _overflows(scaled, q.fmt)
+    yield "overflows", np.add, overflows(scaled, q.fmt)
     yield "saturated", np.add, at_code == q.fmt.max
     yield (
         "max_ulp",
@@ -171,7 +171,7 @@ def _spacing(scaled: np.ndarray, fmt: Format) -> np.ndarray:
     return np.ldexp(1.0, exponent - fmt.mantissa_bits)
 
 
-def _overflows(scaled: np.ndarray, fmt: Format) -> np.ndarray:
+def overflows(scaled: np.ndarray, fmt: Format) -> np.ndarray:
     """Whether values exceed max when rounded with an exponent unbounded above."""
     # A tie between max and the next number goes to the even one of their codes.
     magnitude, tie = np.abs(scaled), fmt.max + _spacing(np.asarray(fmt.max), fmt) / 2

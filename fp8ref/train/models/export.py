@@ -262,7 +262,8 @@ def stored(path: Path) -> dict[str, llama.Weight]:
             require(tensor.dtype in ("F32", "F16", "BF16"), text)
         for name, weight in quantized.items():
             text = f"{name} has codes {[*weight.shape]} without scales [N, K] is divided by"
-            require(len(weight.shape) == 2 and weight.granularity != "", text)
+            fits = len(weight.shape) == 2 and weight.granularity != "" and not weight.is_integer
+            require(fits, text)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"run.init_from {path}: {str(error).rstrip('.')}. It holds weights in safetensors; "

@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from fp8ref import recipe as recipes
-from fp8ref.formats import FP8_FORMATS, Format
+from fp8ref.formats import QUANTIZED_FORMATS, Format
 from fp8ref.policy import POLICIES, ScalePolicy
 from fp8ref.shared import console as consoles
 from fp8ref.shared.errors import ConfigError, require
@@ -104,7 +104,7 @@ def replay(
     every = _steps_apart(run, manifest, lines)
     amaxes = _amaxes(run, lines, _formats(run, manifest))
     outcomes: dict[str, Outcome] = {}
-    for fmt in FP8_FORMATS.values():
+    for fmt in QUANTIZED_FORMATS.values():
         names = [name for name in amaxes if name.rpartition("/")[2] == fmt.name]
         if names:
             readings = np.stack([amaxes[name] for name in names], axis=1)  # [steps, operands]

@@ -454,3 +454,51 @@ def test_quantized_weights_are_no_originals(tmp_path):
     only = models.write(tmp_path / "only", {k: v for k, v in safe_numpy(a).items() if Q in k}, None)
     with pytest.raises(ValueError, match="no weights in high precision"):
         agree("vllm_block", "sglang_block", only)
+
+
+def test_patterns_of_another_engine_are_no_error(tmp_path):
+    config = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*lm_head"]}
+    a = checkpoint(tmp_path / "a", models.fp8("vllm_tensor"), config=config)
+
+    def change(tensors):
+        del tensors[f"{Q}.weight_scale"]
+        tensors[f"{Q}.weight"] = MASTERS[Q].astype(made.BF16)
+
+    b = checkpoint(tmp_path / "b", models.fp8("vllm_tensor"), config=config, change=change)
+    assert kinds(agree(a, b)) == ["left_out"]
+
+
+def test_experts_and_rows_that_one_side_lacks(tmp_path):
+    x = models.spread((3, 128, 128), 0)
+    each = {f"mlp.experts.{e}.down_proj": part for e, part in enumerate(x)}
+    apart = models.write(tmp_path / "apart", models.quantized(each, BLOCKS), CONFIG)
+    q = [rules.by_name("vllm_block").quantize(part) for part in x[:2]]
+    two = write.tensors_of("mlp.experts.down_proj", q, "transformers_experts")
+    result = agree(apart, models.write(tmp_path / "two", two, CONFIG))
+    assert [(c.kind, c.weight) for c in result.causes] == [
+        ("absent", "mlp.experts.2.down_proj.weight")
+    ]
+    rows = models.spread((640, 128), 1)
+    parts = {"q_proj": rows[:256], "k_proj": rows[256:384], "v_proj": rows[384:512]}
+    parts = {f"attn.{name}": part for name, part in parts.items()}
+    separate = models.write(tmp_path / "parts", models.quantized(parts, BLOCKS), CONFIG)
+    fused = models.quantized({"attn.qkv_proj": rows}, BLOCKS)
+    assert not agree(models.write(tmp_path / "all", fused, CONFIG), separate).ok
+
+
+def test_a_fault_of_one_expert_is_not_that_of_all(tmp_path):
+    x = models.spread((3, 128, 256), 0)
+    rule = rules.by_name("vllm_block")
+    sides = {
+        "a": [rule.quantize(part) for part in x],
+        "b": [rule.quantize(part + np.float32(1e-3)) for part in x],
+    }
+    wrong = sides["b"][0]
+    sides["b"][0] = wrong._replace(scale_inv=np.full_like(wrong.scale_inv, np.nan))
+    folders = []
+    for name, q in sides.items():
+        tensors = write.tensors_of("mlp.experts.w", q, "transformers_experts")
+        folders.append(models.write(tmp_path / name, tensors, CONFIG))
+    causes_of = {c.weight: c.kind for c in agree(*folders).causes}
+    assert causes_of["mlp.experts.w[0]"] == "misread"
+    assert causes_of["mlp.experts.w[1]"] == "unexplained"

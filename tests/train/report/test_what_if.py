@@ -225,3 +225,11 @@ def test_the_command(tmp_path, capsys):
     assert written["outcomes"]["model.layers.0.mlp.up_proj/input/e4m3fn"]["clipped"] == 4
     assert cli.main([*arguments[:3], "absent"]) == 2
     assert "--policy is one of" in capsys.readouterr().err
+
+
+def test_amaxes_of_four_bits_are_replayed(tmp_path):
+    run = recorded(tmp_path / "run", [3.0, 6.9, 7.5], recipe="mxfp4")
+    replayed = what_if.replay(run, "delayed").outcomes
+    assert {name.rpartition("/")[2] for name in replayed} == {"e2m1fn"}
+    # a scale of 6 / 3 for 6.9, and of 6 / 6.9 for 7.5, which rounds to 6
+    assert [outcome.clipped for outcome in replayed.values()] == [1, 1]
