@@ -405,4 +405,6 @@ are made from one amax; those of MX serve 4-bit formats too."""
 
 def by_name(policy: "str | ScalePolicy") -> ScalePolicy:
     """The policy of that name; a ScalePolicy is itself; ValueError for anything else."""
-    return registry.lookup("policy is a ScalePolicy or", _EVERY, policy, ScalePolicy)
+    return registry.lookup(
+        "policy is a ScalePolicy or", POLICIES | FP4_POLICIES, policy, ScalePolicy
+    )

@@ -120,9 +120,7 @@ def test_the_largest_pattern_takes_little_memory():
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(
-    "pattern", ["(", "a{3,1}", r"(?P<n>a)\2", "(?R)", r"\p{L}", "a" * 2000, "(" * 400 + ")" * 400]
-)
+@pytest.mark.parametrize("pattern", ["(", "a{3,1}", r"(?P<n>a)\2", "(?R)", r"\p{L}", "a" * 2000])
 def test_other_expressions_are_refused(pattern):
     with pytest.raises(ValueError, match=r"no regular expression|no repeat|at most 1000"):
         patterns.matches(pattern, "a")

@@ -314,15 +314,24 @@ def jax_rounds_to_odd(monkeypatch):
         )
         return jax_linear.jax.lax.bitcast_convert_type(odd.astype(jnp.uint8), dtype)
 
-    monkeypatch.setattr(jax_cast, "to_fp8", fault)
+    cast_eight_bits(monkeypatch, jax_cast, fault)
+
+
+def cast_eight_bits(monkeypatch, backend, cast):
+    """Cast to FP8 by a function, and to 4 bits, which has no other codes (C-9), as before."""
+    to_fp8 = backend.to_fp8
+
+    def either(x, fmt, **options):
+        return cast(x, fmt) if fmt.bits == 8 else to_fp8(x, fmt, **options)
+
+    monkeypatch.setattr(backend, "to_fp8", either)
 
 
 def jax_leaves_saturation_out(monkeypatch):
-    monkeypatch.setattr(
-        jax_cast,
-        "to_fp8",
-        lambda x, fmt, *, saturate=True: jax_cast.to_f32(x).astype(jax_cast.DTYPES[fmt.name]),
-    )
+    def unsaturated(x, fmt):
+        return jax_cast.to_f32(x).astype(jax_cast.DTYPES[fmt.name])
+
+    cast_eight_bits(monkeypatch, jax_cast, unsaturated)
 
 
 def torch_scale_one_ulp_down(monkeypatch):
@@ -344,9 +353,10 @@ def torch_rounds_to_odd(monkeypatch):
 
 
 def torch_leaves_saturation_out(monkeypatch):
-    monkeypatch.setattr(
-        torch_cast, "to_fp8", lambda x, fmt: torch_cast.to_f32(x).to(torch_cast.DTYPES[fmt.name])
-    )
+    def unsaturated(x, fmt):
+        return torch_cast.to_f32(x).to(torch_cast.DTYPES[fmt.name])
+
+    cast_eight_bits(monkeypatch, torch_cast, unsaturated)
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ Plans of G-12 have none of them.
 
 def by_name(unit: str | TensorCore) -> TensorCore:
     """The unit of a name, in UNITS or MODELED; a TensorCore is returned as it is."""
-    return registry.lookup("unit is a TensorCore or", _EVERY, unit, TensorCore)
+    return registry.lookup("unit is a TensorCore or", UNITS | MODELED, unit, TensorCore)
 
 
 def check_pair(fmt_a: Format, fmt_b: Format) -> None:
