@@ -111,9 +111,14 @@ class TwoLevel:
             )
 
     @property
+    def of_tensor(self) -> bool:
+        """Whether all blocks share a tensor's scale, or there is none: not one of each row."""
+        return self.tensor_granularity == "tensorwise"
+
+    @property
     def granularities(self) -> tuple[str, ...]:
         """Those of its blocks: a square has no scale of a row."""
-        return ("nvfp4_1x16", "nvfp4_16x16")[: 1 + (self.tensor_granularity == "tensorwise")]
+        return ("nvfp4_1x16", "nvfp4_16x16")[: 1 + self.of_tensor]
 
 
 def _changed(decisions: "ScalePolicy | E8M0Rule", besides: tuple[str, ...]) -> list[str]:
@@ -399,8 +404,8 @@ among ``POLICIES``, which are those of libraries."""
 
 FP4_POLICIES = {name: policy for name, policy in _EVERY.items() if policy.two_level is not None}
 """The scale policies of 4-bit formats whose block scales are not a function of the block's amax
-alone, by name (S-22). The simulator has them, and no backend. Not among ``POLICIES``, whose scales
-are made from one amax; those of MX serve 4-bit formats too."""
+alone, by name (S-22). The backends have those without scales of rows. Not among ``POLICIES``, whose
+scales are made from one amax; those of MX serve 4-bit formats too."""
 
 
 def by_name(policy: "str | ScalePolicy") -> ScalePolicy:

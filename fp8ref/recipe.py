@@ -131,7 +131,7 @@ class Recipe:
     @property
     def stochastic(self) -> bool:
         """Whether any operand is rounded stochastically, so that a linear takes a seed."""
-        return any(cast.rounding == "stochastic" for cast in self.casts)
+        return any(cast.stochastic for cast in self.casts)
 
     @property
     def delayed(self) -> bool:
@@ -147,12 +147,12 @@ class Recipe:
     def shared(self) -> bool:
         """Whether torchao's scaling covers it: each operand by its own amax, over the tensor or a
         row. The cross-check replays such recipes on JAX's meshes."""
-        return not self.delayed and not self.in_blocks
+        return not self.delayed and not self.in_blocks and all(cast.plain for cast in self.casts)
 
     def serves_both(self, role: Role) -> bool:
         """Whether both GEMMs of a role take it alike: not cast, or by one scale of the tensor."""
         casts = [operand.cast for operand in self.operand_casts if operand.role == role]
-        whole = all(cast.granularity == "tensorwise" for cast in casts)
+        whole = all(cast.granularity == "tensorwise" and cast.plain for cast in casts)
         return whole and len(casts) != 1 and len(set(casts)) < 2
 
     @property
@@ -252,6 +252,7 @@ def _nvfp4() -> Recipe:
 
 
 _MX = _blocks("mx_1x32", "mx_rceil")
+_MX_SQUARE = dataclasses.replace(_MX, granularity="mx_32x32")
 _MXFP4 = dataclasses.replace(_MX, fmt=E2M1FN)
 RECIPES = {
     r.name: r
@@ -269,6 +270,7 @@ RECIPES = {
         _uniform("rowwise_native", _ROW, _ROW, _ROW),
         _nvfp4(),
         _uniform("mxfp4", _MXFP4, _MXFP4, _MXFP4),
+        _uniform("mxfp8_32x32", _MX, _MX_SQUARE, _MX),
     )
 }
 """fp8ref's recipes by name (R-1)."""

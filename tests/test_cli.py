@@ -404,7 +404,7 @@ def test_a_value_that_cannot_be_used_exits_with_2_and_writes_nothing(
     [
         ("[run]\nsteps = 'many'\n", "run.steps: Input should be a valid integer; got 'many'"),
         ("[run]\nsteps = 0\n", "run.steps is at least 1; got 0"),
-        ("[numerics]\nrecipe = 'fp9'\n", "mxfp4; got 'fp9'"),
+        ("[numerics]\nrecipe = 'fp9'\n", "mxfp8_32x32; got 'fp9'"),
         ("run: 3\n", "is not TOML"),
     ],
 )

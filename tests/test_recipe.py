@@ -5,7 +5,7 @@ import pytest
 
 from fp8ref import front, recipe
 from fp8ref.formats import E4M3FN, E5M2, E8M0FNU, FLOAT16, FP8_FORMATS
-from fp8ref.policy import POLICIES
+from fp8ref.policy import FP4_POLICIES, POLICIES
 from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
 from fp8ref.shared import package_data
 from fp8ref.spec.delayed import DELAYED
@@ -23,7 +23,7 @@ def as_tuple(spec: GemmSpec):
 
 
 E4, E5, ROW, TENSOR = "e4m3fn", "e5m2", "rowwise", "tensorwise"
-LINE, SQUARE, MX = "blockwise_1x128", "blockwise_128x128", "mx_1x32"
+LINE, SQUARE, MX, MX2 = "blockwise_1x128", "blockwise_128x128", "mx_1x32", "mx_32x32"
 F4, NV, NV2 = "e2m1fn", "nvfp4_1x16", "nvfp4_16x16"
 
 
@@ -83,6 +83,12 @@ F4, NV, NV2 = "e2m1fn", "nvfp4_1x16", "nvfp4_16x16"
         ),
         ("nvfp4", (F4, NV, F4, NV2, "fast"), (F4, NV, F4, NV2, "fast"), (F4, NV, F4, NV, "fast")),
         ("mxfp4", (F4, MX, F4, MX, "fast"), (F4, MX, F4, MX, "slow"), (F4, MX, F4, MX, "slow")),
+        (
+            "mxfp8_32x32",
+            (E4, MX, E4, MX2, "fast"),
+            (E4, MX, E4, MX2, "slow"),
+            (E4, MX, E4, MX, "slow"),
+        ),
     ],
 )
 def test_recipes_are_those_of_the_table(name, output, grad_input, grad_weight):  # R
@@ -112,7 +118,7 @@ def test_every_cast_of_a_recipe_has_its_policy(name):  # R-1
         "tensorwise_pow2": "torchao_pow2",
         "rowwise_native": "torchao_pow2",
     }
-    policies |= {"nvfp4": "te_nvfp4", "mxfp4": "mx_rceil"}
+    policies |= {"nvfp4": "te_nvfp4", "mxfp4": "mx_rceil", "mxfp8_32x32": "mx_rceil"}
     policies |= {"blockwise_deepgemm": "deepgemm", "blockwise_ue8m0": "deepgemm_ue8m0"}
     casts = [
         cast
@@ -153,10 +159,24 @@ def test_recipes_under_simulation_are_those_rotated_or_stochastic():  # R-9
         "b/grad_input",
         "b/grad_weight",
     ]
-    row = CastSpec(fmt=E4M3FN, granularity="rowwise", rounding="stochastic")
-    assert Recipe(
-        name="mine", output=GemmSpec(a=row, b=CastSpec(fmt=E4M3FN), accumulate="fast")
-    ).simulated
+    row = CastSpec(fmt=E4M3FN, granularity="rowwise", rounding="stochastic_8")
+    mine = Recipe(name="mine", output=GemmSpec(a=row, b=CastSpec(fmt=E4M3FN), accumulate="fast"))
+    assert mine.stochastic
+    assert mine.simulated
+    assert not mine.shared
+    rows = dataclasses.replace(nvfp4.output.a, policy=FP4_POLICIES["te_nvfp4_row"])
+    assert rows.simulated  # backends have no scale of each row
+    assert CastSpec(fmt=E4M3FN, policy=FP4_POLICIES["te_nvfp4"]).simulated
+
+
+def test_codes_that_a_seed_or_a_rotation_changes_serve_no_second_gemm():  # L-3, S-23, S-24
+    whole = RECIPES["tensorwise"].output.a
+    for changed in ({"rounding": "stochastic"}, {"rotation": NVFP4_ROTATION}):
+        cast = dataclasses.replace(whole, **changed)
+        gemm = GemmSpec(a=cast, b=cast, accumulate="fast")
+        assert not Recipe(name="mine", output=gemm, grad_weight=gemm).serves_both("input"), changed
+    plain = GemmSpec(a=whole, b=whole, accumulate="fast")
+    assert Recipe(name="mine", output=plain, grad_weight=plain).serves_both("input")
 
 
 def test_a_recipe_under_simulation_is_refused_by_name_and_told_what_trains():
@@ -182,7 +202,7 @@ def test_both_operands_of_a_gemm_are_rotated_alike():  # S-23
     for signs in ((1,), (1, 1, 1), (1, 0)):
         with pytest.raises(ValueError, match="signs, each 1 or -1"):
             Rotation(signs=signs)
-    with pytest.raises(ValueError, match="one of nearest_even, stochastic; got 'up'"):
+    with pytest.raises(ValueError, match="one of nearest_even, stochastic, stochastic_8; got 'up'"):
         CastSpec(fmt=E4M3FN, rounding="up")
 
 

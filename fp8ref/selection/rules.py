@@ -8,12 +8,13 @@ backend takes a linear's recipe from its Decision, so that rules are the same fo
 """
 
 import dataclasses
+import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fp8ref import recipe as recipes
-from fp8ref.formats import FP8_FORMATS
-from fp8ref.policy import POLICIES, UNSCALED
+from fp8ref.formats import QUANTIZED_FORMATS
+from fp8ref.policy import FP4_POLICIES, POLICIES, UNSCALED
 from fp8ref.recipe import (
     OPERANDS,
     RECIPES,
@@ -30,14 +31,19 @@ from fp8ref.shared import registry
 from fp8ref.shared.errors import require
 from fp8ref.spec import granularity as granularities
 from fp8ref.spec.epilogue import EPILOGUES
+from fp8ref.spec.gemm import Rounding
+from fp8ref.spec.rotation import ROTATIONS
 
 GEMMS: tuple[Gemm, ...] = tuple(OPERANDS)
 """The GEMMs that a rule may name."""
 
+_POLICIES = {**POLICIES, **FP4_POLICIES, UNSCALED.name: UNSCALED}
+_PARTS = ("format", "granularity", "policy", "rounding", "rotation")  # of a cast
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What a rule changes, and to what: a recipe; format, granularity or policy; or an epilogue.
+    """What a rule changes, and to what: a recipe; parts of a cast; or an epilogue.
 
     Raises:   ValueError: an unknown word, naming the nearest; a rule that gives nothing, or several
               of these; GEMMs and roles that have no operand in common; roles beside an epilogue.
@@ -57,6 +63,10 @@ class Rule:
     """Granularity of their scales."""
     policy: str | None = None
     """Policy of their scales; unscaled: scale 1."""
+    rounding: str | None = None
+    """How they are rounded: nearest_even, stochastic, stochastic_8."""
+    rotation: str | None = None
+    """Their rotation: none, nvfp4. Both operands of a GEMM have the same."""
     epilogue: str | None = None
     """Epilogue of the GEMMs of two FP8 operands: scale_then_round, product_then_round, as
     cuBLASLt's, or unit_round_scale_round.
@@ -69,9 +79,11 @@ class Rule:
             ("gemms", self.gemms, GEMMS),
             ("roles", self.roles, ROLES),
             ("recipe", [self.recipe], trained_recipes()),
-            ("format", [self.format], FP8_FORMATS),
+            ("format", [self.format], QUANTIZED_FORMATS),
             ("granularity", [self.granularity], granularities.GRANULARITIES),
-            ("policy", [self.policy], (*POLICIES, UNSCALED.name)),
+            ("policy", [self.policy], _POLICIES),
+            ("rounding", [self.rounding], typing.get_args(Rounding)),
+            ("rotation", [self.rotation], ROTATIONS),
             (
                 "epilogue",
                 [self.epilogue],
@@ -84,13 +96,12 @@ class Rule:
                         f"{key} of a rule is one of {', '.join(choices)}; got "
                         f"{word!r}.{registry.nearest(word, choices)}"
                     )
-        parts = [
-            key for key in ("format", "granularity", "policy") if getattr(self, key) is not None
-        ]
+        parts = [key for key in _PARTS if getattr(self, key) is not None]
         others = [key for key in ("recipe", "epilogue") if getattr(self, key) is not None]
         if bool(parts) + len(others) != 1:
             raise ValueError(
-                "a rule has a recipe, or a format, granularity or policy, or an epilogue; got "
+                "a rule has a recipe, or a format, granularity, policy, rounding or rotation, or "
+                "an epilogue; got "
                 f"{', '.join([*parts, *others]) or 'none'}. Split it, or name one."
             )
         if self.epilogue is not None and self.roles != ROLES:
@@ -115,14 +126,16 @@ class Rule:
             return casts_of(RECIPES[self.recipe])[gemm, role]
         if now is None or self.epilogue is not None:
             return now
-        policy = now.policy if self.policy is None else POLICIES.get(self.policy, UNSCALED)
-        return CastSpec(
-            fmt=now.fmt if self.format is None else FP8_FORMATS[self.format],
+        policy = now.policy if self.policy is None else _POLICIES[self.policy]
+        rescaled = policy != now.policy or self.granularity not in (None, now.granularity)
+        return dataclasses.replace(
+            now,
+            fmt=now.fmt if self.format is None else QUANTIZED_FORMATS[self.format],
             granularity=self.granularity or now.granularity,
             policy=policy,
-            delayed=now.delayed
-            if policy == now.policy and self.granularity in (None, now.granularity)
-            else None,
+            delayed=None if rescaled else now.delayed,
+            rounding=typing.cast(Rounding, self.rounding or now.rounding),
+            rotation=now.rotation if self.rotation is None else ROTATIONS[self.rotation],
         )
 
 
@@ -210,6 +223,8 @@ def to_manifest(decision: Decision) -> dict[str, str]:
             if cast is None
             else f"{cast.fmt.name} {cast.granularity} {cast.policy.name}"
             + " delayed" * bool(cast.delayed)
+            + " rotated" * bool(cast.rotation)
+            + f" {cast.rounding}" * cast.stochastic
         )
 
     operands = {

@@ -189,7 +189,7 @@ def quantize_operands(
 def _check_seed(recipe: Recipe, gemms: tuple[Gemm, ...], seed: int | None) -> None:
     """ValueError unless a seed is passed exactly when one of these GEMMs rounds stochastically."""
     casts = [spec for (which, _), spec in casts_of(recipe).items() if spec and which in gemms]
-    needed = any(spec.rounding == "stochastic" for spec in casts)
+    needed = any(spec.stochastic for spec in casts)
     if needed != (seed is not None):
         phrase = "rounds stochastically in" if needed else "rounds nothing stochastically in"
         raise ValueError(
@@ -264,7 +264,7 @@ def _quantize(
 ) -> Quantized:
     if spec.rotation is not None:
         x = hadamard.rotate_blocks(x, spec.rotation)
-    seed = seed if spec.rounding == "stochastic" else None
+    seed = seed if spec.stochastic else None
     cast_with: Callable[..., Quantized]
     if spec.delayed is None and role not in (scales or ()):
         cast_with = functools.partial(scaling.quantize, x, ragged=ragged)

@@ -1,7 +1,7 @@
 """How one GEMM's operands are cast, and how it is computed: a part of a recipe (spec L-4, R-1)."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from fp8ref.formats import FP4_FORMATS, FP8_FORMATS, NARROW_FORMATS, QUANTIZED_FORMATS, Format
 from fp8ref.policy import POLICIES, ScalePolicy
@@ -12,6 +12,15 @@ from fp8ref.spec.rotation import Rotation
 
 __all__ = ["CastSpec", "GemmSpec"]
 
+Rounding = Literal["nearest_even", "stochastic", "stochastic_8"]
+"""How an operand is rounded (C-2)."""
+
+STOCHASTIC = ("stochastic", "stochastic_8")
+"""The roundings of operands that take a seed (C-2)."""
+
+MX_BLOCKS = ("mx_1x32", "mx_32x32")
+"""The granularities of e8m0 scales that are numbers of MX (S-6)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CastSpec:
@@ -19,7 +28,8 @@ class CastSpec:
     those of the steps before.
 
     rotation    of its blocks along the reduced axis, before it is scaled (spec S-23); None: none.
-    rounding    ``nearest_even``, or ``stochastic`` by a seed (C-2).
+    rounding    ``nearest_even``; ``stochastic``, or with 8 random bits ``stochastic_8``, by a seed
+                (C-2).
 
     Raises:     ValueError: an unsigned fmt, or one of more than 8 bits, an unknown granularity or
                 rounding, delayed scaling that is not tensorwise or by another policy than its own,
@@ -31,13 +41,13 @@ class CastSpec:
     policy: ScalePolicy = POLICIES["torchao"]
     delayed: DelayedScaling | None = None
     rotation: Rotation | None = None
-    rounding: Literal["nearest_even", "stochastic"] = "nearest_even"
+    rounding: Rounding = "nearest_even"
 
     def __post_init__(self) -> None:
         text = f"an operand's fmt is one of {', '.join(NARROW_FORMATS)}; got {self.fmt.name!r}."
         errors.require(self.fmt.signed and self.fmt.bits <= 8, text)
         granularity.by_name(self.granularity)
-        errors.one_of("an operand's rounding", self.rounding, ("nearest_even", "stochastic"))
+        errors.one_of("an operand's rounding", self.rounding, get_args(Rounding))
         if self.delayed is not None and (
             self.granularity != "tensorwise" or self.policy != self.delayed.policy or self.rotation
         ):
@@ -49,14 +59,28 @@ class CastSpec:
 
     @property
     def simulated(self) -> bool:
-        """Whether the simulator alone has it: a rotation, stochastic rounding, or a format that is
-        neither FP8's nor e2m1fn in the blocks that backends emulate (spec R-9)."""
-        emulated = self.fmt.name in FP4_FORMATS and self.granularity == "mx_1x32"
-        return (
-            not (emulated or self.fmt.name in FP8_FORMATS)
-            or self.rotation is not None
-            or self.rounding != "nearest_even"
-        )
+        """Whether the simulator alone has it: a format that is neither FP8's nor e2m1fn in the
+        blocks and by the scales that backends emulate (spec R-9)."""
+        if self.policy.two_level is not None or not self.plain:
+            return True
+        if self.fmt.name in FP8_FORMATS:
+            return self.policy.two_level is not None
+        rule = self.policy.two_level
+        blocks = MX_BLOCKS if rule is None else rule.granularities
+        scaled = self.policy.e8m0 is not None if rule is None else rule.of_tensor
+        fits = self.fmt.name in FP4_FORMATS and self.granularity in blocks and scaled
+        return not fits
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether it rounds by a seed."""
+        return self.rounding in STOCHASTIC
+
+    @property
+    def plain(self) -> bool:
+        """Whether its codes depend on the tensor alone, whichever GEMM takes them: it is neither
+        rotated along the reduced axis nor rounded by the seed of a GEMM."""
+        return self.rotation is None and not self.stochastic
 
     @property
     def pairs(self) -> bool:
@@ -66,7 +90,7 @@ class CastSpec:
         policy = self.policy
         specials = {policy.zero, policy.infinite, policy.nan}
         computed = (policy.ratio, policy.overflow, *specials) == ("max/amax", "inf", "compute")
-        by_powers = policy.power_of_two is not None and not self.simulated
+        by_powers = policy.power_of_two is not None and self.plain
         return self.granularity == "rowwise" and computed and by_powers
 
 

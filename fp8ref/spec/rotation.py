@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["NVFP4_ROTATION", "Rotation"]
+__all__ = ["NVFP4_ROTATION", "ROTATIONS", "Rotation"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,4 +39,7 @@ def check_size(size: int) -> None:
 
 # TransformerEngine d0067d0d, pytorch/custom_recipes/reference_nvfp4.py: get_wgrad_sign_vector.
 NVFP4_ROTATION = Rotation(signs=(1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1))
-"""Transformer Engine's rotation of the operands of grad_weight under NVFP4."""
+"""Transformer Engine's rotation of the operands of grad_weight under NVFP4, and torchao's."""
+
+ROTATIONS = {"none": None, "nvfp4": NVFP4_ROTATION}
+"""The rotations that a rule names (R-8)."""

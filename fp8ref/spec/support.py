@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fp8ref import policy as policies
-from fp8ref.policy import POLICIES, ScalePolicy
+from fp8ref.policy import FP4_POLICIES, POLICIES, ScalePolicy
 from fp8ref.shared import package_data
 from fp8ref.spec.attention.variants import VARIANTS
 from fp8ref.spec.delayed import DelayedScaling
@@ -117,6 +117,14 @@ _E8M0_POLICIES = _listed(name for name, p in POLICIES.items() if p.in_backends a
 _TORCHAO_EPS = POLICIES["torchao"].eps
 
 
+def _of_tensor(policy: ScalePolicy) -> bool:
+    """Whether it has two levels of scales, of blocks and of the tensor or none."""
+    return policy.two_level is not None and policy.two_level.of_tensor
+
+
+_TWO_LEVEL_POLICIES = _listed(name for name, p in FP4_POLICIES.items() if _of_tensor(p))
+
+
 def _epilogues(backend: Backend) -> Limit:
     return Limit(
         takes=lambda name: name in EPILOGUES[backend],
@@ -161,14 +169,14 @@ LIMITS: dict[str, dict[Any, Limit]] = {
         Limit(
             takes=lambda recipe: not recipe.simulated,
             needs="{what} {choice.name!r} is for the simulator alone, under simulation (R-9): "
-            "backends neither rotate nor round stochastically, and take e2m1fn in mx_1x32 alone",
+            "backends take e2m1fn in blocks of MX or NVFP4, without a scale of each row",
             received=None,
             instead="Use fp8ref.sim.linear to study it, or one that trains: {trained}.",
         )
     ),
     "scale policies": _both(
         Limit(
-            takes=lambda policy: policy.unscaled or policy.in_backends,
+            takes=lambda policy: policy.unscaled or policy.in_backends or _of_tensor(policy),
             needs=f"fp8ref.{{backend}} scales by {_POLICIES}",
             received="policy {choice.name!r}",
             instead="Use one of these, or fp8ref.sim for {choice.name!r}.",
@@ -184,16 +192,19 @@ LIMITS: dict[str, dict[Any, Limit]] = {
     ),
     "scale policies of e2m1fn": _both(
         Limit(
-            takes=lambda policy: policy.e8m0 is not None,
-            needs=f"fp8ref.{{backend}} scales e2m1fn by e8m0 scales, of policy {_E8M0_POLICIES}",
+            takes=lambda policy: policy.e8m0 is not None or _of_tensor(policy),
+            needs=f"fp8ref.{{backend}} scales e2m1fn by {_E8M0_POLICIES}, {_TWO_LEVEL_POLICIES}",
             received="policy {choice.name!r}",
-            instead="Use one of these with mx_1x32, or fp8ref.sim for {choice.name!r}.",
+            instead="Use one of these, or fp8ref.sim for {choice.name!r}.",
         )
     ),
     "floors of scale policies": {
         "jax": Limit(
             takes=lambda policy: (
-                policy.unscaled or policy.e8m0 is not None or policy.eps >= SMALLEST_EPS
+                policy.unscaled
+                or policy.e8m0 is not None
+                or policy.two_level is not None
+                or policy.eps >= SMALLEST_EPS
             ),
             needs=f"fp8ref.jax needs eps >= {SMALLEST_EPS}, as XLA flushes subnormals (S-3)",
             received="policy {choice.name!r} with eps={choice.eps}",

@@ -53,6 +53,11 @@ CASTS = {
         "grad_weight": (E4, LINE, E4, LINE, "torchao", "scale_then_round"),
     },
     "mxfp8": dict.fromkeys(GEMMS, (E4, MX, E4, MX, "mx_rceil", "scale_then_round")),
+    "mxfp8_32x32": {
+        "output": (E4, MX, E4, "mx_32x32", "mx_rceil", "scale_then_round"),
+        "grad_input": (E4, MX, E4, "mx_32x32", "mx_rceil", "scale_then_round"),
+        "grad_weight": (E4, MX, E4, MX, "mx_rceil", "scale_then_round"),
+    },
 }
 for name, like, policy, epilogue in (
     ("tensorwise_pow2", "tensorwise", "torchao_pow2", "scale_then_round"),

@@ -1,8 +1,11 @@
 """The formats of operands: of a recipe's GEMMs, and of casts alone."""
 
+import dataclasses
+
 import pytest
 
 from fp8ref.formats import E2M1FN, E3M4, E4M3FN, E5M2, NARROW_FORMATS, QUANTIZED_FORMATS
+from fp8ref.policy import POLICIES
 from fp8ref.spec.gemm import CastSpec, GemmSpec
 
 
@@ -25,5 +28,9 @@ def test_other_formats_are_simulated():
         True,
         True,
     ]
-    assert not CastSpec(fmt=E2M1FN, granularity="mx_1x32").simulated  # R-9
+    mx = CastSpec(fmt=E2M1FN, granularity="mx_1x32", policy=POLICIES["mx_rceil"])
+    assert not mx.simulated  # R-9
+    assert dataclasses.replace(mx, policy=POLICIES["torchao"]).simulated
+    assert not dataclasses.replace(mx, granularity="mx_32x32").simulated
+    assert dataclasses.replace(mx, granularity="nvfp4_1x16").simulated
     assert CastSpec(fmt=E3M4, granularity="mx_1x32").simulated

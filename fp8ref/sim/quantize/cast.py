@@ -14,29 +14,34 @@ magnitudes upwards without gaps, so that code = n + (steps of the exponent above
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from fp8ref import formats
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
+from fp8ref.shared import errors
 from fp8ref.sim import philox, threads
 from fp8ref.sim.kernels import cast as kernels
 from fp8ref.sim.kernels.compiled import ELEMENTS, worth
+from fp8ref.spec.gemm import STOCHASTIC
 
 __all__ = ["ROUNDINGS", "decode", "encode", "round_to"]
 
-Rounding = Literal["nearest_even", "nearest_away", "toward_zero", "to_odd", "stochastic"]
+Rounding = Literal[
+    "nearest_even", "nearest_away", "toward_zero", "to_odd", "stochastic", "stochastic_8"
+]
 """How a value between two numbers of a format is rounded (C-2).
 
 nearest_even  to the nearest; a tie goes to the even code
 nearest_away  to the nearest; a tie goes away from zero
 toward_zero   to the neighbor with the smaller magnitude
 to_odd        to the neighbor with the odd code
-stochastic    away from zero with a probability equal to the discarded fraction
+stochastic    away from zero with a probability equal to the discarded fraction, by 48 random bits
+stochastic_8  the same by 8 random bits, as NVIDIA's cvt.rs: of the fraction cut to 8 bits
 """
 
-ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "to_odd", "stochastic")
+ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 """The values of ``Rounding``."""
 
 _MOST_BITS = 16  # of a format that has codes here
@@ -54,8 +59,8 @@ def encode(
     """Round x once to a format of at most 16 bits and return its codes, one a byte, or one a
     uint16 above 8 bits (``packing`` puts two of 4 bits into a byte).
 
-    rounding  nearest_even, nearest_away (ties), toward_zero, to_odd, or stochastic, by a seed in
-              [0, 2^64) and the flat index in C order.
+    rounding  nearest_even, nearest_away (ties), toward_zero, to_odd, or stochastic and
+              stochastic_8, by a seed in [0, 2^64) and the flat index in C order.
     Shapes:   x any shape and memory order, empty too, float64, float32, float16 or bfloat16; codes
               uint8, or uint16 above 8 bits, of the same shape, C order.
     Order:    round as if the exponent were unbounded; then saturate or overflow; then zeros,
@@ -81,7 +86,7 @@ def encode(
     codes = np.empty(x.shape, code_dtype(fmt))
     flat = codes.reshape(-1)
     kernel = None
-    if kernels.encodes(fmt) and x.dtype != np.float64:
+    if kernels.encodes(fmt) and x.dtype != np.float64 and rounding != "stochastic_8":
         kernel = kernels.encoder(fmt, rounding, saturate)
     plain = functools.partial(
         encode_plain, fmt=fmt, rounding=rounding, saturate=saturate, seed=seed
@@ -374,7 +379,7 @@ def _check(x: np.ndarray, fmt: Format, rounding: str, seed: int | None, saturate
         raise ValueError(f"saturate is True or False; got {saturate!r}.")
     _check_coded(fmt, "encode")
     formats.check_saturates(fmt, saturate)
-    if fmt.signed is False and rounding in ("to_odd", "stochastic"):
+    if fmt.signed is False and rounding in ("to_odd", *STOCHASTIC):
         raise ValueError(
             f"rounding {rounding!r} is not defined for {fmt}. Use 'nearest_even' or 'toward_zero' "
             "(C-7)."
@@ -407,9 +412,8 @@ def check_dtype(x: np.ndarray) -> None:
 
 
 def _check_rounding(rounding: str, seed: int | None) -> None:
-    if not isinstance(rounding, str) or rounding not in ROUNDINGS:
-        raise ValueError(f"rounding is one of {', '.join(ROUNDINGS)}; got {rounding!r}.")
-    if (seed is not None) != (rounding == "stochastic"):
+    errors.one_of("rounding", rounding, ROUNDINGS)
+    if (seed is not None) != (rounding in STOCHASTIC):
         raise ValueError(
             f"stochastic rounding needs a seed, others none; got rounding={rounding!r}, "
             f"seed={seed}."
@@ -477,6 +481,8 @@ def round_spacings(
     # Away from zero if the rest, cut to 48 bits, and a random 48-bit integer together carry: with
     # the probability of what is cut off (C-2).
     random = philox.uniform48(start, n.size, int(seed)).reshape(n.shape)
+    if rounding == "stochastic_8":
+        return floor + (np.floor(rest * 2.0**8) + np.floor(random / 2.0**40) >= 2.0**8)
     return floor + (np.floor(rest * 2.0**48) + random >= 2.0**48)
 
 

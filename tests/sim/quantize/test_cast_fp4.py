@@ -7,7 +7,9 @@ import torch
 
 from fp8ref.conformance.inputs import cast_inputs
 from fp8ref.formats import E2M1FN, FLOAT32
+from fp8ref.sim import philox
 from fp8ref.sim.quantize import cast
+from fp8ref.spec.gemm import STOCHASTIC
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def test_codes_are_those_of_ml_dtypes_and_torchao(numbers):  # F-5, C-2, C-9
 @pytest.mark.parametrize("rounding", cast.ROUNDINGS)
 def test_compiled_codes_are_the_plain_ones(numbers, rounding):  # C-2
     x = np.concatenate([numbers, np.float32([np.nan, -np.nan])])
-    options = {"rounding": rounding} | ({"seed": 5} if rounding == "stochastic" else {})
+    options = {"rounding": rounding} | ({"seed": 5} if rounding in STOCHASTIC else {})
     np.testing.assert_array_equal(
         cast.encode(x, E2M1FN, **options), cast.encode_plain(x, E2M1FN, **options)
     )
@@ -67,6 +69,16 @@ def test_stochastic_rounding_is_unbiased():  # C-2
     # Standard deviation of one draw: at most half the spacing, 1; of the mean of 2^16: 2^-8. Five
     # of these.
     np.testing.assert_allclose(mean, x[:: 1 << 16], atol=5 * 2.0**-8)
+
+
+def test_eight_random_bits_round_up_by_the_fraction_cut_to_eight_bits():  # C-2
+    x = np.float32([1 + 2.0**-10, 1 + 2.0**-9, 1.25, 1 + 255 / 512]).repeat(1 << 16)
+    codes = cast.encode(x, E2M1FN, rounding="stochastic_8", seed=3).reshape(4, -1)
+    random = np.floor(philox.uniform48(0, x.size, 3) / 2.0**40).reshape(4, -1)
+    fraction = np.array([0, 1, 128, 255])[:, None]  # of 256: the first is below 1
+    np.testing.assert_array_equal(codes, np.where(fraction + random > 255, 3, 2))
+    assert (codes[0] == 2).all()
+    assert 0 < (codes[1] == 3).mean() < 2.0**-6
 
 
 def test_errors():
