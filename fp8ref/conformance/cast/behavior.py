@@ -229,7 +229,7 @@ def _rounded(
 ) -> np.ndarray:
     """n of ``cast.in_spacings`` as integers: rounded by the simulator if it has the mode."""
     if rounding in cast.ROUNDINGS:
-        return cast.round_spacings(n, exponent, fmt, rounding)  # type: ignore[arg-type]
+        return cast.round_spacings(n, exponent, fmt, rounding)
     # The rest is exact, and so is its comparison with a half.
     floor = np.floor(n)
     rest = n - floor
