@@ -1,19 +1,24 @@
 """Rules change casts of single operands, and typing errors in them are found (spec R-8)."""
 
+import dataclasses
+
 import pytest
 
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.policy import UNSCALED
+from fp8ref.policy import FP4_POLICIES, UNSCALED
 from fp8ref.recipe import RECIPES
 from fp8ref.selection import linears as linear_selection
 from fp8ref.selection import rules as linear_rules
 from fp8ref.selection.rules import Rule
+from fp8ref.spec.rotation import NVFP4_ROTATION
 
 LINEARS = {
     f"model.layers.{i}.mlp.{name}": (32, 64)
     for i in (0, 1, 10)
     for name in ("up_proj", "down_proj")
 } | {"lm_head": (256, 64)}
+
+_E4 = RECIPES["tensorwise"].output.a
 
 
 def decided(*rules: Rule, recipe: str = "tensorwise") -> dict:
@@ -55,6 +60,22 @@ def test_later_rules_change_what_earlier_ones_left():
     assert found["model.layers.0.mlp.up_proj"].reason == "rule 1, and rule 2"
     assert not found["model.layers.1.mlp.up_proj"].recipe.grad_weight.fp8
     assert found["model.layers.1.mlp.up_proj"].recipe.output == RECIPES["tensorwise"].output
+
+
+def test_a_rule_changes_the_named_parts_of_a_cast_alone():  # R-8
+    cast = RECIPES["nvfp4"].grad_weight.a
+    for part, word, field, value in (
+        ("rotation", "none", "rotation", None),
+        ("rounding", "stochastic_8", "rounding", "stochastic_8"),
+        ("policy", "te_nvfp4_4over6", "policy", FP4_POLICIES["te_nvfp4_4over6"]),
+        ("granularity", "nvfp4_16x16", "granularity", "nvfp4_16x16"),
+        ("format", "e4m3fn", "fmt", E4M3FN),
+    ):
+        rule = Rule(layers=("*",), **{part: word})
+        after = rule.cast(cast, "grad_weight", "grad_output")
+        assert after == dataclasses.replace(cast, **{field: value}) != cast
+    rotated = Rule(layers=("*",), rotation="nvfp4").cast(_E4, "output", "input")
+    assert rotated == dataclasses.replace(_E4, rotation=NVFP4_ROTATION)
 
 
 def test_a_recipe_turns_linears_in_high_precision_on():
