@@ -345,6 +345,10 @@ def check_trained(recipe: str | Recipe, what: str = "recipe") -> Recipe:
               instead.
     """
     resolved = RECIPES.get(recipe) if isinstance(recipe, str) else recipe
+    if resolved is not None and all(
+        support.takes("recipes", backend, resolved) for backend in support.BACKENDS
+    ):
+        return resolved  # before the names are listed: a model asks for each of its linears
     names = ", ".join(trained_recipes())
     if resolved is None:
         near = registry.nearest(str(recipe), trained_recipes())
