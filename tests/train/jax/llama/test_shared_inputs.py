@@ -47,7 +47,9 @@ def test_who_reads_an_input_first():
 
 
 def trained():
-    trainer, draw = Trainer(sizes.config("delayed")), np.random.default_rng(0).integers
+    # one layer: XLA compiles each anew
+    config = sizes.config("delayed").replace(model={"num_hidden_layers": 1})
+    trainer, draw = Trainer(config), np.random.default_rng(0).integers
     batches = draw(0, 256, (3, 8, 33))
     losses = [trainer.step(tokens)["loss"] for tokens in batches]
     return losses, trainer.weights(), trainer.fp8_states(), trainer
@@ -92,12 +94,12 @@ def test_the_first_readers_state_casts_for_all(shared):
 def test_states_that_differ_are_refused(shared):
     trainer = shared[-1]
     state = trainer._step.tensors(trainer._state)
-    name = "model.layers.1.mlp.up_proj"
+    name = "model.layers.0.mlp.up_proj"
     state["fp8"][name]["input"]["amax_history"] = (
         jnp.asarray(state["fp8"][name]["input"]["amax_history"]) * 2
     )
     with pytest.raises(
         ConfigError,
-        match=r"layers\.1\.mlp\.up_proj and model\.layers\.1\.mlp\.gate_proj read one tensor",
+        match=r"layers\.0\.mlp\.up_proj and model\.layers\.0\.mlp\.gate_proj read one tensor",
     ):
         trainer._step.restored(trainer._state, state)
