@@ -10,5 +10,6 @@ def test_the_table_of_all_policies_is_what_they_make():
     spec = importlib.util.spec_from_file_location("agreement", DOCS / "scripts" / "agreement.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert (DOCS / "agreement.md").read_text(encoding="utf-8") == module.written()
-    assert all(f"`{name}`" in module.written() for name in module.POLICIES)
+    page = module.written()
+    assert (DOCS / "agreement.md").read_text(encoding="utf-8") == page
+    assert all(f"`{name}`" in page for name in module.POLICIES)
