@@ -1,5 +1,6 @@
 """A tensor as a matrix over a coarser grid of scales, as kernels of scaled casts take it (S-6)."""
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +19,10 @@ class Grid(NamedTuple):
     scales: tuple[int, int]
 
 
+@functools.lru_cache(64)
 def grid_of(shape: tuple[int, ...], blocks: Blocks) -> Grid:
-    """The grid of a tensor of this shape, whose last blocks may be shorter."""
+    """The grid of a tensor of this shape, whose last blocks may be shorter. Kept: a tensor is asked
+    for it several times, and a small one takes longer to plan than to scale."""
     sizes = block_sizes(shape, blocks)
     size = int(np.prod(shape, dtype=np.int64))
     if sizes == shape:
