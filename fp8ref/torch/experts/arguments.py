@@ -8,6 +8,7 @@ from torch import nn
 from fp8ref.recipe import Recipe, Role
 from fp8ref.selection import grouped as recipes
 from fp8ref.selection.grouped import GroupedRecipe
+from fp8ref.shared.errors import require
 from fp8ref.torch import delayed
 from fp8ref.torch.linear import linear
 from fp8ref.torch.quantize import cast
@@ -15,7 +16,7 @@ from fp8ref.torch.quantize import cast
 
 def check_recipe(recipe: str | Recipe | GroupedRecipe, name: str = "") -> GroupedRecipe:
     """The grouped recipe, if this backend runs it; ValueError as ``linear.check_recipe``, or for
-    blocks of several rows of input or grad_output.
+    blocks of several rows of input or grad_output, and operands that experts do not take.
 
     name      what it is for: begins the error.
     """
@@ -23,6 +24,11 @@ def check_recipe(recipe: str | Recipe | GroupedRecipe, name: str = "") -> Groupe
         recipe = recipes.by_name(recipe)
         linear.check_recipe(recipe.recipe)
         recipes.check_blocks(recipe, "torch")
+        require(
+            all(cast.plain and cast.policy.two_level is None for cast in recipe.recipe.casts),
+            "experts neither rotate, nor round stochastically, nor scale by two levels; got recipe "
+            f"{recipe.name!r}. Use 'mxfp4' or 'mxfp8' for them.",
+        )
     except ValueError as error:
         if not name:
             raise

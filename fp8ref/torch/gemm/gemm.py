@@ -1,6 +1,7 @@
 """FP8 GEMMs (spec G): by torch._scaled_mm, block kernels, or on dequantized operands."""
 
 import functools
+import math
 import warnings
 
 import torch
@@ -45,7 +46,8 @@ def matmul(
     Order:    torch._scaled_mm with both scale_inv, rounded to out_dtype (G-4); or unit scales,
               rounded, times the product of both, rounded (G-5). Block operands go to cuBLASLt's,
               DeepGEMM's or torchao's kernel if there is one (G-17, ``blocks.kernel``). Else they
-              are dequantized first, and multiplied in float32 (G-16). K is padded with zeros to a
+              are dequantized first, and multiplied in float32 (G-16); of two levels by the blocks'
+              scales, and the sum by the product of the tensors' (S-22). K is padded with zeros to a
               multiple of 16, which changes no bit. Within ``hardware.simulating``, simulated
               hardware computes all of it, blocks too (G-19).
     Specials: Inf and NaN as in IEEE 754; overflow to infinity.
@@ -96,8 +98,12 @@ def _check(a: Quantized, b: Quantized, accumulate: str) -> None:
 def _multiply_blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
     """[M, N] of operands in blocks of K, by a kernel on codes or in float32 (G-16, G-17)."""
     if (kernel := blocks.kernel(a, b)) == "dequantized":
-        hp_a, hp_b = (_lines(scaling.dequantize(q), q.axis) for q in (a, b))
-        return torch.mm(hp_a, hp_b.t()).to(out_dtype)  # [M, K] @ [K, N] -> [M, N]
+        # the scales of tensors multiply the sum (S-22)
+        factors = [f for f in (a.tensor_scale_inv, b.tensor_scale_inv) if f is not None]
+        by_blocks = (q._replace(tensor_scale_inv=None) for q in (a, b))
+        hp_a, hp_b = (_lines(scaling.dequantize(q), q.axis) for q in by_blocks)
+        out = torch.mm(hp_a, hp_b.t())  # [M, K] @ [K, N] -> [M, N]
+        return (out * math.prod(factors) if factors else out).to(out_dtype)
     codes_a, codes_b = (_padded(_codes(q), blocks.BLOCK) for q in (a, b))
     scale_a, scale_b = (_lines(q.scale_inv, q.axis) for q in (a, b))
     return blocks.multiply(codes_a, codes_b, scale_a, scale_b, out_dtype, kernel)

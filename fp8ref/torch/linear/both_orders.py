@@ -66,6 +66,8 @@ def is_supported(uses: tuple[Use, Use]) -> bool:
     first, second = (use.cast for use in uses)
     if first is None or first != second or first.fmt.name not in ("e4m3fn", "e5m2"):
         return False
+    if not first.plain:
+        return False
     if first.granularity.startswith("blockwise"):
         return first.policy == POLICIES["torchao"]
     return first.granularity in ("tensorwise", "rowwise")

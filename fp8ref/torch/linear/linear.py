@@ -58,6 +58,7 @@ class Linear(nn.Linear):
               of a role that is scaled by one power of two: the bits of its last scale, int32, by
               which kernels cast while they take the amax (R-1). No bit depends on them, and no
               checkpoint has them.
+    keys      of a stochastic recipe, the seeds of its GEMMs, which ``rounding.seed_`` writes.
     kernels   what casts: Triton kernels where they run ("auto"), or as asked for; the same bits.
     group     name of the process group whose ranks hold parts of one input and one grad_output, and
               share their amaxes and what ``delayed.update`` takes (P-2, scope global). None: this
@@ -78,6 +79,7 @@ class Linear(nn.Linear):
     kept: WeightCodes | None
     input_guess: torch.Tensor | None
     weight_guess: torch.Tensor | None
+    keys: torch.Tensor | None
 
     def __init__(
         self,
@@ -96,6 +98,7 @@ class Linear(nn.Linear):
         self.kept = None
         self.groups = Groups(batch=group, every=group)
         self._bind()
+        self.register_buffer("keys", None, persistent=False)
         for role in ROLES[:2]:
             guessed = role in self.spec.pairs and both_orders.is_guessed(self.spec.pairs[role])
             bits = torch.zeros((), dtype=torch.int32, device=self.weight.device)
@@ -143,7 +146,7 @@ class Linear(nn.Linear):
             y = linear_input.in_high_precision(x, w)
         else:
             # Other ranks wait for amaxes (L-9): a row of zeros runs.
-            y = self._function(w).apply(zero_row(x), w, *others)
+            y = self._function(w).apply(zero_row(x, self.spec.rows), w, *others)
             y = writable(y[:0].reshape(*x.shape[:-1], len(w)))
         bias: torch.Tensor | None = self.bias
         if self.cut is not None:
@@ -161,7 +164,8 @@ class Linear(nn.Linear):
             seen[1] = None  # fp8_gather.FP8Gather has observed this rank's shard already
         scales = [state.scale if state else None for state in states]
         kept = () if self.kept is None else self.kept.serving(w, self.fqn)
-        return [w, *seen, *scales, *self.guesses(x.device), *(kept or [None] * KEPT)]
+        guesses = self.guesses(x.device)
+        return [w, self.keys, *seen, *scales, *guesses, *(kept or [None] * KEPT)]
 
     def guesses(self, device: torch.device) -> list[torch.Tensor | None]:
         """A guess for each of ROLES, on a device. A compiler takes an input's amax in the kernel

@@ -16,7 +16,8 @@ from fp8ref.torch.kernels import casts
 from fp8ref.torch.linear import both_orders, recent_cast
 from fp8ref.torch.linear.both_orders import Pair, Use
 from fp8ref.torch.linear.spec import Spec
-from fp8ref.torch.quantize import scaling
+from fp8ref.torch.quantize import hadamard, scaling
+from fp8ref.torch.quantize.philox import Draw
 from fp8ref.torch.quantize.scaling import Quantized
 
 __all__ = ["KEPT", "TENSORS", "Operand", "Pass", "Saved", "load", "observers", "save", "zero_row"]
@@ -24,7 +25,7 @@ __all__ = ["KEPT", "TENSORS", "Operand", "Pass", "Saved", "load", "observers", "
 KEPT = 7
 """The tensors of a weight's codes, if ``weight_codes`` has them."""
 
-TENSORS = 1 + 3 * len(ROLES) + KEPT
+TENSORS = 2 + 3 * len(ROLES) + KEPT
 """How many tensors ``Pass.of`` takes."""
 
 Saved = torch.Tensor | Quantized
@@ -48,8 +49,9 @@ class Operand(NamedTuple):
     scale: torch.Tensor | None = None
     columns: Quantized | None = None
 
-    def cast(self, use: Use) -> Saved:
-        """The tensor as a GEMM takes it: cast along its reduced axis, or in high precision.
+    def cast(self, use: Use, draw: Draw | None = None) -> Saved:
+        """The tensor as a GEMM takes it: rotated and cast along its reduced axis, or in high
+        precision.
 
         Codes cast once for both GEMMs only change their reduced axis: one scale serves both.
         """
@@ -60,9 +62,11 @@ class Operand(NamedTuple):
             return x if x.axis == use.axis else x._replace(axis=use.axis)
         if spec is None:
             return x
+        if spec.rotation is not None:
+            x = hadamard.rotate_blocks(x, spec.rotation, use.axis)
         if self.scale is not None:
             return scaling.quantize_with(
-                x, self.scale, spec.fmt, granularity=spec.granularity, axis=use.axis
+                x, self.scale, spec.fmt, granularity=spec.granularity, axis=use.axis, draw=draw
             )
         return scaling.quantize(
             x,
@@ -72,6 +76,7 @@ class Operand(NamedTuple):
             axis=use.axis,
             group=use.group,
             ragged=use.ragged,
+            draw=draw,
         )
 
 
@@ -84,6 +89,7 @@ class Pass(NamedTuple):
     weight    [N, K], in high precision or gathered as codes; in the backward pass as ``output``
               saved it, and so is input.
     kept      the tensors of ``WeightCodes``, if the weight was cast once for several passes.
+    keys      the seeds of its GEMMs in this pass (``rounding``), int64 [3, 2], or None.
     """
 
     spec: Spec
@@ -93,15 +99,15 @@ class Pass(NamedTuple):
     weight: Any = None
     kept: Sequence[Any] = ()
     input: Any = None
+    keys: torch.Tensor | None = None
 
     @classmethod
     def of(cls, spec: Spec, tensors: Sequence[torch.Tensor | None]) -> "Pass":
-        """From its TENSORS: weight, seen, scales, guesses, and kept, of which all may be None."""
-        weight, *states = tensors
-        kept = states[9:]
-        return cls(
-            spec, states[:3], states[3:6], states[6:9], weight, () if kept[0] is None else kept
-        )
+        """From its TENSORS: weight, keys, seen, scales, guesses, and kept, of which all may be
+        None."""
+        weight, keys, *states = tensors
+        kept = () if states[9] is None else states[9:]
+        return cls(spec, states[:3], states[3:6], states[6:9], weight, kept, keys=keys)
 
     def operand(self, role: Role, x: torch.Tensor, whole: torch.Tensor | None = None) -> Operand:
         """A role's tensor, observed; cast if both GEMMs take its codes, or kernels cast for both.
@@ -135,7 +141,7 @@ class Pass(NamedTuple):
         """The output [..., N] of an input [M, K] that had this shape [..., K]; what the backward
         pass takes: the input, None unless it was cast for it, and the weight."""
         spec, weight = self.spec, self._weight()
-        a, b = (each.cast(spec.uses["output", each.role]) for each in (x, weight))
+        a, b = (self._cast("output", each) for each in (x, weight))
         y = self._multiply("output", a, b, dtype)  # [M, K] @ [K, N] -> [M, N]
         saved = x.columns or (a if spec.cast_once["input"] else None)
         # A reshape is a view, and autograd refuses to change a Function's view in place.
@@ -185,8 +191,13 @@ class Pass(NamedTuple):
     def _gradient(
         self, which: Gemm, g: Operand, other: Operand, dtype: torch.dtype
     ) -> torch.Tensor:
-        a, b = (each.cast(self.spec.uses[which, each.role]) for each in (g, other))
+        a, b = (self._cast(which, each) for each in (g, other))
         return self._multiply(which, a, b, dtype)
+
+    def _cast(self, which: Gemm, operand: Operand) -> Saved:
+        """An operand as a GEMM takes it."""
+        draw = self.spec.draw(which, operand.role, operand.tensor, self.keys)
+        return operand.cast(self.spec.uses[which, operand.role], draw)
 
     def _columns(self) -> Saved:
         """The saved weight for grad_input: cast again by its scale, if it was kept uncast, and
@@ -226,9 +237,9 @@ class Pass(NamedTuple):
         return gemm.matmul_hp(a, b, axes=(first, second))
 
 
-def zero_row(x: torch.Tensor) -> torch.Tensor:
-    """An x [..., K] without rows as [1, K], a row of zeros."""
-    return torch.cat([x.reshape(0, x.shape[-1]), x.new_zeros(1, x.shape[-1])])
+def zero_row(x: torch.Tensor, rows: int = 1) -> torch.Tensor:
+    """An x [..., K] without rows as [1, K], a row of zeros, or several."""
+    return torch.cat([x.reshape(0, x.shape[-1]), x.new_zeros(rows, x.shape[-1])])
 
 
 def save(
@@ -245,7 +256,8 @@ def save(
         (*x[3:6], x.transposed is not None) if isinstance(x, Quantized) else None for x in operands
     ]
     tensors = [x for operand in operands for x in _tensors(operand)]
-    ctx.save_for_backward(*tensors, *(scale for each in linears for scale in each.scales), *others)
+    scales = (scale for each in linears for scale in each.scales)
+    ctx.save_for_backward(*tensors, *scales, *(each.keys for each in linears), *others)
 
 
 def _tensors(x: Saved | None) -> tuple[torch.Tensor | None, ...]:
@@ -274,10 +286,11 @@ def load(ctx, specs: Sequence[Spec]) -> tuple[list[Pass], Sequence[Any]]:
             tensors[6 * n + 3 * i : 6 * n + 3 * i + 3],
             input=operands[2 * i],
             weight=operands[2 * i + 1],
+            keys=tensors[9 * n + i],
         )
         for i, spec in enumerate(specs)
     ]
-    return linears, tensors[9 * n :]
+    return linears, tensors[10 * n :]
 
 
 def _operand(form: tuple | None, codes: Any, scale: Any, scale_inv: Any) -> Saved | None:

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import distributed
@@ -14,6 +15,7 @@ from fp8ref.torch.delayed import rank_checks
 from fp8ref.torch.kernels import choice
 from fp8ref.torch.linear import both_orders
 from fp8ref.torch.linear.both_orders import Use
+from fp8ref.torch.quantize.philox import Draw
 from fp8ref.torch.quantize.scaling import Groups
 
 __all__ = ["Spec", "casts_by_kernels", "roles_by_kernels"]
@@ -48,7 +50,11 @@ class Spec:
         for which, spec in self.recipe.gemms.items():
             operands = zip(OPERANDS[which], (spec.a, spec.b), REDUCED_AXES[which], strict=True)
             for role, cast, axis in operands:
-                group = self.groups.sharing(role, cast.granularity, axis - 2) if cast else None
+                group = None
+                if cast is not None:
+                    two_level = cast.policy.two_level is not None  # the tensor's amax is shared
+                    kind = "tensorwise" if two_level else cast.granularity
+                    group = self.groups.sharing(role, kind, axis - 2)
                 uses[which, role] = Use(cast, axis - 2, group, ragged=which == "grad_weight")
         return uses
 
@@ -57,6 +63,12 @@ class Spec:
         """How both GEMMs of a role take its tensor, in the order of a step."""
         uses = {r: [use for (_, role), use in self.uses.items() if role == r] for r in ROLES}
         return {role: (first, second) for role, (first, second) in uses.items()}
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """How many rows of zeros stand for no tokens: as many as grad_weight rotates together."""
+        cast = self.recipe.grad_weight.a
+        return 1 if cast is None or cast.rotation is None else cast.rotation.size
 
     @functools.cached_property
     def cast_once(self) -> dict[Role, CastSpec | None]:
@@ -78,6 +90,37 @@ class Spec:
         """Whether a pass merges amaxes of several ranks; under delayed scaling an update does."""
         shared = [use.cast for use in self.uses.values() if use.cast and use.group]
         return any(cast.delayed is None for cast in shared)
+
+    def draw(self, which: Gemm, role: Role, x: Any, keys: torch.Tensor | None) -> Draw | None:
+        """What rounds an operand stochastically, of which this rank has x [rows, columns], in a
+        GEMM, by the seeds of a linear's GEMMs; None to nearest.
+
+        ValueError: no seed was set.
+        """
+        use = self.uses[which, role]
+        if use.cast is None or not use.cast.stochastic:
+            return None
+        require(
+            keys is not None,
+            f"recipe {self.recipe.name!r} rounds {role} stochastically in {which}, by a seed "
+            "(S-24); got none. Call fp8ref.torch.linear.rounding.seed_(model, seed) before a pass.",
+        )
+        assert keys is not None
+        low, high = keys[list(OPERANDS).index(which)].unbind()
+        bits = 8 if use.cast.rounding == "stochastic_8" else 48
+        return Draw((low, high), bits, self._start(role, x, (0, 1) if use.axis == -1 else (1, 0)))
+
+    def _start(self, role: Role, x: torch.Tensor, order: tuple[int, int]) -> int | torch.Tensor:
+        """The places of x's elements in the whole operand, as of ``Draw``. order: its axes, the
+        reduced one last."""
+        outer, inner = order
+        parts, shape = self.groups.parts(role), x.shape
+        length = shape[inner] * parts[inner][1]
+        first = parts[outer][0] * shape[outer] * length + parts[inner][0] * shape[inner]
+        if parts[inner][1] == 1:
+            return first
+        rows, columns = (torch.arange(shape[axis], device=x.device) for axis in order)
+        return first + rows[:, None] * length + columns
 
     def runs_kernels(self, device: torch.device) -> bool:
         """Whether Triton kernels cast on a device, and on all ranks that share amaxes.

@@ -175,6 +175,8 @@ def _obstacles(recipe: Recipe) -> Iterator[str]:
     for c in present:
         if c.delayed is not None:
             yield "it scales dynamically; this recipe is delayed"
+        if not c.plain:
+            yield "it neither rotates nor rounds stochastically; this recipe does"
         if c.policy.unscaled:
             yield f"it scales every cast; policy {c.policy.name!r} does not"
         if c.fmt.name not in FP8_FORMATS:

@@ -108,7 +108,7 @@ def what_is_lost(linear: nn.Linear, kinds: tuple[type[nn.Linear], ...]) -> str:
             *linear.named_children(),
         )
     }
-    own = {"states", "input_guess", "weight_guess"} if isinstance(linear, Linear) else set()
+    own = {"states", "input_guess", "weight_guess", "keys"} if isinstance(linear, Linear) else set()
     more = sorted(held - {"weight", "bias"} - own)
     if more:
         return f"holds {', '.join(more)} next to weight and bias, which would be lost"

@@ -31,11 +31,11 @@ def check(
 
     Raises:   ValueError: as ``Ranks.of`` and ``expert_parallel.check``; blocks that are not the
               model's, or named twice; a model that is compiled or sharded already; an optimizer
-              that was built before; delayed scaling of scope local; a cache of keys and values
-              (transformers' use_cache) under checkpointing; full checkpointing and compile of
-              blocks that tensor cuts; CUDA graphs of a mesh, or without inductor, or of weights
-              that are on a CPU; under compile='model', modules that are, or by keep_dtype
-              would be, sharded by themselves; modules that share a parameter and would be sharded
+              that was built before; delayed scaling or a stochastic recipe of scope local; a cache
+              of keys and values (transformers' use_cache) under checkpointing; full checkpointing
+              and compile of blocks that tensor cuts; CUDA graphs of a mesh, or without inductor, or
+              of weights on a CPU; under compile='model', modules that are, or by keep_dtype would
+              be, sharded by themselves; modules that share a parameter and would be sharded
               apart, and what else fully_shard refuses; copies along data with different weights.
               ``parallelize`` adds what ``tensor_parallel.parallelize`` and ``fsdp.gather_in_fp8``
               refuse.
@@ -189,7 +189,7 @@ def _check_batch(recipe: Recipe, batch: DeviceMesh | None, parallelism: Parallel
     if parallelism.ordered_reduction and copies > 2:
         raise ValueError(f"ordered_reduction needs 1 or 2 ranks along data; got {copies}.")
     local = batch is not None and parallelism.amax_scope == "local"
-    if local and recipes.delayed_casts(recipe):
+    if local and (recipe.stochastic or recipes.delayed_casts(recipe)):
         raise ValueError(
             f"recipe {recipe.name!r} needs global amaxes; got amax_scope='local'. Use 'global'."
         )

@@ -14,6 +14,9 @@ from fp8ref.formats import Format
 _E4M3_OVER_HALF = 256.0  # the exponent biases of float16 and e4m3fn are 15 and 7
 _EXPONENT = 0x7F800000  # of a float32
 _PIECE = 2**17  # elements a thread: the float32 numbers of a piece stay in a core's cache
+SMALL = 2**15
+"""Elements of a piece where a function makes tens of tensors of its size: an operation of torch on
+so few runs in one thread."""
 
 
 def eager_on_cpu(x: Tensor) -> bool:
@@ -28,31 +31,43 @@ def in_pieces(
     scale: Tensor | None = None,
     *,
     rows: int = 1,
+    size: int | None = None,
 ) -> Tensor:
-    """function(x, scale), an elementwise one, in dtype; on a CPU for some rows of x at a time.
+    """function(x, scale), of the elements of each row, in dtype; on a CPU for some rows of x at a
+    time, of about so many elements (size).
 
     A large tensor for each step of a cast is new memory, which costs several times as much as the
     arithmetic: the system maps and clears its pages.
 
     scale     broadcasts to x, but that each of its rows serves so many ``rows`` of x.
     """
+    pieces = slices(x, size, rows)
+    if len(pieces) == 1 or (scale is not None and scale.ndim not in (0, x.ndim)):
+        return function(x, scale)
+    scaled = scale is not None and scale.ndim == x.ndim and len(scale) > 1
+    out = torch.empty_like(x, dtype=dtype)
+    for i in pieces:
+        part = scale[i.start // rows : i.stop // rows] if scaled and scale is not None else scale
+        out[i] = function(x[i], part)
+    return out
+
+
+def slices(x: Tensor, size: int | None, rows: int = 1) -> list[slice]:
+    """Pieces of about so many elements, by default those of caches, along x's first axis, each of a
+    multiple of so many rows; one of all where operations do not run one by one on a CPU."""
     if (
         type(x) is not Tensor  # before any size, which a compiler would guard
         or not eager_on_cpu(x)
-        or x.numel() <= (size := _PIECE * torch.get_num_threads())
         or (x.requires_grad and torch.is_grad_enabled())
         or torch._C._len_torch_dispatch_stack() > 0  # a trace would keep this number of pieces
         or torch._C._are_functorch_transforms_active()
-        or (scale is not None and scale.ndim not in (0, x.ndim))
     ):
-        return function(x, scale)
-    scaled = scale is not None and scale.ndim == x.ndim and len(scale) > 1
+        return [slice(None)]
+    size = size or _PIECE * torch.get_num_threads()
+    if x.numel() <= size:
+        return [slice(None)]
     step = -(-size * len(x) // (x.numel() * rows)) * rows
-    out = torch.empty_like(x, dtype=dtype)
-    for i in range(0, len(x), step):
-        part = scale[i // rows : (i + step) // rows] if scaled and scale is not None else scale
-        out[i : i + step] = function(x[i : i + step], part)
-    return out
+    return [slice(i, i + step) for i in range(0, len(x), step)]
 
 
 def decode(codes: Tensor) -> Tensor:

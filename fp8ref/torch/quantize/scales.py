@@ -9,6 +9,7 @@ from torchao.float8.float8_utils import amax_to_scale
 
 from fp8ref.formats import FP4_FORMATS, Format
 from fp8ref.policy import ScalePolicy
+from fp8ref.shared import errors
 from fp8ref.spec import support
 from fp8ref.torch.quantize import cast
 
@@ -32,13 +33,18 @@ def scales_from_amax(
     Order:    RN32(fmt.max / max(amax, eps)), its power of two if asked, RN32(1 / scale); exactly
               2^-k and 2^k under e8m0; or a float32 scale_inv first, and its reciprocal (S-17).
     Specials: zero amax -> RN32(fmt.max / eps); Inf -> 0; NaN -> NaN. e8m0: S-14.
-    Raises:   ValueError: a policy that this backend does not implement, or not for e2m1fn; another
-              fmt that is not FP8.
+    Raises:   ValueError: a policy that this backend does not implement, or not for e2m1fn; one of
+              two levels (``two_level``); another fmt that is not FP8.
     Source:   torchao's amax_to_scale, except ``mask`` and policies that make scale_inv.
     """
     policy, dtype = implemented(policy), cast.native(fmt)
     if fmt.name in FP4_FORMATS:
         support.require("scale policies of e2m1fn", "torch", policy)
+    errors.require(
+        policy.two_level is None,
+        f"policy {policy.name!r} needs amaxes of blocks and of the tensor; got one amax. Use "
+        "scaling.quantize (S-22).",
+    )
     if policy.unscaled:
         return Scales(
             torch.ones_like(amax, dtype=torch.float32), torch.ones_like(amax, dtype=torch.float32)

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed._functional_collectives  # defines the operators of _c10d
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn import functional
 
 from fp8ref.formats import Format
@@ -35,7 +36,8 @@ from fp8ref.recipe import CUT_AXES, Role, Style
 from fp8ref.spec import granularity as granularities
 from fp8ref.spec import support
 from fp8ref.spec.granularity import Blocks
-from fp8ref.torch.quantize import cast, float_values, scales
+from fp8ref.torch.quantize import cast, float_values, philox, scales, two_level
+from fp8ref.torch.quantize.philox import Draw
 from fp8ref.torch.quantize.scales import scale_from_amax
 
 __all__ = [
@@ -58,7 +60,7 @@ _c10d = torch.ops._c10d_functional
 
 
 class Quantized(NamedTuple):
-    """An FP8 tensor: hp ~ decode(codes) * scale_inv.
+    """A tensor in FP8 or e2m1fn: hp ~ decode(codes) * scale_inv.
 
     codes        native float8, of the hp tensor's shape; of e2m1fn its numbers in e4m3fn.
     scale, scale_inv
@@ -67,6 +69,8 @@ class Quantized(NamedTuple):
     axis         the reduced one.
     transposed   the codes of a matrix [M, K] once more as [K, M], contiguous, for GEMMs along axis
                  0; None: these transpose by themselves.
+    tensor_scale_inv
+                 float32 () of two levels of scales, which multiplies out too (S-22); None: one.
     """
 
     codes: torch.Tensor
@@ -76,6 +80,7 @@ class Quantized(NamedTuple):
     granularity: str
     axis: int
     transposed: torch.Tensor | None = None
+    tensor_scale_inv: torch.Tensor | None = None
 
     @property
     def code_bits(self) -> torch.Tensor:
@@ -242,6 +247,15 @@ class Groups:
             return self.every
         return self.batch if rows else self.tensor if parts else None
 
+    def parts(self, role: Role) -> list[tuple[int, int]]:
+        """(which part this rank has, of how many) along both axes of a role's tensor."""
+        along = None if self.style is None else CUT_AXES[self.style].get(role)
+        groups = [self.tensor if along == axis else None for axis in (0, 1)]
+        if role != "weight":
+            groups[0] = self.batch
+        resolved = [name and _resolve_process_group(name) for name in groups]  # type: ignore[arg-type]
+        return [(group.rank(), group.size()) if group else (0, 1) for group in resolved]
+
 
 def quantize(
     x: torch.Tensor,
@@ -252,34 +266,46 @@ def quantize(
     axis: int = -1,
     group: str | None = None,
     ragged: bool = False,
+    draw: Draw | None = None,
 ) -> Quantized:
-    """Scale x into fmt's range and round to nearest even, saturating.
+    """Scale x into fmt's range and round, saturating.
 
     ragged    as in ``amax``.
 
     group     name of a process group whose ranks hold parts of the groups that share a scale: their
-              amaxes merge (P-2).
+              amaxes merge (P-2). Of two levels of scales it is the tensor's amax.
+    draw      of stochastic rounding; None: to nearest even.
     Shapes:   x hp [..., K] (axis is the reduced one); codes native float8 of x's shape; scales of
               ``scale_shape``.
     Units:    x ~ decode(codes) * scale_inv.
-    Order:    amax; scale; RN32(f32(x) * scale); clip to +-fmt.max; round to nearest even; scale_inv
-              = RN32(1 / scale), or exactly 2^k under an e8m0 policy.
+    Order:    amax; scale; RN32(f32(x) * scale); clip to +-fmt.max; round; scale_inv = RN32(1 /
+              scale), exactly 2^k under an e8m0 policy, or of two levels (S-22).
     Specials: as the simulator's quantize.
     Gradient: none; the codes and scales are detached.
-    Raises:   ValueError: as amax and scale_from_amax; mx_1x32 by a policy that is not e8m0.
+    Raises:   ValueError: as amax and scale_from_amax; mx_1x32 by a policy that is not e8m0; as
+              ``two_level.check``.
     Source:   spec S-5; torchao's hp_tensor_and_scale_to_float8.
     """
     policy = scales.implemented(policy)
-    if granularity == "mx_1x32":
+    if policy.two_level is not None:
+        two_level.check(fmt, granularity, policy)
+    elif granularity == "mx_1x32":
         support.require("scale policies of mx_1x32", "torch", policy)
     largest = _largest(x, granularity, axis, ragged)
+    if policy.two_level is not None:
+        whole = largest.amax().float()
+        if group is not None:
+            whole = merge_amax(whole, group)
+        levels = two_level.scales(x, largest.float(), whole, policy, axis)
+        q = _quantized(x, levels.scale, levels.scale_inv, fmt, granularity, axis, draw)
+        return q._replace(tensor_scale_inv=levels.tensor_scale_inv)
     if group is not None:
         largest = merge_amax(largest.float(), group)
     elif policy.makes_scale_inv:
         # whose ratio is one of float32 numbers; other policies widen it by themselves
         largest = largest.float()
     scale, scale_inv = scales.scales_from_amax(largest, fmt, policy)
-    return _quantized(x, scale, scale_inv, fmt, granularity, axis)
+    return _quantized(x, scale, scale_inv, fmt, granularity, axis, draw)
 
 
 def quantize_with(
@@ -289,6 +315,7 @@ def quantize_with(
     *,
     granularity: str = "tensorwise",
     axis: int = -1,
+    draw: Draw | None = None,
 ) -> Quantized:
     """quantize by a given scale, such as a delayed state's; not for e8m0 policies (S-14).
 
@@ -309,7 +336,7 @@ def quantize_with(
             f"{granularity} scales of x.shape={tuple(x.shape)} have shape {shape}; got "
             f"{tuple(scale.shape)}."
         )
-    return _quantized(x, scale, scale.reciprocal(), fmt, granularity, axis)
+    return _quantized(x, scale, scale.reciprocal(), fmt, granularity, axis, draw)
 
 
 def requantize(x: torch.Tensor, like: Quantized) -> Quantized:
@@ -318,7 +345,8 @@ def requantize(x: torch.Tensor, like: Quantized) -> Quantized:
 
 
 def dequantize(q: Quantized) -> torch.Tensor:
-    """RN32(decode(codes) * scale_inv), float32 of the codes' shape (spec S-8).
+    """RN32(decode(codes) * scale_inv), float32 of the codes' shape (spec S-8); of two levels, by
+    RN32(tensor_scale_inv * scale_inv) (S-22).
 
     Specials: a NaN code or scale gives NaN, and so does a zero under an infinite scale_inv.
     Raises:   ValueError: q not a Quantized.
@@ -327,12 +355,14 @@ def dequantize(q: Quantized) -> torch.Tensor:
         raise ValueError(
             f"dequantize takes a Quantized; got {type(q).__name__}. Use scaling.quantize."
         )
-    blocks = q.blocks
+    blocks, scale_inv = q.blocks, q.scale_inv
+    if q.tensor_scale_inv is not None:
+        scale_inv = q.tensor_scale_inv * scale_inv
     return float_values.in_pieces(
         lambda codes, s: cast.decode(codes, q.fmt) * spread(s, tuple(codes.shape), blocks),
         q.codes,
         torch.float32,
-        q.scale_inv,
+        scale_inv,
         rows=blocks[0] or 1 if blocks else 1,
     )
 
@@ -344,6 +374,26 @@ def _quantized(
     fmt: Format,
     granularity: str,
     axis: int,
+    draw: Draw | None = None,
 ) -> Quantized:
-    codes = quantize_blocks(x, scale, fmt, _blocks(granularity, tuple(x.shape), axis))
+    blocks = _blocks(granularity, tuple(x.shape), axis)
+    if draw is None:
+        codes = quantize_blocks(x, scale, fmt, blocks)
+    else:
+        codes = _drawn(x, scale, fmt, blocks, axis, draw)
     return Quantized(codes, scale, scale_inv, fmt, granularity, axis)
+
+
+def _drawn(
+    x: torch.Tensor, scale: torch.Tensor, fmt: Format, blocks: Blocks, axis: int, draw: Draw
+) -> torch.Tensor:
+    """The codes of x, native float8, rounded stochastically: by the places that elements have with
+    the reduced axis last (S-24)."""
+    scaled = scale_blocks(x, scale, blocks).movedim(axis, -1)
+    size, out = scaled[:1].numel(), []
+    for rows in float_values.slices(scaled, 8 * float_values.SMALL):
+        part, begin = scaled[rows], (rows.start or 0) * size
+        start = draw.start + begin if isinstance(draw.start, int) else draw.start[rows].reshape(-1)
+        drawn = philox.codes(part.reshape(-1), fmt, draw.key, start, draw.bits).to(torch.uint8)
+        out.append(cast.from_code_bits(drawn, fmt).view(part.shape))
+    return (torch.cat(out) if len(out) > 1 else out[0]).movedim(-1, axis)

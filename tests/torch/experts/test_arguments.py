@@ -1,12 +1,16 @@
 """What a grouped linear refuses (spec X)."""
 
+import dataclasses
+
 import pytest
 import torch
 from helpers.gemm.grouped_cases import OFFS, integers
 
-from fp8ref.formats import E4M3FN
-from fp8ref.recipe import CastSpec, GemmSpec, Recipe
+from fp8ref.formats import E2M1FN, E4M3FN
+from fp8ref.policy import FP4_POLICIES
+from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe
 from fp8ref.selection import grouped as recipes
+from fp8ref.spec.rotation import NVFP4_ROTATION
 from fp8ref.torch.experts import arguments as grouped_arguments
 from fp8ref.torch.experts import grouped
 
@@ -58,3 +62,19 @@ def test_a_name_begins_the_error():  # X-8
         grouped_arguments.check_recipe(SQUARES)
     with pytest.raises(ValueError, match=r"^up: no block of a grouped input has several rows"):
         grouped_arguments.check_recipe(SQUARES, "up")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rounding": "stochastic"},
+        {"rotation": NVFP4_ROTATION},
+        {"policy": FP4_POLICIES["te_nvfp4"], "granularity": "nvfp4_1x16", "fmt": E2M1FN},
+    ],
+)
+def test_operands_of_nvfp4_are_refused_by_name(change, monkeypatch):  # S-24, X-8
+    monkeypatch.setattr(CastSpec, "simulated", False)
+    cast = dataclasses.replace(RECIPES["mxfp8"].output.a, **change)
+    spec = GemmSpec(a=cast, b=cast, accumulate="slow")
+    with pytest.raises(ValueError, match=r"gate: experts neither rotate.*got recipe 'tried'"):
+        grouped_arguments.check_recipe(Recipe(name="tried", output=spec), "gate")

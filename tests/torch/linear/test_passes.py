@@ -17,7 +17,7 @@ NONE = (None, None, None)
 
 def of(recipe, weight, **keys):
     spec = Spec(RECIPES[recipe], Groups(), "plain", **keys)
-    return Pass.of(spec, [weight, *NONE, *NONE, *NONE, *[None] * passes.KEPT])
+    return Pass.of(spec, [weight, None, *NONE, *NONE, *NONE, *[None] * passes.KEPT])
 
 
 class Context(SimpleNamespace):
@@ -32,10 +32,11 @@ def matrices():
 
 def test_it_takes_as_many_tensors_as_it_says():
     _, w = matrices()
-    tensors = [w, *"abc", *"def", *"ghi", *range(passes.KEPT)]
+    tensors = [w, "k", *"abc", *"def", *"ghi", *range(passes.KEPT)]
     assert len(tensors) == passes.TENSORS
     linear = Pass.of(of("tensorwise", w).spec, tensors)
     assert linear.weight is w
+    assert linear.keys == "k"
     assert [*linear.seen, *linear.scales, *linear.guesses] == [*"abcdefghi"]
     assert list(linear.kept) == list(range(passes.KEPT))
     assert of("tensorwise", w).kept == ()

@@ -7,10 +7,15 @@ from helpers.processes.ranks import run
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from fp8ref.formats import E4M3FN
+from fp8ref.recipe import CastSpec, GemmSpec, Recipe
 from fp8ref.torch.model import convert
 from fp8ref.torch.model.parallel import Parallelism, parallelize
 from fp8ref.train.config.config import Config
 from fp8ref.train.torch.trainer import Trainer
+
+_CAST = CastSpec(fmt=E4M3FN, rounding="stochastic")
+DRAWN = Recipe(name="drawn", output=GemmSpec(a=_CAST, b=_CAST, accumulate="slow"))
 
 
 def default_config(**parallel):
@@ -43,6 +48,7 @@ def refusals():
         lambda: parallelize(model(), "tensorwise", mesh=mesh("fsdp"), blocks=[nn.Linear(2, 2)]),
     )
     refused("local", lambda: parallelize(model(), "delayed", mesh=mesh("fsdp")))
+    refused("draws", lambda: parallelize(model(), DRAWN, mesh=mesh("fsdp")))
     by_data = mesh("data", "fsdp", shape=(3, 1))
     refused(
         "order",
@@ -193,6 +199,7 @@ def refused():
         ("data alone", r"data and expert need fsdp; got \('data',\)"),
         ("blocks", "modules of the model"),
         ("local", "'delayed' needs global amaxes.*Use 'global'"),
+        ("draws", "'drawn' needs global amaxes.*Use 'global'"),
         ("order", "1 or 2 ranks along data; got 3"),
         ("copies", r"start from the same weights; 0\.0\.weight differs along data. Use one seed"),
         ("twice", "0 occurs twice"),

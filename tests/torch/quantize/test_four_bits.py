@@ -79,6 +79,6 @@ def test_what_is_not_emulated_is_refused():  # R-9, C-9
     with pytest.raises(ValueError, match="so casts saturate; got saturate=False"):
         cast.encode(x, E2M1FN, saturate=False)
     with pytest.raises(
-        ValueError, match=r"torch scales e2m1fn by e8m0 scales.*got policy 'torchao'"
+        ValueError, match=r"torch scales e2m1fn by mx_.*te_nvfp4.*got policy 'torchao'"
     ):
         scaling.quantize(x, E2M1FN)

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from fp8ref.spec.attention.variant import ROWS, Variant
 from fp8ref.torch.attention.exponentials import tanh, times
-from fp8ref.torch.attention.operands import hadamard
 from fp8ref.torch.attention.operands import heads as head_scaling
 from fp8ref.torch.attention.operands.heads import Heads, pad
 from fp8ref.torch.attention.operands.problem import STEP, Problem, RankCall, Report, Shape
-from fp8ref.torch.quantize import float_values, scaling
+from fp8ref.torch.quantize import float_values, hadamard, scaling
 from fp8ref.torch.quantize.scales import Scales
 
 

@@ -6,7 +6,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8ref.sim.attention.operands import hadamard as sim
-from fp8ref.torch.attention.operands import hadamard
+from fp8ref.spec.rotation import NVFP4_ROTATION
+from fp8ref.torch.quantize import hadamard
 
 
 @pytest.mark.parametrize("n", [1, 2, 64, 256])
@@ -37,3 +38,19 @@ def test_a_size_that_a_compiler_traces():
     )(x)
     signs = hadamard.signs(64, 5, x.device)
     assert torch.equal(turned(x), hadamard.rotate(x, signs))
+
+
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_blocks_are_the_simulators(axis, rng):  # S-23
+    x = rng.standard_normal((48, 1024)) * 2.0 ** rng.integers(-9, 9, (48, 1024))
+    x.flat[:3] = np.inf, np.nan, 3e38
+    x = x.astype(np.float32)
+    expected = sim.rotate_blocks(np.moveaxis(x, axis, -1), NVFP4_ROTATION)
+    turned = hadamard.rotate_blocks(torch.from_numpy(x), NVFP4_ROTATION, axis)
+    assert turned.dtype == torch.bfloat16
+    np.testing.assert_array_equal(turned.float().numpy(), np.moveaxis(expected, -1, axis))
+
+
+def test_blocks_divide_the_axis():  # S-23
+    with pytest.raises(ValueError, match=r"a rotation of 16 needs .* got x.shape=\(24, 32\)"):
+        hadamard.rotate_blocks(torch.ones(24, 32), NVFP4_ROTATION, 0)
