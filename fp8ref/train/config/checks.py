@@ -109,6 +109,7 @@ def check_backend(config: Sections, backend: str) -> None:
         + optimizer.uncut(parallel, backend)
         + parallel.unreduced(backend)
         + unswitched(config, backend)
+        + undrawn(config, backend)
     ):
         raise ConfigError(refused[0])
 
@@ -288,3 +289,18 @@ def unswitched(config: Sections, backend: str) -> list[str]:
             "the same bits."
         ]
     return []
+
+
+def undrawn(config: Sections, backend: str) -> list[str]:
+    """The error messages for stochastic rounding of a tensor whose places a rank does not know."""
+    keys = config.parallel
+    stochastic = [name for name in config.recipes if RECIPES[name].stochastic]
+    if backend == "jax" or not stochastic:
+        return []
+    cuts = {"context": keys.context > 1, "amax_scope": keys.amax_scope == "local"}
+    return [
+        f"in PyTorch recipe {stochastic[0]!r} rounds by the places of tokens in the whole batch; "
+        f"got parallel.{key} {getattr(keys, key)!r}. Leave it out."
+        for key, cut in cuts.items()
+        if cut and keys.devices > 1
+    ]

@@ -26,6 +26,7 @@ from fp8ref.torch.delayed import shared_inputs
 from fp8ref.torch.distributed.fsdp import keep_reduced_dtype
 from fp8ref.torch.distributed.gradient_factors import Factors
 from fp8ref.torch.gemm import hardware
+from fp8ref.torch.linear import rounding
 from fp8ref.torch.linear.cast_once import cast_once
 from fp8ref.torch.model.parallel import check_copies
 from fp8ref.torch.model.switch import Switch
@@ -51,9 +52,11 @@ class Step:
     mesh      the processes, as ``mesh_of`` makes it; None for one process.
     device    this process's.
     multiply  simulated hardware for FP8 GEMMs (spec G-19), or None.
+    count     the steps that are done: of the next one the learning rate and seeds (S-24).
     """
 
     factors: Factors | None = None
+    count = 0
 
     def __init__(
         self,
@@ -87,6 +90,8 @@ class Step:
                 rank_parts.fill(p, weight)
         self._model.weights = {}  # the parameters have them
         self.switch = Switch(self.model, config.numerics.recipe, self._model.twins)
+        models = self.model, *self._model.twins.values()
+        self._stochastic = any(map(rounding.stochastic_linears, models))
         if mesh is not None and keys.data > 1:
             check_copies(self.model, mesh)
         if self._keeps_masters and isinstance(self.model, FSDPModule):
@@ -103,7 +108,10 @@ class Step:
         self.optimizer.zero_grad()
         parts, losses = self.config.data.parts(tokens), []
         with self.computing():
-            for part in parts:
+            for i, part in enumerate(parts):
+                if self._stochastic:
+                    seed = rounding.pass_seed(self.config.run.seed, self.count, i)
+                    rounding.seed_(self.model, seed)
                 loss = self.training_loss(self.own(part))
                 # FSDP2 reduces each microbatch's gradient, and adds it to the float32 shard
                 loss.backward()
@@ -194,6 +202,7 @@ class Step:
 
     def resume(self, step: int) -> None:
         """Continue from ``tensors`` that were read from a checkpoint of so many steps."""
+        self.count = step
         optimizer.begin(self.optimizer, step)
         optimizer.check_states(self.optimizer)
         shared_inputs.check(self.model)

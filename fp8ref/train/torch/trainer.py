@@ -102,7 +102,6 @@ class Trainer:
         self.model = self._step.model
         self._params = self._step.params
         self._optimizer = self._step.optimizer
-        self._count = 0
         self._store = Store()
 
     def switch(self, recipe: str) -> None:
@@ -119,9 +118,9 @@ class Trainer:
     ) -> dict[str, float]:
         """The second half of a step: the update. losses: this rank's, of the backward passes;
         measured: as ``Step.update``."""
-        lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)
+        lr = self.config.optimizer.learning_rate_at(self._step.count, self.config.run.steps)
         metrics = self._step.update(self._step.mean(losses), lr, measured)
-        self._count += all(map(math.isfinite, metrics.values()))
+        self._step.count += all(map(math.isfinite, metrics.values()))
         return metrics
 
     @torch.no_grad()
@@ -175,7 +174,6 @@ class Trainer:
         """Restore the state that ``save`` wrote after so many steps, on this mesh or another."""
         self._store.load(directory, train_state.flat(self._step.tensors()))
         self._step.resume(step)
-        self._count = step
 
     @torch.no_grad()
     def adopt(self, arrays: Mapping[str, np.ndarray], step: int) -> None:
@@ -186,7 +184,6 @@ class Trainer:
             value = torch.from_numpy(np.array(arrays[name]))
             tensor.copy_(value.view(tensor.dtype) if value.dtype == torch.uint8 else value)
         self._step.resume(step)
-        self._count = step
 
     def fp8_states(self) -> dict[str, tuple[np.ndarray, ...]]:
         """States of delayed scaling, (scale, amax_history, step) by "<linear>/<role>"."""

@@ -5,6 +5,7 @@ What single features refuse is tested with them, in ``tests/parity``.
 
 import pytest
 
+from fp8ref.recipe import CastSpec
 from fp8ref.shared.errors import ConfigError
 from fp8ref.spec import kernels
 from fp8ref.train.config import checks as config_checks
@@ -94,3 +95,16 @@ def test_kernels_are_one_of_three():
         ValueError, match=r"numerics\.kernels is one of auto, plain, triton; got 'x'"
     ):
         Config().replace(numerics={"kernels": "x"})
+
+
+@pytest.mark.parametrize("key", [{"context": 2}, {"fsdp": 2, "amax_scope": "local"}])
+def test_ranks_that_do_not_know_their_tokens_places_round_nothing_stochastically(key, monkeypatch):
+    """In PyTorch; JAX has the whole batch (S-24)."""
+    monkeypatch.setattr(CastSpec, "simulated", False)
+    config = Config().replace(numerics={"recipe": "nvfp4", "attention": "bf16"}, parallel=key)
+    (said,) = config_checks.undrawn(config, "torch")
+    assert f"got parallel.{list(key)[-1]}" in said
+    with pytest.raises(ConfigError, match="'nvfp4' rounds by the places of tokens"):
+        config_checks.check_backend(config, "torch")
+    assert config_checks.undrawn(config, "jax") == []
+    assert config_checks.undrawn(config.replace(numerics={"recipe": "rowwise"}), "torch") == []

@@ -20,7 +20,7 @@ def raises():
     plain = trainer.Trainer.step
 
     def step(self, tokens):
-        if self._count == 2:
+        if self._step.count == 2:
             raise RuntimeError("planted")
         return plain(self, tokens)
 

@@ -1,9 +1,14 @@
+import zlib
+
 import numpy as np
 import pytest
 import torch
 from helpers.states import adamw
 from helpers.training import microbatches
 
+from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, CastSpec
+from fp8ref.sim import linear as sim
+from fp8ref.sim import philox
 from fp8ref.torch import delayed
 from fp8ref.torch.kernels import weights
 from fp8ref.train.data import loader
@@ -127,3 +132,51 @@ def test_the_kernel_of_adamw_trains_with_the_bits_of_plain_operations(recipe, sm
     for name, weight in trained.items():
         np.testing.assert_array_equal(weight, expected[name])
     assert all(torch.equal(x, y) for x, y in zip(states, plain_states, strict=True))
+
+
+def derived(seed, counter, stream):
+    low, high = map(int, philox.words(np.array([counter]), stream, seed)[0, :2])
+    return high << 32 | low
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_every_microbatch_of_every_step_draws_by_a_seed_of_its_own(parts, small, monkeypatch):
+    """The second step's codes, by the run's seed, the step, the microbatch and the linear (S-24)."""
+    monkeypatch.setattr(CastSpec, "simulated", False)
+    config = microbatches.config_of(small, "nvfp4", parts).replace(run={"seed": 2**33 + 5})
+    trainer, tokens = Trainer(config), microbatches.tokens_of(config)
+    trainer.step(tokens)
+    seen = {}
+
+    def observe(name, which, *operands):
+        seen.setdefault((name, which), []).append(operands[:2])
+
+    trainer.observe(tokens, observe)
+    assert len(seen) == 3 * sum(d.fp8 for d in trainer.decisions)
+    for (name, which), calls in seen.items():
+        assert len(calls) == parts
+        for microbatch, operands in enumerate(calls):
+            of_pass = derived(config.run.seed, 1, 4 + microbatch)
+            seed = derived(of_pass, zlib.crc32(name.encode()), 3)
+            hp = {role: q[0] for role, q in zip(OPERANDS[which], operands, strict=True)}
+            expected = sim.quantize_operands(which, hp, RECIPES["nvfp4"], seed=seed)
+            for q, right, axis in zip(operands, expected, REDUCED_AXES[which], strict=True):
+                codes = right.codes if axis else right.codes.T
+                np.testing.assert_array_equal(q[1], codes, err_msg=f"{name} {which}")
+
+
+def test_a_resumed_run_draws_as_one_that_went_on(small, monkeypatch, tmp_path):  # S-24, K-5
+    monkeypatch.setattr(CastSpec, "simulated", False)
+    config = microbatches.config_of(small, "nvfp4", 2)
+    whole, tokens = Trainer(config), microbatches.tokens_of(config)
+    for _ in range(2):
+        whole.step(tokens)
+    whole.save(tmp_path)()
+    resumed = Trainer(config)
+    resumed.load(tmp_path, 2)
+    losses = [[t.step(tokens)["loss"] for _ in range(2)] for t in (whole, resumed)]
+    assert losses[0] == losses[1]
+    assert np.isfinite(whole.evaluate(tokens))
+    mine = resumed.weights()
+    for name, value in whole.weights().items():
+        np.testing.assert_array_equal(mine[name], value, err_msg=name)
