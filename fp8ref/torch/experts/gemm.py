@@ -48,8 +48,9 @@ def kernel(spec: GemmSpec, device: torch.device) -> Kernel:
     """What multiplies the operands of one grouped GEMM on a device."""
     if spec.a is None or spec.b is None:
         return "each_group"
-    if hardware.active() or spec.epilogue != "scale_then_round" or not _has_kernel(device):
-        return "each_group"  # simulated hardware multiplies one group at a time (G-19)
+    chosen = hardware.active() or block_gemm.CHOSEN[-1] != "auto"
+    if chosen or spec.epilogue != "scale_then_round" or not _has_kernel(device):
+        return "each_group"  # simulated hardware, or named products, one group at a time (G-19)
     casts = (spec.a, spec.b)
     if all(by_name(c.granularity).reduced is None for c in casts):
         if all(c.fmt.name == "e4m3fn" for c in casts):

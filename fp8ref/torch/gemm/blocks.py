@@ -1,4 +1,4 @@
-"""GEMMs of operands with block scales, by cuBLASLt, DeepGEMM or torchao (spec G-16, G-17).
+"""GEMMs of operands with block scales, by cuBLASLt, DeepGEMM or torchao (spec G-16, G-17, G-26).
 
 The kernels (torch's ``scaled_mm``; ``deep_gemm``; torchao.prototype.blockwise_fp8_training) take
 codes and scale_inv; their own casts are not used.
@@ -8,29 +8,34 @@ import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
 from fp8ref.recipe import CastSpec
+from fp8ref.spec import products
 from fp8ref.spec.granularity import by_name
+from fp8ref.spec.products import Products
+from fp8ref.torch.gemm import blackwell
 from fp8ref.torch.quantize.scaling import Quantized
 
 _logger = logging.getLogger(__name__)
 
-Kernel = Literal["scaled_mm", "deep_gemm", "torchao_triton", "dequantized"]
+Kernel = str
 """What multiplies: torch's scaled_mm, which is cuBLASLt's, DeepGEMM's kernels or torchao's Triton
-kernels on codes, or float32 on dequantized operands."""
+kernels on codes, or float32 on dequantized operands; or scaled_mm, by a name of ``products.KINDS``.
+"""
 
 NAMES: dict[Kernel, str] = {
     "scaled_mm": "torch's scaled_mm",
     "deep_gemm": "DeepGEMM's kernels",
     "torchao_triton": "torchao's Triton kernels",
     "dequantized": "float32 on dequantized codes",
-}
+} | {name: f"torch's scaled_mm of {name}" for name in products.KINDS}
 """Kernels, as reports name them."""
 
 _GRANULARITIES_OF_B = ("blockwise_1x128", "blockwise_128x128")
@@ -56,11 +61,33 @@ SCALED_MM_ROWS = 4
 """What M is a multiple of for scaled_mm, so that columns of a's scales begin at 16 bytes."""
 
 
+CHOSEN: list[Products] = ["auto"]
+"""The products of each context, the innermost last."""
+
+
+@contextmanager
+def multiplying(by: Products) -> Iterator[None]:
+    """In this context, by multiplies operands in blocks (G-26), or refuses them. A graph keeps the
+    products that it was compiled under."""
+    products.check(by, "torch", (10, 0), "")  # a GEMM knows its device
+    CHOSEN.append(by)
+    try:
+        yield
+    finally:
+        CHOSEN.pop()
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of an NVIDIA GPU; None of another device."""
+    nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return torch.cuda.get_device_capability(device) if nvidia else None
+
+
 def kernel(a: Quantized, b: Quantized) -> Kernel:
     """Choose what multiplies: cuBLASLt's, DeepGEMM's or torchao's kernels on codes, or a float32
     GEMM on dequantized operands."""
     m, k, n = a.codes.shape[1 - a.axis % 2], a.codes.shape[a.axis], b.codes.shape[1 - b.axis % 2]
-    if max(m * k, n * k, m * n) >= OFFSETS:
+    if max(m * k, n * k, m * n) >= OFFSETS and CHOSEN[-1] == "auto":
         return "dequantized"
     return takes(a, b, a.codes.device, columns=n, rows=m)
 
@@ -73,7 +100,11 @@ def takes(
     columns: int,
     rows: int = BLOCK,
 ) -> Kernel:
-    """What multiplies such operands on a device, with M rows and N columns, up to OFFSETS."""
+    """What multiplies such operands on a device, with M rows and N columns, up to OFFSETS;
+    ValueError for what is not there."""
+    if (by := CHOSEN[-1]) != "auto":
+        products.check(by, "torch", capability(device), str(device))
+        return "dequantized" if by == "emulated" else products.kind(a, b, by).name
     formats = a.fmt.name, b.fmt.name
     lines = a.granularity == "blockwise_1x128" and b.granularity in _GRANULARITIES_OF_B
     if formats != ("e4m3fn", "e4m3fn") or not lines or not _has_tensor_cores(device):
@@ -131,13 +162,18 @@ def multiply(
     scale_inv_b: torch.Tensor,
     out_dtype: torch.dtype,
     by: str,
+    factor: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[M, K] x [N, K] -> [M, N] of out_dtype, by any Kernel on codes, as one operator.
 
+    factor    of nvfp4, the product of both scales of tensors.
     Shapes:   scale_inv_a [M, K/128]; scale_inv_b [N, K/128] or [ceil(N/128), K/128], float32; any
-              strides.
-    Order:    spec G-17.
+              strides. Of G-26, blocks of its lengths.
+    Order:    spec G-17, G-26.
     """
+    if kind := products.KINDS.get(by):
+        pairs = (codes_a, scale_inv_a), (codes_b, scale_inv_b)
+        return blackwell.multiply(kind, *pairs, factor, out_dtype)
     run = {"scaled_mm": _by_scaled_mm, "deep_gemm": _by_deep_gemm}.get(by, _by_torchao)
     return run(
         _Operands(codes_a.contiguous(), codes_b.contiguous(), scale_inv_a, scale_inv_b), out_dtype
@@ -145,7 +181,7 @@ def multiply(
 
 
 @multiply.register_fake
-def _(codes_a, codes_b, scale_inv_a, scale_inv_b, out_dtype, by):
+def _(codes_a, codes_b, scale_inv_a, scale_inv_b, out_dtype, by, factor=None):
     return codes_a.new_empty((codes_a.shape[0], codes_b.shape[0]), dtype=out_dtype)
 
 
@@ -239,11 +275,7 @@ def _has_tensor_cores(device: torch.device) -> bool:
 
     Triton refuses e4m3fn before 8.9.
     """
-    return (
-        device.type == "cuda"
-        and torch.version.cuda is not None
-        and torch.cuda.get_device_capability(device) >= (9, 0)
-    )
+    return (capability(device) or (0, 0)) >= (9, 0)
 
 
 def _is_hopper(device: torch.device) -> bool:

@@ -97,16 +97,18 @@ def _check(a: Quantized, b: Quantized, accumulate: str) -> None:
 
 def _multiply_blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
     """[M, N] of operands in blocks of K, by a kernel on codes or in float32 (G-16, G-17)."""
+    # the scales of tensors multiply the sum (S-22)
+    factors = [f for f in (a.tensor_scale_inv, b.tensor_scale_inv) if f is not None]
+    factor = math.prod(factors) if factors else None
     if (kernel := blocks.kernel(a, b)) == "dequantized":
-        # the scales of tensors multiply the sum (S-22)
-        factors = [f for f in (a.tensor_scale_inv, b.tensor_scale_inv) if f is not None]
         by_blocks = (q._replace(tensor_scale_inv=None) for q in (a, b))
         hp_a, hp_b = (_lines(scaling.dequantize(q), q.axis) for q in by_blocks)
         out = torch.mm(hp_a, hp_b.t())  # [M, K] @ [K, N] -> [M, N]
-        return (out * math.prod(factors) if factors else out).to(out_dtype)
-    codes_a, codes_b = (_padded(_codes(q), blocks.BLOCK) for q in (a, b))
+        return (out if factor is None else out * factor).to(out_dtype)
+    multiple = by_name(a.granularity).reduced or blocks.BLOCK
+    codes_a, codes_b = (_padded(_codes(q), multiple) for q in (a, b))
     scale_a, scale_b = (_lines(q.scale_inv, q.axis) for q in (a, b))
-    return blocks.multiply(codes_a, codes_b, scale_a, scale_b, out_dtype, kernel)
+    return blocks.multiply(codes_a, codes_b, scale_a, scale_b, out_dtype, kernel, factor)
 
 
 def matmul_hp(a: torch.Tensor, b: torch.Tensor, *, axes: tuple[int, int]) -> torch.Tensor:

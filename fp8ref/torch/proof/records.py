@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fp8ref.recipe import Gemm
+from fp8ref.spec import products
 from fp8ref.spec.attention.products import Product
 from fp8ref.torch.experts import gemm as grouped_gemm
 from fp8ref.torch.experts.layer import GroupedLinear
@@ -27,7 +28,7 @@ BLOCKS = {
     "torchao_triton": "blocks",
     "deep_gemm": "blocks, DeepGEMM",
     "scaled_mm": "blocks, cuBLASLt",
-}
+} | {name: f"{name}, cuBLASLt" for name in products.KINDS}
 """How a proof names the accumulation of a kernel for scales of blocks."""
 
 SQUARES = "blockwise_1x128 x blockwise_128x128"
@@ -110,7 +111,8 @@ class GemmRecord(_Record):
     """One GEMM of a linear, as it ran.
 
     accumulate     ``fast`` or ``slow`` (G-7), ``blocks`` by torchao's kernels, or ``blocks,``
-                   and DeepGEMM or cuBLASLt (G-17); None of a GEMM in high precision.
+                   and DeepGEMM or cuBLASLt (G-17), or the kind of G-26 and cuBLASLt; None of a
+                   GEMM in high precision.
     granularity    ``tensorwise`` or ``rowwise``, from the shapes of the scales. Under unit scales
                    (G-5) it is that of the factor that multiplies the result, or ``unit`` without
                    one. Of operands with block scales it names both. None of a GEMM in high
@@ -236,6 +238,9 @@ KIND_AT = {SIMULATED: 4, GROUPED_GEMM: 6, SCALED_GROUPED_MM: 5}
 def numerics(func: Any, args: Sequence[Any]) -> tuple[str | None, str | None, str | None]:
     """Accumulation, granularity and simulated hardware of a GEMM by an operator of fp8ref; None of
     one in high precision or by another operator. Tensors of args may be fake."""
+    if func is BLOCK_GEMM and args[5] in products.KINDS:  # also each row of a square (G-26)
+        line = products.KINDS[args[5]].line
+        return BLOCKS[args[5]], f"{line} x {line}", None
     if func is BLOCK_GEMM:  # scales of blocks (G-17)
         squares = block_gemm.granularity_of_b(args[1], args[3])
         return BLOCKS[args[5]], f"blockwise_1x128 x {squares}", None

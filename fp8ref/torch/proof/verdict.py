@@ -79,8 +79,9 @@ def manifest(
     fp8, pruned = list(_fp8(planned, plan)), trace.pruned
     once = [g for g in dict.fromkeys(trace.gemms) if g.layer in planned]
     simulated = [g.entry("accumulate", "granularity", "plan") for g in once if g.plan is not None]
-    emulated = [name for name in recipes.emulated_gemms(planned) if name not in pruned]
     by_kernel = {g.name for g in trace.gemms if g.fp8} - {g.name for g in trace.gemms if not g.fp8}
+    ran = pruned | (by_kernel if plan is None else set())
+    emulated = [name for name in recipes.emulated_gemms(planned) if name not in ran]
     proof = {
         "read_from": trace.read_from,
         "gemms": [g.entry("accumulate", "granularity", "fp8") for g in once if g.plan is None],

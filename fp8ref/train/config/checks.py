@@ -140,6 +140,7 @@ def _without_experts(config: Sections) -> list[str]:
         f"{keys.compile!r}. Set it to none.": keys.compile != "none",
         "the framework's own GEMMs; got numerics.accumulate "
         f"{config.numerics.accumulate!r}. Leave it out.": config.numerics.simulates,
+        "GEMMs of groups; got numerics.products. Leave it out.": config.numerics.products != "auto",
         f"float32 masters; optimizer.layout {config.optimizer.layout!r} stores narrower ones. Name "
         "a layout of moments alone, such as sqrt_e4m3.": config.optimizer.keeps_masters,
     }

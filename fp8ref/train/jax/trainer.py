@@ -29,7 +29,7 @@ from fp8ref.train.jax.mesh import Layout
 from fp8ref.train.jax.model import States
 from fp8ref.train.jax.step import State, Step, compiler_options
 from fp8ref.train.run import train_state
-from fp8ref.train.run.trainer import kernels_of
+from fp8ref.train.run.trainer import check_products, kernels_of
 
 
 class _Programs(NamedTuple):
@@ -83,6 +83,7 @@ class Trainer:
                 raise ConfigError(
                     f"numerics.accumulate {config.numerics.accumulate!r}: {error}"
                 ) from error
+        check_products(config, "jax", None, platform)
         ran = kernels_of(config, self._layout.kernels, casts.share)
         # now: a recipe that the model refuses would end the run in its middle
         first, *others = (Step(config, self._layout, multiply, name) for name in config.recipes)

@@ -71,7 +71,9 @@ def _line(
     backward_note = f", backward in {backward}" * (backward != "own")
     attention = f"and attention ({variant}{backward_note}), " * bool(config.attention_in_fp8)
     fp8 = [d for d in decisions if d.fp8]
-    names = (f"{d.recipe.name}{' in emulated FP4' * d.recipe.emulated}" for d in fp8)
+    by_hardware = config.numerics.products not in ("auto", "emulated")
+    in_fp4 = " in FP4" if by_hardware else " in emulated FP4"
+    names = (d.recipe.name + in_fp4 * d.recipe.emulated for d in fp8)
     recipes = ", ".join(dict.fromkeys(names))
     left_out = [f"{d.path} ({d.reason})" for d in decisions if not d.fp8]
     more = [f"and {len(left_out) - SHOWN} more"] * (len(left_out) > SHOWN)

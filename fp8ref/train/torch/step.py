@@ -25,7 +25,7 @@ from fp8ref.torch import delayed
 from fp8ref.torch.delayed import shared_inputs
 from fp8ref.torch.distributed.fsdp import keep_reduced_dtype
 from fp8ref.torch.distributed.gradient_factors import Factors
-from fp8ref.torch.gemm import hardware
+from fp8ref.torch.gemm import blocks, hardware
 from fp8ref.torch.linear import rounding
 from fp8ref.torch.linear.cast_once import cast_once
 from fp8ref.torch.model.parallel import check_copies
@@ -284,7 +284,8 @@ class Step:
         # CUDA graphs need codes at fixed addresses, and cast weights themselves
         anew = self._casts_anew or self.config.parallel.cuda_graphs
         kept = nullcontext() if anew else cast_once(self.model)
-        with hardware.simulating(self.multiply), self._rounded(), wide, kept:
+        by = blocks.multiplying(self.config.numerics.products)
+        with hardware.simulating(self.multiply), by, self._rounded(), wide, kept:
             yield
 
     def tokens(self, tokens: np.ndarray) -> torch.Tensor:

@@ -22,6 +22,7 @@ from fp8ref.torch import delayed
 from fp8ref.torch.attention import kernel as attention_kernel
 from fp8ref.torch.attention import observer as attention_observer
 from fp8ref.torch.attention import statistics as attention_stats
+from fp8ref.torch.gemm import blocks
 from fp8ref.torch.kernels import choice
 from fp8ref.torch.linear.spec import roles_by_kernels
 from fp8ref.torch.model.parallel import AXES
@@ -32,7 +33,7 @@ from fp8ref.torch.states import health
 from fp8ref.train.config import device_shapes
 from fp8ref.train.config.config import Config
 from fp8ref.train.run import train_state
-from fp8ref.train.run.trainer import kernels_of
+from fp8ref.train.run.trainer import check_products, kernels_of
 from fp8ref.train.torch import optimizer, rank_parts, step_proof
 from fp8ref.train.torch.checkpoint import Store
 from fp8ref.train.torch.llama.llama import Attention, Llama
@@ -92,6 +93,7 @@ class Trainer:
                 "parallel.cuda_graphs need an NVIDIA GPU; torch has none here. Leave the key out."
             )
         self.device += f", {config.parallel.devices} processes" * (config.parallel.devices > 1)
+        check_products(config, "torch", blocks.capability(self._device), self.device)
         ran = kernels_of(
             config,
             lambda kind: choice.explain(kind, self._device),

@@ -78,3 +78,12 @@ def test_kernels_that_cannot_cast_are_refused(keys, said, small):
     config = small.replace(numerics={"kernels": "triton"}).replace(**keys)
     with pytest.raises(ConfigError, match=f"numerics.kernels: kernels 'triton' .*{said}"):
         Trainer(config)
+
+
+def test_products_of_pytorch_are_refused(small):  # G-26
+    config = small.replace(
+        numerics={"recipe": "mxfp8", "products": "scaled_mm"},
+        model={"hidden_size": 64, "intermediate_size": 64},
+    )
+    with pytest.raises(ConfigError, match=r"^numerics\.products is one of auto, emulated; got"):
+        Trainer(config)

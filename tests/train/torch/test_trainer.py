@@ -3,16 +3,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.gemm import scaled_mm
 from helpers.processes.ranks import run
 
 import fp8ref.configs
-from fp8ref.recipe import trained_recipes
+from fp8ref.recipe import OPERANDS, trained_recipes
 from fp8ref.shared.errors import ConfigError
 from fp8ref.torch import delayed
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.train import loop
 from fp8ref.train.config import config as configs
 from fp8ref.train.data import loader
+from fp8ref.train.run import coverage
 from fp8ref.train.torch.trainer import Trainer
 
 
@@ -153,3 +155,42 @@ def test_linears_of_all_recipes_of_a_schedule_cast_by_the_choice(small):  # T-9
         linears = [m for m in trainer.model.modules() if isinstance(m, Linear)]
         assert len(linears) == sum(d.fp8 for d in trainer.decisions)
         assert {m.kernels for m in linears} == {"triton"}
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4"])
+def test_products_by_scaled_mm_train_and_are_proven(recipe, small, monkeypatch):  # B-8, G-26
+    """The losses are those of dequantized operands, up to the order of sums."""
+    config = small.replace(
+        numerics={"recipe": recipe, "products": "scaled_mm"},
+        model={"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 2},
+        data={"sequence_length": 32},
+    )
+    emulated = Trainer(config.replace(numerics={"products": "emulated"}))
+    kernel = scaled_mm.install(monkeypatch)
+    trainer, batches = Trainer(config), loader.open_batches(config)
+    proof = trainer.prove(batches.step(0))
+    names = [f"{d.path}/{which}" for d in trainer.decisions if d.fp8 for which in OPERANDS]
+    ran = [g for g in proof["gemms"] if g["accumulate"] == f"{recipe}, cuBLASLt"]
+    assert sorted(g["gemm"] for g in ran) == sorted(names)
+    assert not proof["on_dequantised_operands"] + proof.get("emulated", [])
+    assert len(kernel.calls) == len(names)
+    losses = [t.step(batches.step(0))["loss"] for t in (trainer, emulated)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+    assert "in emulated" not in coverage.of(config, trainer.decisions)["summary"]
+
+
+@pytest.mark.parametrize(
+    ("numerics", "message"),
+    [
+        ({"recipe": "mxfp8", "products": "scaled_mm"}, r"10\.0 or later; got cpu.*'emulated'"),
+        ({"recipe": "rowwise", "products": "scaled_mm"}, "no linear has any. Leave it out"),
+        (
+            {"recipe": "blockwise", "products": "scaled_mm"},
+            "got e4m3fn x e4m3fn in blockwise_1x128",
+        ),
+    ],
+)
+def test_products_that_are_not_there_are_refused(numerics, message, small):  # G-26
+    config = small.replace(numerics=numerics, model={"hidden_size": 128, "intermediate_size": 128})
+    with pytest.raises(ConfigError, match=rf"^numerics\.products .*{message}"):
+        Trainer(config)

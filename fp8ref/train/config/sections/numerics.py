@@ -11,6 +11,7 @@ from fp8ref.spec.attention import delayed as attention_delayed
 from fp8ref.spec.attention import variants as attention
 from fp8ref.spec.attention.variants import Backward
 from fp8ref.spec.kernels import Choice
+from fp8ref.spec.products import Products
 from fp8ref.train.config import schedule as schedules
 
 
@@ -38,6 +39,9 @@ class NumericsConfig:
     """Simulated hardware for FP8 GEMMs, on a CPU: hopper (hopper_fast or hopper_slow, as the recipe
     says), exact, f32, hopper_fast, hopper_slow, ada, blackwell, or a .json file of ``fp8ref
     probe``. native, the default: the framework's own GEMMs."""
+    products: Products = "auto"
+    """What multiplies operands in blocks: "emulated", float32 on dequantized ones; "scaled_mm", MX
+    and NVFP4 hardware, in PyTorch; or "auto", kernels of G-17."""
     kernels: Choice = "auto"
     """How tensors are cast: "plain" by the framework's operations; "triton" by fp8ref's Triton
     kernels, on a CPU in Triton's interpreter, which is slow; "auto" by the kernels on a GPU that
@@ -68,6 +72,9 @@ class NumericsConfig:
     def __post_init__(self) -> None:
         recipes.check_trained(self.recipe, "numerics.recipe")
         one_of("numerics.kernels", self.kernels, get_args(Choice))
+        one_of("numerics.products", self.products, get_args(Products))
+        text = "numerics.accumulate simulates what numerics.products name. Leave one of them out."
+        require(not self.simulates or self.products == "auto", text)
         if self.schedule is not None:
             first = schedules.parse(self.schedule)[0].recipe
             require(

@@ -1,0 +1,55 @@
+"""What multiplies operands in blocks: float32 on dequantized ones, or hardware on codes (G-26)."""
+
+from typing import Any, Literal, NamedTuple
+
+from fp8ref.formats import E2M1FN, E4M3FN, E8M0FNU, Format
+from fp8ref.shared.errors import one_of, require
+
+Products = Literal["auto", "emulated", "scaled_mm"]
+"""``auto``: PyTorch's kernels for blocks of 128 where there are any (G-17), else dequantized ones;
+``emulated``: dequantized ones; ``scaled_mm``: hardware, by PyTorch's operator."""
+
+OPERATORS: dict[str, tuple[str, ...]] = {"torch": ("scaled_mm",), "jax": ()}
+"""The operators of each backend that multiply codes."""
+
+
+class Kind(NamedTuple):
+    """Codes of both operands, granularities of rows and of squares, the format of their scales."""
+
+    name: str
+    fmt: Format
+    line: str
+    square: str
+    scales: Format
+
+
+_ALL = (
+    Kind("mxfp8", E4M3FN, "mx_1x32", "mx_32x32", E8M0FNU),
+    Kind("mxfp4", E2M1FN, "mx_1x32", "mx_32x32", E8M0FNU),
+    Kind("nvfp4", E2M1FN, "nvfp4_1x16", "nvfp4_16x16", E4M3FN),
+)
+KINDS = {kind.name: kind for kind in _ALL}
+"""The kinds by name."""
+
+
+def kind(a: Any, b: Any, by: str) -> Kind:
+    """The kind of two operands, ``CastSpec`` or ``Quantized``; ValueError where by has none."""
+    granularities = {a.granularity, b.granularity}
+    for each in _ALL:
+        if {a.fmt, b.fmt} == {each.fmt} and granularities <= {each.line, each.square}:
+            return each
+    names, pair = ", ".join(KINDS), f"{a.granularity} x {b.granularity}"
+    raise ValueError(
+        f"products {by!r} multiply both operands in {names}; got {a.fmt.name} x {b.fmt.name} in "
+        f"{pair}. Use products 'emulated'."
+    )
+
+
+def check(by: str, backend: str, capability: tuple[int, int] | None, device: str) -> None:
+    """ValueError for products that a backend or a device lacks. capability: of an NVIDIA GPU."""
+    one_of("products", by, ("auto", "emulated", *OPERATORS[backend]))
+    require(
+        by in ("auto", "emulated") or (capability or (0, 0)) >= (10, 0),
+        f"products {by!r} need an NVIDIA GPU of compute capability 10.0 or later; got {device}. "
+        "Use products 'emulated'.",
+    )
