@@ -144,7 +144,7 @@ class _Reporter(TorchDispatchMode):
 
     def multiplied(self, which, a, b, out) -> None:
         """An observer of ``linear.Linear``, whose operands have their own layout already."""
-        codes = [(q.code_bits, q.scale, q.scale_inv) for q in (a, b)]
+        codes = [(q.code_bits, q.scale, q.factor) for q in (a, b)]
         self._report(which, OPERANDS[which], codes, out)
 
     def multiplied_groups(self, which, tensors, operands, groups, out) -> None:

@@ -16,7 +16,7 @@ from fp8ref.spec.attention.products import AttentionOperand
 from fp8ref.torch.experts import operands as grouped_operands
 from fp8ref.torch.observe import gemms
 from fp8ref.torch.observe.gemms import GemmOperand
-from fp8ref.torch.quantize import cast, scaling
+from fp8ref.torch.quantize import cast, hadamard, scaling
 from fp8ref.torch.quantize.scaling import Quantized
 
 Parts = dict[str, list[torch.Tensor]]
@@ -83,7 +83,7 @@ def _measure_any(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Ten
     value, decoded = cast.to_f32(x), cast.decode(q.codes, q.fmt)
     finite = value.isfinite()
     error = torch.where(
-        finite, decoded * _spread(q.scale_inv, q) - torch.where(finite, value, 0.0), 0.0
+        finite, decoded * _spread(q.factor, q) - torch.where(finite, value, 0.0), 0.0
     )
     return (
         ((value != 0) & (decoded == 0)).count_nonzero(),
@@ -106,7 +106,7 @@ def _measure_finite(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.
     error = (
         table.index_select(0, codes.reshape(-1).int())
         .view(x.shape)
-        .mul_(_spread(q.scale_inv, q))
+        .mul_(_spread(q.factor, q))
         .sub_(value)
     )
     beyond = max(-least, greatest) >= q.fmt.max
@@ -166,7 +166,8 @@ class _Measured:
     def __call__(self, operand: Operand, captured: GemmOperand) -> torch.Tensor:
         """``measure`` of a GEMM's operand; for a weight gathered in FP8, of this rank's shard."""
         gather = self._gathers.get(operand.layer) if operand.role == "weight" else None
-        spec, axis, whole = operand.cast, captured.axis, (operand.layer, operand.role)
+        spec, axis = operand.cast, captured.axis
+        whole: tuple = (operand.layer, operand.role)
         key = (*whole, spec, None if spec.granularity == "tensorwise" else axis)
         if key not in self._once:
             codes, x = cast.from_code_bits(captured.codes, spec.fmt), captured.hp
@@ -175,6 +176,8 @@ class _Measured:
                 x = gather.shard.to(gather.dtype)
                 if x.numel():
                     codes = scaling.quantize_with(x, captured.scale, spec.fmt).codes
+            if spec.rotation is not None:  # the error is of what was cast
+                x, whole = hadamard.rotate_blocks(x, spec.rotation, axis), (*whole, axis)
             if whole not in self._wholes and x.numel():
                 self._wholes[whole] = measure_whole(x)
             scales = captured.scale, captured.scale_inv

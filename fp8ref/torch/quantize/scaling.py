@@ -88,6 +88,12 @@ class Quantized(NamedTuple):
         return cast.code_bits(self.codes, self.fmt)
 
     @property
+    def factor(self) -> torch.Tensor:
+        """What multiplies codes out: scale_inv, of two levels times tensor_scale_inv (S-22)."""
+        whole = self.tensor_scale_inv
+        return self.scale_inv if whole is None else whole * self.scale_inv
+
+    @property
     def blocks(self) -> Blocks:
         """The block of elements that shares a scale."""
         return _blocks(self.granularity, tuple(self.codes.shape), self.axis)
@@ -355,14 +361,12 @@ def dequantize(q: Quantized) -> torch.Tensor:
         raise ValueError(
             f"dequantize takes a Quantized; got {type(q).__name__}. Use scaling.quantize."
         )
-    blocks, scale_inv = q.blocks, q.scale_inv
-    if q.tensor_scale_inv is not None:
-        scale_inv = q.tensor_scale_inv * scale_inv
+    blocks = q.blocks
     return float_values.in_pieces(
         lambda codes, s: cast.decode(codes, q.fmt) * spread(s, tuple(codes.shape), blocks),
         q.codes,
         torch.float32,
-        scale_inv,
+        q.factor,
         rows=blocks[0] or 1 if blocks else 1,
     )
 

@@ -3,13 +3,13 @@ S-24).
 """
 
 import dataclasses
-import zlib
 
 import numpy as np
 import pytest
 import torch
 from helpers.models.linears import run
 from helpers.processes import ranks
+from helpers.training import seeds
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +18,6 @@ from fp8ref.formats import E4M3FN
 from fp8ref.policy import FP4_POLICIES
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, CastSpec, GemmSpec, Recipe
 from fp8ref.sim import linear as sim
-from fp8ref.sim import philox
 from fp8ref.spec.rotation import NVFP4_ROTATION
 from fp8ref.torch.distributed import tensor_parallel
 from fp8ref.torch.linear import linear as layer
@@ -89,11 +88,6 @@ def observed(linear, x, g):
     return seen, results
 
 
-def derived(seed, counter, stream):
-    low, high = map(int, philox.words(np.array([counter]), stream, seed)[0, :2])
-    return high << 32 | low
-
-
 @pytest.mark.parametrize("name", TRIED)
 def test_operands_are_the_simulators_and_products_near(name, rng):  # L-2, L-3, B-1
     recipe, (x, w, g) = TRIED[name], tensors(rng)
@@ -142,10 +136,10 @@ def test_seeds_of_linears_are_made_of_a_passs_and_their_names():  # S-24
     model = convert.convert(nn.ModuleDict({"mlp": model, "head": nn.Linear(32, 32)}), "nvfp4")
     assert list(rounding.stochastic_linears(model)) == ["mlp.0", "mlp.1", "head"]
     seed = rounding.pass_seed(SEED, 7, 2)
-    assert seed == derived(SEED, 7, 6)
+    assert seed == seeds.derived(SEED, 7, 6)
     rounding.seed_(model, seed)
     for name, linear in rounding.stochastic_linears(model).items():
-        of_linear = derived(seed, zlib.crc32(name.encode()), 3)
+        of_linear = seeds.of_linear(SEED, 7, 2, name)
         of_gemms = [sim.seed_of(of_linear, which) for which in OPERANDS]
         assert [low | high << 32 for low, high in linear.keys.tolist()] == of_gemms
     kept = linear.keys

@@ -2,11 +2,15 @@ import numpy as np
 import pytest
 import torch
 from helpers.processes import rank_jobs, ranks
-from helpers.training import measured
+from helpers.training import measured, seeds
 
 from fp8ref.formats import E4M3FN, E5M2
-from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec
+from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, by_name
 from fp8ref.selection import statistics as statistics
+from fp8ref.sim import linear as sim
+from fp8ref.sim.attention.operands import hadamard
+from fp8ref.sim.quantize import scaling as sim_scaling
+from fp8ref.spec.rotation import NVFP4_ROTATION
 from fp8ref.torch import delayed
 from fp8ref.torch.observe import statistics as stats
 from fp8ref.torch.quantize import scaling
@@ -290,3 +294,22 @@ def test_the_tie_above_max_overflows_where_max_is_odd(fmt, tie, beyond):  # C-4,
     below, above = (float(np.nextafter(np.float32(tie), np.float32(side))) for side in (0, np.inf))
     x = torch.tensor([1.0, -tie, below, above])
     assert stats._overflows(x.abs(), fmt).item() == 1 + beyond
+
+
+def test_nvfp4s_errors_are_of_what_was_cast(small, monkeypatch):  # Q-9, S-22, S-23, S-24
+    """By both levels of scales, and of rotated tensors where they are rotated."""
+    monkeypatch.setattr(CastSpec, "simulated", False)
+    trainer, seen = Trainer(small.replace(numerics={"recipe": "nvfp4"})), {}
+    tokens = loader.open_batches(small).step(0)
+    trainer.observe(tokens, lambda name, which, a, b, out: seen.update({(name, which): (a, b)}))
+    records = trainer.statistics(tokens)
+    for (name, which), operands in seen.items():
+        hp = {role: q[0] for role, q in zip(OPERANDS[which], operands, strict=True)}
+        seed = seeds.of_linear(small.run.seed, 0, 0, name)
+        expected = sim.quantize_operands(which, hp, by_name("nvfp4"), seed=seed)
+        for role, axis, q in zip(OPERANDS[which], REDUCED_AXES[which], expected, strict=True):
+            x = hp[role] if axis else hp[role].T
+            x = hadamard.rotate_blocks(x, NVFP4_ROTATION) if which == "grad_weight" else x
+            noise = np.square((sim_scaling.dequantize(q) - x).astype(np.float64)).sum()
+            sqnr = 10 * np.log10(np.square(x.astype(np.float64)).sum() / noise)
+            assert records[f"{name}/{which}/{role}"]["sqnr"] == pytest.approx(sqnr, rel=1e-6)

@@ -1,14 +1,11 @@
-import zlib
-
 import numpy as np
 import pytest
 import torch
 from helpers.states import adamw
-from helpers.training import microbatches
+from helpers.training import microbatches, seeds
 
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, CastSpec
 from fp8ref.sim import linear as sim
-from fp8ref.sim import philox
 from fp8ref.torch import delayed
 from fp8ref.torch.kernels import weights
 from fp8ref.train.data import loader
@@ -134,11 +131,6 @@ def test_the_kernel_of_adamw_trains_with_the_bits_of_plain_operations(recipe, sm
     assert all(torch.equal(x, y) for x, y in zip(states, plain_states, strict=True))
 
 
-def derived(seed, counter, stream):
-    low, high = map(int, philox.words(np.array([counter]), stream, seed)[0, :2])
-    return high << 32 | low
-
-
 @pytest.mark.parametrize("parts", [1, 2])
 def test_every_microbatch_of_every_step_draws_by_a_seed_of_its_own(parts, small, monkeypatch):
     """The second step's codes, by the run's seed, the step, the microbatch and the linear (S-24)."""
@@ -156,8 +148,7 @@ def test_every_microbatch_of_every_step_draws_by_a_seed_of_its_own(parts, small,
     for (name, which), calls in seen.items():
         assert len(calls) == parts
         for microbatch, operands in enumerate(calls):
-            of_pass = derived(config.run.seed, 1, 4 + microbatch)
-            seed = derived(of_pass, zlib.crc32(name.encode()), 3)
+            seed = seeds.of_linear(config.run.seed, 1, microbatch, name)
             hp = {role: q[0] for role, q in zip(OPERANDS[which], operands, strict=True)}
             expected = sim.quantize_operands(which, hp, RECIPES["nvfp4"], seed=seed)
             for q, right, axis in zip(operands, expected, REDUCED_AXES[which], strict=True):
