@@ -105,20 +105,22 @@ def test_large_tensors_are_drawn_in_pieces(rng):  # S-24
         assert_equal(mine, quantized(value, axis, "stochastic", **kind))
 
 
+_SLOW = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated"),
+]
+
+
 @pytest.mark.parametrize(
-    "compiler",
+    ("policy", "compiler"),
     [
-        "aot_eager",
-        pytest.param(
-            "inductor",
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated"),
-            ],
+        ("te_nvfp4_4over6_mse_fast", "aot_eager"),
+        *(
+            pytest.param(policy, "inductor", marks=_SLOW)
+            for policy in ("te_nvfp4", "te_nvfp4_4over6", "te_nvfp4_4over6_mse_fast")
         ),
     ],
 )
-@pytest.mark.parametrize("policy", ["te_nvfp4", "te_nvfp4_4over6", "te_nvfp4_4over6_mse_fast"])
 def test_compiled_casts_are_the_same(policy, compiler, rng):
     torch.compiler.reset()
     kind = {"granularity": LINE, "policy": FP4_POLICIES[policy]}
