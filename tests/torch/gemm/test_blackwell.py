@@ -62,9 +62,9 @@ def test_the_tensors_scales_of_nvfp4_reach_the_kernel(monkeypatch, rng):  # G-26
         operand(kind, kind.line, (32, 64), 1, rng),
         operand(kind, kind.line, (16, 64), 1, rng),
     )
-    factor = torch.tensor(3.0 * 2**-9)
-    pairs = a.codes, b.codes, a.scale_inv, b.scale_inv
-    out = blocks.multiply(*pairs, torch.float32, "nvfp4", factor)
+    a, b = (q._replace(tensor_scale_inv=torch.tensor(f)) for q, f in ((a, 3.0), (b, 2.0**-9)))
+    with blocks.multiplying("scaled_mm"):
+        out = gemm.matmul(a, b, accumulate="slow")
     expected = torch.from_numpy(exact_a @ exact_b.T) * (3.0 * 2**-9)
     assert torch.equal(out, expected.float())
 
