@@ -20,7 +20,11 @@ FORMATS = {
 
 
 class ScaledMM:
-    """Products of dequantized operands, exact, times the tensors' scales, rounded once."""
+    """Products of dequantized operands, exact, times the tensors' scales, rounded once.
+
+    calls     dtypes of codes and scales, and the length of a block, of each call.
+    operands  a [M, K] and b [N, K] of the last call, as it stores them.
+    """
 
     def __init__(self) -> None:
         self.calls = []
@@ -56,6 +60,7 @@ class ScaledMM:
                 assert recipe_a[1] is names.TensorWise
                 factor *= float(scales[1])
         self.calls.append((a.dtype, scale_a[0].dtype, block))
+        self.operands = a, b.t()
         return (total * factor).to(options["output_dtype"])
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from fp8ref.formats import E2M1FN, E4M3FN
 from fp8ref.recipe import RECIPES
+from fp8ref.sim.quantize import packing
 from fp8ref.sim.quantize import scaling as sim_scaling
 from fp8ref.spec import products
 from fp8ref.torch import proof
@@ -67,6 +68,18 @@ def test_the_tensors_scales_of_nvfp4_reach_the_kernel(monkeypatch, rng):  # G-26
         out = gemm.matmul(a, b, accumulate="slow")
     expected = torch.from_numpy(exact_a @ exact_b.T) * (3.0 * 2**-9)
     assert torch.equal(out, expected.float())
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_the_first_code_of_a_byte_is_in_its_low_half(name, monkeypatch, rng):  # F-5, G-26
+    """No product shows it: both operands' codes would change places alike."""
+    kernel, kind = scaled_mm.install(monkeypatch), products.KINDS[name]
+    q = operand(kind, kind.line, (32, 64), 1, rng)[0]
+    with blocks.multiplying("scaled_mm"):
+        gemm.matmul(q, q, accumulate="slow")
+    packed = packing.pack(q.code_bits.numpy())
+    for handed in kernel.operands:
+        np.testing.assert_array_equal(handed.view(torch.uint8).numpy(), packed)
 
 
 def test_emulated_products_leave_kernels_out(monkeypatch, rng):  # G-16, G-26
