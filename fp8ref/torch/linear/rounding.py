@@ -30,8 +30,7 @@ def pass_seed(seed: int, step: int, microbatch: int = 0) -> int:
 
 
 def stochastic_linears(model: nn.Module) -> dict[str, Linear]:
-    """The linears of a model that round stochastically, by the names that they were converted
-    under."""
+    """The linears of a model that round stochastically, by their names when it was converted."""
     return {
         m.fqn or name: m
         for name, m in model.named_modules()
@@ -54,10 +53,13 @@ def seed_(model: nn.Module, seed: int | Mapping[str, int]) -> None:
         f"seeds are for {', '.join(linears) or 'no linear'}; got {', '.join(seed) or 'none'}.",
     )
     keys = [[_halves(_derived(seed[n], i, _GEMM)) for i in range(len(OPERANDS))] for n in linears]
-    for linear, words in zip(linears.values(), torch.tensor(keys, dtype=torch.int64), strict=True):
+    table = torch.tensor(keys, dtype=torch.int64)
+    if any(linear.weight.is_cuda for linear in linears.values()):
+        table = table.pin_memory()  # so that the host does not wait for the device
+    for linear, words in zip(linears.values(), table, strict=True):
         if linear.keys is None:
             linear.keys = torch.empty_like(words, device=linear.weight.device)
-        linear.keys.copy_(words)
+        linear.keys.copy_(words, non_blocking=True)
 
 
 def _derived(seed: int, counter: int, stream: int) -> int:

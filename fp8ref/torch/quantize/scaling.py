@@ -302,9 +302,9 @@ def quantize(
         whole = largest.amax().float()
         if group is not None:
             whole = merge_amax(whole, group)
-        levels = two_level.scales(x, largest.float(), whole, policy, axis)
-        q = _quantized(x, levels.scale, levels.scale_inv, fmt, granularity, axis, draw)
-        return q._replace(tensor_scale_inv=levels.tensor_scale_inv)
+        *levels, whole_inv = two_level.scales(x, largest.float(), whole, policy, axis)
+        q = _quantized(x, levels[0], levels[1], fmt, granularity, axis, draw)
+        return q._replace(tensor_scale_inv=whole_inv)
     if group is not None:
         largest = merge_amax(largest.float(), group)
     elif policy.makes_scale_inv:

@@ -5,8 +5,6 @@ which rounds as once: on a GPU torch multiplies by a reciprocal, and Triton's fl
 approximate. So are products that a sum follows, which a compiler might fuse with it.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -16,25 +14,19 @@ from fp8ref.policy import ScalePolicy, TwoLevel
 from fp8ref.shared import errors
 from fp8ref.torch.quantize import cast, four_bits
 
-__all__ = ["TwoLevelScales", "check", "scales"]
+__all__ = ["check", "scales"]
 
 _SIX = E2M1FN.max
-
-
-class TwoLevelScales(NamedTuple):
-    """As the simulator's: scale and scale_inv of the blocks, float32; that of the tensor, (), or
-    None where it has none."""
-
-    scale: Tensor
-    scale_inv: Tensor
-    tensor_scale_inv: Tensor | None
+TwoLevelScales = tuple[Tensor, Tensor, Tensor | None]
+"""scale and scale_inv of the blocks, float32; that of the tensor, (), or None where it has none."""
 
 
 def check(fmt: Format, granularity: str, policy: ScalePolicy) -> None:
     """ValueError unless two levels of scales go with a format and a granularity."""
-    assert policy.two_level is not None
-    errors.one_of(f"the format of {policy.name}", fmt.name, (E2M1FN.name,))
-    errors.one_of(f"granularity of {policy.name}", granularity, policy.two_level.granularities)
+    rule, name = policy.two_level, policy.name
+    assert rule is not None
+    errors.one_of(f"the format of {name}", fmt.name, (E2M1FN.name,))
+    errors.one_of(f"granularity of {name}", granularity, rule.granularities)
 
 
 def scales(
@@ -48,17 +40,14 @@ def scales(
     """
     rule = policy.two_level
     assert rule is not None
-    result = _scaled_to(amax, tensor_amax, rule)
+    six = _scaled_to(amax, tensor_amax, rule)
     if not rule.error:
-        return result
-    to_four = _scaled_to(amax, tensor_amax, rule, times=1.5)
-    chosen = _errors(x, to_four, tensor_amax, rule, axis) < _errors(
-        x, result, tensor_amax, rule, axis
-    )
-    scale, scale_inv = (
-        torch.where(chosen, four, six) for four, six in zip(to_four[:2], result[:2], strict=True)
-    )
-    return TwoLevelScales(scale, scale_inv, result.tensor_scale_inv)
+        return six
+    four = _scaled_to(amax, tensor_amax, rule, times=1.5)
+    sums = [_errors(x, scales, tensor_amax, rule, axis) for scales in (six, four)]
+    chosen = sums[1] < sums[0]
+    scale, scale_inv = torch.where(chosen, four[0], six[0]), torch.where(chosen, four[1], six[1])
+    return scale, scale_inv, six[2]
 
 
 def _scaled_to(amax: Tensor, tensor: Tensor, rule: TwoLevel, times: float = 1) -> TwoLevelScales:
@@ -67,56 +56,55 @@ def _scaled_to(amax: Tensor, tensor: Tensor, rule: TwoLevel, times: float = 1) -
     if rule.tensor == "encode":
         encode = _encode_scale(tensor, rule)
         if rule.error:
-            to_six = _quotient(amax, one * _SIX) * encode * times
+            to_six = _quotient(amax, _SIX) * encode * times
         else:
-            to_six = amax * (encode * _quotient(one, one * _SIX))
+            to_six = amax * (encode * _quotient(one, _SIX))
         inverse = _quotient(one, encode)
         block = _block_scale(to_six, rule)
-        scale = _quotient(one, block * inverse).clamp(max=FLOAT32.max)
-        return TwoLevelScales(scale, block, inverse)
+        return _quotient(one, block * inverse).clamp(max=FLOAT32.max), block, inverse
     decodes = rule.tensor == "decode"
-    inverse = _quotient(tensor, one * (rule.block_fmt.max * _SIX)) if decodes else one
-    block = _block_scale(_quotient(_quotient(amax, one * _SIX), inverse), rule)
-    scale = _quotient(_quotient(one, inverse), block)
-    return TwoLevelScales(scale, block, inverse if decodes else None)
+    inverse = _quotient(tensor, rule.block_fmt.max * _SIX) if decodes else one
+    block = _block_scale(_quotient(_quotient(amax, _SIX), inverse), rule)
+    return _quotient(_quotient(one, inverse), block), block, inverse if decodes else None
 
 
 def _encode_scale(tensor: Tensor, rule: TwoLevel) -> Tensor:
     """S, which multiplies into the range of the blocks' scales."""
-    bounded = _quotient(torch.full_like(tensor, rule.largest * _SIX), tensor).clamp(max=FLOAT32.max)
-    return torch.where((tensor == 0) | (bounded == 0), 1.0, bounded)
+    scale = _quotient(torch.full_like(tensor, rule.largest * _SIX), tensor)
+    return torch.where((tensor == 0) | (scale == 0), 1.0, scale.clamp(max=FLOAT32.max))
 
 
 def _block_scale(value: Tensor, rule: TwoLevel) -> Tensor:
     """value, at least the rule's smallest, rounded to its format, saturating; a NaN stays."""
-    return cast.decode(cast.to_fp8(value.clamp(min=rule.smallest), rule.block_fmt), rule.block_fmt)
+    fmt = rule.block_fmt
+    return cast.decode(cast.to_fp8(value.clamp(min=rule.smallest), fmt), fmt)
 
 
 def _errors(x: Tensor, scales: TwoLevelScales, tensor: Tensor, rule: TwoLevel, axis: int) -> Tensor:
     """The sum of errors of each block of 16 along axis, of the blocks' shape."""
     axis = axis if axis < 0 else axis - x.ndim
     lines = torch.atleast_2d(x.detach().float()).movedim(axis, -1)  # [..., M, K]
-    grids = [torch.atleast_2d(scale).movedim(axis, -1) for scale in scales[:2]]
-    rows = 1 if lines.shape[-2] == grids[0].shape[-2] else 16
-    lines = functional.pad(lines, (0, -lines.shape[-1] % 16, 0, -lines.shape[-2] % rows))
-    blocks = lines.reshape(*grids[0].shape[:-1], rows, grids[0].shape[-1], 16)
-    scale, block = (grid[..., None, :, None] for grid in grids)
+    scale, block = (torch.atleast_2d(s).movedim(axis, -1)[..., None, :, None] for s in scales[:2])
+    (*batch, m, k), n = lines.shape, scale.shape[-4]
+    rows = 1 if m == n else 16
+    lines = functional.pad(lines, (0, -k % 16, 0, -m % rows))
+    blocks = lines.reshape(*batch, n, rows, -1, 16)
     q = four_bits.rounded(blocks * scale) * block  # exact
     if rule.error_unit == "block":
         e = q - _product(blocks, _encode_scale(tensor, rule))
     else:
-        e = _quotient(q * tensor, torch.full_like(tensor, _SIX * rule.largest)) - blocks
+        e = _quotient(q * tensor, _SIX * rule.largest) - blocks
     parts = (e.abs() if rule.error == "mae" else _product(e, e)).unbind(-1)
     total = parts[0]
     for part in parts[1:]:
         total = total + part
     while (half := total.shape[-2] // 2) > 0:
         total = total[..., :half, :] + total[..., half:, :]
-    return total[..., 0, :].movedim(-1, axis).reshape(scales.scale.shape)
+    return total[..., 0, :].movedim(-1, axis).reshape(scales[0].shape)
 
 
-def _quotient(a: Tensor, b: Tensor) -> Tensor:
-    return (a.double() / b.double()).float()
+def _quotient(a: Tensor, b: Tensor | float) -> Tensor:
+    return (a.double() / (b.double() if isinstance(b, Tensor) else b)).float()
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
