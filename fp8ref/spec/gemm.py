@@ -61,8 +61,6 @@ class CastSpec:
     def simulated(self) -> bool:
         """Whether the simulator alone has it: a format that is neither FP8's nor e2m1fn in the
         blocks and by the scales that backends emulate (spec R-9)."""
-        if self.policy.two_level is not None or not self.plain:
-            return True
         if self.fmt.name in FP8_FORMATS:
             return self.policy.two_level is not None
         rule = self.policy.two_level

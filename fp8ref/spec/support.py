@@ -182,10 +182,10 @@ LIMITS: dict[str, dict[Any, Limit]] = {
             instead="Use one of these, or fp8ref.sim for {choice.name!r}.",
         )
     ),
-    "scale policies of mx_1x32": _both(
+    "scale policies of MX": _both(
         Limit(
             takes=lambda policy: policy.e8m0 is not None,
-            needs=f"groups of mx_1x32 have e8m0 scales, of policy {_E8M0_POLICIES}",
+            needs=f"blocks of MX have e8m0 scales, of policy {_E8M0_POLICIES}",
             received="policy {choice.name!r}",
             instead="Use one of these.",
         )

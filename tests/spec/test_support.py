@@ -49,7 +49,7 @@ def test_the_page_has_a_row_for_each_limit(script):
 CHOICES = {
     "recipes": (RECIPES["tensorwise"], RECIPES["nvfp4"]),
     "scale policies": (POLICIES["torchao"], POLICIES["msamp"]),
-    "scale policies of mx_1x32": (POLICIES["mx_floor"], POLICIES["torchao"]),
+    "scale policies of MX": (POLICIES["mx_floor"], POLICIES["torchao"]),
     "scale policies of e2m1fn": (POLICIES["mx_rceil"], POLICIES["torchao"]),
     "delayed scaling": (DELAYED["delayed"], DELAYED["te_delayed"]),
     "epilogues": ("scale_then_round", "bias_then_round"),

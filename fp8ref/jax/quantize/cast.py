@@ -101,7 +101,7 @@ def to_stored(
     if fmt == FLOAT32:
         return x
     if key is not None:
-        codes = philox.codes(x, fmt, key)
+        codes = philox.codes(x, fmt, philox.Random(key))
         if numbers is not None:
             zero = codes & ~jnp.uint32(fmt.sign_bit) == 0
             codes = jnp.where((numbers != 0) & zero, codes | jnp.uint32(1), codes)

@@ -34,12 +34,13 @@ from jax import lax
 
 from fp8ref import policy as policies
 from fp8ref.formats import Format
-from fp8ref.jax.quantize import cast, scales
+from fp8ref.jax.quantize import cast, philox, scales, two_level
 from fp8ref.jax.quantize.scales import Scales, scale_from_amax
 from fp8ref.policy import ScalePolicy
 from fp8ref.recipe import CastSpec
 from fp8ref.spec import granularity as granularities
 from fp8ref.spec import support
+from fp8ref.spec.gemm import MX_BLOCKS
 from fp8ref.spec.granularity import Blocks
 
 __all__ = [
@@ -62,7 +63,7 @@ __all__ = [
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["codes", "scale", "scale_inv", "transposed", "amax"],
+    data_fields=["codes", "scale", "scale_inv", "tensor_scale_inv", "transposed", "amax"],
     meta_fields=["fmt", "granularity", "axis"],
 )
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,8 @@ class Quantized:
     scale, scale_inv
                  float32 of ``granularity.scale_shape``: what multiplied into FP8, what multiplies
                  out of it.
+    tensor_scale_inv
+                 float32 (), of two levels of scales: multiplies out too (S-22). None: one level.
     axis         the reduced one; under rowwise it may be several.
     transposed   the codes as [columns, rows], contiguous, leading dims flattened to rows; None: not
                  made.
@@ -86,6 +89,7 @@ class Quantized:
     fmt: Format
     granularity: str
     axis: int | tuple[int, ...]
+    tensor_scale_inv: jax.Array | None = None
     transposed: jax.Array | None = None
     amax: jax.Array | None = None
 
@@ -161,17 +165,38 @@ def scale_blocks(
 
 
 def quantize_blocks(
-    x: jax.Array, by: Scales, fmt: Format, blocks: Blocks, *, policy: ScalePolicy | None = None
+    x: jax.Array,
+    by: Scales,
+    fmt: Format,
+    blocks: Blocks,
+    *,
+    policy: ScalePolicy | None = None,
+    random: philox.Random | None = None,
 ) -> jax.Array:
     """The codes of x, native float8, by a scale for each block: ``scale_blocks``, ``saturate``
     (S-5). policy None: by products."""
-    return saturate(scale_blocks(x, by, blocks, policy), fmt)
+    return saturate(scale_blocks(x, by, blocks, policy), fmt, random)
 
 
-def saturate(scaled: jax.Array, fmt: Format) -> jax.Array:
+def saturate(scaled: jax.Array, fmt: Format, random: philox.Random | None = None) -> jax.Array:
     """The codes, native float8, of numbers that are scaled already, or need no scale: clip to
-    +-fmt.max; round to nearest even (S-5)."""
-    return cast.to_fp8(scaled, fmt)
+    +-fmt.max; round to nearest even, or stochastically (S-5, C-2)."""
+    if random is None:
+        return cast.to_fp8(scaled, fmt)
+    return cast.from_code_bits(philox.codes(scaled, fmt, random).astype(jnp.uint8), fmt)
+
+
+def scales_of(
+    x: jax.Array, cast: CastSpec, amax: jax.Array, tensor_amax: jax.Array | None, axis: int
+) -> Scales:
+    """The scales of a cast, of the amaxes of x's blocks, and of two levels (S-22) of the tensor."""
+    rule = cast.policy.two_level
+    if rule is None or tensor_amax is None:
+        return scales.scales_from_amax(amax, cast.fmt, cast.policy)
+    support.require("scale policies of e2m1fn", "jax", cast.policy)
+    if rule.error:
+        return two_level.four_over_six(x, amax, tensor_amax, cast.policy, axis)
+    return two_level.scales_from_amaxes(amax, tensor_amax, cast.policy)
 
 
 def amax(
@@ -227,35 +252,36 @@ def quantize(
     policy: str | ScalePolicy = "torchao",
     axis: int | tuple[int, ...] = -1,
     over: tuple[str, ...] = (),
-    with_producer: bool = False,
     by: Scales | None = None,
+    random: philox.Random | None = None,
 ) -> Quantized:
-    """Scale x into fmt's range and round to nearest even, saturating.
+    """Scale x into fmt's range and round to nearest even, or stochastically, saturating.
 
     Shapes:   x hp [..., K] (axis is the reduced one); codes native float8 of x's shape; scales of
               ``scale_shape``.
     Units:    x ~ decode(codes) * scale_inv.
     Order:    amax, along the mesh axes ``over`` too; scale; RN32(f32(x) * scale); clip to
-              +-fmt.max; round to nearest even; scale_inv = RN32(1 / scale), or exactly 2^k under an
-              e8m0 policy.
-    with_producer
-              as in amax.
+              +-fmt.max; round; scale_inv = RN32(1 / scale), or exactly 2^k under an e8m0 policy.
+              Two levels of scales: S-22.
+    random    of stochastic rounding; None: to nearest even.
     by        the scales of this policy, if they are made already: no amax is taken, and the last
               block along axis may be shorter.
     Specials: as the simulator's quantize.
     Gradient: none through the scale; through the codes that of XLA's conversions. ``linear.apply``
               defines its own.
-    Raises:   ValueError: as amax and scale_from_amax; mx_1x32 by a policy that is not e8m0.
-    Source:   spec S-5, P-4.
+    Raises:   ValueError: as amax and scale_from_amax; blocks of MX by a policy that is not e8m0.
+    Source:   spec S-5, S-22, P-4.
     """
     policy = scales.implemented(policy)
-    if granularity == "mx_1x32":
-        support.require("scale policies of mx_1x32", "jax", policy)
+    if granularity in MX_BLOCKS:
+        support.require("scale policies of MX", "jax", policy)
     if by is None:
-        largest = amax(x, granularity, axis=axis, over=over, with_producer=with_producer)
-        by = scales.scales_from_amax(largest, fmt, policy)
+        largest = amax(x, granularity, axis=axis, over=over)
+        whole = None if policy.two_level is None else amax(x, over=over)
+        spec = CastSpec(fmt=fmt, granularity=granularity, policy=policy)
+        by = scales_of(x, spec, largest, whole, axis)  # type: ignore[arg-type]
     block = blocks(granularity, x.shape, axis)
-    codes = quantize_blocks(x, by, fmt, block, policy=policy)
+    codes = quantize_blocks(x, by, fmt, block, policy=policy, random=random)
     return Quantized(codes=codes, **by._asdict(), fmt=fmt, granularity=granularity, axis=axis)
 
 
@@ -307,7 +333,8 @@ def quantize_by_state(x: jax.Array, stored: jax.Array, spec: CastSpec, *, axis: 
 
 
 def dequantize(q: Quantized) -> jax.Array:
-    """RN32(decode(codes) * scale_inv), float32 of the codes' shape (spec S-8).
+    """RN32(decode(codes) * scale_inv), float32 of the codes' shape (spec S-8); of two levels by
+    RN32(tensor_scale_inv * scale_inv) (S-22).
 
     Specials: a NaN code or scale gives NaN, and so does a zero under an infinite scale_inv. On a
               CPU XLA takes a scale_inv of 2^-127 for zero.
@@ -317,7 +344,8 @@ def dequantize(q: Quantized) -> jax.Array:
         raise ValueError(
             f"dequantize takes a Quantized; got {type(q).__name__}. Use scaling.quantize."
         )
-    return cast.decode(q.codes, q.fmt) * spread(q.scale_inv, q.codes.shape, q.blocks)
+    scale_inv = q.scale_inv if q.tensor_scale_inv is None else q.tensor_scale_inv * q.scale_inv
+    return cast.decode(q.codes, q.fmt) * spread(scale_inv, q.codes.shape, q.blocks)
 
 
 # traced once for all tensors of a shape

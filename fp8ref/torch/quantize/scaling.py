@@ -35,6 +35,7 @@ from fp8ref.policy import ScalePolicy
 from fp8ref.recipe import CUT_AXES, Role, Style
 from fp8ref.spec import granularity as granularities
 from fp8ref.spec import support
+from fp8ref.spec.gemm import MX_BLOCKS
 from fp8ref.spec.granularity import Blocks
 from fp8ref.torch.quantize import cast, float_values, philox, scales, two_level
 from fp8ref.torch.quantize.philox import Draw
@@ -288,15 +289,15 @@ def quantize(
               scale), exactly 2^k under an e8m0 policy, or of two levels (S-22).
     Specials: as the simulator's quantize.
     Gradient: none; the codes and scales are detached.
-    Raises:   ValueError: as amax and scale_from_amax; mx_1x32 by a policy that is not e8m0; as
+    Raises:   ValueError: as amax and scale_from_amax; blocks of MX by a policy that is not e8m0; as
               ``two_level.check``.
     Source:   spec S-5; torchao's hp_tensor_and_scale_to_float8.
     """
     policy = scales.implemented(policy)
     if policy.two_level is not None:
         two_level.check(fmt, granularity, policy)
-    elif granularity == "mx_1x32":
-        support.require("scale policies of mx_1x32", "torch", policy)
+    elif granularity in MX_BLOCKS:
+        support.require("scale policies of MX", "torch", policy)
     largest = _largest(x, granularity, axis, ragged)
     if policy.two_level is not None:
         whole = largest.amax().float()

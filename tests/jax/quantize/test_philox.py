@@ -42,7 +42,7 @@ def test_codes_are_the_simulators(fmt, seed):
         [np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 2.0**-126, fmt.max, -fmt.max]), wide]
     ).astype(np.float32)
     x = x.reshape(8, -1)  # numbers follow the flat index of any shape
-    codes = jax.jit(lambda x: philox.codes(x, fmt, halves(seed)))(x)
+    codes = jax.jit(lambda x: philox.codes(x, fmt, philox.Random(halves(seed))))(x)
     np.testing.assert_array_equal(
         np.asarray(codes), cast.encode_plain(x, fmt, rounding="stochastic", seed=seed)
     )
@@ -61,5 +61,5 @@ def test_the_lower_32_bits_decide_where_the_upper_16_do_not():
         0 < (spacing * np.floor(x / spacing) != cast.decode(expected, E4M3FN))[is_open].mean() < 1
     )
     np.testing.assert_array_equal(
-        jax.jit(lambda x: philox.codes(x, E4M3FN, halves(21)))(x), expected
+        jax.jit(lambda x: philox.codes(x, E4M3FN, philox.Random(halves(21))))(x), expected
     )
