@@ -134,6 +134,11 @@ class GemmSpec:
             )
 
     @property
+    def operands(self) -> tuple[CastSpec | None, CastSpec | None]:
+        """The casts of a and b."""
+        return self.a, self.b
+
+    @property
     def fp8(self) -> bool:
         """Whether its operands are FP8, so that tensor cores can multiply their codes."""
         return self.a is not None and self.b is not None

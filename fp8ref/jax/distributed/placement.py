@@ -43,6 +43,8 @@ class Placement:
     n         cut the output features: column-parallel.
     k         cut the input features: row-parallel.
     fsdp      among m; cut the weight's first dim, within n, until it is gathered in FP8 for use.
+    positions among m; cut a sequence's positions, the last dim but one of tokens with leading dims;
+              the others of m cut the first. Random numbers depend on it, and nothing else (S-24).
     sequence  n cuts the tokens of the input too (k those of the output): gathered in FP8 before,
               reduce-scattered after.
     scope     the devices whose amaxes make the scales of input and grad_output: ``global``, all;
@@ -69,6 +71,7 @@ class Placement:
     n: Axes = ()
     k: Axes = ()
     fsdp: Axes = ()
+    positions: Axes = ()
     sequence: bool = False
     scope: Literal["global", "local"] = "global"
     reduce_grads: GradParts = "float32"
@@ -76,7 +79,7 @@ class Placement:
     out_sharding: Sharding | None = None
 
     def __post_init__(self) -> None:
-        for name in ("m", "n", "k", "fsdp"):
+        for name in ("m", "n", "k", "fsdp", "positions"):
             if isinstance(value := getattr(self, name), str):
                 raise ValueError(
                     f"{name} is a tuple of mesh axes; got the string {value!r}. Use ({value!r},)."
@@ -89,10 +92,10 @@ class Placement:
             raise ValueError(
                 f"a mesh axis shards one of m, n, k; got {', '.join(twice)} twice in {self}."
             )
-        if missing := sorted(set(self.fsdp) - set(self.m)):
+        if missing := sorted({*self.fsdp, *self.positions} - set(self.m)):
             raise ValueError(
-                f"fsdp axes also shard tokens, so m has them; got fsdp {', '.join(missing)}, "
-                f"m={self.m}."
+                "fsdp axes, and those of positions, also shard tokens, so m has them; got "
+                f"{', '.join(missing)}, m={self.m}."
             )
         if self.sequence and bool(self.n) == bool(self.k):
             raise ValueError(

@@ -11,6 +11,7 @@ accumulators are summed, the epilogue too (G-19, G-21).
 import contextlib
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8ref.formats import E2M1FN
 from fp8ref.jax.distributed.sharding import Reduction
 from fp8ref.jax.gemm import hardware
 from fp8ref.jax.quantize import scaling
@@ -26,6 +28,7 @@ from fp8ref.recipe import GemmSpec
 from fp8ref.shared import errors
 from fp8ref.spec import epilogue as epilogues
 from fp8ref.spec import support
+from fp8ref.spec.gemm import MX_BLOCKS
 from fp8ref.spec.granularity import by_name
 from fp8ref.spec.hardware import Multiply
 
@@ -110,7 +113,7 @@ def matmul(
     elif early is None and not execution.in_steps and not dequantizes(a.granularity):
         out = product.multiplied(a, b)
     else:
-        acc = _total(product.accumulated(a, b, early), early)
+        acc = _by_tensor_scales(_total(product.accumulated(a, b, early), early), a, b)
         blocks = dequantizes(a.granularity)
         out = acc.astype(out_dtype) if blocks else product.scaled(acc, a, b, early)
     return _total(out, late).astype(out_dtype)
@@ -313,9 +316,17 @@ def _rows(scale: jax.Array, axis: int) -> jax.Array:
 
 
 def _values(q: Quantized) -> jax.Array:
-    """Dequantized values: bfloat16 if scales are powers of two (S-14), else float32."""
-    exact = jnp.bfloat16 if q.granularity == "mx_1x32" else jnp.float32
-    return scaling.dequantize(q).astype(exact)
+    """Dequantized values, without a tensor's scale: bfloat16, if it holds them, else float32. It
+    holds 4 bits by scales that are powers of two (S-14), and 2 by those of 4 (S-22)."""
+    is_exact = q.granularity in MX_BLOCKS or q.fmt == E2M1FN
+    values = scaling.dequantize(dataclasses.replace(q, tensor_scale_inv=None))
+    return values.astype(jnp.bfloat16 if is_exact else jnp.float32)
+
+
+def _by_tensor_scales(acc: jax.Array, a: Quantized, b: Quantized) -> jax.Array:
+    """A sum times the product of its operands' scales of tensors, if they have two levels (S-22)."""
+    each = [q.tensor_scale_inv for q in (a, b) if q.tensor_scale_inv is not None]
+    return acc * math.prod(each[1:], start=each[0]) if each else acc
 
 
 def _reduced_axes(a: Quantized, b: Quantized) -> tuple[int, int]:

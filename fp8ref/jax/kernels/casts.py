@@ -20,6 +20,7 @@ def takes(spec: CastSpec) -> bool:
     return (
         spec.fmt.name in ("e4m3fn", "e5m2")
         and spec.granularity == "tensorwise"
+        and spec.plain
         and spec.policy.stored != "scale_inv"
     )
 

@@ -49,11 +49,14 @@ class Observations(NamedTuple):
                 of w is exchanged in FP8, where the placement asks for that (P-22). No use changes
                 it. The gradient by it is the number of elements that the cast of w's gradient
                 saturated, on all devices: what ``gradient_reduction.next_mu`` takes.
+    seed        uint32 [2], low and high half: of a linear that rounds stochastically, its own
+                (S-24). None: one made of the seed of ``rounding.seeded``. No use changes it.
     """
 
     amaxes: delayed.Seen | None = None
     statistics: jax.Array | None = None
     mu: jax.Array | None = None
+    seed: jax.Array | None = None
 
 
 Seen = delayed.Seen | Observations
@@ -82,12 +85,14 @@ class Operand(NamedTuple):
     scale   what is settled before the tensor is read.
     own     the codes of this device's piece, where they are made already.
     whole   these codes gathered from all devices, for the next GEMM alone.
+    seed    uint32 [2]: the linear's, if it rounds stochastically.
     """
 
     tensor: jax.Array | None = None
     scale: Scale | None = None
     own: Quantized | None = None
     whole: Quantized | None = None
+    seed: jax.Array | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

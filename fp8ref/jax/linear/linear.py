@@ -18,12 +18,13 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fp8ref.jax import delayed
 from fp8ref.jax.distributed import explicit_sharding, sharding
 from fp8ref.jax.distributed.sharding import Placement
-from fp8ref.jax.linear import arguments, carried, operands, three_gemms
+from fp8ref.jax.linear import arguments, carried, operands, rounding, three_gemms
 from fp8ref.jax.linear.arguments import check_recipe
 from fp8ref.jax.linear.carried import Layer, Observations, Operand, Scale, Seen
 from fp8ref.jax.linear.observer import observing
@@ -130,7 +131,7 @@ def bound(
     out_dtype=None,
 ) -> tuple[Layer, dict[Role, Scale], Observations]:
     """The layer of these arguments, settled scales, what it observes; raises as ``contract``."""
-    amaxes, statistics, mu = carried.observations(seen)
+    amaxes, statistics, mu, seed = carried.observations(seen)
     layer = dataclasses.replace(layer, measures=statistics is not None)
     layer = arguments.resolved(layer, x, w, state, amaxes, out_dtype)
     if mu is not None:
@@ -138,7 +139,9 @@ def bound(
     scales: dict[Role, Scale] = dict(delayed.scales(state or {}, layer.recipe))
     if prepared is not None:
         scales["weight"] = arguments.checked_weight(prepared, w, layer)
-    return layer, scales, Observations(dict(amaxes or {}), statistics, mu)
+    if layer.recipe.stochastic:
+        seed = rounding.of_linear(layer.name, seed)
+    return layer, scales, Observations(dict(amaxes or {}), statistics, mu, seed)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -169,7 +172,9 @@ def forward(
     tensors: dict[Role, jax.Array] = {"weight": w}
     if not isinstance(x, Quantized):
         tensors = {"input": x, "weight": w}
-    saved = {role: Operand(tensors.get(role), scales.get(role)) for role in ROLES}
+    saved = {
+        role: Operand(tensors.get(role), scales.get(role), seed=seen.seed) for role in ROLES
+    }
     if differentiated:
         tensors = {role: derivatives.not_again(v, layer.name) for role, v in tensors.items()}
     roles = {role: saved[role]._replace(tensor=v) for role, v in tensors.items()}
@@ -243,7 +248,12 @@ def backward(layer: Layer, residuals, cotangents):
         grad_input,
         grad_weight,
         grad_scales,
-        Observations(amaxes, None if isinstance(statistics, tuple) else statistics, saturated),
+        Observations(
+            amaxes,
+            None if isinstance(statistics, tuple) else statistics,
+            saturated,
+            None if seen.seed is None else np.zeros(seen.seed.shape, jax.dtypes.float0),
+        ),
     )
 
 
@@ -253,7 +263,8 @@ derivatives.defvjp(_linear, forward, backward)
 def _cast_for_both(operand: Operand, seen: Observations, layer: Layer) -> tuple[Operand, Operand]:
     """grad_output as both backward GEMMs take it, with codes that both need or one gather moves."""
     first, second = layer.recipe.grad_input.a, layer.recipe.grad_weight.a
-    if first is not None and first == second and first.granularity == "tensorwise":
+    whole = first is not None and first.granularity == "tensorwise" and first.plain
+    if first is not None and whole and first == second:
         # One scale for all of grad_output: its codes serve both GEMMs, whichever axis each reduces.
         own = operands.quantize(operand, "grad_output", first, -1, layer)
         asked = "grad_output" in (seen.amaxes or {}) and layer.scales_own_results()

@@ -10,17 +10,20 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
+from fp8ref.jax.attention.operands import hadamard
 from fp8ref.jax.distributed import sharding
 from fp8ref.jax.gemm import gemm
 from fp8ref.jax.kernels import casts as kernel_casts
-from fp8ref.jax.linear import paired_codes
+from fp8ref.jax.linear import paired_codes, rounding
 from fp8ref.jax.linear.carried import Layer, Operand
 from fp8ref.jax.quantize import scales, scaling
 from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.recipe import CastSpec, Role
+from fp8ref.shared.errors import require
 from fp8ref.spec import granularity as granularities
 
 
@@ -49,9 +52,12 @@ def quantize(operand: Operand, role: Role, cast: CastSpec, axis: int, layer: Lay
             return quantized(x, axis=axis, by=scale)
         if scale is not None:
             return scaling.quantize_by_state(x, scale, cast, axis=axis)
-        if gemm.dequantizes(cast.granularity):
+        random = rounding.random(operand.seed, x.shape, cast, role, axis, layer)
+        if gemm.dequantizes(cast.granularity) or not cast.plain:
             x = flat(x, role, layer)
+            random = random and random.like(x.shape)
             _check_whole_blocks(x, role, cast.granularity, axis, layer)
+        x = rotated(x, cast, axis)
         # Reducing M means reducing all leading dims.
         axes = tuple(range(x.ndim - 1)) if axis == -2 and not layer.batched else axis
         axes = axes if cast.granularity == "rowwise" else axis
@@ -63,12 +69,33 @@ def quantize(operand: Operand, role: Role, cast: CastSpec, axis: int, layer: Lay
             with_producer=role == "grad_output",
             ragged=layer.ragged(role, axis),
         )
-        by = scales.scales_from_amax(largest, cast.fmt, scales.implemented(cast.policy))
-        return quantized(x, axis=axes, by=by)
+        whole = None
+        if cast.policy.two_level is not None:
+            whole = scaling.amax(x, over=layer.over(role, "tensorwise", axis))
+        scales.implemented(cast.policy)
+        by = scaling.scales_of(x, cast, largest, whole, axis)
+        return quantized(x, axis=axes, by=by, random=random)
     except ValueError as error:
         raise ValueError(
             f"{layer.name}: {role} of recipe {layer.recipe.name!r}: {error}"
         ) from error
+
+
+def rotated(x: jax.Array, cast: CastSpec, axis: int) -> jax.Array:
+    """x, its blocks along axis rotated and rounded to bfloat16, if the cast rotates (S-23).
+
+    Raises:   ValueError: an axis that blocks do not divide.
+    """
+    if cast.rotation is None:
+        return x
+    size, lines = cast.rotation.size, jnp.swapaxes(x, axis, -1)
+    require(
+        lines.shape[-1] % size == 0,
+        f"a rotation of {size} needs K divisible by it; got x.shape={x.shape}, axis={axis}. Pad K.",
+    )
+    blocks = lines.reshape(*lines.shape[:-1], -1, size)
+    turned = hadamard.rotate(blocks, jnp.array(cast.rotation.signs, jnp.float32))
+    return jnp.swapaxes(turned.astype(jnp.bfloat16).reshape(lines.shape), axis, -1)
 
 
 def settled(scale: jax.Array | scales.Scales | None) -> scales.Scales | None:

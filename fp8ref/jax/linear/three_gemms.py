@@ -71,7 +71,7 @@ def _quantized(which: Gemm, role: Role, roles: Mapping[Role, Operand], layer: La
     spec, operand = layer.recipe.gemms[which], roles[role]
     if operand.own is not None:
         return operand.own
-    cast = spec.a if role == OPERANDS[which][0] else spec.b
+    cast = spec.operands[OPERANDS[which].index(role)]
     assert cast is not None
     return operands.quantize(operand, role, cast, layer.axis(which, role), layer)
 
@@ -99,7 +99,10 @@ def _measured(
     for role, q in new.items() if layer.measures else ():
         tensor = roles[role].tensor
         assert tensor is not None, "what is quantized here has a tensor"
-        measured[which, role] = stats.measure(tensor, q)
+        cast = layer.recipe.gemms[which].operands[OPERANDS[which].index(role)]
+        assert cast is not None
+        axis = layer.axis(which, role)
+        measured[which, role] = stats.measure(operands.rotated(tensor, cast, axis), q)
     return measured
 
 

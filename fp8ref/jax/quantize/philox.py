@@ -36,6 +36,11 @@ class Random:
     bits: Literal[8, 48] = 48
     index: jax.Array | None = None
 
+    def like(self, shape: tuple[int, ...]) -> "Random":
+        """The same of the tensor in another shape."""
+        index = None if self.index is None else self.index.reshape(shape)
+        return Random(self.key, self.bits, index)
+
 
 def words(counter, stream, key):
     """Philox4x32 of counters below 2^32: four words each. key: halves of a seed."""

@@ -99,6 +99,12 @@ class Quantized:
         return cast.code_bits(self.codes, self.fmt)
 
     @property
+    def both_scale_inv(self) -> jax.Array:
+        """scale_inv, or of two levels RN32(tensor_scale_inv * scale_inv) (S-22)."""
+        whole = self.tensor_scale_inv
+        return self.scale_inv if whole is None else whole * self.scale_inv
+
+    @property
     def blocks(self) -> Blocks:
         """The block of the elements that share a scale."""
         return blocks(self.granularity, self.codes.shape, self.axis)
@@ -344,8 +350,7 @@ def dequantize(q: Quantized) -> jax.Array:
         raise ValueError(
             f"dequantize takes a Quantized; got {type(q).__name__}. Use scaling.quantize."
         )
-    scale_inv = q.scale_inv if q.tensor_scale_inv is None else q.tensor_scale_inv * q.scale_inv
-    return cast.decode(q.codes, q.fmt) * spread(scale_inv, q.codes.shape, q.blocks)
+    return cast.decode(q.codes, q.fmt) * spread(q.both_scale_inv, q.codes.shape, q.blocks)
 
 
 # traced once for all tensors of a shape
