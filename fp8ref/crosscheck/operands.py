@@ -8,6 +8,7 @@ The simulator's states of delayed scaling follow the backend's from step to step
 (``initial_states``, ``states_after``).
 """
 
+import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -36,7 +37,7 @@ from fp8ref.recipe import (
     Role,
     delayed_casts,
 )
-from fp8ref.sim import delayed
+from fp8ref.sim import delayed, linear
 from fp8ref.sim.quantize import scaling
 from fp8ref.spec import llama
 from fp8ref.spec.attention.variants import Variant
@@ -61,11 +62,13 @@ Operand = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class OperandCast(NamedTuple):
-    """How a GEMM in FP8 quantizes one of its operands; axis: that it reduces."""
+    """How a GEMM in FP8 quantizes one of its operands; axis: that it reduces; seed: the GEMM's, of
+    stochastic rounding."""
 
     role: Role
     spec: CastSpec
     axis: int
+    seed: int | None = None
 
     def simulated(
         self, hp: np.ndarray, state: delayed.DelayedState | None = None
@@ -73,11 +76,11 @@ class OperandCast(NamedTuple):
         """hp as the simulator quantizes it; state: of a role under delayed scaling."""
         fmt, policy = self.spec.fmt, self.spec.policy
         if state is None:
-            granularity, axis = self.spec.granularity, self.axis
             # the last block along a linear's rows may be shorter (L-5)
-            return scaling.quantize(
-                hp, fmt, granularity=granularity, policy=policy, axis=axis, ragged=axis == 0
-            )
+            if self.axis == 1:
+                return linear.cast_operand(hp, self.spec, self.seed)
+            q = linear.cast_operand(hp.T, self.spec, self.seed, ragged=True)
+            return as_factor(q._replace(axis=0))._replace(axis=0)
         assert self.spec.delayed is not None
         scales = delayed.scales(state, self.spec.delayed, fmt)
         return scaling.quantize_with(hp, scales, fmt, policy=policy, axis=self.axis)
@@ -115,14 +118,20 @@ class Observation:
     a: Operand
     b: Operand
     out: np.ndarray
+    seed: int = 0
 
     def operands(self, spec: GemmSpec) -> Iterator[tuple[OperandCast, Operand]]:
-        """Its operands, with how the recipe casts them."""
-        return zip(operand_casts(self.gemm, spec), (self.a, self.b), strict=True)
+        """Its operands, with how the recipe casts them; a linear's ``seed`` gives its GEMM's."""
+        own = linear.seed_of(self.seed, self.gemm)
+        for cast, operand in zip(operand_casts(self.gemm, spec), (self.a, self.b), strict=True):
+            yield cast._replace(seed=own if cast.spec.stochastic else None), operand
 
     def used(self, spec: GemmSpec) -> Iterator[scaling.Quantized]:
         """Its operands as the backend multiplied them, in their own layout."""
-        for cast, (_, codes, scale) in self.operands(spec):
+        for cast, (hp, codes, scale) in self.operands(spec):
+            if cast.spec.policy.two_level is not None:  # whose scales are no reciprocals
+                yield cast.simulated(np.asarray(hp, np.float32))._replace(codes=np.asarray(codes))
+                continue
             scale = np.asarray(scale, np.float32)
             scale_inv, kind = scaling.scale_inv_from_scale(scale), cast.spec
             own = np.asarray(codes), scale, scale_inv
@@ -137,9 +146,13 @@ def observe(
     passes   gets the passes of attention by a variant too, whose memory is quadratic.
     """
     observations: list[Observation] = []
+    reported: collections.Counter[tuple[str, Gemm]] = collections.Counter()
 
     def record(layer: str, which: Gemm, a: Operand, b: Operand, out: np.ndarray) -> None:
-        observations.append(Observation(trainer.backend, layer, which, a, b, out))
+        part = reported[layer, which]
+        reported[layer, which] += 1
+        seed = linear.seed_in_run(trainer.config.run.seed, trainer.count, layer, part)
+        observations.append(Observation(trainer.backend, layer, which, a, b, out, seed))
 
     if passes is None:
         trainer.observe(tokens, record)
@@ -372,7 +385,7 @@ class _JaxQuantizer:
 
         from fp8ref.jax.quantize import scaling
 
-        _, spec, axis = cast
+        spec, axis = cast.spec, cast.axis
 
         def run(x):
             q = scaling.quantize(
@@ -396,7 +409,7 @@ class _TorchQuantizer:
 
         from fp8ref.torch.quantize import scaling
 
-        _, spec, axis = cast
+        spec, axis = cast.spec, cast.axis
         value = torch.from_numpy(np.ascontiguousarray(x, np.float32)).to(torch.bfloat16)
         q = scaling.quantize(
             value, spec.fmt, granularity=spec.granularity, policy=spec.policy, axis=axis

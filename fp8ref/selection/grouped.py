@@ -104,7 +104,12 @@ def by_name(recipe: str | Recipe | GroupedRecipe) -> GroupedRecipe:
 
 
 def check_blocks(recipe: GroupedRecipe, backend: support.Backend) -> None:
-    """ValueError for blocks of several rows of input or grad_output."""
+    """ValueError for blocks of several rows of input or grad_output, and what experts do not do."""
+    errors.require(
+        all(cast.plain and cast.policy.two_level is None for cast in recipe.recipe.casts),
+        "experts neither rotate, nor round stochastically, nor scale by two levels; got recipe "
+        f"{recipe.name!r}. Use 'mxfp4' or 'mxfp8' for them (S-24).",
+    )
     for (gemm, role), cast in casts_of(recipe.recipe).items():
         if cast is not None and role != "weight":
             kind, about = granularity.by_name(cast.granularity), recipe.name

@@ -9,9 +9,9 @@ axis that its GEMM reduces (L-3), so a tensor may have several FP8 forms, rotate
 cast says so (S-23); accumulate; epilogue; round to out_dtype.
 """
 
-import functools
 import math
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -199,13 +199,19 @@ def _check_seed(recipe: Recipe, gemms: tuple[Gemm, ...], seed: int | None) -> No
 
 
 def seed_of(seed: int, which: Gemm) -> int:
-    """The seed of a GEMM's operands: words 0 and 1 of Philox's counter, the place of the GEMM in
-    L-2, stream 2 (S-24).
-    """
+    """The seed of a GEMM's operands, of a linear's (S-24)."""
     cast.check_seed(seed)
-    place = np.array([list(OPERANDS).index(which)])
-    low, high = map(int, philox.words(place, 2, seed)[0, :2])
-    return high << 32 | low
+    return philox.derived(seed, list(OPERANDS).index(which), 2)
+
+
+def seed_in_run(run_seed: int, step: int, name: str, part: int = 0) -> int:
+    """The seed of a linear in a run, by its name, at a step and a microbatch, both from 0 (S-24).
+
+    >>> hex(seed_in_run(0, 0, "layers.0.mlp.up_proj"))
+    '0xb567264ec2fcf7ff'
+    """
+    of_pass = philox.derived(run_seed, step, 4 + part)
+    return philox.derived(of_pass, zlib.crc32(name.encode()), 3)
 
 
 def multiply(
@@ -262,23 +268,44 @@ def _quantize(
     seed: int | None,
     ragged: bool,
 ) -> Quantized:
-    if spec.rotation is not None:
-        x = hadamard.rotate_blocks(x, spec.rotation)
-    seed = seed if spec.stochastic else None
-    cast_with: Callable[..., Quantized]
     if spec.delayed is None and role not in (scales or ()):
-        cast_with = functools.partial(scaling.quantize, x, ragged=ragged)
-    elif scales is None or role not in scales:
+        return cast_operand(x, spec, seed, ragged=ragged)
+    if scales is None or role not in scales:
         raise ValueError(
             f"delayed scaling takes the scales of {role} from its state; got "
             f"{'none' if scales is None else ', '.join(scales)}. Pass "
             f"scales={{role: delayed.scales(state, config, fmt)}}."
         )
-    else:
-        cast_with = functools.partial(scaling.quantize_with, x, scales[role])
-    granularity, policy, rounding = spec.granularity, spec.policy, spec.rounding
-    return cast_with(
-        fmt=spec.fmt, granularity=granularity, policy=policy, rounding=rounding, seed=seed
+    return scaling.quantize_with(
+        x,
+        scales[role],
+        spec.fmt,
+        granularity=spec.granularity,
+        policy=spec.policy,
+        rounding=spec.rounding,
+        seed=seed if spec.stochastic else None,
+    )
+
+
+def cast_operand(
+    x: np.ndarray, spec: CastSpec, seed: int | None = None, *, ragged: bool = False
+) -> Quantized:
+    """An operand [..., K], its reduced axis last, rotated and quantized by its own amax (S-5, S-22
+    to S-24).
+
+    seed      the GEMM's, which a cast to nearest ignores.
+    ragged    the last block along K may be shorter.
+    """
+    if spec.rotation is not None:
+        x = hadamard.rotate_blocks(x, spec.rotation)
+    return scaling.quantize(
+        x,
+        spec.fmt,
+        granularity=spec.granularity,
+        policy=spec.policy,
+        rounding=spec.rounding,
+        seed=seed if spec.stochastic else None,
+        ragged=ragged,
     )
 
 

@@ -44,6 +44,13 @@ def words(counter: np.ndarray, stream: int, seed: int, rounds: int = ROUNDS) -> 
     return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)
 
 
+def derived(seed: int, counter: int, stream: int) -> int:
+    """The seed that counter and stream make of another one (S-24): word 0 is its low half, word 1
+    its high half."""
+    low, high = map(int, words(np.array([counter]), stream, seed)[0, :2])
+    return high << 32 | low
+
+
 def uniform48(start: int | np.ndarray, count: int, seed: int) -> np.ndarray:
     """Integers below 2^48, float64 [count], for the elements start, start + 1, ..., or those of an
     array start [count]: 16 high bits, which nearly always decide, and 32 low.

@@ -128,7 +128,7 @@ def apply_codes(
     GEMMs, all GEMMs take its codes. Observers and statistics see no such rows. The slot of
     ``grad_codes`` is returned last."""
     recipe, x = arguments.check_recipe(recipe, name), rows.x
-    amaxes, statistics, _ = carried.observations(seen)
+    amaxes, statistics, *_ = carried.observations(seen)
     arguments.check_arrays(x, w, group_sizes, recipe, name)
     delayed.check(state, amaxes, recipe.recipe, name)
     if not len(x) or not len(w):

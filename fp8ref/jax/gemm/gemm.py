@@ -324,7 +324,7 @@ def _values(q: Quantized) -> jax.Array:
 
 
 def _by_tensor_scales(acc: jax.Array, a: Quantized, b: Quantized) -> jax.Array:
-    """A sum times the product of its operands' scales of tensors, if they have two levels (S-22)."""
+    """A sum times the product of its operands' scales of tensors, if there are some (S-22)."""
     each = [q.tensor_scale_inv for q in (a, b) if q.tensor_scale_inv is not None]
     return acc * math.prod(each[1:], start=each[0]) if each else acc
 

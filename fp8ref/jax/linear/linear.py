@@ -172,9 +172,7 @@ def forward(
     tensors: dict[Role, jax.Array] = {"weight": w}
     if not isinstance(x, Quantized):
         tensors = {"input": x, "weight": w}
-    saved = {
-        role: Operand(tensors.get(role), scales.get(role), seed=seen.seed) for role in ROLES
-    }
+    saved = {role: Operand(tensors.get(role), scales.get(role), seed=seen.seed) for role in ROLES}
     if differentiated:
         tensors = {role: derivatives.not_again(v, layer.name) for role, v in tensors.items()}
     roles = {role: saved[role]._replace(tensor=v) for role, v in tensors.items()}
@@ -252,7 +250,7 @@ def backward(layer: Layer, residuals, cotangents):
             amaxes,
             None if isinstance(statistics, tuple) else statistics,
             saturated,
-            None if seen.seed is None else np.zeros(seen.seed.shape, jax.dtypes.float0),
+            None if seen.seed is None else np.zeros(seen.seed.shape, jax.dtypes.float0),  # type: ignore[arg-type]
         ),
     )
 

@@ -5,6 +5,7 @@
         y, seen = linear.apply(x, w, recipe="nvfp4", name="layers.0.mlp.up_proj")
 """
 
+import contextlib
 import math
 import zlib
 from collections.abc import Mapping
@@ -28,14 +29,15 @@ Seed = int | jax.Array
 _seeds = jax.make_user_context(default_value=None)
 
 
-def seeded(seed: Seed | Mapping[str, Seed]):
+def seeded(seed: Seed | Mapping[str, Seed] | None):
     """In this context linears round by the seed of a pass, each by one made of it and its name; or
-    by a mapping of linears' own seeds by name. Linears that round to nearest ignore it.
+    by a mapping of linears' own seeds by name. None changes nothing; linears that round to nearest
+    ignore it.
 
     Under vmap and a scan over layers, all that share a name share random numbers, unless the seed
     is mapped too.
     """
-    return _seeds(_Frozen(seed))
+    return contextlib.nullcontext() if seed is None else _seeds(_Frozen(seed))
 
 
 class _Frozen:
@@ -77,7 +79,12 @@ def linear_seeds(seed: jax.Array, names: np.ndarray) -> jax.Array:
 
 
 def random(
-    seed: jax.Array | None, shape: tuple[int, ...], cast: CastSpec, role: Role, axis: int, layer: Layer
+    seed: jax.Array | None,
+    shape: tuple[int, ...],
+    cast: CastSpec,
+    role: Role,
+    axis: int,
+    layer: Layer,
 ) -> philox.Random | None:
     """What a device's piece of an operand draws from; None where it rounds to nearest.
 
@@ -116,7 +123,7 @@ def _flat_index(shape: tuple[int, ...], role: Role, axis: int, layer: Layer) -> 
 
 
 def _place(shape: tuple[int, ...], dim: int, axes: tuple[str, ...]) -> tuple[jax.Array, int]:
-    """Each element's place along a dim that mesh axes cut, uint32 of the shape; the whole length."""
+    """Each element's place along a dim that mesh axes cut, of the shape; the whole length."""
     place = lax.broadcasted_iota(jnp.uint32, shape, len(shape) + dim)
     if not axes:
         return place, shape[dim]

@@ -1,8 +1,8 @@
 """Stochastic rounding in JAX (spec C-2), by integer operations: the simulator's random numbers, a
 function of a seed and an element's flat index, so that any mesh gives the same.
 
-Words are uint32. JAX has no 64-bit integers by default: a product's upper word is put together from
-products of half-words, and the 48 bits of C-2 are compared as 16 and 32.
+Words are uint32, as JAX has no 64-bit integers by default: the 48 bits of C-2 are compared as 16
+and 32.
 """
 
 from dataclasses import dataclass
@@ -48,9 +48,8 @@ def words(counter, stream, key):
     c2, c3 = jnp.broadcast_to(jnp.asarray(stream, jnp.uint32), counter.shape), c1
     k0, k1 = key
     for _ in range(ROUNDS):
-        p_high, p_low = _product(c0, MULTIPLIERS[0])
-        q_high, q_low = _product(c2, MULTIPLIERS[1])
-        c0, c1, c2, c3 = q_high ^ c1 ^ k0, q_low, p_high ^ c3 ^ k1, p_low
+        p, q = (jnp.full_like(c0, multiplier) for multiplier in MULTIPLIERS)
+        c0, c1, c2, c3 = (lax.mulhi(c2, q) ^ c1 ^ k0, c2 * q, lax.mulhi(c0, p) ^ c3 ^ k1, c0 * p)
         k0, k1 = k0 + jnp.uint32(WEYL[0]), k1 + jnp.uint32(WEYL[1])
     return c0, c1, c2, c3
 
@@ -136,7 +135,7 @@ def _carries(high, rest, shift, w):
 
 
 def _flat_index(shape: tuple[int, ...]):
-    """uint32 of a shape: of each element by itself, so that a mesh cuts it as it cuts the tensor."""
+    """uint32 of a shape: of each element by itself, cut by a mesh as the tensor is."""
     index, stride = jnp.zeros(shape, jnp.uint32), 1
     for axis in reversed(range(len(shape))):
         index += lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride)
@@ -151,14 +150,3 @@ def _high_bits(index, key):
     second_half, second_word = index % BLOCK >= BLOCK // 2, within % 4 >= 2
     word = jnp.where(second_half, jnp.where(second_word, c3, c2), jnp.where(second_word, c1, c0))
     return (word >> (index % 2 * 16)) & jnp.uint32(0xFFFF)
-
-
-def _product(x, multiplier: int):
-    """The high and the low word of a product."""
-    low, high = x & jnp.uint32(0xFFFF), x >> 16
-    m_low, m_high = jnp.uint32(multiplier & 0xFFFF), jnp.uint32(multiplier >> 16)
-    across, other = low * m_high, high * m_low
-    carry = ((low * m_low) >> 16) + (across & jnp.uint32(0xFFFF)) + (other & jnp.uint32(0xFFFF))
-    return high * m_high + (across >> 16) + (other >> 16) + (carry >> 16), x * jnp.uint32(
-        multiplier
-    )

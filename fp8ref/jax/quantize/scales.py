@@ -24,14 +24,19 @@ __all__ = ["Scales", "implemented", "scale_from_amax", "scales_from_amax", "with
 
 
 class Scales(NamedTuple):
-    """scale multiplies into FP8, scale_inv out of it; float32 of one shape.
-
-    tensor_scale_inv  float32 (), of two levels: it multiplies out of it too (S-22). None: one level.
-    """
+    """scale multiplies into FP8, scale_inv out of it; float32 of one shape."""
 
     scale: jax.Array
     scale_inv: jax.Array
-    tensor_scale_inv: jax.Array | None = None
+
+
+class TwoLevelScales(NamedTuple):
+    """``Scales`` of blocks, and tensor_scale_inv, float32 () or None: it multiplies out of FP4 too
+    (S-22)."""
+
+    scale: jax.Array
+    scale_inv: jax.Array
+    tensor_scale_inv: jax.Array | None
 
 
 # traced once for all layers of a shape

@@ -35,7 +35,7 @@ from jax import lax
 from fp8ref import policy as policies
 from fp8ref.formats import Format
 from fp8ref.jax.quantize import cast, philox, scales, two_level
-from fp8ref.jax.quantize.scales import Scales, scale_from_amax
+from fp8ref.jax.quantize.scales import Scales, TwoLevelScales, scale_from_amax
 from fp8ref.policy import ScalePolicy
 from fp8ref.recipe import CastSpec
 from fp8ref.spec import granularity as granularities
@@ -160,7 +160,7 @@ def spread(scale: jax.Array, shape: tuple[int, ...], blocks: Blocks) -> jax.Arra
 
 
 def scale_blocks(
-    x: jax.Array, by: Scales, blocks: Blocks, policy: ScalePolicy | None = None
+    x: jax.Array, by: Scales | TwoLevelScales, blocks: Blocks, policy: ScalePolicy | None = None
 ) -> jax.Array:
     """What a cast rounds: RN32(f32(x) * scale), or under a policy that stores scale_inv the
     quotient by it (S-13); float32 of x's shape."""
@@ -172,7 +172,7 @@ def scale_blocks(
 
 def quantize_blocks(
     x: jax.Array,
-    by: Scales,
+    by: Scales | TwoLevelScales,
     fmt: Format,
     blocks: Blocks,
     *,
@@ -194,7 +194,7 @@ def saturate(scaled: jax.Array, fmt: Format, random: philox.Random | None = None
 
 def scales_of(
     x: jax.Array, cast: CastSpec, amax: jax.Array, tensor_amax: jax.Array | None, axis: int
-) -> Scales:
+) -> Scales | TwoLevelScales:
     """The scales of a cast, of the amaxes of x's blocks, and of two levels (S-22) of the tensor."""
     rule = cast.policy.two_level
     if rule is None or tensor_amax is None:
@@ -258,7 +258,7 @@ def quantize(
     policy: str | ScalePolicy = "torchao",
     axis: int | tuple[int, ...] = -1,
     over: tuple[str, ...] = (),
-    by: Scales | None = None,
+    by: Scales | TwoLevelScales | None = None,
     random: philox.Random | None = None,
 ) -> Quantized:
     """Scale x into fmt's range and round to nearest even, or stochastically, saturating.

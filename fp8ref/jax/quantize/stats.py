@@ -15,9 +15,9 @@ from jax import lax
 from fp8ref.formats import Format
 from fp8ref.jax.quantize import cast, scales, scaling
 from fp8ref.jax.quantize.scaling import Quantized
-from fp8ref.spec.gemm import MX_BLOCKS
 from fp8ref.recipe import OPERANDS, Gemm, Role
 from fp8ref.selection.statistics import COUNTS
+from fp8ref.spec.gemm import MX_BLOCKS
 
 __all__ = ["LENGTH", "ROWS", "Measured", "measure", "parts"]
 
@@ -57,7 +57,8 @@ def measure(x: jax.Array, q: Quantized) -> jax.Array:
     group_amaxes = scaling.amax(x, q.granularity, axis=q.axis, ragged=True)
     amax = scaling.amax(group_amaxes)
     field, in_units = unit(amax)
-    error = jnp.where(finite, decoded * scaling.spread(q.both_scale_inv, shape, q.blocks) - kept, 0.0)
+    scale_inv = scaling.spread(q.both_scale_inv, shape, q.blocks)
+    error = jnp.where(finite, decoded * scale_inv - kept, 0.0)
     times = scales.times_e8m0 if q.granularity in MX_BLOCKS else operator.mul
     bound, above = _overflow_bound(q.fmt)
 

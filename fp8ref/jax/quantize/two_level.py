@@ -12,7 +12,7 @@ from jax import lax
 
 from fp8ref.formats import E2M1FN, FLOAT32
 from fp8ref.jax.quantize import cast, division, four_bits
-from fp8ref.jax.quantize.scales import Scales
+from fp8ref.jax.quantize.scales import TwoLevelScales
 from fp8ref.policy import ScalePolicy, TwoLevel
 
 _TOP, _LARGEST = np.float32(E2M1FN.max), np.float32(FLOAT32.max)
@@ -20,7 +20,7 @@ _TOP, _LARGEST = np.float32(E2M1FN.max), np.float32(FLOAT32.max)
 
 def scales_from_amaxes(
     amax: jax.Array, tensor_amax: jax.Array, policy: ScalePolicy, *, times: float = 1
-) -> Scales:
+) -> TwoLevelScales:
     """The scales of blocks, and the tensor's; of four over six, those of blocks scaled to 6, or
     with times 1.5 to 4.
 
@@ -52,12 +52,12 @@ def scales_from_amaxes(
         block = _block_scale(_quotient(_quotient(amax, _TOP), inverse), rule)
         scale = division.divide(lax.optimization_barrier(division.divide(1, inverse)), block)
     has_tensor = rule.tensor != "none"
-    return Scales(lax.optimization_barrier(scale), block, inverse if has_tensor else None)
+    return TwoLevelScales(lax.optimization_barrier(scale), block, inverse if has_tensor else None)
 
 
 def four_over_six(
     x: jax.Array, amax: jax.Array, tensor_amax: jax.Array, policy: ScalePolicy, axis: int
-) -> Scales:
+) -> TwoLevelScales:
     """The scales of blocks of 16 along axis that four over six chooses (S-22).
 
     Shapes:   x of one axis or more; amax float32 of the blocks' shape; tensor_amax float32 ().
@@ -91,7 +91,7 @@ def four_over_six(
         [jnp.moveaxis(v, -1, axis).reshape(amax.shape) for v in (by.scale, by.scale_inv)]
         for by in both
     )
-    return Scales(
+    return TwoLevelScales(
         *(jnp.where(to_four, b, a) for a, b in zip(six, four, strict=True)),
         both[0].tensor_scale_inv,
     )

@@ -182,6 +182,7 @@ class Layout:
         place = functools.partial(
             Placement,
             fsdp=self._fsdp,
+            positions=self._context,
             scope=config.amax_scope,
             reduce_grads=_gradient_parts(config),
             reduce_outputs=_parts(config.reduce, config.tensor_reduce_dtype or "bfloat16"),
@@ -191,7 +192,8 @@ class Layout:
             return place(m=tokens, n=self._tensor, sequence=config.sequence)
         if last in llama.ROW:
             return place(m=tokens, k=self._tensor, sequence=config.sequence)
-        return place(m=self.cutting_tokens)
+        cutting = self.cutting_tokens
+        return place(m=cutting, positions=tuple(a for a in cutting if a not in self._batch))
 
     def parameter(self, name: str, shape: tuple[int, ...]) -> P:
         """PartitionSpec of a stored parameter.

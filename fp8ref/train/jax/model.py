@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fp8ref.jax import delayed
+from fp8ref.jax.linear import rounding
 from fp8ref.jax.quantize.scales import Scales
 from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.recipe import Recipe, Role
@@ -25,11 +26,28 @@ class Inputs(NamedTuple):
     prepared   of weights: FP8 copies to multiply (O-16), or scales in place of amaxes (P-9).
     mu         factors by which gradients of weights are exchanged in FP8 (P-22).
     states     of delayed scaling.
+    step       uint32 (): the step, from 0, where linears round stochastically (S-24), else None.
+    part       uint32 (): the microbatch, from 0; None: the first.
     """
 
     prepared: Mapping[str, Quantized | Scales]
     mu: Mapping[str, jax.Array]
     states: States
+    step: jax.Array | None = None
+    part: jax.Array | None = None
+
+    def seed(self, of_run: int) -> jax.Array | None:
+        """The seed of a pass, uint32 [2], of the run's; None where nothing rounds by one."""
+        if self.step is None:
+            return None
+        return rounding.pass_seed(of_run, self.step, 0 if self.part is None else self.part)
+
+
+class Read(NamedTuple):
+    """What a pass reads of a run beside weights: ``Inputs.states`` and ``Inputs.step``."""
+
+    states: States
+    step: jax.Array | None = None
 
 
 class Gradients(NamedTuple):

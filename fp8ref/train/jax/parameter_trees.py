@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.sharding import Sharding
@@ -50,6 +51,11 @@ class LayerStacks:
     def leading(self, name: str) -> tuple[int, ...]:
         """The leading dims of what belongs to a name: the layers, if it names all of them."""
         return (self._layers,) if "*" in name else ()
+
+    def names(self, name: str) -> np.ndarray:
+        """The names of the layers in a stack [layers], or the one name, ()."""
+        layers = self.leading(name)
+        return np.array([name.replace("*", str(i)) for i in range(*layers)] if layers else name)
 
     def named(self, tree) -> dict[str, Any]:
         """{parameter name: leaf} of a tree of parameters, stacks taken apart."""

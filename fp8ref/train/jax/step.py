@@ -33,7 +33,7 @@ from fp8ref.train.jax.gradient_sums import GradientSums
 from fp8ref.train.jax.llama import weight_scales
 from fp8ref.train.jax.llama.model import LlamaModel
 from fp8ref.train.jax.mesh import Layout
-from fp8ref.train.jax.model import Gradients, Inputs, Model, States
+from fp8ref.train.jax.model import Gradients, Inputs, Model, Read, States
 from fp8ref.train.jax.optimizer import Optimizer, OptimizerState, new_if
 from fp8ref.train.jax.parameter_trees import named
 from fp8ref.train.run import train_state
@@ -137,14 +137,14 @@ class Step:
         ), specs
 
     def train(
-        self, state: State, tokens: jax.Array, lr: jax.Array
+        self, state: State, tokens: jax.Array, lr: jax.Array, step: jax.Array | None = None
     ) -> tuple[State, jax.Array, jax.Array]:
         """One step at this learning rate: the new state, the loss, and the norm of the gradients.
 
-        Where loss or norm is not finite, the state is the old one (T-4).
+        step: as of ``Inputs``. Where loss or norm is not finite, the state is the old one (T-4).
         """
         loss, grads, seen, saturated = self.gradients(
-            state.params, state.fp8, tokens, state.mu, state.amaxes
+            state.params, Read(state.fp8, step), tokens, state.mu, state.amaxes
         )
         params, optimizer, norm, finite = self.optimizer.update(
             state.params, state.optimizer, grads, loss, lr
@@ -217,22 +217,22 @@ class Step:
         return State(*self.optimizer.restored(state.params, state.optimizer, tensors), fp8, mu)
 
     def computed(
-        self, params, states: States, factors: Mapping[str, Factor], amaxes: jax.Array | None = None
+        self, params, read: Read, factors: Mapping[str, Factor], amaxes: jax.Array | None = None
     ) -> tuple[Any, Inputs]:
         """What passes compute with, of ``State.params``: weights, and what is prepared of them, FP8
-        copies or scales; with states and mu. Without their amaxes these are taken here."""
+        copies or scales; with what is read and mu. Without their amaxes these are taken here."""
         weights = self.optimizer.weights(params)
         prepared: dict[str, Any] = {**self.optimizer.copies(params, self.model.copied)}
         amaxes = self.amaxes(params) if amaxes is None else amaxes
         if amaxes is not None:
             prepared |= weight_scales.of(amaxes, self.weighed, self._scaled)
         mu = {name: factor.mu for name, factor in factors.items()}
-        return weights, Inputs(prepared, mu, states)
+        return weights, Inputs(prepared, mu, *read)
 
     def gradients(
         self,
         params,
-        states: States,
+        read: Read,
         tokens: jax.Array,
         factors: Mapping[str, Factor],
         amaxes: jax.Array | None = None,
@@ -240,7 +240,7 @@ class Step:
         """Those of a batch, or of its parts, and what both passes show."""
         f = self._accumulate if tokens.ndim == 3 else self.model.differentiate
         out = Gradients(P(), self._specs, P(), P())  # type: ignore[arg-type]  # specs in place of arrays
-        return self._mapped(f, out, tokens, self.computed(params, states, factors, amaxes))
+        return self._mapped(f, out, tokens, self.computed(params, read, factors, amaxes))
 
     def _accumulate(self, weights, inputs: Inputs, parts: jax.Array) -> Gradients:
         sums = GradientSums(
@@ -249,8 +249,9 @@ class Step:
             self._specs if self.layout.mapped else None,
         )
 
-        def add(before: Gradients, tokens: jax.Array) -> tuple[Gradients, None]:
-            part = self.model.differentiate(weights, inputs, tokens)
+        def add(before: Gradients, each: tuple) -> tuple[Gradients, None]:
+            tokens, number = each
+            part = self.model.differentiate(weights, inputs._replace(part=number), tokens)
             seen, saturated = before.seen, before.saturated
             return Gradients(
                 before.loss + part.loss,
@@ -262,22 +263,23 @@ class Step:
         # A scan keeps one microbatch's activations at a time, and compiles the passes once.
         none = jax.tree.map(jnp.zeros_like, inputs.mu)
         begin = Gradients(jnp.float32(0), sums.zeros(weights), self.model.unseen(), none)
-        total, _ = lax.scan(add, begin, parts)
+        numbers = None if inputs.step is None else jnp.arange(len(parts), dtype=jnp.uint32)
+        total, _ = lax.scan(add, begin, (parts, numbers))
         share = np.float32(1 / len(parts))
         loss = total.loss.astype(jnp.float32) * share
         grads = sums.scaled(total.grads, share)
         return total._replace(loss=loss, grads=grads)
 
-    def mean_loss(self, params, states: States, tokens: jax.Array) -> jax.Array:
+    def mean_loss(self, params, read: Read, tokens: jax.Array) -> jax.Array:
         """The loss of a batch, or of its parts."""
 
         def loss(weights, inputs, tokens):
             of = functools.partial(self.model.loss, weights, inputs)
             return lax.map(of, tokens).mean() if tokens.ndim == 3 else of(tokens)
 
-        return self._mapped(loss, P(), tokens, self.computed(params, states, {}))
+        return self._mapped(loss, P(), tokens, self.computed(params, read, {}))
 
-    def statistics(self, params, states: States, tokens: jax.Array) -> dict[str, jax.Array]:
+    def statistics(self, params, read: Read, tokens: jax.Array) -> dict[str, jax.Array]:
         """Statistics of "linears" float32 [devices, layers, 6, stats.LENGTH], and of "attention"
         [devices, layers, len(attention_products.RECORDED), stats.LENGTH], where either is in FP8;
         of a model that measures in its program.
@@ -287,13 +289,13 @@ class Step:
         Without shard_map there is one row, of the whole operands.
         """
         assert self.model.measure is not None
-        computed = self.computed(params, states, {})
+        computed = self.computed(params, read, {})
         return self._mapped(self.model.measure, P(self.layout.axes), tokens, computed)
 
-    def forward(self, f: Callable, params, states: States, tokens: jax.Array) -> jax.Array:
+    def forward(self, f: Callable, params, read: Read, tokens: jax.Array) -> jax.Array:
         """f of the model, such as its logits, of tokens [B, T]: float32 [B, T, ...], inside
         shard_map if the layout is mapped."""
-        computed = self.computed(params, states, {})
+        computed = self.computed(params, read, {})
         return self._mapped(f, self.layout.logits, tokens, computed)
 
     def _mapped(self, f: Callable, out_specs, tokens: jax.Array, computed) -> Any:
@@ -308,6 +310,7 @@ class Step:
             codes = specs[f"{name}.weight"]
             return dataclasses.replace(value, codes=codes, scale=P(), scale_inv=P())  # type: ignore[arg-type]
 
-        whole = Inputs({n: prepared(n, v) for n, v in inputs.prepared.items()}, P(), P())  # type: ignore[arg-type]
+        kept = {n: prepared(n, v) for n, v in inputs.prepared.items()}
+        whole = Inputs(kept, P(), P(), P(), P())  # type: ignore[arg-type]
         cut = self.layout.parts if tokens.ndim == 3 else self.layout.tokens
         return self.layout.map(f, (self._specs, whole, cut), out_specs)(weights, inputs, tokens)

@@ -26,7 +26,7 @@ from fp8ref.train.jax import operand_statistics, step_proof
 from fp8ref.train.jax.checkpoint import Store, filled
 from fp8ref.train.jax.llama.model import LlamaModel
 from fp8ref.train.jax.mesh import Layout
-from fp8ref.train.jax.model import States
+from fp8ref.train.jax.model import Read
 from fp8ref.train.jax.step import State, Step, compiler_options
 from fp8ref.train.run import train_state
 from fp8ref.train.run.trainer import check_products, kernels_of
@@ -101,7 +101,7 @@ class Trainer:
         self.switch(config.numerics.recipe)
         self._observer: Callable
         self._watcher: Callable
-        self._count, self._store, self.device = 0, Store(), self._layout.description
+        self.count, self._store, self.device = 0, Store(), self._layout.description
         self.kernels = {self.device: ran}
 
     def switch(self, recipe: str) -> None:
@@ -140,12 +140,12 @@ class Trainer:
         """One optimizer step: {"loss", "grad_norm"}; unless finite, nothing changes (T-4)."""
         self._state, loss, norm = self._train(*self._arguments(tokens))
         metrics = {"loss": float(loss), "grad_norm": float(norm)}
-        self._count += all(map(np.isfinite, metrics.values()))
+        self.count += all(map(np.isfinite, metrics.values()))
         return metrics
 
     def evaluate(self, tokens: np.ndarray) -> float:
         """The loss of a batch; no state changes."""
-        return float(self._loss(self._params, self._fp8_state, self._parts(tokens)))
+        return float(self._loss(self._params, self._read, self._parts(tokens)))
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [B, T, vocab_size] from tokens [B, T]."""
@@ -192,18 +192,18 @@ class Trainer:
         )
         tensors = self._store.load(directory, like)
         self._state = self._step.restored(self._state, tensors)
-        self._count = step
+        self.count = step
 
     def adopt(self, arrays: Mapping[str, np.ndarray], step: int) -> None:
         """Take a state of so many steps, {name in ``train_state.schema``: array}, on one device."""
         self._state = self._step.restored(
             self._state, filled(self._step.tensors(self._state), arrays)
         )
-        self._count = step
+        self.count = step
 
     def fp8_states(self) -> dict[str, tuple[np.ndarray, ...]]:
         """States of delayed scaling, (stored, amax_history, step) by "<linear>/<role>"."""
-        states = self._step.stacks.apart(self._fp8_state)
+        states = self._step.stacks.apart(self._state.fp8)
         return {
             f"{name}/{role}": tuple(map(np.asarray, state))
             for name, roles in states.items()
@@ -270,7 +270,7 @@ class Trainer:
         attention = attention_products.planned(layers, variant)
         microbatches = [
             jax.tree.map(
-                self._layout.fetch, self._measure(self._params, self._fp8_state, self._tokens(part))
+                self._layout.fetch, self._measure(self._params, self._read, self._tokens(part))
             )
             for part in (self.config.data.parts(tokens) if linears or attention else ())
         ]
@@ -328,23 +328,25 @@ class Trainer:
         return self._state.params
 
     @property
-    def _fp8_state(self) -> States:
-        return self._state.fp8
+    def _read(self) -> Read:
+        """What the passes of the coming step read; a recipe rounds by its number."""
+        rounds = any(recipe.stochastic for recipe in self._step.model.linears.values())
+        return Read(self._state.fp8, np.uint32(self.count) if rounds else None)  # type: ignore[arg-type]
 
     def _forward(self, run: Callable, tokens: np.ndarray) -> np.ndarray:
         """What run gives of tokens [B, T], whole on the host."""
-        return self._layout.fetch(run(self._params, self._fp8_state, self._tokens(tokens)))
+        return self._layout.fetch(run(self._params, self._read, self._tokens(tokens)))
 
     def _arguments(self, tokens: np.ndarray) -> tuple:
-        lr = self.config.optimizer.learning_rate_at(self._count, self.config.run.steps)
+        lr = self.config.optimizer.learning_rate_at(self.count, self.config.run.steps)
         if self._state.amaxes is None and self._step.weighed:
             # now, so that the first step is compiled as those after it
             self._state = self._state._replace(amaxes=self._amaxes(self._params))
-        return self._state, self._parts(tokens), np.float32(lr)
+        return self._state, self._parts(tokens), np.float32(lr), self._read.step
 
     def _passed(self, tokens: np.ndarray) -> tuple:
         """The arguments of passes that make gradients."""
-        return self._params, self._fp8_state, self._parts(tokens), self._state.mu
+        return self._params, self._read, self._parts(tokens), self._state.mu
 
     def _tokens(self, tokens: np.ndarray) -> jax.Array:
         llama.check_tokens(tokens, self.config.model)

@@ -62,6 +62,9 @@ class Trainer(Protocol):
     """
 
     backend: str
+    config: Config
+    count: int
+    """The optimizer's steps that were taken."""
     decisions: list[Decision]
     device: str
     kernels: Mapping[str, Kernels]

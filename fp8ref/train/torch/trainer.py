@@ -111,6 +111,11 @@ class Trainer:
         self._step.switch.to(recipe)
         self.recipe, self.decisions = recipe, self.config.under(recipe).decisions()
 
+    @property
+    def count(self) -> int:
+        """The optimizer's steps that were taken."""
+        return self._step.count
+
     def step(self, tokens: np.ndarray) -> dict[str, float]:
         """One optimizer step: {"loss", "grad_norm"}; unless finite, no rank's state changes."""
         return self._updated(self._step.backward(tokens))

@@ -196,7 +196,7 @@ def test_runs_go_on_from_the_last_checkpoint_that_both_have(trained, small, monk
 
         def stepped(tokens):
             metrics = step(tokens)
-            if trainer._count == 3:
+            if trainer.count == 3:
                 with torch.no_grad():
                     trainer._params[f"{BLOCK}.mlp.up_proj.weight"][AT] = 4.0
             return metrics

@@ -74,7 +74,7 @@ def test_a_weight_changed_by_one_ulp_is_located(small, planted):  # T-1, B-10
 
         def step(tokens):
             metrics = original(tokens)
-            if trainer._count == 3:  # after step 2
+            if trainer.count == 3:  # after step 2
                 with torch.no_grad():
                     p = trainer._params[f"{BLOCK}.self_attn.o_proj.weight"]
                     p.copy_(bump(p, AT))
@@ -209,7 +209,7 @@ def test_sums_within_the_bound_beyond_it_and_other_than_their_plans(
 def test_a_gradient_is_located_before_what_it_reaches(small, planted):  # B-5
     def fault(trainer):
         def on_output(module, args, out):
-            if out.requires_grad and trainer._count == 1:
+            if out.requires_grad and trainer.count == 1:
                 # twice as large: a code of e5m2 is wider than a bfloat16
                 out.register_hook(lambda g: bump(g, (2, 3, 4), 256))
 

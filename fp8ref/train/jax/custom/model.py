@@ -12,6 +12,7 @@ from fp8ref.jax import delayed
 from fp8ref.jax import flax as fj
 from fp8ref.jax.flax import nnx as nnx_hooks
 from fp8ref.jax.kernels import casting, choice
+from fp8ref.jax.linear import rounding
 from fp8ref.selection.report import quiet
 from fp8ref.shared.errors import ConfigError
 from fp8ref.spec import llama
@@ -87,18 +88,22 @@ class CustomModel(Model):
 
     def differentiate(self, weights, inputs: Inputs, tokens: jax.Array) -> Gradients:
         """As ``Model.differentiate``: gradients of the rounded parameters, widened."""
-        loss, grads, seen = fj.value_and_grad(self._loss)(self._merged(weights, inputs), tokens)
+        model = self._merged(weights, inputs)
+        with rounding.seeded(inputs.seed(self._config.run.seed)):
+            loss, grads, seen = fj.value_and_grad(self._loss)(model, tokens)
         wide = {name: g.astype(jnp.float32) for name, g in parameters(grads).items()}
         observed = {self._hooks[path]: value for path, value in seen.layers.items()}
         return Gradients(loss, wide, observed, {})
 
     def loss(self, weights, inputs: Inputs, tokens: jax.Array) -> jax.Array:
         """As ``Model.loss``."""
-        return self._loss(self._merged(weights, inputs), tokens)
+        with rounding.seeded(inputs.seed(self._config.run.seed)):
+            return self._loss(self._merged(weights, inputs), tokens)
 
     def logits(self, weights, inputs: Inputs, tokens: jax.Array) -> jax.Array:
         """As ``Model.logits``."""
-        return self._logits(self._merged(weights, inputs), tokens).astype(jnp.float32)
+        with rounding.seeded(inputs.seed(self._config.run.seed)):
+            return self._logits(self._merged(weights, inputs), tokens).astype(jnp.float32)
 
     def _built(self) -> nnx.Module:
         """The user's model, with its own initial weights."""

@@ -51,6 +51,7 @@ class Carried(NamedTuple):
     taps: Mapping[str, jax.Array]
     prepared: Mapping[str, Quantized | Scales]
     mu: Mapping[str, jax.Array]
+    seeds: Mapping[str, jax.Array]
 
 
 @dataclass
@@ -74,6 +75,7 @@ class Pass:
     prepared   of weights by linear: FP8 copies, which are multiplied in place of a cast (O-16), or
                scales, in place of an amax (P-9).
     mu         factors by which gradients of weights are exchanged in FP8, by linear (P-22).
+    seeds      of linears that round stochastically (S-24).
     balance    of experts, by layer (M-8); each replaces its own.
     casts      of single operands of attention, by layer, in place of the variant's (E-9).
     """
@@ -90,6 +92,7 @@ class Pass:
     kernels: TritonKernels | None = None
     prepared: Mapping[str, Quantized | Scales] = field(default_factory=dict)
     mu: Mapping[str, jax.Array] = field(default_factory=dict)
+    seeds: Mapping[str, jax.Array] = field(default_factory=dict)
     balance: dict[str, Balance] = field(default_factory=dict)
     casts: Mapping[str, Casts] = field(default_factory=dict)
 
@@ -164,7 +167,7 @@ class Pass:
     def linear(self, x: jax.Array, w: jax.Array, recipe: str | Recipe, name: str) -> jax.Array:
         """x [..., K] x w [N, K] -> [..., N], by the state and placement of linear ``name``."""
         placement = self.layout.placement(name) if self.layout else None
-        observed = Observations(self.seen.get(name), self.taps.get(name), self.mu.get(name))
+        observed = self._observations(name)
         with self._computing():
             y, after = linear.apply(
                 x,
@@ -186,7 +189,7 @@ class Pass:
             recipe,
             name,
             self.state.get(name),
-            Observations(self.seen.get(name), self.taps.get(name), self.mu.get(name)),
+            self._observations(name),
             self.layout.placement(name) if self.layout else None,
             self.prepared.get(name),
         )
@@ -220,6 +223,11 @@ class Pass:
         """Within it linears are cast and multiplied by what the pass says."""
         with hardware.simulating(self.multiply), casting(self.kernels):
             yield
+
+    def _observations(self, name: str) -> Observations:
+        """What a use of the linear ``name`` takes."""
+        amaxes, statistics, mu = self.seen.get(name), self.taps.get(name), self.mu.get(name)
+        return Observations(amaxes, statistics, mu, self.seeds.get(name))
 
     def _observe(self, name: str, seen: Seen | None) -> None:
         """Replace what a linear or attention carries by what it gave back."""
@@ -263,16 +271,8 @@ class Pass:
 
     def begun(self, carried: Carried) -> "Pass":
         """One of the same model that begins with these."""
-        state, seen, taps, prepared, mu = carried
-        return dataclasses.replace(
-            self,
-            state=state,
-            seen=dict(seen),
-            taps=dict(taps),
-            prepared=prepared,
-            mu=mu,
-            balance={},
-        )
+        own = carried._replace(seen=dict(carried.seen), taps=dict(carried.taps))
+        return dataclasses.replace(self, **own._asdict(), balance={})
 
     def of(self, layer: str) -> Carried:
         """What the linears and the attention of a layer have."""
@@ -280,8 +280,7 @@ class Pass:
         def own(by_name: Mapping[str, _T]) -> dict[str, _T]:
             return {name: v for name, v in by_name.items() if name.startswith(f"{layer}.")}
 
-        collected = own(self.seen), own(self.taps)
-        return Carried(own(self.state), *collected, own(self.prepared), own(self.mu))
+        return Carried(*(own(getattr(self, key)) for key in Carried._fields))
 
     @property
     def collected(self) -> tuple[dict, dict, dict]:

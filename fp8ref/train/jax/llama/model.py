@@ -12,6 +12,7 @@ from flax import nnx
 
 from fp8ref.jax import delayed
 from fp8ref.jax.kernels import choice as kernel_choice
+from fp8ref.jax.linear import rounding
 from fp8ref.jax.quantize import stats
 from fp8ref.recipe import Recipe
 from fp8ref.spec import llama
@@ -176,7 +177,13 @@ class LlamaModel(Model):
     ) -> Pass:
         states = {name: inputs.states[name] for name in seen}
         states = shared_inputs.states(states, self._first_readers)
-        return self._run.begun(Carried(states, seen, taps or {}, inputs.prepared, inputs.mu))
+        seeds: dict[str, jax.Array] = {}
+        if (of_pass := inputs.seed(self._config.run.seed)) is not None:
+            rounded = [name for name, recipe in self.linears.items() if recipe.stochastic]
+            seeds = {
+                name: rounding.linear_seeds(of_pass, self.stacks.names(name)) for name in rounded
+            }
+        return self._run.begun(Carried(states, seen, taps or {}, inputs.prepared, inputs.mu, seeds))
 
     def _model(self, weights) -> Llama:
         """The model on parameters rounded to bfloat16, except the embedding table (spec M-2)."""
