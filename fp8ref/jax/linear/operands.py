@@ -73,8 +73,8 @@ def quantize(operand: Operand, role: Role, cast: CastSpec, axis: int, layer: Lay
         if cast.policy.two_level is not None:
             whole = scaling.amax(x, over=layer.over(role, "tensorwise", axis))
         scales.implemented(cast.policy)
-        by = scaling.scales_of(x, cast, largest, whole, axis)
-        return quantized(x, axis=axes, by=by, random=random)
+        own = scaling.scales_of(x, cast, largest, whole, axis)
+        return quantized(x, axis=axes, by=own, random=random)
     except ValueError as error:
         raise ValueError(
             f"{layer.name}: {role} of recipe {layer.recipe.name!r}: {error}"

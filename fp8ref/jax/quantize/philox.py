@@ -1,8 +1,8 @@
 """Stochastic rounding in JAX (spec C-2), by integer operations: the simulator's random numbers, a
 function of a seed and an element's flat index, so that any mesh gives the same.
 
-Words are uint32, as JAX has no 64-bit integers by default: the 48 bits of C-2 are compared as 16
-and 32.
+Words are uint32, as JAX has no 64-bit integers by default: products are taken where it has, and the
+48 bits of C-2 are compared as 16 and 32.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fp8ref.formats import Format
@@ -48,8 +49,8 @@ def words(counter, stream, key):
     c2, c3 = jnp.broadcast_to(jnp.asarray(stream, jnp.uint32), counter.shape), c1
     k0, k1 = key
     for _ in range(ROUNDS):
-        p, q = (jnp.full_like(c0, multiplier) for multiplier in MULTIPLIERS)
-        c0, c1, c2, c3 = (lax.mulhi(c2, q) ^ c1 ^ k0, c2 * q, lax.mulhi(c0, p) ^ c3 ^ k1, c0 * p)
+        (p_high, p_low), (q_high, q_low) = map(_product, (c0, c2), MULTIPLIERS)
+        c0, c1, c2, c3 = q_high ^ c1 ^ k0, q_low, p_high ^ c3 ^ k1, p_low
         k0, k1 = k0 + jnp.uint32(WEYL[0]), k1 + jnp.uint32(WEYL[1])
     return c0, c1, c2, c3
 
@@ -150,3 +151,12 @@ def _high_bits(index, key):
     second_half, second_word = index % BLOCK >= BLOCK // 2, within % 4 >= 2
     word = jnp.where(second_half, jnp.where(second_word, c3, c2), jnp.where(second_word, c1, c0))
     return (word >> (index % 2 * 16)) & jnp.uint32(0xFFFF)
+
+
+def _product(x, multiplier: int):
+    """The high and the low word of a product. Not by lax.mulhi: inside shard_map XLA knows none
+    (jax 0.10.2), and half-words compile four times as long."""
+    with jax.enable_x64(True):
+        product = lax.convert_element_type(x, np.uint64) * np.uint64(multiplier)
+        high = lax.convert_element_type(product >> np.uint64(32), np.uint32)
+        return high, lax.convert_element_type(product, np.uint32)

@@ -18,6 +18,7 @@ from fp8ref import formats
 from fp8ref.formats import FP4_FORMATS, Format
 from fp8ref.jax.quantize import division
 from fp8ref.policy import ScalePolicy
+from fp8ref.shared import errors
 from fp8ref.spec import support
 
 __all__ = ["Scales", "implemented", "scale_from_amax", "scales_from_amax", "with_inverse"]
@@ -54,6 +55,11 @@ def scales_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "
     formats.check(fmt)
     if fmt.name in FP4_FORMATS:
         support.require("scale policies of e2m1fn", "jax", policy)
+    errors.require(
+        policy.two_level is None,
+        f"policy {policy.name!r} needs the amax of the tensor too; got those of blocks alone. Use "
+        "scaling.quantize.",
+    )
     if policy.unscaled:
         return Scales(jnp.ones_like(amax, jnp.float32), jnp.ones_like(amax, jnp.float32))
     if policy.e8m0:

@@ -33,11 +33,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8ref import policy as policies
-from fp8ref.formats import Format
+from fp8ref.formats import FP4_FORMATS, Format
 from fp8ref.jax.quantize import cast, philox, scales, two_level
 from fp8ref.jax.quantize.scales import Scales, TwoLevelScales, scale_from_amax
 from fp8ref.policy import ScalePolicy
 from fp8ref.recipe import CastSpec
+from fp8ref.shared import errors
 from fp8ref.spec import granularity as granularities
 from fp8ref.spec import support
 from fp8ref.spec.gemm import MX_BLOCKS
@@ -199,7 +200,8 @@ def scales_of(
     rule = cast.policy.two_level
     if rule is None or tensor_amax is None:
         return scales.scales_from_amax(amax, cast.fmt, cast.policy)
-    support.require("scale policies of e2m1fn", "jax", cast.policy)
+    text = f"scales of two levels are of e2m1fn; got {cast.fmt}, policy {cast.policy.name!r}."
+    errors.require(cast.fmt.name in FP4_FORMATS, text)
     if rule.error:
         return two_level.four_over_six(x, amax, tensor_amax, cast.policy, axis)
     return two_level.scales_from_amaxes(amax, tensor_amax, cast.policy)

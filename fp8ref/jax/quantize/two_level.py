@@ -91,10 +91,8 @@ def four_over_six(
         [jnp.moveaxis(v, -1, axis).reshape(amax.shape) for v in (by.scale, by.scale_inv)]
         for by in both
     )
-    return TwoLevelScales(
-        *(jnp.where(to_four, b, a) for a, b in zip(six, four, strict=True)),
-        both[0].tensor_scale_inv,
-    )
+    scale, scale_inv = (jnp.where(to_four, b, a) for a, b in zip(six, four, strict=True))
+    return TwoLevelScales(scale, scale_inv, both[0].tensor_scale_inv)
 
 
 def _encode_scale(tensor_amax: jax.Array, rule: TwoLevel) -> jax.Array:
