@@ -135,12 +135,8 @@ def test_every_cast_of_a_recipe_has_its_policy(name):  # R-1
     )
 
 
-def test_recipes_under_simulation_are_those_rotated_or_stochastic():
-    assert (
-        [name for name, spec in RECIPES.items() if spec.simulated]
-        == ["nvfp4"]
-        == [n for n in RECIPES if n not in recipe.trained_recipes()]
-    )
+def test_all_recipes_train_and_those_of_4_bits_are_emulated():
+    assert list(recipe.trained_recipes()) == list(RECIPES)
     nvfp4 = RECIPES["nvfp4"]
     assert [cast.rounding for cast in nvfp4.casts] == [
         "nearest_even",
@@ -162,7 +158,7 @@ def test_recipes_under_simulation_are_those_rotated_or_stochastic():  # R-9
     row = CastSpec(fmt=E4M3FN, granularity="rowwise", rounding="stochastic_8")
     mine = Recipe(name="mine", output=GemmSpec(a=row, b=CastSpec(fmt=E4M3FN), accumulate="fast"))
     assert mine.stochastic
-    assert mine.simulated
+    assert not mine.simulated
     assert not mine.shared
     rows = dataclasses.replace(nvfp4.output.a, policy=FP4_POLICIES["te_nvfp4_row"])
     assert rows.simulated  # backends have no scale of each row
@@ -180,15 +176,17 @@ def test_codes_that_a_seed_or_a_rotation_changes_serve_no_second_gemm():  # L-3,
 
 
 def test_a_recipe_under_simulation_is_refused_by_name_and_told_what_trains():
+    cast = dataclasses.replace(RECIPES["nvfp4"].output.a, policy=FP4_POLICIES["te_nvfp4_row"])
+    rows = Recipe(name="rows", output=GemmSpec(a=cast, b=cast, accumulate="fast"))
     with pytest.raises(
         ValueError,
-        match=r"recipe 'nvfp4' is for the simulator alone.*fp8ref.sim.linear.*one that trains: "
+        match=r"recipe 'rows' is for the simulator alone.*fp8ref.sim.linear.*one that trains: "
         r"bf16, tensorwise",
     ):
-        recipe.check_trained("nvfp4")
+        recipe.check_trained(rows)
     with pytest.raises(ValueError, match=r"recipe is one of bf16, .*; got 'fp4'"):
         recipe.check_trained("fp4")
-    assert recipe.check_trained("tensorwise") is RECIPES["tensorwise"]
+    assert recipe.check_trained("nvfp4") is RECIPES["nvfp4"]
 
 
 def test_both_operands_of_a_gemm_are_rotated_alike():  # S-23

@@ -12,6 +12,7 @@ scaling they are taken before every step: a state depends on all steps before it
 - initial weights, step-0 logits and losses, gradients, and the loss curves.
 """
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -160,13 +161,18 @@ def check_synthetic(report: Report, name: str, quantizers: dict[str, Quantizer])
             check = report.check(f"synthetic.cast/{fmt}/codes/{backend}")
             compare_codes(check, codes, backend, fmt, values)
     specs = {
-        (spec.fmt, spec.granularity, spec.policy): spec
+        (spec.fmt, spec.granularity, spec.policy): dataclasses.replace(
+            spec, rotation=None, rounding="nearest_even"
+        )
         for each in (*SHARED_RECIPES, name)
         for spec in RECIPES[each].casts
         if spec.delayed is None
     }
     for case, values in quantizer_inputs.samples().items():
         for spec in specs.values():
+            # whose scale of the tensor may be subnormal, and XLA on a CPU flushes it (S-22)
+            if spec.policy.two_level is not None and np.nanmax(np.abs(values)) < 2.0**-114:
+                continue
             for axis in (0, 1) if spec.granularity == "rowwise" else (1,):
                 operand, prefix = OperandCast("input", spec, axis), f"synthetic.{case}"
                 compare_quantized(

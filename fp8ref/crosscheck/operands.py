@@ -78,7 +78,7 @@ class OperandCast(NamedTuple):
         if state is None:
             # the last block along a linear's rows may be shorter (L-5)
             if self.axis == 1:
-                return linear.cast_operand(hp, self.spec, self.seed)
+                return linear.cast_operand(hp, self.spec, self.seed)._replace(axis=1)
             q = linear.cast_operand(hp.T, self.spec, self.seed, ragged=True)
             return as_factor(q._replace(axis=0))._replace(axis=0)
         assert self.spec.delayed is not None
@@ -302,7 +302,8 @@ def compare_quantized(
 ) -> scaling.Quantized:
     """Compare codes and scales of hp in every implementation.
 
-    live      codes and scale of a training step, by backend; other backends quantize hp anew.
+    live      codes and scale of a training step, by backend; other backends quantize hp anew, if
+              the cast is plain.
     state     of a role under delayed scaling, which no quantizer has: ``live`` is compared.
     Returns:  the simulator's codes and scales.
     """
@@ -312,7 +313,7 @@ def compare_quantized(
     for backend, quantizer in quantizers.items():
         if backend in live:
             quantized[backend] = live[backend]
-        elif state is None:
+        elif state is None and cast.spec.plain:
             quantized[backend] = quantizer.quantize(hp, cast)
     codes, scales = ({who: pair[i] for who, pair in quantized.items()} for i in (0, 1))
     for backend in (who for who in quantizers if who in quantized):

@@ -16,6 +16,7 @@ from fp8ref.formats import BFLOAT16, FLOAT32, Format
 from fp8ref.recipe import CastSpec, Recipe
 from fp8ref.sim import delayed
 from fp8ref.sim.attention import attention as variants
+from fp8ref.sim.attention.operands import hadamard
 from fp8ref.sim.gemm import hardware
 from fp8ref.sim.quantize import cast, scales, scaling
 from fp8ref.sim.quantize.scales import Scales
@@ -91,11 +92,18 @@ def values(codes: np.ndarray, spec: CastSpec, scales: Scales) -> np.ndarray:
 
 
 def scales_of(x: np.ndarray, spec: CastSpec, state: delayed.DelayedState | None = None) -> Scales:
-    """The scales of a cast along x's last axis; if delayed, those of its state."""
+    """The scales of a cast along x's last axis; if delayed, those of its state. Of two levels
+    scale_inv is RN32(tensor_scale_inv * scale_inv), as S-8 multiplies by it (S-22)."""
     if spec.delayed is not None:
         return delayed.scales(
             delayed.init(spec.delayed) if state is None else state, spec.delayed, spec.fmt
         )
+    if spec.policy.two_level is not None:
+        q = scaling.quantize(
+            x.astype(np.float32), spec.fmt, granularity=spec.granularity, policy=spec.policy
+        )
+        whole = np.float32(1) if q.tensor_scale_inv is None else q.tensor_scale_inv
+        return Scales(q.scale, whole * q.scale_inv)
     return scales.scales_from_amax(
         scaling.amax(x.astype(np.float32), spec.granularity, axis=-1), spec.fmt, spec.policy
     )
@@ -204,6 +212,8 @@ class _Pass:
         for role, cast_spec in (("input", spec.a), ("weight", spec.b)) if spec else ():
             if cast_spec is None:
                 continue
+            if cast_spec.rotation is not None:
+                operands[role] = hadamard.rotate_blocks(operands[role], cast_spec.rotation)
             state = self.numerics.states.get(f"{name}/{role}")
             scales = scales_of(operands[role], cast_spec, state)
             for part, scale in scales._asdict().items():

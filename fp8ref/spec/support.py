@@ -72,10 +72,9 @@ def scale_policy(policy: str | ScalePolicy, backend: Backend) -> ScalePolicy:
 
 def table(recipes: Mapping[str, Any]) -> str:
     """ "What works where" as a Markdown table; recipes: fp8ref's, by name."""
-    groups: dict[str, list[str]] = {"whole": [], "blocks": [], "emulated": [], "simulated": []}
+    groups: dict[str, list[str]] = {"whole": [], "blocks": [], "emulated": []}
     for name, recipe in recipes.items():
-        kinds = {"simulated": recipe.simulated, "emulated": recipe.emulated}
-        kinds |= {"blocks": recipe.in_blocks, "whole": True}
+        kinds = {"emulated": recipe.emulated, "blocks": recipe.in_blocks, "whole": True}
         groups[next(kind for kind, member in kinds.items() if member)].append(name)
     names = {key: _listed(f"`{name}`" for name in group) for key, group in groups.items()}
     *variants, last = (f"`{v.name}`" for v in VARIANTS.values() if v.backward is not None)

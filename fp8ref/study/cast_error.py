@@ -289,6 +289,11 @@ def _causes(
     return {(row.recipe, row.layer, row.role): why}
 
 
+def _is_judged(spec: CastSpec) -> bool:
+    """Whether a study judges a cast: to nearest, not rotated, by one level of scales."""
+    return spec.plain and spec.policy.two_level is None and not spec.simulated
+
+
 def _casts(
     recipes: Sequence[str | Recipe] | Mapping[str, CastSpec] | None,
 ) -> dict[str, list[OperandCast]]:
@@ -299,7 +304,7 @@ def _casts(
                 f"a cast is a CastSpec; got {type(recipes[other[0]]).__name__} for "
                 f"{other[0]!r}. Recipes are given in a list."
             )
-        if alone := [name for name, spec in recipes.items() if spec.simulated]:
+        if alone := [name for name, spec in recipes.items() if not _is_judged(spec)]:
             raise ValueError(
                 f"a study judges casts to FP8, or to e2m1fn in mx_1x32, rounded to nearest; "
                 f"{alone[0]!r} is another. Use fp8ref.sim.linear.quantize_operands."
@@ -314,10 +319,11 @@ def _casts(
         }
     named = fp8_recipes() if recipes is None else recipes
     defined = [RECIPES.get(one) if isinstance(one, str) else one for one in named]
-    if alone := [one.name for one in defined if isinstance(one, Recipe) and one.simulated]:
+    others = [one for one in defined if isinstance(one, Recipe) and not all(map(_is_judged, one.casts))]
+    if others:
         raise ValueError(
-            f"recipe {alone[0]!r} is for the simulator alone; a study takes recipes that train. "
-            f"Use fp8ref.compare(x, [{alone[0]!r}]) for a tensor."
+            f"a study takes recipes that round to nearest by one level of scales; {others[0].name!r} "
+            f"does not. Use fp8ref.compare(x, [{others[0].name!r}]) for a tensor."
         )
     chosen = [recipes_of.check_trained(recipe) for recipe in named]
     if plain := [recipe.name for recipe in chosen if not recipe.fp8]:

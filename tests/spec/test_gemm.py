@@ -32,5 +32,6 @@ def test_other_formats_are_simulated():
     assert not mx.simulated
     assert dataclasses.replace(mx, policy=POLICIES["torchao"]).simulated
     assert not dataclasses.replace(mx, granularity="mx_32x32").simulated
+    assert not dataclasses.replace(mx, rounding="stochastic").simulated
     assert dataclasses.replace(mx, granularity="nvfp4_1x16").simulated
     assert CastSpec(fmt=E3M4, granularity="mx_1x32").simulated

@@ -1,5 +1,6 @@
 """What works where: the table, the README's copy of it, and what refuses a choice."""
 
+import dataclasses
 import importlib.util
 import re
 import string
@@ -8,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fp8ref import recipe as recipes
-from fp8ref.policy import POLICIES
-from fp8ref.recipe import RECIPES
+from fp8ref.policy import FP4_POLICIES, POLICIES
+from fp8ref.recipe import RECIPES, GemmSpec, Recipe
 from fp8ref.spec import support
 from fp8ref.spec.attention.variants import VARIANTS
 from fp8ref.spec.delayed import DELAYED
@@ -46,8 +47,10 @@ def test_the_page_has_a_row_for_each_limit(script):
     assert not any("{" in row for row in rows)
 
 
+_ROW = dataclasses.replace(RECIPES["nvfp4"].output.a, policy=FP4_POLICIES["te_nvfp4_row"])
+ROWS = Recipe(name="rows", output=GemmSpec(a=_ROW, b=_ROW, accumulate="fast"))
 CHOICES = {
-    "recipes": (RECIPES["tensorwise"], RECIPES["nvfp4"]),
+    "recipes": (RECIPES["tensorwise"], ROWS),
     "scale policies": (POLICIES["torchao"], POLICIES["msamp"]),
     "scale policies of MX": (POLICIES["mx_floor"], POLICIES["torchao"]),
     "scale policies of e2m1fn": (POLICIES["mx_rceil"], POLICIES["torchao"]),
@@ -86,5 +89,5 @@ def test_a_backend_without_a_limit_takes_every_choice():
 def test_a_recipe_is_held_to_the_epilogues_of_its_backend():
     recipe = recipes.by_name("tensorwise")
     recipes.check_gemms(recipe, "torch")
-    with pytest.raises(ValueError, match=r"^recipe 'nvfp4' is for the simulator alone"):
-        recipes.check_gemms(RECIPES["nvfp4"], "jax")
+    with pytest.raises(ValueError, match=r"^recipe 'rows' is for the simulator alone"):
+        recipes.check_gemms(ROWS, "jax")

@@ -8,7 +8,6 @@ from torch import nn
 from fp8ref.recipe import Recipe, Role
 from fp8ref.selection import grouped as recipes
 from fp8ref.selection.grouped import GroupedRecipe
-from fp8ref.shared.errors import require
 from fp8ref.torch import delayed
 from fp8ref.torch.linear import linear
 from fp8ref.torch.quantize import cast
@@ -24,11 +23,6 @@ def check_recipe(recipe: str | Recipe | GroupedRecipe, name: str = "") -> Groupe
         recipe = recipes.by_name(recipe)
         linear.check_recipe(recipe.recipe)
         recipes.check_blocks(recipe, "torch")
-        require(
-            all(cast.plain and cast.policy.two_level is None for cast in recipe.recipe.casts),
-            "experts neither rotate, nor round stochastically, nor scale by two levels; got recipe "
-            f"{recipe.name!r}. Use 'mxfp4' or 'mxfp8' for them.",
-        )
     except ValueError as error:
         if not name:
             raise

@@ -93,6 +93,9 @@ def measured(
             for candidate in (reversed(axes) if role == "weight" else axes)
             if granularity.scale_shape(kind, codes.shape, candidate, ragged=True) == scale.shape
         ]
+        if operand.cast.rotation is not None:  # what was quantized
+            lines = hadamard.rotate_blocks(np.swapaxes(hp, fits[0], -1), operand.cast.rotation)
+            hp = np.swapaxes(lines, fits[0], -1)
         own = codes, scale.astype(np.float32), _inverse(scale)
         of = scaling.Quantized(*own, operand.cast.fmt, kind, fits[0])
         counts = stats.statistics(hp, of)

@@ -66,13 +66,13 @@ def test_codes_of_each_gemm_are_the_simulators(recipe, rng):  # S-22 to S-24
     tensors = {"input": x.reshape(-1, 64), "weight": w, "grad_output": g.reshape(-1, 48)}
     for which, roles in OPERANDS.items():
         expected = sim.quantize_operands(which, tensors, recipe, None, SEED)
-        for (hp, codes, scale), q, axis in zip(
+        for (_, codes, scale), q, axis in zip(
             seen[which][:2], expected, REDUCED_AXES[which], strict=True
         ):
             turned = (lambda v: v) if axis == 1 else np.transpose
             np.testing.assert_array_equal(codes, turned(q.codes), err_msg=which)
             np.testing.assert_array_equal(scale, turned(q.scale), err_msg=which)
-        assert {r for r in roles} <= set(tensors)
+        assert set(roles) <= set(tensors)
         out = sim.multiply(which, *expected, recipe, accumulate="f32", out_dtype=sim.BFLOAT16)
         # sums of at most 64 products in another order, then a bfloat16: two roundings of 2^-8
         np.testing.assert_allclose(

@@ -63,6 +63,7 @@ def rotate(x, feature_signs: np.ndarray, fmt: Format = FLOAT32) -> np.ndarray:
     while h < n:
         pairs = value.reshape(*value.shape[:-1], n // (2 * h), 2, h)
         first, second = pairs[..., 0, :], pairs[..., 1, :]
-        value = np.stack([first + second, first - second], axis=-2).reshape(value.shape)
+        with np.errstate(invalid="ignore", over="ignore"):  # infinities are results here
+            value = np.stack([first + second, first - second], axis=-2).reshape(value.shape)
         h *= 2
     return cast.round_to(value * np.float32(1 / math.sqrt(n)), fmt)
