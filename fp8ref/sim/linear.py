@@ -211,7 +211,7 @@ def seed_in_run(run_seed: int, step: int, name: str, part: int = 0) -> int:
     '0xb567264ec2fcf7ff'
     """
     of_pass = philox.derived(run_seed, step, 4 + part)
-    return philox.derived(of_pass, zlib.crc32(name.encode()), 3)
+    return philox.derived(of_pass, zlib.crc32(bytes(name, "utf-8")), 3)
 
 
 def multiply(

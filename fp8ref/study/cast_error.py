@@ -23,6 +23,7 @@ from fp8ref.recipe import (
     fp8_recipes,
 )
 from fp8ref.shared import console
+from fp8ref.shared.errors import require
 from fp8ref.shared.result import Result, finite
 from fp8ref.sim.quantize import cast, scaling, stats
 from fp8ref.sim.quantize.scales import scales_from_amax
@@ -319,11 +320,11 @@ def _casts(
         }
     named = fp8_recipes() if recipes is None else recipes
     defined = [RECIPES.get(one) if isinstance(one, str) else one for one in named]
-    others = [one for one in defined if isinstance(one, Recipe) and not all(map(_is_judged, one.casts))]
-    if others:
-        raise ValueError(
-            f"a study takes recipes that round to nearest by one level of scales; {others[0].name!r} "
-            f"does not. Use fp8ref.compare(x, [{others[0].name!r}]) for a tensor."
+    for one in defined:
+        require(
+            not isinstance(one, Recipe) or all(map(_is_judged, one.casts)),
+            "a study takes recipes that round to nearest, by one level of scales; got "
+            f"{getattr(one, 'name', one)!r}. Use fp8ref.compare for a tensor.",
         )
     chosen = [recipes_of.check_trained(recipe) for recipe in named]
     if plain := [recipe.name for recipe in chosen if not recipe.fp8]:

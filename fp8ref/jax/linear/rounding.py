@@ -64,7 +64,7 @@ def of_linear(name: str, given: jax.Array | None) -> jax.Array:
         "rounding.seeded(seed), with another seed at each step (S-24).",
     )
     halves = philox.halves(seed)
-    return jnp.stack(halves if own else philox.derived(halves, zlib.crc32(name.encode()), 3))
+    return jnp.stack(halves if own else philox.derived(halves, zlib.crc32(bytes(name, "utf-8")), 3))
 
 
 def pass_seed(seed: int, step: jax.Array, part: int | jax.Array = 0) -> jax.Array:
@@ -74,7 +74,7 @@ def pass_seed(seed: int, step: jax.Array, part: int | jax.Array = 0) -> jax.Arra
 
 def linear_seeds(seed: jax.Array, names: np.ndarray) -> jax.Array:
     """The seeds uint32 [..., 2] of linears of these names, strings [...], of that of a pass."""
-    counter = np.vectorize(lambda name: zlib.crc32(name.encode()), otypes=[np.uint32])(names)
+    counter = np.vectorize(lambda name: zlib.crc32(bytes(name, "utf-8")), otypes=[np.uint32])(names)
     return jnp.stack(philox.derived(philox.halves(seed), counter, 3), axis=-1)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from fp8ref.jax.quantize import stats as in_program
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, Gemm
 from fp8ref.selection.statistics import FIELDS, Operand, merged
+from fp8ref.sim.attention.operands import hadamard
 from fp8ref.sim.quantize import scaling, stats
 from fp8ref.spec import granularity
 from fp8ref.spec.attention import products as attention_products

@@ -73,7 +73,6 @@ def test_a_name_begins_the_error():  # X-8
     ],
 )
 def test_operands_of_nvfp4_are_refused_by_name(change, monkeypatch):  # S-24, X-8
-    monkeypatch.setattr(CastSpec, "simulated", False)
     cast = dataclasses.replace(RECIPES["mxfp8"].output.a, **change)
     spec = GemmSpec(a=cast, b=cast, accumulate="slow")
     with pytest.raises(ValueError, match=r"gate: experts neither rotate.*got recipe 'tried'"):

@@ -58,7 +58,6 @@ TRIED = {
 @pytest.fixture(autouse=True)
 def in_backends(monkeypatch):
     """Backends take these recipes."""
-    monkeypatch.setattr(CastSpec, "simulated", False)
 
 
 def tensors(rng, m=64, n=96, k=64):

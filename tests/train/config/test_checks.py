@@ -5,7 +5,6 @@ What single features refuse is tested with them, in ``tests/parity``.
 
 import pytest
 
-from fp8ref.recipe import CastSpec
 from fp8ref.shared.errors import ConfigError
 from fp8ref.spec import kernels
 from fp8ref.train.config import checks as config_checks

@@ -4,7 +4,7 @@ import torch
 from helpers.states import adamw
 from helpers.training import microbatches, seeds
 
-from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, CastSpec
+from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES
 from fp8ref.sim import linear as sim
 from fp8ref.torch import delayed
 from fp8ref.torch.kernels import weights
@@ -134,7 +134,7 @@ def test_the_kernel_of_adamw_trains_with_the_bits_of_plain_operations(recipe, sm
 @pytest.mark.parametrize("parts", [1, 2])
 def test_every_microbatch_of_every_step_draws_by_a_seed_of_its_own(parts, small, monkeypatch):
     """The second step's codes, by the run's seed, the step, the microbatch and the linear (S-24)."""
-    monkeypatch.setattr(CastSpec, "simulated", False)
+
     config = microbatches.config_of(small, "nvfp4", parts).replace(run={"seed": 2**33 + 5})
     trainer, tokens = Trainer(config), microbatches.tokens_of(config)
     trainer.step(tokens)
@@ -157,7 +157,7 @@ def test_every_microbatch_of_every_step_draws_by_a_seed_of_its_own(parts, small,
 
 
 def test_a_resumed_run_draws_as_one_that_went_on(small, monkeypatch, tmp_path):  # S-24, K-5
-    monkeypatch.setattr(CastSpec, "simulated", False)
+
     config = microbatches.config_of(small, "nvfp4", 2)
     whole, tokens = Trainer(config), microbatches.tokens_of(config)
     for _ in range(2):
