@@ -111,14 +111,14 @@ class TwoLevel:
             )
 
     @property
-    def of_tensor(self) -> bool:
+    def tensorwise(self) -> bool:
         """Whether all blocks share a tensor's scale, or there is none: not one of each row."""
         return self.tensor_granularity == "tensorwise"
 
     @property
     def granularities(self) -> tuple[str, ...]:
         """Those of its blocks: a square has no scale of a row."""
-        return ("nvfp4_1x16", "nvfp4_16x16")[: 1 + self.of_tensor]
+        return ("nvfp4_1x16", "nvfp4_16x16")[: 1 + self.tensorwise]
 
 
 def _changed(decisions: "ScalePolicy | E8M0Rule", besides: tuple[str, ...]) -> list[str]:

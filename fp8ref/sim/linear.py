@@ -210,8 +210,8 @@ def seed_in_run(run_seed: int, step: int, name: str, part: int = 0) -> int:
     >>> hex(seed_in_run(0, 0, "layers.0.mlp.up_proj"))
     '0xb567264ec2fcf7ff'
     """
-    of_pass = philox.derived(run_seed, step, 4 + part)
-    return philox.derived(of_pass, zlib.crc32(bytes(name, "utf-8")), 3)
+    own = philox.derived(run_seed, step, 4 + part)
+    return philox.derived(own, zlib.crc32(bytes(name, "utf-8")), 3)
 
 
 def multiply(

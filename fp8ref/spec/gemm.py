@@ -65,7 +65,7 @@ class CastSpec:
             return self.policy.two_level is not None
         rule = self.policy.two_level
         blocks = MX_BLOCKS if rule is None else rule.granularities
-        scaled = self.policy.e8m0 is not None if rule is None else rule.of_tensor
+        scaled = self.policy.e8m0 is not None if rule is None else rule.tensorwise
         fits = self.fmt.name in FP4_FORMATS and self.granularity in blocks and scaled
         return not fits
 

@@ -116,12 +116,12 @@ _E8M0_POLICIES = _listed(name for name, p in POLICIES.items() if p.in_backends a
 _TORCHAO_EPS = POLICIES["torchao"].eps
 
 
-def _of_tensor(policy: ScalePolicy) -> bool:
+def _two_level(policy: ScalePolicy) -> bool:
     """Whether it has two levels of scales, of blocks and of the tensor or none."""
-    return policy.two_level is not None and policy.two_level.of_tensor
+    return policy.two_level is not None and policy.two_level.tensorwise
 
 
-_TWO_LEVEL_POLICIES = _listed(name for name, p in FP4_POLICIES.items() if _of_tensor(p))
+_TWO_LEVEL_POLICIES = _listed(name for name, p in FP4_POLICIES.items() if _two_level(p))
 
 
 def _epilogues(backend: Backend) -> Limit:
@@ -175,7 +175,7 @@ LIMITS: dict[str, dict[Any, Limit]] = {
     ),
     "scale policies": _both(
         Limit(
-            takes=lambda policy: policy.unscaled or policy.in_backends or _of_tensor(policy),
+            takes=lambda policy: policy.unscaled or policy.in_backends or _two_level(policy),
             needs=f"fp8ref.{{backend}} scales by {_POLICIES}",
             received="policy {choice.name!r}",
             instead="Use one of these, or fp8ref.sim for {choice.name!r}.",
@@ -191,7 +191,7 @@ LIMITS: dict[str, dict[Any, Limit]] = {
     ),
     "scale policies of e2m1fn": _both(
         Limit(
-            takes=lambda policy: policy.e8m0 is not None or _of_tensor(policy),
+            takes=lambda policy: policy.e8m0 is not None or _two_level(policy),
             needs=f"fp8ref.{{backend}} scales e2m1fn by {_E8M0_POLICIES}, {_TWO_LEVEL_POLICIES}",
             received="policy {choice.name!r}",
             instead="Use one of these, or fp8ref.sim for {choice.name!r}.",

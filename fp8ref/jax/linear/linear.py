@@ -140,7 +140,7 @@ def bound(
     if prepared is not None:
         scales["weight"] = arguments.checked_weight(prepared, w, layer)
     if layer.recipe.stochastic:
-        seed = rounding.of_linear(layer.name, seed)
+        seed = rounding.own_seed(layer.name, seed)
     return layer, scales, Observations(dict(amaxes or {}), statistics, mu, seed)
 
 

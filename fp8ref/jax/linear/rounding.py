@@ -47,7 +47,7 @@ class _Frozen:
         self.seed = seed
 
 
-def of_linear(name: str, given: jax.Array | None) -> jax.Array:
+def own_seed(name: str, given: jax.Array | None) -> jax.Array:
     """The seed of a linear, uint32 [2]: its own, or that of the context.
 
     Raises:   ValueError: neither, or a mapping without its name; as ``philox.halves``.

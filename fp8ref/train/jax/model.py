@@ -36,11 +36,11 @@ class Inputs(NamedTuple):
     step: jax.Array | None = None
     part: jax.Array | None = None
 
-    def seed(self, of_run: int) -> jax.Array | None:
+    def seed(self, run_seed: int) -> jax.Array | None:
         """The seed of a pass, uint32 [2], of the run's; None where nothing rounds by one."""
         if self.step is None:
             return None
-        return rounding.pass_seed(of_run, self.step, 0 if self.part is None else self.part)
+        return rounding.pass_seed(run_seed, self.step, 0 if self.part is None else self.part)
 
 
 class Read(NamedTuple):

@@ -10,7 +10,7 @@ from fp8ref.jax.quantize import philox, scales, scaling
 from fp8ref.policy import FP4_POLICIES
 from fp8ref.sim.quantize import scaling as sim
 
-POLICIES = {name: p.two_level for name, p in FP4_POLICIES.items() if p.two_level.of_tensor}
+POLICIES = {name: p.two_level for name, p in FP4_POLICIES.items() if p.two_level.tensorwise}
 GRANULARITIES = ("nvfp4_1x16", "nvfp4_16x16")
 
 

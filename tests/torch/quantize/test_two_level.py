@@ -11,7 +11,7 @@ from fp8ref.sim.quantize import scaling as sim
 from fp8ref.torch.quantize import scales, scaling
 from fp8ref.torch.quantize.philox import Draw
 
-POLICIES = sorted(name for name, p in FP4_POLICIES.items() if p.two_level.of_tensor)
+POLICIES = sorted(name for name, p in FP4_POLICIES.items() if p.two_level.tensorwise)
 LINE, SQUARE = "nvfp4_1x16", "nvfp4_16x16"
 SEED = 2**40 + 9
 KEY = SEED & 0xFFFFFFFF, SEED >> 32

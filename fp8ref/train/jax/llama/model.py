@@ -178,10 +178,10 @@ class LlamaModel(Model):
         states = {name: inputs.states[name] for name in seen}
         states = shared_inputs.states(states, self._first_readers)
         seeds: dict[str, jax.Array] = {}
-        if (of_pass := inputs.seed(self._config.run.seed)) is not None:
+        if (pass_seed := inputs.seed(self._config.run.seed)) is not None:
             rounded = [name for name, recipe in self.linears.items() if recipe.stochastic]
             seeds = {
-                name: rounding.linear_seeds(of_pass, self.stacks.names(name)) for name in rounded
+                name: rounding.linear_seeds(pass_seed, self.stacks.names(name)) for name in rounded
             }
         return self._run.begun(Carried(states, seen, taps or {}, inputs.prepared, inputs.mu, seeds))
 
