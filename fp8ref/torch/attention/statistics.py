@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8ref.formats import Format
@@ -22,7 +22,7 @@ from fp8ref.torch.quantize.scaling import Quantized
 
 
 @torch.no_grad()
-def measure(x: torch.Tensor, tensor: Heads, fmt: Format) -> torch.Tensor:
+def measure(x: Tensor, tensor: Heads, fmt: Format) -> Tensor:
     """float64 [FIELDS] of x [B, H, T, D] and its quantized form.
 
     Order:    as ``stats.measure``; scales of heads and of 128 tokens as those of their rows.
@@ -76,14 +76,14 @@ def measuring(
 
 
 @torch.no_grad()
-def counted(amax: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def counted(amax: Tensor, counts: Tensor) -> Tensor:
     """float64 [FIELDS] of P or dS: amax and counts; the other fields are 0."""
     values = dict(zip(("count", "overflows", "underflows"), counts, strict=True)) | {"amax": amax}
     none = torch.zeros_like(amax)
     return torch.stack([values.get(name, none).double() for name in FIELDS])
 
 
-def counts_of(problem: Problem, saturated: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
+def counts_of(problem: Problem, saturated: Tensor, lost: Tensor) -> Tensor:
     """int64 [3]: visible scores (A-3), clipped and lost elements of a pass."""
     device, batch = saturated.device, problem.shape.batch
     total = torch.zeros((), dtype=torch.int64, device=device)

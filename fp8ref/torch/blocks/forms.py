@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -190,13 +190,13 @@ def _form(function: Callable | None, two: bool, layouts: set[int]) -> str:
         (torch.randint(-255, 256, shape, generator=generator) / 128).bfloat16()
         for shape in ((2, 3, 4, 8), (2, 3, 2, 8), (3, 1, 8), (3, 1, 8))
     ]
-    tables: Sequence[torch.Tensor] = cos[None, :, 0], sin[None, :, 0]
+    tables: Sequence[Tensor] = cos[None, :, 0], sin[None, :, 0]
     if not two:
         tables = [torch.complex(*(x[:, 0, :4].float() for x in (cos, sin)))]
         cos, sin = (x[..., :4].repeat_interleave(2, -1) for x in (cos, sin))
     axes = (1, 2) if layouts == {1} else (1, 1)
 
-    def rotated(tables: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def rotated(tables: Sequence[Tensor]) -> Sequence[Tensor]:
         try:
             pair = function(*(x.transpose(*axes) for x in heads), *tables)  # type: ignore[misc]
             return [x.transpose(*axes) for x in pair]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fp8ref.torch.blocks import operations
 from fp8ref.torch.blocks.operations import Norm
@@ -29,7 +30,7 @@ FUSED = ("tensorwise", "rowwise", "blockwise_1x128")
 Tensors = Sequence[Any]
 """Tensors, or None in place of those that a part does without."""
 
-Tables = tuple[torch.Tensor, torch.Tensor]
+Tables = tuple[Tensor, Tensor]
 """cos and sin of a rotary embedding, [T, D]; of pairs [T, D / 2]."""
 
 
@@ -77,18 +78,18 @@ def bind(part: Part) -> type[torch.autograd.Function]:
     @torch._dynamo.allow_in_graph
     class PartFunction(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, h: torch.Tensor, *tensors: torch.Tensor | None):
+        def forward(ctx, h: Tensor, *tensors: Tensor | None):
             ctx.set_materialize_grads(False)
             return _forward(ctx, part, h, tensors)
 
         @staticmethod
-        def backward(ctx, *grads: torch.Tensor | None):
+        def backward(ctx, *grads: Tensor | None):
             return _backward(ctx, part, grads)
 
     return PartFunction
 
 
-def _forward(ctx, part: Part, h: torch.Tensor, tensors: Tensors):
+def _forward(ctx, part: Part, h: Tensor, tensors: Tensors):
     """(h + residual or None, *outputs); of an MLP its one output."""
     linears = [
         Pass.of(spec, tensors[FIRST - 1 + i * TENSORS :][:TENSORS])
@@ -96,7 +97,7 @@ def _forward(ctx, part: Part, h: torch.Tensor, tensors: Tensors):
     ]
     x, n = _Input.of(part, h, tensors), part.readers
     outputs, saved = _outputs(x.source(), linears[:n], h)
-    kept: Sequence[torch.Tensor] = ()
+    kept: Sequence[Tensor] = ()
     if part.mlp:
         kept = outputs
         outputs, more = _outputs(_product(part, *kept), linears[n:], h)
@@ -111,14 +112,14 @@ def _forward(ctx, part: Part, h: torch.Tensor, tensors: Tensors):
     return None if tensors[0] is None else x.h, *outputs
 
 
-def _outputs(source: Source, linears: Sequence[Pass], h: torch.Tensor) -> tuple[list, list]:
+def _outputs(source: Source, linears: Sequence[Pass], h: Tensor) -> tuple[list, list]:
     """The outputs [..., N] of linears of one input, like h [..., K], and what each saves."""
     inputs = source.shared("input", linears)
     results = [each.output(a, h.shape, h.dtype) for each, a in zip(linears, inputs, strict=True)]
     return [y for y, _ in results], [saved for _, saved in results]
 
 
-def _backward(ctx, part: Part, grads: Tensors) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx, part: Part, grads: Tensors) -> tuple[Tensor | None, ...]:
     """The gradients of all inputs of a part's function."""
     linears, (h, rstd, norm_weight, *kept) = load(ctx, part.linears)
     x, n = _Input(part.norm, h, rstd, norm_weight), part.readers
@@ -126,7 +127,7 @@ def _backward(ctx, part: Part, grads: Tensors) -> tuple[torch.Tensor | None, ...
     needs_x, needs_weights = any(needs[:3]), needs[FIRST::TENSORS]
     grad_sum, *grad_outputs = grads
     operands: Iterator[tuple[int, Operand]] = iter(())
-    grad_down: list[torch.Tensor | None] = [None] * (len(linears) - n)
+    grad_down: list[Tensor | None] = [None] * (len(linears) - n)
     if not part.mlp:
         operands = _projected(part, linears, grad_outputs, kept)
     elif (g := grad_outputs[0]) is not None:
@@ -150,14 +151,14 @@ def _gradients(
     source: Source,
     needed: Sequence[bool],
     dtype: torch.dtype,
-) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+) -> tuple[Tensor | None, list[Tensor | None]]:
     """The gradients of linears' one input and of their weights, as far as they are needed.
 
     operands  the numbers of linears, and the gradients of their outputs, from the last: so does
               autograd add them up.
     """
-    total: torch.Tensor | None = None
-    grad_weights: list[torch.Tensor | None] = [None] * len(linears)
+    total: Tensor | None = None
+    grad_weights: list[Tensor | None] = [None] * len(linears)
     for i, g in operands:
         if needed[0]:
             grad = linears[i].grad_input(g, dtype)
@@ -177,13 +178,13 @@ class _Input:
     """
 
     norm: Norm | None
-    h: torch.Tensor
+    h: Tensor
     rstd: Any = None
     weight: Any = None
     amax: Any = None
 
     @classmethod
-    def of(cls, part: Part, h: torch.Tensor, tensors: Tensors) -> "_Input":
+    def of(cls, part: Part, h: Tensor, tensors: Tensors) -> "_Input":
         """From the tensors of a part's function."""
         residual, weight = tensors[:2]
         norm = part.norm
@@ -214,13 +215,13 @@ class _Input:
             {"twice": norm.twice},
         )
 
-    def _amax(self, *tensors: torch.Tensor, twice: bool) -> torch.Tensor:
+    def _amax(self, *tensors: Tensor, twice: bool) -> Tensor:
         """As an operator of ``Kernels``: the amaxes that came with the statistics."""
         return self.amax
 
     def gradients(
-        self, g: torch.Tensor | None, grad_sum: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        self, g: Tensor | None, grad_sum: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of the residual stream and of norm's weight, from those of the linears'
         input [M, K] and of the residual stream behind the part."""
         grad_weight = None
@@ -233,14 +234,14 @@ class _Input:
         return grad_sum + g, grad_weight
 
 
-def _whole_tables(part: Part, *tables: torch.Tensor) -> Sequence[torch.Tensor]:
+def _whole_tables(part: Part, *tables: Tensor) -> Sequence[Tensor]:
     """cos and sin as kernels read them: float32 [T, D]."""
     if part.form == "pairs":
         tables = tuple(table.repeat_interleave(2, -1) for table in tables)
     return [table.float().contiguous() for table in tables]
 
 
-def _rotated(part: Part, spec: Spec, y: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
+def _rotated(part: Part, spec: Spec, y: Tensor, *tables: Tensor) -> Tensor:
     """Heads [B, T, H, D], rotated by tables."""
     if spec.runs_kernels(y.device) and _is_power_of_two(y.shape[-1]):
         return fused.rotate(y, *tables, form=part.form)
@@ -253,7 +254,7 @@ def _is_power_of_two(width: int) -> bool:
 
 
 def _projected(
-    part: Part, linears: Sequence[Pass], grads: Tensors, tables: Sequence[torch.Tensor]
+    part: Part, linears: Sequence[Pass], grads: Tensors, tables: Sequence[Tensor]
 ) -> Iterator[tuple[int, Operand]]:
     """The gradients of linears' outputs as operands, from the last: of heads [B, T, H, D] that
     tables had rotated, or [..., N]."""
@@ -265,15 +266,15 @@ def _projected(
             yield i, source.operands("grad_output", [linears[i]])[0]
 
 
-def _rows_of_heads(g: torch.Tensor) -> Source:
+def _rows_of_heads(g: Tensor) -> Source:
     """The gradient [M, N] of a linear's output, of heads [B, T, H, D] or [..., N]."""
     return Source(g.device, lambda: [_rows(g if g.ndim != 4 else g.flatten(-2))])
 
 
-def _rotary_gradient(part: Part, g: torch.Tensor, *tables: torch.Tensor) -> Source:
+def _rotary_gradient(part: Part, g: Tensor, *tables: Tensor) -> Source:
     """The gradient [M, N] of a linear's output, from that of its rotated heads [B, T, H, D]."""
 
-    def plain() -> list[torch.Tensor]:
+    def plain() -> list[Tensor]:
         cos, sin = (table[:, None] for table in tables)
         return [_rows(operations.rotate_gradient(g, cos, sin, part.form).flatten(-2))]
 
@@ -285,7 +286,7 @@ def _rotary_gradient(part: Part, g: torch.Tensor, *tables: torch.Tensor) -> Sour
     return Source(g.device, plain, kernels, (g, *tables), {"form": part.form})
 
 
-def _product(part: Part, gate: torch.Tensor, up: torch.Tensor) -> Source:
+def _product(part: Part, gate: Tensor, up: Tensor) -> Source:
     """silu(gate) * up, [M, N]."""
     gate, up = _rows(gate), _rows(up)
     return Source(
@@ -297,7 +298,7 @@ def _product(part: Part, gate: torch.Tensor, up: torch.Tensor) -> Source:
     )
 
 
-def _product_gradients(part: Part, d: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> Source:
+def _product_gradients(part: Part, d: Tensor, gate: Tensor, up: Tensor) -> Source:
     """The gradients of gate and up, [M, N], from that of their product, which one kernel casts."""
     gate, up = _rows(gate), _rows(up)
     return Source(
@@ -309,6 +310,6 @@ def _product_gradients(part: Part, d: torch.Tensor, gate: torch.Tensor, up: torc
     )
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def _rows(x: Tensor) -> Tensor:
     """[..., K] -> [M, K]."""
     return x.reshape(-1, x.shape[-1])

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import FunctionType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8ref.torch.blocks import forms, parts
 from fp8ref.torch.blocks.forms import NONE, Rotation
@@ -62,7 +62,7 @@ class _Module(nn.Module):
         """The part's linears."""
         return [self._modules[name] for name in self.fused.names]  # type: ignore[misc]
 
-    def fuses(self, x: torch.Tensor, *others: nn.Module) -> bool:
+    def fuses(self, x: Tensor, *others: nn.Module) -> bool:
         """Whether the part runs in a pass of x. others: children whose work it would do."""
         norm = self.fused.norm
         if any(each.normalizes or each.weight.dtype != x.dtype for each in norm):
@@ -74,13 +74,13 @@ class _Module(nn.Module):
         """The norm of the part, if it has one."""
         return self.fused.norm[0] if self.fused.norm else None
 
-    def normalized(self, x: torch.Tensor) -> torch.Tensor:
+    def normalized(self, x: Tensor) -> Tensor:
         """x as the module's own forward takes it."""
         return x if self.norm is None or self.norm.normalizes else self.norm.normalize(x)
 
 
 class _MLP(_Module):
-    def forward(self, *args, **kwargs) -> torch.Tensor:
+    def forward(self, *args, **kwargs) -> Tensor:
         (x,) = args or (kwargs[self.fused.input],)
         if self.fuses(x, *self.children()):
             return parts.mlp(x, self.linears, norm=self.norm, twice=True)[1]
@@ -118,7 +118,7 @@ class _Attention(_Module):
             self.ready = None
 
 
-def _tables(rotation: Rotation, x: torch.Tensor, values: dict) -> Tables | None:
+def _tables(rotation: Rotation, x: Tensor, values: dict) -> Tables | None:
     """cos and sin of a pass of x [B, T, K], or None where the forward has to rotate: by tables of
     each sequence, of another dtype or with gradients. values: of the forward's parameters."""
     tables, *others = map(values.get, rotation.arguments)
@@ -134,7 +134,7 @@ def _tables(rotation: Rotation, x: torch.Tensor, values: dict) -> Tables | None:
     return (cos, sin) if all(fit) else None
 
 
-def _as_they_are(query: torch.Tensor, key: torch.Tensor, *tables, **options):
+def _as_they_are(query: Tensor, key: Tensor, *tables, **options):
     """In place of a function that rotates query and key: a part has rotated them."""
     return query, key
 
@@ -150,7 +150,7 @@ def _with_rotated(forward: FunctionType, function: str) -> FunctionType:
     return copy
 
 
-def _given(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _given(y: Tensor, x: Tensor) -> Tensor:
     return y
 
 
@@ -175,7 +175,7 @@ class _Norm(nn.Module):
     weight: nn.Parameter
     normalizes: bool = False
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         reader = getattr(*self.place)
         left = self in getattr(reader, "fused", _UNFUSED).norm
         hooked = parts.hooked(self) or parts.hooked(reader) or parts.any_hooked()
@@ -183,7 +183,7 @@ class _Norm(nn.Module):
             self.normalizes = not self.normalizes
         return super().forward(x) if self.normalizes else x
 
-    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+    def normalize(self, x: Tensor) -> Tensor:
         """What the norm's class returned before."""
         return super().forward(x)
 

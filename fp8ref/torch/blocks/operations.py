@@ -8,6 +8,7 @@ repeat the operations of autograd's own formulas, so that no bit of theirs chang
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 __all__ = ["Norm", "rotate", "rotate_gradient", "swiglu", "swiglu_gradient"]
 
@@ -23,19 +24,17 @@ class Norm:
     eps: float
     twice: bool = False
 
-    def rstd(self, x: torch.Tensor) -> torch.Tensor:
+    def rstd(self, x: Tensor) -> Tensor:
         """rsqrt(mean(x^2) + eps) of x [..., K], float32 [..., 1]."""
         return torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
 
-    def value(self, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def value(self, x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
         """The norm of x [..., K], in x's dtype; rstd as of ``rstd``, weight [K]."""
         if self.twice:
             return weight * (x.float() * rstd).to(x.dtype)
         return (x.float() * rstd * weight.float()).to(x.dtype)
 
-    def gradient(
-        self, g: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def gradient(self, g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of x [..., K] and weight [K], from that of the norm [..., K]."""
         wide = x.float()
         normalized = wide * rstd
@@ -52,7 +51,7 @@ class Norm:
         return (scaled * rstd + grad_square * (2.0 * wide)).to(x.dtype), grad_weight
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor, *, twice: bool = False) -> torch.Tensor:
+def swiglu(gate: Tensor, up: Tensor, *, twice: bool = False) -> Tensor:
     """silu(gate) * up, of one shape and dtype. twice: silu(gate) is rounded to that dtype first."""
     if twice:
         return torch.nn.functional.silu(gate) * up
@@ -60,8 +59,8 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, *, twice: bool = False) -> torc
 
 
 def swiglu_gradient(
-    g: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, twice: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+    g: Tensor, gate: Tensor, up: Tensor, *, twice: bool = False
+) -> tuple[Tensor, Tensor]:
     """The gradients of gate and up, from that of ``swiglu``; each of one shape and dtype."""
     dtype = gate.dtype
     if not twice:
@@ -70,11 +69,11 @@ def swiglu_gradient(
     return grad_gate.to(dtype), (g * torch.nn.functional.silu(gate)).to(dtype)
 
 
-Table = torch.Tensor
+Table = Tensor
 """cos or sin, which broadcasts to heads [..., D]."""
 
 
-def rotate(x: torch.Tensor, cos: Table, sin: Table, form: str = "halves") -> torch.Tensor:
+def rotate(x: Tensor, cos: Table, sin: Table, form: str = "halves") -> Tensor:
     """Rotary embedding of heads x [..., D], rounded once to x's dtype, or in another form of
     ``kernels.rotary``."""
     wide = x if form == "rounded halves" else x.float()
@@ -84,7 +83,7 @@ def rotate(x: torch.Tensor, cos: Table, sin: Table, form: str = "halves") -> tor
     return (wide * cos + turned * sin).to(x.dtype)
 
 
-def rotate_gradient(g: torch.Tensor, cos: Table, sin: Table, form: str = "halves") -> torch.Tensor:
+def rotate_gradient(g: Tensor, cos: Table, sin: Table, form: str = "halves") -> Tensor:
     """The gradient of x, from that of ``rotate``, of one shape and dtype."""
     wide = g if form == "rounded halves" else g.float()
     cos, sin = cos.to(wide.dtype), sin.to(wide.dtype)
@@ -93,7 +92,7 @@ def rotate_gradient(g: torch.Tensor, cos: Table, sin: Table, form: str = "halves
     return grad + 0.0 if form == "rounded halves" else grad.to(g.dtype)
 
 
-def _quarter_turn(x: torch.Tensor, form: str) -> torch.Tensor:
+def _quarter_turn(x: Tensor, form: str) -> Tensor:
     """(-second, first) in place of each (first, second)."""
     if form == "pairs":
         return torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)

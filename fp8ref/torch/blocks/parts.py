@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
@@ -43,21 +43,21 @@ class NormModule(Protocol):
         ...
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         """[K]."""
         ...
 
 
 def projections(
-    h: torch.Tensor,
+    h: Tensor,
     linears: Sequence[nn.Linear],
     *,
-    residual: torch.Tensor | None = None,
+    residual: Tensor | None = None,
     norm: NormModule | None = None,
     tables: Tables | None = None,
     rotated: int = 2,
     form: str = "halves",
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+) -> tuple[Tensor, list[Tensor]]:
     """h + residual, and the outputs [..., N] of linears that read its norm.
 
     Shapes:   h and residual [..., K]; with tables h is [B, T, K].
@@ -73,13 +73,13 @@ def projections(
 
 
 def mlp(
-    h: torch.Tensor,
+    h: Tensor,
     linears: Sequence[nn.Linear],
     *,
-    residual: torch.Tensor | None = None,
+    residual: Tensor | None = None,
     norm: NormModule | None = None,
     twice: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """h + residual, and down(silu(gate) * up) of its norm, of h's shape.
 
     linears   gate [N, K], up [N, K], down [K, N].
@@ -90,7 +90,7 @@ def mlp(
     return (h if residual is None else s), output
 
 
-def fuses(h: torch.Tensor, linears: Sequence[nn.Linear], others: Sequence[nn.Module] = ()) -> bool:
+def fuses(h: Tensor, linears: Sequence[nn.Linear], others: Sequence[nn.Module] = ()) -> bool:
     """Whether kernels cast these linears' operands, and nothing keeps them apart (``why_not``).
 
     Logs:     the reason, at level INFO of logger fp8ref.torch, the first time that it applies.
@@ -115,7 +115,7 @@ def _kernels_cast(number: int, device: torch.device) -> bool:
     return Spec.numbered(number).runs_kernels(device)
 
 
-def why_not(h: torch.Tensor, linears: Sequence[nn.Module], others: Sequence[nn.Module] = ()) -> str:
+def why_not(h: Tensor, linears: Sequence[nn.Module], others: Sequence[nn.Module] = ()) -> str:
     """Why these linears run as modules of their own in a pass of h, or nothing ("").
 
     others    modules whose work a part would do, without calling them: a norm, an MLP.
@@ -163,7 +163,7 @@ def unlike(linear: nn.Module) -> str:
     return ""
 
 
-def _unlike_input(linear: nn.Module, h: torch.Tensor) -> str:
+def _unlike_input(linear: nn.Module, h: Tensor) -> str:
     weight = linear.weight
     if not isinstance(weight, Float8TrainingTensor) and weight.dtype != h.dtype:
         return f"a weight is {weight.dtype} and the input {h.dtype}"
@@ -171,11 +171,11 @@ def _unlike_input(linear: nn.Module, h: torch.Tensor) -> str:
 
 
 def _apply(
-    h: torch.Tensor,
+    h: Tensor,
     linears: Sequence[nn.Linear],
-    residual: torch.Tensor | None,
+    residual: Tensor | None,
     norm: NormModule | None,
-    tables: Sequence[torch.Tensor | None],
+    tables: Sequence[Tensor | None],
     constants: tuple[bool, bool, int, str],
 ) -> Sequence[Any]:
     """h + residual and the outputs of a part. constants: its mlp, twice, rotated and form."""

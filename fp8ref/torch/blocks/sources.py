@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fp8ref.recipe import ROLES, CastSpec, Role
 from fp8ref.torch.kernels import fused
@@ -55,18 +56,18 @@ class Source:
     """
 
     device: torch.device
-    compute: Callable[[], Sequence[torch.Tensor]]
+    compute: Callable[[], Sequence[Tensor]]
     kernels: Kernels | None = None
-    tensors: tuple[torch.Tensor, ...] = ()
+    tensors: tuple[Tensor, ...] = ()
     options: Mapping[str, bool | str] = field(default_factory=dict)
 
     @functools.cached_property
-    def values(self) -> Sequence[torch.Tensor]:
+    def values(self) -> Sequence[Tensor]:
         """The values in high precision, computed once."""
         return self.compute()
 
     @property
-    def value(self) -> torch.Tensor:
+    def value(self) -> Tensor:
         """The one value in high precision."""
         return self.values[0]
 

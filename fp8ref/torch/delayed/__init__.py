@@ -11,7 +11,7 @@ recomputed forward passes may come in any order, and any number of times.
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8ref import formats
 from fp8ref import recipe as recipes
@@ -51,7 +51,7 @@ __all__ = [
 
 
 def advance(
-    state: DelayedState, seen: torch.Tensor, config: str | DelayedScaling, fmt: Format
+    state: DelayedState, seen: Tensor, config: str | DelayedScaling, fmt: Format
 ) -> DelayedState:
     """The state after an optimizer step, given the merged observation of the step (H-3, H-5, H-6).
 
@@ -236,7 +236,7 @@ def forget(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def forget_unless(model: nn.Module, flag: torch.Tensor) -> None:
+def forget_unless(model: nn.Module, flag: Tensor) -> None:
     """Clear the observations since the last update unless a flag () on the device is true: the
     ``update`` after it then changes nothing, and the host has not waited."""
     role_states = [state for _, state in states(model)]

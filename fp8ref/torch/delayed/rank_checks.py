@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -25,12 +25,12 @@ SAMPLE = 1024
 """The elements of a weight's gradient that ranks compare in the first update."""
 
 
-_gradients: weakref.WeakKeyDictionary[object, torch.Tensor] = weakref.WeakKeyDictionary()
+_gradients: weakref.WeakKeyDictionary[object, Tensor] = weakref.WeakKeyDictionary()
 """{linear: the first elements of its weight's gradient}, while ranks are to compare their scales.
 """
 
 
-def sample(linear: object, weight: torch.Tensor, states: Iterable[RoleState]) -> None:
+def sample(linear: object, weight: Tensor, states: Iterable[RoleState]) -> None:
     """Keep elements of a gradient for ``check_copies``, which runs after gradients are cleared."""
     grad = weight.grad
     if grad is None or grad.ndim != 2 or not several_ranks():
@@ -115,7 +115,7 @@ def check_copies(model: nn.Module, named: Sequence[tuple[str, RoleState]]) -> bo
         return False
     path = path or next(iter(linears))  # no optimizer was seen: weights alone are compared
     weight = model.get_submodule(path).weight
-    assert isinstance(weight, torch.Tensor)
+    assert isinstance(weight, Tensor)
     about = repr([path, *((name, state.fmt, state.config) for name, state in alone)])
     values = [weight.detach(), *([sampled[path]] if sampled else [])]
     compared = bytes(about + "".join(map(_digest, values)), "utf-8")
@@ -181,7 +181,7 @@ def _mesh_size(unit: FSDPModule) -> int:
     return max((group.mesh_info.mesh.size() for group in groups if group), default=1)
 
 
-def _digest(x: torch.Tensor) -> str:
+def _digest(x: Tensor) -> str:
     return hashlib.sha256(
         local_part(x).contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data
     ).hexdigest()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8ref.formats import Format
 from fp8ref.recipe import Role
@@ -24,9 +24,9 @@ class DelayedState(NamedTuple):
     step          int64 [...]: observed updates so far.
     """
 
-    scale: torch.Tensor
-    amax_history: torch.Tensor
-    step: torch.Tensor
+    scale: Tensor
+    amax_history: Tensor
+    step: Tensor
 
 
 def init(config: str | DelayedScaling, shape: tuple[int, ...] = ()) -> DelayedState:
@@ -41,7 +41,7 @@ def init(config: str | DelayedScaling, shape: tuple[int, ...] = ()) -> DelayedSt
     return DelayedState(floats(shape, 1.0), floats((*shape, config.history_length), 0.0), step)
 
 
-def observe(x: torch.Tensor) -> torch.Tensor:
+def observe(x: Tensor) -> Tensor:
     """The amax observation of a tensor, float32 [3]: amax (0 unless finite), not finite, seen (1).
 
     Raises:   ValueError: x empty, or not float32, float16 or bfloat16.
@@ -52,7 +52,7 @@ def observe(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.where(finite, amax, 0.0), not_finite, torch.ones_like(amax)])
 
 
-def merge_(seen: torch.Tensor, x: torch.Tensor) -> None:
+def merge_(seen: Tensor, x: Tensor) -> None:
     """Merge a tensor's observation into seen, float32 [3], in place (H-4). Raises as observe."""
     # An operator that returns nothing: a selective checkpoint that keeps every result would keep
     # seen itself, and refuse the next observation as a change of what it kept.
@@ -123,10 +123,10 @@ class RoleState(nn.Module):
     Checkpoints hold scale, amax_history and step, but not seen. ``.to`` a dtype changes none.
     """
 
-    scale: torch.Tensor
-    amax_history: torch.Tensor
-    step: torch.Tensor
-    seen: torch.Tensor
+    scale: Tensor
+    amax_history: Tensor
+    step: Tensor
+    seen: Tensor
 
     def __init__(
         self, fmt: Format, config: DelayedScaling, device: torch.device, group: str | None = None
@@ -157,12 +157,12 @@ class RoleState(nn.Module):
             getattr(self, key).copy_(value)
         self.seen.zero_()
 
-    def observe(self, x: torch.Tensor) -> None:
+    def observe(self, x: Tensor) -> None:
         """Merge a tensor into the current step's observation."""
         merge_(self.seen, x)
 
     def _apply(self, fn, recurse: bool = True):
-        def moved(buffer: torch.Tensor) -> torch.Tensor:
+        def moved(buffer: Tensor) -> Tensor:
             # Moved as int32: model.bfloat16() would round a float, and a scale is never rounded.
             if not buffer.is_floating_point():
                 return fn(buffer)
@@ -243,7 +243,7 @@ def role_states(
     return RoleStates({role: RoleState(*cast, device, group) for role, cast in casts.items()})
 
 
-def _wrong_values(state: Mapping[str, torch.Tensor]) -> str:
+def _wrong_values(state: Mapping[str, Tensor]) -> str:
     """The errors of a loaded state's values: "KEY is ..., got ..."; or ""."""
     for key, required in (
         ("scale", "positive"),
@@ -251,7 +251,7 @@ def _wrong_values(state: Mapping[str, torch.Tensor]) -> str:
         ("step", "at least 0"),
     ):
         x = state.get(key)
-        if x is None or x.is_meta or type(x) not in (torch.Tensor, nn.Parameter):
+        if x is None or x.is_meta or type(x) not in (Tensor, nn.Parameter):
             continue
         wrong = ~(x.isfinite() & (x > 0 if key == "scale" else x >= 0))
         if wrong.any():

@@ -9,7 +9,7 @@ Each linear keeps a state of its own, for checkpoints; states of one tensor stay
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8ref.shared.errors import require
 from fp8ref.torch.delayed.role_states import DelayedState, RoleState, RoleStates
@@ -39,7 +39,7 @@ def check(model: nn.Module) -> None:
         state = _input(module)
         if state is None or state.origin is state:
             continue
-        if state.scale.is_meta or type(state.scale) is not torch.Tensor:  # a compiler's
+        if state.scale.is_meta or type(state.scale) is not Tensor:  # a compiler's
             continue
         for key in DelayedState._fields:
             mine, first = getattr(state, key), getattr(state.origin, key)

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8ref.torch.delayed import rank_checks, unset_scales
@@ -117,7 +117,7 @@ def _count_step(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _weights(linear: nn.Module) -> list[torch.Tensor]:
+def _weights(linear: nn.Module) -> list[Tensor]:
     """What an optimizer trains of a linear's weight, also if pruned or parametrized."""
     own, bias = linear._parameters.get("weight"), linear._parameters.get("bias")
     if own is None:
@@ -125,9 +125,7 @@ def _weights(linear: nn.Module) -> list[torch.Tensor]:
     return [own]
 
 
-def check_pass(
-    linear: nn.Module, states: nn.ModuleDict | None, x: torch.Tensor, observes: bool
-) -> None:
+def check_pass(linear: nn.Module, states: nn.ModuleDict | None, x: Tensor, observes: bool) -> None:
     """``check`` in a pass of x with gradients, else ``unset_scales.check``."""
     if not states:
         return

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8ref.spec import delayed
 from fp8ref.spec.attention import variants as attention
@@ -107,5 +107,5 @@ def _busy(states: Sequence[RoleState]) -> bool:
     return (
         capturing
         or torch._C._len_torch_dispatch_stack() > 0
-        or any(x.is_meta or type(x) is not torch.Tensor for x in steps)
+        or any(x.is_meta or type(x) is not Tensor for x in steps)
     )

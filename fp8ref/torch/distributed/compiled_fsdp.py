@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torchao.float8.float8_linear import Float8Linear
@@ -130,7 +130,7 @@ class Sharded(nn.Module):
         return torch.func.functional_call(self.model, whole, args, kwargs)
 
     @torch.no_grad()
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         """The whole masters by their names in the model. Every rank calls it."""
         return {
             name: _all_gather(p.detach(), self.group, self.ranks)
@@ -138,7 +138,7 @@ class Sharded(nn.Module):
         }
 
     @torch.no_grad()
-    def _scales(self, shards: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _scales(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The scale, float32 (), of each FP8 weight: its delayed state's, or all-reduced (P-3)."""
         weight_scales, alike = {}, {}  # type: ignore[var-annotated]
         for name, weight in self._fp8.items():
@@ -188,11 +188,11 @@ def _gather(group: str, ranks: int, dtype: torch.dtype) -> type[torch.autograd.F
     @torch._dynamo.allow_in_graph
     class Gather(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, shard: torch.Tensor) -> torch.Tensor:
+        def forward(ctx, shard: Tensor) -> Tensor:
             return _all_gather(shard.to(dtype), group, ranks)
 
         @staticmethod
-        def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        def backward(ctx, grad: Tensor) -> Tensor:
             return _mean_of_ranks(grad, group, ranks)
 
     return Gather
@@ -208,24 +208,24 @@ def _gather_fp8(
     @torch._dynamo.allow_in_graph
     class GatherFP8(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, shard: torch.Tensor, scale: torch.Tensor) -> Float8TrainingTensor:
+        def forward(ctx, shard: Tensor, scale: Tensor) -> Float8TrainingTensor:
             codes = scaling.quantize_with(shard.to(dtype), scale, fmt).codes
             whole = _all_gather(codes.view(torch.uint8), group, ranks).view(codes.dtype)
             return Float8TrainingTensor(whole, scale, dtype, config, GemmInputRole.WEIGHT)
 
         @staticmethod
-        def backward(ctx, grad: torch.Tensor):
+        def backward(ctx, grad: Tensor):
             return _mean_of_ranks(grad, group, ranks), None
 
     return GatherFP8
 
 
-def _all_gather(x: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
+def _all_gather(x: Tensor, group: str, ranks: int) -> Tensor:
     """Every rank's x [n, ...], in rank order: [n * ranks, ...]."""
     return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), ranks, group))
 
 
-def _mean_of_ranks(grad: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
+def _mean_of_ranks(grad: Tensor, group: str, ranks: int) -> Tensor:
     """This rank's rows of the mean gradient, float32: the backend's sum / ranks."""
     return (
         _c10d.wait_tensor(

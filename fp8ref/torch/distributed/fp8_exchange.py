@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
 from fp8ref.formats import E4M3FN, Format
@@ -36,7 +36,7 @@ class GradientCast:
         gradient_reduction.check_policy(scales.implemented(self.policy))
         gradient_reduction.factor(self.prescale, 1)
 
-    def scale(self, amax: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
+    def scale(self, amax: Tensor, factor: Tensor | float) -> Tensor:
         """``sim.gradient_reduction.shared_scales`` of merged amaxes, times a factor; the policy's
         eps is its floor (``scales``)."""
         amax = torch.where(amax <= gradient_reduction.LARGEST, amax, math.nan)
@@ -44,13 +44,13 @@ class GradientCast:
 
 
 def sums(
-    pieces: Sequence[torch.Tensor],
+    pieces: Sequence[Tensor],
     narrow: Sequence[bool],
     group: ProcessGroup,
     cast: GradientCast,
     divisor: float,
-    factors: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> list[torch.Tensor]:
+    factors: tuple[Tensor, Tensor] | None = None,
+) -> list[Tensor]:
     """Sums over ranks of tensors [ranks, n], divided, float32 [n] each: those that are narrow in
     FP8, the others in float32, all by one all-to-all. factors: as of ``FP8ReduceScatter``."""
     wide = [p.float() for p, is_narrow in zip(pieces, narrow, strict=True) if not is_narrow]
@@ -71,10 +71,10 @@ def sums(
     split = received.split(
         [sum(c.shape[1] for c in codes), sum(4 * p.shape[1] for p in wide)], dim=1
     )
-    in_fp8: Sequence[torch.Tensor] = ()
+    in_fp8: Sequence[Tensor] = ()
     if codes:
         in_fp8 = _added(split[0], casts.native(cast.fmt)).split([c.shape[1] for c in codes])
-    in_f32: Sequence[torch.Tensor] = ()
+    in_f32: Sequence[Tensor] = ()
     if wide:
         in_f32 = _added(split[1], torch.float32).split([p.shape[1] for p in wide])
     sums = (total * scale_inv for total, scale_inv in zip(in_fp8, inverses, strict=True))
@@ -83,21 +83,21 @@ def sums(
 
 
 def sum_piece(
-    padded: torch.Tensor,
-    g: torch.Tensor,
+    padded: Tensor,
+    g: Tensor,
     group: ProcessGroup,
     cast: GradientCast,
-    mu: torch.Tensor | float,
+    mu: Tensor | float,
     mean: bool,
     result: Result,
     count: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """This rank's piece of the sum [n] in the units of codes, its codes under result ``codes``,
     what multiplies it (scale_inv, for the mean divided by the ranks), and the saturated elements of
     all ranks."""
     gradient_reduction.check_result(result)
     fmt, factor = cast.fmt, float(gradient_reduction.factor(cast.prescale, group.size()))
-    if not isinstance(mu, torch.Tensor):
+    if not isinstance(mu, Tensor):
         mu = float(gradient_reduction.constant_mu(mu))
     scale = cast.scale(scaling.merge_amax(scaling.amax(g), group.group_name), factor * mu)
     scaled = scaling.scale_blocks(casts.checked(padded).reshape(group.size(), -1), scale)
@@ -116,18 +116,18 @@ def sum_piece(
     return total, codes, scale_inv, saturated
 
 
-def _saturated(scaled: torch.Tensor, fmt: Format) -> torch.Tensor:
+def _saturated(scaled: Tensor, fmt: Format) -> Tensor:
     return (scaled.abs() > gradient_reduction.saturates_above(fmt)).sum()
 
 
-def _exchanged(pieces: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+def _exchanged(pieces: Tensor, group: ProcessGroup) -> Tensor:
     """uint8 [ranks, n], a piece per rank -> this rank's piece of every rank."""
     received = torch.empty_like(pieces)
     distributed.all_to_all_single(received, pieces.contiguous(), group=group)
     return received
 
 
-def _added(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _added(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """Bytes [ranks, ...] of numbers of a dtype -> their float32 sum [n], in rank order."""
     first, *others = parts.contiguous().view(dtype).unbind()
     total = first.to(torch.float32, copy=True)
@@ -147,7 +147,7 @@ def group_of(group: ProcessGroup | None) -> ProcessGroup:
     return group
 
 
-def gathered(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+def gathered(x: Tensor, group: ProcessGroup) -> Tensor:
     """x [n] of all ranks, one after the other."""
     return _c10d.wait_tensor(
         _c10d.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)

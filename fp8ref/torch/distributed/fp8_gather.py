@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -73,11 +73,11 @@ class FP8Gather:
         self.name, self.linear, self.spec = name, linear, spec
         self.dtype, self.precomputed = dtype, precomputed
         self.state = linear.state("weight") if isinstance(linear, Linear) else None
-        self.scale: torch.Tensor | None = None
+        self.scale: Tensor | None = None
         self.version, self.in_pass, self.keeps_codes = -1, False, False
         self.moved: torch.dtype | None = None
         self.master = self.shard = torch.empty(0, dtype=torch.float32, device="cpu")
-        self.made: torch.Tensor | None = None
+        self.made: Tensor | None = None
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -104,7 +104,7 @@ class FP8Gather:
         outer_stride: tuple[int, ...],
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[torch.Tensor], tuple[torch.Tensor, int]]:
+    ) -> tuple[tuple[Tensor], tuple[Tensor, int]]:
         """FSDP2's fsdp_pre_all_gather: the tensors to gather, and the metadata for ``after``.
 
         Codes [ceil(N / ranks), K] are gathered, as uint8: gloo has no float8, and FSDP2 moves mixed
@@ -145,7 +145,7 @@ class FP8Gather:
         """Whether no operation has changed the sharded weight since ``scale`` was computed."""
         return self.version == self.counted
 
-    def cast(self) -> torch.Tensor:
+    def cast(self) -> Tensor:
         """The codes of the shard by ``scale``, uint8 [n, K]."""
         assert self.scale is not None
         shard = self.shard.to(self.dtype)
@@ -155,11 +155,11 @@ class FP8Gather:
 
     def after(
         self,
-        gathered: tuple[torch.Tensor],
-        metadata: tuple[torch.Tensor, int],
+        gathered: tuple[Tensor],
+        metadata: tuple[Tensor, int],
         param_dtype: torch.dtype,
         *,
-        out: torch.Tensor | None = None,
+        out: Tensor | None = None,
     ) -> tuple[Float8TrainingTensor, tuple] | None:
         """FSDP2's fsdp_post_all_gather: the whole weight [N, K] as torchao's FP8 tensor.
 
@@ -185,7 +185,7 @@ class FP8Gather:
 
 def check_unshared(model: nn.Module, linears: Iterable[str]) -> None:
     """ValueError for one of these linears whose weight another module shares."""
-    names: dict[torch.Tensor, list[str]] = {}
+    names: dict[Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     for name in linears:

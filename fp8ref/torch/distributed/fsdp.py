@@ -15,7 +15,7 @@ import sys
 from types import FrameType
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, UnshardHandle
 from torch.distributed.tensor import DTensor
@@ -281,8 +281,8 @@ class OrderedReduceScatter(UnitReduceScatter):
 
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
         group: ProcessGroup,
         op: ReduceOp,
         async_op: bool = False,

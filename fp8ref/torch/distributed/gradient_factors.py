@@ -10,7 +10,7 @@ All are in one tensor: a step has one all-reduce of counts for all weights that 
 """
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
 from fp8ref.spec.gradient_reduction import AUTO, MU_MAX, MU_MIN, AutoScale
 from fp8ref.torch.distributed.gradient_reduction import FP8ReduceScatter, reductions
@@ -62,7 +62,7 @@ class Factors:
             reduction.factors = self.mu[part], self._counts[part]
 
     @torch.no_grad()
-    def update(self, finite: torch.Tensor | None = None) -> None:
+    def update(self, finite: Tensor | None = None) -> None:
         """Tune mu by the counts of the passes since the last update, of all ranks; forget them.
 
         finite  bool (), on the device: where it is false nothing changes (T-4). None: true.
@@ -88,6 +88,6 @@ class Factors:
         """Drop the counts of passes that no update follows."""
         self._counts.zero_()
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """mu by weight name, () each: views, for a checkpoint to save and load."""
         return dict(zip(self.names, self.mu.unbind(), strict=True))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
@@ -52,17 +52,17 @@ class Reduced(NamedTuple):
     """The sum or mean over ranks: value float32, and the number of saturated elements of all ranks,
     int64 (), for ``next_mu``; None if nobody counted."""
 
-    value: torch.Tensor
-    saturated: torch.Tensor | None
+    value: Tensor
+    saturated: Tensor | None
 
 
 @torch.no_grad()
 def reduce_scatter(
-    g: torch.Tensor,
+    g: Tensor,
     group: ProcessGroup | None = None,
     cast: GradientCast = E4M3,
     *,
-    mu: torch.Tensor | float = 1.0,
+    mu: Tensor | float = 1.0,
     mean: bool = True,
     result: Result = "float32",
     count: bool = False,
@@ -95,11 +95,11 @@ def reduce_scatter(
 
 @torch.no_grad()
 def all_reduce(
-    g: torch.Tensor,
+    g: Tensor,
     group: ProcessGroup | None = None,
     cast: GradientCast = E4M3,
     *,
-    mu: torch.Tensor | float = 1.0,
+    mu: Tensor | float = 1.0,
     mean: bool = True,
     result: Result = "float32",
     count: bool = False,
@@ -121,11 +121,8 @@ def all_reduce(
 
 
 def next_mu(
-    mu: torch.Tensor,
-    saturated: torch.Tensor | None,
-    elements: int,
-    auto: AutoScale = gradient_reduction.AUTO,
-) -> torch.Tensor:
+    mu: Tensor, saturated: Tensor | None, elements: int, auto: AutoScale = gradient_reduction.AUTO
+) -> Tensor:
     """mu of the next step, float32 (), from the saturated elements of this one (spec P-22).
 
     Raises:   ValueError: a sum whose saturated elements nobody counted.
@@ -141,7 +138,7 @@ def next_mu(
 @torch.no_grad()
 def accumulate(
     total: Quantized | None,
-    g: torch.Tensor,
+    g: Tensor,
     cast: GradientCast = E4M3,
     *,
     group: ProcessGroup | None = None,
@@ -176,9 +173,7 @@ class UnitReduceScatter:
     def __init__(self, unit: FSDPModule) -> None:
         self.unit = unit
 
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer for FSDP2, not initialized."""
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -194,7 +189,7 @@ class FP8ReduceScatter(UnitReduceScatter):
               ``reduce_scatter``.
     """
 
-    factors: tuple[torch.Tensor, torch.Tensor] | None = None
+    factors: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, unit: FSDPModule, cast: GradientCast) -> None:
         super().__init__(unit)
@@ -202,8 +197,8 @@ class FP8ReduceScatter(UnitReduceScatter):
 
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
         group: ProcessGroup,
         op: ReduceOp,
         async_op: bool = False,
@@ -296,7 +291,7 @@ class DDPState:
 
 
 @torch.no_grad()
-def ddp_hook(state: DDPState, bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def ddp_hook(state: DDPState, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:
     """A communication hook of DistributedDataParallel: the mean of each gradient, as
     ``all_reduce``, by one all-reduce of amaxes, one all-to-all and one gather of float32 sums a
     bucket."""
@@ -311,7 +306,7 @@ def ddp_hook(state: DDPState, bucket: distributed.GradBucket) -> torch.futures.F
     whole = fp8_exchange.gathered(torch.cat(total), group).view(group.size(), -1)
     for g, part in zip(grads, whole.split([len(t) for t in total], dim=1), strict=True):
         g.copy_(part.reshape(-1)[: g.numel()].view(g.shape))
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
 

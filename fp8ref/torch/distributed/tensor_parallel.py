@@ -15,7 +15,7 @@ import torch
 
 # defines all_gather_into_tensor of _c10d_functional
 import torch.distributed._functional_collectives
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import (
     DeviceMesh,
@@ -349,12 +349,12 @@ def _lay_out(
     """Run a replicated module on DTensors: inputs ``before``, outputs ``after``."""
 
     def entering(_, args, kwargs):
-        def lay(x: torch.Tensor) -> DTensor:
+        def lay(x: Tensor) -> DTensor:
             if isinstance(x, DTensor):
                 return x
             return DTensor.from_local(x, mesh, [before], run_check=False)
 
-        return tree_map_only(torch.Tensor, lay, (args, kwargs))
+        return tree_map_only(Tensor, lay, (args, kwargs))
 
     def leaving(_, args, out):
         out = tree_map_only(DTensor, lambda x: x.redistribute(placements=[after]), out)
@@ -364,7 +364,7 @@ def _lay_out(
     module.register_forward_hook(leaving)
 
 
-def _local(x: torch.Tensor) -> torch.Tensor:
+def _local(x: Tensor) -> Tensor:
     return writable(local_part(x)) if isinstance(x, DTensor) else x
 
 
@@ -380,7 +380,7 @@ def gather_fp8_as_bytes() -> None:
     theirs = FLOAT8_OPS_TABLE[_ALL_GATHER]
 
     def gather(op, args, kwargs=None):
-        def as_bytes(codes: torch.Tensor, *rest, **named) -> torch.Tensor:
+        def as_bytes(codes: Tensor, *rest, **named) -> Tensor:
             # Viewing the result is safe before it is waited for: wait_tensor goes by storage.
             return op(codes.view(torch.uint8), *rest, **named).view(codes.dtype)
 

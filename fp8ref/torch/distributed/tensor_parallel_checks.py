@@ -2,7 +2,7 @@
 
 import torch
 import torch._inductor.config
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DeviceMesh, DTensor
@@ -83,7 +83,7 @@ def check_linear(name: str, model: nn.Module, style: Style, ranks: int) -> None:
             f"{name} is a {type(module).__name__}, a subclass of nn.Linear, which is not cut. Drop "
             "it from the plan."
         )
-    if type(module.weight.data) is not torch.Tensor:
+    if type(module.weight.data) is not Tensor:
         raise ValueError(
             f"{name} has a weight that is a {type(module.weight.data).__name__}, not plain. "
             "Parallelize first, then wrap it."
@@ -126,7 +126,7 @@ def check_linear(name: str, model: nn.Module, style: Style, ranks: int) -> None:
         )
 
 
-def check_length(tokens: torch.Tensor, ranks: int) -> None:
+def check_length(tokens: Tensor, ranks: int) -> None:
     """ValueError unless the ranks divide T of tokens [B, T]."""
     if tokens.shape[1] % ranks:
         raise ValueError(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8ref.recipe import Recipe, Role
 from fp8ref.selection import grouped as recipes
@@ -48,7 +48,7 @@ def states_of(
 def check_kinds(x: object, w: object, offs: object, name: str) -> None:
     """ValueError for what is no tensor."""
     for key, value in (("x", x), ("w", w), ("offs", offs)):
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             remedy = "torch.as_tensor"
             if key == "offs":
                 remedy = "torch.tensor(offs, dtype=torch.int32, device=x.device)"
@@ -57,9 +57,7 @@ def check_kinds(x: object, w: object, offs: object, name: str) -> None:
             )
 
 
-def check_tensors(
-    x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, recipe: GroupedRecipe, name: str
-) -> None:
+def check_tensors(x: Tensor, w: Tensor, offs: Tensor, recipe: GroupedRecipe, name: str) -> None:
     """ValueError for shapes, dtypes, devices or groups that do not fit."""
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2]:
         raise ValueError(
@@ -83,11 +81,7 @@ def check_tensors(
             f"{name}: FP8 needs N and K in multiples of 16; got w of shape {tuple(w.shape)}. Keep "
             "it in high precision (L-5)."
         )
-    if (
-        type(offs) is torch.Tensor
-        and offs.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-    ):
+    if type(offs) is Tensor and offs.device.type == "cpu" and not torch.compiler.is_compiling():
         ends = offs.tolist()
         if any(a > b for a, b in zip([0, *ends], [*ends, len(x)], strict=True)):
             raise ValueError(

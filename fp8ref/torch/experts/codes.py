@@ -15,6 +15,7 @@ NaN: what reads it shows.
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fp8ref.recipe import CastSpec, Role
@@ -38,7 +39,7 @@ def cast_of(linears: Sequence[GroupedLinear], role: Role) -> CastSpec | None:
 
 
 def dispatch(
-    x: torch.Tensor, ends: torch.Tensor, group: ProcessGroup, linears: Sequence[GroupedLinear]
+    x: Tensor, ends: Tensor, group: ProcessGroup, linears: Sequence[GroupedLinear]
 ) -> tuple[Moved, Quantized | None]:
     """Send rows x [M, K], in groups of all E experts that end at ends, to the ranks that have the
     experts, whose linears take them.
@@ -79,7 +80,7 @@ def _check_alike(linears: Sequence[GroupedLinear]) -> None:
     ]
     first = scales[0]
     if (
-        type(first) is torch.Tensor
+        type(first) is Tensor
         and first.device.type == "cpu"
         and not all(torch.equal(first, other) for other in scales)
     ):
@@ -90,13 +91,8 @@ def _check_alike(linears: Sequence[GroupedLinear]) -> None:
 
 
 def combine(
-    y: torch.Tensor,
-    moved: Moved,
-    ends: torch.Tensor,
-    group: ProcessGroup,
-    linear: GroupedLinear,
-    slot: Slot,
-) -> torch.Tensor:
+    y: Tensor, moved: Moved, ends: Tensor, group: ProcessGroup, linear: GroupedLinear, slot: Slot
+) -> Tensor:
     """``parallel.combine`` of what a linear made with this slot: its gradient moves to the linear
     as codes, which the slot takes to it.
 
@@ -108,13 +104,13 @@ def combine(
 
 
 def _quantized(
-    rows: torch.Tensor,
+    rows: Tensor,
     role: Role,
     cast: CastSpec,
     groups: Groups,
     group: ProcessGroup,
     linear: GroupedLinear,
-    state: torch.Tensor | None = None,
+    state: Tensor | None = None,
 ) -> Quantized:
     """rows [M, C] with the scale of the expert's rank: scales () or [E], of all experts."""
     if cast.delayed is not None and state is None:
@@ -123,7 +119,7 @@ def _quantized(
     return operands.quantize_rows(rows, cast, -1, groups, "group", state, over)
 
 
-def _own(q: Quantized, codes: torch.Tensor, group: ProcessGroup) -> Quantized:
+def _own(q: Quantized, codes: Tensor, group: ProcessGroup) -> Quantized:
     """Rows that arrived, with the scales of this rank's experts."""
     scale, scale_inv = (
         s if s.ndim == 0 else s.reshape(group.size(), -1)[group.rank()]
@@ -132,7 +128,7 @@ def _own(q: Quantized, codes: torch.Tensor, group: ProcessGroup) -> Quantized:
     return q._replace(codes=codes.view(q.codes.dtype), scale=scale, scale_inv=scale_inv)
 
 
-def _nothing(like: torch.Tensor, rows: int) -> torch.Tensor:
+def _nothing(like: Tensor, rows: int) -> Tensor:
     return torch.full((), torch.nan, dtype=like.dtype, device=like.device).expand(
         rows, like.shape[1]
     )
@@ -142,7 +138,7 @@ class _Sent(torch.autograd.Function):
     """(stand-in for the rows, codes) on arrival; the stand-in's gradient moves back."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, codes: torch.Tensor, order: torch.Tensor, exchange: tuple):
+    def forward(ctx, x: Tensor, codes: Tensor, order: Tensor, exchange: tuple):
         ctx.save_for_backward(order)
         ctx.exchange, ctx.held = exchange, len(x)
         arrived = parallel.all_to_all(codes.contiguous(), *exchange)[order]
@@ -150,7 +146,7 @@ class _Sent(torch.autograd.Function):
         return _nothing(x, len(order)), arrived
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor, _: torch.Tensor):
+    def backward(ctx, grad: Tensor, _: Tensor):
         (order,), (out_splits, in_splits, group) = ctx.saved_tensors, ctx.exchange
         back = torch.empty_like(grad, memory_format=torch.contiguous_format).index_copy_(
             0, order, grad
@@ -164,13 +160,8 @@ class _Returned(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        y: torch.Tensor,
-        ends: torch.Tensor,
-        order: torch.Tensor,
-        state: torch.Tensor | None,
-        exchange: tuple,
-    ) -> torch.Tensor:
+        ctx, y: Tensor, ends: Tensor, order: Tensor, state: Tensor | None, exchange: tuple
+    ) -> Tensor:
         ctx.save_for_backward(ends, order, state)
         _, (out_splits, in_splits, group), held, _ = ctx.exchange = exchange
         back = torch.empty_like(y).index_copy_(0, order, y)
@@ -178,7 +169,7 @@ class _Returned(torch.autograd.Function):
         return torch.cat([own, own.new_zeros(held - len(own), own.shape[1])])
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor):
+    def backward(ctx, grad: Tensor):
         (ends, order, state), (linear, ranks, _, slot) = ctx.saved_tensors, ctx.exchange
         out_splits, in_splits, group = ranks
         groups = operands.groups_of(ends, len(grad))

@@ -6,6 +6,7 @@ the host, so ``gemm`` multiplies each group by itself there.
 """
 
 import torch
+from torch import Tensor
 
 from fp8ref.recipe import GemmSpec
 from fp8ref.torch.experts.operands import Groups, laid_out, padded_rows
@@ -34,7 +35,7 @@ def takes(spec: GemmSpec, device: torch.device) -> bool:
     )
 
 
-def rows_by_weights(a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:
+def rows_by_weights(a: Quantized, b: Quantized, groups: Groups) -> Tensor:
     """bfloat16 [M, D] of rows a [M, C] and weights [E, D, C], or [E, C, D] if axis -2 is reduced;
     +0 in rows of no group (X-5)."""
     pair = b.codes, b.scale_inv
@@ -46,14 +47,14 @@ def rows_by_weights(a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:
 
 @torch.library.custom_op("fp8ref::grouped_deep_gemm", mutates_args=())
 def multiply(
-    codes_a: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    codes_b: torch.Tensor,
-    scale_inv_b: torch.Tensor,
-    to: torch.Tensor,
-    group: torch.Tensor,
+    codes_a: Tensor,
+    scale_inv_a: Tensor,
+    codes_b: Tensor,
+    scale_inv_b: Tensor,
+    to: Tensor,
+    group: Tensor,
     total: int,
-) -> torch.Tensor:
+) -> Tensor:
     """bfloat16 [M, D], by ``m_grouped_fp8_gemm_nt_contiguous`` (DeepGEMM 54e2261,
     csrc/apis/gemm.hpp, of 9.0).
 

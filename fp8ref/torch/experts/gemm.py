@@ -11,6 +11,7 @@ import functools
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from fp8ref.recipe import Gemm, GemmSpec, Recipe
 from fp8ref.spec.granularity import by_name
@@ -69,7 +70,7 @@ def kernels(recipe: Recipe, device: torch.device) -> str:
 
 def multiply(
     which: Gemm, a: Quantized, b: Quantized, groups: Groups, spec: GemmSpec, out_dtype: torch.dtype
-) -> torch.Tensor:
+) -> Tensor:
     """One grouped GEMM: output [M, N], grad_input [M, K] or grad_weight [E, N, K], of out_dtype.
 
     Zeros where no group writes (X-4, X-5).
@@ -93,14 +94,14 @@ def multiply(
 @torch.library.custom_op("fp8ref::grouped_gemm", mutates_args=())
 def each_group(
     which: str,
-    codes_a: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    codes_b: torch.Tensor,
-    scale_inv_b: torch.Tensor,
-    ends: torch.Tensor,
+    codes_a: Tensor,
+    scale_inv_a: Tensor,
+    codes_b: Tensor,
+    scale_inv_b: Tensor,
+    ends: Tensor,
     kind: str,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """One GEMM for each group that has rows, by ``gemm.matmul``.
 
     kind      text of a ``GemmKind``.
@@ -130,7 +131,7 @@ def _(which, codes_a, scale_inv_a, codes_b, scale_inv_b, ends, kind, out_dtype):
 
 
 @torch.library.custom_op("fp8ref::grouped_gemm_hp", mutates_args=())
-def each_group_hp(which: str, a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def each_group_hp(which: str, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """One GEMM in high precision (G-9) for each group that has rows, of its operands' dtype."""
     out = _empty(which, a, b, len(ends), a.dtype).zero_()
     for e, begin, end in host_groups(ends.tolist()):
@@ -148,13 +149,8 @@ def _(which, a, b, ends):
 
 @torch.library.custom_op("fp8ref::scaled_grouped_mm", mutates_args=())
 def by_torch(
-    codes_a: torch.Tensor,
-    scale_a: torch.Tensor,
-    codes_b: torch.Tensor,
-    scale_b: torch.Tensor,
-    ends: torch.Tensor,
-    kind: str,
-) -> torch.Tensor:
+    codes_a: Tensor, scale_a: Tensor, codes_b: Tensor, scale_b: Tensor, ends: Tensor, kind: str
+) -> Tensor:
     """bfloat16, by ``torch._scaled_grouped_mm``: an operator that names its scales (B-8).
 
     Shapes:   codes_a [M, C] x codes_b [E, D, C] -> [M, D], groups of rows; or [N, M] x [K, M] ->
@@ -187,9 +183,7 @@ OPERATORS = (
 """The operators, as a dispatch mode sees them."""
 
 
-def _empty(
-    which: str, a: torch.Tensor, b: torch.Tensor, experts: int, dtype: torch.dtype
-) -> torch.Tensor:
+def _empty(which: str, a: Tensor, b: Tensor, experts: int, dtype: torch.dtype) -> Tensor:
     if which == "grad_weight":
         shape: tuple = (experts, a.shape[1], b.shape[1])
     else:
@@ -206,7 +200,7 @@ def _has_kernel(device: torch.device) -> bool:
     )
 
 
-def _rows_by_weights(a: Quantized, b: Quantized, groups: Groups, spec: GemmSpec) -> torch.Tensor:
+def _rows_by_weights(a: Quantized, b: Quantized, groups: Groups, spec: GemmSpec) -> Tensor:
     """bfloat16 [M, D] of a [M, C] and weights [E, D, C], or [E, C, D] if axis -2 is reduced."""
     experts = len(groups.sizes)
     codes = b.codes if b.axis == -1 else b.codes.transpose(-2, -1).contiguous()  # [E, D, C]
@@ -224,7 +218,7 @@ def _rows_by_weights(a: Quantized, b: Quantized, groups: Groups, spec: GemmSpec)
     )
 
 
-def _rows_by_rows(a: Quantized, b: Quantized, groups: Groups, spec: GemmSpec) -> torch.Tensor:
+def _rows_by_rows(a: Quantized, b: Quantized, groups: Groups, spec: GemmSpec) -> Tensor:
     """bfloat16 [E, N, K] of a [M, N] and b [M, K], each group's rows reduced."""
     experts, rows = len(groups.sizes), len(a.codes)
     to, ends, total = padded_rows(groups, rows, ALIGNMENT)
@@ -242,7 +236,7 @@ def _rows_by_rows(a: Quantized, b: Quantized, groups: Groups, spec: GemmSpec) ->
     return _zero_empty_groups(out, groups)
 
 
-def _bfloat16_gemm(which: Gemm, a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
+def _bfloat16_gemm(which: Gemm, a: Tensor, b: Tensor, groups: Groups) -> Tensor:
     """One grouped GEMM in bfloat16, by torch's grouped kernel."""
     if which != "grad_weight":
         return groups.only(torch._grouped_mm(a, b.mT if which == "output" else b, offs=groups.ends))
@@ -254,7 +248,7 @@ def _bfloat16_gemm(which: Gemm, a: torch.Tensor, b: torch.Tensor, groups: Groups
     )
 
 
-def _zero_empty_groups(out: torch.Tensor, groups: Groups) -> torch.Tensor:
+def _zero_empty_groups(out: Tensor, groups: Groups) -> Tensor:
     """grad_weight [E, N, K], zeros for groups without rows (X-4)."""
     return torch.where(
         (groups.sizes > 0)[:, None, None], out, torch.zeros((), dtype=out.dtype, device=out.device)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8ref.recipe import OPERANDS, ROLES, Gemm, Recipe, Role
 from fp8ref.selection.grouped import GroupedRecipe
@@ -26,9 +26,9 @@ from fp8ref.torch.tensors import linear_input
 
 __all__ = ["ALONE", "Bound", "Exchange", "Slot", "apply", "bind", "observers", "quantize_operand"]
 
-_Tensors = tuple[torch.Tensor, torch.Tensor]
+_Tensors = tuple[Tensor, Tensor]
 _Operands = tuple[Quantized, Quantized]
-observers: list[Callable[[Gemm, _Tensors, _Operands, Groups, torch.Tensor], None]] = []
+observers: list[Callable[[Gemm, _Tensors, _Operands, Groups, Tensor], None]] = []
 """Functions called with (which, tensors, operands, groups, out) of every eager grouped FP8 GEMM.
 
 ``observe.gemms`` adds and removes them.
@@ -78,16 +78,16 @@ class Bound(NamedTuple):
 
 
 def apply(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    offs: torch.Tensor,
+    x: Tensor,
+    w: Tensor,
+    offs: Tensor,
     *,
     recipe: "str | Recipe | GroupedRecipe | Bound",
     states: Mapping[Role, delayed.RoleState] | nn.ModuleDict | None = None,
     observe: bool = True,
     exchange: Exchange = ALONE,
     name: str = "a grouped linear",
-) -> torch.Tensor:
+) -> Tensor:
     """output [M, N] = each group's rows of x [M, K] x its w of [E, N, K]; gradients by the recipe.
 
     Shapes:   x [M, K] and w [E, N, K] of one dtype, float32, float16 or bfloat16, unless
@@ -137,9 +137,9 @@ def apply(
 
 
 def _observe(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    offs: torch.Tensor,
+    x: Tensor,
+    w: Tensor,
+    offs: Tensor,
     states: Mapping[Role, delayed.RoleState],
     exchange: Exchange,
     name: str,
@@ -153,7 +153,7 @@ def _observe(
     if not states:
         return
     groups = operands.groups_of(offs, len(x))
-    tensors: dict[Role, torch.Tensor] = {"weight": w}
+    tensors: dict[Role, Tensor] = {"weight": w}
     if exchange.input_codes is None:
         tensors["input"] = groups.only(x)
     for role, tensor in tensors.items():
@@ -170,12 +170,12 @@ def bind(recipe: str | Recipe | GroupedRecipe) -> Bound:
 def quantize_operand(
     which: Gemm,
     role: Role,
-    tensor: torch.Tensor,
+    tensor: Tensor,
     groups: Groups,
     recipe: GroupedRecipe,
-    scale: torch.Tensor | None = None,
+    scale: Tensor | None = None,
     shared: str | None = None,
-) -> Quantized | torch.Tensor:
+) -> Quantized | Tensor:
     """A role's tensor as a GEMM takes it: x or g [M, columns], zeros in rows of no group, or w [E,
     N, K]; itself in high precision. scale is that of a delayed state; shared as in ``apply``."""
     spec, at = recipe.recipe.gemms[which], OPERANDS[which].index(role)
@@ -192,7 +192,7 @@ def quantize_operand(
 
 
 @torch.no_grad()
-def merge_(seen: torch.Tensor, x: torch.Tensor, groups: Groups, apart: bool = False) -> None:
+def merge_(seen: Tensor, x: Tensor, groups: Groups, apart: bool = False) -> None:
     """Merge the observation of a tensor, with zeros in rows of no group, into seen, unless no group
     has rows (X-9), and no other rank may have some."""
     observation = delayed.observe(x)
@@ -212,12 +212,12 @@ def _function(recipe: GroupedRecipe) -> type[torch.autograd.Function]:
         @linear_input.without_autocast
         def forward(
             ctx,
-            x: torch.Tensor,
-            w: torch.Tensor,
-            offs: torch.Tensor,
-            seen: torch.Tensor | None,
+            x: Tensor,
+            w: Tensor,
+            offs: Tensor,
+            seen: Tensor | None,
             exchange: Exchange,
-            *tensors: torch.Tensor | None,  # of input_codes, and the scales of states
+            *tensors: Tensor | None,  # of input_codes, and the scales of states
         ):
             ctx.save_for_backward(x, w, offs, *tensors)
             # attributes: other uses may write seen before the backward pass
@@ -225,21 +225,19 @@ def _function(recipe: GroupedRecipe) -> type[torch.autograd.Function]:
             codes, scale, scale_inv, *scales = tensors
             groups = operands.groups_of(offs, len(x))
             rows = _codes(codes, scale, scale_inv, recipe) or groups.only(x)
-            by_role: dict[Role, torch.Tensor | Quantized] = {"input": rows, "weight": w}
+            by_role: dict[Role, Tensor | Quantized] = {"input": rows, "weight": w}
             # [M, K] x [E, N, K] -> [M, N]
             return _gemm("output", by_role, groups, recipe, scales, exchange.shared, x.dtype)
 
         @staticmethod
         @linear_input.without_autocast
-        def backward(ctx, grad_output: torch.Tensor):
+        def backward(ctx, grad_output: Tensor):
             return _backward(ctx, recipe, grad_output)
 
     return GroupedFunction
 
 
-def _backward(
-    ctx, recipe: GroupedRecipe, grad_output: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx, recipe: GroupedRecipe, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     """grad_input [M, K] and grad_weight [E, N, K]; None where not needed."""
     if torch.is_grad_enabled():  # autograd would follow neither codes nor scales
         raise ValueError(
@@ -249,7 +247,7 @@ def _backward(
     x, w, offs, codes, scale, scale_inv, *scales = ctx.saved_tensors
     groups = operands.groups_of(offs, len(x))
     shared, apart, _, slot = ctx.exchange
-    g: torch.Tensor | Quantized
+    g: Tensor | Quantized
     if slot is None:
         g = groups.only(grad_output)
         if ctx.seen is not None:
@@ -259,7 +257,7 @@ def _backward(
         g, slot.q = _filled(slot.q, len(x)), None
     grad_input = grad_weight = None
     if ctx.needs_input_grad[0]:
-        tensors: dict[Role, torch.Tensor | Quantized] = {"grad_output": g, "weight": w}
+        tensors: dict[Role, Tensor | Quantized] = {"grad_output": g, "weight": w}
         # [M, N] x [E, N, K] -> [M, K]
         grad_input = _gemm("grad_input", tensors, groups, recipe, scales, shared, x.dtype)
     if ctx.needs_input_grad[1]:
@@ -274,17 +272,17 @@ def _backward(
 
 def _gemm(
     which: Gemm,
-    tensors: Mapping[Role, torch.Tensor | Quantized],
+    tensors: Mapping[Role, Tensor | Quantized],
     groups: Groups,
     recipe: GroupedRecipe,
-    scales: Sequence[torch.Tensor | None],
+    scales: Sequence[Tensor | None],
     shared: str | None,
     dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """One of three grouped GEMMs: quantize, multiply, round (G-8), cast to the operands' dtype."""
     spec, roles = recipe.recipe.gemms[which], OPERANDS[which]
 
-    def operand(role: Role) -> Quantized | torch.Tensor:
+    def operand(role: Role) -> Quantized | Tensor:
         tensor = tensors[role]
         if isinstance(tensor, Quantized):
             return tensor._replace(axis=-2 if which == "grad_weight" else -1)
@@ -306,10 +304,7 @@ def _gemm(
 
 
 def _codes(
-    codes: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    scale_inv: torch.Tensor | None,
-    recipe: GroupedRecipe,
+    codes: Tensor | None, scale: Tensor | None, scale_inv: Tensor | None, recipe: GroupedRecipe
 ) -> Quantized | None:
     """input_codes from autograd's saved tensors, if any."""
     if codes is None:

@@ -9,7 +9,7 @@ the same, and so does its Parameter.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fp8ref.recipe import RECIPES, Recipe, Role
@@ -55,12 +55,12 @@ class GroupedLinear(nn.Module):
 
     def forward(
         self,
-        rows: torch.Tensor,
-        ends: torch.Tensor,
+        rows: Tensor,
+        ends: Tensor,
         *,
         input_codes: Quantized | None = None,
         grad_codes: grouped.Slot | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """rows [M, K] of groups that end at ends -> [M, N]; input_codes, grad_codes and what it
         raises as ``grouped.apply``."""
         delayed_checks.check_pass(self, self.states, rows, delayed.observes(self))
@@ -78,7 +78,7 @@ class GroupedLinear(nn.Module):
             name=self.fqn,
         )
 
-    def observe_rows(self, role: Role, rows: torch.Tensor, groups: Groups) -> None:
+    def observe_rows(self, role: Role, rows: Tensor, groups: Groups) -> None:
         """Observe experts' input or gradient before it moves, in training, if delayed (X-14)."""
         training = self.training and (torch.is_grad_enabled() or role == "grad_output")
         if training and role in self.states:

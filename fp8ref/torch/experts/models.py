@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from fp8ref.recipe import Recipe
@@ -54,9 +54,7 @@ class Experts(nn.Module):
     of_weights: dict[str, GroupedRecipe]
     _bound: dict[str, grouped.Bound]
 
-    def product(
-        self, key: str, x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor
-    ) -> torch.Tensor:
+    def product(self, key: str, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         """x [M, K] times the weight w [E, N, K] of that name, group by group."""
         states = dict(self.grouped_states.items()).get(key)
         assert states is None or isinstance(states, nn.ModuleDict)
@@ -121,13 +119,11 @@ class OfTransformers(Experts):
     has_post_expert_norm: bool
     is_transposed: bool
     down_proj: nn.Parameter
-    act_fn: Callable[[torch.Tensor], torch.Tensor]
-    post_expert_norm: Callable[[torch.Tensor], torch.Tensor]
-    _apply_gate: Callable[[torch.Tensor], torch.Tensor]
+    act_fn: Callable[[Tensor], Tensor]
+    post_expert_norm: Callable[[Tensor], Tensor]
+    _apply_gate: Callable[[Tensor], Tensor]
 
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Outputs [T, H] of tokens [T, H], which top_k_index [T, k] sends to experts and
         top_k_weights [T, k] weights.
 
@@ -154,9 +150,7 @@ class OfTransformers(Experts):
         )
         return weighted[back].view(tokens, choices, -1).sum(dim=1).to(hidden_states.dtype)
 
-    def _project(
-        self, key: str, rows: torch.Tensor, ends: torch.Tensor, present: torch.Tensor
-    ) -> torch.Tensor:
+    def _project(self, key: str, rows: Tensor, ends: Tensor, present: Tensor) -> Tensor:
         """rows [M, K] times a projection, plus its bias if any."""
         w = getattr(self, key)
         out = self.product(key, rows, w.mT if self.is_transposed else w, ends)
@@ -173,9 +167,9 @@ class OfSortedRows(Experts):
     hidden_size: int
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
-    act_fn: Callable[[torch.Tensor], torch.Tensor]
+    act_fn: Callable[[Tensor], Tensor]
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """Outputs [E T, H] of rows [E T, H], T of each expert."""
         rows = hidden_states.reshape(-1, self.hidden_size)
         ends = torch.arange(1, self.num_experts + 1, device=rows.device, dtype=torch.int32) * (
@@ -188,9 +182,7 @@ class OfSortedRows(Experts):
 class ByMethod(Experts):
     """torchtitan's GroupedExperts that multiply by a method of their own."""
 
-    def _grouped_mm(
-        self, *, A: torch.Tensor, weight_EOI: torch.Tensor, offs: torch.Tensor
-    ) -> torch.Tensor:
+    def _grouped_mm(self, *, A: Tensor, weight_EOI: Tensor, offs: Tensor) -> Tensor:
         """A [M, K] times weight_EOI [E, N, K]."""
         return self.product("_grouped_mm", A, weight_EOI.to(A.dtype), offs)
 
@@ -198,12 +190,12 @@ class ByMethod(Experts):
 class ByWeights(Experts):
     """torchtitan's GroupedExperts before: silu(x w1) * (x w3), times w2, in bfloat16."""
 
-    def _run(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+    def _run(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """Outputs [M, D] of rows [M, D], by rows per expert; zeros beyond them."""
         first, second, third = next(names for names in NAMES if hasattr(self, names[0]))
         ends = num_tokens_per_expert.cumsum(0).to(torch.int32)
 
-        def product(key: str, x: torch.Tensor) -> torch.Tensor:
+        def product(key: str, x: Tensor) -> Tensor:
             w = getattr(self, key)
             return self.product(key, x, local_part(w).bfloat16(), ends)
 

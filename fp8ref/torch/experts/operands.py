@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from fp8ref.recipe import CastSpec
@@ -28,11 +29,11 @@ from fp8ref.torch.quantize.scaling import Quantized
 class Groups(NamedTuple):
     """The group of each row: ends int32 [E]; sizes int64 [E]; group int64 [M], E if none."""
 
-    ends: torch.Tensor
-    sizes: torch.Tensor
-    group: torch.Tensor
+    ends: Tensor
+    sizes: Tensor
+    group: Tensor
 
-    def only(self, x: torch.Tensor) -> torch.Tensor:
+    def only(self, x: Tensor) -> Tensor:
         """x [M, ...] with zeros in rows of no group, whatever they hold (X-5)."""
         return torch.where(
             (self.group < len(self.sizes))[:, None],
@@ -41,7 +42,7 @@ class Groups(NamedTuple):
         )
 
 
-def groups_of(offs: torch.Tensor, rows: int) -> Groups:
+def groups_of(offs: Tensor, rows: int) -> Groups:
     """The groups of that many rows, by their ends (X-1)."""
     ends = offs.long()
     sizes = torch.diff(ends, prepend=torch.zeros_like(ends[:1]))
@@ -49,7 +50,7 @@ def groups_of(offs: torch.Tensor, rows: int) -> Groups:
     return Groups(offs, sizes, group)
 
 
-def blocks_of(groups: Groups, size: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+def blocks_of(groups: Groups, size: int) -> tuple[Tensor, Tensor, int]:
     """Blocks that begin with their group (X-7): the number of each row's, that of each group's
     first, and how many there may be."""
     rows, experts = len(groups.group), len(groups.sizes)
@@ -60,9 +61,7 @@ def blocks_of(groups: Groups, size: int) -> tuple[torch.Tensor, torch.Tensor, in
     return torch.where(groups.group < experts, segment, count), first, count
 
 
-def padded_rows(
-    groups: Groups, rows: int, alignment: int
-) -> tuple[torch.Tensor, torch.Tensor, int]:
+def padded_rows(groups: Groups, rows: int, alignment: int) -> tuple[Tensor, Tensor, int]:
     """Where each row goes if groups are padded to multiples of alignment: int64 [M], with rows of
     no group past the end; the padded ends, int32 [E]; and the number of rows that always suffices.
     """
@@ -75,19 +74,19 @@ def padded_rows(
     return torch.where(groups.group < experts, to, total), ends.to(torch.int32), total
 
 
-def laid_out(x: torch.Tensor, to: torch.Tensor, total: int, fill: int = 0) -> torch.Tensor:
+def laid_out(x: Tensor, to: Tensor, total: int, fill: int = 0) -> Tensor:
     """x's rows as ``padded_rows`` places them, with fill: [total, ...]; others at the end."""
     padded = torch.full((total + 1, *x.shape[1:]), fill, dtype=x.dtype, device=x.device)
     return padded.index_copy(0, to, x)[:total]
 
 
 def quantize_rows(
-    x: torch.Tensor,
+    x: Tensor,
     spec: CastSpec,
     axis: int,
     groups: Groups,
     amax: Amax,
-    scale: torch.Tensor | None = None,
+    scale: Tensor | None = None,
     shared: str | tuple[str, ...] | None = None,
 ) -> Quantized:
     """Quantize x [M, C], zeros in rows of no group, along axis -1 or -2.
@@ -126,7 +125,7 @@ def quantize_rows(
 
 
 def quantize_weights(
-    w: torch.Tensor, spec: CastSpec, axis: int, amax: Amax, scale: torch.Tensor | None = None
+    w: Tensor, spec: CastSpec, axis: int, amax: Amax, scale: Tensor | None = None
 ) -> Quantized:
     """Quantize w [E, N, K] along axis -1 or -2: each expert's by itself, or all by one scale."""
     if scale is not None:
@@ -147,7 +146,7 @@ def quantize_weights(
     return Quantized(codes, *table, spec.fmt, spec.granularity, axis)
 
 
-def exact_values(q: Quantized, groups: Groups) -> torch.Tensor:
+def exact_values(q: Quantized, groups: Groups) -> Tensor:
     """Dequantized rows or weights in blocks of power-of-two scales: bfloat16 holds them (S-14)."""
     reduced = by_name(q.granularity).reduced
     assert reduced is not None
@@ -159,7 +158,7 @@ def exact_values(q: Quantized, groups: Groups) -> torch.Tensor:
     return q.codes.to(torch.bfloat16) * scale.to(torch.bfloat16)
 
 
-def dequantized(q: Quantized, groups: Groups) -> torch.Tensor:
+def dequantized(q: Quantized, groups: Groups) -> Tensor:
     """RN32(decode(codes) * scale_inv), float32 of the codes' shape, of rows or weights."""
     kind, scale = by_name(q.granularity), q.scale_inv
     if q.codes.ndim == 3 or (q.axis == -1 and kind.other is not None):

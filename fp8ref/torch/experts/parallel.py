@@ -13,7 +13,7 @@ scales. ``cut`` leaves each rank its own experts of a model's grouped linears.
 from typing import NamedTuple
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -45,15 +45,15 @@ class Moved(NamedTuple):
     held     M: how many rows it has, those of no group included.
     """
 
-    rows: torch.Tensor
-    ends: torch.Tensor
-    order: torch.Tensor
+    rows: Tensor
+    ends: Tensor
+    order: Tensor
     given: list[int]
     taken: list[int]
     held: int
 
 
-def dispatch(x: torch.Tensor, ends: torch.Tensor, group: ProcessGroup) -> Moved:
+def dispatch(x: Tensor, ends: Tensor, group: ProcessGroup) -> Moved:
     """Send rows x [M, C], in groups of all E experts that end at ends, to the experts' ranks.
 
     Order:    bits are moved, none is computed. The groups are those that one process with all rows
@@ -66,9 +66,7 @@ def dispatch(x: torch.Tensor, ends: torch.Tensor, group: ProcessGroup) -> Moved:
     return Moved(received[order], own, order, in_splits, out_splits, len(x))
 
 
-def dispatch_quantized(
-    q: Quantized, ends: torch.Tensor, group: ProcessGroup
-) -> tuple[Quantized, Moved]:
+def dispatch_quantized(q: Quantized, ends: Tensor, group: ProcessGroup) -> tuple[Quantized, Moved]:
     """``dispatch`` of rows that are cast already along their columns: codes, a byte an element, and
     scales [M, 1] or [M, blocks] move (X-12). The rows of Moved are the codes.
 
@@ -91,7 +89,7 @@ def dispatch_quantized(
     )
 
 
-def combine(y: torch.Tensor, moved: Moved, group: ProcessGroup) -> torch.Tensor:
+def combine(y: Tensor, moved: Moved, group: ProcessGroup) -> Tensor:
     """Send results [M', N] of moved rows back: [M, N], in the order in which their rows were
     dispatched; zeros in rows of no group."""
     received = torch.empty_like(moved.order).index_copy(
@@ -141,13 +139,13 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: torch.Tensor, out_splits: list[int], in_splits: list[int], group: ProcessGroup
-    ) -> torch.Tensor:
+        ctx, x: Tensor, out_splits: list[int], in_splits: list[int], group: ProcessGroup
+    ) -> Tensor:
         ctx.out_splits, ctx.in_splits, ctx.group = out_splits, in_splits, group
         return all_to_all(x.contiguous(), out_splits, in_splits, group)
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor):
+    def backward(ctx, grad: Tensor):
         return (
             all_to_all(grad.contiguous(), ctx.in_splits, ctx.out_splits, ctx.group),
             None,
@@ -157,17 +155,15 @@ class _AllToAll(torch.autograd.Function):
 
 
 def all_to_all(
-    x: torch.Tensor, out_splits: list[int], in_splits: list[int], group: ProcessGroup
-) -> torch.Tensor:
+    x: Tensor, out_splits: list[int], in_splits: list[int], group: ProcessGroup
+) -> Tensor:
     """[sum(out_splits), C] of x [sum(in_splits), C]."""
     out = x.new_empty(sum(out_splits), *x.shape[1:])
     distributed.all_to_all_single(out, x, out_splits, in_splits, group=group)
     return out
 
 
-def plan(
-    ends: torch.Tensor, group: ProcessGroup
-) -> tuple[list[int], list[int], torch.Tensor, torch.Tensor]:
+def plan(ends: Tensor, group: ProcessGroup) -> tuple[list[int], list[int], Tensor, Tensor]:
     """(given, taken, order, ends of the rank's own groups) of ``Moved``. ValueError as dispatch."""
     ranks, experts = group.size(), len(ends)
     if experts % ranks:

@@ -1,6 +1,7 @@
 """GEMMs of MX and NVFP4 by torch's scaled_mm: cuBLASLt's, from capability 10.0 on (spec G-26)."""
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from fp8ref.formats import E4M3FN
@@ -8,13 +9,13 @@ from fp8ref.spec.granularity import by_name
 from fp8ref.spec.products import Kind
 from fp8ref.torch.quantize import four_bits
 
-Operand = tuple[torch.Tensor, torch.Tensor]
+Operand = tuple[Tensor, Tensor]
 """Codes [M, K] and scale_inv of their blocks."""
 
 
 def multiply(
-    kind: Kind, a: Operand, b: Operand, factor: torch.Tensor | None, out_dtype: torch.dtype
-) -> torch.Tensor:
+    kind: Kind, a: Operand, b: Operand, factor: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
     """[M, K] x [N, K] -> [M, N] by ``torch.nn.functional.scaled_mm``.
 
     Layout:   codes row-major [M, K] and column-major [K, N], K filled with zeros to a multiple of
@@ -34,7 +35,7 @@ def multiply(
     return functional.scaled_mm(left, right.t(), *pair, output_dtype=written).to(out_dtype)
 
 
-def _stored(kind: Kind, codes: torch.Tensor) -> torch.Tensor:
+def _stored(kind: Kind, codes: Tensor) -> Tensor:
     """Codes [M, K] as the kernel reads them, row-major: those of e2m1fn [M, K/2]."""
     bits = functional.pad(codes.contiguous().view(torch.uint8), (0, -codes.shape[1] % 32))
     if kind.fmt.bits == 8:
@@ -43,7 +44,7 @@ def _stored(kind: Kind, codes: torch.Tensor) -> torch.Tensor:
     return (pairs[:, ::2] | pairs[:, 1::2] << 4).view(torch.float4_e2m1fn_x2)
 
 
-def _swizzled(kind: Kind, codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
+def _swizzled(kind: Kind, codes: Tensor, scale_inv: Tensor) -> Tensor:
     """The scales of codes [M, K] in swizzled_128x4, flat. Each row of a square takes its scale."""
     if len(scale_inv) < len(codes):
         rows = by_name(kind.square).reduced or 1  # a square has as many

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from fp8ref.recipe import CastSpec
@@ -156,14 +157,14 @@ def kernels() -> tuple[Callable, Callable] | None:
 
 @torch.library.custom_op("fp8ref::block_gemm", mutates_args=())
 def multiply(
-    codes_a: torch.Tensor,
-    codes_b: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    scale_inv_b: torch.Tensor,
+    codes_a: Tensor,
+    codes_b: Tensor,
+    scale_inv_a: Tensor,
+    scale_inv_b: Tensor,
     out_dtype: torch.dtype,
     by: str,
-    factor: torch.Tensor | None = None,
-) -> torch.Tensor:
+    factor: Tensor | None = None,
+) -> Tensor:
     """[M, K] x [N, K] -> [M, N] of out_dtype, by any Kernel on codes, as one operator.
 
     factor    of nvfp4, the product of both scales of tensors.
@@ -188,10 +189,10 @@ def _(codes_a, codes_b, scale_inv_a, scale_inv_b, out_dtype, by, factor=None):
 class _Operands(NamedTuple):
     """The operands of ``multiply``, of row-major codes [M, K] and [N, K]."""
 
-    codes_a: torch.Tensor
-    codes_b: torch.Tensor
-    scale_inv_a: torch.Tensor
-    scale_inv_b: torch.Tensor
+    codes_a: Tensor
+    codes_b: Tensor
+    scale_inv_a: Tensor
+    scale_inv_b: Tensor
 
     @property
     def squares(self) -> bool:
@@ -199,7 +200,7 @@ class _Operands(NamedTuple):
         return granularity_of_b(self.codes_b, self.scale_inv_b) == "blockwise_128x128"
 
 
-def _by_scaled_mm(x: _Operands, out_dtype: torch.dtype) -> torch.Tensor:
+def _by_scaled_mm(x: _Operands, out_dtype: torch.dtype) -> Tensor:
     """``torch.nn.functional.scaled_mm`` (PyTorch 2bec3bdf, ATen/native/cuda/ScaledBlas.cpp).
 
     Layout:   codes row-major [M, K] and column-major [K, N]; scales of 1x128 [M, K/128], of 128x128
@@ -219,7 +220,7 @@ def _by_scaled_mm(x: _Operands, out_dtype: torch.dtype) -> torch.Tensor:
     ).to(out_dtype)
 
 
-def _by_torchao(x: _Operands, out_dtype: torch.dtype) -> torch.Tensor:
+def _by_torchao(x: _Operands, out_dtype: torch.dtype) -> Tensor:
     """Layout: codes row-major [M, K] and column-major [K, N]; scales of a column-major, of b
     column-major in blocks of 128x128 and row-major in those of 1x128, each with room for whole
     tiles.
@@ -237,7 +238,7 @@ def _by_torchao(x: _Operands, out_dtype: torch.dtype) -> torch.Tensor:
     )
 
 
-def _by_deep_gemm(x: _Operands, out_dtype: torch.dtype) -> torch.Tensor:
+def _by_deep_gemm(x: _Operands, out_dtype: torch.dtype) -> Tensor:
     """``fp8_gemm_nt`` writes d = c + a @ b.T (DeepGEMM 54e2261, csrc/apis/gemm.hpp, of 9.0).
 
     Layout:   codes row-major; scales of 1x128 in any layout, which it turns by itself; those of
@@ -263,7 +264,7 @@ OPERATOR = torch.ops.fp8ref.block_gemm.default
 """The operator that ``multiply`` is in graphs and in dispatch."""
 
 
-def granularity_of_b(codes_b: torch.Tensor, scale_inv_b: torch.Tensor) -> str:
+def granularity_of_b(codes_b: Tensor, scale_inv_b: Tensor) -> str:
     """The granularity of b [N, K], from the shape of its scales. For N = 1 both are the same."""
     name = "blockwise_1x128" if scale_inv_b.shape[0] == codes_b.shape[0] else "blockwise_128x128"
     assert by_name(name).reduced == BLOCK
@@ -283,14 +284,14 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def _column_major(scales: torch.Tensor) -> torch.Tensor:
+def _column_major(scales: Tensor) -> Tensor:
     """Scales [M, K/128] of strides (1, M); those of grad_weight's operands have them already."""
     if scales.stride() == (1, len(scales)):
         return scales
     return scales.new_empty(scales.shape[::-1]).copy_(scales.t()).t()
 
 
-def _roomy(scales: torch.Tensor, *, rows: int = 1, columns: int = 1) -> torch.Tensor:
+def _roomy(scales: Tensor, *, rows: int = 1, columns: int = 1) -> Tensor:
     """Scales padded with zeros to multiples of rows and columns, in a new row-major matrix."""
     # Not pad and contiguous: a dim of length 1 keeps any stride, and kernels need stride 1.
     n, m = scales.shape

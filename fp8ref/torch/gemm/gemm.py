@@ -5,6 +5,7 @@ import math
 import warnings
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from fp8ref.recipe import GemmSpec, Recipe
@@ -34,7 +35,7 @@ def matmul(
     epilogue: str = "scale_then_round",
     out_dtype: torch.dtype = torch.float32,
     kernels: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Multiply a and b along their reduced axes: [M, K] x [N, K] -> [M, N].
 
     With reduced axis 0, [K, M] serves as [M, K].
@@ -95,7 +96,7 @@ def _check(a: Quantized, b: Quantized, accumulate: str) -> None:
         )
 
 
-def _multiply_blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
+def _multiply_blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> Tensor:
     """[M, N] of operands in blocks of K, by a kernel on codes or in float32 (G-16, G-17)."""
     # the scales of tensors multiply the sum (S-22)
     factors = [f for f in (a.tensor_scale_inv, b.tensor_scale_inv) if f is not None]
@@ -111,7 +112,7 @@ def _multiply_blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torc
     return blocks.multiply(codes_a, codes_b, scale_a, scale_b, out_dtype, kernel, factor)
 
 
-def matmul_hp(a: torch.Tensor, b: torch.Tensor, *, axes: tuple[int, int]) -> torch.Tensor:
+def matmul_hp(a: Tensor, b: Tensor, *, axes: tuple[int, int]) -> Tensor:
     """A GEMM in high precision (G-9), along axes: [M, K] x [N, K] -> [M, N] of one dtype."""
     return torch.mm(_lines(a, axes[0]), _lines(b, axes[1]).t())
 
@@ -138,35 +139,35 @@ def in_blocks(granularity: str) -> bool:
     return by_name(granularity).reduced is not None
 
 
-def _codes(q: Quantized) -> torch.Tensor:
+def _codes(q: Quantized) -> Tensor:
     """The codes with their reduced axis last."""
     return _lines(q.codes, q.axis) if q.axis % 2 or q.transposed is None else q.transposed
 
 
-def _lines(x: torch.Tensor, axis: int) -> torch.Tensor:
+def _lines(x: Tensor, axis: int) -> Tensor:
     """The matrix with its reduced axis last."""
     return x if axis % 2 == 1 or x.ndim == 0 else x.t()
 
 
-def _unit(like: torch.Tensor) -> torch.Tensor:
+def _unit(like: Tensor) -> Tensor:
     """1 on a tensor's device. A kept one, so that no GEMM launches it, unless a compiler traces."""
-    if type(like) is torch.Tensor:
+    if type(like) is Tensor:
         return _kept_unit(like.device)
     return torch.ones((), dtype=torch.float32, device=like.device)
 
 
 @functools.cache
-def _kept_unit(device: torch.device) -> torch.Tensor:
+def _kept_unit(device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.ones((), dtype=torch.float32, device=device)
 
 
-def is_kept_unit(scale: torch.Tensor) -> bool:
+def is_kept_unit(scale: Tensor) -> bool:
     """Whether a scale is the 1 of GEMMs under unit scales (G-5), for proofs."""
     return scale is _kept_unit(scale.device)
 
 
-def _padded(codes: torch.Tensor, multiple: int = 16) -> torch.Tensor:
+def _padded(codes: Tensor, multiple: int = 16) -> Tensor:
     """Codes [M, K] with K padded to a multiple, which the kernels require."""
     k = codes.shape[1]
     if k % multiple == 0:
@@ -175,7 +176,7 @@ def _padded(codes: torch.Tensor, multiple: int = 16) -> torch.Tensor:
     return functional.pad(codes.view(torch.uint8), (0, -k % multiple)).view(codes.dtype)
 
 
-def _scales(a: Quantized, b: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
+def _scales(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
     """scale_inv of both, () or [M, 1] and [1, N]; a tensorwise one is repeated by row (L-4)."""
     if a.granularity == b.granularity == "tensorwise":
         return a.scale_inv, b.scale_inv
@@ -216,8 +217,8 @@ def use_native_scaled_mm() -> None:
 
 
 def _scaled_product(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *options
-) -> torch.Tensor | None:
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *options
+) -> Tensor | None:
     """``torch._scaled_mm`` on a CPU, as its own kernel computes it: float32(A) * scale_a times
     float32(B) * scale_b, both row-major, rounded. None: arguments that are left to that kernel.
 
@@ -244,7 +245,7 @@ def _scaled_product(
         return torch.mm(hp_a, hp_b).to(out_dtype)
 
 
-def _row_major(x: torch.Tensor) -> torch.Tensor:
+def _row_major(x: Tensor) -> Tensor:
     """x.contiguous(), which who counts a model's copies does not see: a GPU makes none here."""
     return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 from torchao.float8 import float8_ops
 
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32
@@ -87,14 +88,14 @@ def active() -> Multiply | None:
 
 @torch.library.custom_op("fp8ref::simulated_gemm", mutates_args=())
 def multiply(
-    codes_a: torch.Tensor,
-    codes_b: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    scale_inv_b: torch.Tensor,
+    codes_a: Tensor,
+    codes_b: Tensor,
+    scale_inv_a: Tensor,
+    scale_inv_b: Tensor,
     kind: str,
     out_dtype: torch.dtype,
     plan: str,
-) -> torch.Tensor:
+) -> Tensor:
     """[M, K] x [N, K] -> [M, N] of out_dtype: the plan's function sums, scales and rounds.
 
     kind      text of a ``GemmKind``.
@@ -140,7 +141,7 @@ def _addmm(
     output_scale=None,
     bias=None,
     use_fast_accum=False,
-) -> torch.Tensor:
+) -> Tensor:
     """Replaces torchao's function: a_data [M, K] x b_data [K, N] -> [M, N].
 
     As in torchao, a rowwise GEMM rounds to bfloat16 (G-8), and a slow rowwise one runs under unit

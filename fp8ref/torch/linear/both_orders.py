@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fp8ref.policy import POLICIES
 from fp8ref.recipe import CastSpec
@@ -50,10 +51,10 @@ class Pair(NamedTuple):
 
     rows: Quantized
     columns: Quantized
-    parts: torch.Tensor | None = None
+    parts: Tensor | None = None
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """What ``pair`` makes it of."""
         rows, columns = self.rows, self.columns
         assert columns.transposed is not None
@@ -83,10 +84,7 @@ def is_guessed(uses: tuple[Use, Use]) -> bool:
 
 
 def quantize(
-    x: torch.Tensor,
-    uses: tuple[Use, Use],
-    scale: torch.Tensor | None = None,
-    guess: torch.Tensor | None = None,
+    x: Tensor, uses: tuple[Use, Use], scale: Tensor | None = None, guess: Tensor | None = None
 ) -> Pair:
     """x [M, K] cast for two GEMMs, along its last axis and its first.
 
@@ -127,7 +125,7 @@ def kernels_scale(uses: tuple[Use, Use]) -> bool:
     return all(use.cast and use.cast.policy in policies and not use.group for use in uses)
 
 
-def _by_one_scale(x: torch.Tensor, uses: tuple[Use, Use], scale: torch.Tensor | None) -> Pair:
+def _by_one_scale(x: Tensor, uses: tuple[Use, Use], scale: Tensor | None) -> Pair:
     (spec, _, group, _), parts = uses[0], None
     assert spec is not None
     e5m2, compiles = spec.fmt.name == "e5m2", torch.compiler.is_compiling()
@@ -150,7 +148,7 @@ def _by_one_scale(x: torch.Tensor, uses: tuple[Use, Use], scale: torch.Tensor | 
 
 
 def line_scales(
-    amaxes: Sequence[torch.Tensor], uses: tuple[Use, Use]
+    amaxes: Sequence[Tensor], uses: tuple[Use, Use]
 ) -> tuple[scales.Scales, scales.Scales]:
     """The scales of rows [M, 1] and columns [1, K], by partial amaxes of ``casts.amax_lines``."""
     by_axis = []
@@ -163,9 +161,7 @@ def line_scales(
     return by_axis[0], by_axis[1]
 
 
-def pair(
-    spec: CastSpec, tensors: Sequence[torch.Tensor], parts: torch.Tensor | None = None
-) -> Pair:
+def pair(spec: CastSpec, tensors: Sequence[Tensor], parts: Tensor | None = None) -> Pair:
     """The Pair of ``Pair.tensors``: codes [M, K], scale and scale_inv; transposed codes [K, M],
     their scale and scale_inv."""
     codes, *by_rows, transposed, scale, scale_inv = tensors
@@ -178,7 +174,7 @@ def pair(
     )
 
 
-def columns(spec: CastSpec, tensors: Sequence[torch.Tensor]) -> Quantized:
+def columns(spec: CastSpec, tensors: Sequence[Tensor]) -> Quantized:
     """A tensor [M, K] reduced along its first axis: transposed codes [K, M], scale, scale_inv."""
     transposed, scale, scale_inv = tensors
     return Quantized(transposed.t(), scale, scale_inv, spec.fmt, spec.granularity, -2, transposed)

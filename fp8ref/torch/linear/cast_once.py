@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8ref.torch.kernels import cast_lists, choice, weights
 from fp8ref.torch.kernels.cast_lists import Weight
@@ -56,7 +56,7 @@ def _is_kept(linear: Linear) -> bool:
     spec, w = linear.spec, linear.weight
     if "weight" not in spec.pairs or "parametrizations" in linear._modules or is_sharded(linear):
         return False
-    return type(w) in (torch.Tensor, nn.Parameter) and choice.resolve(spec.kernels, w.device)
+    return type(w) in (Tensor, nn.Parameter) and choice.resolve(spec.kernels, w.device)
 
 
 def _keep(linears: Sequence[Linear]) -> None:
@@ -70,7 +70,7 @@ def _keep(linears: Sequence[Linear]) -> None:
         linear.kept = WeightCodes.of(tensors, linear.weight, scale)
 
 
-def _cast(linear: Linear) -> Weight | tuple[torch.Tensor | None, ...]:
+def _cast(linear: Linear) -> Weight | tuple[Tensor | None, ...]:
     """The tensors of ``WeightCodes``, or what a weight is cast by in a list: what the optimizer's
     step left of it, if it did."""
     w, uses, state = linear.weight.detach(), linear.spec.pairs["weight"], linear.state("weight")

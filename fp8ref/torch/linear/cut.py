@@ -10,7 +10,7 @@ ranks share the amaxes of scales that span them (``scaling.Groups``). DTensor mo
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import (
     DeviceMesh,
     DTensor,
@@ -43,7 +43,7 @@ class Cut:
         """The name of the ranks' process group."""
         return self.mesh.get_group().group_name
 
-    def enter(self, x: torch.Tensor) -> torch.Tensor:
+    def enter(self, x: Tensor) -> Tensor:
         """This rank's input, of a plain tensor, which is it already, or of a DTensor.
 
         Gradient: of colwise linears, summed over ranks; one sum for one DTensor input.
@@ -60,7 +60,7 @@ class Cut:
         )
         return whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
-    def leave(self, y: torch.Tensor) -> torch.Tensor:
+    def leave(self, y: Tensor) -> Tensor:
         """This rank's output: of rowwise linears its tokens of the sum over ranks (P-16)."""
         if self.style != "rowwise":
             return y
@@ -70,7 +70,7 @@ class Cut:
             .to_local()
         )
 
-    def bias(self, bias: torch.Tensor) -> torch.Tensor:
+    def bias(self, bias: Tensor) -> Tensor:
         """This rank's part of a bias, which is added after the sum (G-15).
 
         Gradient: of a rowwise linear whose tokens are cut, a part of a sum over ranks.
@@ -98,7 +98,7 @@ class Cut:
             linear.bias.register_hook(lambda g: g.redistribute(placements=[placements["bias"]]))
 
 
-def writable(y: torch.Tensor) -> torch.Tensor:
+def writable(y: Tensor) -> Tensor:
     """y, free to change in place: ``to_local`` returns a view, of which autograd refuses it."""
     return torch.ops.aten._unsafe_view(y, y.shape)
 

@@ -19,7 +19,7 @@ import dataclasses
 import functools
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref import recipe as recipes
@@ -77,9 +77,9 @@ class Linear(nn.Linear):
     fqn: str = ""
     kernels: Choice = "auto"
     kept: WeightCodes | None
-    input_guess: torch.Tensor | None
-    weight_guess: torch.Tensor | None
-    keys: torch.Tensor | None
+    input_guess: Tensor | None
+    weight_guess: Tensor | None
+    keys: Tensor | None
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Linear(nn.Linear):
         return converted.train(linear.training)
 
     @linear_input.weight_once
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """output [..., N] of input [..., K]. ValueError as in linear_input."""
         x = linear_input.checked_input(input if self.cut is None else self.cut.enter(input), self)
         w, *others = self.tensors(x)
@@ -148,12 +148,12 @@ class Linear(nn.Linear):
             # Other ranks wait for amaxes (L-9): a row of zeros runs.
             y = self._function(w).apply(zero_row(x, self.spec.rows), w, *others)
             y = writable(y[:0].reshape(*x.shape[:-1], len(w)))
-        bias: torch.Tensor | None = self.bias
+        bias: Tensor | None = self.bias
         if self.cut is not None:
             y, bias = self.cut.leave(y), None if bias is None else self.cut.bias(bias)
         return y if bias is None else y + bias.to(y.dtype)
 
-    def tensors(self, x: torch.Tensor) -> list[torch.Tensor | None]:
+    def tensors(self, x: Tensor) -> list[Tensor | None]:
         """What ``Pass.of`` takes in a pass of x: the weight in x's dtype, and its other tensors."""
         w = linear_input.weight(self, x)
         observes = x.numel() > 0 and delayed.observes(self)
@@ -167,7 +167,7 @@ class Linear(nn.Linear):
         guesses = self.guesses(x.device)
         return [w, self.keys, *seen, *scales, *guesses, *(kept or [None] * KEPT)]
 
-    def guesses(self, device: torch.device) -> list[torch.Tensor | None]:
+    def guesses(self, device: torch.device) -> list[Tensor | None]:
         """A guess for each of ROLES, on a device. A compiler takes an input's amax in the kernel
         that makes it, and casts what linears share once: inputs of compiled graphs have none."""
         first = None if torch.compiler.is_compiling() else self.input_guess
@@ -176,7 +176,7 @@ class Linear(nn.Linear):
             for guess in (first, self.weight_guess, None)
         ]
 
-    def _calibrated(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def _calibrated(self, x: Tensor, w: Tensor) -> Tensor:
         """The output in high precision; input and weight are observed."""
         for role, tensor in zip(ROLES[:2], (x, w), strict=True):
             state = self.state(role)
@@ -184,7 +184,7 @@ class Linear(nn.Linear):
                 state.observe(tensor)
         return linear_input.calibrated(x, w, self.fqn)
 
-    def _function(self, w: torch.Tensor) -> type[torch.autograd.Function]:
+    def _function(self, w: Tensor) -> type[torch.autograd.Function]:
         """The function of a pass by this weight, which torch.autocast may have cast."""
         if w.dtype != self.weight.dtype:
             return self._functions[2]
@@ -270,7 +270,7 @@ def _bind(spec: Spec) -> type[torch.autograd.Function]:
     class LinearFunction(torch.autograd.Function):
         @staticmethod
         @linear_input.without_autocast
-        def forward(ctx, x: torch.Tensor, *tensors: torch.Tensor | None) -> torch.Tensor:
+        def forward(ctx, x: Tensor, *tensors: Tensor | None) -> Tensor:
             linear, rows = Pass.of(spec, tensors), x.reshape(-1, x.shape[-1])  # [M, K]
             operand = linear.operand("input", rows, x)
             y, (saved, weight) = linear.output(operand, x.shape, x.dtype)
@@ -279,7 +279,7 @@ def _bind(spec: Spec) -> type[torch.autograd.Function]:
 
         @staticmethod
         @linear_input.without_autocast
-        def backward(ctx, grad_output: torch.Tensor):
+        def backward(ctx, grad_output: Tensor):
             (linear,), _ = load(ctx, [spec])
             rows = grad_output.reshape(-1, grad_output.shape[-1])  # [M, N]
             g, grad_input, grad_weight = linear.operand("grad_output", rows), None, None

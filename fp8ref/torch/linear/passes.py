@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref.recipe import REDUCED_AXES, ROLES, Gemm, Role
@@ -28,10 +29,10 @@ KEPT = 7
 TENSORS = 2 + 3 * len(ROLES) + KEPT
 """How many tensors ``Pass.of`` takes."""
 
-Saved = torch.Tensor | Quantized
+Saved = Tensor | Quantized
 """An operand as the backward pass takes it: in high precision, or quantized."""
 
-observers: list[Callable[[Gemm, Quantized, Quantized, torch.Tensor], None]] = []
+observers: list[Callable[[Gemm, Quantized, Quantized, Tensor], None]] = []
 """Functions that are called with (which, a, b, out) of every FP8 GEMM that runs eagerly.
 
 ``observe.gemms`` adds and removes them.
@@ -46,7 +47,7 @@ class Operand(NamedTuple):
 
     role: Role
     tensor: Saved
-    scale: torch.Tensor | None = None
+    scale: Tensor | None = None
     columns: Quantized | None = None
 
     def cast(self, use: Use, draw: Draw | None = None) -> Saved:
@@ -93,23 +94,23 @@ class Pass(NamedTuple):
     """
 
     spec: Spec
-    seen: Sequence[torch.Tensor | None]
-    scales: Sequence[torch.Tensor | None]
-    guesses: Sequence[torch.Tensor | None] = (None, None, None)
+    seen: Sequence[Tensor | None]
+    scales: Sequence[Tensor | None]
+    guesses: Sequence[Tensor | None] = (None, None, None)
     weight: Any = None
     kept: Sequence[Any] = ()
     input: Any = None
-    keys: torch.Tensor | None = None
+    keys: Tensor | None = None
 
     @classmethod
-    def of(cls, spec: Spec, tensors: Sequence[torch.Tensor | None]) -> "Pass":
+    def of(cls, spec: Spec, tensors: Sequence[Tensor | None]) -> "Pass":
         """From its TENSORS: weight, keys, seen, scales, guesses, and kept, of which all may be
         None."""
         weight, keys, *states = tensors
         kept = () if states[9] is None else states[9:]
         return cls(spec, states[:3], states[3:6], states[6:9], weight, kept, keys=keys)
 
-    def operand(self, role: Role, x: torch.Tensor, whole: torch.Tensor | None = None) -> Operand:
+    def operand(self, role: Role, x: Tensor, whole: Tensor | None = None) -> Operand:
         """A role's tensor, observed; cast if both GEMMs take its codes, or kernels cast for both.
 
         whole     the tensor that x is a view of, which other linears may read too.
@@ -137,7 +138,7 @@ class Pass(NamedTuple):
 
     def output(
         self, x: Operand, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> tuple[torch.Tensor, tuple[Saved | None, Saved]]:
+    ) -> tuple[Tensor, tuple[Saved | None, Saved]]:
         """The output [..., N] of an input [M, K] that had this shape [..., K]; what the backward
         pass takes: the input, None unless it was cast for it, and the weight."""
         spec, weight = self.spec, self._weight()
@@ -178,19 +179,17 @@ class Pass(NamedTuple):
         recasts = not spec.autocast and not isinstance(w, Float8TrainingTensor)
         return b._replace(codes=w if recasts else b.codes, transposed=None)
 
-    def grad_input(self, g: Operand, dtype: torch.dtype) -> torch.Tensor:
+    def grad_input(self, g: Operand, dtype: torch.dtype) -> Tensor:
         """[M, N] @ [N, K] -> [M, K]."""
         return self._gradient(
             "grad_input", g, Operand("weight", self._columns(), self.scales[1]), dtype
         )
 
-    def grad_weight(self, g: Operand, x: Saved, dtype: torch.dtype) -> torch.Tensor:
+    def grad_weight(self, g: Operand, x: Saved, dtype: torch.dtype) -> Tensor:
         """[N, M] @ [M, K] -> [N, K]; x: the input as it was saved, or itself."""
         return self._gradient("grad_weight", g, Operand("input", x, self.scales[0]), dtype)
 
-    def _gradient(
-        self, which: Gemm, g: Operand, other: Operand, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _gradient(self, which: Gemm, g: Operand, other: Operand, dtype: torch.dtype) -> Tensor:
         a, b = (self._cast(which, each) for each in (g, other))
         return self._multiply(which, a, b, dtype)
 
@@ -213,7 +212,7 @@ class Pass(NamedTuple):
             return w._replace(codes=codes, transposed=transposed)
         return w if is_cast else scaling.requantize(w.codes, w)
 
-    def _multiply(self, which: Gemm, a: Saved, b: Saved, dtype: torch.dtype) -> torch.Tensor:
+    def _multiply(self, which: Gemm, a: Saved, b: Saved, dtype: torch.dtype) -> Tensor:
         """Multiply a and b along the GEMM's reduced axes; the result is in dtype."""
         spec = self.spec.recipe.gemms[which]
         if isinstance(a, Quantized) and isinstance(b, Quantized):
@@ -237,7 +236,7 @@ class Pass(NamedTuple):
         return gemm.matmul_hp(a, b, axes=(first, second))
 
 
-def zero_row(x: torch.Tensor, rows: int = 1) -> torch.Tensor:
+def zero_row(x: Tensor, rows: int = 1) -> Tensor:
     """An x [..., K] without rows as [1, K], a row of zeros, or several."""
     return torch.cat([x.reshape(0, x.shape[-1]), x.new_zeros(rows, x.shape[-1])])
 
@@ -246,7 +245,7 @@ def save(
     ctx,
     linears: Sequence[Pass],
     saved: Sequence[tuple[Saved | None, Saved]],
-    others: Sequence[torch.Tensor | None] = (),
+    others: Sequence[Tensor | None] = (),
 ) -> None:
     """Save what each linear's ``output`` returned for the backward pass, and other tensors."""
     # Attributes, not saved tensors, which autograd refuses where other uses write observations.
@@ -260,7 +259,7 @@ def save(
     ctx.save_for_backward(*tensors, *scales, *(each.keys for each in linears), *others)
 
 
-def _tensors(x: Saved | None) -> tuple[torch.Tensor | None, ...]:
+def _tensors(x: Saved | None) -> tuple[Tensor | None, ...]:
     """An operand's tensors: of codes that are there in both orders the transposed ones."""
     if isinstance(x, Quantized):
         return x.codes if x.transposed is None else x.transposed, x.scale, x.scale_inv

@@ -8,6 +8,7 @@ import weakref
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
@@ -25,9 +26,9 @@ class _Entry:
     scale   of a delayed state, or None.
     """
 
-    tensor: "weakref.ref[torch.Tensor]"
+    tensor: "weakref.ref[Tensor]"
     key: tuple
-    scale: torch.Tensor | None
+    scale: Tensor | None
     pair: Pair
 
 
@@ -35,11 +36,11 @@ _recent = threading.local()
 
 
 def quantize(
-    x: torch.Tensor,
-    rows: torch.Tensor,
+    x: Tensor,
+    rows: Tensor,
     uses: tuple[Use, Use],
-    scale: torch.Tensor | None,
-    guess: torch.Tensor | None = None,
+    scale: Tensor | None,
+    guess: Tensor | None = None,
 ) -> Pair:
     """``both_orders.quantize`` of rows [M, K], a view of x [..., K]; the last one again, if neither
     x nor the scale has changed since. A write through ``.data`` is not seen.
@@ -65,7 +66,7 @@ def _forget(tensor: weakref.ref) -> None:
         _recent.entry = None
 
 
-def _is_kept(x: torch.Tensor, scale: torch.Tensor | None) -> bool:
+def _is_kept(x: Tensor, scale: Tensor | None) -> bool:
     """Whether a cast may serve later linears: of plain tensors that an operation of autograd made,
     which count their changes; buffers that others fill, as a collective does, may not. Not in
     inference mode, whose tensors no backward pass can keep; nor while a CUDA graph is captured,
@@ -75,7 +76,7 @@ def _is_kept(x: torch.Tensor, scale: torch.Tensor | None) -> bool:
         return False
     tensors = [t for t in (x, scale) if t is not None]
     if torch.compiler.is_compiling() or any(
-        type(t) not in (torch.Tensor, torch.nn.Parameter) or t.is_inference() for t in tensors
+        type(t) not in (Tensor, torch.nn.Parameter) or t.is_inference() for t in tensors
     ):
         return False
     if x.is_cuda and torch.cuda.is_current_stream_capturing():

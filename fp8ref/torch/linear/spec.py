@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, ROLES, CastSpec, Gemm, Recipe, Role
@@ -91,7 +91,7 @@ class Spec:
         shared = [use.cast for use in self.uses.values() if use.cast and use.group]
         return any(cast.delayed is None for cast in shared)
 
-    def draw(self, which: Gemm, role: Role, x: Any, keys: torch.Tensor | None) -> Draw | None:
+    def draw(self, which: Gemm, role: Role, x: Any, keys: Tensor | None) -> Draw | None:
         """What rounds an operand stochastically, of which this rank has x [rows, columns], in a
         GEMM, by the seeds of a linear's GEMMs; None to nearest.
 
@@ -110,7 +110,7 @@ class Spec:
         bits = 8 if use.cast.rounding == "stochastic_8" else 48
         return Draw((low, high), bits, self._start(role, x, (0, 1) if use.axis == -1 else (1, 0)))
 
-    def _start(self, role: Role, x: torch.Tensor, order: tuple[int, int]) -> int | torch.Tensor:
+    def _start(self, role: Role, x: Tensor, order: tuple[int, int]) -> int | Tensor:
         """The places of x's elements in the whole operand, as of ``Draw``. order: its axes, the
         reduced one last."""
         outer, inner = order

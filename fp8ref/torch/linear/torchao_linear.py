@@ -5,6 +5,7 @@ import types
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 from torchao.float8 import (
     CastConfig,
     Float8GemmConfig,
@@ -57,7 +58,7 @@ class Float8Linear(float8_linear.Float8Linear):
     fqn: str = ""
 
     @linear_input.weight_once
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """output [..., N] of input [..., K]."""
         if torch.compiler.is_exporting():
             raise ValueError(
@@ -89,7 +90,7 @@ class Float8Linear(float8_linear.Float8Linear):
                 return self._multiplied(x)
         return self._multiplied(x)
 
-    def _multiplied(self, x: torch.Tensor) -> torch.Tensor:
+    def _multiplied(self, x: Tensor) -> Tensor:
         """torchao's forward, of an x in the autocast dtype."""
         config = self.linear_mm_config
         # codes that tensor parallelism made bring that config, and both operands have one
@@ -103,11 +104,11 @@ class Float8Linear(float8_linear.Float8Linear):
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
-def _cast(x: torch.Tensor, dtype: torch.dtype, mm_config, *, gemm_input_role, **options):
+def _cast(x: Tensor, dtype: torch.dtype, mm_config, *, gemm_input_role, **options):
     """torchao's hp_tensor_to_float8_dynamic, by its own functions. On a CPU it casts pieces that
     stay in the cache, to the same codes; those have no gradient, so that torchao itself casts where
     gradients are differentiated (L-8)."""
-    if type(x) is not torch.Tensor or not float_values.eager_on_cpu(x) or torch.is_grad_enabled():
+    if type(x) is not Tensor or not float_values.eager_on_cpu(x) or torch.is_grad_enabled():
         return float8_scaling_utils.hp_tensor_to_float8_dynamic(
             x, dtype, mm_config, gemm_input_role=gemm_input_role, **options
         )
@@ -140,14 +141,14 @@ class _Product(float8_linear.matmul_with_hp_or_float8_args):
     which torchao's reshaped output is; none is recorded here."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, w: torch.Tensor, *configs) -> torch.Tensor:
+    def forward(ctx, x: Tensor, w: Tensor, *configs) -> Tensor:
         with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
             return _forward(ctx, x, w, *configs)
 
     backward = staticmethod(_backward)
 
 
-def pads(x: torch.Tensor) -> bool:
+def pads(x: Tensor) -> bool:
     """Whether a device's kernels need M of an input [..., K] padded."""
     return x.device.type not in KERNELS_TAKE_ANY_M and math.prod(x.shape[:-1]) % 16 != 0
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from fp8ref.shared.errors import require
 from fp8ref.torch.tensors import linear_input
@@ -19,17 +20,14 @@ class WeightCodes:
               delayed state; they count no write through ``.data``.
     """
 
-    tensors: tuple[torch.Tensor | None, ...]
-    weight: torch.Tensor
-    scale: torch.Tensor | None
+    tensors: tuple[Tensor | None, ...]
+    weight: Tensor
+    scale: Tensor | None
     versions: tuple[int, int]
 
     @classmethod
     def of(
-        cls,
-        tensors: tuple[torch.Tensor | None, ...],
-        weight: torch.Tensor,
-        scale: torch.Tensor | None,
+        cls, tensors: tuple[Tensor | None, ...], weight: Tensor, scale: Tensor | None
     ) -> "WeightCodes":
         """The tensors of a weight that was cast just now."""
         return cls(tensors, weight, scale, _versions(weight, scale))
@@ -43,7 +41,7 @@ class WeightCodes:
             "optimizer's step.",
         )
 
-    def serving(self, w: torch.Tensor, name: str) -> tuple[torch.Tensor | None, ...]:
+    def serving(self, w: Tensor, name: str) -> tuple[Tensor | None, ...]:
         """The tensors for a pass by the weight w; () if the pass has to cast it: another tensor, as
         under autocast, or a CUDA graph that is captured, which would keep these codes.
 
@@ -57,7 +55,7 @@ class WeightCodes:
         return self.tensors
 
 
-def _versions(weight: torch.Tensor, scale: torch.Tensor | None) -> tuple[int, int]:
+def _versions(weight: Tensor, scale: Tensor | None) -> tuple[int, int]:
     # inference tensors count nothing
     counts = [0 if x is None or x.is_inference() else x._version for x in (weight, scale)]
     return counts[0], counts[1]

@@ -18,7 +18,7 @@ from typing import TypedDict, Unpack
 
 import torch
 import torch._inductor.config
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torchao.float8 import convert_to_float8_training
 from torchao.float8.float8_linear_utils import swap_linear_layers
@@ -243,7 +243,7 @@ def deconvert(model: nn.Module) -> nn.Module:
     return model
 
 
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+def weights(model: nn.Module) -> dict[str, Tensor]:
     """Return model.state_dict() without delayed scaling: the keys that it had before ``convert``.
 
     Raises:   ValueError: model is not an nn.Module.

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
@@ -169,7 +169,7 @@ def check_linear(name: str, linears: Mapping[str, nn.Linear], parent: nn.Module 
         )
 
 
-def device_of(weight: torch.Tensor) -> torch.device:
+def device_of(weight: Tensor) -> torch.device:
     """Where a weight's linear multiplies: for the meta device the accelerator, if there is one."""
     if not weight.is_meta:
         return weight.device

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -254,13 +254,13 @@ def check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
         )
 
 
-def _digest(x: torch.Tensor) -> str:
+def _digest(x: Tensor) -> str:
     return hashlib.sha256(
         x.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data
     ).hexdigest()
 
 
-def _chunk(p: torch.Tensor, parts: int, which: int) -> torch.Tensor:
+def _chunk(p: Tensor, parts: int, which: int) -> Tensor:
     """The rows of a whole parameter that this rank compares; its copies' ranks share the work."""
     chunks = p.detach().reshape(-1).chunk(parts)
     return chunks[which] if which < len(chunks) else p.detach().reshape(-1)[:0]

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
@@ -186,7 +186,7 @@ class _Products(TorchDispatchMode):
             return NotImplemented  # DTensor dispatches again, on this rank's part
         out = func(*args, **(kwargs or {}))
         if count := _multiplications(func, args, kwargs or {}, out):
-            plain = [x for x in args if type(x) in (torch.Tensor, nn.Parameter)]
+            plain = [x for x in args if type(x) in (Tensor, nn.Parameter)]
             owners = (self.owners.get(_storage(x)) for x in plain)
             layer = self.running or next((owner for owner in owners if owner is not None), None)
             name, why = func._schema.name.removeprefix("aten::"), OUTSIDE
@@ -196,7 +196,7 @@ class _Products(TorchDispatchMode):
             if layer is not None:
                 self.layers[layer] += count
             else:
-                result = out if isinstance(out, torch.Tensor) else out[0]
+                result = out if isinstance(out, Tensor) else out[0]
                 self.others[name, tuple(result.shape), why] += count
         return out
 
@@ -249,7 +249,7 @@ def _counted(model: nn.Module, inputs: tuple) -> _Products:
     return counted
 
 
-def _storage(x: torch.Tensor) -> int:
+def _storage(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 

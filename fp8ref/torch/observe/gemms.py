@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torchao.float8.float8_linear import Float8Linear
@@ -33,10 +33,10 @@ class GemmOperand(NamedTuple):
     axis         the axis that the GEMM reduces.
     """
 
-    hp: torch.Tensor
-    codes: torch.Tensor
-    scale: torch.Tensor
-    scale_inv: torch.Tensor
+    hp: Tensor
+    codes: Tensor
+    scale: Tensor
+    scale_inv: Tensor
     axis: int
 
 
@@ -95,7 +95,7 @@ class _Reporter(TorchDispatchMode):
         super().__init__()
         self._observer, self._grouped_observer = observer, grouped_observer
         self._forward = self._backward = ""
-        self._hp: dict[str, dict[str, torch.Tensor]] = {}
+        self._hp: dict[str, dict[str, Tensor]] = {}
         self._meshes: dict[str, DeviceMesh] = {}  # of linears that ranks cut
         self._called: set[str] = set()  # by this pass, and not yet by its backward pass
 
@@ -137,7 +137,7 @@ class _Reporter(TorchDispatchMode):
         if out.requires_grad:
             out.register_hook(functools.partial(self._on_grad_output, name))
 
-    def _on_grad_output(self, name: str, grad_output: torch.Tensor) -> None:
+    def _on_grad_output(self, name: str, grad_output: Tensor) -> None:
         self._backward = name
         self._called.discard(name)
         self._hp.setdefault(name, {})["grad_output"] = local_part(grad_output.detach())
@@ -197,7 +197,7 @@ class _Reporter(TorchDispatchMode):
         )
         self._observer(name, which, a, b, out)
 
-    def _like_codes(self, name: str, role: str, codes: torch.Tensor) -> torch.Tensor:
+    def _like_codes(self, name: str, role: str, codes: Tensor) -> Tensor:
         """A role's hp tensor in rows; gathered, as its codes were, under sequence parallelism."""
         hp = self._hp[name][role]
         if role != "weight" and hp.numel() != codes.numel():
@@ -210,7 +210,7 @@ class _Reporter(TorchDispatchMode):
 
 def group_gemms(
     which, tensors, operands, groups, out
-) -> Iterator[tuple[int, list[GemmOperand], torch.Tensor]]:
+) -> Iterator[tuple[int, list[GemmOperand], Tensor]]:
     """(e, operands, result) of each group's GEMM, as those of a linear: of what an observer of
     groups is given, those that ``observe_gemms`` would report."""
     ends = groups.ends.tolist()

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -19,7 +19,7 @@ from fp8ref.torch.observe.gemms import GemmOperand
 from fp8ref.torch.quantize import cast, hadamard, scaling
 from fp8ref.torch.quantize.scaling import Quantized
 
-Parts = dict[str, list[torch.Tensor]]
+Parts = dict[str, list[Tensor]]
 """Operand's name -> float64 [FIELDS] of each microbatch."""
 
 
@@ -29,14 +29,14 @@ class Whole(NamedTuple):
     Casts along both axes share them.
     """
 
-    non_finite: torch.Tensor
-    nonzero: torch.Tensor
-    signal: torch.Tensor
-    amax: torch.Tensor
+    non_finite: Tensor
+    nonzero: Tensor
+    signal: Tensor
+    amax: Tensor
 
 
 @torch.no_grad()
-def measure_whole(x: torch.Tensor) -> Whole:
+def measure_whole(x: Tensor) -> Whole:
     """The Whole of a tensor that is not empty; signal sums the squares of its finite elements."""
     value = cast.to_f32(x)
     finite = value.isfinite()
@@ -49,7 +49,7 @@ def measure_whole(x: torch.Tensor) -> Whole:
 
 
 @torch.no_grad()
-def measure(x: torch.Tensor, q: Quantized, whole: Whole | None = None) -> torch.Tensor:
+def measure(x: Tensor, q: Quantized, whole: Whole | None = None) -> Tensor:
     """float64 [FIELDS] of x and its quantized q; zeros if this rank holds no element of x.
 
     whole     measure_whole(x), if the caller has it already.
@@ -78,7 +78,7 @@ def measure(x: torch.Tensor, q: Quantized, whole: Whole | None = None) -> torch.
     )
 
 
-def _measure_any(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Tensor, ...]:
+def _measure_any(x: Tensor, q: Quantized, whole: Whole) -> tuple[Tensor, ...]:
     """Underflows, saturated codes, overflows, and the sum of squared errors, of any x and q."""
     value, decoded = cast.to_f32(x), cast.decode(q.codes, q.fmt)
     finite = value.isfinite()
@@ -93,7 +93,7 @@ def _measure_any(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Ten
     )
 
 
-def _measure_finite(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.Tensor, ...]:
+def _measure_finite(x: Tensor, q: Quantized, whole: Whole) -> tuple[Tensor, ...]:
     """``_measure_any`` for finite x and scales: no code is NaN, and zero's is zero."""
     codes, value = q.code_bits, cast.to_f32(x)
     magnitudes = codes & ~q.fmt.sign_bit
@@ -119,7 +119,7 @@ def _measure_finite(x: torch.Tensor, q: Quantized, whole: Whole) -> tuple[torch.
 
 
 @torch.no_grad()
-def measure_groups(x: torch.Tensor, q: Quantized, ends: Sequence[int]) -> torch.Tensor:
+def measure_groups(x: Tensor, q: Quantized, ends: Sequence[int]) -> Tensor:
     """float64 [FIELDS] of all rows in groups, x [M, C], or of all weights, x [E, N, K], and their
     quantized q."""
     if x.ndim == 3:
@@ -154,7 +154,7 @@ class _Measured:
             for name, module in model.named_modules()
             if hasattr(module, "fp8_gather")
         }
-        self._once: dict[tuple, torch.Tensor] = {}
+        self._once: dict[tuple, Tensor] = {}
         self._wholes: dict[tuple, Whole] = {}
 
     def begin(self, layer: str) -> None:
@@ -163,7 +163,7 @@ class _Measured:
             for key in [key for key in kept if key[0] == layer]:
                 del kept[key]
 
-    def __call__(self, operand: Operand, captured: GemmOperand) -> torch.Tensor:
+    def __call__(self, operand: Operand, captured: GemmOperand) -> Tensor:
         """``measure`` of a GEMM's operand; for a weight gathered in FP8, of this rank's shard."""
         gather = self._gathers.get(operand.layer) if operand.role == "weight" else None
         spec, axis = operand.cast, captured.axis
@@ -199,7 +199,7 @@ def measuring(model: nn.Module, planned: list[Operand], parts: Parts) -> Iterato
     }
     measured = _Measured(model)
 
-    def observer(name: str, gemm, a: GemmOperand, b: GemmOperand, out: torch.Tensor) -> None:
+    def observer(name: str, gemm, a: GemmOperand, b: GemmOperand, out: Tensor) -> None:
         if gemm == "output":
             measured.begin(name)
         with _disable_current_modes():
@@ -208,7 +208,7 @@ def measuring(model: nn.Module, planned: list[Operand], parts: Parts) -> Iterato
                     if operand.role == role:
                         parts.setdefault(operand.name, []).append(measured(operand, captured))
 
-    def groups_observer(name: str, gemm, tensors, operands, groups, out: torch.Tensor) -> None:
+    def groups_observer(name: str, gemm, tensors, operands, groups, out: Tensor) -> None:
         ends = groups.ends.tolist()
         for role, x, q in zip(OPERANDS[gemm], tensors, operands, strict=True):
             for operand in by_gemm.get((name, gemm), ()):
@@ -219,7 +219,7 @@ def measuring(model: nn.Module, planned: list[Operand], parts: Parts) -> Iterato
         yield
 
 
-def gather_ranks(parts: torch.Tensor) -> torch.Tensor:
+def gather_ranks(parts: Tensor) -> Tensor:
     """[operands, ranks, ...] of every rank's [operands, ...], by one all-gather."""
     if not distributed.is_initialized():
         return parts[:, None]
@@ -228,20 +228,20 @@ def gather_ranks(parts: torch.Tensor) -> torch.Tensor:
     return torch.stack(gathered, dim=1)
 
 
-def stacked(planned: Sequence[Operand | AttentionOperand], parts: Parts) -> torch.Tensor:
+def stacked(planned: Sequence[Operand | AttentionOperand], parts: Parts) -> Tensor:
     """float64 [operands, microbatches, FIELDS] in the order of the plan."""
     return torch.stack([torch.stack(parts[operand.name]) for operand in planned])
 
 
-def _squares(x: torch.Tensor) -> torch.Tensor:
+def _squares(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dtype=torch.float64).square()
 
 
-def _spread(scale: torch.Tensor, q: Quantized) -> torch.Tensor:
+def _spread(scale: Tensor, q: Quantized) -> Tensor:
     return scaling.spread(scale, tuple(q.codes.shape), q.blocks)
 
 
-def _overflows(scaled: torch.Tensor, fmt: Format) -> torch.Tensor:
+def _overflows(scaled: Tensor, fmt: Format) -> Tensor:
     """How many magnitudes round beyond max (C-4)."""
     # Those above the tie of max and the number that would follow. The tie itself rounds to even:
     # away from an odd max.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -82,9 +82,9 @@ class _Tracer(TorchDispatchMode):
     def on_leave(self, name: str, module, args, kwargs, output) -> None:
         self._inside.pop()
         # None: an exception, or early stopping of a checkpoint
-        if not isinstance(output, torch.Tensor) or output.grad_fn is None:
+        if not isinstance(output, Tensor) or output.grad_fn is None:
             return
-        x = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         needed = {"grad_input": x.requires_grad, "grad_weight": module.weight.requires_grad}
         for which, is_needed in needed.items():
             (self._trace.wanted if is_needed else self._trace.unwanted).add(f"{name}/{which}")
@@ -98,7 +98,7 @@ class _Tracer(TorchDispatchMode):
         if FakeTensor in types:  # DTensor asks for shapes; nothing is computed
             return func(*args, **(kwargs or {}))
         # a subclass unwraps itself, and dispatches again
-        if any(t is not torch.Tensor for t in types):
+        if any(t is not Tensor for t in types):
             if func is _aten.mm.default and all(isinstance(t, Float8TrainingTensor) for t in args):
                 roles = tuple(t._gemm_input_role.value for t in args)
                 self._announced = next(
@@ -117,7 +117,7 @@ class _Tracer(TorchDispatchMode):
             self._trace.kernels.append(f"{attends}: {func._schema.name}")
         elif func in _ONES:
             self._ones[out] = True
-        elif func in _TIMES and args[0] in self._unscaled and isinstance(args[1], torch.Tensor):
+        elif func in _TIMES and args[0] in self._unscaled and isinstance(args[1], Tensor):
             self._record_scale(self._unscaled.pop(args[0]), args[1])
         elif func is casts.SCALED and args[0][0] in self._unscaled:
             self._record_scale(self._unscaled.pop(args[0][0]), *args[0][1:])
@@ -125,7 +125,7 @@ class _Tracer(TorchDispatchMode):
             self._record(func, args, kwargs or {}, out)
         return out
 
-    def _record(self, func, args, kwargs, out: torch.Tensor) -> None:
+    def _record(self, func, args, kwargs, out: Tensor) -> None:
         announced, self._announced = self._announced, None
         layer, which = self._where()
         if layer is None:
@@ -145,7 +145,7 @@ class _Tracer(TorchDispatchMode):
             GemmRecord(layer, announced or which, a, b, accumulate, granularity, plan)
         )
 
-    def _record_scale(self, index: int, *factors: torch.Tensor) -> None:
+    def _record_scale(self, index: int, *factors: Tensor) -> None:
         gemms = self._trace.gemms
         gemms[index] = dataclasses.replace(gemms[index], granularity=records.granularity(*factors))
 
@@ -173,7 +173,7 @@ def _memory(node: Node) -> dict:
     return node.metadata  # type: ignore[return-value]
 
 
-def _between(inputs: Iterable[torch.Tensor | None], output: torch.Tensor) -> Iterator[Node]:
+def _between(inputs: Iterable[Tensor | None], output: Tensor) -> Iterator[Node]:
     """The autograd nodes from an output back to its inputs, excluding the inputs'."""
     visited = {x.grad_fn for x in inputs if x is not None}
     nodes = [output.grad_fn]

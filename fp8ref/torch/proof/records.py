@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8ref.recipe import Gemm
 from fp8ref.spec import products
@@ -212,7 +212,7 @@ def arguments(op: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
     return dict(zip(names, args, strict=False)) | kwargs
 
 
-def granularity(*scales: torch.Tensor) -> str:
+def granularity(*scales: Tensor) -> str:
     """Granularity from the shapes of scales: rowwise ones are [M, 1], [1, N] or their product."""
     return "rowwise" if any(scale.ndim > 1 for scale in scales) else "tensorwise"
 

@@ -5,6 +5,7 @@ in float8_e4m3fn (``four_bits``).
 """
 
 import torch
+from torch import Tensor
 
 from fp8ref import formats
 from fp8ref.formats import E2M1FN, FP8_FORMATS, Format
@@ -39,7 +40,7 @@ HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
 """The dtypes that may be cast to FP8."""
 
 
-def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True) -> torch.Tensor:
+def encode(x: Tensor, fmt: Format, *, saturate: bool = True) -> Tensor:
     """Round x once to nearest even and return the codes.
 
     Shapes:   x any shape, empty too, float32, float16 or bfloat16; codes uint8 of the same shape,
@@ -71,7 +72,7 @@ def encode(x: torch.Tensor, fmt: Format, *, saturate: bool = True) -> torch.Tens
     return torch.where(value.isnan(), fmt.nan_code, codes).to(torch.uint8)
 
 
-def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
+def decode(codes: Tensor, fmt: Format) -> Tensor:
     """Decode uint8 codes, or a native float8 tensor, to float32 of the same shape, exactly.
 
     Every NaN code is NaN.
@@ -79,7 +80,7 @@ def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     Raises:   ValueError: fmt neither FP8 nor e2m1fn; codes of another dtype.
     """
     dtype = native(fmt)
-    if not isinstance(codes, torch.Tensor):
+    if not isinstance(codes, Tensor):
         raise ValueError(
             f"codes of {fmt} are a torch.Tensor; got {type(codes).__name__}. Convert with "
             "torch.as_tensor."
@@ -91,7 +92,7 @@ def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     return float_values.decode(codes)
 
 
-def to_fp8(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+def to_fp8(x: Tensor, fmt: Format) -> Tensor:
     """As a saturating encode, but the native float8 tensor; its NaNs may carry a sign.
 
     Raises as encode.
@@ -102,25 +103,25 @@ def to_fp8(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     return to_f32(x).clamp(-fmt.max, fmt.max).to(dtype)
 
 
-def code_bits(native: torch.Tensor, fmt: Format) -> torch.Tensor:
+def code_bits(native: Tensor, fmt: Format) -> Tensor:
     """The codes, uint8, of a native tensor: its bytes, or of e2m1fn a code of 4 bits a byte."""
     return four_bits.codes(native) if fmt == E2M1FN else native.view(torch.uint8)
 
 
-def from_code_bits(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
+def from_code_bits(codes: Tensor, fmt: Format) -> Tensor:
     """The native tensor of uint8 codes: the reverse of ``code_bits``."""
     return four_bits.numbers(codes) if fmt == E2M1FN else codes.view(native(fmt))
 
 
-def to_f32(x: torch.Tensor) -> torch.Tensor:
+def to_f32(x: Tensor) -> Tensor:
     """x widened to float32; ValueError when its dtype would be rounded."""
     return checked(x).to(torch.float32)
 
 
-def checked(x: torch.Tensor) -> torch.Tensor:
+def checked(x: Tensor) -> Tensor:
     """x itself; ValueError unless it is a tensor of float32, float16 or bfloat16, outside of
     torch.vmap."""
-    if not isinstance(x, torch.Tensor):
+    if not isinstance(x, Tensor):
         raise ValueError(
             f"casts take a torch.Tensor; got {type(x).__name__}. Convert with torch.as_tensor."
         )

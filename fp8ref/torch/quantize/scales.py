@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torchao.float8.float8_utils import amax_to_scale
 
 from fp8ref.formats import FP4_FORMATS, Format
@@ -19,13 +20,11 @@ __all__ = ["Scales", "implemented", "scale_from_amax", "scales_from_amax"]
 class Scales(NamedTuple):
     """scale multiplies into FP8, scale_inv out of it; float32 of one shape."""
 
-    scale: torch.Tensor
-    scale_inv: torch.Tensor
+    scale: Tensor
+    scale_inv: Tensor
 
 
-def scales_from_amax(
-    amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy = "torchao"
-) -> Scales:
+def scales_from_amax(amax: Tensor, fmt: Format, policy: str | ScalePolicy = "torchao") -> Scales:
     """Compute scale and scale_inv from an amax, bit for bit as the simulator (S-3, S-4, S-9, S-14,
     S-17).
 
@@ -63,9 +62,7 @@ def scales_from_amax(
     return Scales(scale, scale.reciprocal())
 
 
-def scale_from_amax(
-    amax: torch.Tensor, fmt: Format, policy: str | ScalePolicy = "torchao"
-) -> torch.Tensor:
+def scale_from_amax(amax: Tensor, fmt: Format, policy: str | ScalePolicy = "torchao") -> Tensor:
     """The factor into FP8: ``scales_from_amax(...).scale``. Its docstring applies."""
     return scales_from_amax(amax, fmt, policy).scale
 
@@ -76,7 +73,7 @@ def implemented(policy: str | ScalePolicy) -> ScalePolicy:
     return support.scale_policy(policy, "torch")
 
 
-def _scale_inv_ratio(amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> torch.Tensor:
+def _scale_inv_ratio(amax: Tensor, fmt: Format, policy: ScalePolicy) -> Tensor:
     """scale_inv before any power of two, float32 of amax's shape (S-14, S-17)."""
     floored = amax.clamp(min=policy.eps)  # a NaN stays
     if policy.ratio == "amax*(1/max)":
@@ -86,7 +83,7 @@ def _scale_inv_ratio(amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> to
     return (floored.double() / fmt.max).float()
 
 
-def _e8m0_scales(amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Scales:
+def _e8m0_scales(amax: Tensor, fmt: Format, policy: ScalePolicy) -> Scales:
     """scale_inv = 2^k, k in [-127, 127], or NaN; scale = 2^-k, or by the policy's rules (S-14)."""
     assert policy.e8m0 is not None
     if policy.e8m0.scale_of_nan == "as_infinite":
@@ -105,6 +102,6 @@ def _e8m0_scales(amax: torch.Tensor, fmt: Format, policy: ScalePolicy) -> Scales
     return Scales(torch.where(nan, nan_scale, scale), torch.where(nan, math.nan, _two_to_the(k)))
 
 
-def _two_to_the(k: torch.Tensor) -> torch.Tensor:
+def _two_to_the(k: Tensor) -> Tensor:
     """2^k, built from its bits, for int32 k in [-127, 127]; 2^-127 is a subnormal."""
     return torch.where(k == -127, 1 << 22, (k + 127) << 23).to(torch.int32).view(torch.float32)

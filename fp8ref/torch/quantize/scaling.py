@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed._functional_collectives  # defines the operators of _c10d
+from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn import functional
 
@@ -74,22 +75,22 @@ class Quantized(NamedTuple):
                  float32 () of two levels of scales, which multiplies out too (S-22); None: one.
     """
 
-    codes: torch.Tensor
-    scale: torch.Tensor
-    scale_inv: torch.Tensor
+    codes: Tensor
+    scale: Tensor
+    scale_inv: Tensor
     fmt: Format
     granularity: str
     axis: int
-    transposed: torch.Tensor | None = None
-    tensor_scale_inv: torch.Tensor | None = None
+    transposed: Tensor | None = None
+    tensor_scale_inv: Tensor | None = None
 
     @property
-    def code_bits(self) -> torch.Tensor:
+    def code_bits(self) -> Tensor:
         """The codes as uint8, those of e2m1fn from 0 to 15, as the simulator has them."""
         return cast.code_bits(self.codes, self.fmt)
 
     @property
-    def factor(self) -> torch.Tensor:
+    def factor(self) -> Tensor:
         """What multiplies codes out: scale_inv, of two levels times tensor_scale_inv (S-22)."""
         whole = self.tensor_scale_inv
         return self.scale_inv if whole is None else whole * self.scale_inv
@@ -100,7 +101,7 @@ class Quantized(NamedTuple):
         return _blocks(self.granularity, tuple(self.codes.shape), self.axis)
 
 
-def block_max(magnitudes: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+def block_max(magnitudes: Tensor, blocks: Blocks) -> Tensor:
     """The largest of each block of magnitudes, in their dtype, as if zeros filled the last blocks.
 
     Shapes:   the number of blocks along each axis; () where one block is the whole tensor.
@@ -125,7 +126,7 @@ def block_max(magnitudes: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     return magnitudes.reshape(parts).amax(dim=tuple(range(1, len(parts), 2)))
 
 
-def block_amax(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+def block_amax(x: Tensor, blocks: Blocks) -> Tensor:
     """The largest magnitude of each block of x, in x's dtype, which holds every amax exactly.
 
     Shapes and specials as ``block_max`` and ``amax``.
@@ -133,7 +134,7 @@ def block_amax(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     return block_max(x.detach().abs(), blocks)
 
 
-def spread(scale: torch.Tensor, shape: tuple[int, ...], blocks: Blocks) -> torch.Tensor:
+def spread(scale: Tensor, shape: tuple[int, ...], blocks: Blocks) -> Tensor:
     """Scales repeated over their blocks, so that they broadcast to a tensor of this shape."""
     if scale.ndim == 0:
         return scale
@@ -143,7 +144,7 @@ def spread(scale: torch.Tensor, shape: tuple[int, ...], blocks: Blocks) -> torch
     return scale
 
 
-def scale_blocks(x: torch.Tensor, scale: torch.Tensor, blocks: Blocks = ()) -> torch.Tensor:
+def scale_blocks(x: Tensor, scale: Tensor, blocks: Blocks = ()) -> Tensor:
     """RN32(f32(x) * scale), float32 of x's shape, by the scales of x's blocks.
 
     blocks    (): the scale broadcasts to x as it is.
@@ -151,9 +152,7 @@ def scale_blocks(x: torch.Tensor, scale: torch.Tensor, blocks: Blocks = ()) -> t
     return x.detach().to(torch.float32) * spread(scale, tuple(x.shape), blocks)
 
 
-def quantize_blocks(
-    x: torch.Tensor, scale: torch.Tensor | None, fmt: Format, blocks: Blocks = ()
-) -> torch.Tensor:
+def quantize_blocks(x: Tensor, scale: Tensor | None, fmt: Format, blocks: Blocks = ()) -> Tensor:
     """The codes of x, native float8: ``scale_blocks``, clip to +-fmt.max, round to nearest even.
 
     scale     None: x is in the units of codes, as ``scale_blocks`` returns it.
@@ -171,8 +170,8 @@ def quantize_blocks(
 
 
 def amax(
-    x: torch.Tensor, granularity: str = "tensorwise", *, axis: int = -1, ragged: bool = False
-) -> torch.Tensor:
+    x: Tensor, granularity: str = "tensorwise", *, axis: int = -1, ragged: bool = False
+) -> Tensor:
     """The largest magnitude of every group that shares a scale, on this rank (spec S-2).
 
     ragged    the last block along axis may be shorter (S-6): as along a linear's rows.
@@ -188,7 +187,7 @@ def amax(
     return _largest(x, granularity, axis, ragged).float()
 
 
-def _largest(x: torch.Tensor, granularity: str, axis: int, ragged: bool) -> torch.Tensor:
+def _largest(x: Tensor, granularity: str, axis: int, ragged: bool) -> Tensor:
     """As ``amax``, in x's dtype, which holds every amax exactly."""
     cast.checked(x)
     # refuses empty tensors and absent axes
@@ -203,7 +202,7 @@ def _blocks(granularity: str, shape: tuple[int, ...], axis: int) -> Blocks:
     return shape if blocks == (None,) and granularity != "tensorwise" else blocks
 
 
-def merge_amax(amax: torch.Tensor, group: str) -> torch.Tensor:
+def merge_amax(amax: Tensor, group: str) -> Tensor:
     """The elementwise maximum of every rank's amax, float32 of any shape (P-2).
 
     Specials: Inf or NaN on any rank is Inf or NaN on all, NaN before Inf. A flag is reduced beside
@@ -215,7 +214,7 @@ def merge_amax(amax: torch.Tensor, group: str) -> torch.Tensor:
     return torch.where(flag == 2, math.nan, torch.where(flag == 1, math.inf, merged))
 
 
-def all_reduce_max(x: torch.Tensor, group: str) -> torch.Tensor:
+def all_reduce_max(x: Tensor, group: str) -> Tensor:
     """The elementwise maximum of finite values over the ranks of a process group, by name."""
     return _c10d.wait_tensor(_c10d.all_reduce(x, "max", group))
 
@@ -265,7 +264,7 @@ class Groups:
 
 
 def quantize(
-    x: torch.Tensor,
+    x: Tensor,
     fmt: Format,
     *,
     granularity: str = "tensorwise",
@@ -316,8 +315,8 @@ def quantize(
 
 
 def quantize_with(
-    x: torch.Tensor,
-    scale: torch.Tensor,
+    x: Tensor,
+    scale: Tensor,
     fmt: Format,
     *,
     granularity: str = "tensorwise",
@@ -332,7 +331,7 @@ def quantize_with(
               fmt that is not FP8.
     """
     cast.checked(x)
-    if not isinstance(scale, torch.Tensor):
+    if not isinstance(scale, Tensor):
         raise ValueError(
             f"a scale is a torch.Tensor of float32; got {type(scale).__name__}. Convert with "
             "torch.as_tensor."
@@ -346,12 +345,12 @@ def quantize_with(
     return _quantized(x, scale, scale.reciprocal(), fmt, granularity, axis, draw)
 
 
-def requantize(x: torch.Tensor, like: Quantized) -> Quantized:
+def requantize(x: Tensor, like: Quantized) -> Quantized:
     """The hp tensor x by the scales of ``like``, which quantized it before: the same codes."""
     return _quantized(x, like.scale, like.scale_inv, like.fmt, like.granularity, like.axis)
 
 
-def dequantize(q: Quantized) -> torch.Tensor:
+def dequantize(q: Quantized) -> Tensor:
     """RN32(decode(codes) * scale_inv), float32 of the codes' shape (spec S-8); of two levels, by
     RN32(tensor_scale_inv * scale_inv) (S-22).
 
@@ -373,9 +372,9 @@ def dequantize(q: Quantized) -> torch.Tensor:
 
 
 def _quantized(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    scale_inv: torch.Tensor,
+    x: Tensor,
+    scale: Tensor,
+    scale_inv: Tensor,
     fmt: Format,
     granularity: str,
     axis: int,
@@ -389,9 +388,7 @@ def _quantized(
     return Quantized(codes, scale, scale_inv, fmt, granularity, axis)
 
 
-def _drawn(
-    x: torch.Tensor, scale: torch.Tensor, fmt: Format, blocks: Blocks, axis: int, draw: Draw
-) -> torch.Tensor:
+def _drawn(x: Tensor, scale: Tensor, fmt: Format, blocks: Blocks, axis: int, draw: Draw) -> Tensor:
     """The codes of x, native float8, rounded stochastically: by the places that elements have with
     the reduced axis last (S-24)."""
     scaled = scale_blocks(x, scale, blocks).movedim(axis, -1)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -22,7 +23,7 @@ KINDS = frozenset(
 """Kinds of device for which torch.autocast is available."""
 
 
-def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype of linears under torch.autocast on x's device; None outside of autocast."""
     # looked up among KINDS, since dynamo of torch 2.11 does not trace is_autocast_available
     kind = x.device.type
@@ -38,16 +39,16 @@ class Named(Protocol):
     """
 
     fqn: str
-    weight: torch.Tensor
+    weight: Tensor
 
 
-def checked_input(x: torch.Tensor, linear: Named) -> torch.Tensor:
+def checked_input(x: Tensor, linear: Named) -> Tensor:
     """Check the input x [..., K] of a linear, and cast it to the autocast dtype if there is one.
 
     Raises:   ValueError: another K; another device; x not float32, float16 or bfloat16; forward
               mode or a transform of torch.func (L-8).
     """
-    if not isinstance(x, torch.Tensor):
+    if not isinstance(x, Tensor):
         raise ValueError(
             f"{_name(linear)} takes a torch.Tensor; got {type(x).__name__}. Use torch.as_tensor."
         )
@@ -72,14 +73,14 @@ def checked_input(x: torch.Tensor, linear: Named) -> torch.Tensor:
 
 
 def check_transforms(
-    name: str, *tensors: torch.Tensor, otherwise: str = "keep it in high precision by filter_fqns"
+    name: str, *tensors: Tensor, otherwise: str = "keep it in high precision by filter_fqns"
 ) -> None:
     """ValueError where torch.func transforms a pass of FP8, or one of its tensors has a derivative
     in forward mode: torch's error would name no layer. In a compiled graph nothing is checked."""
     if torch.compiler.is_compiling():
         return
     plain = (
-        [t for t in tensors if type(t) in (torch.Tensor, torch.nn.Parameter)]
+        [t for t in tensors if type(t) in (Tensor, torch.nn.Parameter)]
         if forward_ad._current_level >= 0
         else []
     )
@@ -95,7 +96,7 @@ def check_transforms(
     )
 
 
-def weight(linear: Named, x: torch.Tensor) -> torch.Tensor:
+def weight(linear: Named, x: Tensor) -> Tensor:
     """A linear's weight in the dtype of an input x that ``checked_input`` returned.
 
     A weight gathered as codes is left as it is. Of a DTensor it is this rank's part.
@@ -113,14 +114,14 @@ def weight(linear: Named, x: torch.Tensor) -> torch.Tensor:
     return w if isinstance(w, Float8TrainingTensor) else w.to(x.dtype)
 
 
-def in_high_precision(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def in_high_precision(x: Tensor, w: Tensor) -> Tensor:
     """x [..., K] @ w.T [K, N] without FP8: of no tokens (L-9), whose gradients are then zeros."""
     return functional.linear(
         x, w.to_original_precision() if isinstance(w, Float8TrainingTensor) else w
     )
 
 
-def calibrated(x: torch.Tensor, w: torch.Tensor, fqn: str) -> torch.Tensor:
+def calibrated(x: Tensor, w: Tensor, fqn: str) -> Tensor:
     """x [..., K] @ w.T [K, N] in high precision, for ``delayed.calibrate``.
 
     ValueError: w is gathered in FP8.
@@ -133,7 +134,7 @@ def calibrated(x: torch.Tensor, w: torch.Tensor, fqn: str) -> torch.Tensor:
     return in_high_precision(x, w)
 
 
-def _rank_weight(linear: Named, x: torch.Tensor) -> torch.Tensor:
+def _rank_weight(linear: Named, x: Tensor) -> Tensor:
     """The weight as it is multiplied; for a plain x this rank's part of it."""
     w = linear.weight
     return w if isinstance(x, DTensor) else local_part(w)
@@ -158,7 +159,7 @@ def without_autocast(pass_: Callable) -> Callable:
     """Wrap a forward or backward pass (ctx, tensor, ...): autocast changes no dtype in it."""
 
     @functools.wraps(pass_)
-    def run(ctx, x: torch.Tensor, *more):
+    def run(ctx, x: Tensor, *more):
         if autocast_dtype(x) is None:
             return pass_(ctx, x, *more)
         with torch.autocast(x.device.type, enabled=False):
@@ -172,7 +173,7 @@ def weight_once(forward: Callable) -> Callable:
     once in it when it runs eagerly."""
 
     @functools.wraps(forward)
-    def run(linear, input: torch.Tensor) -> torch.Tensor:
+    def run(linear, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or "parametrizations" not in linear._modules:
             return forward(linear, input)
         with parametrize.cached():
