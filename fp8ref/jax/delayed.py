@@ -22,7 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export, lax
+from jax import Array, export, lax
 
 from fp8ref import recipe as recipes
 from fp8ref.formats import Format
@@ -49,7 +49,7 @@ __all__ = [
     "update",
 ]
 
-Seen = Mapping[Role, jax.Array]
+Seen = Mapping[Role, Array]
 """Role -> float32 [..., 3]: amax, and the flags non_finite and seen, 0 or 1."""
 
 
@@ -61,18 +61,18 @@ class DelayedState(NamedTuple):
     step          int32 [...]: observed updates so far.
     """
 
-    stored: jax.Array
-    amax_history: jax.Array
-    step: jax.Array
+    stored: Array
+    amax_history: Array
+    step: Array
 
 
 class FlaxState(NamedTuple):
     """The state under policy ``flax``, which stores scale_inv. Its type differs, so that one is
     never taken for the other."""
 
-    stored: jax.Array
-    amax_history: jax.Array
-    step: jax.Array
+    stored: Array
+    amax_history: Array
+    step: Array
 
 
 for _kind in (DelayedState, FlaxState):  # programs that take a state can be written by jax.export
@@ -110,12 +110,12 @@ def kind(config: DelayedScaling) -> type[DelayedState | FlaxState]:
     return FlaxState if config.policy.stored == "scale_inv" else DelayedState
 
 
-def unseen(recipe: str | Recipe | Casts, shape: tuple[int, ...] = ()) -> dict[Role, jax.Array]:
+def unseen(recipe: str | Recipe | Casts, shape: tuple[int, ...] = ()) -> dict[Role, Array]:
     """Empty observations for a step: float32 zeros [*shape, 3] by role. Raises as init."""
     return {role: jnp.zeros((*shape, 3), jnp.float32) for role in _casts(recipe)}
 
 
-def observe(x: jax.Array, *, over: tuple[str, ...] = ()) -> jax.Array:
+def observe(x: Array, *, over: tuple[str, ...] = ()) -> Array:
     """An observation, along ``over`` too: float32 [3] of amax (0 if not finite), non_finite, 1.
 
     Raises:   ValueError: x empty, or not float32, float16 or bfloat16.
@@ -125,14 +125,14 @@ def observe(x: jax.Array, *, over: tuple[str, ...] = ()) -> jax.Array:
     return jnp.stack([jnp.where(finite, amax, 0.0), jnp.where(finite, 0.0, 1.0), jnp.float32(1)])
 
 
-def larger(a: jax.Array, b: jax.Array) -> jax.Array:
+def larger(a: Array, b: Array) -> Array:
     """The elementwise maximum of magnitudes, from bits: XLA on a CPU flushes subnormals."""
     return cast.from_magnitude_bits(
         jnp.maximum(cast.magnitude_bits(a), cast.magnitude_bits(b)), jnp.float32
     )
 
 
-def merge(*observations: Seen) -> dict[Role, jax.Array]:
+def merge(*observations: Seen) -> dict[Role, Array]:
     """Merge observations into one (H-4): the maximum of amaxes and of flags, in any order.
 
     Raises:   ValueError: none given; observations of different roles.
@@ -153,7 +153,7 @@ def merge(*observations: Seen) -> dict[Role, jax.Array]:
     return merged
 
 
-def merged(seen: Seen, amaxes: Mapping[Role, jax.Array], own_seen: Seen) -> dict[Role, jax.Array]:
+def merged(seen: Seen, amaxes: Mapping[Role, Array], own_seen: Seen) -> dict[Role, Array]:
     """seen, merged with the observations of a pass's amaxes, of those roles that have one (H-4);
     over a vmapped axis that ``own_seen``, the layer's seen, lacks, the largest (``over_batch``).
     """
@@ -165,7 +165,7 @@ def merged(seen: Seen, amaxes: Mapping[Role, jax.Array], own_seen: Seen) -> dict
 
 
 @jax.custom_batching.custom_vmap
-def over_batch(observed: jax.Array, own_seen: jax.Array) -> jax.Array:
+def over_batch(observed: Array, own_seen: Array) -> Array:
     """observed; under a vmap that maps observed but not ``own_seen``, the layer's input, the
     maximum over the mapped axis.
 
@@ -176,7 +176,7 @@ def over_batch(observed: jax.Array, own_seen: jax.Array) -> jax.Array:
 
 
 @over_batch.def_vmap
-def _over_batch(axis_size: int, batched: list[bool], observed: jax.Array, own_seen: jax.Array):
+def _over_batch(axis_size: int, batched: list[bool], observed: Array, own_seen: Array):
     del axis_size
     observed_batched, own_batched = batched
     if observed_batched and not own_batched:
@@ -215,7 +215,7 @@ def update(
     return {role: _advance(state[role], seen[role], *casts[role]) for role in state}
 
 
-def scales(state: State, recipe: str | Recipe) -> dict[Role, jax.Array]:
+def scales(state: State, recipe: str | Recipe) -> dict[Role, Array]:
     """The scale of each role in the coming step (H-1), under policy ``flax`` scale_inv: float32 of
     the state's shape, without gradient."""
     casts = _casts(recipe)
@@ -236,7 +236,7 @@ def unset(state: State) -> bool:
     return any(bool((np.asarray(step) == 0).any()) for step in filter(readable, steps))
 
 
-def readable(x: jax.Array) -> bool:
+def readable(x: Array) -> bool:
     """Whether this process can read an array's numbers: it has all, and does not trace them."""
     return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
@@ -297,12 +297,12 @@ def implemented(config: DelayedScaling) -> DelayedScaling:
     return config
 
 
-def _largest(magnitudes: jax.Array, *, axis: int) -> jax.Array:
+def _largest(magnitudes: Array, *, axis: int) -> Array:
     """The maximum of the bits of magnitudes along an axis (``scaling.amax``)."""
     return jnp.squeeze(scaling.amax(magnitudes, "rowwise", axis=axis), axis)
 
 
-def _used(state: DelayedState | FlaxState, fmt: Format, config: DelayedScaling) -> jax.Array:
+def _used(state: DelayedState | FlaxState, fmt: Format, config: DelayedScaling) -> Array:
     """What a state scales by in the next step: its scale; scale_inv under policy ``flax`` (H-1)."""
     if config.timing == "update":
         return state.stored
@@ -312,7 +312,7 @@ def _used(state: DelayedState | FlaxState, fmt: Format, config: DelayedScaling) 
 # traced once for all states of a shape
 @functools.partial(jax.jit, static_argnames=("fmt", "config"))
 def _advance(
-    state: DelayedState | FlaxState, seen: jax.Array, fmt: Format, config: DelayedScaling
+    state: DelayedState | FlaxState, seen: Array, fmt: Format, config: DelayedScaling
 ) -> DelayedState | FlaxState:
     """The state after one update: push the amax and compute the scale, or keep the state."""
     amax, non_finite, was_seen = seen[..., 0], seen[..., 1], seen[..., 2]
@@ -329,7 +329,7 @@ def _advance(
     after = kind(config)(stored, pushed, state.step + 1)
     valid = (was_seen > 0) & ((non_finite == 0) | (config.timing == "use"))
 
-    def select(new: jax.Array, old: jax.Array) -> jax.Array:
+    def select(new: Array, old: Array) -> Array:
         return jnp.where(valid[(..., *[None] * (new.ndim - valid.ndim))], new, old)
 
     kept = jax.tree.map(select, after, state)
@@ -339,12 +339,8 @@ def _advance(
 
 
 def _scale_of(
-    amax: jax.Array,
-    past: jax.Array,
-    state: DelayedState | FlaxState,
-    fmt: Format,
-    config: DelayedScaling,
-) -> jax.Array:
+    amax: Array, past: Array, state: DelayedState | FlaxState, fmt: Format, config: DelayedScaling
+) -> Array:
     """The scale of the newest amax and its history; the old one between intervals or if 0."""
     if config.amax_compute == "max" and past.shape[-1]:
         amax = larger(amax, _largest(past, axis=-1))

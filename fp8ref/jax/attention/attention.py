@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.formats import BFLOAT16
 from fp8ref.jax import delayed
@@ -59,20 +59,20 @@ class Carried(NamedTuple):
 
     scales: Mapping | None = None
     seen: delayed.Seen | None = None
-    tap: jax.Array | None = None
+    tap: Array | None = None
 
 
 def apply(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     variant: str | Variant | Call,
     mask: Mask | None = None,
     documents=None,
     scales: Mapping | None = None,
-    sinks: jax.Array | None = None,
-) -> jax.Array:
+    sinks: Array | None = None,
+) -> Array:
     """softmax(q k^T scale) v by a variant, with its gradients.
 
     Works under jit, grad, vmap and shard_map. Memory is linear in the lengths: the backward pass
@@ -103,16 +103,16 @@ def apply(
 
 
 def apply_with_stats(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     variant: str | Variant | Call,
     mask: Mask | None = None,
     documents=None,
-    sinks: jax.Array | None = None,
+    sinks: Array | None = None,
     carried: Carried,
-) -> tuple[jax.Array, Carried]:
+) -> tuple[Array, Carried]:
     """``apply``, and with a tap the quantization statistics of its operands (spec Q-13), with seen
     the amaxes that delayed scales come from (A-12). Raises as apply.
 
@@ -240,7 +240,7 @@ def _passed(qkv: Inputs, carried: Carried, call: DeviceCall):
 
 
 def observed(
-    seen: delayed.Seen | None, amaxes: Mapping[str, jax.Array], own_seen: delayed.Seen | None
+    seen: delayed.Seen | None, amaxes: Mapping[str, Array], own_seen: delayed.Seen | None
 ) -> delayed.Seen | None:
     """Observations merged with the amaxes of a pass (H-4); over a vmapped axis that ``own_seen``,
     the layer's seen, lacks, the largest.
@@ -261,7 +261,7 @@ def _saved(qkv: Inputs, carried: Carried, call: DeviceCall):
     qkv = _ruled(qkv, call, derivatives.not_again)
     result, out = _passed(qkv, carried, call)
     variant = call.variant
-    whole: tuple[jax.Array, ...] = qkv[:3]
+    whole: tuple[Array, ...] = qkv[:3]
     kept = result._replace(o=out[0], amaxes={}, counts=None)
     if variant.real:
         pass
@@ -310,7 +310,7 @@ def _gradients(call: DeviceCall, saved, cotangents):
 derivatives.defvjp(_attention, _saved, _gradients)
 
 
-def _scale_of_p(result: Result, call: DeviceCall) -> jax.Array:
+def _scale_of_p(result: Result, call: DeviceCall) -> Array:
     """The factor of probabilities in the backward pass."""
     if call.variant.backward == "bf16":
         return jnp.ones((), jnp.float32)
@@ -326,7 +326,7 @@ def _ruled(qkv: Inputs, call: DeviceCall, rule: Callable) -> Inputs:
     return Inputs(q, k, v, qkv.documents, sinks)
 
 
-def _select_roles(carried: Carried, roles: tuple[str, ...]) -> dict[str, jax.Array]:
+def _select_roles(carried: Carried, roles: tuple[str, ...]) -> dict[str, Array]:
     return {role: x for role, x in (carried.scales or {}).items() if role in roles}
 
 
@@ -343,9 +343,7 @@ def _watched(qkv: Inputs, scales: dict, call: DeviceCall, *, observe: bool) -> R
 
 
 @as_one_program("call", unnamed={"call": DeviceCall.unnamed})
-def _backward(
-    do: jax.Array, qkv: Inputs, result: Result, scales: dict, call: DeviceCall
-) -> Gradients:
+def _backward(do: Array, qkv: Inputs, result: Result, scales: dict, call: DeviceCall) -> Gradients:
     if call.variant.backward == "exact":
         return real.backward(do, qkv, call)
     if call.variant.backward == "bf16":

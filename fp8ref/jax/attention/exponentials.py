@@ -9,19 +9,19 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.typing import ArrayLike
 
 from fp8ref.jax.states import moments
 from fp8ref.spec.attention.variants import Arithmetic
 
 
-def times(a: ArrayLike, b: ArrayLike, arithmetic: Arithmetic) -> jax.Array:
+def times(a: ArrayLike, b: ArrayLike, arithmetic: Arithmetic) -> Array:
     """a * b, float32: ``stated``, rounded before any sum; ``fast``, as XLA compiles it."""
     return jnp.multiply(a, b) if arithmetic == "fast" else moments.product(a, b)
 
 
-def exponential(x: jax.Array, base: str, arithmetic: Arithmetic) -> jax.Array:
+def exponential(x: Array, base: str, arithmetic: Arithmetic) -> Array:
     """2^x or e^x, float32 of any shape, of numbers below 128, or below 88.
 
     Specials: 0 of numbers below -200. XLA flushes results below 2^-126 to zero.
@@ -47,7 +47,7 @@ def exponential(x: jax.Array, base: str, arithmetic: Arithmetic) -> jax.Array:
     return jnp.where(x < -200, jnp.float32(0), _kept(rounded, x))
 
 
-def logarithm(x: jax.Array, base: str) -> jax.Array:
+def logarithm(x: Array, base: str) -> Array:
     """RN32 of ln x or log2 x in float64, float32 of positive numbers of any shape; as rare an
     exception as that of ``exponential``."""
     with jax.enable_x64(True):
@@ -58,7 +58,7 @@ def logarithm(x: jax.Array, base: str) -> jax.Array:
     return _kept(rounded, x)
 
 
-def tanh(x: jax.Array, arithmetic: Arithmetic) -> jax.Array:
+def tanh(x: Array, arithmetic: Arithmetic) -> Array:
     """The hyperbolic tangent of float32 numbers of any shape.
 
     fast      XLA's own, which errs by 8 units of 2^-23 at most.
@@ -72,7 +72,7 @@ def tanh(x: jax.Array, arithmetic: Arithmetic) -> jax.Array:
     return _kept(rounded, x)
 
 
-def fused(a: ArrayLike, b: ArrayLike, c: ArrayLike) -> jax.Array:
+def fused(a: ArrayLike, b: ArrayLike, c: ArrayLike) -> Array:
     """RN32(a * b + c), rounded once: float32 of finite numbers that broadcast against each other.
 
     Order:    the product is exact in float64; so is the sum, in two float64 numbers. The first is
@@ -98,7 +98,7 @@ def fused(a: ArrayLike, b: ArrayLike, c: ArrayLike) -> jax.Array:
     return _kept(rounded, jnp.broadcast_to(jnp.asarray(a, jnp.float32), shape))
 
 
-def ascending_sum(x: jax.Array) -> jax.Array:
+def ascending_sum(x: Array) -> Array:
     """The sum over the last axis, ascending from +0, each addition rounded: float32 [...].
 
     The additions are written out: XLA keeps their order, and no loop runs on the device. Without
@@ -111,6 +111,6 @@ def ascending_sum(x: jax.Array) -> jax.Array:
     return total
 
 
-def _kept(rounded: jax.Array, x: jax.Array) -> jax.Array:
+def _kept(rounded: Array, x: Array) -> Array:
     """The rounded result of x; a choice keeps XLA from dropping it (``division``)."""
     return jnp.where(jnp.isnan(x), x, rounded)

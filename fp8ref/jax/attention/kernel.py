@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.formats import E4M3FN
 from fp8ref.jax import delayed
@@ -42,16 +42,16 @@ FEATURES, TOKENS = 128, 128
 
 
 def apply(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     scales: Mapping,
     variant: str | Variant | Call = "cudnn",
     mask: Mask | None = None,
     seen: delayed.Seen | None = None,
     platform: str | None = None,
-) -> tuple[jax.Array, delayed.Seen | None]:
+) -> tuple[Array, delayed.Seen | None]:
     """softmax(q k^T scale) v by cuDNN's FP8 kernel, with its gradients, on one device.
 
     Of a program for several, jax partitions the kernel's call and merges none of its amaxes.
@@ -154,13 +154,13 @@ def _check_alone(q, k, v) -> None:
                 f"{role} along {', '.join(axes)}. Use fp8ref.jax.attention with over={axes}."
             )
         devices = max(mesh.size, jax.sharding.get_abstract_mesh().size)
-        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+        if isinstance(x, Array) and not isinstance(x, jax.core.Tracer):
             devices = len(x.sharding.device_set)
         if devices > 1:
             raise ValueError(_SEVERAL.format(role=role, devices=devices))
 
 
-QKV = tuple[jax.Array, ...]
+QKV = tuple[Array, ...]
 """q, k and v."""
 
 
@@ -195,7 +195,7 @@ derivatives.defvjp(_attention, _saved, _gradients)
 
 def _forward(
     qkv: QKV, scales_: dict, seen: delayed.Seen | None, call: DeviceCall
-) -> tuple[jax.Array, delayed.Seen | None, Any]:
+) -> tuple[Array, delayed.Seen | None, Any]:
     """(o, observations, pullback of codes of o)."""
     q, k, v = qkv
     q = one_device.check(q, _SEVERAL.replace("{role}", "the program"))
@@ -216,7 +216,7 @@ def _forward(
 
 
 def dot_product_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, call: DeviceCall, parameters: dict[str, jax.Array]
+    q: Array, k: Array, v: Array, call: DeviceCall, parameters: dict[str, Array]
 ) -> tuple:
     """JAX's cuDNN call of codes: (codes of o, amax of P, amax of o). The gradients of parameters'
     amaxes are those of the backward pass."""
@@ -236,7 +236,7 @@ def dot_product_attention(
     )
 
 
-def _parameters(tensor_scales: dict[str, scales.Scales], scales_: dict) -> dict[str, jax.Array]:
+def _parameters(tensor_scales: dict[str, scales.Scales], scales_: dict) -> dict[str, Array]:
     """cuDNN's scales by its names, float32 [1, 1, 1, 1]: scale in, descale out."""
     pairs = tensor_scales | {
         role: scales.with_inverse(scales_[role]) for role in ("s", "o", *data.GRADIENT_ROLES)
@@ -248,5 +248,5 @@ def _parameters(tensor_scales: dict[str, scales.Scales], scales_: dict) -> dict[
     return {key: x.reshape(1, 1, 1, 1) for key, x in parameters.items()}
 
 
-def _values(codes: jax.Array, scale: jax.Array) -> jax.Array:
+def _values(codes: Array, scale: Array) -> Array:
     return moments.product(cast.decode(codes, E4M3FN), scales.with_inverse(scale).scale_inv)

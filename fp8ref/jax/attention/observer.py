@@ -10,7 +10,7 @@ from contextvars import ContextVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.jax.attention import counts as attention_counts
 from fp8ref.jax.attention.operands.heads import Heads
@@ -35,13 +35,13 @@ def watcher() -> Callable | None:
     return _watcher.get()
 
 
-def show(call: DeviceCall, phase: Phase, arrays: dict[str, jax.Array]) -> None:
+def show(call: DeviceCall, phase: Phase, arrays: dict[str, Array]) -> None:
     """Call the watcher when the program runs."""
     assert call.watcher is not None
     jax.debug.callback(functools.partial(call.watcher, call.layer, phase), arrays)
 
 
-def forward_arrays(qkv: Inputs, result, call: DeviceCall) -> dict[str, jax.Array]:
+def forward_arrays(qkv: Inputs, result, call: DeviceCall) -> dict[str, Array]:
     """What a forward pass made, and of what softcap and sinks."""
     values = zip(("q", "k", "v"), qkv[:3], strict=True)
     shown: dict = {f"{role}/value": x.astype(jnp.float32) for role, x in values}
@@ -57,7 +57,7 @@ def forward_arrays(qkv: Inputs, result, call: DeviceCall) -> dict[str, jax.Array
     return _present(shown) | _quantized(result.tensors) | counted
 
 
-def backward_arrays(do: jax.Array, grads, scale_p: jax.Array) -> dict[str, jax.Array]:
+def backward_arrays(do: Array, grads, scale_p: Array) -> dict[str, Array]:
     """What a backward pass made; scale_p: of its probabilities."""
     matrices = grads.matrices
     shown = {
@@ -74,8 +74,8 @@ def backward_arrays(do: jax.Array, grads, scale_p: jax.Array) -> dict[str, jax.A
 
 
 def _counted(
-    role: str, amax: jax.Array | None, counts: jax.Array | None, at: tuple[int, ...]
-) -> dict[str, jax.Array]:
+    role: str, amax: Array | None, counts: Array | None, at: tuple[int, ...]
+) -> dict[str, Array]:
     """Amax, elements, clipped and lost ones of P or dS, if the pass counts."""
     if counts is None:
         return {}
@@ -83,12 +83,12 @@ def _counted(
     return {f"{role}/amax": amax, f"{role}/counts": attention_counts.numbers(counts)[np.array(at)]}
 
 
-def _present(arrays: dict) -> dict[str, jax.Array]:
+def _present(arrays: dict) -> dict[str, Array]:
     return {key: x for key, x in arrays.items() if x is not None}
 
 
-def _quantized(tensors: dict[str, Heads]) -> dict[str, jax.Array]:
-    shown: dict[str, jax.Array] = {}
+def _quantized(tensors: dict[str, Heads]) -> dict[str, Array]:
+    shown: dict[str, Array] = {}
     for role, x in tensors.items():
         if x.codes.dtype.itemsize == 1:
             codes = lax.bitcast_convert_type(x.codes, jnp.uint8)

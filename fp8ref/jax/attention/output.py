@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.jax.attention import counts as attention_counts
 from fp8ref.jax.attention import exponentials, probability_value, sinks, softmax
@@ -44,19 +44,19 @@ class Result(NamedTuple):
     documents      of queries and of keys, and ``sinks``: what the backward pass needs of them.
     """
 
-    o: jax.Array
-    lse: jax.Array
+    o: Array
+    lse: Array
     tensors: dict[str, Heads]
-    amaxes: dict[str, jax.Array]
-    saturated: jax.Array
-    p_codes: jax.Array | None
-    scale_p: jax.Array
-    scale_inv_p: jax.Array
-    scores: jax.Array | None = None
-    lost: jax.Array | None = None
-    counts: jax.Array | None = None
-    documents: tuple[jax.Array, jax.Array] | None = None
-    sinks: jax.Array | None = None
+    amaxes: dict[str, Array]
+    saturated: Array
+    p_codes: Array | None
+    scale_p: Array
+    scale_inv_p: Array
+    scores: Array | None = None
+    lost: Array | None = None
+    counts: Array | None = None
+    documents: tuple[Array, Array] | None = None
+    sinks: Array | None = None
 
 
 class Passed(NamedTuple):
@@ -65,10 +65,10 @@ class Passed(NamedTuple):
     all that are seen; and the matrices of ``Kept``."""
 
     rows: softmax.Rows
-    o: jax.Array
-    largest: jax.Array
-    counts: jax.Array
-    matrices: dict[str, jax.Array]
+    o: Array
+    largest: Array
+    counts: Array
+    matrices: dict[str, Array]
 
 
 @as_one_program("call", "observe", unnamed={"call": DeviceCall.unnamed})
@@ -121,7 +121,7 @@ def _real(inputs: Inputs, call: DeviceCall) -> Result:
     return Result(o, lse, {}, amaxes | {"s": one}, jnp.int32(0), None, one, one)
 
 
-def _passed(parts: Parts, p_scale: jax.Array, p_scale_inv: jax.Array, *, observe: bool) -> Passed:
+def _passed(parts: Parts, p_scale: Array, p_scale_inv: Array, *, observe: bool) -> Passed:
     """The loop over blocks and tiles, with whole matrices."""
     call, variant = parts.call, parts.variant
     factor = parts.raw_factor() if variant.scores == "raw" else None
@@ -164,7 +164,7 @@ def _passed(parts: Parts, p_scale: jax.Array, p_scale_inv: jax.Array, *, observe
     return passed._replace(matrices=kept.whole(passed.matrices))
 
 
-def _end(passed: Passed, parts: Parts, row_sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def _end(passed: Passed, parts: Parts, row_sinks: Array | None) -> tuple[Array, Array]:
     """(o, LSE) from the sums, [B, H, T, ...]."""
     call, variant = parts.call, parts.variant
     factor = parts.raw_factor() if variant.scores == "raw" and not call.fast else None

@@ -3,9 +3,8 @@
 A tile's product is a GEMM of its own, added to what came before in float32.
 """
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.jax.attention.exponentials import times
 from fp8ref.jax.attention.operands.operands import Parts
@@ -13,9 +12,7 @@ from fp8ref.jax.quantize import division
 from fp8ref.jax.states import moments
 
 
-def add(
-    o: jax.Array, c: jax.Array, p: jax.Array, parts: Parts, tile: jax.Array, p_scale_inv: jax.Array
-) -> jax.Array:
+def add(o: Array, c: Array, p: Array, parts: Parts, tile: Array, p_scale_inv: Array) -> Array:
     """o times the factors c of what came before, and a tile added.
 
     Shapes:   o float32 [B, N, G, rows, D], c [B, N, G, rows]; p, the cast probabilities [B, N, G,
@@ -34,7 +31,7 @@ def add(
     return times(o, c[..., None], arithmetic) + product
 
 
-def finish(o: jax.Array, total: jax.Array, parts: Parts) -> jax.Array:
+def finish(o: Array, total: Array, parts: Parts) -> Array:
     """The output of the sums (A-10), unrounded: float32 [B, N, G, T, D] of o of that shape and sums
     of probabilities [B, N, G, T]."""
     variant = parts.variant

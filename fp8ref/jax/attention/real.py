@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.jax.attention.gradients.gradients import Gradients
 from fp8ref.jax.attention.operands import heads
@@ -22,7 +22,7 @@ from fp8ref.jax.quantize.scales import Scales
 _NONE = np.float64(-np.inf)
 
 
-def forward(inputs: Inputs, call: DeviceCall) -> tuple[jax.Array, jax.Array]:
+def forward(inputs: Inputs, call: DeviceCall) -> tuple[Array, Array]:
     """(o [B, H, Tq, D], log-sum-exp [B, H, Tq]), float32."""
     with jax.enable_x64(True):
         parts = _parts(inputs, call)
@@ -33,7 +33,7 @@ def forward(inputs: Inputs, call: DeviceCall) -> tuple[jax.Array, jax.Array]:
         return _narrow(parts.ungrouped(o)), _narrow(parts.ungrouped(lse))
 
 
-def backward(do: jax.Array, inputs: Inputs, call: DeviceCall) -> Gradients:
+def backward(do: Array, inputs: Inputs, call: DeviceCall) -> Gradients:
     """The gradients, of the steps of A-14: D first, then all else."""
     tensors = {"do": do.astype(jnp.float32)}
     with jax.enable_x64(True):
@@ -71,11 +71,11 @@ class _Pairs(NamedTuple):
     """Queries and keys: do [B, N, G, T, D]; row maxima and inverse sums [B, N, G, T]."""
 
     parts: Parts
-    do: jax.Array
-    maximum: jax.Array
-    inverse: jax.Array
+    do: Array
+    maximum: Array
+    inverse: Array
 
-    def probabilities(self, block: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def probabilities(self, block: Array, tile: Array) -> tuple[Array, Array]:
         """P and dP."""
         parts = self.parts
         m = parts.block(self.maximum, block)
@@ -83,7 +83,7 @@ class _Pairs(NamedTuple):
         p = lax.exp(_scores(parts, block, tile) - m) * parts.block(self.inverse, block)[..., None]
         return p, _dot(parts.block(self.do, block), parts.tile(parts.v, tile), ((4,), (3,)))
 
-    def row_sums(self) -> jax.Array:
+    def row_sums(self) -> Array:
         """D of each row."""
 
         def body(d, block, tile):
@@ -94,11 +94,11 @@ class _Pairs(NamedTuple):
         zeros = self.parts.zeros(*self.inverse.shape, dtype=np.float64)
         return operands.loop(body, zeros, self.parts.grid)
 
-    def gradients(self, d: jax.Array) -> tuple[jax.Array, ...]:
+    def gradients(self, d: Array) -> tuple[Array, ...]:
         """dq [B, N, G, T, D], dk and dv [B, N, Tk, D], and the largest |dS|."""
         parts, scale = self.parts, np.float64(self.parts.scale)
 
-        def keys(x: jax.Array, rows: jax.Array) -> jax.Array:
+        def keys(x: Array, rows: Array) -> Array:
             return jnp.einsum("bngrl,bngrd->bnld", x, rows, precision="highest")
 
         def body(carry, block, tile):
@@ -125,7 +125,7 @@ def _parts(inputs: Inputs, call: DeviceCall) -> Parts:
     return Parts(inputs, call, tensors)
 
 
-def _sums(parts: Parts, *, with_values: bool) -> tuple[jax.Array, jax.Array, Any]:
+def _sums(parts: Parts, *, with_values: bool) -> tuple[Array, Array, Any]:
     """(maxima, sums of exponentials, weighted sums of v) of all rows, in float64."""
     b, n, g, t, d = parts.q.shape
 
@@ -146,7 +146,7 @@ def _sums(parts: Parts, *, with_values: bool) -> tuple[jax.Array, jax.Array, Any
     return operands.loop(body, (zeros + _NONE, zeros, o), parts.grid)
 
 
-def _scores(parts: Parts, block: jax.Array, tile: jax.Array) -> jax.Array:
+def _scores(parts: Parts, block: Array, tile: Array) -> Array:
     s = _dot(parts.block(parts.q, block), parts.tile(parts.k, tile), ((4,), (3,)))
     s, cap = s * np.float64(parts.scale), _cap(parts)
     s = s if cap is None else lax.tanh(s / cap) * cap
@@ -158,7 +158,7 @@ def _cap(parts: Parts) -> np.float64 | None:
     return None if cap is None else np.float64(np.float32(cap))
 
 
-def _slope(parts: Parts, block: jax.Array, tile: jax.Array) -> jax.Array | np.float64:
+def _slope(parts: Parts, block: Array, tile: Array) -> Array | np.float64:
     """The softcap's factor of dS (A-22)."""
     cap = _cap(parts)
     if cap is None:
@@ -167,9 +167,7 @@ def _slope(parts: Parts, block: jax.Array, tile: jax.Array) -> jax.Array | np.fl
     return np.float64(1) - s * s
 
 
-def _with_sinks(
-    maximum: jax.Array, total: jax.Array, o, inputs: Inputs
-) -> tuple[jax.Array, jax.Array, Any]:
+def _with_sinks(maximum: Array, total: Array, o, inputs: Inputs) -> tuple[Array, Array, Any]:
     """Maxima, sums and o of rows with their sinks (A-23)."""
     if inputs.sinks is None:
         return maximum, total, o
@@ -179,13 +177,13 @@ def _with_sinks(
     return new, total * c + lax.exp(sinks - new), None if o is None else o * c[..., None]
 
 
-def _dot(a: jax.Array, b: jax.Array, axes: tuple) -> jax.Array:
+def _dot(a: Array, b: Array, axes: tuple) -> Array:
     return lax.dot_general(a, b, (axes, ((0, 1), (0, 1))), precision=lax.Precision.HIGHEST)
 
 
-def _wide(x: jax.Array) -> jax.Array:
+def _wide(x: Array) -> Array:
     return lax.convert_element_type(x, np.float64)
 
 
-def _narrow(x: jax.Array) -> jax.Array:
+def _narrow(x: Array) -> Array:
     return lax.convert_element_type(x, np.float32)

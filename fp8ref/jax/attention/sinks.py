@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.jax.attention import exponentials
 from fp8ref.jax.attention.operands.inputs import DeviceCall
@@ -19,13 +19,8 @@ _LOG2E = np.float32(math.log2(math.e))
 
 
 def add(
-    o: jax.Array,
-    total: jax.Array,
-    maximum: jax.Array,
-    sinks: jax.Array,
-    call: DeviceCall,
-    factor: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    o: Array, total: Array, maximum: Array, sinks: Array, call: DeviceCall, factor: Array | None
+) -> tuple[Array, Array, Array]:
     """(o, sums, maxima) of rows after their sinks joined, before the end (A-10).
 
     factor    of raw scores in the stated form (A-5); None of scaled ones.
@@ -49,7 +44,7 @@ def add(
     return jnp.where(far[..., None], jnp.float32(0), o), total, jnp.where(far, at, maximum)
 
 
-def gradient(d: jax.Array, lse: jax.Array, sinks: jax.Array, call: DeviceCall) -> jax.Array:
+def gradient(d: Array, lse: Array, sinks: Array, call: DeviceCall) -> Array:
     """The gradient of the sinks, float32 [H], of this device's rows.
 
     Shapes:   d [B, H, Tq], the row sums D of A-15, and lse of its shape, float32; sinks [H].

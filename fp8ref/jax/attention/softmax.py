@@ -4,10 +4,9 @@ the factors of what came before; every operation rounded as the simulator's."""
 import functools
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.jax.attention import exponentials
 from fp8ref.jax.attention.exponentials import ascending_sum
@@ -23,16 +22,16 @@ class Rows(NamedTuple):
     """What a row keeps from tile to tile: its maximum, float32 [...], -infinity at first, and the
     lanes of its sum, float32 [..., 4] or [..., 1]."""
 
-    maximum: jax.Array
-    sums: jax.Array
+    maximum: Array
+    sums: Array
 
 
-def start(zeros: jax.Array, order: SumOrder) -> Rows:
+def start(zeros: Array, order: SumOrder) -> Rows:
     """The state before the first tile, of rows in the shape of zeros."""
     return Rows(zeros + _NONE, jnp.broadcast_to(zeros[..., None], (*zeros.shape, _LANES[order])))
 
 
-def total(rows: Rows, order: SumOrder) -> jax.Array:
+def total(rows: Rows, order: SumOrder) -> Array:
     """The sum of each row, of its lanes: float32 [...]."""
     lanes = rows.sums
     if order == "quad":
@@ -41,13 +40,13 @@ def total(rows: Rows, order: SumOrder) -> jax.Array:
 
 
 def step(
-    s: jax.Array,
+    s: Array,
     rows: Rows,
-    seen: jax.Array,
+    seen: Array,
     variant: Variant,
-    factor: jax.Array | None,
+    factor: Array | None,
     arithmetic: Arithmetic,
-) -> tuple[jax.Array, jax.Array, Rows]:
+) -> tuple[Array, Array, Rows]:
     """(probabilities, factors of what came before, the new rows).
 
     factor    of raw scores; None of scaled ones, which are multiplied by theirs already.
@@ -87,14 +86,12 @@ def step(
     return p, c, Rows(new, _added(p, c, rows.sums, variant.sum_order))
 
 
-def row_factor(factor: jax.Array) -> jax.Array:
+def row_factor(factor: Array) -> Array:
     """The factor of raw scores (A-5), of a row."""
     return factor[..., 0] if factor.ndim else factor
 
 
-def step_fast(
-    s: jax.Array, rows: Rows, seen: jax.Array, variant: Variant
-) -> tuple[jax.Array, jax.Array, Rows]:
+def step_fast(s: Array, rows: Rows, seen: Array, variant: Variant) -> tuple[Array, Array, Rows]:
     """``step`` in the fast form (A-18), of scores under the variant's base; rows have one lane."""
     s = jnp.where(seen, s, _NONE)
     old, largest = rows.maximum, jnp.max(s, axis=-1)
@@ -108,13 +105,13 @@ def step_fast(
     return p, c, Rows(new, rows.sums * c[..., None] + jnp.sum(p, axis=-1, keepdims=True))
 
 
-def again_fast(s: jax.Array, lse: jax.Array, seen: jax.Array, variant: Variant) -> jax.Array:
+def again_fast(s: Array, lse: Array, seen: Array, variant: Variant) -> Array:
     """``again`` in the fast form (A-18), of scores and a log-sum-exp under the variant's base."""
     exponent = jnp.where(seen, s - _finite(lse)[..., None], _NONE)
     return exponentials.exponential(exponent, variant.base, "fast")
 
 
-def log_sum_fast(maximum: jax.Array, total: jax.Array, variant: Variant) -> jax.Array:
+def log_sum_fast(maximum: Array, total: Array, variant: Variant) -> Array:
     """``log_sum`` in the fast form (A-18), of maxima under the variant's base."""
     empty, maximum, total = _not_empty(maximum, total)
     if variant.base == "2":
@@ -124,15 +121,13 @@ def log_sum_fast(maximum: jax.Array, total: jax.Array, variant: Variant) -> jax.
     return jnp.where(empty, _NONE, log_sums)
 
 
-def _not_empty(maximum: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _not_empty(maximum: Array, total: Array) -> tuple[Array, Array, Array]:
     """(which rows see no key, maxima, sums); 0 and 1 of such a row."""
     empty = total == 0
     return empty, jnp.where(empty, jnp.float32(0), maximum), jnp.where(empty, jnp.float32(1), total)
 
 
-def again(
-    s: jax.Array, lse: jax.Array, seen: jax.Array, factor: jax.Array | None, arithmetic: Arithmetic
-) -> jax.Array:
+def again(s: Array, lse: Array, seen: Array, factor: Array | None, arithmetic: Arithmetic) -> Array:
     """Probabilities of scores again, from the log-sum-exp (A-15, step 3): float32, shaped as s.
 
     factor    of raw scores, whose base is 2; None of scaled ones, whose base is e.
@@ -148,9 +143,7 @@ def again(
     return jnp.where(seen, p, jnp.float32(0))
 
 
-def log_sum(
-    maximum: jax.Array, total: jax.Array, factor: jax.Array | None, variant: Variant
-) -> jax.Array:
+def log_sum(maximum: Array, total: Array, factor: Array | None, variant: Variant) -> Array:
     """The log-sum-exp of rows (A-11), float32 of their shape."""
     empty, maximum, total = _not_empty(maximum, total)
     row_factors = jnp.float32(1) if factor is None else row_factor(factor)
@@ -165,7 +158,7 @@ def log_sum(
     return jnp.where(empty, _NONE, log_sums)
 
 
-def _added(p: jax.Array, c: jax.Array, sums: jax.Array, order: SumOrder) -> jax.Array:
+def _added(p: Array, c: Array, sums: Array, order: SumOrder) -> Array:
     """Multiply the sums of rows by c, then add the probabilities (A-7)."""
     before = moments.product(sums, c[..., None])
     if order == "tile":
@@ -189,6 +182,6 @@ def _added(p: jax.Array, c: jax.Array, sums: jax.Array, order: SumOrder) -> jax.
     return even + odd
 
 
-def _finite(maximum: jax.Array) -> jax.Array:
+def _finite(maximum: Array) -> Array:
     """The maximum; 0 for a row that has seen no key."""
     return jnp.where(maximum == _NONE, jnp.float32(0), maximum)

@@ -3,8 +3,8 @@
 A measurement is that of ``stats``: its groups are those of the scales of attention.
 """
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from fp8ref.jax.attention import counts
 from fp8ref.jax.attention.gradients import mx as gradients_mx
@@ -25,7 +25,7 @@ from fp8ref.spec.attention.products import (
 from fp8ref.spec.attention.variant import MX
 from fp8ref.spec.attention.variants import Variant
 
-Measured = dict[tuple[Product, Role], jax.Array]
+Measured = dict[tuple[Product, Role], Array]
 """(product, role) -> measurement float32 [stats.LENGTH]."""
 
 
@@ -34,7 +34,7 @@ def measure_forward(inputs: Inputs, result, call: DeviceCall) -> Measured:
 
     result    what the forward pass gave, with counts.
     """
-    values: dict[Role, jax.Array] = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    values: dict[Role, Array] = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
     if call.variant.rotated:
         values |= {role: operands.rotated(values[role], call) for role in ("q", "k")}
     measured: Measured = {}
@@ -46,7 +46,7 @@ def measure_forward(inputs: Inputs, result, call: DeviceCall) -> Measured:
     return measured
 
 
-def measure_backward(do: jax.Array, inputs: Inputs, gradients, call: DeviceCall) -> Measured:
+def measure_backward(do: Array, inputs: Inputs, gradients, call: DeviceCall) -> Measured:
     """Measurements of what the backward pass quantizes: do; under MX also q, k and do with blocks
     along the tokens. And the counts of dS.
 
@@ -67,9 +67,7 @@ def measure_backward(do: jax.Array, inputs: Inputs, gradients, call: DeviceCall)
     return measured
 
 
-def measure(
-    x: jax.Array, tensor: Heads, product: Product, role: Role, variant: Variant
-) -> Measured:
+def measure(x: Array, tensor: Heads, product: Product, role: Role, variant: Variant) -> Measured:
     """The measurement of x [B, H, T, D] and its quantized form, in a row of its own.
 
     product, role  its first use with these codes (``first_use``).
@@ -97,6 +95,6 @@ def measure(
     return {(product, role): stats.measure(x, q).at[:2].set(count)}
 
 
-def rows(measured: Measured) -> jax.Array:
+def rows(measured: Measured) -> Array:
     """float32 [len(RECORDED), stats.LENGTH] in the order of RECORDED, or zeros."""
     return jnp.stack([measured.get(row, jnp.zeros(stats.LENGTH, jnp.float32)) for row in RECORDED])

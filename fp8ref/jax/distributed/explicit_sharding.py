@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fp8ref.jax.distributed.placement import Sharding
@@ -27,14 +27,14 @@ Numbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequen
 
 def run(
     body: Callable,
-    x: jax.Array,
-    w: jax.Array,
+    x: Array,
+    w: Array,
     constants: Any,
     carried: Any,
     numbers: Numbers,
     placement: Placement | None,
     name: str,
-) -> tuple[jax.Array, Any]:
+) -> tuple[Array, Any]:
     """body(x, w, constants, carried, layout) -> (y, carried), where y has the shape of
     lax.dot_general(x, w, numbers).
 
@@ -119,7 +119,7 @@ class _Region:
             self.mesh.update_axis_types(dict.fromkeys(self.mesh.explicit_axes, AxisType.Auto))
         )
 
-    def leave(self, y: jax.Array, carried: Any) -> tuple[jax.Array, Any]:
+    def leave(self, y: Array, carried: Any) -> tuple[Array, Any]:
         """The results, with the types they have outside."""
         return jax.sharding.reshard(y, self.of_y), self.whole(carried)
 
@@ -131,19 +131,19 @@ class _Region:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _on_auto_axes(
-    region: _Region, x: jax.Array, w: jax.Array, constants: Any, carried: Any
-) -> tuple[jax.Array, Any]:
+    region: _Region, x: Array, w: Array, constants: Any, carried: Any
+) -> tuple[Array, Any]:
     """The linear; its backward pass saves x and w with their outer shardings."""
     with region.axes():
         out = region.body(*region.enter(x, w, constants, carried), region.layout)
     return region.leave(*out)
 
 
-def _forward(region: _Region, x: jax.Array, w: jax.Array, constants: Any, carried: Any) -> tuple:
+def _forward(region: _Region, x: Array, w: Array, constants: Any, carried: Any) -> tuple:
     with region.axes():
         auto_x, auto_w, constants_, carried_ = region.enter(x, w, constants, carried)
 
-        def linear(x: jax.Array, w: jax.Array, carried: Any) -> Any:
+        def linear(x: Array, w: Array, carried: Any) -> Any:
             return region.body(x, w, constants_, carried, region.layout)
 
         out, vjp = jax.vjp(linear, auto_x, auto_w, carried_)
@@ -185,8 +185,8 @@ class _Saved:
     places: for each leaf ``x``, ``w`` or empty. tree: of the vjp function. of_grads: shardings of x
     and w, and of their gradients."""
 
-    given: dict[str, jax.Array]
-    others: list[jax.Array]
+    given: dict[str, Array]
+    others: list[Array]
     places: tuple[str, ...]
     tree: Any
     of_grads: tuple[NamedSharding, NamedSharding]
@@ -203,7 +203,7 @@ def permuted(sharding: Sharding | None, order: Sequence[int]) -> Sharding | None
     return NamedSharding(sharding.mesh, moved) if isinstance(sharding, NamedSharding) else moved
 
 
-def cutting(x: jax.Array) -> Axes:
+def cutting(x: Array) -> Axes:
     """The Explicit axes that cut an array, as its type says."""
     return _union(_entries(jax.typeof(x).sharding.spec, x.ndim))
 
@@ -211,7 +211,7 @@ def cutting(x: jax.Array) -> Axes:
 class _Dims:
     """The dims of a contraction (batch, M, K, N) and the mesh axes that shard them by type."""
 
-    def __init__(self, x: jax.Array, w: jax.Array, numbers: Numbers) -> None:
+    def __init__(self, x: Array, w: Array, numbers: Numbers) -> None:
         (contract_x, contract_w), (batch_x, batch_w) = numbers
         x_axes, w_axes = (_entries(jax.typeof(v).sharding.spec, v.ndim) for v in (x, w))
         self.batch = [x_axes[d] for d in batch_x]
@@ -301,13 +301,13 @@ def _check(cut: _Dims, placement: Placement, mesh, name: str) -> None:
 
 
 def _dot_general_sharding(
-    x: jax.Array, w: jax.Array, numbers: Numbers, out_sharding: Sharding | None, name: str
+    x: Array, w: Array, numbers: Numbers, out_sharding: Sharding | None, name: str
 ) -> NamedSharding:
     """The sharding of lax.dot_general's result; its errors name the layer."""
 
     shardings = []
 
-    def dot(x: jax.Array, w: jax.Array) -> jax.Array:
+    def dot(x: Array, w: Array) -> Array:
         y = lax.dot_general(
             x, w, numbers, preferred_element_type=jnp.float32, out_sharding=out_sharding
         )
@@ -330,7 +330,7 @@ def _dot_general_sharding(
     return sharding
 
 
-def _mesh(*arrays: jax.Array):
+def _mesh(*arrays: Array):
     """The mesh of the first array that has one, else of the context."""
     meshes = [jax.typeof(v).sharding.mesh for v in arrays]
     return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())

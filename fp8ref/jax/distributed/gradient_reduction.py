@@ -7,10 +7,9 @@ for one's own training step; ``completed`` is the sum of a ``sharding.Reduction`
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.formats import E4M3FN, Format
 from fp8ref.jax.quantize import cast, scales, scaling
@@ -36,18 +35,18 @@ class Reduced(NamedTuple):
     Of n devices each counts MOST_COUNTED // n elements at most, and as many sums under result
     ``codes``, so that no count overflows."""
 
-    value: jax.Array
-    saturated: jax.Array
+    value: Array
+    saturated: Array
 
 
 def reduce_scatter(
-    g: jax.Array,
+    g: Array,
     axes: Axes,
     fmt: Format = E4M3FN,
     *,
     policy: str | ScalePolicy = "torchao",
     prescale: PreScale = "one",
-    mu: jax.Array | float = 1.0,
+    mu: Array | float = 1.0,
     mean: bool = True,
     result: Result = "float32",
 ) -> Reduced:
@@ -77,13 +76,13 @@ def reduce_scatter(
 
 
 def all_reduce(
-    g: jax.Array,
+    g: Array,
     axes: Axes,
     fmt: Format = E4M3FN,
     *,
     policy: str | ScalePolicy = "torchao",
     prescale: PreScale = "one",
-    mu: jax.Array | float = 1.0,
+    mu: Array | float = 1.0,
     mean: bool = True,
     result: Result = "float32",
 ) -> Reduced:
@@ -103,11 +102,11 @@ def all_reduce(
 
 
 def completed(
-    partial: jax.Array,
+    partial: Array,
     sum_over: tuple[str, ...],
     scatter: tuple[str, ...],
     fmt: Format,
-    mu: jax.Array | float = 1.0,
+    mu: Array | float = 1.0,
 ) -> Reduced:
     """The sum of [rows, ...] over ``sum_over`` and ``scatter`` together, of which each device keeps
     its rows along ``scatter``: value float32 [rows / devices along scatter, ...].
@@ -132,13 +131,13 @@ def completed(
 class Factor(NamedTuple):
     """mu of the next step's gradients, and the last saturated elements: float32 ()."""
 
-    mu: jax.Array
-    saturated: jax.Array
+    mu: Array
+    saturated: Array
 
 
 def next_mu(
-    mu: jax.Array, saturated: jax.Array, elements: int, auto: AutoScale = gradient_reduction.AUTO
-) -> jax.Array:
+    mu: Array, saturated: Array, elements: int, auto: AutoScale = gradient_reduction.AUTO
+) -> Array:
     """mu of the next step, float32 (), from the saturated elements of this one (spec P-22)."""
     mu = jnp.where(saturated > auto.allowed(elements), mu * np.float32(0.5), mu * auto.growth)
     return jnp.clip(
@@ -148,7 +147,7 @@ def next_mu(
 
 def accumulate(
     total: Quantized | None,
-    g: jax.Array,
+    g: Array,
     fmt: Format = E4M3FN,
     *,
     policy: str | ScalePolicy = "torchao",
@@ -176,7 +175,7 @@ def accumulate(
     return Quantized(codes=codes, **by._asdict(), fmt=fmt, granularity="tensorwise", axis=-1)
 
 
-def _scales(amax: jax.Array, fmt: Format, policy: str | ScalePolicy, factor) -> scales.Scales:
+def _scales(amax: Array, fmt: Format, policy: str | ScalePolicy, factor) -> scales.Scales:
     """``sim.gradient_reduction.shared_scales`` of an amax; the policy's eps is its floor."""
     gradient_reduction.check_format(fmt)
     gradient_reduction.check_policy(policy)
@@ -187,13 +186,13 @@ def _scales(amax: jax.Array, fmt: Format, policy: str | ScalePolicy, factor) -> 
 
 
 def _shared(
-    g: jax.Array, axes: Axes, fmt: Format, policy, prescale: PreScale, mu, mean: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    g: Array, axes: Axes, fmt: Format, policy, prescale: PreScale, mu, mean: bool
+) -> tuple[Array, Array, Array]:
     """uint8 codes of g; what multiplies their sum: scale_inv, for the mean divided by the devices;
     and saturated elements on all devices."""
     names = (axes,) if isinstance(axes, str) else axes
     pre = gradient_reduction.factor(prescale, lax.axis_size(axes))
-    factor = pre * (mu if isinstance(mu, jax.Array) else gradient_reduction.constant_mu(mu))
+    factor = pre * (mu if isinstance(mu, Array) else gradient_reduction.constant_mu(mu))
     by = _scales(scaling.amax(g, over=names), fmt, policy, factor)
     scaled = scaling.scale_blocks(g, by, (None,) * g.ndim)
     factor = by.scale_inv
@@ -202,11 +201,11 @@ def _shared(
     return _codes(scaled, fmt), factor, _counted(scaled, axes, fmt)
 
 
-def _codes(scaled: jax.Array, fmt: Format) -> jax.Array:
+def _codes(scaled: Array, fmt: Format) -> Array:
     return lax.bitcast_convert_type(scaling.saturate(scaled, fmt), jnp.uint8)
 
 
-def _added(pieces: jax.Array, axes: Axes, fmt: Format) -> jax.Array:
+def _added(pieces: Array, axes: Axes, fmt: Format) -> Array:
     """uint8 [devices, ...] -> this device's piece, summed in float32."""
     # Barriers: XLA may move a conversion across a collective, and four bytes travel.
     received = lax.optimization_barrier(
@@ -220,8 +219,8 @@ def _added(pieces: jax.Array, axes: Axes, fmt: Format) -> jax.Array:
 
 
 def _rounded(
-    total: jax.Array, axes: Axes, fmt: Format, result: Result
-) -> tuple[jax.Array, jax.Array | None, jax.Array | int]:
+    total: Array, axes: Axes, fmt: Format, result: Result
+) -> tuple[Array, Array | None, Array | int]:
     """The sum, rounded under result ``codes``; its codes and saturated elements on all devices."""
     gradient_reduction.check_result(result)
     if result == "float32":
@@ -230,12 +229,12 @@ def _rounded(
     return cast.decode(codes, fmt), codes, _counted(total, axes, fmt)
 
 
-def _counted(scaled: jax.Array, axes: Axes, fmt: Format) -> jax.Array:
+def _counted(scaled: Array, axes: Axes, fmt: Format) -> Array:
     """Saturated elements on all devices, int32 ()."""
     own = jnp.sum(jnp.abs(scaled) > gradient_reduction.saturates_above(fmt), dtype=jnp.int32)
     return lax.psum(jnp.minimum(own, MOST_COUNTED // lax.axis_size(axes)), axes)
 
 
-def _gathered(x: jax.Array, axes: Axes) -> jax.Array:
+def _gathered(x: Array, axes: Axes) -> Array:
     """x of all devices, concatenated along the first dim; the same on all."""
     return lax.all_gather(x, axes, axis=0, tiled=True, to="invarying")

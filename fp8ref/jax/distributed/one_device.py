@@ -3,12 +3,12 @@
 A jit may take its mesh from its inputs alone: no trace shows that, the lowered program does.
 """
 
-import jax
+from jax import Array
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 
-def check(x: jax.Array, message: str) -> jax.Array:
+def check(x: Array, message: str) -> Array:
     """x, of a program that is refused where it is lowered for several devices.
 
     message   what the error says; ``{devices}`` in it stands for their number.

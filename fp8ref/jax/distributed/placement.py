@@ -8,9 +8,8 @@ accumulators (``Reduction``, P-7, P-8). ``sharding`` runs it.
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8ref.formats import E4M3FN
@@ -179,7 +178,7 @@ class Reduction:
         """All mesh axes that are summed over."""
         return (*self.sum, *self.scatter)
 
-    def total(self, partial: jax.Array) -> jax.Array:
+    def total(self, partial: Array) -> Array:
         """The sum over devices of [rows, columns], whose rows are ``arranged``: in float32, or in
         partial's dtype if results are summed in it."""
         if self.parts == "float8_e4m3fn":
@@ -192,7 +191,7 @@ class Reduction:
             partial = lax.psum(partial, self.sum)
         return partial
 
-    def arranged(self, operand: jax.Array) -> jax.Array:
+    def arranged(self, operand: Array) -> Array:
         """The rows [rows, K] of an operand, ordered by the device that will keep their results.
 
         ``total`` then scatters contiguous pieces. Reordering the operand moves fewer bytes than
@@ -205,7 +204,7 @@ class Reduction:
         ).swapaxes(0, 1)
         return by_device.reshape(operand.shape)
 
-    def own_rows(self, scale: jax.Array) -> jax.Array:
+    def own_rows(self, scale: Array) -> Array:
         """This device's rows of scales [rows, 1]; a single scale [1, 1] belongs to all rows."""
         if not self.scatter or scale.size == 1:
             return scale

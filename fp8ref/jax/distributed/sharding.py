@@ -13,7 +13,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from fp8ref.jax.distributed.placement import Axes as Axes
@@ -129,7 +129,7 @@ def layout(placement: Placement, ndim: Mapping[Role, int], *, turned: bool) -> L
     )
 
 
-def mode(x: jax.Array, w: jax.Array, placement: Placement | None, name: str) -> Mode:
+def mode(x: Array, w: Array, placement: Placement | None, name: str) -> Mode:
     """Who runs a linear's collectives: nobody (``one``), we inside ``shard_map``, or XLA (``jit``).
 
     Raises:   ValueError, naming the layer: no placement inside shard_map; axes that the mesh lacks;
@@ -181,7 +181,7 @@ def check_under_jit(placement: Placement, name: str) -> None:
         )
 
 
-def checks_variance(x: jax.Array) -> bool:
+def checks_variance(x: Array) -> bool:
     """True inside shard_map(check_vma=True), which knows along which axes a value varies."""
     return bool(
         varying(lax.pcast(jnp.float32(0), jax.typeof(x).sharding.mesh.manual_axes, to="varying"))
@@ -189,7 +189,7 @@ def checks_variance(x: jax.Array) -> bool:
 
 
 def gemm_dims(
-    w: jax.Array, placement: Placement, layout: Layout | None, *, turned: bool
+    w: Array, placement: Placement, layout: Layout | None, *, turned: bool
 ) -> tuple[int, int]:
     """N and K of a device's own GEMMs, with the weight gathered. layout: under plain jit."""
     n, k = w.shape[-2:][:: -1 if turned else 1]
@@ -225,7 +225,7 @@ def check_shapes(
             )
 
 
-def _check_variance(x: jax.Array, w: jax.Array, placement: Placement, name: str) -> None:
+def _check_variance(x: Array, w: Array, placement: Placement, name: str) -> None:
     roles: tuple[Role, Role] = ("input", "weight")
     expected = [{axis for dim in placement.at_rest(role) for axis in dim} for role in roles]
     varied = [set(varying(x)), set(varying(w))]
@@ -240,7 +240,7 @@ def _check_variance(x: jax.Array, w: jax.Array, placement: Placement, name: str)
             )
 
 
-def varying(x: jax.Array) -> frozenset[str]:
+def varying(x: Array) -> frozenset[str]:
     """The mesh axes along which a value differs between devices, inside shard_map."""
     kind = jax.typeof(x)
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from fp8ref.jax.attention.operands import inputs as attention_inputs
 from fp8ref.jax.distributed import explicit_sharding, sharding
@@ -27,13 +28,8 @@ def check_recipe(recipe: str | Recipe | GroupedRecipe, name: str) -> GroupedReci
 
 
 def on_one_device(
-    x: jax.Array,
-    w: jax.Array,
-    group_sizes: jax.Array,
-    recipe: GroupedRecipe,
-    over: tuple[str, ...],
-    name: str,
-) -> tuple[jax.Array, jax.Array, jax.Array, tuple[str, ...]]:
+    x: Array, w: Array, group_sizes: Array, recipe: GroupedRecipe, over: tuple[str, ...], name: str
+) -> tuple[Array, Array, Array, tuple[str, ...]]:
     """The arrays, inside shard_map marked as varying along all axes that one of them varies along,
     and those axes: so the gradient of one that does not vary is summed over the devices. ValueError
     for scales that would be of several devices' groups; axes of over that no array varies along."""
@@ -52,9 +48,7 @@ def on_one_device(
     return *(attention_inputs.as_varying(v, axes) for v in (x, w, group_sizes)), tuple(sorted(axes))  # type: ignore[return-value]
 
 
-def check_arrays(
-    x: jax.Array, w: jax.Array, group_sizes: jax.Array, recipe: GroupedRecipe, name: str
-) -> None:
+def check_arrays(x: Array, w: Array, group_sizes: Array, recipe: GroupedRecipe, name: str) -> None:
     """ValueError for shapes or dtypes that do not fit, or Explicit axes."""
     if unlike := [
         f"{argument}, {type(v).__name__}"
@@ -93,10 +87,10 @@ def check_arrays(
         )
 
 
-def _check_sizes(group_sizes: jax.Array, rows: int, name: str) -> None:
+def _check_sizes(group_sizes: Array, rows: int, name: str) -> None:
     """ValueError for sizes that do not fit, if the host knows them without a wait."""
     on_host = isinstance(group_sizes, np.ndarray) or (
-        isinstance(group_sizes, jax.Array)
+        isinstance(group_sizes, Array)
         and not isinstance(group_sizes, jax.core.Tracer)
         and all(device.platform == "cpu" for device in group_sizes.devices())
         and group_sizes.is_fully_addressable

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.jax import delayed
 from fp8ref.jax.attention.operands import inputs as attention_inputs
@@ -39,12 +39,12 @@ def cast_of(recipes: Sequence[GroupedRecipe], role: Role) -> CastSpec | None:
 
 
 def dispatch(
-    x: jax.Array,
-    group_sizes: jax.Array,
+    x: Array,
+    group_sizes: Array,
     axis: str,
     spec: CastSpec,
     *,
-    scale: jax.Array | None = None,
+    scale: Array | None = None,
     over: tuple[str, ...] = (),
 ) -> tuple[Moved, Codes]:
     """Send rows x [M, C], in groups of all E experts, in FP8 to the devices of the experts.
@@ -63,16 +63,16 @@ def dispatch(
 
 
 def combine(
-    y: jax.Array,
+    y: Array,
     slot: Slot,
     moved: Moved,
-    group_sizes: jax.Array,
+    group_sizes: Array,
     axis: str,
     spec: CastSpec,
     *,
-    scale: jax.Array | None = None,
+    scale: Array | None = None,
     over: tuple[str, ...] = (),
-) -> jax.Array:
+) -> Array:
     """``parallel.combine`` of what ``grouped.apply_codes`` made, with its slot: the gradient moves
     to the experts in FP8, and under delayed scaling is observed before.
 
@@ -82,18 +82,18 @@ def combine(
     return _returned(y, slot, group_sizes, moved, scale, (axis, spec, over))
 
 
-def observed(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def observed(x: Array, group_sizes: Array) -> Array:
     """The observation of all devices' rows before they move, as of one device (X-9)."""
     rows = operands.groups_of(group_sizes, len(x)).only(lax.stop_gradient(x))
     return delayed.observe(rows, over=tuple(sorted(sharding.varying(x))))
 
 
 def _quantized(
-    x: jax.Array,
-    group_sizes: jax.Array,
+    x: Array,
+    group_sizes: Array,
     axis: str,
     spec: CastSpec,
-    scale: jax.Array | None,
+    scale: Array | None,
     over: tuple[str, ...],
 ) -> Quantized | Segmented:
     """x with the scale of the expert's device: scales () or [E, 1], of all experts."""
@@ -101,7 +101,7 @@ def _quantized(
     return operands.quantize_rows(groups.only(x), spec, -1, groups, "group", scale, (*over, axis))
 
 
-def _own_scales(q: Quantized | Segmented, axis: str) -> tuple[jax.Array, jax.Array]:
+def _own_scales(q: Quantized | Segmented, axis: str) -> tuple[Array, Array]:
     if q.scale.ndim == 0:
         return q.scale, q.scale_inv
     own = len(q.scale) // lax.axis_size(axis)
@@ -110,15 +110,13 @@ def _own_scales(q: Quantized | Segmented, axis: str) -> tuple[jax.Array, jax.Arr
     return scale, scale_inv
 
 
-def _nothing(like: jax.Array, rows: int) -> jax.Array:
+def _nothing(like: Array, rows: int) -> Array:
     """[rows, C] of NaN that varies as another array does."""
     return attention_inputs.like(jnp.full((rows, like.shape[1]), jnp.nan, like.dtype), like)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _sent(
-    x: jax.Array, codes: jax.Array, places: jax.Array, order: jax.Array, axis: str
-) -> tuple[jax.Array, jax.Array]:
+def _sent(x: Array, codes: Array, places: Array, order: Array, axis: str) -> tuple[Array, Array]:
     """(stand-in for the rows, their codes) on arrival; the stand-in's gradient moves back."""
     return _nothing(x, len(order)), parallel.sent(codes, places, order, axis)
 
@@ -133,13 +131,8 @@ _sent.defvjp(lambda *arguments: (_sent(*arguments), arguments[2:4]), _sent_backw
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _returned(
-    y: jax.Array,
-    slot: Slot,
-    group_sizes: jax.Array,
-    moved: Moved,
-    scale: jax.Array | None,
-    settings: tuple,
-) -> jax.Array:
+    y: Array, slot: Slot, group_sizes: Array, moved: Moved, scale: Array | None, settings: tuple
+) -> Array:
     """Results back to the sending devices; the gradient moves to the experts in the slot."""
     return parallel.combine(y, moved, settings[0])
 
@@ -149,7 +142,7 @@ def _returned_forward(y, slot, group_sizes, moved: Moved, scale, settings: tuple
     return _returned(y, slot, group_sizes, moved, scale, settings), residuals
 
 
-def _returned_backward(settings: tuple, residuals, g: jax.Array):
+def _returned_backward(settings: tuple, residuals, g: Array):
     (group_sizes, order, places, scale), (axis, spec, over) = residuals, settings
     q = _quantized(g, group_sizes, axis, spec, scale, over)
     codes = parallel.sent(cast.code_bits(q.codes, q.fmt), places, order, axis)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.jax import delayed
 from fp8ref.jax.attention.operands import inputs as attention_inputs
@@ -65,22 +65,22 @@ class CodedRows(NamedTuple):
                 slot that ``apply_codes`` returns.
     """
 
-    x: jax.Array
+    x: Array
     codes: Codes | None = None
     grad_codes: bool = False
 
 
 def apply(
-    x: jax.Array,
-    w: jax.Array,
-    group_sizes: jax.Array,
+    x: Array,
+    w: Array,
+    group_sizes: Array,
     *,
     recipe: str | Recipe | GroupedRecipe,
     state: delayed.State | None = None,
     seen: Seen | None = None,
     over: tuple[str, ...] = (),
     name: str = "grouped",
-) -> tuple[jax.Array, Seen | None]:
+) -> tuple[Array, Seen | None]:
     """output [M, N] = each group's rows of x [M, K] x its weight of w [E, K, N], and gradients by
     the recipe's grouped GEMMs. Under ``linear.observing`` each group's GEMMs report as a linear's.
 
@@ -115,15 +115,15 @@ def apply(
 
 def apply_codes(
     rows: CodedRows,
-    w: jax.Array,
-    group_sizes: jax.Array,
+    w: Array,
+    group_sizes: Array,
     *,
     recipe: str | Recipe | GroupedRecipe,
     state: delayed.State | None = None,
     seen: Seen | None = None,
     over: tuple[str, ...] = (),
     name: str = "grouped",
-) -> tuple[jax.Array, Seen | None, Slot | None]:
+) -> tuple[Array, Seen | None, Slot | None]:
     """``apply`` to rows that a cast before has made FP8 (X-14): where one cast of them serves both
     GEMMs, all GEMMs take its codes. Observers and statistics see no such rows. The slot of
     ``grad_codes`` is returned last."""
@@ -155,12 +155,12 @@ def apply_codes(
 def quantize_operand(
     which: Gemm,
     role: Role,
-    tensor: jax.Array,
+    tensor: Array,
     groups: Groups,
     recipe: GroupedRecipe,
-    scale: jax.Array | None = None,
+    scale: Array | None = None,
     over: tuple[str, ...] = (),
-) -> Quantized | Segmented | jax.Array:
+) -> Quantized | Segmented | Array:
     """A role's tensor as a GEMM takes it: x or g [M, columns], zeros in rows of no group, or w [E,
     K, N]; itself in high precision. scale is that of a delayed state, for a cast that has one; over
     as in ``apply``."""
@@ -182,9 +182,9 @@ def _grouped(x, w, group_sizes, scales: dict, seen: Observations, codes, layer: 
 
 
 def _forward(
-    x: jax.Array,
-    w: jax.Array,
-    group_sizes: jax.Array,
+    x: Array,
+    w: Array,
+    group_sizes: Array,
     scales: dict,
     seen: Observations,
     codes: Codes | None,
@@ -197,7 +197,7 @@ def _forward(
     saved = (x if codes is None else None), w  # what stands for rows would take their memory
     if differentiated:
         x, w = (derivatives.not_again(v, layer.name) for v in (x, w))
-    tensors: dict[Role, jax.Array | Codes] = {
+    tensors: dict[Role, Array | Codes] = {
         "input": groups.only(x) if codes is None else codes,
         "weight": w,
     }
@@ -211,7 +211,7 @@ def _forward(
     return (y, (amaxes, statistics), slot), derivatives.saved(residuals)
 
 
-def _slot(y: jax.Array, experts: int, layer: Layer) -> Slot:
+def _slot(y: Array, experts: int, layer: Layer) -> Slot:
     """Zeros with the shapes of grad_output in FP8."""
     spec = layer.recipe.recipe.grad_input.a
     assert spec is not None
@@ -228,7 +228,7 @@ def _backward(layer: Layer, residuals, cotangents):
     g, later, slot = cotangents
     groups = operands.groups_of(group_sizes, len(g))
     g = derivatives.not_again(g, layer.name)
-    tensors: dict[Role, jax.Array | Codes] = {
+    tensors: dict[Role, Array | Codes] = {
         "input": groups.only(x) if codes is None else codes,
         "weight": w,
         "grad_output": groups.only(g) if slot is None else Codes(*slot[:3]),
@@ -238,7 +238,7 @@ def _backward(layer: Layer, residuals, cotangents):
     # [M, N] x [M, K] -> [E, K, N]
     grad_weight, more = _gemm("grad_weight", tensors, groups, scales, layer)
     later_amaxes, statistics = later
-    grads: dict[Role, jax.Array | Codes] = {"grad_output": tensors["grad_output"]}
+    grads: dict[Role, Array | Codes] = {"grad_output": tensors["grad_output"]}
     merged = _observed(later_amaxes, grads, amaxes, groups, layer)
     if slot is not None and "grad_output" in amaxes:
         largest = delayed.larger(merged["grad_output"], slot.seen)
@@ -254,18 +254,18 @@ derivatives.defvjp(_grouped, _forward, _backward)
 
 def _gemm(
     which: Gemm,
-    tensors: Mapping[Role, jax.Array | Codes],
+    tensors: Mapping[Role, Array | Codes],
     groups: Groups,
-    scales: Mapping[Role, jax.Array],
+    scales: Mapping[Role, Array],
     layer: Layer,
-) -> tuple[jax.Array, stats.Measured]:
+) -> tuple[Array, stats.Measured]:
     """One of three grouped GEMMs: quantize, multiply, round (G-8), cast to its dtype; measured."""
     spec, roles = layer.recipe.recipe.gemms[which], OPERANDS[which]
     dtype = layer.dtypes[list(OPERANDS).index(which)]
     out_dtype, (x_dtype, _, w_dtype) = gemm.output_dtype(spec, dtype), layer.dtypes
     scope = f"{layer.name}/{which}"
 
-    def operand(role: Role, cast: CastSpec | None) -> Quantized | Segmented | jax.Array:
+    def operand(role: Role, cast: CastSpec | None) -> Quantized | Segmented | Array:
         tensor = tensors[role]
         if isinstance(tensor, Codes):
             assert cast is not None
@@ -276,11 +276,11 @@ def _gemm(
 
     with jax.named_scope(scope):
         a, b = (operand(role, cast) for role, cast in zip(roles, (spec.a, spec.b), strict=True))
-        if isinstance(a, jax.Array) or isinstance(b, jax.Array):
+        if isinstance(a, Array) or isinstance(b, Array):
             # An operand cast beside one that is not is dequantized, and rounded to its dtype (L-4).
             a, b = (
                 v
-                if isinstance(v, jax.Array)
+                if isinstance(v, Array)
                 else operands.dequantized(v).astype(w_dtype if role == "weight" else x_dtype)
                 for role, v in zip(roles, (a, b), strict=True)
             )
@@ -307,7 +307,7 @@ def _gemm(
 
 def _observed(
     seen: Mapping,
-    tensors: Mapping[Role, jax.Array | Codes],
+    tensors: Mapping[Role, Array | Codes],
     own_seen: Mapping,
     groups: Groups,
     layer: Layer,

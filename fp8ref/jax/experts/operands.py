@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.formats import Format
 from fp8ref.jax.attention.operands import inputs as attention_inputs
@@ -36,11 +36,11 @@ SMALLEST, LARGEST = 16, 512
 class Groups(NamedTuple):
     """The group of each row: sizes, ends int32 [E]; group int32 [M], E if in none."""
 
-    sizes: jax.Array
-    ends: jax.Array
-    group: jax.Array
+    sizes: Array
+    ends: Array
+    group: Array
 
-    def only(self, x: jax.Array) -> jax.Array:
+    def only(self, x: Array) -> Array:
         """x [M, ...] with zeros in rows of no group, whatever they hold (X-5)."""
         return jnp.where((self.group < len(self.sizes))[:, None], x, jnp.zeros((), x.dtype))
 
@@ -55,15 +55,15 @@ class Segmented(NamedTuple):
     axis       the reduced one, -1 or -2.
     """
 
-    codes: jax.Array
-    scale: jax.Array
-    scale_inv: jax.Array
-    segment: jax.Array
+    codes: Array
+    scale: Array
+    scale_inv: Array
+    segment: Array
     fmt: Format
     granularity: str
     axis: int
 
-    def lines(self, table: jax.Array) -> jax.Array:
+    def lines(self, table: Array) -> Array:
         """The line of each row: [M, C] or [M, 1]."""
         return jnp.take(table, self.segment, axis=0, mode="clip")
 
@@ -72,9 +72,9 @@ class Codes(NamedTuple):
     """Rows [M, C] in FP8, which a cast somewhere else has made (spec X-14): codes uint8 or native
     float8; scale and scale_inv float32, () or [E, 1] for each group."""
 
-    codes: jax.Array
-    scale: jax.Array
-    scale_inv: jax.Array
+    codes: Array
+    scale: Array
+    scale_inv: Array
 
     def operand(self, spec: CastSpec, axis: int, groups: Groups) -> "Quantized | Segmented":
         """The rows as a GEMM takes them that reduces this axis, as of that cast."""
@@ -98,32 +98,32 @@ class Slot(NamedTuple):
     """Zeros that a grouped linear gives out beside its result. Their cotangent is grad_output in
     FP8: ``Codes``, and its observation float32 [3], zeros where no scale is delayed."""
 
-    codes: jax.Array
-    scale: jax.Array
-    scale_inv: jax.Array
-    seen: jax.Array
+    codes: Array
+    scale: Array
+    scale_inv: Array
+    seen: Array
 
 
-def groups_of(group_sizes: jax.Array, rows: int) -> Groups:
+def groups_of(group_sizes: Array, rows: int) -> Groups:
     """The groups of that many rows, one after another (X-1)."""
     sizes = group_sizes.astype(jnp.int32)
     ends = jnp.cumsum(sizes)
     return Groups(sizes, ends, group_of_each(rows, ends))
 
 
-def group_of_each(count: int, ends: jax.Array) -> jax.Array:
+def group_of_each(count: int, ends: Array) -> Array:
     """int32 [count]: the group of each row, or of each block of rows, that end at ends."""
     after = ends[None] <= jnp.arange(count, dtype=jnp.int32)[:, None]
     return after.sum(axis=1, dtype=jnp.int32)
 
 
 def quantize_rows(
-    x: jax.Array,
+    x: Array,
     spec: CastSpec,
     axis: int,
     groups: Groups,
     amax: Amax,
-    scale: jax.Array | None = None,
+    scale: Array | None = None,
     over: tuple[str, ...] = (),
 ) -> Quantized | Segmented:
     """Quantize x [M, C], zeros in rows of no group, along axis -1 or -2 (X-3, X-7).
@@ -159,7 +159,7 @@ def quantize_rows(
 
 
 def quantize_weights(
-    w: jax.Array, spec: CastSpec, axis: int, amax: Amax, scale: jax.Array | None = None
+    w: Array, spec: CastSpec, axis: int, amax: Amax, scale: Array | None = None
 ) -> Quantized:
     """Quantize w [E, K, N] along axis -1 or -2: each expert's by itself, or all by one scale (X-3).
     Scales have the leading dim E, or are one."""
@@ -173,7 +173,7 @@ def quantize_weights(
 
 def rows_by_weights(
     a: Quantized | Segmented, b: Quantized, spec: GemmSpec, groups: Groups, out_dtype, *, scope: str
-) -> jax.Array:
+) -> Array:
     """[M, C] x [E, C, D] or [E, D, C] (axis -1) -> [M, D] of out_dtype; +0 outside (X-2, X-5).
 
     scope     of the dot, "<layer>/<gemm>", for ``proof``: a loop's body has no scope from outside.
@@ -181,7 +181,7 @@ def rows_by_weights(
     assert spec.accumulate is not None
     turned = b.axis == -1
 
-    def factor(table: jax.Array) -> jax.Array:
+    def factor(table: Array) -> Array:
         """Scales [E, 1, D] or [E] of b as lines of the rows; one scale as it is."""
         if table.ndim == 0:
             return table
@@ -213,7 +213,7 @@ def rows_by_rows(
     out_dtype,
     *,
     scope: str,
-) -> jax.Array:
+) -> Array:
     """grad_output [M, N] x input [M, K], each group's rows reduced, -> [E, K, N] of out_dtype; +0
     of a group without rows (X-2, X-4). scope as in ``rows_by_weights``."""
     assert spec.accumulate is not None
@@ -242,7 +242,7 @@ def rows_by_rows(
     return jnp.where((groups.sizes > 0)[:, None, None], out, jnp.zeros((), out_dtype))
 
 
-def dequantized(q: Quantized | Segmented) -> jax.Array:
+def dequantized(q: Quantized | Segmented) -> Array:
     """RN32(decode(codes) * scale_inv), float32 of the codes' shape, of rows or weights."""
     if isinstance(q, Segmented):
         return cast.decode(q.codes, q.fmt) * q.lines(q.scale_inv)
@@ -250,9 +250,7 @@ def dequantized(q: Quantized | Segmented) -> jax.Array:
     return (jax.vmap(scaling.dequantize) if each else scaling.dequantize)(q)
 
 
-def multiply_hp(
-    which: Gemm, a: jax.Array, b: jax.Array, groups: Groups, out_dtype, *, scope: str
-) -> jax.Array:
+def multiply_hp(which: Gemm, a: Array, b: Array, groups: Groups, out_dtype, *, scope: str) -> Array:
     """One grouped GEMM in high precision (G-9)."""
     precision = lax.Precision.DEFAULT
     if which == "grad_weight":
@@ -267,7 +265,7 @@ def _exact(spec: GemmSpec):
     return jnp.bfloat16 if spec.a.granularity == "mx_1x32" else jnp.float32
 
 
-def _blocks(groups: Groups, size: int) -> tuple[jax.Array, int]:
+def _blocks(groups: Groups, size: int) -> tuple[Array, int]:
     """Each row's block number, blocks starting with their group, and the maximum count (X-7)."""
     rows, experts = len(groups.group), len(groups.sizes)
     per_group = -(-groups.sizes // size)
@@ -278,7 +276,7 @@ def _blocks(groups: Groups, size: int) -> tuple[jax.Array, int]:
     return jnp.where(groups.group < experts, segment, count), count
 
 
-def _line_scales(table: jax.Array) -> jax.Array:
+def _line_scales(table: Array) -> Array:
     """Scales [E, C], [E, 1] or [1, C] with a dim of size 1 in the middle; one scale as [1, 1]."""
     return table.reshape(1, 1) if table.ndim == 0 else table[:, None, :]
 
@@ -288,12 +286,12 @@ _UNNAMED = {"scope": lambda scope: ""}
 
 @as_one_program("turned", "precision", "scope", unnamed=_UNNAMED)
 def _rows_by_weights(
-    x: jax.Array, w: jax.Array, groups: Groups, turned: bool, precision: lax.Precision, scope: str
-) -> jax.Array:
+    x: Array, w: Array, groups: Groups, turned: bool, precision: lax.Precision, scope: str
+) -> Array:
     """float32 [M, D] of x [M, C] and w [E, C, D] ([E, D, C] if turned); zeros without a group."""
     blocks = _row_blocks(groups)
 
-    def step(_, of: tuple[jax.Array, jax.Array]):
+    def step(_, of: tuple[Array, Array]):
         rows, e = of
         dims = ((1,), (1 if turned else 0,)), ((), ())
         with jax.named_scope(scope):
@@ -308,12 +306,12 @@ def _rows_by_weights(
 
 @as_one_program("precision", "scope", unnamed=_UNNAMED)
 def _rows_by_rows(
-    g: jax.Array, x: jax.Array, groups: Groups, precision: lax.Precision, scope: str
-) -> jax.Array:
+    g: Array, x: Array, groups: Groups, precision: lax.Precision, scope: str
+) -> Array:
     """float32 [E, K, N] of g [M, N] and x [M, K]: sums over each group's rows, by blocks."""
     blocks = _row_blocks(groups)
 
-    def step(total: jax.Array, of: tuple[jax.Array, jax.Array, jax.Array]):
+    def step(total: Array, of: tuple[Array, Array, Array]):
         rows_g, rows_x, e = of
         dims = ((0,), (0,)), ((), ())
         # the dot has its operands in the other order than L-2
@@ -333,11 +331,11 @@ class RowBlocks(NamedTuple):
     """Rows laid out so that each block of them is of one group: to int32 [M], where each row goes,
     past the end for a row of none; group int32 [B], that of each block."""
 
-    to: jax.Array
-    group: jax.Array
+    to: Array
+    group: Array
     size: int
 
-    def of(self, x: jax.Array) -> jax.Array:
+    def of(self, x: Array) -> Array:
         """x [M, C] as blocks [B, R, C], with zeros where no row goes."""
         padded = jnp.zeros((len(self.group) * self.size, x.shape[1]), x.dtype)
         padded = padded.at[self.to].set(x, mode="drop")

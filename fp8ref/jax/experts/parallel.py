@@ -14,9 +14,8 @@ sizes. ``dispatch_quantized`` sends codes and scales.
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.spec.granularity import by_name
@@ -34,13 +33,13 @@ class Moved(NamedTuple):
     places   int32 [M]: where each row that this device sent lies in [D, M].
     """
 
-    rows: jax.Array
-    sizes: jax.Array
-    order: jax.Array
-    places: jax.Array
+    rows: Array
+    sizes: Array
+    order: Array
+    places: Array
 
 
-def dispatch(x: jax.Array, group_sizes: jax.Array, axis: str) -> Moved:
+def dispatch(x: Array, group_sizes: Array, axis: str) -> Moved:
     """Send rows x [M, C], in groups of these sizes, of all E experts, to the experts' devices.
 
     Order:    bits are moved, none is computed. The groups are those that one device with all rows
@@ -52,7 +51,7 @@ def dispatch(x: jax.Array, group_sizes: jax.Array, axis: str) -> Moved:
     return Moved(sent(x, places, order, axis), sizes, order, places)
 
 
-def dispatch_quantized(q: Quantized, group_sizes: jax.Array, axis: str) -> tuple[Quantized, Moved]:
+def dispatch_quantized(q: Quantized, group_sizes: Array, axis: str) -> tuple[Quantized, Moved]:
     """``dispatch`` of rows that are cast already along their columns: codes, a byte an element, and
     scales [M, 1] or [M, blocks] move (X-12). The rows of Moved are the codes.
 
@@ -72,7 +71,7 @@ def dispatch_quantized(q: Quantized, group_sizes: jax.Array, axis: str) -> tuple
     )
 
 
-def combine(y: jax.Array, moved: Moved, axis: str) -> jax.Array:
+def combine(y: Array, moved: Moved, axis: str) -> Array:
     """Send results [D M, N] of moved rows back, in the order of dispatch: [M, N]."""
     devices = lax.axis_size(axis)
     received = jnp.zeros_like(y).at[moved.order].set(y, unique_indices=True)
@@ -82,7 +81,7 @@ def combine(y: jax.Array, moved: Moved, axis: str) -> jax.Array:
     return flat.at[moved.places].get(mode="fill", fill_value=0)
 
 
-def plan(group_sizes: jax.Array, rows: int, axis: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+def plan(group_sizes: Array, rows: int, axis: str) -> tuple[Array, Array, Array]:
     """(places, sizes, order) of ``Moved``. ValueError as dispatch."""
     devices, experts = lax.axis_size(axis), len(group_sizes)
     if experts % devices:
@@ -108,7 +107,7 @@ def plan(group_sizes: jax.Array, rows: int, axis: str) -> tuple[jax.Array, jax.A
     return places, received.sum(axis=0), order
 
 
-def sent(x: jax.Array, places: jax.Array, order: jax.Array, axis: str) -> jax.Array:
+def sent(x: Array, places: Array, order: Array, axis: str) -> Array:
     """x [M, C] to the devices that have its rows' experts: [D M, C], in groups."""
     devices = lax.axis_size(axis)
     buffers = jnp.zeros((devices * len(x), x.shape[1]), x.dtype)

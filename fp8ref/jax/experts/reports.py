@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from fp8ref.jax.experts.operands import Groups, Segmented
 from fp8ref.jax.quantize import cast, scales, scaling, stats
@@ -26,7 +27,7 @@ def observe(
     tensors: tuple,
     operands: tuple[Quantized | Segmented, ...],
     groups: Groups,
-    out: jax.Array,
+    out: Array,
 ) -> None:
     """Report each group that has rows, from inside a compiled program; under delayed scaling a
     group without rows as one row of zeros, so that its weight is seen (X-9).
@@ -50,7 +51,7 @@ def is_rows(q: Quantized | Segmented) -> bool:
     return q.codes.ndim == 2
 
 
-def measure(x: jax.Array, q: Quantized | Segmented, groups: Groups) -> jax.Array:
+def measure(x: Array, q: Quantized | Segmented, groups: Groups) -> Array:
     """The measurement float32 [stats.LENGTH] of rows x [M, C] in groups, or of weights x [E, K, N],
     and their quantized form q."""
     if not is_rows(q):
@@ -69,7 +70,7 @@ def measure(x: jax.Array, q: Quantized | Segmented, groups: Groups) -> jax.Array
     )
 
 
-def _weight_scales(scale: jax.Array, q: Quantized) -> jax.Array:
+def _weight_scales(scale: Array, q: Quantized) -> Array:
     """Scales of weights [E, K, N], broadcast to elements."""
     if scale.ndim == 0:
         return jnp.broadcast_to(scale, q.codes.shape)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax import Array
 
 from fp8ref.jax import delayed
 from fp8ref.jax.quantize import scaling
@@ -119,14 +120,14 @@ def observers() -> Observers | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def by_gradient(y: jax.Array, seen: Any, path: str) -> jax.Array:
+def by_gradient(y: Array, seen: Any, path: str) -> Array:
     """y, the output of the layer whose hook has this path. The gradient by seen, its observations,
     is seen itself: so they come out with those of the backward pass, if there is one."""
     del seen, path
     return y
 
 
-def _delivered(path: str, seen: Any, g: jax.Array) -> tuple:
+def _delivered(path: str, seen: Any, g: Array) -> tuple:
     if active_observers := observers():
         active_observers.delivered.add(path)
     return g, seen
@@ -145,9 +146,7 @@ def unobserved(recipe: Recipe, name: str, remedy: str) -> dict:
     return delayed.unseen(recipe)
 
 
-def warned(
-    y: jax.Array, recipe: Recipe, name: str, evaluated: Callable[[], None] | None
-) -> jax.Array:
+def warned(y: Array, recipe: Recipe, name: str, evaluated: Callable[[], None] | None) -> Array:
     """y, the output of a layer that was not observed; a UserWarning, naming it, where a gradient is
     taken.
 

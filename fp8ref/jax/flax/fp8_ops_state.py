@@ -7,9 +7,9 @@ Flax keeps it in collection ``_overwrite_with_gradient``, we in 'fp8_state'. ``f
 import dataclasses
 from collections.abc import Mapping
 
-import jax
 import jax.numpy as jnp
 from flax import traverse_util
+from jax import Array
 
 from fp8ref.formats import E4M3FN, E5M2, Format
 from fp8ref.jax.delayed import FlaxState
@@ -64,7 +64,7 @@ def from_flax(variables: Mapping) -> dict:
         raise ValueError(
             f"from_flax takes variables with {COLLECTION!r}; got {', '.join(variables) or 'none'}."
         )
-    layers: dict[tuple[str, ...], dict[str, jax.Array]] = {}
+    layers: dict[tuple[str, ...], dict[str, Array]] = {}
     for path, value in traverse_util.flatten_dict(variables[COLLECTION]).items():
         layers.setdefault(path[:-1], {})[path[-1]] = value
     states = {
@@ -102,7 +102,7 @@ def to_flax(variables: Mapping) -> dict:
     return {**rest, COLLECTION: traverse_util.unflatten_dict(entries)}
 
 
-def _layer_from_flax(name: str, entries: Mapping[str, jax.Array]) -> LayerState:
+def _layer_from_flax(name: str, entries: Mapping[str, Array]) -> LayerState:
     """One layer's state from Flax's entries; ValueError for other names, shapes, dtypes."""
     expected = {f"{role}_{kind}" for role in _ROLES.values() for kind in ("scale", "amax_history")}
     if set(entries) != expected:
@@ -133,7 +133,7 @@ def _layer_from_flax(name: str, entries: Mapping[str, jax.Array]) -> LayerState:
     return LayerState(roles=roles, recipe=flax_recipe(lengths.pop()[0]))
 
 
-def _reordered(history: jax.Array) -> jax.Array:
+def _reordered(history: Array) -> Array:
     """Newest first <-> [newest, oldest, ..., second newest], Flax's order; its own inverse."""
     return jnp.concatenate([history[..., :1], history[..., :0:-1]], axis=-1)
 

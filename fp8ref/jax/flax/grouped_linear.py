@@ -11,10 +11,9 @@
 import functools
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.jax.distributed.sharding import Placement
 from fp8ref.jax.experts import arguments as grouped_arguments
@@ -55,7 +54,7 @@ class GroupedLinear(nnx.Module):
         self.dtype = dtype
         self.ragged_dot = lax.ragged_dot
 
-    def __call__(self, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    def __call__(self, rows: Array, group_sizes: Array) -> Array:
         """rows [M, K] in groups of these sizes -> [M, N]; FP8: 0 without a group (X-5)."""
         rows, kernel = nnx.nn.dtypes.promote_dtype(
             (rows, self.kernel.get_value()), dtype=self.dtype
@@ -83,19 +82,19 @@ class RaggedDot(Hook):
             )
         super().__init__(self.of_groups.recipe, name, stack)
 
-    def __call__(self, rows: jax.Array, kernel: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    def __call__(self, rows: Array, kernel: Array, group_sizes: Array) -> Array:
         """rows [M, K] x kernel [E, K, N] -> [M, N]."""
         return self._contract(functools.partial(self._apply, rows, kernel, group_sizes), None, None)
 
-    def _in_high_precision(self, use: Callable) -> jax.Array:
+    def _in_high_precision(self, use: Callable) -> Array:
         assert isinstance(use, functools.partial)
         return lax.ragged_dot(*use.args)
 
     def _apply(
         self,
-        rows: jax.Array,
-        kernel: jax.Array,
-        group_sizes: jax.Array,
+        rows: Array,
+        kernel: Array,
+        group_sizes: Array,
         *,
         name: str,
         state=None,

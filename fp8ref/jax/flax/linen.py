@@ -8,6 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 from flax import struct, traverse_util
+from jax import Array
 
 from fp8ref.jax import delayed
 from fp8ref.jax.distributed import explicit_sharding
@@ -59,7 +60,7 @@ class Fp8DotGeneral(Hook):
         preferred_element_type=None,
         *,
         out_sharding=None,
-    ) -> jax.Array:
+    ) -> Array:
         dims = Contraction(dimension_numbers, preferred_element_type)
         use = functools.partial(contraction.dot_general, x, w, dims)
         return _contract(self, x, use, precision, out_sharding)
@@ -71,7 +72,7 @@ class Fp8Einsum(Hook):
     @nn.compact
     def __call__(
         self, subscripts, x, w, precision=None, preferred_element_type=None, *, out_sharding=None
-    ) -> jax.Array:
+    ) -> Array:
         dims = Contraction(subscripts, preferred_element_type)
         use = functools.partial(contraction.einsum, dims, x, w)
         return _contract(self, x, use, precision, out_sharding)
@@ -132,7 +133,7 @@ class Einsum(nn.Einsum):
     placement: Placement | None = dataclasses.field(default=None, kw_only=True)
 
     @nn.compact
-    def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
+    def __call__(self, inputs: Array, einsum_str: str | None = None) -> Array:
         subscripts = nn.merge_param("einsum_str", self.einsum_str, einsum_str)
         kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
         bias = None
@@ -202,7 +203,7 @@ def _checked(recipe: str | Recipe, name: str) -> Recipe:
     return checked
 
 
-def _contract(hook: Hook, x: jax.Array, use: Callable, precision, out_sharding) -> jax.Array:
+def _contract(hook: Hook, x: Array, use: Callable, precision, out_sharding) -> Array:
     """Run ``use``, a contraction of x, with the hook's state; pass observations on in SEEN."""
     recipe = hook.recipe
     layer = hook.parent if isinstance(hook.parent, nn.Module) else hook
@@ -216,9 +217,7 @@ def _contract(hook: Hook, x: jax.Array, use: Callable, precision, out_sharding) 
         return _threaded(hook, x, use, recipe, name)
 
 
-def _threaded(
-    hook: Hook, x: jax.Array, use: functools.partial, recipe: Recipe, name: str
-) -> jax.Array:
+def _threaded(hook: Hook, x: Array, use: functools.partial, recipe: Recipe, name: str) -> Array:
     """The hook's product, with its state if any, and its observations."""
     if not delayed.keeps_state(recipe):
         return use(recipe=RECIPES["bf16"] if amax_observations.calibrating() else recipe)[0]

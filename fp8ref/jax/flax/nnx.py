@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 from flax import errors, nnx
+from jax import Array
 
 from fp8ref.jax import delayed
 from fp8ref.jax.distributed import explicit_sharding
@@ -76,14 +77,14 @@ class Hook(nnx.Module):
         self.shared = first.shared
         self.state.set_value({k: v for k, v in self.state.get_value().items() if k != "input"})
 
-    def _contract(self, use: Callable, precision, out_sharding) -> jax.Array:
+    def _contract(self, use: Callable, precision, out_sharding) -> Array:
         amax_observations.check_precision(self.name, precision)
         placement = explicit_sharding.joined(self.placement, out_sharding)
         use = functools.partial(use, recipe=self.recipe, placement=placement, name=self.name)
         with hardware.simulating(self.multiply):
             return self._threaded(use)
 
-    def _threaded(self, use: functools.partial) -> jax.Array:
+    def _threaded(self, use: functools.partial) -> Array:
         """The product, with the hook's state if any, and its observations."""
         if self.state is None:
             if amax_observations.calibrating():
@@ -131,7 +132,7 @@ class Hook(nnx.Module):
             observers.names.add(self.name)
         return y
 
-    def _in_high_precision(self, use: Callable) -> jax.Array:
+    def _in_high_precision(self, use: Callable) -> Array:
         return use(recipe=RECIPES["bf16"])[0]
 
 
@@ -147,7 +148,7 @@ class DotGeneral(Hook):
         preferred_element_type=None,
         *,
         out_sharding=None,
-    ) -> jax.Array:
+    ) -> Array:
         dims = Contraction(dimension_numbers, preferred_element_type)
         use = functools.partial(contraction.dot_general, x, w, dims)
         return self._contract(use, precision, out_sharding)
@@ -158,7 +159,7 @@ class EinsumOp(Hook):
 
     def __call__(
         self, subscripts, x, w, *, precision=None, preferred_element_type=None, out_sharding=None
-    ) -> jax.Array:
+    ) -> Array:
         dims = Contraction(subscripts, preferred_element_type)
         use = functools.partial(contraction.einsum, dims, x, w)
         return self._contract(use, precision, out_sharding)

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.formats import E2M1FN
 from fp8ref.jax.distributed.sharding import Reduction
@@ -82,7 +82,7 @@ def matmul(
     epilogue: str = "scale_then_round",
     out_dtype=jnp.float32,
     execution: Execution = ONE_DEVICE,
-) -> jax.Array:
+) -> Array:
     """Contract a and b along K: [..., M, K] x [..., N, K] -> [..., M, N]; turned [..., N, M].
 
     Shapes:   a.codes and b.codes of one rank, 2 or more, and equal leading dims; each is reduced
@@ -120,13 +120,8 @@ def matmul(
 
 
 def matmul_hp(
-    a: jax.Array,
-    b: jax.Array,
-    *,
-    axes: tuple[int, int],
-    out_dtype,
-    execution: Execution = ONE_DEVICE,
-) -> jax.Array:
+    a: Array, b: Array, *, axes: tuple[int, int], out_dtype, execution: Execution = ONE_DEVICE
+) -> Array:
     """A GEMM in high precision: float32 sums in XLA's order, rounded once to out_dtype (spec G-9).
 
     Shapes:   a and b as codes in matmul, reduced along axes, -1 or -2 each. On an NVIDIA GPU the
@@ -134,7 +129,7 @@ def matmul_hp(
     """
     collective, turned = execution.collective, execution.turned
 
-    def dot(a: jax.Array, b: jax.Array, dtype) -> jax.Array:
+    def dot(a: Array, b: Array, dtype) -> Array:
         return _dot(a, b, axes, lax.Precision.DEFAULT, turned, collective, dtype)
 
     if execution.in_steps or (collective and collective.parts == "accumulators"):
@@ -168,7 +163,7 @@ class _Product:
     out_dtype: Any
     execution: Execution
 
-    def multiplied(self, a: Quantized, b: Quantized) -> jax.Array:
+    def multiplied(self, a: Quantized, b: Quantized) -> Array:
         """The GEMM and its epilogue, where no accumulators are summed over devices.
 
         On an NVIDIA GPU the GEMM writes out_dtype, and no kernel rescales a float32 result (G-22):
@@ -186,7 +181,7 @@ class _Product:
             return self._in_steps(a, b)
         return lax.platform_dependent(a, b, cuda=on_gpu, default=self._in_steps)
 
-    def accumulated(self, a: Quantized, b: Quantized, collective: Reduction | None) -> jax.Array:
+    def accumulated(self, a: Quantized, b: Quantized, collective: Reduction | None) -> Array:
         """float32 [M, N] that devices sum: accumulators; scaled sums if scales vary along K."""
         blocks = dequantizes(a.granularity)
         if self.execution.multiply is None:
@@ -200,7 +195,7 @@ class _Product:
         by = dataclasses.replace(by, epilogue="product_then_round")
         return by.simulated(_unscaled(a), _unscaled(b))
 
-    def simulated(self, a: Quantized, b: Quantized) -> jax.Array:
+    def simulated(self, a: Quantized, b: Quantized) -> Array:
         """The GEMM by simulated hardware, [M, N], or [N, M] if turned."""
         assert a.codes.ndim == 2, "simulated hardware multiplies matrices"
         assert self.execution.multiply is not None
@@ -215,8 +210,8 @@ class _Product:
         return out.T if self.execution.turned else out
 
     def scaled(
-        self, acc: jax.Array, a: Quantized, b: Quantized, collective: Reduction | None = None
-    ) -> jax.Array:
+        self, acc: Array, a: Quantized, b: Quantized, collective: Reduction | None = None
+    ) -> Array:
         """The epilogue: accumulators [M, N] times scales of a's and b's rows, in out_dtype."""
         # [.., M, 1], [.., 1, N]
         scale_a = _rows(a.scale_inv, self.axes[0])
@@ -229,21 +224,19 @@ class _Product:
 
     def _dot(
         self,
-        a: jax.Array,
-        b: jax.Array,
+        a: Array,
+        b: Array,
         precision: lax.Precision,
         collective: Reduction | None = None,
         out_dtype=jnp.float32,
-    ) -> jax.Array:
+    ) -> Array:
         turned = self.execution.turned
         return _dot(a, b, self.axes, precision, turned, collective, out_dtype)
 
-    def _in_steps(self, a: Quantized, b: Quantized) -> jax.Array:
+    def _in_steps(self, a: Quantized, b: Quantized) -> Array:
         return self.scaled(self._dot(a.codes, b.codes, PRECISION[self.accumulate]), a, b)
 
-    def _by_cublaslt(
-        self, a: Quantized, b: Quantized, scales: tuple[jax.Array, jax.Array]
-    ) -> jax.Array:
+    def _by_cublaslt(self, a: Quantized, b: Quantized, scales: tuple[Array, Array]) -> Array:
         # XLA passes each scale on in float32: it drops the two conversions, as its option
         # xla_allow_excess_precision, on by default, lets it. ``proof`` looks for scales that it
         # rounded.
@@ -259,12 +252,12 @@ class _Product:
         # checkpoint.
         return lax.reduce_precision(out, info.nexp, info.nmant)
 
-    def _scaled_by_cublaslt(self, a: Quantized, b: Quantized) -> jax.Array:
+    def _scaled_by_cublaslt(self, a: Quantized, b: Quantized) -> Array:
         # Past a barrier of its own, no two dots share an operand: XLA would join their weights,
         # dequantized, and multiply in bfloat16.
         return self._by_cublaslt(a, b, lax.optimization_barrier((a.scale_inv, b.scale_inv)))
 
-    def _scaled_after_rounding(self, a: Quantized, b: Quantized) -> jax.Array:
+    def _scaled_after_rounding(self, a: Quantized, b: Quantized) -> Array:
         if self.execution.dequantized and self.out_dtype != jnp.float16:
             # by its scales, one of its own
             one = lax.optimization_barrier((jnp.float32(1), a.scale_inv, b.scale_inv))[0]
@@ -275,9 +268,7 @@ class _Product:
         return self.scaled(rounded.astype(jnp.float32), a, b)
 
 
-def finish(
-    acc: jax.Array, scale_a: jax.Array, scale_b: jax.Array, epilogue: str, out_dtype
-) -> jax.Array:
+def finish(acc: Array, scale_a: Array, scale_b: Array, epilogue: str, out_dtype) -> Array:
     """An accumulator times both scale_inv, broadcast, rounded to out_dtype (G-4, G-5, G-14)."""
     if epilogue == "scale_then_round":
         return ((acc * scale_a) * scale_b).astype(out_dtype)
@@ -303,19 +294,19 @@ def _unscaled(q: Quantized) -> Quantized:
     return dataclasses.replace(q, scale=one, scale_inv=one, granularity="tensorwise")
 
 
-def _total(partial: jax.Array, collective: Reduction | None) -> jax.Array:
+def _total(partial: Array, collective: Reduction | None) -> Array:
     """The sum over devices, if any."""
     return partial if collective is None else collective.total(partial)
 
 
-def _rows(scale: jax.Array, axis: int) -> jax.Array:
+def _rows(scale: Array, axis: int) -> Array:
     """Scales as a column [..., M, 1], or one as [1, 1]."""
     if scale.ndim == 0:
         return scale.reshape(1, 1)
     return scale if axis == -1 else jnp.swapaxes(scale, -1, -2)
 
 
-def _values(q: Quantized) -> jax.Array:
+def _values(q: Quantized) -> Array:
     """Dequantized values, without a tensor's scale: bfloat16, if it holds them, else float32. It
     holds 4 bits by scales that are powers of two (S-14), and 2 by those of 4 (S-22)."""
     is_exact = q.granularity in MX_BLOCKS or q.fmt == E2M1FN
@@ -323,7 +314,7 @@ def _values(q: Quantized) -> jax.Array:
     return values.astype(jnp.bfloat16 if is_exact else jnp.float32)
 
 
-def _by_tensor_scales(acc: jax.Array, a: Quantized, b: Quantized) -> jax.Array:
+def _by_tensor_scales(acc: Array, a: Quantized, b: Quantized) -> Array:
     """A sum times the product of its operands' scales of tensors, if there are some (S-22)."""
     each = [q.tensor_scale_inv for q in (a, b) if q.tensor_scale_inv is not None]
     return acc * math.prod(each[1:], start=each[0]) if each else acc
@@ -357,14 +348,14 @@ def _from_the_end(q: Quantized) -> int:
 
 
 def _dot(
-    a: jax.Array,
-    b: jax.Array,
+    a: Array,
+    b: Array,
     axes: tuple[int, int],
     precision: lax.Precision,
     turned: bool,
     collective: Reduction | None,
     out_dtype=jnp.float32,
-) -> jax.Array:
+) -> Array:
     """a x b [..., M, N], or [..., N, M] if turned; rows in the order of ``collective``."""
     a = collective.arranged(a) if collective else a
     if turned:

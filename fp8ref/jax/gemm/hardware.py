@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, FP8_FORMATS
 from fp8ref.jax.distributed import one_device, sharding
@@ -80,7 +80,7 @@ def refuse(name: str, why: str, instead: str = "") -> None:
         )
 
 
-def check(x: jax.Array, w: jax.Array, mode: sharding.Mode, name: str) -> None:
+def check(x: Array, w: Array, mode: sharding.Mode, name: str) -> None:
     """ValueError for operands or devices that simulated hardware cannot multiply on."""
     if w.ndim > 2:
         raise ValueError(
@@ -111,7 +111,7 @@ def check_devices(devices: int, *, mapped: bool, platform: str) -> None:
 
 def matmul(
     a: Quantized, b: Quantized, *, by: Multiply, accumulate: str, epilogue: str, out_dtype
-) -> jax.Array:
+) -> Array:
     """[M, K] x [N, K] -> [M, N] of out_dtype by a function on the host; an operand of axis 0, or
     -2, is [K, M].
 
@@ -146,7 +146,7 @@ def matmul(
         return _called(multiplied, result, (a.codes, b.codes), scales)
 
 
-def batched_matmul(a: jax.Array, b: jax.Array, *, by: Multiply, accumulate: str) -> jax.Array:
+def batched_matmul(a: Array, b: Array, *, by: Multiply, accumulate: str) -> Array:
     """[n, M, K] x [n, N, K] -> float32 [n, M, N] of native float8 codes, each of the n products by
     a function on the host, as ``matmul``.
     """
@@ -172,9 +172,9 @@ def batched_matmul(a: jax.Array, b: jax.Array, *, by: Multiply, accumulate: str)
 def _called(
     multiplied: Callable[[tuple, tuple], np.ndarray],
     result: jax.ShapeDtypeStruct,
-    codes: tuple[jax.Array, jax.Array],
-    scales: tuple[jax.Array, ...],
-) -> jax.Array:
+    codes: tuple[Array, Array],
+    scales: tuple[Array, ...],
+) -> Array:
     """The host's result of codes and scales of one device."""
     thread = _thread()
 

@@ -2,9 +2,8 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.formats import Format
 from fp8ref.jax.kernels.launch import TritonKernels, run
@@ -36,7 +35,7 @@ def share(recipe: Recipe) -> float:
     return sum(by_kernels) / max(1, len(by_kernels))
 
 
-def quantize(x: jax.Array, by: Scales, fmt: Format, axis: int, kernels: TritonKernels) -> Quantized:
+def quantize(x: Array, by: Scales, fmt: Format, axis: int, kernels: TritonKernels) -> Quantized:
     """``scaling.quantize(x, fmt, by=by)``, with the transposed codes and the amax of x: the same
     codes, but that NaN has one code."""
     from fp8ref.kernels import casts
@@ -47,15 +46,15 @@ def quantize(x: jax.Array, by: Scales, fmt: Format, axis: int, kernels: TritonKe
     return quantized(*outputs, by=by, fmt=fmt, shape=x.shape, axis=axis)
 
 
-def matrix_shape(x: jax.Array) -> tuple[int, int]:
+def matrix_shape(x: Array) -> tuple[int, int]:
     """[M, N] of [..., N]."""
     return math.prod(x.shape[:-1]), x.shape[-1]
 
 
 def quantized(
-    codes: jax.Array,
-    transposed: jax.Array,
-    parts: jax.Array,
+    codes: Array,
+    transposed: Array,
+    parts: Array,
     *,
     by: Scales,
     fmt: Format,
@@ -76,6 +75,6 @@ def quantized(
     )
 
 
-def largest(parts: jax.Array) -> jax.Array:
+def largest(parts: Array) -> Array:
     """The amax, float32 (), of partial ones: the largest bits."""
     return lax.bitcast_convert_type(jnp.max(parts), jnp.float32)

@@ -8,6 +8,7 @@ import functools
 import importlib.util
 
 import jax
+from jax import Array
 
 from fp8ref.jax.kernels import launch
 from fp8ref.jax.kernels.launch import TritonKernels
@@ -85,7 +86,7 @@ def failure(device: jax.Device) -> str:
     launched = kernels(Kernels(True, ""), device)
     assert launched is not None
 
-    def run(each, inputs, outputs) -> list[jax.Array]:
+    def run(each, inputs, outputs) -> list[Array]:
         return launch.bind(each, [jax.device_put(x, device) for x in inputs], outputs, launched)
 
     try:

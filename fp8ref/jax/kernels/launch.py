@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
@@ -79,7 +79,7 @@ class _Call:
         return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self.outputs]
 
 
-def run(launch: "Launch", inputs: Sequence[jax.Array], kernels: TritonKernels) -> list[jax.Array]:
+def run(launch: "Launch", inputs: Sequence[Array], kernels: TritonKernels) -> list[Array]:
     """The outputs of a launch on contiguous inputs; codes are uint8.
 
     Raises:   ValueError: on the mesh of a plain jit; on devices of a CPU that would deadlock.
@@ -99,11 +99,11 @@ def run(launch: "Launch", inputs: Sequence[jax.Array], kernels: TritonKernels) -
 
 def bind(
     launch: "Launch",
-    inputs: Sequence[jax.Array],
+    inputs: Sequence[Array],
     outputs: Sequence[Result],
     kernels: TritonKernels,
     aliases: Sequence[tuple[int, int]] = (),
-) -> list[jax.Array]:
+) -> list[Array]:
     """``run`` without its checks of a mesh, and with other outputs.
 
     aliases   places of inputs, and of the outputs that are written over them.
@@ -118,7 +118,7 @@ _launch.multiple_results = True
 
 
 @functools.partial(jax.jit, static_argnames="call")
-def _eager(*arrays: jax.Array, call: _Call) -> list[jax.Array]:
+def _eager(*arrays: Array, call: _Call) -> list[Array]:
     """Compiled once for a call, however often it is made outside of a program."""
     return _launch.bind(*arrays, call=call)
 
@@ -151,7 +151,7 @@ def _batched(arrays, dims, *, call: _Call):
 batching.primitive_batchers[_launch] = _batched
 
 
-def _compiled(*arrays: jax.Array, call: _Call) -> list[jax.Array]:
+def _compiled(*arrays: Array, call: _Call) -> list[Array]:
     """On an NVIDIA GPU."""
     import jax_triton
 
@@ -168,11 +168,11 @@ def _compiled(*arrays: jax.Array, call: _Call) -> list[jax.Array]:
     )
 
 
-def _interpreted(*arrays: jax.Array, call: _Call) -> list[jax.Array]:
+def _interpreted(*arrays: Array, call: _Call) -> list[Array]:
     """On any other platform: on the host, in Triton's interpreter."""
     thread = _thread()  # of a thread that XLA runs it would inherit that it flushes subnormals
 
-    def on_host(*arrays: jax.Array) -> list[np.ndarray]:
+    def on_host(*arrays: Array) -> list[np.ndarray]:
         return thread.submit(_on_host, call, [np.ascontiguousarray(x) for x in arrays]).result()
 
     return jax.pure_callback(on_host, call.shapes, *arrays, vmap_method="sequential")

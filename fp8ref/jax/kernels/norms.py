@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-import jax
+from jax import Array
 
 from fp8ref.formats import Format
 from fp8ref.jax.kernels import casts
@@ -12,8 +12,8 @@ from fp8ref.jax.quantize.scaling import Quantized
 
 
 def statistics(
-    h: jax.Array, residual: jax.Array | None, weight: jax.Array, eps: float, kernels: TritonKernels
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    h: Array, residual: Array | None, weight: Array, eps: float, kernels: TritonKernels
+) -> tuple[Array, Array, Array]:
     """(h + residual, which is what is normed, each row's factor float32 [M], the norm's amax).
 
     Shapes:   h and residual [..., N] of one dtype; weight [N].
@@ -27,12 +27,7 @@ def statistics(
 
 
 def quantize(
-    h: jax.Array,
-    factors: jax.Array,
-    weight: jax.Array,
-    by: Scales,
-    fmt: Format,
-    kernels: TritonKernels,
+    h: Array, factors: Array, weight: Array, by: Scales, fmt: Format, kernels: TritonKernels
 ) -> Quantized:
     """The norm of h, rounded to its dtype, by ``casts.quantize``; factors of ``statistics``."""
     from fp8ref.kernels import norms
@@ -44,14 +39,14 @@ def quantize(
 
 
 def normed(
-    h: jax.Array,
-    residual: jax.Array | None,
-    weight: jax.Array,
+    h: Array,
+    residual: Array | None,
+    weight: Array,
     eps: float,
     by: Scales,
     fmt: Format,
     kernels: TritonKernels,
-) -> tuple[jax.Array, jax.Array, Quantized]:
+) -> tuple[Array, Array, Quantized]:
     """(h + residual, factors, the norm by ``quantize``) in one launch: by is known before."""
     from fp8ref.kernels import norms
 
@@ -65,13 +60,13 @@ def normed(
 
 
 def gradient(
-    readers: Sequence[jax.Array],
-    total: jax.Array,
-    h: jax.Array,
-    factors: jax.Array,
-    weight: jax.Array,
+    readers: Sequence[Array],
+    total: Array,
+    h: Array,
+    factors: Array,
+    weight: Array,
     kernels: TritonKernels,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Array, Array, Array]:
     """The gradient of h, that of the norm's weight in float32, and the first's amax; by those of
     two or three readers of the norm, and of the sum that h goes into."""
     from fp8ref.kernels import norm_gradients

@@ -7,9 +7,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 
-def rounded(x: jax.Array, dtype) -> jax.Array:
+def rounded(x: Array, dtype) -> Array:
     """float32 x rounded to dtype, also where XLA fuses it with what reads it: a conversion to dtype
     and back may be dropped there, ``reduce_precision`` is not (spec M-3)."""
     info = jnp.finfo(dtype)
@@ -17,7 +18,7 @@ def rounded(x: jax.Array, dtype) -> jax.Array:
 
 
 @jax.custom_jvp
-def add(x: jax.Array, y: jax.Array) -> jax.Array:
+def add(x: Array, y: Array) -> Array:
     """x + y in float32, rounded once to x's dtype."""
     total = rounded(x.astype(jnp.float32) + y.astype(jnp.float32), x.dtype)
     # Without the barrier XLA keeps the residual stream in float32, though it is rounded.
@@ -37,7 +38,7 @@ _recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
 @functools.partial(_recomputed, static_argnums=2)
-def normed(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+def normed(x: Array, weight: Array, eps: float) -> Array:
     """x * rsqrt(mean(x^2) + eps) * weight over the last dim, rounded once to x's dtype."""
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
@@ -45,13 +46,13 @@ def normed(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 @_recomputed
-def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+def swiglu(gate: Array, up: Array) -> Array:
     """silu(gate) * up in float32, rounded once to gate's dtype."""
     return rounded(jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32), gate.dtype)
 
 
 @_recomputed
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
     """Rotary embedding of [B, T, H, D] by float32 tables [T, D], rounded once to x's dtype."""
     wide = x.astype(jnp.float32)
     first, second = jnp.split(wide, 2, axis=-1)

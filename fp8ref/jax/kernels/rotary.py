@@ -3,7 +3,7 @@
 
 import math
 
-import jax
+from jax import Array
 
 from fp8ref.formats import Format
 from fp8ref.jax.kernels import casts
@@ -12,7 +12,7 @@ from fp8ref.jax.quantize.scales import Scales
 from fp8ref.jax.quantize.scaling import Quantized
 
 
-def amax(g: jax.Array, cos: jax.Array, sin: jax.Array, kernels: TritonKernels) -> jax.Array:
+def amax(g: Array, cos: Array, sin: Array, kernels: TritonKernels) -> Array:
     """The amax, float32 (), of the rounded gradient."""
     from fp8ref.kernels import rotary
 
@@ -20,11 +20,7 @@ def amax(g: jax.Array, cos: jax.Array, sin: jax.Array, kernels: TritonKernels) -
 
 
 def quantize(
-    g: jax.Array,
-    tables: tuple[jax.Array, jax.Array],
-    by: Scales,
-    fmt: Format,
-    kernels: TritonKernels,
+    g: Array, tables: tuple[Array, Array], by: Scales, fmt: Format, kernels: TritonKernels
 ) -> Quantized:
     """The gradient [B, T, H D], rounded, by ``casts.quantize``; tables are cos and sin."""
     from fp8ref.kernels import rotary
@@ -34,7 +30,7 @@ def quantize(
     return casts.quantized(*outputs, by=by, fmt=fmt, shape=(*g.shape[:2], math.prod(g.shape[2:])))
 
 
-def _heads(g: jax.Array) -> tuple[tuple[int, int, int, int], tuple[int, int, int]]:
+def _heads(g: Array) -> tuple[tuple[int, int, int, int], tuple[int, int, int]]:
     """Shape and strides."""
     batch, tokens, heads, width = g.shape
     return (batch, tokens, heads, width), (tokens * heads * width, heads * width, width)

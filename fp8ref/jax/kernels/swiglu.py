@@ -1,7 +1,7 @@
 """SwiGLU and its gradients with their casts, by Triton's kernels (spec M-11); ``plain.swiglu`` is
 the plain form. gate, up and the product's gradient are [..., N] of one dtype."""
 
-import jax
+from jax import Array
 
 from fp8ref.formats import Format
 from fp8ref.jax.kernels import casts
@@ -10,7 +10,7 @@ from fp8ref.jax.quantize.scales import Scales
 from fp8ref.jax.quantize.scaling import Quantized
 
 
-def amax(gate: jax.Array, up: jax.Array, kernels: TritonKernels) -> jax.Array:
+def amax(gate: Array, up: Array, kernels: TritonKernels) -> Array:
     """The amax, float32 (), of the rounded product."""
     from fp8ref.kernels import swiglu
 
@@ -18,9 +18,7 @@ def amax(gate: jax.Array, up: jax.Array, kernels: TritonKernels) -> jax.Array:
     return casts.largest(*run(swiglu.amax(casts.matrix_shape(gate)), tensors, kernels))
 
 
-def quantize(
-    gate: jax.Array, up: jax.Array, by: Scales, fmt: Format, kernels: TritonKernels
-) -> Quantized:
+def quantize(gate: Array, up: Array, by: Scales, fmt: Format, kernels: TritonKernels) -> Quantized:
     """The product, rounded to gate's dtype, by ``casts.quantize``."""
     from fp8ref.kernels import swiglu
 
@@ -31,8 +29,8 @@ def quantize(
 
 
 def gradient_amaxes(
-    d: jax.Array, gate: jax.Array, up: jax.Array, kernels: TritonKernels
-) -> tuple[jax.Array, jax.Array]:
+    d: Array, gate: Array, up: Array, kernels: TritonKernels
+) -> tuple[Array, Array]:
     """The amaxes of gate's rounded gradient and of up's; d is the product's gradient."""
     from fp8ref.kernels import swiglu
 
@@ -42,7 +40,7 @@ def gradient_amaxes(
 
 
 def quantize_gradients(
-    tensors: tuple[jax.Array, jax.Array, jax.Array],
+    tensors: tuple[Array, Array, Array],
     by: tuple[Scales, Scales],
     fmt: Format,
     kernels: TritonKernels,
@@ -59,5 +57,5 @@ def quantize_gradients(
     )
 
 
-def _rows(*tensors: jax.Array) -> list[jax.Array]:
+def _rows(*tensors: Array) -> list[Array]:
     return [x.reshape(casts.matrix_shape(x)) for x in tensors]

@@ -8,7 +8,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from fp8ref import recipe as recipes
 from fp8ref.jax import delayed
@@ -40,8 +40,8 @@ def layer(recipe: str | Recipe, name: str, placement: Placement | None) -> Layer
 
 def resolved(
     layer: Layer,
-    x: jax.Array,
-    w: jax.Array,
+    x: Array,
+    w: Array,
     state: delayed.State | None,
     amaxes: delayed.Seen | None,
     out_dtype,
@@ -96,7 +96,7 @@ def check_recipe(recipe: str | Recipe, name: str) -> Recipe:
     return recipe
 
 
-def checked_weight(prepared: Quantized | Scales, w: jax.Array, layer: Layer) -> Quantized | Scales:
+def checked_weight(prepared: Quantized | Scales, w: Array, layer: Layer) -> Quantized | Scales:
     """The FP8 copy of a weight, or its scales, as constants; ValueError, naming the layer, unless
     they are of the recipe's cast, and of the whole weight."""
     name = layer.name
@@ -138,7 +138,7 @@ def checked_weight(prepared: Quantized | Scales, w: jax.Array, layer: Layer) -> 
     return jax.tree.map(lax.stop_gradient, prepared)
 
 
-def _check_arrays(x: jax.Array, w: jax.Array, out_dtype, name: str):
+def _check_arrays(x: Array, w: Array, out_dtype, name: str):
     """The output's dtype; ValueError for other dtypes or a name that ``proof`` could not read."""
     if set(name) & set("/()"):
         raise ValueError(
@@ -169,7 +169,7 @@ def _warn_of_padding(name: str, n: int, k: int) -> None:
     )
 
 
-def check_mu(mu: jax.Array, layer: Layer) -> None:
+def check_mu(mu: Array, layer: Layer) -> None:
     """ValueError, naming the layer, unless weight gradients travel in FP8, by this factor."""
     placement = layer.placement
     if layer.mode != "shard_map" or placement.reduce_grads != "float8_e4m3fn" or not placement.m:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
+from jax import Array
 
 from fp8ref.jax import delayed
 from fp8ref.jax.distributed import sharding
@@ -29,7 +29,7 @@ from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
 from fp8ref.spec.hardware import Multiply
 
-Scale = jax.Array | Scales | Quantized
+Scale = Array | Scales | Quantized
 """What is settled of a role before its tensor is read: the number that a state holds; the scales of
 an amax that was taken before (P-9); or the codes that an optimizer made (O-16)."""
 
@@ -54,9 +54,9 @@ class Observations(NamedTuple):
     """
 
     amaxes: delayed.Seen | None = None
-    statistics: jax.Array | None = None
-    mu: jax.Array | None = None
-    seed: jax.Array | None = None
+    statistics: Array | None = None
+    mu: Array | None = None
+    seed: Array | None = None
 
 
 Seen = delayed.Seen | Observations
@@ -88,11 +88,11 @@ class Operand(NamedTuple):
     seed    uint32 [2]: the linear's, if it rounds stochastically.
     """
 
-    tensor: jax.Array | None = None
+    tensor: Array | None = None
     scale: Scale | None = None
     own: Quantized | None = None
     whole: Quantized | None = None
-    seed: jax.Array | None = None
+    seed: Array | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

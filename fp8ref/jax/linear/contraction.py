@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax import Array
 
 from fp8ref.jax import delayed
 from fp8ref.jax.distributed import explicit_sharding
@@ -29,8 +30,8 @@ class Contraction:
 
 
 def dot_general(
-    x: jax.Array,
-    w: jax.Array,
+    x: Array,
+    w: Array,
     dimension_numbers: Numbers | Contraction,
     *,
     recipe: str | Recipe,
@@ -38,7 +39,7 @@ def dot_general(
     seen: Seen | None = None,
     placement: Placement | None = None,
     name: str = "dot_general",
-) -> tuple[jax.Array, Seen | None]:
+) -> tuple[Array, Seen | None]:
     """``lax.dot_general`` by a recipe: x is the input, w the weight, and the contracted dims are K.
 
     Shapes:   as lax.dot_general; output dims: batch, then x's other dims, then w's. Each element of
@@ -80,15 +81,15 @@ def dot_general(
 
 def einsum(
     subscripts: str | Contraction,
-    x: jax.Array,
-    w: jax.Array,
+    x: Array,
+    w: Array,
     *,
     recipe: str | Recipe,
     state: delayed.State | None = None,
     seen: Seen | None = None,
     placement: Placement | None = None,
     name: str = "einsum",
-) -> tuple[jax.Array, Seen | None]:
+) -> tuple[Array, Seen | None]:
     """``jnp.einsum`` of input x and weight w by a recipe. A letter in both is contracted, or a
     batch dim if the output has it.
 
@@ -141,7 +142,7 @@ class _Dims:
         """The dimension numbers of lax.dot_general."""
         return (self.contract_x, self.contract_w), (self.batch_x, self.batch_w)
 
-    def matrices(self, x: jax.Array, w: jax.Array, turned: bool) -> tuple[jax.Array, jax.Array]:
+    def matrices(self, x: Array, w: Array, turned: bool) -> tuple[Array, Array]:
         """x [..., M, K], w [N, K], or batched [batch, M, K], [batch, N, K]; turned, w is [K, N].
 
         x keeps all its leading dims: what reads the same x saves the same x for its backward pass,
@@ -156,7 +157,7 @@ class _Dims:
         b = w if turned else w.transpose(*self.batch_w, *self.other_w, *self.contract_w)
         return a, b.reshape(*batch, *((k, n) if turned else (n, k)))
 
-    def unflattened(self, y: jax.Array, x: jax.Array, w: jax.Array) -> jax.Array:
+    def unflattened(self, y: Array, x: Array, w: Array) -> Array:
         """The product of ``matrices`` with dims: batch, then x's others, then w's."""
         m_sizes = [x.shape[d] for d in self.other_x]
         n_sizes = [w.shape[d] for d in self.other_w]
@@ -168,7 +169,7 @@ class _Dims:
         return y.reshape(*(x.shape[d] for d in self.batch_x), *m_sizes, *n_sizes)
 
 
-def _dims(x: jax.Array, w: jax.Array, dimension_numbers, name: str) -> _Dims:
+def _dims(x: Array, w: Array, dimension_numbers, name: str) -> _Dims:
     """The dims by lax.dot_general's numbers; ValueError if they do not fit."""
     (contract_x, contract_w), (batch_x, batch_w) = (
         (tuple(map(int, dims)) for dims in pair) for pair in dimension_numbers

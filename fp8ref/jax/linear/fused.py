@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8ref.jax import delayed
@@ -34,21 +34,21 @@ __all__ = ["Norm", "Reader", "Rotary", "apply", "takes"]
 class Norm(NamedTuple):
     """RMSNorm: weight [K], and eps."""
 
-    weight: jax.Array
+    weight: Array
     eps: float
 
 
 class Rotary(NamedTuple):
     """Tables of a rotary embedding, float32 [T, D], D a power of two."""
 
-    cos: jax.Array
-    sin: jax.Array
+    cos: Array
+    sin: Array
 
 
 class Reader(NamedTuple):
     """A linear of a group: w [N, K], and the rest as of ``linear.apply``."""
 
-    w: jax.Array
+    w: Array
     recipe: str | Recipe
     name: str
     state: delayed.State | None = None
@@ -82,13 +82,13 @@ class _Group:
 class _Stream(NamedTuple):
     """What is normed: h, and what is added to it before; the norm's weight; rotary tables."""
 
-    h: jax.Array
-    residual: jax.Array | None
-    weight: jax.Array
+    h: Array
+    residual: Array | None
+    weight: Array
     tables: Rotary | None
 
 
-def takes(h: jax.Array, readers: list[Reader]) -> bool:
+def takes(h: Array, readers: list[Reader]) -> bool:
     """Whether ``apply`` computes these linears: two to four of one recipe, all of whose operands
     kernels cast, of some tokens, with features that no device cuts, on one device or inside
     shard_map, and without an observer or statistics, which want tensors that are never written."""
@@ -107,15 +107,15 @@ def takes(h: jax.Array, readers: list[Reader]) -> bool:
 
 
 def apply(
-    h: jax.Array,
+    h: Array,
     readers: list[Reader],
     *,
     norm: Norm,
-    residual: jax.Array | None = None,
+    residual: Array | None = None,
     swiglu: bool = False,
     rotary: Rotary | None = None,
     kept: str = "linear",
-) -> tuple[jax.Array, list[jax.Array], list[Seen | None]]:
+) -> tuple[Array, list[Array], list[Seen | None]]:
     """(h + residual, or h; the readers' outputs of its norm; their seen). What else reads h reads
     the first, so that one kernel adds its gradient.
 
@@ -184,7 +184,7 @@ def _forward(
     if stream.tables is not None:
         for i, y in enumerate(outputs[:2]):
             outputs[i] = plain.rotate(_heads(y, stream.tables), *stream.tables).reshape(y.shape)
-    between: tuple[jax.Array, ...] = ()
+    between: tuple[Array, ...] = ()
     if group.swiglu:
         between = gate, up = tuple(checkpoint_name(y, group.kept) for y in outputs)
         by = operands.settled(scales[2].get("input")) or operands.dynamic_scales(
@@ -234,7 +234,7 @@ derivatives.defvjp(_linears, _forward, _backward)
 
 
 def _cast_gradients(
-    d: jax.Array, between: tuple[jax.Array, jax.Array], group: _Group, kept: tuple
+    d: Array, between: tuple[Array, Array], group: _Group, kept: tuple
 ) -> tuple[Quantized, Quantized]:
     """The gradients of gate and of up, cast; d is that of their product."""
     layers = group.layers[:2]
@@ -249,7 +249,7 @@ def _cast_gradients(
     return swiglu.quantize_gradients((d, *between), (by_gate, by_up), cast.fmt, kernels)
 
 
-def _cast_again(g: jax.Array, amax: jax.Array, layer: Layer, saved: dict) -> jax.Array | Quantized:
+def _cast_again(g: Array, amax: Array, layer: Layer, saved: dict) -> Array | Quantized:
     """The gradient g of what made the residual, cast by its amax, which the norm's gradient has
     taken; as it is where a state has its scale."""
     cast, kernels = _by(layer, layer.recipe.grad_input.a)
@@ -259,7 +259,7 @@ def _cast_again(g: jax.Array, amax: jax.Array, layer: Layer, saved: dict) -> jax
     return casts.quantize(g, by, cast.fmt, -1, kernels)
 
 
-def _cast_rotated(g: jax.Array, tables: Rotary, layer: Layer, saved: dict) -> Quantized:
+def _cast_rotated(g: Array, tables: Rotary, layer: Layer, saved: dict) -> Quantized:
     """The gradient of rotated heads, rotated back and cast."""
     (cast, kernels), heads = _by(layer, layer.recipe.grad_input.a), _heads(g, tables)
     by = operands.settled(saved["grad_output"].scale) or operands.dynamic_scales(
@@ -268,7 +268,7 @@ def _cast_rotated(g: jax.Array, tables: Rotary, layer: Layer, saved: dict) -> Qu
     return rotary_kernels.quantize(heads, tables, by, cast.fmt, kernels)
 
 
-def _heads(x: jax.Array, tables: Rotary) -> jax.Array:
+def _heads(x: Array, tables: Rotary) -> Array:
     """[B, T, H D] as [B, T, H, D]."""
     return x.reshape(*x.shape[:-1], -1, tables.cos.shape[-1])
 
@@ -280,6 +280,6 @@ def _by(layer: Layer, cast: CastSpec | None) -> tuple[CastSpec, TritonKernels]:
     return cast, layer.kernels
 
 
-def _whole_features(h: jax.Array, placement: Placement | None) -> bool:
+def _whole_features(h: Array, placement: Placement | None) -> bool:
     inside = getattr(jax.typeof(h).sharding.mesh, "manual_axes", ())
     return placement is None or bool(inside and not placement.n and not placement.k)

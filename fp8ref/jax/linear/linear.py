@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.jax import delayed
 from fp8ref.jax.distributed import explicit_sharding, sharding
@@ -38,8 +38,8 @@ __all__ = ["Observations", "apply", "check_recipe", "contract", "observing"]
 
 
 def apply(
-    x: jax.Array,
-    w: jax.Array,
+    x: Array,
+    w: Array,
     *,
     recipe: str | Recipe,
     state: delayed.State | None = None,
@@ -47,7 +47,7 @@ def apply(
     placement: Placement | None = None,
     name: str = "linear",
     prepared: Quantized | Scales | None = None,
-) -> tuple[jax.Array, Seen | None]:
+) -> tuple[Array, Seen | None]:
     """output [..., N] = input x [..., K] x weight w [N, K]; gradients by the backward GEMMs.
 
     Works under jit, grad, vmap and shard_map, on meshes of Auto and of Explicit axes; under
@@ -95,15 +95,15 @@ def apply(
 
 
 def contract(
-    x: jax.Array,
-    w: jax.Array,
+    x: Array,
+    w: Array,
     layer: Layer,
     state: delayed.State | None,
     seen: Seen | None,
     *,
     prepared: Quantized | Scales | None = None,
     out_dtype=None,
-) -> tuple[jax.Array, Seen | None]:
+) -> tuple[Array, Seen | None]:
     """x [..., M, K] x w [N, K], or w [..., N, K] of equal leading dims, -> [..., M, N]: the core of
     ``apply`` and ``contraction``.
 
@@ -122,8 +122,8 @@ def contract(
 
 
 def bound(
-    x: jax.Array,
-    w: jax.Array,
+    x: Array,
+    w: Array,
     layer: Layer,
     state: delayed.State | None,
     seen: Seen | None,
@@ -145,16 +145,14 @@ def bound(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _linear(
-    x: jax.Array, w: jax.Array, scales: dict[Role, Scale], seen: Observations, layer: Layer
-):
+def _linear(x: Array, w: Array, scales: dict[Role, Scale], seen: Observations, layer: Layer):
     """(output, (amaxes, statistics)); differentiated by ``forward`` and ``backward``."""
     return forward(x, w, scales, seen, layer, differentiated=False)[0]
 
 
 def forward(
-    x: jax.Array | Quantized,
-    w: jax.Array,
+    x: Array | Quantized,
+    w: Array,
     scales: dict[Role, Scale],
     seen: Observations,
     layer: Layer,
@@ -169,7 +167,7 @@ def forward(
             "are summed twice. Use jax.shard_map(..., check_vma=True)."
         )
     # What is saved for the backward pass is x itself, which other linears save too.
-    tensors: dict[Role, jax.Array] = {"weight": w}
+    tensors: dict[Role, Array] = {"weight": w}
     if not isinstance(x, Quantized):
         tensors = {"input": x, "weight": w}
     saved = {role: Operand(tensors.get(role), scales.get(role), seed=seen.seed) for role in ROLES}
@@ -281,7 +279,7 @@ def _cast_for_both(operand: Operand, seen: Observations, layer: Layer) -> tuple[
     return operand, operand
 
 
-def _with_amax(q: Quantized, x: jax.Array) -> Quantized:
+def _with_amax(q: Quantized, x: Array) -> Quantized:
     """q, with this device's amax of x; else XLA schedules the amax last and keeps x alive."""
     scale_inv, amax = lax.optimization_barrier((q.scale_inv, scaling.amax(x)))
     return dataclasses.replace(q, scale_inv=scale_inv, amax=amax)
@@ -289,7 +287,7 @@ def _with_amax(q: Quantized, x: jax.Array) -> Quantized:
 
 def _observed(
     amaxes: delayed.Seen, roles: Mapping[Role, Operand], seen: Observations, layer: Layer
-) -> dict[Role, jax.Array]:
+) -> dict[Role, Array]:
     """Amaxes merged with those that a cast took of these roles; the largest if vmapped."""
     own_seen, merged = seen.amaxes or {}, {}
     for role, role_seen in amaxes.items():
@@ -303,7 +301,7 @@ def _observed(
     return merged
 
 
-def _empty_output(x: jax.Array, w: jax.Array, layer: Layer) -> jax.Array:
+def _empty_output(x: Array, w: Array, layer: Layer) -> Array:
     """The empty output of no tokens, which depends on nothing (L-9)."""
     fsdp = layer.placement.fsdp if layer.mode == "shard_map" else ()
     gathered = math.prod(map(lax.axis_size, fsdp))

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 import jax
+from jax import Array
 
 from fp8ref.jax.linear import operands
 from fp8ref.jax.linear.carried import Layer, Operand
@@ -37,7 +38,7 @@ def report(
     roles: Mapping[Role, Operand],
     own: Sequence[Quantized],
     whole: Sequence[Quantized],
-    out: jax.Array,
+    out: Array,
     layer: Layer,
 ):
     """Call the observer of the layer, if it has one, when the program runs.

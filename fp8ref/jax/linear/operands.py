@@ -11,7 +11,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.sharding import NamedSharding
 
 from fp8ref.jax.attention.operands import hadamard
@@ -81,7 +81,7 @@ def quantize(operand: Operand, role: Role, cast: CastSpec, axis: int, layer: Lay
         ) from error
 
 
-def rotated(x: jax.Array, cast: CastSpec, axis: int) -> jax.Array:
+def rotated(x: Array, cast: CastSpec, axis: int) -> Array:
     """x, its blocks along axis rotated and rounded to bfloat16, if the cast rotates (S-23).
 
     Raises:   ValueError: an axis that blocks do not divide.
@@ -98,12 +98,12 @@ def rotated(x: jax.Array, cast: CastSpec, axis: int) -> jax.Array:
     return jnp.swapaxes(turned.astype(jnp.bfloat16).reshape(lines.shape), axis, -1)
 
 
-def settled(scale: jax.Array | scales.Scales | None) -> scales.Scales | None:
+def settled(scale: Array | scales.Scales | None) -> scales.Scales | None:
     """The scales that a state holds, or that were made before."""
-    return scales.with_inverse(scale) if isinstance(scale, jax.Array) else scale
+    return scales.with_inverse(scale) if isinstance(scale, Array) else scale
 
 
-def dynamic_scales(amax: jax.Array, role: Role, cast: CastSpec, layer: Layer) -> scales.Scales:
+def dynamic_scales(amax: Array, role: Role, cast: CastSpec, layer: Layer) -> scales.Scales:
     """The scales of a tensorwise cast, of a device's amax (S-3, P-2)."""
     amax = scaling.over_devices(amax, layer.over(role, "tensorwise", -1))
     return scales.scales_from_amax(amax, cast.fmt, scales.implemented(cast.policy))
@@ -146,7 +146,7 @@ def gathered_pair(
     return paired_codes.parted(codes, bits, rows, columns)
 
 
-def gathered(x: jax.Array, role: Role, layer: Layer) -> jax.Array:
+def gathered(x: Array, role: Role, layer: Layer) -> Array:
     """Codes, scales or a tensor [M, ...], gathered as a GEMM needs it."""
     if layer.layout is not None:
         return flat(gather_by_compiler(x, layer.layout.cut(role)), role, layer)
@@ -157,13 +157,13 @@ def gathered(x: jax.Array, role: Role, layer: Layer) -> jax.Array:
     return x
 
 
-def gather_rows(x: jax.Array, axes: sharding.Axes, outer: int) -> jax.Array:
+def gather_rows(x: Array, axes: sharding.Axes, outer: int) -> Array:
     """Inside shard_map: gather [rows, columns] along axes within ``outer`` row groups."""
     grouped = x.reshape(outer, -1, x.shape[-1])
     return lax.all_gather(grouped, axes, axis=1, tiled=True).reshape(-1, x.shape[-1])
 
 
-def gather_by_compiler(x: jax.Array, cut: sharding.Cut) -> jax.Array:
+def gather_by_compiler(x: Array, cut: sharding.Cut) -> Array:
     """Under plain jit: pin x to its pieces, then to what is gathered, so that XLA gathers x itself.
 
     With one constraint XLA may move the gather before the cast, to the wider tensor under x.
@@ -177,28 +177,26 @@ def gather_by_compiler(x: jax.Array, cut: sharding.Cut) -> jax.Array:
     return x
 
 
-def flat(x: jax.Array, role: Role, layer: Layer) -> jax.Array:
+def flat(x: Array, role: Role, layer: Layer) -> Array:
     """[..., M, columns] -> [M, columns]; batch dims stay."""
     return x if layer.batched or role == "weight" else x.reshape(-1, x.shape[-1])
 
 
-def unflattened(result: jax.Array, shape: tuple[int, ...], layer: Layer) -> jax.Array:
+def unflattened(result: Array, shape: tuple[int, ...], layer: Layer) -> Array:
     """[M, columns] -> [..., rows, columns] with the leading dims of a shape."""
     if layer.batched:
         return result
     return result.reshape(*shape[:-2], -1, result.shape[-1])
 
 
-def _scales_of_columns(scale: jax.Array, layer: Layer) -> jax.Array:
+def _scales_of_columns(scale: Array, layer: Layer) -> Array:
     """Scales [..., 1, columns] -> [1, columns]; others as they are."""
     if scale.ndim > 2 and not layer.batched:
         return scale.reshape(1, scale.shape[-1])
     return scale
 
 
-def _check_whole_blocks(
-    x: jax.Array, role: Role, granularity: str, axis: int, layer: Layer
-) -> None:
+def _check_whole_blocks(x: Array, role: Role, granularity: str, axis: int, layer: Layer) -> None:
     """ValueError where a device's piece of x [rows, columns] splits a block (P-5)."""
     if layer.mode != "shard_map":
         return

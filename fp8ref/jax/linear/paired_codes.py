@@ -9,9 +9,8 @@ tie, which the number itself may not have been. A bit an element says so.
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.jax.quantize import cast
 from fp8ref.jax.quantize.scaling import Quantized
@@ -20,7 +19,7 @@ BITS = 8
 """Elements whose bits are kept in a byte."""
 
 
-def merged(rows: Quantized, columns: Quantized) -> tuple[jax.Array, jax.Array]:
+def merged(rows: Quantized, columns: Quantized) -> tuple[Array, Array]:
     """The finer codes of both, and bits where the coarser code is not the finer one rounded.
 
     Shapes:   codes [..., M, N]; scales of rows [..., M, 1], of columns [..., 1, N]; codes as
@@ -43,7 +42,7 @@ def merged(rows: Quantized, columns: Quantized) -> tuple[jax.Array, jax.Array]:
 
 
 def parted(
-    codes: jax.Array, bits: jax.Array, rows: Quantized, columns: Quantized
+    codes: Array, bits: Array, rows: Quantized, columns: Quantized
 ) -> tuple[Quantized, Quantized]:
     """Both sets of codes of ``merged``, bit for bit; rows and columns give their scales only.
 
@@ -65,9 +64,7 @@ def parted(
     )
 
 
-def _finer(
-    rows: jax.Array, rows_inv: jax.Array, columns: jax.Array, columns_inv: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _finer(rows: Array, rows_inv: Array, columns: Array, columns_inv: Array) -> tuple[Array, Array]:
     """Whether the row's scale is the finer one; the coarser in its units, a power of two."""
     row_scales, column_scales = (
         jnp.where(jnp.isnan(scale), jnp.float32(-1), scale) for scale in (rows, columns)
@@ -81,12 +78,12 @@ def _finer(
     )
 
 
-def _rounded(finer: jax.Array, ratio: jax.Array, like: Quantized) -> jax.Array:
+def _rounded(finer: Array, ratio: Array, like: Quantized) -> Array:
     """Finer codes' values under the coarser scale, in float32: exact, or 0."""
     return cast.decode(finer, like.fmt) * ratio
 
 
-def _packed(bits: jax.Array) -> jax.Array:
+def _packed(bits: Array) -> Array:
     """uint8 [..., ceil(N / 8)] of bool [..., N]."""
     length = -(-bits.shape[-1] // BITS)
     bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, length * BITS - bits.shape[-1])]).astype(
@@ -98,7 +95,7 @@ def _packed(bits: jax.Array) -> jax.Array:
     return sum(slices[1:], slices[0])
 
 
-def _unpacked(packed: jax.Array, length: int) -> jax.Array:
+def _unpacked(packed: Array, length: int) -> Array:
     """Undo ``_packed``: bool [..., length]."""
     slices = [(packed >> i) & 1 != 0 for i in range(BITS)]
     return jnp.concatenate(slices, axis=-1)[..., :length]

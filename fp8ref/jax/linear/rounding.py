@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.jax.distributed.placement import Placement
 from fp8ref.jax.linear.carried import Layer
@@ -23,7 +23,7 @@ from fp8ref.shared.errors import require
 
 __all__ = ["linear_seeds", "pass_seed", "seeded"]
 
-Seed = int | jax.Array
+Seed = int | Array
 """An integer in [0, 2^64), or its low and high half, uint32 [2]."""
 
 _seeds = jax.make_user_context(default_value=None)
@@ -47,7 +47,7 @@ class _Frozen:
         self.seed = seed
 
 
-def own_seed(name: str, given: jax.Array | None) -> jax.Array:
+def own_seed(name: str, given: Array | None) -> Array:
     """The seed of a linear, uint32 [2]: its own, or that of the context.
 
     Raises:   ValueError: neither, or a mapping without its name; as ``philox.halves``.
@@ -67,24 +67,19 @@ def own_seed(name: str, given: jax.Array | None) -> jax.Array:
     return jnp.stack(halves if own else philox.derived(halves, zlib.crc32(bytes(name, "utf-8")), 3))
 
 
-def pass_seed(seed: int, step: jax.Array, part: int | jax.Array = 0) -> jax.Array:
+def pass_seed(seed: int, step: Array, part: int | Array = 0) -> Array:
     """The seed of a pass, uint32 [2]: of a run's seed, step and microbatch, both from 0."""
     return jnp.stack(philox.derived(philox.halves(seed), step, 4 + jnp.asarray(part, jnp.uint32)))
 
 
-def linear_seeds(seed: jax.Array, names: np.ndarray) -> jax.Array:
+def linear_seeds(seed: Array, names: np.ndarray) -> Array:
     """The seeds uint32 [..., 2] of linears of these names, strings [...], of that of a pass."""
     counter = np.vectorize(lambda name: zlib.crc32(bytes(name, "utf-8")), otypes=[np.uint32])(names)
     return jnp.stack(philox.derived(philox.halves(seed), counter, 3), axis=-1)
 
 
 def random(
-    seed: jax.Array | None,
-    shape: tuple[int, ...],
-    cast: CastSpec,
-    role: Role,
-    axis: int,
-    layer: Layer,
+    seed: Array | None, shape: tuple[int, ...], cast: CastSpec, role: Role, axis: int, layer: Layer
 ) -> philox.Random | None:
     """What a device's piece of an operand draws from; None where it rounds to nearest.
 
@@ -101,7 +96,7 @@ def random(
     return philox.Random(key, 8 if cast.rounding == "stochastic_8" else 48, index)
 
 
-def _flat_index(shape: tuple[int, ...], role: Role, axis: int, layer: Layer) -> jax.Array:
+def _flat_index(shape: tuple[int, ...], role: Role, axis: int, layer: Layer) -> Array:
     """uint32 of a shape: the flat index in the whole matrix, its reduced axis last. Each of batch
     dims has a matrix of its own."""
     placement = layer.placement if layer.mode == "shard_map" else Placement()
@@ -122,7 +117,7 @@ def _flat_index(shape: tuple[int, ...], role: Role, axis: int, layer: Layer) -> 
     return column * jnp.uint32(rows) + row
 
 
-def _place(shape: tuple[int, ...], dim: int, axes: tuple[str, ...]) -> tuple[jax.Array, int]:
+def _place(shape: tuple[int, ...], dim: int, axes: tuple[str, ...]) -> tuple[Array, int]:
     """Each element's place along a dim that mesh axes cut, of the shape; the whole length."""
     place = lax.broadcasted_iota(jnp.uint32, shape, len(shape) + dim)
     if not axes:

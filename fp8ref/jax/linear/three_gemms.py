@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.formats import E4M3FN
 from fp8ref.jax.distributed import gradient_reduction, sharding
@@ -18,8 +17,8 @@ from fp8ref.recipe import OPERANDS, Gemm, Role
 
 
 def run(
-    which: Gemm, roles: Mapping[Role, Operand], layer: Layer, mu: jax.Array | None = None
-) -> tuple[jax.Array, stats.Measured, jax.Array | None]:
+    which: Gemm, roles: Mapping[Role, Operand], layer: Layer, mu: Array | None = None
+) -> tuple[Array, stats.Measured, Array | None]:
     """One of the three GEMMs (spec L-2), leading dims flattened to M unless they are batch
     dims. Operands without codes are quantized here. mu is the factor of a sum in FP8.
 
@@ -107,8 +106,8 @@ def _measured(
 
 
 def _completed(
-    partial: jax.Array, collective: sharding.Reduction | None, mu: jax.Array, layer: Layer
-) -> tuple[jax.Array, jax.Array]:
+    partial: Array, collective: sharding.Reduction | None, mu: Array, layer: Layer
+) -> tuple[Array, Array]:
     """A weight gradient's FP8 sum with mu; saturated elements on all devices."""
     assert collective is not None
     value, saturated = gradient_reduction.completed(
@@ -120,11 +119,11 @@ def _completed(
 
 
 def _in_high_precision(
-    which: Gemm, roles: Mapping[Role, Operand], layer: Layer, mu: jax.Array | None
-) -> tuple[jax.Array, stats.Measured, jax.Array | None]:
+    which: Gemm, roles: Mapping[Role, Operand], layer: Layer, mu: Array | None
+) -> tuple[Array, stats.Measured, Array | None]:
     """``run`` without FP8 (G-9). A cast operand is dequantized and rounded to its dtype (L-4)."""
     spec = layer.recipe.gemms[which]
-    numbers: list[jax.Array] = []
+    numbers: list[Array] = []
     own: dict[Role, Quantized] = {}
     for role, cast in zip(OPERANDS[which], (spec.a, spec.b), strict=True):
         tensor = roles[role].tensor

@@ -4,9 +4,8 @@
 in e2m1fn hold its numbers in float8_e4m3fn (``four_bits``).
 """
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from fp8ref import formats
 from fp8ref.formats import E2M1FN, FLOAT32, Format
@@ -27,7 +26,7 @@ STORED = {**DTYPES, "float16": jnp.float16, "bfloat16": jnp.bfloat16, "float32":
 """{name of a format that optimizer states are stored in: JAX's dtype}."""
 
 
-def encode(x: jax.Array, fmt: Format, *, saturate: bool = True) -> jax.Array:
+def encode(x: Array, fmt: Format, *, saturate: bool = True) -> Array:
     """Round x once to nearest even and return the codes.
 
     Shapes:   x any shape, empty too, float32, float16 or bfloat16, of JAX or NumPy; codes uint8 of
@@ -48,7 +47,7 @@ def encode(x: jax.Array, fmt: Format, *, saturate: bool = True) -> jax.Array:
     )
 
 
-def decode(codes: jax.Array, fmt: Format) -> jax.Array:
+def decode(codes: Array, fmt: Format) -> Array:
     """The values of uint8 codes (or of the native float8 array), exactly: float32 of the same
     shape. Every NaN code is NaN.
 
@@ -63,7 +62,7 @@ def decode(codes: jax.Array, fmt: Format) -> jax.Array:
     return codes.astype(jnp.float32)
 
 
-def to_fp8(x: jax.Array, fmt: Format, *, saturate: bool = True) -> jax.Array:
+def to_fp8(x: Array, fmt: Format, *, saturate: bool = True) -> Array:
     """``encode``, giving the native float8 array, whose NaNs may carry a sign. Raises as encode."""
     dtype = _dtype(fmt)
     formats.check_saturates(fmt, saturate)
@@ -75,23 +74,21 @@ def to_fp8(x: jax.Array, fmt: Format, *, saturate: bool = True) -> jax.Array:
     return value.astype(dtype)
 
 
-def code_bits(native: jax.Array, fmt: Format) -> jax.Array:
+def code_bits(native: Array, fmt: Format) -> Array:
     """The codes, uint8, of a native array: its bytes, or of e2m1fn a code of 4 bits a byte."""
     if fmt == E2M1FN:
         return four_bits.codes(native)
     return lax.bitcast_convert_type(native, jnp.uint8)
 
 
-def from_code_bits(codes: jax.Array, fmt: Format) -> jax.Array:
+def from_code_bits(codes: Array, fmt: Format) -> Array:
     """The native array of uint8 codes: the reverse of ``code_bits``."""
     if fmt == E2M1FN:
         return four_bits.numbers(codes)
     return lax.bitcast_convert_type(codes, _dtype(fmt))
 
 
-def to_stored(
-    x: jax.Array, fmt: Format, *, key=None, numbers: jax.Array | None = None
-) -> jax.Array:
+def to_stored(x: Array, fmt: Format, *, key=None, numbers: Array | None = None) -> Array:
     """x float32 rounded to a format of ``STORED``, saturated, in its dtype (spec O-8).
 
     key       of stochastic rounding (C-2), two words; None: to nearest even.
@@ -120,12 +117,12 @@ def to_stored(
     return lax.optimization_barrier(codes)  # or XLA would leave out the cast and its reverse
 
 
-def from_stored(codes: jax.Array, fmt: Format) -> jax.Array:
+def from_stored(codes: Array, fmt: Format) -> Array:
     """The values of ``to_stored``, float32."""
     return decode(codes, fmt) if fmt.bits == 8 else codes.astype(jnp.float32)
 
 
-def to_f32(x: jax.Array) -> jax.Array:
+def to_f32(x: Array) -> Array:
     """x as float32, rounded to its own dtype; ValueError for float64 and others."""
     x = checked(x)
     if x.dtype == jnp.float32:
@@ -135,22 +132,22 @@ def to_f32(x: jax.Array) -> jax.Array:
     return lax.reduce_precision(x, info.nexp, info.nmant).astype(jnp.float32)
 
 
-def bits(x: jax.Array) -> jax.Array:
+def bits(x: Array) -> Array:
     """The bits of x, int16 or int32."""
     return lax.bitcast_convert_type(x, jnp.int32 if checked(x).dtype == jnp.float32 else jnp.int16)
 
 
-def magnitude_bits(x: jax.Array) -> jax.Array:
+def magnitude_bits(x: Array) -> Array:
     """The bits of |x|, int16 or int32, ordered as magnitudes, then infinities, NaNs."""
     return without_sign(bits(x))
 
 
-def without_sign(bits: jax.Array) -> jax.Array:
+def without_sign(bits: Array) -> Array:
     """``magnitude_bits`` of an array, of its ``bits``."""
     return bits & jnp.iinfo(bits.dtype).max
 
 
-def from_magnitude_bits(bits: jax.Array, dtype) -> jax.Array:
+def from_magnitude_bits(bits: Array, dtype) -> Array:
     """The magnitudes, as float32, of ``magnitude_bits`` of an array of this dtype."""
     return lax.bitcast_convert_type(bits, dtype).astype(jnp.float32)
 
@@ -161,7 +158,7 @@ def check_array(x: object, rule: str = "casts take arrays of float32, float16 or
         raise ValueError(f"{rule}; got {type(x).__name__}. Convert with jnp.asarray.")
 
 
-def checked(x: jax.Array) -> jax.Array:
+def checked(x: Array) -> Array:
     """x as a JAX array; ValueError unless it is float32, float16 or bfloat16."""
     # The dtype is x's own: jnp.asarray would first round a NumPy float64 array to float32.
     dtype = getattr(x, "dtype", None)

@@ -9,16 +9,16 @@ On a CPU these are XLA's own. On an NVIDIA GPU XLA divides by PTX's ``div.full.f
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 
-def product(a, b) -> jax.Array:
+def product(a, b) -> Array:
     """RN32(a * b), clipped to float32's range, which only keeps XLA from fusing it with a sum."""
     largest = np.finfo(np.float32).max
     return jnp.clip(a * b, -largest, largest)
 
 
-def divide(a, b) -> jax.Array:
+def divide(a, b) -> Array:
     """RN32(a / b), of float32 arrays that broadcast against each other, or numbers.
 
     Specials: as in IEEE 754. A quotient below 2^-126 may be an ulp off, or zero.
@@ -28,12 +28,12 @@ def divide(a, b) -> jax.Array:
     return lax.platform_dependent(a, b, cuda=divide_in_float64, default=lax.div)
 
 
-def sqrt(x: jax.Array) -> jax.Array:
+def sqrt(x: Array) -> Array:
     """RN32(sqrt(x)), float32 of any shape. Specials: as in IEEE 754."""
     return lax.platform_dependent(x, cuda=sqrt_in_float64, default=lax.sqrt)
 
 
-def divide_in_float64(a: jax.Array, b: jax.Array) -> jax.Array:
+def divide_in_float64(a: Array, b: Array) -> Array:
     """``divide`` on a GPU: 2 a times the reciprocal of 2 b. LLVM makes a float64 quotient of
     float32 numbers, rounded to float32, a float32 quotient again, but not a product, nor 1 / (2 b).
 
@@ -47,7 +47,7 @@ def divide_in_float64(a: jax.Array, b: jax.Array) -> jax.Array:
     return _kept(quotient, a)
 
 
-def sqrt_in_float64(x: jax.Array) -> jax.Array:
+def sqrt_in_float64(x: Array) -> Array:
     """``sqrt`` on a GPU.
 
     Rounding twice is rounding once, as float64 has more than 2 * 24 + 1 bits.
@@ -59,6 +59,6 @@ def sqrt_in_float64(x: jax.Array) -> jax.Array:
     return _kept(root, x)
 
 
-def _kept(rounded: jax.Array, x: jax.Array) -> jax.Array:
+def _kept(rounded: Array, x: Array) -> Array:
     """The rounded result of x; a choice keeps XLA from dropping the rounding."""
     return jnp.where(jnp.isnan(x), x, rounded)

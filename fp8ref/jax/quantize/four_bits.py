@@ -6,9 +6,8 @@ jnp.float4_e2m1fn gives NaN another code than C-9, and took 22 times as long on 
 1024 x 1024). What shows codes calls ``codes``.
 """
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.formats import E2M1FN
 
@@ -17,7 +16,7 @@ _BIASES = 12  # e4m3fn's exponent field is larger by 6, which is 12 in units of 
 _SIGNS = 4  # the number of bits between the two signs
 
 
-def rounded(x: jax.Array) -> jax.Array:
+def rounded(x: Array) -> Array:
     """float32 x, rounded to nearest even and saturated: the numbers of e2m1fn, float32.
 
     Specials: a NaN of either sign is 6; -0 and what underflows keep their sign.
@@ -31,7 +30,7 @@ def rounded(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(x), E2M1FN.max, signed)
 
 
-def codes(numbers: jax.Array) -> jax.Array:
+def codes(numbers: Array) -> Array:
     """The codes, uint8 up to 15, of numbers of e2m1fn in float8_e4m3fn."""
     bits = lax.bitcast_convert_type(numbers, jnp.uint8).astype(jnp.int32)
     magnitude = bits & 0x7F
@@ -40,7 +39,7 @@ def codes(numbers: jax.Array) -> jax.Array:
     return (code | ((bits & 0x80) >> _SIGNS)).astype(jnp.uint8)
 
 
-def numbers(codes: jax.Array) -> jax.Array:
+def numbers(codes: Array) -> Array:
     """The numbers, float8_e4m3fn, of uint8 codes of e2m1fn: the reverse of ``codes``."""
     magnitude = codes.astype(jnp.int32) & 7
     bits = jnp.where(magnitude < 2, magnitude * _HALF, (magnitude + _BIASES) << 2)

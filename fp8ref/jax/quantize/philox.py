@@ -11,7 +11,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.formats import Format
 from fp8ref.shared import errors
@@ -33,9 +33,9 @@ class Random:
            in the tensor.
     """
 
-    key: tuple[jax.Array, jax.Array]
+    key: tuple[Array, Array]
     bits: Literal[8, 48] = 48
-    index: jax.Array | None = None
+    index: Array | None = None
 
     def like(self, shape: tuple[int, ...]) -> "Random":
         """The same of the tensor in another shape."""
@@ -61,7 +61,7 @@ def key_of(seed: int, step, stream: int, *, master: bool = False):
     return key_words[2:] if master else key_words[:2]
 
 
-def halves(seed) -> tuple[jax.Array, jax.Array]:
+def halves(seed) -> tuple[Array, Array]:
     """The low and high half of a seed: an integer in [0, 2^64), or uint32 [2], which may be traced.
 
     Raises:   ValueError: anything else.
@@ -78,7 +78,7 @@ def halves(seed) -> tuple[jax.Array, jax.Array]:
     return seed[0], seed[1]
 
 
-def derived(seed: tuple[jax.Array, jax.Array], counter, stream) -> tuple[jax.Array, jax.Array]:
+def derived(seed: tuple[Array, Array], counter, stream) -> tuple[Array, Array]:
     """The seed that counter and stream make of another one (S-24), as its halves."""
     return words(jnp.asarray(counter, jnp.uint32), stream, seed)[:2]
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from fp8ref import formats
 from fp8ref.formats import FP4_FORMATS, Format
@@ -27,22 +27,22 @@ __all__ = ["Scales", "implemented", "scale_from_amax", "scales_from_amax", "with
 class Scales(NamedTuple):
     """scale multiplies into FP8, scale_inv out of it; float32 of one shape."""
 
-    scale: jax.Array
-    scale_inv: jax.Array
+    scale: Array
+    scale_inv: Array
 
 
 class TwoLevelScales(NamedTuple):
     """``Scales`` of blocks, and tensor_scale_inv, float32 () or None: it multiplies out of FP4 too
     (S-22)."""
 
-    scale: jax.Array
-    scale_inv: jax.Array
-    tensor_scale_inv: jax.Array | None
+    scale: Array
+    scale_inv: Array
+    tensor_scale_inv: Array | None
 
 
 # traced once for all layers of a shape
 @functools.partial(jax.jit, static_argnames=("fmt", "policy"))
-def scales_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "torchao") -> Scales:
+def scales_from_amax(amax: Array, fmt: Format, policy: str | ScalePolicy = "torchao") -> Scales:
     """scale and scale_inv of a policy (spec S-3, S-4, S-9, S-14, S-17): the simulator's bits.
 
     Shapes:   amax float32, any shape; both scales float32 of that shape.
@@ -71,22 +71,20 @@ def scales_from_amax(amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "
     return _power_of_two_scales(amax, fmt, policy)
 
 
-def scale_from_amax(
-    amax: jax.Array, fmt: Format, policy: str | ScalePolicy = "torchao"
-) -> jax.Array:
+def scale_from_amax(amax: Array, fmt: Format, policy: str | ScalePolicy = "torchao") -> Array:
     """The factor that multiplies into FP8: ``scales_from_amax(...).scale``. Shapes, order, specials
     and what it raises are the same."""
     return scales_from_amax(amax, fmt, policy).scale
 
 
-def with_inverse(scale: jax.Array) -> Scales:
+def with_inverse(scale: Array) -> Scales:
     """The scale, float32 of any shape, and RN32(1 / scale)."""
     # Without the barrier XLA makes 1 / (448 / amax) amax / 448, which rounds once, not twice.
     scale = lax.optimization_barrier(scale)
     return Scales(scale, division.divide(1, scale))
 
 
-def flax_scale_inv(amax: jax.Array, previous: jax.Array, fmt: Format) -> jax.Array:
+def flax_scale_inv(amax: Array, previous: Array, fmt: Format) -> Array:
     """scale_inv of policy ``flax`` (S-9, S-13). No barrier: XLA rewrites it as it does Flax's own.
 
     Shapes:   amax and previous, the scale_inv before, float32 of one shape; and so the result.
@@ -99,7 +97,7 @@ def flax_scale_inv(amax: jax.Array, previous: jax.Array, fmt: Format) -> jax.Arr
     return 1 / jnp.where(jnp.isfinite(amax), scale, kept)
 
 
-def times_e8m0(x: jax.Array, scale: jax.Array) -> jax.Array:
+def times_e8m0(x: Array, scale: Array) -> Array:
     """RN32(x * scale); also for 2^-127, a subnormal scale that XLA on a CPU would flush to zero."""
     least = lax.bitcast_convert_type(scale, jnp.int32) == 1 << 22
     return (x * jnp.where(least, 2.0**-64, 1)) * jnp.where(least, 2.0**-63, scale)
@@ -111,7 +109,7 @@ def implemented(policy: str | ScalePolicy) -> ScalePolicy:
     return support.scale_policy(policy, "jax")
 
 
-def _quotient_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
+def _quotient_scales(amax: Array, fmt: Format, policy: ScalePolicy) -> Scales:
     """The quotient of S-3 and its reciprocal; barriers keep them from being recomputed."""
     scale = jnp.where(
         amax < _smallest(policy), np.float32(fmt.max / policy.eps), division.divide(fmt.max, amax)
@@ -123,7 +121,7 @@ def _quotient_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scale
     return Scales(lax.optimization_barrier(scale), lax.optimization_barrier(inverse))
 
 
-def _ratio_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
+def _ratio_scales(amax: Array, fmt: Format, policy: ScalePolicy) -> Scales:
     """scale_inv from the floored amax, and RN32(1 / scale_inv) (S-17)."""
     floored = jnp.where(amax < _smallest(policy), np.float32(policy.eps), amax)
     # XLA makes a division by a constant a product with its reciprocal, which rounds twice, past a
@@ -139,7 +137,7 @@ def _ratio_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
     return Scales(division.divide(1, scale_inv), scale_inv)
 
 
-def _power_of_two_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
+def _power_of_two_scales(amax: Array, fmt: Format, policy: ScalePolicy) -> Scales:
     """The power of two at most the quotient of S-3, and its exact reciprocal (S-4)."""
     # The scale is the result of a division: XLA would repeat integer operations for every element
     # that is scaled, but it does not repeat a division.
@@ -160,7 +158,7 @@ def _smallest(policy: ScalePolicy) -> np.float32:
     return np.nextafter(smallest, np.float32(1))
 
 
-def _e8m0_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
+def _e8m0_scales(amax: Array, fmt: Format, policy: ScalePolicy) -> Scales:
     """scale_inv = 2^k, -127 <= k <= 127, or NaN; scale = 2^-k unless the rule differs (S-14)."""
     assert policy.e8m0 is not None
     if policy.e8m0.scale_of_nan == "as_infinite":
@@ -174,12 +172,12 @@ def _e8m0_scales(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
     return Scales(jnp.where(nan, nan_scale, scale), jnp.where(nan, jnp.nan, _two_to_the(field)))
 
 
-def _two_to_the(field: jax.Array) -> jax.Array:
+def _two_to_the(field: Array) -> Array:
     """2^(field - 127) from its bits, field in [0, 254]; 2^-127 is subnormal."""
     return lax.bitcast_convert_type(jnp.where(field == 0, 1 << 22, field << 23), jnp.float32)
 
 
-def _exponent_field(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> jax.Array:
+def _exponent_field(amax: Array, fmt: Format, policy: ScalePolicy) -> Array:
     """k + 127 of scale_inv = 2^k; 255 for infinity, arbitrary for NaN (S-4, S-14)."""
     bits = lax.bitcast_convert_type(amax, jnp.int32)
     # A table look-up, because XLA's log2 is an approximation.

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from fp8ref import policy as policies
 from fp8ref.formats import FP4_FORMATS, Format
@@ -84,23 +84,23 @@ class Quantized:
     amax         of the hp tensor, taken while it was cast; None: not taken.
     """
 
-    codes: jax.Array
-    scale: jax.Array
-    scale_inv: jax.Array
+    codes: Array
+    scale: Array
+    scale_inv: Array
     fmt: Format
     granularity: str
     axis: int | tuple[int, ...]
-    tensor_scale_inv: jax.Array | None = None
-    transposed: jax.Array | None = None
-    amax: jax.Array | None = None
+    tensor_scale_inv: Array | None = None
+    transposed: Array | None = None
+    amax: Array | None = None
 
     @property
-    def code_bits(self) -> jax.Array:
+    def code_bits(self) -> Array:
         """The codes as uint8, those of e2m1fn from 0 to 15, as the simulator has them."""
         return cast.code_bits(self.codes, self.fmt)
 
     @property
-    def both_scale_inv(self) -> jax.Array:
+    def both_scale_inv(self) -> Array:
         """scale_inv, or of two levels RN32(tensor_scale_inv * scale_inv) (S-22)."""
         whole = self.tensor_scale_inv
         return self.scale_inv if whole is None else whole * self.scale_inv
@@ -129,8 +129,8 @@ def blocks(granularity: str, shape: tuple[int, ...], axis: int | tuple[int, ...]
 
 
 def block_amax(
-    x: jax.Array, blocks: Blocks, *, over: tuple[str, ...] = (), with_producer: bool = False
-) -> jax.Array:
+    x: Array, blocks: Blocks, *, over: tuple[str, ...] = (), with_producer: bool = False
+) -> Array:
     """The largest magnitude of each block of x, as if zeros filled the last ones.
 
     Shapes:   x hp, any rank; float32 of the number of blocks along each axis, () where one block is
@@ -150,7 +150,7 @@ def block_amax(
     return cast.from_magnitude_bits(bits, x.dtype)
 
 
-def spread(scale: jax.Array, shape: tuple[int, ...], blocks: Blocks) -> jax.Array:
+def spread(scale: Array, shape: tuple[int, ...], blocks: Blocks) -> Array:
     """Repeat scales over their blocks, so that they broadcast against a tensor of this shape."""
     if jnp.ndim(scale) == 0:
         return scale
@@ -161,8 +161,8 @@ def spread(scale: jax.Array, shape: tuple[int, ...], blocks: Blocks) -> jax.Arra
 
 
 def scale_blocks(
-    x: jax.Array, by: Scales | TwoLevelScales, blocks: Blocks, policy: ScalePolicy | None = None
-) -> jax.Array:
+    x: Array, by: Scales | TwoLevelScales, blocks: Blocks, policy: ScalePolicy | None = None
+) -> Array:
     """What a cast rounds: RN32(f32(x) * scale), or under a policy that stores scale_inv the
     quotient by it (S-13); float32 of x's shape."""
     if policy and policy.stored == "scale_inv":
@@ -172,20 +172,20 @@ def scale_blocks(
 
 
 def quantize_blocks(
-    x: jax.Array,
+    x: Array,
     by: Scales | TwoLevelScales,
     fmt: Format,
     blocks: Blocks,
     *,
     policy: ScalePolicy | None = None,
     random: philox.Random | None = None,
-) -> jax.Array:
+) -> Array:
     """The codes of x, native float8, by a scale for each block: ``scale_blocks``, ``saturate``
     (S-5). policy None: by products."""
     return saturate(scale_blocks(x, by, blocks, policy), fmt, random)
 
 
-def saturate(scaled: jax.Array, fmt: Format, random: philox.Random | None = None) -> jax.Array:
+def saturate(scaled: Array, fmt: Format, random: philox.Random | None = None) -> Array:
     """The codes, native float8, of numbers that are scaled already, or need no scale: clip to
     +-fmt.max; round to nearest even, or stochastically (S-5, C-2)."""
     if random is None:
@@ -194,7 +194,7 @@ def saturate(scaled: jax.Array, fmt: Format, random: philox.Random | None = None
 
 
 def scales_of(
-    x: jax.Array, cast: CastSpec, amax: jax.Array, tensor_amax: jax.Array | None, axis: int
+    x: Array, cast: CastSpec, amax: Array, tensor_amax: Array | None, axis: int
 ) -> Scales | TwoLevelScales:
     """The scales of a cast, of the amaxes of x's blocks, and of two levels (S-22) of the tensor."""
     rule = cast.policy.two_level
@@ -208,14 +208,14 @@ def scales_of(
 
 
 def amax(
-    x: jax.Array,
+    x: Array,
     granularity: str = "tensorwise",
     *,
     axis: int | tuple[int, ...] = -1,
     over: tuple[str, ...] = (),
     with_producer: bool = False,
     ragged: bool = False,
-) -> jax.Array:
+) -> Array:
     """The largest magnitude of every group that shares a scale (spec S-2).
 
     ragged    the last block along axis may be shorter (S-6): as along a linear's rows.
@@ -242,7 +242,7 @@ def amax(
     return block_amax(x, sizes, over=over, with_producer=with_producer)
 
 
-def over_devices(amaxes: jax.Array, over: tuple[str, ...]) -> jax.Array:
+def over_devices(amaxes: Array, over: tuple[str, ...]) -> Array:
     """Amaxes, float32 of any shape, of all devices along mesh axes, inside shard_map (P-2, P-9):
     one all-reduce; none of no axes.
     """
@@ -253,7 +253,7 @@ def over_devices(amaxes: jax.Array, over: tuple[str, ...]) -> jax.Array:
 
 
 def quantize(
-    x: jax.Array,
+    x: Array,
     fmt: Format,
     *,
     granularity: str = "tensorwise",
@@ -294,7 +294,7 @@ def quantize(
 
 
 def quantize_with(
-    x: jax.Array, scale: jax.Array, fmt: Format, *, granularity: str = "tensorwise", axis: int = -1
+    x: Array, scale: Array, fmt: Format, *, granularity: str = "tensorwise", axis: int = -1
 ) -> Quantized:
     """Quantize by a given scale, such as a delayed state's; scale_inv = RN32(1 / scale), so not for
     e8m0 policies (S-14).
@@ -315,9 +315,7 @@ def quantize_with(
     return Quantized(codes=codes, **by._asdict(), fmt=fmt, granularity=granularity, axis=axis)
 
 
-def quantize_divided(
-    x: jax.Array, scale_inv: jax.Array, fmt: Format, *, axis: int = -1
-) -> Quantized:
+def quantize_divided(x: Array, scale_inv: Array, fmt: Format, *, axis: int = -1) -> Quantized:
     """quantize by policy ``flax`` (spec S-13), tensorwise: RN32(f32(x) / scale_inv), clip,
     round. scale_inv is of shape ().
 
@@ -332,7 +330,7 @@ def quantize_divided(
     return Quantized(codes=codes, **by._asdict(), fmt=fmt, granularity="tensorwise", axis=axis)
 
 
-def quantize_by_state(x: jax.Array, stored: jax.Array, spec: CastSpec, *, axis: int) -> Quantized:
+def quantize_by_state(x: Array, stored: Array, spec: CastSpec, *, axis: int) -> Quantized:
     """Quantize by the number that a delayed state holds (H-1): a scale (``quantize_with``), or a
     scale_inv (``quantize_divided``), as the policy of its cast says."""
     if spec.policy.stored == "scale_inv":
@@ -340,7 +338,7 @@ def quantize_by_state(x: jax.Array, stored: jax.Array, spec: CastSpec, *, axis: 
     return quantize_with(x, stored, spec.fmt, granularity=spec.granularity, axis=axis)
 
 
-def dequantize(q: Quantized) -> jax.Array:
+def dequantize(q: Quantized) -> Array:
     """RN32(decode(codes) * scale_inv), float32 of the codes' shape (spec S-8); of two levels by
     RN32(tensor_scale_inv * scale_inv) (S-22).
 
@@ -358,12 +356,12 @@ def dequantize(q: Quantized) -> jax.Array:
 # traced once for all tensors of a shape
 @functools.partial(jax.jit, static_argnames=("dtype", "axis", "keepdims", "with_producer"))
 def _largest(
-    bits: jax.Array,
+    bits: Array,
     dtype,
     axis: int | tuple[int, ...] | None = None,
     keepdims: bool = False,
     with_producer: bool = False,
-) -> jax.Array:
+) -> Array:
     """The maximum of ``cast.magnitude_bits``: of integers on NVIDIA GPUs, else of floats, XLA's
     only fast maximum on a CPU."""
     return lax.platform_dependent(
@@ -375,7 +373,7 @@ def _largest(
     )
 
 
-def _integer_max(bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: bool) -> jax.Array:
+def _integer_max(bits: Array, axis: int | tuple[int, ...] | None, keepdims: bool) -> Array:
     """The maximum over integers. The reduction across memory reads the bits (signed: positive
     numbers; unsigned: negative), else XLA would write magnitudes to memory."""
     largest = functools.partial(jnp.max, axis=axis, keepdims=keepdims)
@@ -387,18 +385,14 @@ def _integer_max(bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: 
     return jnp.maximum(largest(bits), cast.without_sign(negative))
 
 
-def _absolute_max(
-    bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: bool, dtype
-) -> jax.Array:
+def _absolute_max(bits: Array, axis: int | tuple[int, ...] | None, keepdims: bool, dtype) -> Array:
     """One reduction, which XLA fuses into the kernel of a gradient; with masks or two it reads the
     gradient again. In PTX the absolute is a mask."""
     magnitudes = jnp.abs(lax.bitcast_convert_type(bits, dtype))
     return jnp.max(lax.bitcast_convert_type(magnitudes, bits.dtype), axis=axis, keepdims=keepdims)
 
 
-def _float_max(
-    bits: jax.Array, axis: int | tuple[int, ...] | None, keepdims: bool, dtype
-) -> jax.Array:
+def _float_max(bits: Array, axis: int | tuple[int, ...] | None, keepdims: bool, dtype) -> Array:
     """The float maximum drops NaNs and flushes subnormals, so the bits are mapped, in order, to
     normal finite numbers: t = bits - 2^(n - 2) becomes the number t steps above the least normal
     one, or below its negative; the result is mapped back."""
@@ -412,7 +406,7 @@ def _float_max(
     return (((largest & size.max) - least) ^ (largest >> sign)) + half
 
 
-def _largest_of_blocks(bits: jax.Array, dtype, blocks: Blocks) -> jax.Array:
+def _largest_of_blocks(bits: Array, dtype, blocks: Blocks) -> Array:
     sizes = granularities.block_sizes(bits.shape, blocks)
     # zeros fill the last block
     bits = jnp.pad(bits, [(0, -n % size) for n, size in zip(bits.shape, sizes, strict=True)])

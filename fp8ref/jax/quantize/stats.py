@@ -7,10 +7,9 @@ float32's range; that power's exponent field; amax and extreme scales. ``parts``
 
 import operator
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.formats import Format
 from fp8ref.jax.quantize import cast, scales, scaling
@@ -29,11 +28,11 @@ ROWS: tuple[tuple[Gemm, Role], ...] = tuple(
 )
 """The six operands of a linear as (GEMM, role), in the order of ``rows``."""
 
-Measured = dict[tuple[Gemm, Role], jax.Array]
+Measured = dict[tuple[Gemm, Role], Array]
 """(GEMM, role) -> measurement float32 [LENGTH]."""
 
 
-def measure(x: jax.Array, q: Quantized) -> jax.Array:
+def measure(x: Array, q: Quantized) -> Array:
     """The measurement float32 [LENGTH] of x and its quantized form q.
 
     Shapes:   x float32, float16 or bfloat16, of as many elements as q.codes.
@@ -62,7 +61,7 @@ def measure(x: jax.Array, q: Quantized) -> jax.Array:
     times = scales.times_e8m0 if q.granularity in MX_BLOCKS else operator.mul
     bound, above = _overflow_bound(q.fmt)
 
-    def rare() -> list[jax.Array]:
+    def rare() -> list[Array]:
         wide = cast.to_f32(x)  # again: what a branch takes from outside, XLA would write to memory
         scaled = jnp.abs(times(wide, scaling.spread(q.scale, shape, q.blocks)))
         return [_number(~jnp.isfinite(wide)), _number(scaled > bound if above else scaled >= bound)]
@@ -86,14 +85,14 @@ def measure(x: jax.Array, q: Quantized) -> jax.Array:
 
 
 def measurement(
-    x: jax.Array,
-    codes: jax.Array,
+    x: Array,
+    codes: Array,
     fmt: Format,
-    scale: jax.Array,
-    scale_inv: jax.Array,
-    inside: jax.Array,
+    scale: Array,
+    scale_inv: Array,
+    inside: Array,
     times=operator.mul,
-) -> jax.Array:
+) -> Array:
     """``measure`` of the elements that are inside, with scales that broadcast to x's shape; times
     scales x.
     """
@@ -120,7 +119,7 @@ def measurement(
     return jnp.stack([*_limbs(counts), *sums, field.astype(jnp.float32), amax, *extremes])
 
 
-def rows(measured: Measured) -> jax.Array:
+def rows(measured: Measured) -> Array:
     """float32 [6, LENGTH]: measurements of a linear's operands by ROWS, or zeros."""
     return jnp.stack([measured.get(row, jnp.zeros(LENGTH, jnp.float32)) for row in ROWS])
 
@@ -135,13 +134,13 @@ def parts(measurements: np.ndarray) -> np.ndarray:
     return np.concatenate([counts, sums], axis=-1)
 
 
-def _limbs(counts: dict[str, jax.Array]) -> list[jax.Array]:
+def _limbs(counts: dict[str, Array]) -> list[Array]:
     """Each of ``COUNTS`` as its high and low 16 bits, float32."""
     halves = [half for name in COUNTS for half in (counts[name] >> 16, counts[name] & 0xFFFF)]
     return [half.astype(jnp.float32) for half in halves]
 
 
-def unit(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
+def unit(largest: Array) -> tuple[Array, Array]:
     """The exponent field, of a normal number, of an amax, and 2^-exponent: both that and its
     reciprocal are normal. One where it is not finite."""
     field = jnp.clip(lax.bitcast_convert_type(largest, jnp.int32) >> 23, 1, 253)
@@ -149,12 +148,12 @@ def unit(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
     return field, lax.bitcast_convert_type((254 - field) << 23, jnp.float32)
 
 
-def _number(mask: jax.Array) -> jax.Array:
+def _number(mask: Array) -> Array:
     """int32: how many are true; rows in float32, exact below 2^24, three times as fast."""
     return jnp.sum(jnp.sum(mask.astype(jnp.float32), axis=-1).astype(jnp.int32))
 
 
-def _squares(x: jax.Array) -> jax.Array:
+def _squares(x: Array) -> Array:
     """The sum of squares; the barrier keeps XLA from one long sum, whose error grows."""
     return jnp.sum(lax.optimization_barrier(jnp.sum(x * x, axis=-1)))
 

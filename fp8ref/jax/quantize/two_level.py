@@ -5,10 +5,9 @@ by one number for a whole array, a product with its reciprocal, and 1 / (2688 / 
 ``_quotient`` and barriers keep it from that.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.formats import E2M1FN, FLOAT32
 from fp8ref.jax.quantize import cast, division, four_bits
@@ -19,7 +18,7 @@ _TOP, _LARGEST = np.float32(E2M1FN.max), np.float32(FLOAT32.max)
 
 
 def scales_from_amaxes(
-    amax: jax.Array, tensor_amax: jax.Array, policy: ScalePolicy, *, times: float = 1
+    amax: Array, tensor_amax: Array, policy: ScalePolicy, *, times: float = 1
 ) -> TwoLevelScales:
     """The scales of blocks, and the tensor's; of four over six, those of blocks scaled to 6, or
     with times 1.5 to 4.
@@ -56,7 +55,7 @@ def scales_from_amaxes(
 
 
 def four_over_six(
-    x: jax.Array, amax: jax.Array, tensor_amax: jax.Array, policy: ScalePolicy, axis: int
+    x: Array, amax: Array, tensor_amax: Array, policy: ScalePolicy, axis: int
 ) -> TwoLevelScales:
     """The scales of blocks of 16 along axis that four over six chooses (S-22).
 
@@ -95,31 +94,31 @@ def four_over_six(
     return TwoLevelScales(scale, scale_inv, both[0].tensor_scale_inv)
 
 
-def _encode_scale(tensor_amax: jax.Array, rule: TwoLevel) -> jax.Array:
+def _encode_scale(tensor_amax: Array, rule: TwoLevel) -> Array:
     """S, which multiplies into the range of the blocks' scales; float32 ()."""
     bounded = _smaller(division.divide(rule.largest * E2M1FN.max, tensor_amax), _LARGEST)
     one = (tensor_amax == 0) | (bounded == 0)
     return lax.optimization_barrier(jnp.where(one, jnp.float32(1), bounded))
 
 
-def _block_scale(value: jax.Array, rule: TwoLevel) -> jax.Array:
+def _block_scale(value: Array, rule: TwoLevel) -> Array:
     """value, at least the rule's smallest, rounded to its format, saturating; float32."""
     raised = jnp.where(value < np.float32(rule.smallest), np.float32(rule.smallest), value)
     # ends in integers, so that XLA leaves out no cast and its reverse
     return cast.decode(cast.encode(raised, rule.block_fmt), rule.block_fmt)
 
 
-def _smaller(a: jax.Array, b: np.float32) -> jax.Array:
+def _smaller(a: Array, b: np.float32) -> Array:
     """The smaller one; a NaN stays."""
     return jnp.where(a > b, b, a)
 
 
-def _quotient(a: jax.Array, b) -> jax.Array:
+def _quotient(a: Array, b) -> Array:
     """RN32(a / b) of magnitudes a. No a is negative, so that b is no constant to XLA."""
     return division.divide(a, jnp.where(a < 0, jnp.float32(1), b))
 
 
-def _sum_of_blocks(e: jax.Array) -> jax.Array:
+def _sum_of_blocks(e: Array) -> Array:
     """float32 [..., rows, blocks, 16] -> [..., blocks]: along a row in order; rows in a tree."""
     total = e[..., 0]
     for i in range(1, e.shape[-1]):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.jax.quantize import division, stats
 from fp8ref.jax.states import moments
@@ -33,8 +33,8 @@ class Measured(NamedTuple):
             powers of two, the exponent fields of these, and the largest ratio.
     """
 
-    counts: jax.Array
-    sums: jax.Array
+    counts: Array
+    sums: Array
 
 
 def measure(

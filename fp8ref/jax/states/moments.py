@@ -16,10 +16,9 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.jax.quantize import cast, division
 from fp8ref.jax.quantize.division import product
@@ -34,14 +33,14 @@ class MomentState(NamedTuple):
     """A stored moment: codes in the format's own dtype and the tensor's shape; the rest float32 of
     shape () or [blocks], None where the layout has none. Fields as in ``fp8ref.sim.states``."""
 
-    codes: jax.Array
-    scale_inv: jax.Array | None = None
-    amax: jax.Array | None = None
-    exponent: jax.Array | None = None
-    center: jax.Array | None = None
+    codes: Array
+    scale_inv: Array | None = None
+    amax: Array | None = None
+    exponent: Array | None = None
+    center: Array | None = None
 
 
-Scalars = states.Scalars[jax.Array]
+Scalars = states.Scalars[Array]
 """The numbers of a step, as float32 arrays."""
 
 
@@ -109,7 +108,7 @@ def predicted(master: MomentState, at: Scalars):
     return master.amax + change(at.bound, master.amax, at)
 
 
-def extremes(x, g, moment: Moment, which: int) -> list[jax.Array]:
+def extremes(x, g, moment: Moment, which: int) -> list[Array]:
     """The maxima that scales are made of, of m, v or the master (0 to 2): of magnitudes; where the
     amax of a moment is predicted, of the gradient's; and of an expansion the negative of the
     smallest that is not zero."""
@@ -161,7 +160,7 @@ def read(stored: MomentState, moment: Moment, layout: Layout):
 
 
 def store(
-    x, maxima: list[jax.Array], old: MomentState, which: int, at: Scalars, layout: Layout, key
+    x, maxima: list[Array], old: MomentState, which: int, at: Scalars, layout: Layout, key
 ) -> MomentState:
     """The stored moment of x (O-7 to O-10).
 
@@ -277,7 +276,7 @@ def _group_max(x, moment: Moment, empty: float = 0.0):
     return _max_of_groups(x, moment, empty)
 
 
-def largest(x) -> jax.Array:
+def largest(x) -> Array:
     """(): the largest magnitude of all devices.
 
     By bits: a collective's maximum of numbers may drop a NaN (P-3).

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from fp8ref.jax.states import moments
 from fp8ref.jax.states.moments import MomentState
@@ -31,19 +32,19 @@ class AdamWState(NamedTuple):
     too small, has the values of before the first step there, which nothing reads.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # optax's name, which tuples have too
+    count: Array  # type: ignore[assignment]  # optax's name, which tuples have too
     m: Any
     v: Any
     master: Any = None
     decisions: Any = None
 
 
-def decisions(layout: Layout) -> jax.Array:
+def decisions(layout: Layout) -> Array:
     """uint8 [layout_decisions.BYTES]: the text of a layout, which its states hold (O-17)."""
     return jnp.asarray(_text(layout))
 
 
-def is_of(state: AdamWState, layout: Layout) -> jax.Array:
+def is_of(state: AdamWState, layout: Layout) -> Array:
     """bool (): whether a state has the decisions of a layout.
 
     Of what is known only when a program runs.
@@ -63,7 +64,7 @@ def check_decisions(state: AdamWState, layout: Layout) -> None:
         raise ValueError(
             f"a state holds the decisions of its layout, {expected}; got {kind}. Use init (O-17)."
         )
-    if isinstance(held, jax.core.Tracer) or not isinstance(held, jax.Array | np.ndarray):
+    if isinstance(held, jax.core.Tracer) or not isinstance(held, Array | np.ndarray):
         return
     # whole on every device
     own = held if isinstance(held, np.ndarray) else held.addressable_data(0)
@@ -105,7 +106,7 @@ def by_field(
     stacks     which parameters are stacks.
     """
 
-    def array(stored: MomentState, field: str, is_stack: bool) -> jax.Array:
+    def array(stored: MomentState, field: str, is_stack: bool) -> Array:
         x = getattr(stored, field)
         unread = stored.codes.shape[:is_stack]  # its own moment lacks the field
         return jnp.full(unread, float(field != "amax"), jnp.float32) if x is None else x
@@ -177,7 +178,7 @@ def check_numbers(learning_rate, numbers: Mapping[str, Any], layout: Layout) -> 
     numbers  by name: b1, b2, eps, weight_decay and seed.
     """
     for name, value in numbers.items():
-        if isinstance(value, jax.Array):
+        if isinstance(value, Array):
             raise ValueError(
                 f"{name} is a Python number; got a jax array. With optax.inject_hyperparams name "
                 "b1, b2, eps, weight_decay and seed in static_args."

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
+from jax import Array, lax
 
 from fp8ref import recipe as recipes
 from fp8ref.jax.quantize import cast, philox, scaling
@@ -160,8 +160,8 @@ def step(
     state: AdamWState,
     optimizer: AdamW,
     *,
-    factor: jax.Array | float = 1.0,
-    finite: jax.Array | bool = True,
+    factor: Array | float = 1.0,
+    finite: Array | bool = True,
 ) -> tuple[Any, AdamWState]:
     """The parameters and the state after ``adamw``'s update: its bits, and fewer bytes on an NVIDIA
     GPU.
@@ -302,8 +302,8 @@ class _Leaf(NamedTuple):
     """A parameter, or a stack, in a step: stored moments, own layout; for stochastic rounding seed,
     step, and tensor number (a stack's first)."""
 
-    p: jax.Array
-    g: jax.Array
+    p: Array
+    g: Array
     stored: list[MomentState]
     at: Scalars
     layout: Layout
@@ -348,7 +348,7 @@ def _step_leaves(
     return structure.unflatten(first), AdamWState(count, *trees)._replace(decisions=state.decisions)
 
 
-def _scalars(state: AdamWState, count: jax.Array, layout: Layout, optimizer: AdamW) -> Scalars:
+def _scalars(state: AdamWState, count: Array, layout: Layout, optimizer: AdamW) -> Scalars:
     """The step's numbers (O-2, O-3)."""
     b1, b2, learning_rate = optimizer.b1, optimizer.b2, optimizer.learning_rate
     table = np.array(states.corrections(b1, b2), np.float32)
@@ -379,7 +379,7 @@ def _updated(leaf: _Leaf) -> tuple:
     return jax.vmap(updated)(p, leaf.g, leaf.stored, numbers)
 
 
-def _stepped(leaf: _Leaf, *, factor: jax.Array, finite: jax.Array, kernels) -> tuple:
+def _stepped(leaf: _Leaf, *, factor: Array, finite: Array, kernels) -> tuple:
     """(new parameter, m, v), and its master if kept."""
     from fp8ref.jax.states import kernel  # whose launch imports what imports this package
 

@@ -3,23 +3,24 @@ which it varies.
 """
 
 import jax
+from jax import Array
 from jax.sharding import PartitionSpec
 
 
-def whole(x: jax.Array) -> jax.Array:
+def whole(x: Array) -> Array:
     """x, on every device if Explicit axes cut it: types then let it be flattened."""
     if any(jax.typeof(x).sharding.spec):
         return jax.sharding.reshard(x, PartitionSpec(*[None] * x.ndim))
     return x
 
 
-def like(x: jax.Array, other: jax.Array) -> jax.Array:
+def like(x: Array, other: Array) -> Array:
     """x, cut along the Explicit axes that cut another array of its shape."""
     spec = jax.typeof(other).sharding.spec
     return jax.sharding.reshard(x, spec) if any(spec) else x
 
 
-def on_a_mesh(x: jax.Array) -> bool:
+def on_a_mesh(x: Array) -> bool:
     """Whether the type of an array has axes of a mesh: Explicit ones, or those of shard_map along
     which it varies.
     """

@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -41,7 +42,7 @@ _SAID = {
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def reverse_only(x: jax.Array, name: str, kind: Kind = "linear") -> jax.Array:
+def reverse_only(x: Array, name: str, kind: Kind = "linear") -> Array:
     """x; ValueError, naming the layer, where its tangent is evaluated and not transposed."""
     return x
 
@@ -52,7 +53,7 @@ def _tangent(name: str, kind: Kind, primals: tuple, tangents: tuple) -> tuple:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def not_again(x: jax.Array, name: str, kind: Kind = "linear") -> jax.Array:
+def not_again(x: Array, name: str, kind: Kind = "linear") -> Array:
     """x; ValueError, naming the layer, where it is differentiated."""
     return x
 
@@ -67,9 +68,7 @@ def _second(name: str, kind: Kind, primals: tuple, tangents: tuple) -> NoReturn:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-def warned(
-    x: jax.Array, name: str, message: str, evaluated: Callable[[], None] | None
-) -> jax.Array:
+def warned(x: Array, name: str, message: str, evaluated: Callable[[], None] | None) -> Array:
     """x; a UserWarning, naming the layer, where it is differentiated.
 
     Elsewhere ``evaluated`` is called.

@@ -9,10 +9,9 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.formats import BFLOAT16
 from fp8ref.jax.attention import counts as attention_counts
@@ -47,18 +46,18 @@ class Gradients(NamedTuple):
                  as ``counts``; None unless ``DeviceCall.measures``.
     """
 
-    dq: jax.Array
-    dk: jax.Array
-    dv: jax.Array
+    dq: Array
+    dk: Array
+    dv: Array
     tensors: dict[str, Heads]
-    amaxes: dict[str, jax.Array]
-    saturated: jax.Array
+    amaxes: dict[str, Array]
+    saturated: Array
     scale_ds: Scales
-    matrices: dict[str, jax.Array] = {}  # noqa: RUF012
-    dsinks: jax.Array | None = None
-    lost: jax.Array | None = None
-    saturated_ds: jax.Array | None = None
-    counts: jax.Array | None = None
+    matrices: dict[str, Array] = {}  # noqa: RUF012
+    dsinks: Array | None = None
+    lost: Array | None = None
+    saturated_ds: Array | None = None
+    counts: Array | None = None
 
 
 class ScoreGradients:
@@ -70,12 +69,7 @@ class ScoreGradients:
     """
 
     def __init__(
-        self,
-        parts: Parts,
-        do: jax.Array,
-        do_inverse: jax.Array | None,
-        d: jax.Array,
-        lse: jax.Array,
+        self, parts: Parts, do: Array, do_inverse: Array | None, d: Array, lse: Array
     ) -> None:
         self.parts, self.do, self.do_inverse = parts, do, do_inverse
         self.d, self.lse = parts.by_group(d), parts.by_group(lse)
@@ -83,7 +77,7 @@ class ScoreGradients:
             self.lse = self.lse * np.float32(np.log2(np.e))
         self.factor = parts.raw_factor() if parts.variant.scores == "raw" else None
 
-    def __call__(self, block: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, block: Array, tile: Array) -> tuple[Array, Array]:
         parts, call = self.parts, self.parts.call
         p, slope = self._probabilities(block, tile)
         do, v = parts.block(self.do, block), parts.tile(parts.v, tile)
@@ -105,9 +99,7 @@ class ScoreGradients:
             ds = moments.product(ds, factor)
         return p, ds
 
-    def _probabilities(
-        self, block: jax.Array, tile: jax.Array
-    ) -> tuple[jax.Array, jax.Array | None]:
+    def _probabilities(self, block: Array, tile: Array) -> tuple[Array, Array | None]:
         """P, and the softcap's factor of dS."""
         parts, call = self.parts, self.parts.call
         seen = parts.seen(block, tile)
@@ -122,28 +114,26 @@ class Totals(NamedTuple):
     of each query head; the largest |dS|; counts clipped of P and of dS, lost, and if measured all
     that are seen; and the matrices of ``Kept``."""
 
-    dq: jax.Array
-    dk: jax.Array
-    dv: jax.Array
-    largest: jax.Array
-    counts: jax.Array
-    matrices: dict[str, jax.Array]
+    dq: Array
+    dk: Array
+    dv: Array
+    largest: Array
+    counts: Array
+    matrices: dict[str, Array]
 
 
 class CastPair(NamedTuple):
     """P and dS of a block and a tile [B, N, G, rows, keys]: the operands of dv, dk and dq; dS
     before its cast; and how many elements of P and of dS were clipped, and of dS lost."""
 
-    p: jax.Array
-    ds_queries: jax.Array
-    ds_keys: jax.Array
-    ds: jax.Array
-    counts: tuple[jax.Array, jax.Array, jax.Array]
+    p: Array
+    ds_queries: Array
+    ds_keys: Array
+    ds: Array
+    counts: tuple[Array, Array, Array]
 
 
-def backward(
-    do: jax.Array, inputs: Inputs, result, given_scales: dict, call: DeviceCall
-) -> Gradients:
+def backward(do: Array, inputs: Inputs, result, given_scales: dict, call: DeviceCall) -> Gradients:
     """The gradients, of the steps of A-15, and if asked for their matrices.
 
     result    what ``attention.forward`` gave.
@@ -192,7 +182,7 @@ def backward(
     )
 
 
-def backward_in_bf16(do: jax.Array, inputs: Inputs, result, call: DeviceCall) -> Gradients:
+def backward_in_bf16(do: Array, inputs: Inputs, result, call: DeviceCall) -> Gradients:
     """The gradients of an FP8 forward pass in bfloat16 (spec A-25): ``backward`` of the variant
     ``bf16``, of q, k and v themselves, with o and the log-sum-exp of the FP8 pass.
 
@@ -221,7 +211,7 @@ def _scale_of_ds(score_gradients: ScoreGradients, given_scales: dict) -> Scales:
     return heads.scales_from_amax(largest, variant.format_of("ds"), policy)
 
 
-def sinks_gradient(d: jax.Array, result, inputs: Inputs, call: DeviceCall) -> jax.Array | None:
+def sinks_gradient(d: Array, result, inputs: Inputs, call: DeviceCall) -> Array | None:
     """The gradient of sinks, of D of rows [B, H, Tq]; None without any."""
     return None if inputs.sinks is None else sinks.gradient(d, result.lse, inputs.sinks, call)
 
@@ -238,9 +228,9 @@ def added(
     totals: Totals,
     parts: Parts,
     pair: CastPair,
-    others: tuple[jax.Array, jax.Array, jax.Array],
-    block: jax.Array,
-    tile: jax.Array,
+    others: tuple[Array, Array, Array],
+    block: Array,
+    tile: Array,
 ) -> Totals:
     """The totals with a block and a tile added.
 
@@ -299,7 +289,7 @@ def rounded(
     )
 
 
-def _over_heads(x: jax.Array) -> jax.Array:
+def _over_heads(x: Array) -> Array:
     """Sum over the query heads of a key head, ascending: [B, N, G, Tk, D] -> [B, N, Tk, D]."""
     total = x[:, :, 0]
     for head in range(1, x.shape[2]):
@@ -307,7 +297,7 @@ def _over_heads(x: jax.Array) -> jax.Array:
     return total
 
 
-def _row_sums(do: Heads, result, call: DeviceCall) -> jax.Array:
+def _row_sums(do: Heads, result, call: DeviceCall) -> Array:
     """D of A-15 from the values of do and o, by feature, times both scales; [B, H, Tq]."""
     variant = call.variant
     fmt = variant.format_of("ds")

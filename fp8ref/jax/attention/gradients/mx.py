@@ -8,6 +8,7 @@ dequantized to bfloat16, exactly.
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from fp8ref.jax.attention.exponentials import ascending_sum, times
 from fp8ref.jax.attention.gradients import gradients as gradients
@@ -28,7 +29,7 @@ P_SCALE = np.float32(256)
 """What P is multiplied by before its cast."""
 
 
-def backward(do: jax.Array, inputs: Inputs, result, call: DeviceCall) -> Gradients:
+def backward(do: Array, inputs: Inputs, result, call: DeviceCall) -> Gradients:
     """The gradients, of the steps of A-16, and if asked for their matrices.
 
     result    what ``attention.forward`` gave; of its tensors, v.
@@ -38,7 +39,7 @@ def backward(do: jax.Array, inputs: Inputs, result, call: DeviceCall) -> Gradien
     tensors = operands.quantize(inputs, call, {}) | {"v": result.tensors["v"]}
     parts = Parts(inputs, call, tensors)
 
-    def copy(x: jax.Array, role: Role) -> jax.Array:
+    def copy(x: Array, role: Role) -> Array:
         tensor = along_tokens(x, role, inputs, call)
         return parts.operand(tensor, along_tokens=True, fmt=variant.format_of(role))
 
@@ -74,21 +75,21 @@ def backward(do: jax.Array, inputs: Inputs, result, call: DeviceCall) -> Gradien
     )
 
 
-def _row_sums(do: jax.Array, result, call: DeviceCall) -> jax.Array:
+def _row_sums(do: Array, result, call: DeviceCall) -> Array:
     """D of A-16 from o and do in the output's format; [B, H, Tq]."""
     do_values = head_scaling.to_hp(do, call.variant.out).astype(jnp.float32)
     products = times(do_values, result.o.astype(jnp.float32), call.arithmetic)
     return jnp.sum(products, axis=-1) if call.fast else ascending_sum(products)
 
 
-def along_tokens(x: jax.Array, role: Role, inputs: Inputs, call: DeviceCall) -> Heads:
+def along_tokens(x: Array, role: Role, inputs: Inputs, call: DeviceCall) -> Heads:
     """q, k or do as a product over tokens takes it: with blocks along them."""
     variant = call.variant
     fmt, policy, heads = variant.format_of(role), variant.policy, inputs.k.shape[1]
     return head_scaling.quantize(x, fmt, "mx_1x32", policy, along_tokens=True, heads=heads)
 
 
-def blocks(ds: jax.Array, fmt, policy: str, axis: int) -> jax.Array:
+def blocks(ds: Array, fmt, policy: str, axis: int) -> Array:
     """dS, quantized in blocks of 32 along an axis and dequantized: exact bfloat16."""
     split = ds.reshape(*ds.shape[:axis], ds.shape[axis] // MX, MX, *ds.shape[axis + 1 :])
     scale_policy = head_scaling.implemented(policy)

@@ -8,6 +8,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from fp8ref.jax.attention.operands import heads as head_scaling
 from fp8ref.jax.gemm import hardware
@@ -23,7 +24,7 @@ _NAME = "attention with single casts"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def apply(q: jax.Array, k: jax.Array, v: jax.Array, casts: Casts) -> jax.Array:
+def apply(q: Array, k: Array, v: Array, casts: Casts) -> Array:
     """Causal attention of q [B, H, T, D], k and v [B, Hkv, T, D], of q's dtype.
 
     ValueError for a second derivative, and inside ``hardware.simulating``.
@@ -31,7 +32,7 @@ def apply(q: jax.Array, k: jax.Array, v: jax.Array, casts: Casts) -> jax.Array:
     return _forward(q, k, v, casts)[0]
 
 
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array, casts: Casts):
+def _forward(q: Array, k: Array, v: Array, casts: Casts):
     """Attention of [B, Hkv, G, T, ...]; G: the query heads of a key head."""
     hardware.refuse(_NAME, "multiplies FP8 codes; got products of their values in float32")
     heads, like = k.shape[1], (q, k, v)
@@ -46,12 +47,12 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, casts: Casts):
     return o.reshape(q.shape).astype(q.dtype), (a, b, c, e / total, o, dtypes)
 
 
-def _saved(q: jax.Array, k: jax.Array, v: jax.Array, casts: Casts):
+def _saved(q: Array, k: Array, v: Array, casts: Casts):
     q, k, v = (derivatives.not_again(x, _NAME, "attention") for x in (q, k, v))
     return _forward(q, k, v, casts)
 
 
-def _backward(casts: Casts, saved, grad: jax.Array):
+def _backward(casts: Casts, saved, grad: Array):
     q, k, v, p, o, dtypes = saved
     grad = derivatives.not_again(grad, _NAME, "attention")
     do = _cast(grad, "do", casts).reshape(q.shape)
@@ -65,11 +66,11 @@ def _backward(casts: Casts, saved, grad: jax.Array):
 apply.defvjp(_saved, _backward)
 
 
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+def _product(a: Array, b: Array) -> Array:
     return jnp.matmul(a, b, precision=_PRECISE)
 
 
-def _cast(x: jax.Array, role: str, casts: Casts) -> jax.Array:
+def _cast(x: Array, role: str, casts: Casts) -> Array:
     """x in float32, cast if its role is; P by the scale of amax 1 (A-8)."""
     x = x.astype(jnp.float32)
     if role not in casts.roles:

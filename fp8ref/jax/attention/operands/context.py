@@ -5,9 +5,8 @@ Codes of k and v are gathered, a byte an element; then each device's queries mee
 variant's order, as on one device.
 """
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.jax.attention.operands.heads import Heads
 from fp8ref.jax.attention.operands.inputs import DeviceCall, Inputs, visible_from
@@ -52,9 +51,7 @@ def problem(inputs: Inputs, tensors: dict[str, Heads], call: DeviceCall) -> Inpu
     return inputs._replace(k=tensors["k"].codes, v=tensors["v"].codes) if call.tokens else inputs
 
 
-def visible(
-    queries: int, keys: int, padded: int, mask: Mask, axis: str
-) -> tuple[jax.Array, jax.Array]:
+def visible(queries: int, keys: int, padded: int, mask: Mask, axis: str) -> tuple[Array, Array]:
     """(low, high) int32 [padded]: a query sees keys from low to below high (A-3); padded: none."""
     place = jnp.arange(padded, dtype=jnp.int32)
     position = place + lax.axis_index(axis).astype(jnp.int32) * queries
@@ -63,7 +60,7 @@ def visible(
     return jnp.where(inside, low, 0), jnp.where(inside, high, 0)
 
 
-def own_keys(gradient: jax.Array, call: DeviceCall) -> jax.Array:
+def own_keys(gradient: Array, call: DeviceCall) -> Array:
     """The gradient [B, Hkv, T, D] of this device's keys, summed over devices."""
     if not call.tokens:
         return gradient

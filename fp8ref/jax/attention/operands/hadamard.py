@@ -2,16 +2,16 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from fp8ref.jax.quantize import cast, philox
 from fp8ref.shared import errors
 from fp8ref.spec import rotation
 
 
-def signs(size: int, seed: int) -> jax.Array:
+def signs(size: int, seed: int) -> Array:
     """The signs of a rotation, float32 [size] of 1 and -1.
 
     Raises:   ValueError: a size that is no power of two; a seed outside [0, 2^64).
@@ -23,7 +23,7 @@ def signs(size: int, seed: int) -> jax.Array:
     return jnp.where((word & jnp.uint32(1)) == 1, jnp.float32(-1), jnp.float32(1))
 
 
-def rotate(x: jax.Array, signs: jax.Array) -> jax.Array:
+def rotate(x: Array, signs: Array) -> Array:
     """x D H / sqrt(n) along the last axis, float32.
 
     Shapes:   x float32, float16 or bfloat16 [..., n], n a power of two; signs [n].

@@ -6,9 +6,8 @@ Tensors are [batch, heads, tokens, features]. Amaxes, scales and casts are those
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from fp8ref import policy as policies
 from fp8ref.formats import BFLOAT16, FLOAT32, Format
@@ -30,20 +29,20 @@ class Heads(NamedTuple):
                       tokens [B, H, ceil(T / 32), D], for ``mx_1x32``.
     """
 
-    codes: jax.Array
-    amax: jax.Array
-    scale: jax.Array
-    scale_inv: jax.Array
+    codes: Array
+    amax: Array
+    scale: Array
+    scale_inv: Array
 
 
 def amax(
-    x: jax.Array,
+    x: Array,
     granularity: Granularity | None,
     *,
     heads: int,
     along_tokens: bool = False,
     over: tuple[str, ...] = (),
-) -> jax.Array:
+) -> Array:
     """The amax of each group of x [B, H, T, D], as ``Heads`` shapes them; NaN if an element is.
 
     over      mesh axes, inside shard_map, along which the amax of a tensor is taken too.
@@ -55,12 +54,12 @@ def amax(
 
 
 def spread(
-    scale: jax.Array,
+    scale: Array,
     shape: tuple[int, ...],
     granularity: Granularity | None,
     *,
     along_tokens: bool = False,
-) -> jax.Array:
+) -> Array:
     """Scales repeated over their groups, so that they broadcast against a tensor of this shape."""
     heads = scale.shape[1] if granularity == "head" else shape[1]
     return scaling.spread(
@@ -69,14 +68,14 @@ def spread(
 
 
 def quantize(
-    x: jax.Array,
+    x: Array,
     fmt: Format,
     granularity: Granularity | None,
     policy: str,
     *,
     heads: int,
     along_tokens: bool = False,
-    scale: jax.Array | None = None,
+    scale: Array | None = None,
     over: tuple[str, ...] = (),
 ) -> Heads:
     """Codes of x; in high precision x rounded to fmt.
@@ -113,7 +112,7 @@ def implemented(policy: str) -> ScalePolicy:
     return rule if rule.finite_quotient else scales.implemented(rule)
 
 
-def scales_from_amax(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scales:
+def scales_from_amax(amax: Array, fmt: Format, policy: ScalePolicy) -> Scales:
     """scale and scale_inv of a policy (S-9, S-14), float32 of the shape of amax.
 
     Specials: under a ``finite_quotient`` the scale of a zero, infinite or NaN amax is 1, and one
@@ -130,7 +129,7 @@ def scales_from_amax(amax: jax.Array, fmt: Format, policy: ScalePolicy) -> Scale
     return scales.with_inverse(jnp.where(subnormal, jnp.finfo(jnp.float32).max, scale))
 
 
-def given_scale(scale, shape: tuple[int, ...]) -> jax.Array:
+def given_scale(scale, shape: tuple[int, ...]) -> Array:
     """A scale of earlier steps. ValueError: another shape or dtype than float32."""
     kind = jnp.shape(scale), getattr(scale, "dtype", type(scale).__name__)
     if kind[0] != shape or kind[1] != jnp.float32:
@@ -138,7 +137,7 @@ def given_scale(scale, shape: tuple[int, ...]) -> jax.Array:
     return lax.stop_gradient(jnp.asarray(scale))
 
 
-def to_hp(x: jax.Array, fmt: Format) -> jax.Array:
+def to_hp(x: Array, fmt: Format) -> Array:
     """x rounded to a format of high precision, saturated, in its dtype."""
     value = cast.to_f32(x)
     if fmt == FLOAT32:
@@ -147,6 +146,6 @@ def to_hp(x: jax.Array, fmt: Format) -> jax.Array:
     return lax.reduce_precision(jnp.clip(value, -fmt.max, fmt.max), 8, 7).astype(_DTYPES[fmt.name])
 
 
-def values(tensor: Heads, fmt: Format) -> jax.Array:
+def values(tensor: Heads, fmt: Format) -> Array:
     """The numbers of the codes, float32, without their scales."""
     return cast.decode(tensor.codes, fmt) if fmt.bits == 8 else tensor.codes.astype(jnp.float32)

@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.jax.attention.operands import heads as head_scaling
 from fp8ref.jax.distributed import sharding
@@ -99,11 +99,11 @@ class Inputs(NamedTuple):
     """The arrays of one call: q [B, H, Tq, D], k and v [B, Hkv, Tk, D]; documents of queries [B,
     Tq] and keys [B, Tk], int32, or None; sinks [H], or None."""
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    documents: tuple[jax.Array, jax.Array] | None
-    sinks: jax.Array | None = None
+    q: Array
+    k: Array
+    v: Array
+    documents: tuple[Array, Array] | None
+    sinks: Array | None = None
 
 
 def prepare(q, k, v, call: DeviceCall, documents, sinks) -> Inputs:
@@ -130,7 +130,7 @@ def prepare(q, k, v, call: DeviceCall, documents, sinks) -> Inputs:
     return _on_devices(Inputs(q, k, v, ids, _sinks(sinks, h)), call)
 
 
-def _check_simulated(call: DeviceCall, q: jax.Array) -> None:
+def _check_simulated(call: DeviceCall, q: Array) -> None:
     """ValueError for what simulated hardware cannot run: MX blocks, other devices than CPUs, a mesh
     outside shard_map."""
     if call.variant.granularity == "mx_1x32":
@@ -147,12 +147,12 @@ def _check_simulated(call: DeviceCall, q: jax.Array) -> None:
         raise ValueError(f"{call.name}: {error}") from error
 
 
-def without_padding(x: jax.Array, documents: jax.Array) -> jax.Array:
+def without_padding(x: Array, documents: Array) -> Array:
     """x [B, heads, T, D] with zeros for tokens of negative documents (A-3)."""
     return jnp.where((documents < 0)[:, None, :, None], jnp.zeros((), x.dtype), x)
 
 
-def _sinks(sinks, heads: int) -> jax.Array | None:
+def _sinks(sinks, heads: int) -> Array | None:
     if sinks is None:
         return None
     dtype, shape = getattr(sinks, "dtype", type(sinks).__name__), jnp.shape(sinks)
@@ -195,7 +195,7 @@ def check_seen(seen: Mapping, variant: Variant) -> None:
             )
 
 
-def checked(name: str, x) -> jax.Array:
+def checked(name: str, x) -> Array:
     """x as an array [B, heads, T, D] of float32, float16 or bfloat16.
 
     ValueError for anything else.
@@ -209,7 +209,7 @@ def checked(name: str, x) -> jax.Array:
     return jnp.asarray(x)
 
 
-def _documents(documents, b: int, tq: int, tk: int) -> tuple[jax.Array, jax.Array] | None:
+def _documents(documents, b: int, tq: int, tk: int) -> tuple[Array, Array] | None:
     """(documents of queries, of keys), integers [B, T]; padding gets -2 and -1, which differ."""
     if documents is None:
         return None
@@ -227,7 +227,7 @@ def _documents(documents, b: int, tq: int, tk: int) -> tuple[jax.Array, jax.Arra
     return jnp.where(q_ids < 0, -2, q_ids), jnp.where(k_ids < 0, -1, k_ids)
 
 
-def _numbers_of_documents(ids) -> jax.Array:
+def _numbers_of_documents(ids) -> Array:
     """Documents as an array; ValueError for numbers that JAX would truncate to 32 bits."""
     bits = jax.dtypes.canonicalize_dtype(np.int64).itemsize * 8
     wide = isinstance(ids, np.ndarray) and ids.dtype.itemsize * 8 > bits
@@ -284,12 +284,12 @@ def whole_scales(variant: Variant) -> bool:
     return not variant.real and (variant.granularity == "tensor" or variant.out.bits == 8)
 
 
-def as_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+def as_varying(x: Array, axes: frozenset[str]) -> Array:
     """x, marked as varying along these mesh axes."""
     missing = tuple(sorted(axes - sharding.varying(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def like(x: jax.Array, other: jax.Array) -> jax.Array:
+def like(x: Array, other: Array) -> Array:
     """x, marked as varying along the mesh axes that another array varies along."""
     return as_varying(x, sharding.varying(other))

@@ -3,9 +3,8 @@ codes of P, dS and its codes. Nothing else of attention is quadratic in the toke
 
 from collections.abc import Iterable
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.jax.attention.operands.operands import Parts
 
@@ -32,9 +31,7 @@ class Kept:
             for name in names
         }
 
-    def put(
-        self, carried: dict, name: Matrix, block: jax.Array, tile: jax.Array, part: jax.Array
-    ) -> dict:
+    def put(self, carried: dict, name: Matrix, block: Array, tile: Array, part: Array) -> dict:
         """The matrices with one part of one replaced, if that is kept."""
         if name not in carried:
             return carried
@@ -43,7 +40,7 @@ class Kept:
         rows = parts.put_tile(parts.block(x, block), values, tile, axis=4)
         return carried | {name: parts.put_block(x, rows, block)}
 
-    def whole(self, carried: dict) -> dict[str, jax.Array]:
+    def whole(self, carried: dict) -> dict[str, Array]:
         """The matrices [B, H, Tq, Tk] of a loop's last carry."""
         keys = self._parts.shape_k[2]
         return {name: self._parts.ungrouped(x)[..., :keys] for name, x in carried.items()}

@@ -11,10 +11,9 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from fp8ref.jax.attention import exponentials
 from fp8ref.jax.attention.operands import context, hadamard
@@ -106,12 +105,12 @@ def quantize(inputs: Inputs, call: DeviceCall, scales_: dict) -> dict[str, Heads
     }
 
 
-def rotated(x: jax.Array, call: DeviceCall) -> jax.Array:
+def rotated(x: Array, call: DeviceCall) -> Array:
     """q or k as a rotated variant quantizes it (A-13)."""
     return hadamard.rotate(x, hadamard.signs(x.shape[-1], call.seed))
 
 
-def probability_scale(variant: Variant, scales_: dict) -> tuple[jax.Array, jax.Array]:
+def probability_scale(variant: Variant, scales_: dict) -> tuple[Array, Array]:
     """(scale, scale_inv) of the probabilities (A-8)."""
     if "s" in scales_:
         return scales.with_inverse(head_scaling.given_scale(scales_["s"], ()))
@@ -121,7 +120,7 @@ def probability_scale(variant: Variant, scales_: dict) -> tuple[jax.Array, jax.A
     return jnp.float32(variant.p_scale), jnp.float32(np.float32(1) / np.float32(variant.p_scale))
 
 
-def narrow(x: jax.Array, variant: Variant, fmt=None) -> jax.Array:
+def narrow(x: Array, variant: Variant, fmt=None) -> Array:
     """float32 numbers as a GEMM's operand of a format, by default the variant's: rounded,
     saturated; of MX blocks in bfloat16, which holds all numbers of FP8."""
     fmt = fmt or variant.fmt
@@ -132,13 +131,13 @@ def narrow(x: jax.Array, variant: Variant, fmt=None) -> jax.Array:
     return codes.astype(jnp.bfloat16) if variant.granularity == "mx_1x32" else codes
 
 
-def fp8(operand: jax.Array, variant: Variant) -> jax.Array:
+def fp8(operand: Array, variant: Variant) -> Array:
     """The codes of a result of ``narrow``."""
     narrow = operand.dtype != jnp.bfloat16
     return operand if narrow else operand.astype(cast.DTYPES[variant.fmt.name])
 
 
-def clipped(x: jax.Array, fmt) -> jax.Array:
+def clipped(x: Array, fmt) -> Array:
     """How many numbers a saturating cast to fmt brings back into its range, int32 (A-8)."""
     if fmt.bits != 8:
         return jnp.int32(0)
@@ -147,7 +146,7 @@ def clipped(x: jax.Array, fmt) -> jax.Array:
     return jnp.sum(magnitude >= limit if fmt.max_code & 1 else magnitude > limit, dtype=jnp.int32)
 
 
-def lost(x: jax.Array, operand: jax.Array, fmt) -> jax.Array:
+def lost(x: Array, operand: Array, fmt) -> Array:
     """Numbers of at least 2^-126 that a cast to FP8 made 0, int32 (A-12), of codes or numbers."""
     if fmt.bits != 8:
         return jnp.int32(0)
@@ -192,7 +191,7 @@ class Parts:
                 head_scaling.spread(tensors["q"].scale_inv, self.shape_q, "rows_128")
             )
 
-    def operand(self, tensor: Heads, *, along_tokens: bool = False, fmt=None) -> jax.Array:
+    def operand(self, tensor: Heads, *, along_tokens: bool = False, fmt=None) -> Array:
         """A GEMM's operand: codes; of MX blocks the dequantized tensor in bfloat16, exactly,
         because no FP8 dot takes scales that vary along K (G-16)."""
         if self.variant.granularity != "mx_1x32":
@@ -203,56 +202,56 @@ class Parts:
         numbers = cast.decode(tensor.codes, fmt or self.variant.fmt)
         return (numbers * element_scales).astype(jnp.bfloat16)
 
-    def head_scales(self, scale: jax.Array) -> jax.Array:
+    def head_scales(self, scale: Array) -> Array:
         """Scales of tensors or heads, to be multiplied into [B, N, G, T, D]."""
         return scale.reshape(1, 1, 1, 1, 1) if scale.ndim == 0 else scale[..., None]
 
-    def by_group(self, x: jax.Array) -> jax.Array:
+    def by_group(self, x: Array) -> Array:
         """[B, H, T, ...] as [B, N, G, whole blocks of T, ...]."""
         b, h, t, *rest = x.shape
         x = x.reshape(b, h // self.group, self.group, t, *rest)
         behind = self.grid.rows * self.grid.blocks - t
         return jnp.pad(x, [(0, 0)] * 3 + [(0, behind)] + [(0, 0)] * len(rest)) if behind else x
 
-    def by_tiles(self, x: jax.Array) -> jax.Array:
+    def by_tiles(self, x: Array) -> Array:
         """[B, N, T, D] in whole tiles of T."""
         behind = self.grid.length * self.grid.tiles - x.shape[2]
         return jnp.pad(x, ((0, 0), (0, 0), (0, behind), (0, 0))) if behind else x
 
-    def ungrouped(self, x: jax.Array) -> jax.Array:
+    def ungrouped(self, x: Array) -> Array:
         """[B, N, G, T, ...] as [B, H, Tq, ...]."""
         b, n, g, _, *rest = x.shape
         return x[:, :, :, : self.shape_q[2]].reshape(b, n * g, self.shape_q[2], *rest)
 
-    def zeros(self, *shape: int, dtype=jnp.float32) -> jax.Array:
+    def zeros(self, *shape: int, dtype=jnp.float32) -> Array:
         """Zeros that a loop may begin with: they vary over devices as the operands do."""
         return inputs.like(jnp.zeros(shape, dtype), self.q)
 
-    def over_devices(self, largest: jax.Array) -> jax.Array:
+    def over_devices(self, largest: Array) -> Array:
         """The largest of all devices."""
         return lax.pmax(largest, self.call.over) if self.call.over else largest
 
-    def block(self, x: jax.Array, block: jax.Array, axis: int = 3) -> jax.Array:
+    def block(self, x: Array, block: Array, axis: int = 3) -> Array:
         """The queries of a block, of an array of all queries."""
         if self.grid.blocks == 1:
             return x
         return lax.dynamic_slice_in_dim(x, block * self.grid.rows, self.grid.rows, axis)
 
-    def put_block(self, x: jax.Array, part: jax.Array, block: jax.Array) -> jax.Array:
+    def put_block(self, x: Array, part: Array, block: Array) -> Array:
         """x with the queries of a block replaced, along axis 3."""
         if self.grid.blocks == 1:
             return part
         return lax.dynamic_update_slice_in_dim(x, part, block * self.grid.rows, 3)
 
-    def tile(self, x: jax.Array, tile: jax.Array, axis: int = 2) -> jax.Array:
+    def tile(self, x: Array, tile: Array, axis: int = 2) -> Array:
         """The keys of a tile, of an array of all keys."""
         return lax.dynamic_slice_in_dim(x, tile * self.grid.length, self.grid.length, axis)
 
-    def put_tile(self, x: jax.Array, part: jax.Array, tile: jax.Array, axis: int = 3) -> jax.Array:
+    def put_tile(self, x: Array, part: Array, tile: Array, axis: int = 3) -> Array:
         """x with the keys of a tile replaced."""
         return lax.dynamic_update_slice_in_dim(x, part, tile * self.grid.length, axis)
 
-    def seen(self, block: jax.Array, tile: jax.Array) -> jax.Array:
+    def seen(self, block: Array, tile: Array) -> Array:
         """Which keys of a tile a block's queries see, broadcastable to [B, N, G, rows, keys]."""
         keys = tile * self.grid.length + lax.iota(jnp.int32, self.grid.length)
         low, high = (self.block(x, block, 0)[:, None] for x in (self.low, self.high))
@@ -263,14 +262,12 @@ class Parts:
         q_ids, k_ids = self.block(queries, block, 1), self.tile(keys, tile, 1)
         return inside & (q_ids[:, None, None, :, None] == k_ids[:, None, None, None, :])
 
-    def pairs(self, seen: jax.Array) -> jax.Array:
+    def pairs(self, seen: Array) -> Array:
         """How many scores of a block and a tile are of keys that are seen, int32."""
         b, n = self.shape_k[:2]
         return jnp.sum(jnp.broadcast_to(seen, (b, n, self.group, *seen.shape[3:])), dtype=jnp.int32)
 
-    def scores_and_slope(
-        self, block: jax.Array, tile: jax.Array
-    ) -> tuple[jax.Array, jax.Array | None]:
+    def scores_and_slope(self, block: Array, tile: Array) -> tuple[Array, Array | None]:
         """(sums of products of q and k [B, N, G, rows, keys], times all factors if the variant
         scales them (A-4), or in the fast form, with a softcap (A-22); what that multiplies dS by,
         None without one).
@@ -291,13 +288,13 @@ class Parts:
         s = t if raw and not self.call.fast else exponentials.times(t, self.call.cap, arithmetic)
         return s, slope
 
-    def whole_factor(self, block: jax.Array, tile: jax.Array) -> jax.Array:
+    def whole_factor(self, block: Array, tile: Array) -> Array:
         """All factors of scores in one, under the variant's base (A-18)."""
         if self.variant.granularity in ("mx_1x32", None):
             return jnp.float32(self.factor)
         return self._scale_of_block(block) * self.scale_of_tile("k", tile) * self.factor
 
-    def factors(self, block: jax.Array, tile: jax.Array) -> list:
+    def factors(self, block: Array, tile: Array) -> list:
         """What multiplies scaled scores, in order."""
         if self.variant.granularity == "mx_1x32":
             return [self.factor]
@@ -310,26 +307,26 @@ class Parts:
         }
         return [named_factors[name] for name in self.variant.factors]
 
-    def _scale_of_block(self, block: jax.Array) -> jax.Array:
+    def _scale_of_block(self, block: Array) -> Array:
         q_inverse = self.inverse["q"]
         return self.block(q_inverse, block) if self.variant.granularity == "rows_128" else q_inverse
 
-    def scale_of_tile(self, role: str, tile: jax.Array) -> jax.Array:
+    def scale_of_tile(self, role: str, tile: Array) -> Array:
         """scale_inv of k or v, to be multiplied into a tile's [B, N, G, rows, keys or D]."""
         if self.variant.granularity != "rows_128":
             return self.inverse[role]
         return lax.dynamic_index_in_dim(self.inverse[role], tile, 2, keepdims=True)
 
-    def raw_factor(self) -> jax.Array:
+    def raw_factor(self) -> Array:
         """f of A-5, of raw scores."""
         return self._raw_factor() if self.call.softcap is None else jnp.float32(self.call.cap)
 
-    def _raw_factor(self) -> jax.Array:
+    def _raw_factor(self) -> Array:
         if self.variant.granularity is None:
             return jnp.float32(self.factor)
         return self.factor * moments.product(self.inverse["q"], self.inverse["k"])
 
-    def dot(self, a: jax.Array, b: jax.Array, axes: tuple, batch: int = 2) -> jax.Array:
+    def dot(self, a: Array, b: Array, axes: tuple, batch: int = 2) -> Array:
         """A GEMM of codes, float32, of equal leading dims; accumulated as the library does (G-7).
         FP8 operands stay FP8."""
         leading = tuple(range(batch))
