@@ -28,6 +28,7 @@ Watcher = Callable[[Trainer], None]
 class Operands:
     """The operands of the FP8 GEMMs in one forward and backward pass on one rank.
 
+    step   the optimizer steps before it.
     hp     input and grad_output, float32 holding bfloat16, by layer and role. Weights are left out:
            one that was gathered in FP8 has no high-precision copy.
     fp8    (codes uint8, scale float32) by layer, GEMM and role.
@@ -41,6 +42,7 @@ class Operands:
     experts: dict[tuple[str, Gemm, int], tuple[tuple, tuple, np.ndarray]] = field(
         default_factory=dict
     )
+    step: int = 0
 
     def add(self, layer: str, which: Gemm, a: tuple, b: tuple, out: np.ndarray) -> None:
         """Keep one GEMM's operands; the signature is an observer's."""
@@ -56,7 +58,8 @@ class Operands:
         self.experts[layer, which, e] = a, b, out
 
     def observe(self, trainer: Trainer, tokens: np.ndarray) -> None:
-        """Fill this with the operands of one pass."""
+        """Fill this with the operands of one pass, of the coming step."""
+        self.step = trainer.count
         trainer.observe(tokens, self.add, experts=self.add_expert)
 
     def amax(self, layer: str, role: Role) -> np.ndarray:

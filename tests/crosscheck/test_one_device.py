@@ -34,7 +34,10 @@ from fp8ref.train.torch import trainer as torch_train
 from fp8ref.train.torch.llama import llama as torch_model
 
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
-RARE = [("delayed", "jax"), *itertools.product(("blockwise", "mxfp8", "mxfp4"), ("torch", "jax"))]
+RARE = [
+    ("delayed", "jax"),
+    *itertools.product(("blockwise", "mxfp8", "mxfp4", "nvfp4"), ("torch", "jax")),
+]
 
 
 def run(config, recipe, **options):

@@ -30,11 +30,13 @@ from fp8ref.crosscheck.sharded import grouped_rerun
 from fp8ref.crosscheck.sharded.grouped_rerun import Experts, Rerun
 from fp8ref.formats import BFLOAT16
 from fp8ref.jax.distributed.sharding import Mode, Placement
-from fp8ref.jax.linear import carried, linear, operands
+from fp8ref.jax.linear import carried, operands, rounding
+from fp8ref.jax.linear import linear as jax_linear
 from fp8ref.jax.linear.carried import Layer
 from fp8ref.recipe import OPERANDS, RECIPES, ROLES, Gemm, Recipe, Role
 from fp8ref.shared import console
 from fp8ref.shared.errors import ConfigError, require
+from fp8ref.sim import linear
 from fp8ref.sim.quantize import cast
 from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.train import loop
@@ -102,7 +104,7 @@ def crosscheck(config: Config, devices: int) -> tuple[Report, dict[str, str]]:
 
 
 def _check(config: Config, devices: int) -> None:
-    supported = [name for name, recipe in RECIPES.items() if recipe.fp8 and recipe.shared]
+    supported = [name for name, recipe in RECIPES.items() if recipe.fp8 and not recipe.delayed]
     if config.numerics.recipe not in supported:
         raise ConfigError(
             f"--sharded takes recipes {', '.join(supported)}; got {config.numerics.recipe!r}. Set "
@@ -144,27 +146,39 @@ class _OneDevice:
         for layer, recipe in self.recipes.items():
             for which, spec in recipe.gemms.items():
                 if spec.fp8:
+                    seed = linear.seed_of(self.seed(layer), which)
                     a, b = (
-                        cast.simulated(self.tensors[layer][cast.role])
+                        cast._replace(seed=seed).simulated(self.tensors[layer][cast.role])
                         for cast in operand_casts(which, spec)
                     )
                     quantized[layer, which] = a, b
         return quantized
+
+    def seed(self, layer: str) -> int:
+        """The seed of a linear's stochastic rounding in this step (S-24)."""
+        return linear.seed_in_run(self.config.run.seed, 0, layer)
 
     def parts(self, layer: str, which: Gemm, n: int) -> list[Part]:
         """The simulator's GEMM in n equal slices of the reduced axis, computed once."""
         if (layer, which, n) not in self._parts:
             spec = self.recipes[layer].gemms[which]
             a, b = map(as_factor, self.simulated[layer, which])
-            slices = zip(*(np.split(q.codes, n, axis=1) for q in (a, b)), strict=True)
-            pairs = [
-                (a._replace(codes=codes_a), b._replace(codes=codes_b))
-                for codes_a, codes_b in slices
-            ]
+            pairs = zip(_slices(a, n), _slices(b, n), strict=True)
             self._parts[layer, which, n] = [
                 Part(qa, qb, device_gemm.simulated("jax", qa, qb, spec)) for qa, qb in pairs
             ]
         return self._parts[layer, which, n]
+
+
+def _slices(q: Quantized, n: int) -> list[Quantized]:
+    """n equal slices of an operand [M, K] along K, each with its scales."""
+    if q.blocks[1] is None:  # which is one scale
+        return [q._replace(codes=codes) for codes in np.split(q.codes, n, axis=1)]
+    each = (np.split(part, n, axis=1) for part in (q.codes, q.scale, q.scale_inv))
+    return [
+        q._replace(codes=codes, scale=scale, scale_inv=scale_inv)
+        for codes, scale, scale_inv in zip(*each, strict=True)
+    ]
 
 
 def _check_linears(checks: BackendChecks, one: _OneDevice, layout: Layout) -> None:
@@ -182,6 +196,7 @@ def _check_linears(checks: BackendChecks, one: _OneDevice, layout: Layout) -> No
             placement=placement,
             mesh=layout.mesh,
             through=through,
+            seed=one.seed(layer),
         )
         for which, (a, b, out) in gemms.items():
             simulated = one.simulated[layer, which]
@@ -208,7 +223,10 @@ def _check_model(checks: BackendChecks, one: _OneDevice, meshed: Config) -> None
     names = checks.backend, "one device"
     checks.values("model/first_input/value", mine, one.first_input, 2.0**-149, names)
     recipes = (*one.recipes.values(), *one.grouped.values())
-    planned = sum(spec.fp8 for recipe in recipes for spec in recipe.gemms.values())
+    # operands in blocks are dequantized (G-16)
+    planned = sum(
+        spec.fp8 for recipe in recipes if not recipe.in_blocks for spec in recipe.gemms.values()
+    )
     # checkpointing runs some of them twice
     dots = {dot["gemm"] for dot in proof["gemms"] if dot["fp8"]}
     checks.values("model/proof/value", len(dots), planned, 0.5, ("FP8 dots", "planned"))
@@ -288,8 +306,9 @@ def rerun_linear(
     placement: Placement,
     mesh: Mesh,
     through: str,
+    seed: int = 0,
 ) -> dict[Gemm, tuple[Operand, Operand, np.ndarray]]:
-    """Run one linear's three GEMMs on a mesh.
+    """Run one linear's three GEMMs on a mesh; seed: the linear's, of stochastic rounding.
 
     Codes and scales of the operands, and the output, float32.
 
@@ -301,7 +320,8 @@ def rerun_linear(
     places = {role: NamedSharding(mesh, P(*placement.at_rest(role))) for role in ROLES}
     hp = {role: jnp.asarray(tensors[role], jnp.bfloat16) for role in ROLES}
     cut = (jax.device_put(hp[role], places[role]) for role in ROLES)
-    outputs, quantized = _program(recipe, placement, mesh, through)(*cut)
+    halves = jnp.array([seed & 0xFFFFFFFF, seed >> 32], jnp.uint32)
+    outputs, quantized = _program(recipe, placement, mesh, through)(*cut, halves)
     fetched = jax.tree.map(np.asarray, quantized)
     return {
         which: (*fetched[which], np.asarray(outputs[which], np.float32))
@@ -314,8 +334,8 @@ def rerun_linear(
 def _program(recipe: Recipe, placement: Placement, mesh: Mesh, through: str) -> Callable:
     """Compile the three GEMMs of a linear on a mesh.
 
-    Returns:  (input, weight, grad_output) -> (the outputs of all three GEMMs, and of the FP8 ones
-              (codes, scale) of both operands).
+    Returns:  (input, weight, grad_output, seed) -> (the outputs of all three GEMMs, and of the FP8
+              ones (codes, scale) of both operands).
     """
     # In shard_map a device sees its own shard alone, and amaxes take explicit collectives. Under
     # jit XLA inserts them. Quantizing has to know which of the two it is in.
@@ -330,15 +350,16 @@ def _program(recipe: Recipe, placement: Placement, mesh: Mesh, through: str) -> 
         if spec.fp8
     }
 
-    def run(x: jax.Array, w: jax.Array, g: jax.Array):
+    def run(x: jax.Array, w: jax.Array, g: jax.Array, seed: jax.Array):
         def forward(x, w):
-            return linear.apply(x, w, recipe=recipe, placement=placement, name="rerun")[0]
+            with rounding.seeded({"rerun": seed}):
+                return jax_linear.apply(x, w, recipe=recipe, placement=placement, name="rerun")[0]
 
         tensors: dict[Role, jax.Array] = {"input": x, "weight": w, "grad_output": g}
         y, vjp = jax.vjp(forward, x, w)
         outputs = dict(zip(recipe.gemms, (y, *vjp(g)), strict=True))
         return outputs, {
-            which: tuple(_quantized(tensors[cast.role], cast, layer) for cast in pair)
+            which: tuple(_quantized(tensors[cast.role], cast, layer, seed) for cast in pair)
             for which, pair in casts.items()
         }
 
@@ -355,19 +376,25 @@ def _program(recipe: Recipe, placement: Placement, mesh: Mesh, through: str) -> 
         for which, pair in casts.items()
     }
     results = {which: at_rest[role] for which, role in cut_as.items()}
-    in_specs, out_specs = tuple(at_rest.values()), (results, operand_specs)
+    in_specs, out_specs = (*at_rest.values(), P()), (results, operand_specs)
     return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
 
 
-def _quantized(x: jax.Array, cast: OperandCast, layer: Layer) -> tuple[jax.Array, jax.Array]:
+def _quantized(
+    x: jax.Array, cast: OperandCast, layer: Layer, seed: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """The codes, uint8, and the scale of an operand."""
-    q = operands.quantize(carried.Operand(x), cast.role, cast.spec, cast.axis, layer)
+    operand = carried.Operand(x, seed=seed)
+    q = operands.quantize(operand, cast.role, cast.spec, cast.axis, layer)
     return q.code_bits, q.scale
 
 
 def _scale_cut(cast: OperandCast, placement: Placement) -> P:
-    """How a scale is cut: rowwise as the axis that is not reduced; tensorwise it is whole."""
+    """How a scale is cut: rowwise as the axis that is not reduced; in blocks as the tensor;
+    tensorwise it is whole."""
     rows, columns = placement.at_rest(cast.role)
     if cast.spec.granularity == "tensorwise":
         return P()
+    if cast.spec.granularity != "rowwise":
+        return P(rows, columns)
     return P(rows, None) if cast.axis == -1 else P(None, columns)

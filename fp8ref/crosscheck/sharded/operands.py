@@ -14,7 +14,7 @@ from fp8ref.crosscheck.operands import OperandCast, States, initial_states, oper
 from fp8ref.crosscheck.sharded import experts as sharded_experts
 from fp8ref.formats import BFLOAT16
 from fp8ref.recipe import CUT_AXES, OPERANDS, Gemm, GemmSpec, Recipe, Role
-from fp8ref.sim import delayed
+from fp8ref.sim import delayed, linear
 from fp8ref.sim.distributed import sharding
 from fp8ref.sim.distributed.mesh import Layout, Mesh, split
 from fp8ref.sim.quantize import cast
@@ -97,7 +97,10 @@ def _check_gemm(
     for rank, mine in enumerate(rank_operands):
         if spec.fp8 != ((layer, which, OPERANDS[which][0]) in mine.fp8):
             checks.misplanned(layer, which, spec.fp8, f" on rank {rank}")
+    step, seed = rank_operands[0].step, config.run.seed
+    own = linear.seed_of(linear.seed_in_run(seed, step, layer), which)
     for operand in operand_casts(which, spec):
+        operand = operand._replace(seed=own if operand.spec.stochastic else None)
         role, is_weight = operand.role, operand.role == "weight"
         if any((layer, which, role) not in mine.fp8 for mine in rank_operands):
             continue
@@ -166,6 +169,12 @@ def _simulated(
     if state is not None:
         return [operand.simulated(shard, state) for shard in shards]
     spec, by_device = operand.spec, dict(zip(layout.mesh.devices, shards, strict=True))
+    if not spec.plain or spec.policy.two_level is not None:
+        whole = np.empty(layout.shape, np.float32)
+        for device, shard in by_device.items():
+            whole[layout.index(device)] = shard
+        q = operand.simulated(whole)
+        return [sharding.piece(q, layout, device, operand.axis) for device in layout.mesh.devices]
     pieces = sharding.quantize(
         by_device,
         layout,

@@ -49,7 +49,7 @@ def crosscheck(
     All values of ``parallel``'s data, fsdp, expert, tensor, sequence, gather, precompute_scales and
     reduction are tried, not only the config's. If the config has amax_scope global, local is tried
     too, on meshes without tensor: only local scales can be repeated by one process without the
-    others. Delayed scaling has no local scope.
+    others. Delayed scaling and stochastic rounding have no local scope.
 
     prepare   is called on every rank with every trainer before it trains; it is pickled.
     Returns:  the report, whose backends are named "torch 2x2 local" for data x fsdp and the scope,
@@ -64,7 +64,8 @@ def crosscheck(
     recipes = {d.path: d.recipe for d in config.decisions() if d.fp8}
     chosen = config.parallel.amax_scope
     scopes: tuple[str, ...] = SCOPES
-    if chosen == "local" or RECIPES[config.numerics.recipe].delayed:
+    recipe = RECIPES[config.numerics.recipe]
+    if chosen == "local" or recipe.delayed or recipe.stochastic:
         scopes = (chosen,)
     tried, unfit = [], {}
     for mesh in _meshes_of_experts(n) if config.model.num_experts else _meshes(n):

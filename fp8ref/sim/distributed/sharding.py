@@ -249,6 +249,17 @@ def _groups(layout: Layout, device: Device, granularity: str, axis: int) -> tupl
     )
 
 
+def piece(q: Quantized, layout: Layout, device: Device, axis: int) -> Quantized:
+    """A device's codes and scales of a whole tensor in FP8 or FP4.
+
+    Raises:   ValueError: a device that holds a part of a block.
+    """
+    own = _groups(layout, device, q.granularity, axis)
+    return q._replace(
+        codes=q.codes[layout.index(device)], scale=q.scale[own], scale_inv=q.scale_inv[own]
+    )
+
+
 def _local_amax(
     shard: np.ndarray, granularity: str, axis: int, sizes: list[int | None], flag: bool
 ) -> Amax:

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from fp8ref import cli
 from fp8ref.crosscheck.sharded import jax_mesh as sharded_jax
 from fp8ref.jax.distributed.sharding import Placement, Reduction
-from fp8ref.recipe import RECIPES
+from fp8ref.recipe import RECIPES, REDUCED_AXES
 from fp8ref.shared.errors import ConfigError
 from fp8ref.sim import linear as sim
 from fp8ref.sim.quantize import scaling
@@ -155,3 +155,33 @@ def test_a_linear_on_a_mesh_is_the_simulators_on_integers(through, rng):  # P-4,
         q = scaling.quantize(tensors[role], recipe.output.a.fmt)
         np.testing.assert_array_equal(codes, q.codes)
         assert scale == q.scale
+
+
+@pytest.mark.parametrize("through", ["shard_map", "jit"])
+def test_a_linear_in_nvfp4_draws_on_a_mesh_as_on_one_device(through, rng):  # S-24, P-4
+    shapes = {"input": (64, 64), "weight": (64, 64), "grad_output": (64, 64)}
+    tensors = {
+        role: rng.integers(-7, 8, shape).astype(np.float32) / 8 for role, shape in shapes.items()
+    }
+    mesh = jax.make_mesh(
+        (2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    placement = Placement(m=("fsdp",), n=("tensor",), fsdp=("fsdp",))
+    about = {"recipe": RECIPES["nvfp4"], "placement": placement, "mesh": mesh, "through": through}
+    found = sharded_jax.rerun_linear(tensors, **about, seed=2**40 + 3)
+    for which, (*operands, _) in found.items():
+        expected = sim.quantize_operands(which, tensors, RECIPES["nvfp4"], seed=2**40 + 3)
+        for (codes, scale), q, axis in zip(operands, expected, REDUCED_AXES[which], strict=True):
+            np.testing.assert_array_equal(codes, q.codes if axis else q.codes.T, err_msg=which)
+            np.testing.assert_array_equal(scale, q.scale if axis else q.scale.T, err_msg=which)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+def test_recipes_in_blocks_on_two_devices(recipe, small, monkeypatch):  # P-5, S-22, S-24
+    monkeypatch.setattr(sharded_jax, "THROUGH", ("shard_map",))
+    monkeypatch.setattr(sharded_jax, "_factors", lambda devices: [((1, devices, 1), False)])
+    blocks = small.replace(numerics={"recipe": recipe}, data={"batch_size": 4})
+    report, unfit = sharded_jax.crosscheck(blocks, 2)
+    assert report.ok, [check.detail for check in report.failures]
+    assert not unfit

@@ -254,6 +254,7 @@ def test_ranks_that_share_linears_hold_to_the_simulator(small, monkeypatch):
         ("rowwise", (2, 1, 2)),
         ("blockwise", (1, 2, 2, True)),
         ("mxfp8", (2, 1, 2)),
+        ("nvfp4", (1, 2, 2, True)),
     ],
 )
 # P-4, P-5, P-11, P-14

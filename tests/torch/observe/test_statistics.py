@@ -298,7 +298,6 @@ def test_the_tie_above_max_overflows_where_max_is_odd(fmt, tie, beyond):  # C-4,
 
 def test_nvfp4s_errors_are_of_what_was_cast(small, monkeypatch):  # Q-9, S-22, S-23, S-24
     """By both levels of scales, and of rotated tensors where they are rotated."""
-    monkeypatch.setattr(CastSpec, "simulated", False)
     trainer, seen = Trainer(small.replace(numerics={"recipe": "nvfp4"})), {}
     tokens = loader.open_batches(small).step(0)
     trainer.observe(tokens, lambda name, which, a, b, out: seen.update({(name, which): (a, b)}))
