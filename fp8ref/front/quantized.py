@@ -116,7 +116,7 @@ class Quantized(card.Card):
         policy, levels = self.policy, self.policy.two_level
         size = 8 if policy.e8m0 or levels else policy.scale_dtype.bits
         has_tensor = levels is not None and levels.tensor != "none"
-        tensor_bits = 32 * self.operand.tensor_scale_inv.size if has_tensor else 0
+        tensor_bits = 32 * math.prod(self.operand.tensor_scale_inv.shape) if has_tensor else 0
         scales = size * math.prod(self.scale.shape) + tensor_bits
         return self.fmt.bits + scales / math.prod(self.shape)
 
@@ -138,8 +138,9 @@ class Quantized(card.Card):
         q = self.operand
         if isinstance(q, scaling.Quantized):
             return q
+        whole = None if q.tensor_scale_inv is None else as_numpy(q.tensor_scale_inv)
         codes, scale, inv = map(as_numpy, (self.codes, q.scale, q.scale_inv))
-        return scaling.Quantized(codes, scale, inv, q.fmt, q.granularity, self.axis)
+        return scaling.Quantized(codes, scale, inv, q.fmt, q.granularity, self.axis, whole)
 
     def _facts(self) -> tuple[str, dict[str, str]]:
         title = f"Quantized {self.shape} {self.fmt}"
@@ -187,8 +188,7 @@ def quantize(
 
     Order:    as ``fp8ref.sim.quantize.scaling.quantize``, and the same bits in each framework.
     Raises:   ValueError: an unknown name, with the nearest; x of another dtype, or empty; an axis
-              that x lacks, or that blocks do not divide; what x's framework does not have: in
-              PyTorch and JAX a format other than FP8's, unless it is e2m1fn in mx_1x32.
+              that x lacks, or that blocks do not divide; a cast that x's framework does not have.
     Source:   spec S-5.
 
     >>> q = quantize([[0.5, -3.0], [1.0, 7.0]], "e4m3fn", "rowwise")
@@ -201,7 +201,7 @@ def quantize(
     backend, kind, policy = _backend(x), spec.granularity, spec.policy
     got = f"{spec.fmt} for {_framework(x)}. Give x in NumPy"
     fits = backend is scaling or not spec.simulated
-    text = "formats other than FP8's, and e2m1fn but in mx_1x32, are simulated, in NumPy alone"
+    text = "formats other than FP8's, and e2m1fn but as R-9 says, are simulated, in NumPy alone"
     require(fits, f"{text}; got {got}.")
     q = backend.quantize(x, spec.fmt, granularity=kind, policy=policy, axis=axis)
     return Quantized(q, spec.policy, axis)

@@ -64,7 +64,9 @@ def test_a_number_of_a_framework_is_quantized(framework):
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "mxfp4"])
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "mxfp4", "nvfp4"]
+)
 def test_an_array_stays_in_its_framework_with_the_same_bits(framework, recipe, x):
     theirs = f8.quantize(in_framework(x, framework), recipe=recipe)
     ours = f8.quantize(x, recipe=recipe)
