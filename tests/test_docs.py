@@ -66,6 +66,7 @@ LONG = (
     "flax-model.md",
     "how-to/optimizer-states.md",
     "attention.md",
+    "how-to/four-bits.md",
     "how-to/study.md",
     "concepts/accumulation.md",
 )
