@@ -61,7 +61,7 @@ def own_seed(name: str, given: Array | None) -> Array:
     require(
         seed is not None,
         f"{name}: its recipe rounds stochastically and needs a seed; got none. Call it within "
-        "rounding.seeded(seed), with another seed at each step (S-24).",
+        "fp8ref.jax.linear.rounding.seeded(seed), with another seed at each step (S-24).",
     )
     halves = philox.halves(seed)
     return jnp.stack(halves if own else philox.derived(halves, zlib.crc32(bytes(name, "utf-8")), 3))
