@@ -12,28 +12,13 @@ from fp8ref.checkpoints.rule import WeightRule
 from fp8ref.conformance.kit import explain
 from fp8ref.conformance.kit.finding import bits_of
 from fp8ref.policy import E8M0Rule, TwoLevel
+from fp8ref.shared import package_data
 from fp8ref.sim.quantize.scaling import Quantized
 
 __all__ = ["Example", "compare_rules", "factors", "smallest"]
 
-OF_RULES = {
-    "format": ("fmt",),
-    "blocks": ("granularity",),
-    "source_dtype": ("source",),
-    "rounded_after": ("codes_by",),
-}
-"""{cause: the fields of a rule that decide it}."""
-
-OF_POLICIES = {
-    "amax_floor": ("eps", "one_below", "replaced", "zero"),
-    "division": ("ratio", "inverse", "stored"),
-    "power_of_two": ("power_of_two", "e8m0"),
-    "scale_dtype": ("compute", "scale_dtype"),
-    "scale_factor": ("margin", "factor"),
-    "special_amax": ("overflow", "infinite", "nan"),
-    "two_levels": ("two_level",),
-}
-"""{cause: the fields of a policy that decide it}."""
+_FIELDS = package_data.tables(__file__, "decisions")
+"""{rules or policies: {cause: their fields that decide it}}."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +87,7 @@ def _alone(
 
 def _differing(a: WeightRule, b: WeightRule) -> dict[str, list[str]]:
     """{cause: the fields that differ}."""
-    tables = ((OF_RULES, a, b), (OF_POLICIES, a.policy, b.policy))
+    tables = ((_FIELDS["rules"], a, b), (_FIELDS["policies"], a.policy, b.policy))
     differing = {
         cause: [f for f in fields if getattr(left, f) != getattr(right, f)]
         for table, left, right in tables

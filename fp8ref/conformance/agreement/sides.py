@@ -23,19 +23,16 @@ from fp8ref.conformance.kit import subject as subjects
 from fp8ref.conformance.kit.subject import RefusedError, Subject
 from fp8ref.conformance.quantizer import outputs
 from fp8ref.formats import BFLOAT16
+from fp8ref.shared import package_data
 from fp8ref.shared.errors import require
 from fp8ref.sim.quantize import cast
 from fp8ref.sim.quantize.scaling import Quantized
 
 __all__ = ["Part", "Side", "high_precision", "is_linear", "is_path", "planted", "side"]
 
-DTYPES = {
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "uint8": "F8_E4M3",
-}
+_TABLES = package_data.tables(__file__, "sides")
+
+DTYPES: dict[str, str] = _TABLES["dtypes"]
 """{dtype of a quantizer's codes: safetensors' name of it}; bytes are taken for e4m3fn."""
 
 
@@ -187,8 +184,7 @@ def side(source: Any) -> Side:
             raise ValueError(text) from error
     function = library_gemms.load(source) if isinstance(source, str) else source
     name = source if isinstance(source, str) else subjects.name_of(function)
-    subject = subjects.wrap(name, function, shape=subjects.SHAPE)
-    own = Side(label=name, function=subject)
+    own = Side(label=name, function=subjects.wrap(name, function, shape=subjects.SHAPE))
     x = np.random.default_rng(0).standard_normal(subjects.SHAPE).astype(np.float32)
     part = own.ask(x)
     q = None if part is None else part.quantized()
@@ -232,16 +228,8 @@ def planted() -> dict[str, np.ndarray]:
     """Weights of a layer that tell rules apart: float32 that bfloat16 rounds, amaxes below and
     above the floors of libraries, blocks of zeros, and rows that blocks of 128 do not divide."""
     random = np.random.default_rng(0)
-    sizes = {
-        "self_attn.q_proj": (256, 0.02),
-        "self_attn.k_proj": (128, 1e-6),
-        "self_attn.v_proj": (128, 1e-11),
-        "mlp.gate_proj": (1024, 0.02),
-        "mlp.up_proj": (256, 0.5),
-        "mlp.down_proj": (200, 0.02),
-    }
     arrays = {}
-    for name, (n, size) in sizes.items():
+    for name, (n, size) in _TABLES["planted"].items():
         x = random.standard_normal((n, 384)) * size * np.exp(random.standard_normal((n, 1)))
         arrays[f"model.layers.0.{name}.weight"] = x.astype(np.float32)
     gate = arrays["model.layers.0.mlp.gate_proj.weight"]
