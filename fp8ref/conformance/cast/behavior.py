@@ -15,6 +15,7 @@ from fp8ref import formats
 from fp8ref.conformance.cast import e8m0
 from fp8ref.conformance.cast.e8m0 import E8m0Behavior
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, P3109_FORMATS, Format
+from fp8ref.shared import package_data, registry
 from fp8ref.sim.quantize import cast
 
 ROUNDINGS = (
@@ -110,29 +111,15 @@ class KnownCast:
         )
 
 
-KNOWN_CASTS = {
-    k.name: k
-    for k in (
-        # the specification's default, C-3
-        KnownCast(name="saturating", overflow="max", nan="emitted"),
-        KnownCast(name="non_saturating", overflow="special", nan="emitted"),  # C-4
-        KnownCast(name="torch", overflow="special", nan="signed", saturates_only=("e4m3fn",)),
-        KnownCast(name="torch_2.11", overflow="special", nan="signed"),
-        KnownCast(name="ml_dtypes", overflow="special", nan="quiet"),
-        KnownCast(name="jax", overflow="special", nan="quiet"),
-    )
-}
+_CASTS = package_data.tables(__file__, "behavior")
+
+KNOWN_CASTS = {name: KnownCast(name=name, **fields) for name, fields in _CASTS["known"].items()}
 """The casts with a name.
 
 Where two are the same in a format, a cast has both names. Since 2.12 torch saturates to e4m3fn.
 """
 
-
-NANS_OF_TORCHAO: dict[str, dict[str, tuple[int, int]]] = {
-    "e2m1fn": {"torchao_f4": (3, 11)},
-    "e2m3fn": {"torchao_f6": (12, 44)},
-    "e3m2fn": {"torchao_f6": (14, 46)},
-}
+NANS_OF_TORCHAO: dict[str, dict[str, tuple[int, int]]] = _CASTS["nans_of_torchao"]
 """The codes of NaN and of -NaN in formats without NaN, of torchao 0.18's f32_to_f4_unpacked,
 f32_to_f6_e2m3_unpacked and f32_to_f6_e3m2_unpacked, by the name of a cast. They are those of the
 NaNs of arithmetic: other payloads give others."""
@@ -160,13 +147,10 @@ def known_casts(fmt: Format) -> dict[str, Any]:
 
 def by_name(name: str, fmt: Format) -> Any:
     """The known cast of this name in one format; ValueError lists the names."""
-    casts = known_casts(fmt)
-    if name not in casts:
-        which = "a cast's behavior is"
-        if fmt.bits != 8:
-            which = f"a cast to {fmt} is expected to be"
-        raise ValueError(f"{which} one of {', '.join(casts)}; got {name!r}.")
-    return casts[name]
+    which = "a cast's behavior is"
+    if fmt.bits != 8:
+        which = f"a cast to {fmt} is expected to be"
+    return registry.lookup(which, known_casts(fmt), name)
 
 
 def encode(

@@ -102,8 +102,7 @@ def infinities(a: Responses, b: Behavior) -> Finding:
 def _beyond(name: str, a: Responses, at: int, b: Behavior) -> Finding:
     """Whether the input at this index gives max, Inf or NaN."""
     code = int(a.codes[at])
-    kinds = {a.fmt.max_code: "max", a.fmt.inf_code: "inf"}
-    value = kinds.get(code)
+    value = {a.fmt.max_code: "max", a.fmt.inf_code: "inf"}.get(code)
     if value is None and code >= 0 and np.isnan(cast.decode(np.uint8(code), a.fmt)):
         value = "nan"
     shown, bits = number_text(a.x, at, a.source)

@@ -5,12 +5,13 @@ is a subnormal of float32: libraries agree on the numbers between 2^-126 and 2^1
 roundings, and on little else.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from fp8ref.conformance.inputs.dtypes import rounded
 from fp8ref.formats import E8M0FNU
+from fp8ref.shared import package_data
 from fp8ref.sim.quantize import cast
 
 DECISIONS: dict[str, tuple[str, ...]] = {
@@ -116,33 +117,8 @@ class E8m0Behavior:
 
 _OF_LOGS = {"up": np.ceil, "down": np.floor, "nearest_log2": np.rint, "toward_one": np.trunc}
 
-_NEAREST = E8m0Behavior()
-_BY_MAGNITUDE = replace(_NEAREST, zero="least", negative="magnitude")
-_OF_FIELDS = replace(_BY_MAGNITUDE, infinite="nan", subnormals="by_field")
-_CUDA_UP = replace(_BY_MAGNITUDE, rounding="up")
-_FLOOR = replace(_BY_MAGNITUDE, rounding="down", infinite="nan")
-
 KNOWN_E8M0_CASTS = {
-    "saturating": _NEAREST,  # the specification's default, C-7
-    "non_saturating": replace(_NEAREST, overflow="nan", infinite="nan"),
-    "toward_zero": replace(_NEAREST, rounding="down"),
-    "ml_dtypes": replace(_NEAREST, overflow="nan", infinite="nan", subnormals="by_field"),
-    "jax": replace(_NEAREST, overflow="nan", infinite="nan", subnormals="by_field"),
-    "torch": replace(_OF_FIELDS, overflow="nan"),
-    "onnx_nearest": _OF_FIELDS,
-    "onnx_nearest_nosat": replace(_OF_FIELDS, overflow="nan"),
-    "onnx_up": replace(_OF_FIELDS, rounding="up"),
-    "onnx_up_nosat": replace(_OF_FIELDS, rounding="up", overflow="nan"),
-    "onnx_down": _FLOOR,
-    "cuda_up": _CUDA_UP,
-    "cuda_up_nosat": replace(_CUDA_UP, overflow="nan", infinite="nan"),
-    "cuda_zero": replace(_BY_MAGNITUDE, rounding="down"),
-    "cuda_zero_nosat": _FLOOR,
-    "ocp_floor": _FLOOR,
+    name: E8m0Behavior(**decisions)
+    for name, decisions in package_data.tables(__file__, "e8m0").items()
 }
-"""The casts to e8m0fnu with a name (C-10).
-
-ml_dtypes 0.6 and jax; torch 2.13, ``x.to(torch.float8_e8m0fnu)``; onnx 1.23's ``to_float8e8m0`` by
-its round_mode, saturating or not; CUDA 13's ``__nv_cvt_float_to_e8m0`` to cudaRoundPosInf and
-cudaRoundZero, saturating or not; the exponent floor(log2 x) of OCP MX.
-"""
+"""The casts to e8m0fnu with a name (C-10)."""

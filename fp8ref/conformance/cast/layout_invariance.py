@@ -5,16 +5,8 @@ import numpy as np
 from fp8ref.conformance.cast import behavior, outputs
 from fp8ref.conformance.cast.behavior import AnyBehavior
 from fp8ref.conformance.cast.outputs import Responses
-from fp8ref.conformance.kit import arrays
+from fp8ref.conformance.kit import arrays, finding
 from fp8ref.conformance.kit.explain import has_code, simplest
-from fp8ref.conformance.kit.finding import (
-    Counterexample,
-    Finding,
-    bits_of,
-    shapes_finding,
-    show,
-    strides_finding,
-)
 from fp8ref.conformance.kit.subject import Subject, compare_each
 
 SHAPES: tuple[tuple[int, ...], ...] = (
@@ -29,7 +21,7 @@ One has more than a million elements.
 
 def check_every_16_bit(
     subject: Subject, explained: Responses, cast_behavior: AnyBehavior
-) -> list[Counterexample]:
+) -> list[finding.Counterexample]:
     """The simplest number of bfloat16 or float16, all NaN payloads among them, whose code is not
     the one of the behavior; none of another dtype. All NaN codes count as equal (C-5).
 
@@ -54,33 +46,33 @@ def check_every_16_bit(
 
 def check_shapes(
     subject: Subject, a: Responses, cast_behavior: AnyBehavior
-) -> tuple[Finding, list[Counterexample]]:
+) -> tuple[finding.Finding, list[finding.Counterexample]]:
     """Compare arrays of other shapes with the behavior found. A shape that raises is no fault."""
 
-    def compare(shape: tuple[int, ...]) -> list[Counterexample]:
+    def compare(shape: tuple[int, ...]) -> list[finding.Counterexample]:
         # at maps each element to the input in a.x whose code is known.
         at = np.arange(int(np.prod(shape))) % a.x.size
         output = outputs.ask(subject, a.x[at].reshape(shape), a.source)
         return _counterexample(a, at.reshape(shape), output, cast_behavior)
 
     accepted, refused, wrong = compare_each(SHAPES, compare)
-    return shapes_finding(accepted, refused, wrong, "the same codes"), wrong
+    return finding.shapes_finding(accepted, refused, wrong, "the same codes"), wrong
 
 
 def check_strides(
     subject: Subject, a: Responses, cast_behavior: AnyBehavior
-) -> tuple[Finding, list[Counterexample]]:
+) -> tuple[finding.Finding, list[finding.Counterexample]]:
     """Compare arrays that are not contiguous in memory with the behavior found."""
     # a step of 7: next to each other are unrelated numbers
     at = np.arange(33 * 65).reshape(33, 65) * 7 % a.x.size
     x = a.x[at]
 
-    def compare(view: str) -> list[Counterexample]:
+    def compare(view: str) -> list[finding.Counterexample]:
         output = outputs.read(subject, subject.ask(x, a.source, view=view), x, a.source)
         return _counterexample(a, at, output, cast_behavior, f", {view} in memory")
 
     accepted, refused, wrong = compare_each(subject.views, compare)
-    return strides_finding(accepted, refused, wrong), wrong
+    return finding.strides_finding(accepted, refused, wrong), wrong
 
 
 def _counterexample(
@@ -89,7 +81,7 @@ def _counterexample(
     output: outputs.Output,
     cast_behavior: AnyBehavior,
     layout_text: str = "",
-) -> list[Counterexample]:
+) -> list[finding.Counterexample]:
     """The first element with another code than the behavior found gives; all NaN codes are one."""
     expected = behavior.encode(a.x, a.fmt, cast_behavior, source=a.source).astype(np.int64)[at]
     differs = a.canonical(output.codes(a.fmt)) != a.canonical(expected)
@@ -99,12 +91,12 @@ def _counterexample(
     index = np.unravel_index(int(np.argmax(differs)), at.shape)
     value = a.x[at[index]]
     return [
-        Counterexample(
-            f"x{[int(i) for i in index]} = {show(value)} of x {list(at.shape)}{layout_text}",
+        finding.Counterexample(
+            f"x{list(map(int, index))} = {finding.show(value)} of x {list(at.shape)}{layout_text}",
             outputs.output_text(output, int(np.argmax(differs)), a.fmt),
             f"{outputs.code_text(expected[index], a.fmt)}, as elsewhere",
             "C-1",
-            bits=(bits_of(value, a.source),),
+            bits=(finding.bits_of(value, a.source),),
             dtype=a.source,
         )
     ]

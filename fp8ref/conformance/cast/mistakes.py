@@ -85,8 +85,7 @@ def _to_bits(x: np.ndarray, bits: int, rounding: str) -> np.ndarray:
 
 def _bounds(x: np.ndarray, codes: np.ndarray, fmt: Format) -> Iterator[tuple[str, np.ndarray]]:
     """A smaller bound than the format's max, the largest number that any code has."""
-    held = codes[codes >= 0].astype(np.uint8)
-    values = np.abs(cast.decode(held, fmt))
+    values = np.abs(cast.decode(codes[codes >= 0].astype(np.uint8), fmt))
     bound = float(np.max(values[np.isfinite(values)], initial=0))
     if 0 < bound < fmt.max:
         words = f"numbers are clipped to {show(bound)}, not {show(fmt.max)}"

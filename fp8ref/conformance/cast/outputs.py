@@ -232,8 +232,7 @@ def identify_format(output: Output, x: np.ndarray, fmt: Format) -> tuple[Format 
     for found_fmt in (candidates := output.candidate_formats(fmt)):
         is_number = np.isin(np.abs(x), cast_inputs.with_next(found_fmt)[:-1])
         codes = output.codes(found_fmt)
-        expected = cast.encode_plain(x, found_fmt).astype(np.int64)
-        right = codes == expected
+        right = codes == cast.encode_plain(x, found_fmt).astype(np.int64)
         if output.values_only:  # then numbers that this format lacks must change
             right = np.where(is_number, right, output.array != x)
             is_number = np.ones_like(is_number)

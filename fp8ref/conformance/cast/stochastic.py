@@ -52,7 +52,6 @@ FEW_NUMBERS = 16
 NOT_ASKED = ("behavior_but_for_nan_codes", "double_rounding", "double_roundings")
 """The keys of a result that are left out for a cast that rounds stochastically."""
 
-
 NOT_TESTED = ("probabilities in steps below 2^-8", "other dtypes, shapes and strides")
 """What is not asked of a cast that rounds stochastically."""
 
@@ -431,8 +430,7 @@ def _no_chance(
         f"than at {at - at % REPEATS}"
     )
     output = outputs.ask(subject, rates.responses.x, a.source)
-    again = output.codes(a.fmt).reshape(codes.shape)
-    if np.array_equal(again, codes):
+    if np.array_equal(output.codes(a.fmt).reshape(codes.shape), codes):
         fault = "depends on the place or the number of elements"
         return _error(subject, rates.responses, at, f"{where}, in every call", fault)
     return _error(subject, rates.responses, at, where)
