@@ -10,21 +10,12 @@ from fp8ref import policy as policies
 from fp8ref.conformance.inputs import dtypes
 from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
+from fp8ref.shared import package_data
 from fp8ref.sim.quantize import cast
 
-CAST_CLAUSES = {
-    "NaN": "C-5",
-    "infinite": "C-3, C-4",
-    "zero": "C-6",
-    "negative": "C-7",  # to an unsigned format, which has no code for it
-    "above max": "C-3, C-4",
-    "number": "C-1",
-    "tie": "C-1, C-2",
-    "next to a tie": "C-1, C-2",
-    "underflow": "C-1, C-2, C-6",
-    "subnormal": "C-1, C-2, F-1",
-    "in range": "C-1, C-2",
-}
+_CLAUSES = package_data.tables(__file__, "kinds")
+
+CAST_CLAUSES: dict[str, str] = _CLAUSES["casts"]
 """{kind of a cast's input: its clauses}; the first kind that applies is the kind."""
 
 CASTS = tuple(CAST_CLAUSES)  # the kinds of a cast's input
@@ -36,19 +27,7 @@ They are names of CASTS, but follow from the unsaturated code: "above max" is wh
 and "in range" is everything else.
 """
 
-AMAX_CLAUSES = {
-    "NaN": "S-9, S-11",
-    "infinite": "S-9, S-11",
-    "zero": "S-9, S-11",
-    "below eps": "S-9",
-    "subnormal": "S-12",
-    "overflow": "S-9",  # of the scale, in float32
-    "power of two": "S-4",
-    "next to a power of two": "S-4",
-    "max times a power of two": "S-4",
-    "next to max times a power of two": "S-4",
-    "in range": "S-3, S-9",
-}
+AMAX_CLAUSES: dict[str, str] = _CLAUSES["amaxes"]
 """{kind of an amax under a policy: its clauses}; the first kind that applies is the kind.
 
 The clauses are those that a kind adds to the policy's formula (S-3, S-9, S-14, S-15, S-17, S-20).

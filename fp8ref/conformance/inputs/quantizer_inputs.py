@@ -116,12 +116,11 @@ def identifying(fmt: Format, dtype: str, *, seed: int = 0) -> Amaxes:
     powers = np.ldexp(1.0, np.arange(-37, 110, 8)).astype(np.float32)
     # 0.999 is 1 in bfloat16
     below = np.concatenate([np.nextafter(powers, np.float32(0)), np.float32(0.999) * powers])
-    random = np.abs(rng.standard_normal(64)) * 10.0 ** rng.integers(-6, 7, 64)
     ordinary = [
         2.0 ** np.arange(-30, 61, 5),
         near.ravel().view(np.float32),
         below,
-        random,
+        np.abs(rng.standard_normal(64)) * 10.0 ** rng.integers(-6, 7, 64),
         _separating(fmt, dtype),
     ]
     by_kind = {"ordinary": np.concatenate(ordinary), **_SPECIAL}
