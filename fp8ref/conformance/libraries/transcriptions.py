@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fp8ref.formats import Format
+from fp8ref.shared import package_data
 
 Run = Callable[[np.ndarray], np.ndarray]
 """amaxes float32 [n] -> float32 [n], or e8m0 codes uint8 [n]."""
@@ -166,59 +167,20 @@ def _bfloat16(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), _F32(np.nan), rounded.astype(np.uint32).view(_F32))
 
 
-_TE = "NVIDIA/TransformerEngine transformer_engine/common/"
-_V3 = "deepseek-ai/DeepSeek-V3 inference/kernel.py "
-_DEEPGEMM = "deepseek-ai/DeepGEMM deep_gemm/utils/math.py 54e22612"
-_QUANTIZE = "google/qwix qwix/_src/core/qarray.py"
-_FLOAT32, _BFLOAT16 = float(np.finfo(_F32).max), (2 - 2.0**-7) * 2.0**127
-
-
-_TE_CURRENT = partial(_te_scale, value_for_inf=_FLOAT32, masked=False)
-_TE_BLOCK = partial(_te_scale, value_for_inf=_BFLOAT16, masked=True)
-_TE_BFLOAT16 = partial(_te_scale, value_for_inf=_BFLOAT16, masked=False)
-_ACT_QUANT = "`act_quant_kernel`"
-_TOKEN = "`per_token_cast_to_fp8`"
-_ZERO_POINT = "`compute_scale_zero_point`"
-
-# {(source, library, made): rows (variant, call, function of a format)}
-_ROWS: dict[tuple[str, str, str], tuple[tuple[str, str, Callable[[Format], Run]], ...]] = {
-    (f"{_TE}recipe/recipe_common.cuh d0067d0d", "Transformer Engine", "scale"): (
-        ("current", "`compute_scale_from_amax`, FLT_MAX", _TE_CURRENT),
-        ("block", "`compute_scale_from_types`, powers of two", _TE_BLOCK),
-        ("block_float_bf16", "`compute_scale_from_types`, bfloat16 tensors", _TE_BFLOAT16),
-    ),
-    (f"{_TE}util/ptx.cuh 28777046", "Transformer Engine", "e8m0"): (
-        ("mxfp8", "`float_to_e8m0`", _te_e8m0),
-    ),
-    (f"{_V3}06231633", "DeepSeek-V3", "scale_inv"): (("2024", _ACT_QUANT, _deepseek),),
-    (f"{_V3}9b4e9788", "DeepSeek-V3", "scale_inv"): (
-        ("2025", _ACT_QUANT, partial(_deepseek, eps=1e-4)),
-        ("ue8m0", f"{_ACT_QUANT}, ue8m0", partial(_deepseek, eps=1e-4, ue8m0=True)),
-    ),
-    (_DEEPGEMM, "DeepGEMM", "scale_inv"): (
-        ("gpu", _TOKEN, partial(_deepgemm, gpu=True)),
-        ("cpu", _TOKEN, partial(_deepgemm, gpu=False)),
-    ),
-    (_DEEPGEMM, "DeepGEMM", "e8m0"): (("ue8m0", "`ceil_to_ue8m0`", _deepgemm_ue8m0),),
-    ("microsoft/microxcaling mx/mx_ops.py 3b429a84", "microxcaling", "e8m0"): (
-        ("", "`_shared_exponents`, less emax", _microxcaling),
-    ),
-    (f"{_QUANTIZE} aa623acb", "qwix", "scale_inv"): (
-        ("absmax", f"{_ZERO_POINT}, float32", _qwix),
-        ("absmax_bf16", f"{_ZERO_POINT}, bfloat16", partial(_qwix, dtype="bfloat16")),
-        ("mxfp8", f"{_ZERO_POINT}, mxfp8", _qwix_mx),
-    ),
-    ("qwix 0.1.8 (PyPI) qwix/_src/core/qarray.py", "qwix", "scale_inv"): (
-        ("mxfp8_0.1.8", f"{_ZERO_POINT}, mxfp8", _qwix_mx_before),
-    ),
-    ("Azure/MS-AMP msamp/common/tensor/meta.py 0367bdc5", "MS-AMP", "scale"): (
-        ("", "`compute_scaling_factor`", _msamp),
-    ),
+_STEPS: dict[str, Callable[..., Run]] = {
+    steps.__name__.removeprefix("_"): steps
+    for steps in (
+        *(_te_scale, _te_e8m0, _deepseek, _deepgemm, _deepgemm_ue8m0),
+        *(_microxcaling, _qwix, _qwix_mx, _qwix_mx_before, _msamp),
+    )
 }
 
 TRANSCRIPTIONS = tuple(
-    Transcription(library, variant, call, source, kind, of)
-    for (source, library, kind), rows in _ROWS.items()
-    for variant, call, of in rows
+    Transcription(
+        *name.partition("/")[::2],
+        *(row["call"], row["source"], row["made"]),
+        partial(_STEPS[row["steps"]], **row.get("options", {})),
+    )
+    for name, row in package_data.tables(__file__, "transcriptions").items()
 )
 """The transcriptions, in the order of docs/libraries.md."""
