@@ -10,24 +10,17 @@ from typing import Any
 
 import numpy as np
 
+from fp8ref.shared import package_data
 from fp8ref.spec.states import layouts as states
 
 F32 = np.float32  # float32, in which every number of a form is rounded
 
-AVERAGES = {
-    "products": "b x + a y",
-    "lerp": "x + a (y - x)",
-    "products, fused with the old": "fma(b, x, a y)",
-    "products, fused with the new": "fma(a, y, b x)",
-    "lerp, fused": "fma(a, y - x, x)",
-}
+_ORDERS = package_data.tables(__file__, "forms")
+
+AVERAGES: dict[str, str] = _ORDERS["averages"]
 """The orders of a moving average x of y: of m, y is g, and of v it is g g."""
 
-SQUARES = {
-    "products, (a g) g": "b x + (a g) g",
-    "products, fused (a g) g": "fma(a g, g, b x)",
-    "products, fused with the old, (a g) g": "fma(b, x, (a g) g)",
-}
+SQUARES: dict[str, str] = _ORDERS["squares"]
 """More of v alone; the second is torch's addcmul on a CPU."""
 
 ROOTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"rounded correctly": np.sqrt}

@@ -19,6 +19,7 @@ from fp8ref.conformance.optimizer.outcome import (
     summary,
 )
 from fp8ref.conformance.optimizer.search import PROBE, Departure, Search
+from fp8ref.shared.errors import one_of
 from fp8ref.spec.states import layouts as states
 from fp8ref.spec.states.layouts import LAYOUTS, Layout, Moment
 
@@ -56,8 +57,8 @@ def identify_optimizer(
                or does not repeat itself.
     Source:    spec O.
     """
-    if expect is not None and expect not in NAMED:
-        raise ValueError(f"expect is one of {', '.join(NAMED)}; got {expect!r}.")
+    if expect is not None:
+        one_of("expect", expect, NAMED)
     settings = numbers or Numbers()
     name = name or subjects_of_arrays.name_of(optimizer)
     kind, form_search = _asked(optimizer, name, kind, settings, steps)
@@ -133,8 +134,8 @@ def require_optimizer(
 def _asked(
     optimizer: Any, name: str, kind: str | None, settings: Numbers, steps: int = subjects.STEPS
 ) -> tuple[str, Search]:
-    if kind is not None and kind not in subjects.KINDS:
-        raise ValueError(f"kind is one of {', '.join(subjects.KINDS)}; got {kind!r}.")
+    if kind is not None:
+        one_of("kind", kind, subjects.KINDS)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps is an integer of at least 1; got {steps!r}.")
     states.scalars(steps, **dataclasses.asdict(settings))  # refuses numbers outside their ranges
@@ -145,7 +146,12 @@ def _asked(
             "an optax transformation or a function of learning_rate, nor step(p, g, state). "
             "Name one with --kind, or give its other arguments defaults."
         )
-    _add_roots(kind)
+    if kind == "torch":  # whose root on a CPU is not rounded correctly
+        import torch
+
+        forms.ROOTS.setdefault(
+            "torch's", lambda x: torch.from_numpy(np.ascontiguousarray(x)).sqrt().numpy()
+        )
     asked = subjects.inputs(steps)
     snapshots = subjects.run(name, optimizer, kind, asked, settings)
     again = subjects.run(name, optimizer, kind, asked, settings)
@@ -155,16 +161,6 @@ def _asked(
         why = causes.unrepeatable(Search(asked, snapshots, settings))
         raise ConformanceError(f"{name} does not repeat itself from the same start. {why}")
     return kind, Search(asked, snapshots, settings)
-
-
-def _add_roots(kind: str) -> None:
-    """torch's root on a CPU is not rounded correctly."""
-    if kind == "torch":
-        import torch
-
-        forms.ROOTS.setdefault(
-            "torch's", lambda x: torch.from_numpy(np.ascontiguousarray(x)).sqrt().numpy()
-        )
 
 
 def _identified(form_search: Search, first_step: FirstStep) -> tuple[Layout | None, Form, bool]:

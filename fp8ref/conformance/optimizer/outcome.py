@@ -9,22 +9,12 @@ from fp8ref.conformance.kit.finding import Counterexample, Described, Finding, b
 from fp8ref.conformance.optimizer import forms
 from fp8ref.conformance.optimizer.forms import Form
 from fp8ref.conformance.optimizer.search import PROBE, Departure, Search
+from fp8ref.shared import package_data
 from fp8ref.spec.states.layouts import LAYOUTS, WITH_MASTERS, Layout
 
 NAMED = LAYOUTS | WITH_MASTERS  # the layouts that have a name
 
-FIELDS = {
-    "m": "the average of m",
-    "v": "the average of v",
-    "bias_m": "the bias of m",
-    "bias_v": "the bias of v",
-    "numbers": "powers of betas",
-    "eps": "eps",
-    "decay": "decay",
-    "change": "the change",
-    "root": "the root",
-    "count": "the number of the first step",
-}
+FIELDS: dict[str, str] = package_data.tables(__file__, "outcome")["fields"]
 """{field of ``Form``: what it is called}."""
 
 

@@ -68,8 +68,7 @@ class Search:
                 x = moments.read(old, moment, old.codes.reshape(-1), 0, own)
                 b, a = ((at.b1, at.a1), (at.b2, at.a2))[which]
                 new = moments.not_tiny(forms.average(average, x, g, b, a, square=which == 1), own)
-                parts = [(0, g, new)]
-                stored = moments.store(parts, old, moment, which, p.shape, at, None, own)
+                stored = moments.store([(0, g, new)], old, moment, which, p.shape, at, None, own)
                 chain.append((new, stored))
         return chain[:steps]
 

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8ref.conformance.kit import arrays
-from fp8ref.conformance.kit.subject import ConformanceError, RefusedError, needed, parameters
+from fp8ref.conformance.kit import arrays, subject
 from fp8ref.conformance.optimizer.forms import Numbers
 
 KINDS = ("torch", "optax", "function")  # what an optimizer is handed over as
@@ -26,7 +25,6 @@ STEPS = 6  # the steps that are asked
 
 NAMES = (("m_codes", "v_codes"), ("exp_avg", "exp_avg_sq"), ("mu", "nu"), ("m", "v"))
 """The names under which libraries keep both moments."""
-
 
 COUNTERS = ("step", "t", "count")
 """The names under which states count steps."""
@@ -97,10 +95,10 @@ def kind_of(optimizer: Any) -> str | None:
     is_class = torch is not None and isinstance(optimizer, type)
     if is_class and issubclass(optimizer, torch.optim.Optimizer):  # type: ignore[union-attr]
         return "torch"
-    required = [name for name in needed(optimizer) if name not in NUMBERS]
+    required = [name for name in subject.needed(optimizer) if name not in NUMBERS]
     if required and required[0] == "params":
         return "torch"
-    names = parameters(optimizer)
+    names = subject.parameters(optimizer)
     if "learning_rate" in names and "state" not in names:
         return "optax"
     return "function" if len(required) == 3 else None
@@ -117,11 +115,11 @@ def run(
         with np.errstate(all="ignore"):
             steps = {"torch": _torch, "optax": _optax, "function": _function}[kind]
             return steps(optimizer, asked, settings)
-    except ConformanceError as error:
+    except subject.ConformanceError as error:
         raise type(error)(f"{name} {error}") from error
     except (Exception, SystemExit) as error:  # an optimizer under test may raise anything
         text = " ".join(str(error).split())[:300]
-        raise RefusedError(
+        raise subject.RefusedError(
             f"{name}, taken as {kind}, raised {type(error).__name__}: {text}. It is run on "
             f"float32 tensors of {', '.join(str(w.shape) for w in asked.weights.values())}."
         ) from error
@@ -135,7 +133,7 @@ def _torch(factory: Any, asked: Inputs, settings: Numbers) -> list[dict[str, Sna
     numbers |= {name: getattr(settings, name) for name in ("eps", "weight_decay")}
     optimizer = factory(list(params.values()), **_accepted(factory, numbers))
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConformanceError(
+        raise subject.ConformanceError(
             f"returned a {type(optimizer).__name__}; a torch.optim.Optimizer is needed."
         )
     snapshots = []
@@ -204,7 +202,7 @@ def _function(step: Callable, asked: Inputs, settings: Numbers) -> list[dict[str
                 states[name] = counted(states[name], asked.jumps[i])
             result = step(params[name].copy(), g[name].copy(), states[name])
             if not isinstance(result, tuple) or len(result) != 2:
-                raise ConformanceError(
+                raise subject.ConformanceError(
                     f"returned a {type(result).__name__}; step(p, g, state) returns (p, state)."
                 )
             params[name] = _weight(result[0], asked.weights[name])
@@ -231,7 +229,7 @@ def counted(state: Any, count: int) -> Any:
 def _weight(value: Any, like: np.ndarray) -> np.ndarray:
     new = arrays.as_numpy(value)
     if new.dtype != np.float32 or new.shape != like.shape:
-        raise ConformanceError(
+        raise subject.ConformanceError(
             f"made a weight {new.dtype} {new.shape}; it is float32 {like.shape}, as it was given."
         )
     return new
@@ -245,8 +243,7 @@ def _moments(state: Any) -> tuple[Moment | None, ...]:
                 parts = []
                 codes = {"m": m, "v": v, "master": _field(state, "master_codes")}
                 for key, x in codes.items():
-                    inverse = _field(state, f"{key}_scale_inv")
-                    pair = {"codes": x, "scale_inv": inverse}
+                    pair = {"codes": x, "scale_inv": _field(state, f"{key}_scale_inv")}
                     parts.append(None if x is None else _moment(pair))
                 return tuple(parts)
             return _moment(m), _moment(v)
@@ -289,6 +286,6 @@ def _field(of: Any, name: str) -> Any:
 
 def _accepted(function: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers that a callable takes by name."""
-    names = parameters(function)
+    names = subject.parameters(function)
     every = any(p.kind is p.VAR_KEYWORD for p in names.values())
     return {name: value for name, value in numbers.items() if every or name in names}
