@@ -21,8 +21,7 @@ from fp8ref.formats import Format
 from fp8ref.policy import ScalePolicy
 
 WIDTH = 96
-"""A group's elements that are compared: its largest, the fractions, and most of those by ties.
-"""
+"""A group's elements that are compared: the largest, fractions, and most of those by ties."""
 
 MOST = 4  # the most deviations that are tried one after another
 
@@ -136,7 +135,7 @@ class Search:
             solved += [
                 *self._floors(candidate),
                 *deviations.code_0_deviations(candidate.policy, last),
-                *deviations.overflow_deviations(candidate.policy),
+                *[deviations.OVERFLOW] * (candidate.policy.overflow != "inf"),
             ]
         if small or large:
             bounds = [*self._bounds(small, large), *deviations.FLUSHES]

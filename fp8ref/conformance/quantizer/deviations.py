@@ -15,6 +15,7 @@ import numpy as np
 from fp8ref.conformance.kit.arrays import equal
 from fp8ref.formats import BFLOAT16, E8M0FNU, FLOAT16, Format
 from fp8ref.policy import POLICIES, PowerOfTwo, ScalePolicy
+from fp8ref.shared import package_data
 from fp8ref.sim.quantize import cast, scaling
 from fp8ref.sim.quantize.scales import Scales, scale_inv_from_scale
 
@@ -22,8 +23,7 @@ Amax = Callable[..., np.ndarray]
 """A function of x, granularity and axis, as ``scaling.amax``."""
 
 ChangeScales = Callable[[Scales, np.ndarray, Format, ScalePolicy], Scales]
-"""A function of a policy's scales, the amax, the format and the policy, which returns other scales.
-"""
+"""(a policy's scales, the amax, the format, the policy) -> other scales."""
 
 
 def _own(value: Any) -> Any:
@@ -218,15 +218,14 @@ def _flush(s: np.ndarray) -> np.ndarray:
     return np.where(s < np.float32(2.0**-126), np.float32(0), s)[()]
 
 
-def _flush_both(own: Scales, amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
-    return Scales(*map(_flush, own))
-
-
 _FLUSHED = {"scales": _change("scale", _flush), "scale_inv": _change("scale_inv", _flush)}
 
 FLUSHES = (
     *(Deviation(f"its subnormal {kind} are 0", scales=to) for kind, to in _FLUSHED.items()),
-    Deviation("its subnormal scales and scale_inv are 0", scales=_flush_both),
+    Deviation(
+        "its subnormal scales and scale_inv are 0",
+        scales=lambda own, *of: Scales(*map(_flush, own)),
+    ),
     *(
         Deviation(
             f"the subnormal {kind}{'s' * (kind == 'scale')} that it returns are 0",
@@ -270,11 +269,8 @@ def code_0_deviations(policy: ScalePolicy, last: np.float32) -> list[Deviation]:
     ]
 
 
-def overflow_deviations(policy: ScalePolicy) -> list[Deviation]:
-    """A scale above float32's range that is infinite, under a policy with a largest scale (S-9)."""
-    if policy.overflow == "inf":
-        return []
-    return [Deviation("a scale above float32's range is inf", changes={"overflow": "inf"})]
+OVERFLOW = Deviation("a scale above float32's range is inf", changes={"overflow": "inf"})
+"""A scale above float32's range that is infinite, under a policy with a largest scale (S-9)."""
 
 
 def _quotient_alone(scales: Scales, amax: np.ndarray, fmt: Format, policy: ScalePolicy) -> Scales:
@@ -349,28 +345,17 @@ _POWERS = {
     "a power of two, rounded down": lambda q: q.view(np.uint32) >> 23,
 }
 
-_RATIOS = {
-    "max/amax": "its scale is max / amax",
-    "max*(1/amax)": "its scale is max * (1 / amax), of two roundings",
-    "amax/max": "its scale_inv is amax / max",
-    "amax*(1/max)": "its scale_inv is amax * (1 / max), of two roundings",
-}
-
-_FIELDS: dict[str, dict[Any, str]] = {
-    "stored": {
-        "scale": "it multiplies by 1 / scale_inv in the place of dividing by it",
-        "scale_inv": "it divides by scale_inv in the place of multiplying by scale",
-    },
-    "ratio": _RATIOS,
-    "power_of_two": {None: "its scales are no powers of two"}
-    | {by: f"its scales are powers of two, by {by}" for by in get_args(PowerOfTwo)},
+_FIELDS: dict[str, dict[Any, str]] = dict(package_data.tables(__file__, "deviations"))
+_FIELDS["power_of_two"] = {None: "its scales are no powers of two"}
+_FIELDS["power_of_two"] |= {
+    by: f"its scales are powers of two, by {by}" for by in get_args(PowerOfTwo)
 }
 """Other values of a policy's fields, in words."""
 
 
 def named(policy: ScalePolicy) -> list[Deviation]:
     """``NAMED``, other values of the policy's fields, and other powers of two of an e8m0 one."""
-    others = [*NAMED]
+    others, ratios = [*NAMED], _FIELDS["ratio"]
     # of an inverse of its own the scale alone would be a power of two
     fields = _FIELDS if policy.inverse == "reciprocal" else {"stored": _FIELDS["stored"]}
     for field_name, values in fields.items():
@@ -378,7 +363,7 @@ def named(policy: ScalePolicy) -> list[Deviation]:
         for value, text in values.items():
             with contextlib.suppress(ValueError):  # a value that the other fields contradict
                 if value != own and dataclasses.replace(policy, **{field_name: value}):
-                    instead = f", not {_RATIOS[own].split(' is ')[1]}" if own in _RATIOS else ""
+                    instead = f", not {ratios[own].split(' is ')[1]}" if own in ratios else ""
                     others.append(Deviation(text + instead, changes={field_name: value}))
     if policy.e8m0 is not None:
         others += [

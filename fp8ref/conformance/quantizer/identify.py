@@ -172,11 +172,10 @@ def _answers(quantizer: Quantizer, group: FoundGranularity, found_fmt: Format) -
     if group.granularity == "tensorwise":
         shape = smallest_shape(quantizer, _TENSORWISE_SHAPES)
     responses = outputs.ask(quantizer, amaxes, shape, group.granularity, axis)
-    scale_layout = outputs.identify_returned(responses, group.granularity, axis)
     return Answers(
         quantizer=quantizer,
         responses=responses,
-        scale_layout=scale_layout,
+        scale_layout=outputs.identify_returned(responses, group.granularity, axis),
         fmt=found_fmt,
         shape=shape,
     )
@@ -283,8 +282,7 @@ def _inner_cast(answers: Answers, chosen: Candidate) -> _InnerCast | None:
     fmt, largest, quantizer = chosen.fmt, _scale_1_amax(chosen), answers.quantizer
     if largest is None:
         return None
-    limit = min(fmt.max, largest)
-    x = cast_inputs.identifying(fmt, quantizer.dtype, limit=limit)
+    x = cast_inputs.identifying(fmt, quantizer.dtype, limit=min(fmt.max, largest))
     layout = answers.scale_layout
     group = quantizer_inputs.groups(SHAPE, layout.granularity, layout.axis)
     # One element of each group, the anchor, is largest; the others hold the inputs.

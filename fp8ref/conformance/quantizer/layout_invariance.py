@@ -34,12 +34,6 @@ from fp8ref.conformance.quantizer import (
 from fp8ref.conformance.quantizer.candidates import Candidate, Comparison, by_group
 from fp8ref.conformance.quantizer.counterexamples import index_of
 from fp8ref.conformance.quantizer.granularity import noise
-from fp8ref.conformance.quantizer.outputs import (
-    QuantizerOutput,
-    Response,
-    ScaleLayout,
-    WrongShapeError,
-)
 from fp8ref.conformance.quantizer.planted_tensors import PlantedTensor
 from fp8ref.conformance.quantizer.policy_match import Answers
 from fp8ref.policy import ScalePolicy
@@ -157,7 +151,7 @@ def _compared(
         for tensor in planted_tensors.tensors(shape, layout, quantizer):
             try:
                 output = quantizer.ask(tensor.x)
-            except WrongShapeError as error:
+            except outputs.WrongShapeError as error:
                 if not ragged_blocks.is_ragged(shape, layout):
                     raise
                 raise RefusedError(str(error)) from error
@@ -251,7 +245,7 @@ def _decisions(policy: ScalePolicy) -> dict[str, Any]:
 
 
 def _counterexample(
-    comparison: Comparison, tensor: PlantedTensor, output: QuantizerOutput
+    comparison: Comparison, tensor: PlantedTensor, output: outputs.QuantizerOutput
 ) -> list[Counterexample]:
     """The first element whose code or scale is not the candidate's; empty if there is none."""
     layout = comparison.scale_layout
@@ -266,7 +260,7 @@ def _counterexample(
     none = np.zeros(count, np.float32)
     output = ragged_blocks.padded_output(output, expected)
     kind = np.zeros(count, np.int64)
-    response = Response(x=x, group=group, kind=kind, largest=none, output=output)
+    response = outputs.Response(x=x, group=group, kind=kind, largest=none, output=output)
     returned = {name: outputs.per_group(response, name, layout) for name in layout.kinds}
     differs = candidates.mismatches(output, expected, candidate)
     differs |= ~candidates.equal_scales(response, expected, layout)[group]
@@ -298,7 +292,10 @@ def _counterexample(
 
 
 def _other_counts(
-    tensor: PlantedTensor, output: QuantizerOutput, scale_layout: ScaleLayout, count: int
+    tensor: PlantedTensor,
+    output: outputs.QuantizerOutput,
+    scale_layout: outputs.ScaleLayout,
+    count: int,
 ) -> list[Counterexample]:
     """The first array of scales that has not one for each group, where the last block is ragged."""
     if not ragged_blocks.is_ragged(tensor.x.shape, scale_layout):

@@ -19,24 +19,13 @@ from fp8ref.conformance.inputs.quantizer_inputs import Amaxes
 from fp8ref.conformance.kit import subject as subjects
 from fp8ref.conformance.kit.subject import ConformanceError, RefusedError, Subject
 from fp8ref.formats import E4M3FN, E8M0FNU
+from fp8ref.shared import package_data
 from fp8ref.sim.quantize import cast
 from fp8ref.sim.quantize.packing import unpack
 from fp8ref.spec.granularity import scale_shape
 
 # The names that libraries give to the parts of a quantized tensor
-_CODES = ("codes", "_data", "qdata", "qvalue", "data", "quantized")
-_SCALES = (
-    "scale",
-    "_scale",
-    "scale_inv",
-    "_scale_inv",
-    "scales",
-    "scale_inverse",
-    "scaling_factor",
-    "tensor_scale_inv",
-    "per_tensor_scale",
-)
-
+_NAMES: dict[str, tuple[str, ...]] = package_data.tables(__file__, "outputs")["names"]
 
 PACKINGS = ("low first", "high first")
 """How two codes of 4 bits share a byte: the first in its low half (F-5), or in its high half."""
@@ -214,8 +203,8 @@ def parts_of(raw_output: Any) -> dict[str, Any]:
         return dict(raw_output._asdict())
     if isinstance(raw_output, tuple | list):
         return {f"[{i}]": part for i, part in enumerate(raw_output)}
-    codes = [name for name in _CODES if hasattr(raw_output, name)]
-    scales = [name for name in _SCALES if hasattr(raw_output, name)]
+    codes = [name for name in _NAMES["codes"] if hasattr(raw_output, name)]
+    scales = [name for name in _NAMES["scales"] if hasattr(raw_output, name)]
     if codes and scales:
         parts = {name: getattr(raw_output, name) for name in (codes[0], *scales)}
         return {name: part for name, part in parts.items() if not callable(part)}
@@ -232,7 +221,7 @@ def array_of(part: Any) -> tuple[np.ndarray, str] | None:
 def _is_codes(name: str, dtype: str, count: int) -> bool:
     """Whether an array holds codes: float8, or uint8 where codes may be."""
     if dtype == "uint8":
-        return count == 1 or name.startswith("[") or name in _CODES
+        return count == 1 or name.startswith("[") or name in _NAMES["codes"]
     return dtype.removeprefix("float8_") in CAST_FORMATS
 
 

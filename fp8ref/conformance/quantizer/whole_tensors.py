@@ -175,7 +175,11 @@ def identify(subject: Subject, fmt: Format, expected: Expected) -> Outcome:
     spread = nearest.quantize(x, fmt)
     bias = 0.0 if answers.repeats else measure_bias(answers, spread, match.packing)
     matched = bool(match.agreeing) and abs(bias) <= MOST_BIAS
-    scales = name_scales(x, answers.outputs["spread"], spread)
+    output, quantities = answers.outputs["spread"], known_scales(x, spread).items()
+    scales = {  # what each returned array is; None for one that is none of the scales
+        name: next((k for k, v in quantities if _is_scale(output, name, v, spread)), None)
+        for name in output.scales
+    }
     if matched:
         unlike = _wrong_scales(answers, nearest, scales)
     else:
@@ -331,15 +335,6 @@ def known_scales(x: np.ndarray, q: Quantized) -> dict[str, np.ndarray]:
                 "tensor_scale": np.float32(1) / q.tensor_scale_inv,
             }
     return scales
-
-
-def name_scales(x: np.ndarray, output: QuantizerOutput, q: Quantized) -> dict[str, str | None]:
-    """What each returned array is; None for one that is none of the scales."""
-    quantities = known_scales(x, q).items()
-    return {
-        name: next((k for k, v in quantities if _is_scale(output, name, v, q)), None)
-        for name in output.scales
-    }
 
 
 def _is_scale(output: QuantizerOutput, name: str, expected: np.ndarray, q: Quantized) -> bool:
