@@ -146,10 +146,7 @@ class Rules:
     exponentials: str = "exact"
 
     def __post_init__(self) -> None:
-        if self.exponentials not in EXPONENTIALS:
-            raise ValueError(
-                f"exponentials are {' or '.join(EXPONENTIALS)}; got {self.exponentials!r}."
-            )
+        one_of("exponentials", self.exponentials, EXPONENTIALS)
 
 
 def specified(question: Attention, rules: Rules) -> Iterator[str]:

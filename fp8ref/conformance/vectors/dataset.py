@@ -18,7 +18,7 @@ from fp8ref.conformance.kit.finding import Described
 from fp8ref.conformance.vectors import cast, decode, format, gemm, operations
 from fp8ref.formats import FP8_FORMATS, QUANTIZED_FORMATS
 from fp8ref.policy import FP4_POLICIES, POLICIES
-from fp8ref.shared import console, files
+from fp8ref.shared import console, files, package_data
 from fp8ref.shared.errors import require
 from fp8ref.spec.attention.variants import VARIANTS
 
@@ -33,19 +33,9 @@ MOST = 32 << 20
 MANIFEST = "manifest.json"
 """The name of the manifest in the folder."""
 
-README = f"""# Test vectors of FP8 and FP4
-
-Written by fp8ref {__version__}; free to use under the Apache License 2.0, as fp8ref is.
-`{MANIFEST}` lists each file with its operation, settings, rules, size and SHA-256.
-
-Lines that begin with # are comments. Every other line is a vector: the inputs of the operation,
-then the answers of fp8ref's specification, separated by blanks. The second line of a file names
-them. Commas separate the numbers of a field, the last axis the fastest. Numbers are bits in
-hexadecimal; a shape is decimal. All NaNs of a format count as equal. `rules` are the options of
-`fp8ref vectors verify` that judges such answers, where they are not its defaults.
-
-Check the files with `fp8ref vectors dataset DIR --check`.
-"""
+README = package_data.tables(__file__, "dataset")["readme"].format(
+    version=__version__, manifest=MANIFEST
+)
 """The text of README.md in the folder."""
 
 

@@ -117,11 +117,7 @@ class Rules:
                 f"{self.accumulate!r}. Leave it or the bound out."
             )
         accumulate.by_name(self.accumulate)
-        if self.epilogue not in EPILOGUES:
-            raise ValueError(
-                f"epilogue is one of {', '.join(EPILOGUES)}, which take no bias; got "
-                f"{self.epilogue!r}."
-            )
+        one_of("an epilogue without a bias", self.epilogue, EPILOGUES)
 
 
 def specified(question: Gemm, rules: Rules) -> Iterator[str]:

@@ -178,5 +178,5 @@ def test_sets_that_cannot_be(settings, said):
 
 
 def test_unknown_exponentials_are_refused():
-    with pytest.raises(ValueError, match="exponentials are exact or hardware; got 'any'"):
+    with pytest.raises(ValueError, match="exponentials is one of exact, hardware; got 'any'"):
         asked.Rules(exponentials="any")
