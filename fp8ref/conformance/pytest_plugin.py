@@ -143,10 +143,9 @@ def fp8ref_kit(pytestconfig: pytest.Config) -> Kit:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print what was asked of each function that passed, if the kit was used."""
-    reports = itertools.chain(*terminalreporter.stats.values())
     asked = [
         f"{report.nodeid}: {text}"
-        for report in reports
+        for report in itertools.chain(*terminalreporter.stats.values())
         if getattr(report, "when", "") == "teardown"
         for key, text in report.user_properties
         if key == PROPERTY

@@ -140,8 +140,7 @@ def amaxes(
     Raises:   ValueError: a fmt that is not FP8; an unknown policy or dtype.
     """
     edges = [v for v in _edges(fmt, policy, dtype) if not finite or np.isfinite(v)]
-    anything = numbers(fmt, dtype, finite=finite).map(abs)
-    return st.one_of(_among(edges), anything)
+    return st.one_of(_among(edges), numbers(fmt, dtype, finite=finite).map(abs))
 
 
 @st.composite
@@ -294,8 +293,7 @@ def _elements(pattern: str, fmt: Format, dtype: str, finite: bool) -> st.SearchS
 @functools.lru_cache(maxsize=256)
 def _points(fmt: Format, dtype: str) -> list[float]:
     """The inputs of a cast's vectors without the random ones, the simplest first."""
-    bits = Cast(format=fmt.name, source=dtype, count=0).inputs()
-    return _ordered(bits, dtype)
+    return _ordered(Cast(format=fmt.name, source=dtype, count=0).inputs(), dtype)
 
 
 @functools.lru_cache(maxsize=256)
@@ -324,5 +322,4 @@ def _bfloat16(value: float, finite: bool) -> float:
 def _as(x: np.ndarray, dtype: str) -> np.ndarray:
     """float64 values rounded to a dtype, as NumPy's array of that dtype."""
     source = dtypes.by_name(dtype)
-    bits = dtypes.bits(x, source).astype(f"uint{source.bits}")
-    return bits.view(numpy_dtype(dtype))
+    return dtypes.bits(x, source).astype(f"uint{source.bits}").view(numpy_dtype(dtype))

@@ -157,8 +157,7 @@ def _cases(
     words = "{1} query heads, {2} heads of keys"
     yield "heads", [case(words.format(*heads), heads=heads) for heads in shared]
     # measured tiles are those of no mask and 64 features
-    whole = variant.tiles in [one.tiles for one in VARIANTS.values()]
-    if whole:
+    if variant.tiles in [one.tiles for one in VARIANTS.values()]:
         yield "features", [case("128 features", features=128)]
         yield from _masks(attention, case, alignment)
     if attention.takes_documents:

@@ -77,8 +77,7 @@ def _calls(attention: Attention, question: Question) -> Iterator[tuple[str, Ques
         ("five sequences", [0, 1, 0, 1, 0]),
     ):
         parts = [x[sequences] for x in (q, k, v)]
-        chosen = question._replace(q=parts[0], k=parts[1], v=parts[2])
-        yield words, chosen, (sequences,)
+        yield words, question._replace(q=parts[0], k=parts[1], v=parts[2]), (sequences,)
     if attention.takes_documents:
         ids = [np.zeros((2, x.shape[2]), np.int64) for x in (q, k)]
         yield "a document", question._replace(documents=tuple(ids)), ()

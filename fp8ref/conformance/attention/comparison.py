@@ -221,12 +221,11 @@ def simulated(asked: Attention, question: Question, variant: Variant) -> attenti
             shape = *question.k.shape[:2], 1, 1
             scales = dict.fromkeys("qkv", np.ones(shape, np.float32))
     mask, scale, softcap = question.mask, question.scale, question.softcap
-    call = Call(variant=variant, mask=mask, scale=scale, softcap=softcap)
     return attention.forward(
         question.q,
         question.k,
         question.v,
-        variant=call,
+        variant=Call(variant=variant, mask=mask, scale=scale, softcap=softcap),
         documents=question.documents,
         scales=scales,
         sinks=question.sinks,

@@ -41,7 +41,6 @@ STRUCTURE = (
 )
 """The decisions that have one right answer, whichever the variant is."""
 
-
 UNSEEN = (
     "policy",
     "scores",

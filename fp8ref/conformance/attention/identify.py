@@ -14,6 +14,7 @@ from fp8ref.conformance.attention.decisions import Probed
 from fp8ref.conformance.attention.subjects import Attention
 from fp8ref.conformance.kit.finding import Described, Finding
 from fp8ref.formats import E4M3FN, FORMATS, Format
+from fp8ref.shared.errors import one_of
 from fp8ref.sim.gemm import accumulate
 from fp8ref.spec.attention import variants as data
 from fp8ref.spec.attention.variants import FULL, VARIANTS, Mask, Tiles, Variant
@@ -174,17 +175,16 @@ def identify_attention(
     Raises:   ValueError: an unknown variant or alignment. Raises and others: as ``probe``.
     Source:   spec A-17.
     """
-    if alignment not in get_args(Alignment):
-        raise ValueError(
-            f"alignment is one of {', '.join(get_args(Alignment))}; got {alignment!r}."
-        )
-    if expect is not None and expect not in VARIANTS:
-        raise ValueError(f"expect is one of {', '.join(VARIANTS)}; got {expect!r}.")
+    one_of("alignment", alignment, get_args(Alignment))
+    if expect is not None:
+        one_of("expect", expect, VARIANTS)
     attention = subjects.wrap(
         function, name=name, framework=framework, device=device, layout=layout, fmt=fmt
     )
     probed = decisions.probe_subject(attention)
-    tokens = _whole_tiles(probed)
+    # of plain inputs, so that no tile is ragged: two of its tiles, or a long one
+    tokens = probed.tiling.length or 128
+    tokens *= 2 if tokens <= 256 else 1
     answers = Asked(probed.asked, comparison.plain_cases(tokens))
     best = _ranked(answers, probed)[0]
     nearest = answers.agreement(best.variant) or best
@@ -207,12 +207,6 @@ def identify_attention(
         expected=expect,
         arguments=tuple(checked),
     )
-
-
-def _whole_tiles(probed: Probed) -> int:
-    """The tokens of plain inputs, so that no tile is ragged: two of its tiles, or a long one."""
-    length = probed.tiling.length or 128
-    return 2 * length if length <= 256 else length
 
 
 def require_attention(

@@ -25,8 +25,7 @@ def pair(power: float) -> tuple[float, float]:
     """(q, k), whose mantissas e4m3 has, with the score nearest to power ln 2, which is above 0."""
     score = power * math.log(2) / SCALE
     exponent = math.floor(math.log2(score))
-    exponents = exponent - 1, exponent
-    products = itertools.product(exponents, _MANTISSAS, _MANTISSAS)
+    products = itertools.product((exponent - 1, exponent), _MANTISSAS, _MANTISSAS)
     pairs = [(x * 2.0**e, y) for e, x, y in products]
     return min(pairs, key=lambda candidate: abs(candidate[0] * candidate[1] - score))
 

@@ -20,6 +20,7 @@ from fp8ref.conformance.kit import arrays
 from fp8ref.conformance.kit import subject as subjects
 from fp8ref.conformance.kit.subject import ConformanceError, RefusedError, Subject, native_array
 from fp8ref.formats import E4M3FN, FP8_FORMATS, Format
+from fp8ref.shared.errors import one_of
 from fp8ref.sim.attention.operands import heads as head_scaling
 from fp8ref.sim.quantize import cast
 from fp8ref.spec.attention.variants import FULL, Mask
@@ -265,8 +266,7 @@ def wrap(
     Raises:   ValueError: an unknown layout; as subject.wrap. RefusedError: it takes no arrays.
               ConformanceError: it does not repeat itself.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is one of {', '.join(LAYOUTS)}; got {layout!r}.")
+    one_of("layout", layout, LAYOUTS)
     name = name or subjects.name_of(
         function if not isinstance(function, functools.partial) else function.func
     )

@@ -91,8 +91,7 @@ def _wrong_codes(
     if not wrong.any():
         return []
     table = numbers.reshape(-1)[np.unique(codes, return_index=True)[1]]  # by its first place
-    anywhere = same_bits(table[codes], numbers)
-    if not anywhere.all():
+    if not same_bits(table[codes], numbers).all():
         witness = _code_witness(decoder, codes, numbers, right, first(wrong), "F-1")
         return [Fault(f"a code's number depends on its place: {place(wrong)}", witness)]
     integer = cast.encode(np.float32(1), decoder.scale_fmt) if decoder.scale_fmt else 1

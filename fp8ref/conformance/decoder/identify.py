@@ -25,6 +25,7 @@ from fp8ref.conformance.kit.finding import (
 from fp8ref.conformance.kit.subject import Subject, compare_each
 from fp8ref.formats import Format
 from fp8ref.shared import registry
+from fp8ref.shared.errors import one_of
 from fp8ref.sim.quantize.scale_layouts import SCALE_LAYOUTS, ScaleLayout
 from fp8ref.spec import granularity as granularities
 
@@ -98,7 +99,7 @@ def _subjects(
     if not callable(function):
         raise ValueError(f"what is asked is a function of codes; got {type(function).__name__}.")
     if framework is not None:
-        subjects.check_framework(framework)
+        one_of("framework", framework, subjects.FRAMEWORKS)
     if device != "cpu":
         framework = "torch"
     imported = [one for one in subjects.FRAMEWORKS if one == "numpy" or one in sys.modules]
@@ -149,7 +150,6 @@ def _outcome(decoder: Decoder, report: Report) -> Outcome:
     names = [fault.name for fault in report.faults]
     of = f"{fmt}, {decoder.granularity}" if decoder.levels else f"{fmt}"
     wrong = f": {'; '.join(names)}" if names else ""
-    summary = f"{'no' if names else 'a'} right {kind} of {of}{wrong}"
     return Outcome(
         name=tested.name,
         kind=kind,
@@ -168,7 +168,7 @@ def _outcome(decoder: Decoder, report: Report) -> Outcome:
         findings=report.findings,
         identified=not names,
         named=not names,
-        summary=summary,
+        summary=f"{'no' if names else 'a'} right {kind} of {of}{wrong}",
         unlike=[fault.witness for fault in report.faults],
         limits=tested.other_devices,
     )

@@ -54,8 +54,7 @@ def readings(fmt: Format) -> Iterator[Reading]:
     signed = ((codes ^ fmt.sign_bit) - fmt.sign_bit).astype(np.float32)
     yield Reading("codes of {} are read as integers", codes.astype(np.float32), every)
     yield Reading("codes of {} are read as signed integers", signed, every)
-    finite = np.isfinite(right)
-    small = (np.abs(right) < fmt.smallest_normal) & finite
+    small = (np.abs(right) < fmt.smallest_normal) & np.isfinite(right)
     zero, zeros = right == 0, np.zeros_like(right)
     mantissa = (codes & ((1 << fmt.mantissa_bits) - 1)) / 2.0**fmt.mantissa_bits
     one = (sign * (1 + mantissa) * 2.0**-fmt.bias).astype(np.float32)

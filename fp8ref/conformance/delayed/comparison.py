@@ -158,8 +158,7 @@ def _batches(sequence: Sequence) -> Iterator[list[Sequence]]:
     n = len(sequence)
     size = n // 2
     while size:
-        starts = range(0, n, size)
-        shorter = (sequence[:i] + sequence[i + size :] for i in starts)
+        shorter = (sequence[:i] + sequence[i + size :] for i in range(0, n, size))
         if kept := [one for one in shorter if valid(one)][:TRIED]:
             yield kept
         size //= 2

@@ -15,43 +15,22 @@ from fp8ref.conformance.delayed.subject import Subject, subject_of
 from fp8ref.conformance.kit.finding import Described, Finding, show
 from fp8ref.formats import E4M3FN, Format
 from fp8ref.policy import POLICIES, ScalePolicy
+from fp8ref.shared import package_data
 from fp8ref.spec.delayed import DELAYED, DelayedScaling
 
 REMEMBERED = (40, 300, 2100)
 """Steps after which a large amax is looked for, in this order, until it is forgotten."""
 
-FIELDS = (
-    "history_length",
-    "amax_compute",
-    "interval",
-    "policy",
-    "margin",
-    "timing",
-    "reuse",
-    "unused",
-    "zero",
-    "non_finite",
-    "nan_in_history",
-)
+_TABLES = package_data.tables(__file__, "identify")
+
+FIELDS: tuple[str, ...] = _TABLES["decisions"]["fields"]
 """The decisions that are identified."""
 
 # The fields that sequences of each difficulty decide, with their values.
-_DECIDE: dict[str, dict[str, tuple[str, ...]]] = {
-    "uses": {"reuse": ("max", "sum")},
-    "unused": {"unused": ("keep", "zero")},
-    "zero": {"zero": ("record", "skip")},
-    "infinite": {"non_finite": ("skip", "record")},
-    "nan": {"nan_in_history": ("propagate", "drop")},
-    "tiny": {},
-}
+_DECIDE: dict[str, dict[str, tuple[str, ...]]] = _TABLES["rule"]
 
 # What a policy may do otherwise, tried where no named policy explains a difficulty's sequences.
-_POLICY: dict[str, dict[str, tuple]] = {
-    "zero": {"zero": ("compute", "one", "keep")},
-    "infinite": {"infinite": ("compute", "one", "keep")},
-    "nan": {"nan": ("compute", "one", "keep")},
-    "tiny": {"overflow": ("inf", "float32_max"), "eps": (0.0, 1e-12)},
-}
+_POLICY: dict[str, dict[str, tuple]] = _TABLES["policy"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,8 +295,7 @@ def _interval(subject: Subject) -> int:
 
 def _changes_at_once(subject: Subject) -> str:
     """A sentence if a step's own amax changes its scale; else ""."""
-    shown = subject.run(((2.0,), (8.0,), (1.0,)))
-    for i, reading in enumerate(shown):
+    for i, reading in enumerate(subject.run(((2.0,), (8.0,), (1.0,)))):
         if reading.observed is not None and reading.observed != reading.scale:
             return (
                 f"the scale of step {i + 1} changes from {show(reading.scale)} to "

@@ -6,6 +6,7 @@ import numpy as np
 
 from fp8ref.conformance.delayed.sequences import Sequence
 from fp8ref.formats import Format
+from fp8ref.shared.errors import one_of
 from fp8ref.sim import delayed
 from fp8ref.sim.delayed import DelayedState
 from fp8ref.sim.quantize.scales import scale_inv_from_scale
@@ -28,10 +29,8 @@ class Asked:
     shows: str = "next"
 
     def __post_init__(self) -> None:
-        if self.made not in ("scale", "scale_inv"):
-            raise ValueError(f"made is 'scale' or 'scale_inv'; got {self.made!r}.")
-        if self.shows not in SHOWS:
-            raise ValueError(f"shows is one of {', '.join(SHOWS)}; got {self.shows!r}.")
+        one_of("made", self.made, ("scale", "scale_inv"))
+        one_of("shows", self.shows, SHOWS)
 
     def scales(self, sequences: list[Sequence]) -> list[np.ndarray]:
         """The scales of every sequence: one before each operation, and one after the last.
@@ -55,8 +54,7 @@ class Asked:
             state = _where(load, saved, state)
             state = _where(reset, delayed.init(self.rule, state.stored.shape), state)
             rows.append(self.shown(state))
-        scales = np.stack(rows, axis=1)
-        pairs = zip(scales, sequences, strict=True)
+        pairs = zip(np.stack(rows, axis=1), sequences, strict=True)
         return [row[: len(sequence) + 1] for row, sequence in pairs]
 
     def shown(self, state: DelayedState) -> np.ndarray:

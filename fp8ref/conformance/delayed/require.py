@@ -10,7 +10,6 @@ from typing import Any
 from fp8ref.conformance.delayed import sequences
 from fp8ref.conformance.delayed.comparison import Asked, Departure, departure
 from fp8ref.conformance.delayed.identify import field_of, identify_subject
-from fp8ref.conformance.delayed.sequences import DIFFICULTIES, drawn, fixed, rule_history
 from fp8ref.conformance.delayed.subject import Subject, subject_of
 from fp8ref.conformance.kit import difficulty as kit
 from fp8ref.formats import E4M3FN, Format
@@ -84,18 +83,18 @@ def departures(
 
     Raises:   ValueError: an unknown difficulty; ``ordinary`` cannot be left out.
     """
-    kit.check_without(without, DIFFICULTIES)
-    history = rule_history(asked.rule)
+    kit.check_without(without, sequences.DIFFICULTIES)
+    history = sequences.rule_history(asked.rule)
     short = min(history, sequences.LONGEST)
     # Ordinary sequences first and alone: they may be much longer than all others.
-    if one := departure(subject, asked, "ordinary", fixed("ordinary", history)):
+    if one := departure(subject, asked, "ordinary", sequences.fixed("ordinary", history)):
         return [one]
     cases = {
         difficulty: [
-            *(fixed(difficulty, short) if difficulty != "ordinary" else []),
-            *drawn(difficulty, short, examples),
+            *(sequences.fixed(difficulty, short) if difficulty != "ordinary" else []),
+            *sequences.drawn(difficulty, short, examples),
         ]
-        for difficulty in DIFFICULTIES
+        for difficulty in sequences.DIFFICULTIES
         if difficulty not in (*without, *subject.lacks)
     }
     specified = iter(asked.scales([sequence for of in cases.values() for sequence in of]))

@@ -6,10 +6,9 @@ words ``save``, ``load`` (of the last save, into a new object) and ``reset``.
 """
 
 import functools
-import math
 
 from fp8ref.conformance import strategies
-from fp8ref.conformance.kit.difficulty import Difficulty
+from fp8ref.conformance.kit.difficulty import difficulty_table
 from fp8ref.conformance.strategies import st
 from fp8ref.spec.delayed import DelayedScaling
 
@@ -23,22 +22,7 @@ ORDINARY = (2.0, 8.0, 1.0, 0.5, 3.0, 7.3, 448.0, 1024.0, 1e-3, 3e38)
 
 LONGEST = 32  # the length of the history that sequences other than ordinary ones exceed
 
-
-DIFFICULTIES = {
-    "ordinary": Difficulty("ordinary amaxes", "H-3"),
-    "uses": Difficulty("several uses in a step", "H-4", ((4.0, 1.0), (1.0, 4.0), (2.0, 8.0, 3.0))),
-    "unused": Difficulty("a step without use", "H-5", ((),)),
-    "zero": Difficulty("an amax of 0", "H-5", ((0.0,),)),
-    "infinite": Difficulty("an infinite amax", "H-5", ((math.inf,),)),
-    "nan": Difficulty("a NaN amax", "H-5", ((math.nan,),)),
-    "tiny": Difficulty(
-        "an amax so small that it, its scale or scale_inv leaves float32's normal numbers",
-        "S-12",
-        ((1e-36,), (1.4e-36,), (1e-12,), (1e-40,), (2.0**-149,)),
-    ),
-    "load": Difficulty("a state that is saved and loaded", "H-13", ("save", "load")),
-    "reset": Difficulty("a state that is reset", "H-2", ("reset",)),
-}
+DIFFICULTIES = difficulty_table(__file__)
 """Kinds of sequences by name, ``ordinary`` first. Every other one has ordinary steps as well."""
 
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from fp8ref.conformance.delayed.sequences import Operation, Sequence
 from fp8ref.conformance.kit.arrays import as_numpy
-from fp8ref.conformance.kit.subject import FRAMEWORKS, check_framework
+from fp8ref.conformance.kit.subject import FRAMEWORKS
+from fp8ref.shared.errors import one_of, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +114,7 @@ class Subject:
             held = Held(self)
             shown.append(Shown(scale=held.scale()))
             for operation in sequence:
-                observed = held.do(operation)
-                shown[-1] = dataclasses.replace(shown[-1], observed=observed)
+                shown[-1] = dataclasses.replace(shown[-1], observed=held.do(operation))
                 shown.append(Shown(scale=held.scale()))
         except (Exception, SystemExit) as error:  # somebody's code: its answer
             shown.append(Shown(raised=f"{type(error).__name__}: {error}".rstrip(".: ")))
@@ -173,8 +173,7 @@ class Held:
     def scale(self) -> float:
         """The scale shown. ValueError if it is not one number."""
         value = as_numpy(self.functions.scale(self.state))
-        if value.size != 1:
-            raise ValueError(f"scale gives one number; got shape {value.shape}.")
+        require(value.size == 1, f"scale gives one number; got shape {value.shape}.")
         return float(value.reshape(-1)[0])
 
 
@@ -183,9 +182,8 @@ def subject_of(implementation: Any, *, takes: str = "amax", framework: str = "nu
 
     Raises:   ValueError: no such thing, or an unknown word.
     """
-    if takes not in ("amax", "tensor"):
-        raise ValueError(f"takes is 'amax' or 'tensor'; got {takes!r}.")
-    check_framework(framework)
+    one_of("takes", takes, ("amax", "tensor"))
+    one_of("framework", framework, FRAMEWORKS)
     if isinstance(implementation, Subject):
         return implementation
     if not isinstance(implementation, Functions) and not callable(implementation):

@@ -15,6 +15,7 @@ from fp8ref.conformance.gemm.scaled_gemm import ProbeError, RefusedError, Scaled
 from fp8ref.conformance.kit import arrays, subject
 from fp8ref.formats import E4M3FN, Format
 from fp8ref.shared import registry
+from fp8ref.shared.errors import one_of
 from fp8ref.sim.quantize import cast
 from fp8ref.sim.quantize.scale_layouts import SCALE_LAYOUTS
 from fp8ref.sim.quantize.scaling import Quantized
@@ -67,7 +68,7 @@ def wrap(
             f"{name} takes {count} arguments."
         )
     if framework is not None:
-        subject.check_framework(framework)
+        one_of("framework", framework, subject.FRAMEWORKS)
     loaded = {"numpy", *sys.modules}
     imported = [one for one in subject.FRAMEWORKS if one in loaded]
     frameworks = [framework] if framework else imported

@@ -243,8 +243,7 @@ def random_operands(
         kinds = rng.integers(0, 3, (side, 1))
         codes.append(np.choose(kinds, [near_one, any_code, few]))
     normal = rng.standard_normal((side, side))
-    wide = normal * 2.0 ** rng.integers(-30, 36, (side, side))
-    c = wide.astype(np.float32)
+    c = (normal * 2.0 ** rng.integers(-30, 36, (side, side))).astype(np.float32)
     bits = rng.integers(0, 1 << 32, c.shape, dtype=np.uint32)
     finite = np.where(bits >> 23 & 0xFF == 0xFF, bits & np.uint32(0xBFFFFFFF), bits)
     choices = [*[c] * 5, *[finite.view(np.float32)] * 2, np.zeros_like(c)]

@@ -9,6 +9,7 @@ from typing import Any
 
 from fp8ref.conformance.gemm.scaled_gemm import OUT_DTYPES, ScaledGemm
 from fp8ref.conformance.kit.subject import parameters
+from fp8ref.shared.errors import one_of
 from fp8ref.sim.quantize.scaling import Quantized
 
 KNOWN = ("torch-scaled-mm", "torch-rowwise", "jax-dot")  # names of the libraries' GEMMs
@@ -40,8 +41,8 @@ def named(
         raise ValueError(
             f"--granularity applies to module:function; {name} has its own. Leave it out."
         )
-    if out_dtype is not None and out_dtype not in OUT_DTYPES:
-        raise ValueError(f"--out-dtype is one of {', '.join(OUT_DTYPES)}; got {out_dtype!r}.")
+    if out_dtype is not None:
+        one_of("--out-dtype", out_dtype, OUT_DTYPES)
     if name == "jax-dot":
         return _jax_dot(fast, out_dtype or "float32")
     rowwise = name == "torch-rowwise"
@@ -93,10 +94,9 @@ def _torch(name: str, fast: bool, out_dtype: str, rowwise: bool) -> ScaledGemm:
 def _torch_device(torch: Any, device: str) -> dict[str, str]:
     if device == "cpu":
         return {"device": "cpu"}
-    capability = ".".join(map(str, torch.cuda.get_device_capability()))
     return {
         "device": torch.cuda.get_device_name(),
-        "capability": capability,
+        "capability": ".".join(map(str, torch.cuda.get_device_capability())),
         "cuda": str(torch.version.cuda),
     }
 
@@ -116,9 +116,8 @@ def _jax_dot(fast: bool, out_dtype: str) -> ScaledGemm:
         return gemm.matmul(a, b, accumulate=accumulate, out_dtype=jnp.dtype(out_dtype))
 
     def operand(q: Quantized) -> Operand:
-        codes = lax.bitcast_convert_type(jnp.asarray(q.codes), jnp.dtype(f"float8_{q.fmt.name}"))
         return Operand(
-            codes=codes,
+            codes=lax.bitcast_convert_type(jnp.asarray(q.codes), jnp.dtype(f"float8_{q.fmt.name}")),
             scale=jnp.asarray(q.scale),
             scale_inv=jnp.asarray(q.scale_inv),
             fmt=q.fmt,
@@ -142,15 +141,13 @@ def _jax_dot(fast: bool, out_dtype: str) -> ScaledGemm:
 
 def _custom(name: str, granularity: str) -> ScaledGemm:
     function = load(name)
-    if granularity not in ("tensorwise", "rowwise"):
-        raise ValueError(f"--granularity is tensorwise or rowwise; got {granularity!r}.")
-    about = {"numpy": version("numpy")}
+    one_of("--granularity", granularity, ("tensorwise", "rowwise"))
     return ScaledGemm(
         name=name,
         function=function,
         granularity=granularity,
         bias="bias" in parameters(function),
-        about=about,
+        about={"numpy": version("numpy")},
     )
 
 

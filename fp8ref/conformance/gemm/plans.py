@@ -70,8 +70,7 @@ def places(bench: Bench, unit: TensorCore) -> np.ndarray | str:
     sums = bench.run([{**filled, k: large, k + 1: opposite} for k in steps])
     kept = np.ldexp(sums.astype(np.float64), -small)
     lost = len(steps) - 1 - kept
-    whole = np.isin(lost, np.arange(len(steps)))
-    if whole.all():
+    if np.isin(lost, np.arange(len(steps))).all():
         return lost.astype(np.int64)
     return "in other steps, large numbers did not leave a whole number of small ones"
 
@@ -161,8 +160,7 @@ def findings_of(plans: Sequence[Accumulation], evidence: str) -> list[Finding]:
         Finding("promotion", simplest.promotion or "none", evidence, others=others),
         Finding("accumulator", accumulator, SAME),
     ]
-    several = any(plan.split_k > 1 for plan in plans)
-    for name in FIELDS[2 : None if several else 3]:
+    for name in FIELDS[2 : None if any(plan.split_k > 1 for plan in plans) else 3]:
         values = list(dict.fromkeys(getattr(plan, name) for plan in plans))
         findings.append(Finding(name, values[0], SAME, others=tuple(values[1:])))
     return findings

@@ -19,6 +19,7 @@ from fp8ref.conformance.gemm.scaled_gemm import OUT_DTYPES, operand, rows_of
 from fp8ref.conformance.gemm.wgmma import Multiply
 from fp8ref.formats import FP8_FORMATS
 from fp8ref.shared import files
+from fp8ref.shared.errors import require
 from fp8ref.shared.result import Result
 from fp8ref.sim.gemm import gemm
 from fp8ref.sim.gemm.accumulate import Accumulation
@@ -112,8 +113,7 @@ def record_instruction(
     parts = {key: [getattr(group, key) for group in identified.groups] for key in "abcd"}
     for i in range(-(-count // instruction.SIDE)):
         a, b, c = instruction.random_operands(fmt_a, fmt_b, 1 + i)
-        d = multiply(a, b, c, fmt_a, fmt_b)
-        drawn = (a, b, np.diagonal(c), np.diagonal(d))
+        drawn = (a, b, np.diagonal(c), np.diagonal(multiply(a, b, c, fmt_a, fmt_b)))
         for key, part in zip("abcd", drawn, strict=True):
             parts[key].append(part)
     arrays = {key: np.concatenate(own) for key, own in parts.items()}
@@ -177,13 +177,12 @@ def _gemm(metadata: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[np.n
             f"its results are {list(recorded.shape)}, of operands {list(a.codes.shape)} and "
             f"{list(b.codes.shape)}"
         )
-    out_dtype = OUT_DTYPES[metadata["plan"]["out_dtype"]]
     computed = gemm.matmul(
         a,
         b,
         accumulate=_accumulation(metadata),
         epilogue=plans.epilogue(metadata["plan"]),
-        out_dtype=out_dtype,
+        out_dtype=OUT_DTYPES[metadata["plan"]["out_dtype"]],
     )
     return computed, recorded
 
@@ -209,9 +208,7 @@ def _write(
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     metadata = files.read_object(path)
-    if metadata["format"] != FORMAT:
-        raise ValueError(f"its format is {metadata['format']!r}")
+    require(metadata["format"] == FORMAT, f"its format is {metadata['format']!r}")
     archive = path.with_suffix(".npz")
-    if not archive.exists():
-        raise ValueError(f"{archive.name} is missing")
+    require(archive.exists(), f"{archive.name} is missing")
     return metadata, files.read_arrays(archive)

@@ -22,7 +22,6 @@ SAMPLED = 256  # the most rows, and the most columns, that the simulator compute
 Terms = Mapping[int, tuple[float, float]]
 """A stimulus: index in K -> the two factors of its product; elsewhere zeros."""
 
-
 Pairs = Mapping[int, tuple[int, int]]
 """A stimulus in codes: index in K -> the two codes of its product; elsewhere zeros."""
 

@@ -45,9 +45,8 @@ class Clause(list[Invariant]):
 
         def add(check: _Check) -> _Check:
             name = check.__name__.removeprefix("_")
-            clause = self.name
             invariant = Invariant(
-                name=name, words=words, clause=clause, inputs=by_format, check=check
+                name=name, words=words, clause=self.name, inputs=by_format, check=check
             )
             self.append(invariant)
             return check

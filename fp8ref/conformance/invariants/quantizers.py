@@ -51,7 +51,6 @@ _PERMUTED = st.tuples(_TENSOR, *(st.permutations(range(n)) for n in SHAPE))
 QUANTIZERS = Clause("S-19")
 """The invariants of quantizers (S-19)."""
 
-
 _POWERS = st.integers(-6, 40)
 
 

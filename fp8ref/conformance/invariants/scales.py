@@ -33,10 +33,6 @@ def _amax(fmt: Format) -> st.SearchStrategy[float]:
     return significands(_LOW, _HIGH)
 
 
-def _three(fmt: Format) -> st.SearchStrategy[tuple[float, float, float]]:
-    return st.tuples(_amax(fmt), _amax(fmt), _amax(fmt))
-
-
 def _neighbors(fmt: Format) -> st.SearchStrategy[tuple[float, float]]:
     """Two amaxes, often neighbors."""
     pair = st.tuples(_amax(fmt), _amax(fmt))
@@ -137,7 +133,7 @@ def _reciprocal(function: Any, fmt: Format, inputs: float) -> str:
     )
 
 
-@SCALES.states("a scale depends on its own amax alone", _three)
+@SCALES.states("a scale depends on its own amax alone", lambda fmt: st.tuples(*[_amax(fmt)] * 3))
 def _elementwise(function: Any, fmt: Format, inputs: tuple[float, float, float]) -> str:
     amax = _array(inputs)
     together = _scale(function, amax)

@@ -4,6 +4,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from fp8ref.shared import package_data
+
 _Departure = TypeVar("_Departure")
 
 
@@ -18,6 +20,15 @@ class Difficulty:
     words: str
     clause: str
     special: tuple[Any, ...] = ()
+
+
+def difficulty_table(module: str) -> dict[str, Difficulty]:
+    """{name: difficulty} of difficulties.toml beside a module, named by its ``__file__``."""
+    tables = package_data.tables(module, "difficulties").items()
+    return {
+        name: Difficulty(one["words"], one["clause"], one.get("special", ()))
+        for name, one in tables
+    }
 
 
 def check_without(without: Collection[str], difficulties: Mapping[str, Difficulty]) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 from fp8ref import policy as policies
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, Format
 from fp8ref.policy import ScalePolicy
+from fp8ref.shared.errors import one_of, require
 from fp8ref.sim.quantize import cast
 
 _ROUNDS = {
@@ -30,13 +31,10 @@ class Rules:
     saturate: bool = True
 
     def __post_init__(self) -> None:
-        if self.rounding not in ROUNDINGS:
-            raise ValueError(
-                f"rounding is one of {', '.join(ROUNDINGS)}, which give each input one code; "
-                f"got {self.rounding!r}."
-            )
-        if not isinstance(self.saturate, bool | np.bool_):
-            raise ValueError(f"saturate is True or False; got {self.saturate!r}.")
+        # those that give each input one code
+        one_of("rounding", self.rounding, ROUNDINGS)
+        text = f"saturate is True or False; got {self.saturate!r}."
+        require(isinstance(self.saturate, bool | np.bool_), text)
 
     def encode(self, x: np.ndarray, fmt: Format) -> np.ndarray:
         """The specified codes. Few elements are cast by the definition, which compiles nothing:
@@ -92,10 +90,9 @@ class Rules:
     def guess(self, x: np.ndarray, codes: np.ndarray, fmt: Format) -> list[str]:
         """Other rules that give exactly the codes found for x, by name, the likeliest first."""
         expected = self.encode(x, fmt)
-        roundings = ROUNDINGS if fmt.signed else ("nearest_even", "toward_zero")
         others = {
             f"rounding {other}": replace(self, rounding=other).encode(x, fmt)
-            for other in roundings
+            for other in (ROUNDINGS if fmt.signed else ("nearest_even", "toward_zero"))
             if other != self.rounding
         }
         if fmt.has_nan:

@@ -16,6 +16,7 @@ import numpy as np
 from fp8ref.conformance.kit import arrays
 from fp8ref.conformance.kit.finding import Counterexample, bits_of
 from fp8ref.formats import Format
+from fp8ref.shared.errors import one_of
 from fp8ref.sim.quantize import packing
 
 Kind = Literal["cast", "quantizer", "gemm"]  # what a function under test is
@@ -187,7 +188,7 @@ def wrap(
     if not callable(function):
         raise ValueError(f"what is asked is a function of an array; got {type(function).__name__}.")
     if framework is not None:
-        check_framework(framework)
+        one_of("framework", framework, FRAMEWORKS)
     if framework is not None and importlib.util.find_spec(framework) is None:
         raise ImportError(
             f"arrays of {framework} need {framework}, which is not installed. Install "
@@ -213,12 +214,6 @@ def wrap(
             else:
                 return _in_framework_of_output(subject, output, x, dtype)
     raise RefusedError("\n".join(dict.fromkeys(refused)))
-
-
-def check_framework(framework: str) -> None:
-    """ValueError for a framework that is none of FRAMEWORKS."""
-    if framework not in FRAMEWORKS:
-        raise ValueError(f"framework is one of {', '.join(FRAMEWORKS)}; got {framework!r}.")
 
 
 def _in_framework_of_output(subject: Subject, output: Any, x: np.ndarray, dtype: str) -> Subject:

@@ -5,12 +5,11 @@ rows, a row a tuple of numbers. Rows have one length; the tensor is all rows, in
 """
 
 import functools
-import math
 
 import numpy as np
 
 from fp8ref.conformance import strategies
-from fp8ref.conformance.kit.difficulty import Difficulty
+from fp8ref.conformance.kit.difficulty import difficulty_table
 from fp8ref.conformance.strategies import st
 
 Row = tuple[float, ...]  # a row of a tensor
@@ -20,20 +19,7 @@ Case = tuple[tuple[Microbatch, ...], ...]  # the microbatches of every rank
 ORDINARY = (1.0, -2.0, 0.5, 3.0, -7.3, 0.0, 448.0, 1e-3, -3e38)
 """Numbers whose amaxes have normal scales."""
 
-
-DIFFICULTIES = {
-    "ordinary": Difficulty("equal shards of ordinary numbers", "P-2"),
-    "uneven": Difficulty("shards of different lengths", "P-1, P-2"),
-    "empty": Difficulty("empty shards", "P-2"),
-    "infinite": Difficulty("an infinity on some ranks", "P-3", (math.inf, -math.inf)),
-    "nan": Difficulty("a NaN on some ranks", "P-3", (math.nan,)),
-    "tiny": Difficulty(
-        "numbers so small that they or a scale are subnormal",
-        "S-12",
-        (1e-12, 1e-36, -1e-40, 2.0**-149),
-    ),
-    "microbatches": Difficulty("several microbatches", "H-4"),
-}
+DIFFICULTIES = difficulty_table(__file__)
 """Kinds of shards by name, ``ordinary`` first."""
 
 

@@ -13,6 +13,7 @@ from fp8ref.conformance.sharded.comparison import Collective, Departure, departu
 from fp8ref.conformance.sharded.inputs import DIFFICULTIES, drawn, fixed
 from fp8ref.formats import E4M3FN
 from fp8ref.policy import ScalePolicy
+from fp8ref.shared.errors import one_of
 
 
 def require_sharded(
@@ -82,10 +83,7 @@ def departures(
     words = {"made": ("amax", "scale", "scale_inv"), "axis": (0, 1)}
     words["framework"] = tuple(FRAMEWORKS)
     for key, allowed in words.items():
-        if getattr(collective, key) not in allowed:
-            raise ValueError(
-                f"{key} is one of {', '.join(map(str, allowed))}; got {getattr(collective, key)!r}."
-            )
+        one_of(key, getattr(collective, key), allowed)
     impossible = () if collective.microbatches else ("microbatches",)
     return kit.departures(
         [difficulty for difficulty in DIFFICULTIES if difficulty not in (*without, *impossible)],

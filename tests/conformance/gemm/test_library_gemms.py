@@ -61,7 +61,7 @@ def test_a_function_by_its_name(tmp_path, monkeypatch):
         (
             "os:getcwd",
             {"granularity": "blockwise_1x128"},
-            "tensorwise or rowwise; got 'blockwise_1x128'",
+            "tensorwise, rowwise; got 'blockwise_1x128'",
         ),
         ("jax-dot", {"granularity": "rowwise"}, "jax-dot has its own"),
         ("torch-rowwise", {"out_dtype": "int8"}, "one of float32, bfloat16, float16; got 'int8'"),

@@ -34,8 +34,7 @@ FEWEST = 4  # products between roundings, beside promotions and parts
 SAMPLE = 8  # rows and columns of the result that candidates are compared in
 
 SHORT = 512
-"""The products compared first, all others 0: few survive to be compared with all of K.
-"""
+"""Products compared first, all others 0: few survive to be compared with all of K."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +94,7 @@ class Narrow:
 
     def _round(self, x: np.ndarray) -> np.ndarray:
         """x rounded once; integers far above a format's subnormals."""
-        bits = self.fmt.mantissa_bits + 1
-        spacing = np.exp2(np.maximum(np.frexp(x)[1] - bits, 0))
+        spacing = np.exp2(np.maximum(np.frexp(x)[1] - (self.fmt.mantissa_bits + 1), 0))
         scaled = x / spacing
         integer = np.rint if self.rounding == "nearest_even" else np.trunc
         rounded = integer(scaled) * spacing
@@ -118,8 +116,7 @@ def _format_candidates(fmt: Format, rounding: str, k: int) -> Iterator[Narrow]:
         if FEWEST <= n < promotion < k:
             yield narrow(every=n, promotion=promotion)
     for count, narrow_sum in itertools.product(SPLITS, (False, True)):
-        lengths = [n for n in every if FEWEST <= n < k // count]
-        for length in (None, *lengths):
+        for length in (None, *(n for n in every if FEWEST <= n < k // count)):
             yield narrow(every=length, split_k=count, narrow_sum=narrow_sum)
 
 

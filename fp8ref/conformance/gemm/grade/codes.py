@@ -10,8 +10,7 @@ from fp8ref.formats import FLOAT16, Format
 from fp8ref.sim.quantize import cast
 
 RANGE = "products outside of float16's range are lost"
-"""The name of a cause that a float16 accumulator or output has; how it rounds may be known better.
-"""
+"""A cause that a float16 accumulator or output has; how it rounds may be known better."""
 
 
 def judge(samples: list[tuple[Stimulus, np.ndarray]], out: Format) -> Cause | None:
@@ -38,7 +37,9 @@ def judge(samples: list[tuple[Stimulus, np.ndarray]], out: Format) -> Cause | No
     else:
         name = RANGE
         if not all(_out_of_range(f, g) for _, f, g in wrong):
-            name = _seen(stimulus, differ)
+            i, j = np.argwhere(differ)[0]
+            a_code, b_code = int(stimulus.a.codes[i, 0]), int(stimulus.b.codes[j, 0])
+            name = f"the product of code 0x{a_code:02X} of a and code 0x{b_code:02X} of b"
     return Cause(name, evidence, "wrong", first_of(stimulus, results, expected, differ, "G-6"))
 
 
@@ -61,11 +62,3 @@ def _out_of_range(results: np.ndarray, expected: np.ndarray) -> bool:
     size = np.abs(expected[differ])
     outside = (size > FLOAT16.max) | (size < FLOAT16.smallest_normal)
     return bool((np.isfinite(size) & outside).all())
-
-
-def _seen(s: Stimulus, differ: np.ndarray) -> str:
-    i, j = np.argwhere(differ)[0]
-    return (
-        f"the product of code 0x{int(s.a.codes[i, 0]):02X} of a and code "
-        f"0x{int(s.b.codes[j, 0]):02X} of b"
-    )

@@ -19,7 +19,6 @@ from fp8ref.sim.quantize.scaling import Quantized
 Scales = Callable[[np.ndarray], np.ndarray]
 """scale_inv of an operand -> the scales that a fault multiplies by."""
 
-
 Gives = Callable[[Stimulus], np.ndarray | None]
 """Operands -> the results [M, N] of a fault; None where shapes do not allow it."""
 
@@ -123,8 +122,7 @@ def _scale_faults() -> Iterator[Fault]:
 def _scaled(left: str, right: str) -> Fault:
     def gives(s: Stimulus) -> np.ndarray | None:
         scales = SCALES[left](s.a.scale_inv), SCALES[right](s.b.scale_inv)
-        expected = s.a.scale_inv, s.b.scale_inv
-        same = all(map(np.array_equal, scales, expected))
+        same = all(map(np.array_equal, scales, (s.a.scale_inv, s.b.scale_inv)))
         return None if same else product(s, *values(s), scales)
 
     names = [name.format(who) for name, who in ((left, "a"), (right, "b")) if name]
@@ -183,8 +181,7 @@ def _as_transposed(x: np.ndarray) -> np.ndarray:
 def _read_as(which: int, fmt: Format) -> Gives:
     def gives(s: Stimulus) -> np.ndarray | None:
         q = (s.a, s.b)[which]
-        read = functools.partial(cast.decode, q.codes, fmt)
-        return None if fmt == q.fmt else _with(which, lambda _: read())(s)
+        return None if fmt == q.fmt else _with(which, lambda _: cast.decode(q.codes, fmt))(s)
 
     return gives
 

@@ -417,12 +417,11 @@ def _errors(
 
 def _never(scaled: ScaledGemm, refused: dict[Shape, str]) -> list[str]:
     """What no grade asks, and the shapes that were refused."""
-    raised = [
-        f"[{m}, {n}] K = {k}, for which it raised ({error[:120]})"
-        for (m, n, k), error in refused.items()
-    ]
     return [
-        *raised,
+        *(
+            f"[{m}, {n}] K = {k}, for which it raised ({error[:120]})"
+            for (m, n, k), error in refused.items()
+        ),
         *["a bias"] * (not scaled.bias),
         "other shapes, formats, dtypes, scales and devices",
         "results below the smallest normal number",

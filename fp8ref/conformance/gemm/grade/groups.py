@@ -25,11 +25,9 @@ from fp8ref.formats import E4M3FN, FLOAT32, Format
 from fp8ref.sim.quantize.scaling import Quantized
 
 Grouped = Callable[[Sequence[Quantized], Sequence[Quantized]], Any]
-"""(a of each group [M_g, K], b of each group [N, K]) -> results of the groups [M_g, N], a sequence.
-"""
+"""(a of each group [M_g, K], b of each group [N, K]) -> a sequence of results [M_g, N]."""
 
 SIZES = (32, 0, 48, 32)  # rows of the groups: equal ones, another one, and none
-
 
 SCALE = 0.25  # of the groups that are not graded
 
@@ -69,13 +67,12 @@ class GroupedGrade(Described):
 
     def to_dict(self) -> dict[str, Any]:
         """What --json writes."""
-        groups = {str(g): grade.to_dict() for g, grade in self.grades.items()}
         return {
             "ok": self.ok,
             "subject": self.name,
             "verdict": self.verdict,
             "sizes": list(self.sizes),
-            "groups": groups,
+            "groups": {str(g): grade.to_dict() for g, grade in self.grades.items()},
             "group_invariant": self.places.alike,
         }
 

@@ -22,11 +22,8 @@ from fp8ref.spec.epilogue import Epilogue
 
 ROWS = 32  # rows and columns of random results that plans are compared in
 
-
 FEW = 0.01
-"""The part of outputs with a bias that may differ: scales in another order move few to a neighbor.
-"""
-
+"""The part of outputs with a bias that may differ: another order of scales moves few by one."""
 
 _UNNAMED_ORDER = (
     "the order of scales and roundings: none that has a name gives sums of one and two products"
@@ -59,12 +56,10 @@ def examine(
     severity = "imprecise" if severe else "right"
     tried, causes = _paths(asked, short, out, severity)
     unasked = [] if tried else [_UNNAMED_ORDER]
-    bias = _bias(asked, short, out, tried)
-    causes += bias
+    causes += _bias(asked, short, out, tried)
     names = [path.epilogue for path in tried if path.epilogue is not None] or [asked.epilogue]
     plan, epilogue = _plan(samples, names, out, severe=severe)
-    hidden = any(path.odd for path in tried[:1])
-    if hidden and severe:
+    if any(path.odd for path in tried[:1]) and severe:
         unasked.append("the accumulator, behind outputs that are rounded otherwise")
     elif plan is None and severe:
         causes += _accumulator(asked, largest, out)
@@ -214,8 +209,7 @@ def _accumulator(asked: Asked, shape: Shape, out: Format) -> list[Cause]:
             name = f"{tried[0]}" + (f", or the same by {tried[1]}" if len(tried) > 1 else "")
             evidence = f"{results.size} sums have the bits of it; {count}"
             return [Cause(name, evidence, "imprecise", first)]
-    bits = _bits(outputs, expected)
-    name = f"an accumulator narrower than float32, of about {bits} bits"
+    name = f"an accumulator narrower than float32, of about {_bits(outputs, expected)} bits"
     return [Cause(name, count, "imprecise", first)]
 
 

@@ -10,7 +10,7 @@ under scales that are powers of two, so that every result has one value.
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from fp8ref.conformance.kit import subject
 from fp8ref.conformance.kit.finding import Described
 from fp8ref.conformance.kit.subject import Subject
 from fp8ref.formats import E4M3FN, Format
+from fp8ref.shared.errors import one_of
 from fp8ref.sim.quantize import cast
 
 Which = Literal["output", "grad_weight"]
@@ -178,9 +179,8 @@ def grade_offsets(
                RefusedError: the function raises. ProbeError: it gives no such array.
     Source:    spec X-1 to X-6.
     """
-    if which not in ("output", "grad_weight"):
-        raise ValueError(f"which is 'output' or 'grad_weight'; got {which!r}.")
-    subject.check_framework(framework)
+    one_of("which", which, get_args(Which))
+    one_of("framework", framework, subject.FRAMEWORKS)
     if rest < 0 or (sizes is not None and (not any(sizes) or min(sizes) < 0)):
         raise ValueError(
             "groups have sizes of 0 or more rows, and one has rows; got "
@@ -189,11 +189,8 @@ def grade_offsets(
     if not isinstance(function, Subject):
         function = Subject(name=subject.name_of(function), function=function, framework=framework)
     ask = functools.partial(_asked, function, which, fmt=fmt)
-    question, refused, others = (
-        Question(tuple(SIZES if sizes is None else sizes), rest, n, k),
-        "",
-        0,
-    )
+    question = Question(tuple(SIZES if sizes is None else sizes), rest, n, k)
+    refused, others = "", 0
     if sizes is not None:
         faults = ask(question)
     else:

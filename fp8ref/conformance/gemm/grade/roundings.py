@@ -20,8 +20,7 @@ from fp8ref.spec import epilogue as epilogues
 from fp8ref.spec.epilogue import BIASES, Epilogue
 
 FIRST = (None, BFLOAT16, FLOAT16, TF32, FLOAT32)
-"""The formats that operands are dequantized and rounded to before the products; None: to none.
-"""
+"""The formats that operands are dequantized and rounded to before products; None: to none."""
 
 VIA = (None, BFLOAT16, FLOAT16, TF32)
 """The formats that a result is rounded to before the output dtype."""

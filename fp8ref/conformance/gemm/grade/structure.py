@@ -21,7 +21,6 @@ WHOLE = 0.25
 
 PARTS = 16  # the most parts of K that a part of it is called one of
 
-
 NO_PRODUCT = "results without a product are not 0"
 """What is wrong with results that no index of K reaches."""
 

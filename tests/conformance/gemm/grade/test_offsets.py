@@ -347,7 +347,7 @@ def test_fp8refs_in_jax():  # X-5
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"which": "grad_input"}, ValueError, "which is 'output' or 'grad_weight'"),
+        ({"which": "grad_input"}, ValueError, "which is one of output, grad_weight"),
         ({"framework": "cupy"}, ValueError, "framework is one of numpy, torch, jax"),
         ({"framework": None}, ValueError, "framework is one of numpy, torch, jax; got None"),
         ({"sizes": [0, 0]}, ValueError, "groups have sizes of 0 or more rows"),

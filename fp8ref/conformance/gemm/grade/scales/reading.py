@@ -155,8 +155,7 @@ def _mistakes(
             index = np.full(right.shape, -1)
             index[:, at] = swapped
             yield f"scale_inv of {{}} of the transposed tile of {tile}x{tile} results", index
-    known = indices != NO_INDEX
-    steps = np.unique((indices - right[:, at])[known])
+    steps = np.unique((indices - right[:, at])[indices != NO_INDEX])
     if len(steps) == 1:
         across = grid[1]
         far = abs(steps[0])
