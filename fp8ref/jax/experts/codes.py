@@ -13,7 +13,6 @@ with. Codes of a gradient are the cotangent of a slot that the grouped linear al
 """
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +26,10 @@ from fp8ref.jax.experts.operands import Codes, Segmented, Slot
 from fp8ref.jax.experts.parallel import Moved
 from fp8ref.jax.quantize import cast
 from fp8ref.jax.quantize.scaling import Quantized
-from fp8ref.recipe import CastSpec, Role
-from fp8ref.selection.grouped import GroupedRecipe, moved_cast
+from fp8ref.recipe import CastSpec
+from fp8ref.selection.grouped import moved_cast as cast_of
 
 __all__ = ["cast_of", "combine", "dispatch", "observed"]
-
-
-def cast_of(recipes: Sequence[GroupedRecipe], role: Role) -> CastSpec | None:
-    """``selection.grouped.moved_cast``: the cast of these linears whose codes may move, if any."""
-    return moved_cast(recipes, role)
 
 
 def dispatch(

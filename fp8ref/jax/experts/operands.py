@@ -180,14 +180,6 @@ def rows_by_weights(
     """
     assert spec.accumulate is not None
     turned = b.axis == -1
-
-    def factor(table: Array) -> Array:
-        """Scales [E, 1, D] or [E] of b as lines of the rows; one scale as it is."""
-        if table.ndim == 0:
-            return table
-        table = table.reshape(len(table), -1)
-        return jnp.take(table, groups.group, axis=0, mode="clip")  # [M, D] or [M, 1]
-
     if gemm.dequantizes(b.granularity):
         assert isinstance(a, Quantized)
         row_values, weight_values = (
@@ -201,7 +193,11 @@ def rows_by_weights(
             a.codes, b.codes, groups, turned, gemm.PRECISION[spec.accumulate], scope
         )
         scale_a = a.lines(a.scale_inv) if isinstance(a, Segmented) else a.scale_inv
-        out = gemm.finish(acc, scale_a, factor(b.scale_inv), spec.epilogue, out_dtype)
+        scale_b = b.scale_inv
+        if scale_b.ndim:  # [E, 1, D] or [E] as lines of the rows, [M, D] or [M, 1]
+            table = scale_b.reshape(len(scale_b), -1)
+            scale_b = jnp.take(table, groups.group, axis=0, mode="clip")
+        out = gemm.finish(acc, scale_a, scale_b, spec.epilogue, out_dtype)
     return groups.only(out)
 
 

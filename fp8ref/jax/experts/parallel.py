@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from fp8ref.jax.experts import operands
 from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.spec.granularity import by_name
 
@@ -91,18 +92,13 @@ def plan(group_sizes: Array, rows: int, axis: str) -> tuple[Array, Array, Array]
     own = experts // devices
     sizes = group_sizes.astype(jnp.int32)
     ends = jnp.cumsum(sizes)
-    # E for a row of none
-    expert = (ends <= jnp.arange(rows, dtype=jnp.int32)[:, None]).sum(axis=1, dtype=jnp.int32)
-    device = expert // own
+    row = jnp.arange(rows, dtype=jnp.int32)
+    device = operands.group_of_each(rows, ends) // own  # D for a row of none
     begin = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])[jnp.minimum(device, devices - 1) * own]
-    places = jnp.where(
-        device < devices, device * rows + jnp.arange(rows, dtype=jnp.int32) - begin, devices * rows
-    )
+    places = jnp.where(device < devices, device * rows + row - begin, devices * rows)
     # [D, E / D], of each sender
     received = lax.all_to_all(sizes.reshape(devices, own), axis, split_axis=0, concat_axis=0)
-    ended = (
-        jnp.cumsum(received, axis=1)[:, None, :] <= jnp.arange(rows, dtype=jnp.int32)[None, :, None]
-    )
+    ended = jnp.cumsum(received, axis=1)[:, None, :] <= row[None, :, None]
     order = jnp.argsort(ended.sum(axis=2, dtype=jnp.int32).reshape(-1), stable=True)
     return places, received.sum(axis=0), order
 

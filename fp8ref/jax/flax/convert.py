@@ -387,12 +387,8 @@ def _einsum_dims(name: str, subscripts: str, shape: Sequence[int]) -> tuple[int,
             f"{name}: an einsum has a letter for each kernel dim {shape}; got {subscripts!r}."
         )
     sizes = dict(zip(w_letters, shape, strict=True))
-    return (
-        math.prod(
-            size for letter, size in sizes.items() if letter in out and letter not in x_letters
-        ),
-        math.prod(size for letter, size in sizes.items() if letter not in out),
-    )
+    n = [size for letter, size in sizes.items() if letter in out and letter not in x_letters]
+    return math.prod(n), math.prod(size for letter, size in sizes.items() if letter not in out)
 
 
 def _convert_linen(model: nn.Module, choices: _Choices, inputs: Inputs) -> nn.Module:
@@ -438,7 +434,6 @@ def _convert_linen(model: nn.Module, choices: _Choices, inputs: Inputs) -> nn.Mo
         modules,
         variables.get("params", {}),
         {decision.path: decision for decision in plan},
-        {decision.path: decision.recipe for decision in plan},
         jaxpr.jaxpr,
     )
     type(fp8_model).fp8_conversion = Conversion(type(model), hook_of, report)

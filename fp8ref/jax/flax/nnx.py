@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 
-import jax
+import jax.numpy as jnp
 from flax import errors, nnx
 from jax import Array
 
@@ -91,14 +91,7 @@ class Hook(nnx.Module):
                 return self._in_high_precision(use)
             return use()[0]
         state = self.roles()
-        if stack := next(
-            (
-                jax.numpy.shape(role_state.stored)
-                for role_state in state.values()
-                if jax.numpy.ndim(role_state.stored)
-            ),
-            (),
-        ):
+        if stack := max(jnp.shape(role_state.stored) for role_state in state.values()):
             raise ValueError(
                 f"{self.name}: a layer has one state; got a stack of {list(stack)} layers. Name "
                 f"fj.flax.Fp8State: nnx.StateAxes({{(nnx.Param, fj.flax.Fp8State): 0, ...: None}})."

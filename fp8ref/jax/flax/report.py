@@ -156,11 +156,7 @@ def _name(path: tuple, model: nnx.Module) -> str:
 
 
 def linen_report(
-    modules: Mapping[str, nn.Module],
-    params: Mapping,
-    decisions: Mapping[str, Decision],
-    recipes: Mapping[str, Recipe],
-    jaxpr,
+    modules: Mapping[str, nn.Module], params: Mapping, decisions: Mapping[str, Decision], jaxpr
 ) -> Report:
     """A linen model's report: its modules by path, its parameters' shapes, its forward pass."""
     traced = _Traced(jaxpr, decisions)
@@ -177,9 +173,9 @@ def linen_report(
     rows: list[Row] = []
     for name, shapes in by_module.items():
         decision, layer = decisions.get(name), modules.get(name)
-        hook_recipes = [recipes[name]] if name in recipes else []
+        recipes = [decision.recipe] if decision else []
         dims, stack = decision.shape if decision else None, _stack_at(name, stacks)
-        row = _row(name, layer, shapes, stack, dims, hook_recipes, decision, traced)
+        row = _row(name, layer, shapes, stack, dims, recipes, decision, traced)
         rows.append(row)
     return _report(rows, traced)
 

@@ -110,11 +110,9 @@ def _is_nnx(model: Model) -> bool:
 
 def _checked_model(model) -> nnx.Module | Mapping:
     if not (isinstance(model, nnx.Module) or (isinstance(model, Mapping) and "params" in model)):
-        got = (
-            f"collections {', '.join(map(str, model))}"
-            if isinstance(model, Mapping)
-            else type(model).__name__
-        )
+        got = type(model).__name__
+        if isinstance(model, Mapping):
+            got = f"collections {', '.join(map(str, model))}"
         raise ValueError(
             "the first argument is an NNX model, linen variables with 'params', or a tuple or list "
             f"of these; got {got}."
@@ -263,34 +261,24 @@ def _nnx_value_and_grad(
         for path, hook in every.items():
             hook.name, hook.seen = names[path], nnx.data(None)
     # The gradient by Seen variables carries the observations of grad_output.
-    split = {
-        prefix: nnx.split_state(state, Seen, ...)
-        for prefix, state in _by_prefix(both, _is_state).items()
-    }
+    states = _by_prefix(both, lambda value: isinstance(value, nnx.State))
+    split = {prefix: nnx.split_state(state, Seen, ...) for prefix, state in states.items()}
     later = {
         prefix + ".".join(map(str, path[:-1])): variable.get_value()
         for prefix, (backward, _) in split.items()
         for path, variable in nnx.to_flat_state(backward)
     }
     grads = _like(model, [rest for _, rest in split.values()])
-    return (
-        value,
-        grads,
-        Observed(layers={path: delayed.merge(forward[path], later[path]) for path in forward}),
-    )
-
-
-def _is_state(value) -> bool:
-    return isinstance(value, nnx.State)
+    layers = {path: delayed.merge(seen, later[path]) for path, seen in forward.items()}
+    return value, grads, Observed(layers=layers)
 
 
 def _watched(loss_fn: Callable, observers: set[str]) -> Callable:
     """loss_fn; ValueError if a transformation dropped a layer's observations, as nnx.scan does for
     layers that it broadcasts."""
 
-    @functools.wraps(
-        loss_fn
-    )  # nnx.value_and_grad reads from its signature where arguments by name go
+    # nnx.value_and_grad reads from the signature where arguments by name go
+    @functools.wraps(loss_fn)
     def watched(model: Model, *args):
         # A layer that ran but whose Seen is unchanged was a copy: its changes were dropped.
         before = {
@@ -351,23 +339,19 @@ def _linen_value_and_grad(loss_fn: Callable, model: Model, args: tuple, has_aux:
         differentiated = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)
         all_params = {prefix: tree["params"] for prefix, tree in models.items()}
         (loss, (forward, aux)), (grads, backward) = differentiated(all_params, dict(start))
-    if lost := [
-        path for path in observers.given if path not in observers.delivered | observers.threaded
-    ]:
+    if lost := sorted(observers.given.keys() - observers.delivered - observers.threaded):
         raise ValueError(
             f"{', '.join(lost)}: observations come out with the gradient; the loss has none "
             "through this layer (unused, stop_gradient or argmax). Use apply(..., "
             f"mutable=[{SEEN!r}]), and return (loss, updated)."
         )
     # backward has all observations of a layer that leaves SEEN as it is
-    seen = Observed(
-        layers={
-            path: delayed.merge(backward[path], *([forward[path]] if path in forward else []))
-            for path in start
-        }
-    )
+    layers = {
+        path: delayed.merge(seen, forward[path]) if path in forward else seen
+        for path, seen in backward.items()
+    }
     grads = _like(model, [grads[prefix] for prefix in models])
-    return ((loss, aux) if has_aux else loss), grads, seen
+    return ((loss, aux) if has_aux else loss), grads, Observed(layers=layers)
 
 
 def _check_others(updated: Mapping[str, Mapping]) -> None:

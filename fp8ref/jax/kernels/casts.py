@@ -26,12 +26,8 @@ def takes(spec: CastSpec) -> bool:
 
 def share(recipe: Recipe) -> float:
     """Of a linear's casts, the share that kernels make."""
-    by_kernels = [
-        takes(spec)
-        for gemm in recipe.gemms.values()
-        for spec in (gemm.a, gemm.b)
-        if spec is not None
-    ]
+    specs = [spec for gemm in recipe.gemms.values() for spec in gemm.operands]
+    by_kernels = [takes(spec) for spec in specs if spec is not None]
     return sum(by_kernels) / max(1, len(by_kernels))
 
 

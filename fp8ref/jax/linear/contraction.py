@@ -223,11 +223,7 @@ def _terms(subscripts: str, ndim_x: int, ndim_w: int, name: str) -> tuple[str, s
             raise ValueError(
                 f"{requirement}. Letters occur once in a term, output letters in an operand."
             )
-    if alone := [
-        letter
-        for letter in (*x_term, *w_term)
-        if letter not in out and not (letter in x_term and letter in w_term)
-    ]:
+    if alone := sorted((set(x_term) ^ set(w_term)) - set(out)):
         raise ValueError(
             f"{requirement}, where {alone[0]!r} is summed in one operand alone. Sum it first."
         )

@@ -232,25 +232,16 @@ def backward(layer: Layer, residuals, cotangents):
         grad_weight, more, saturated = three_gemms.run("grad_weight", roles, layer, seen.mu)
     shape = g.codes.shape if isinstance(g, Quantized) else g.shape
     grad_input = operands.unflattened(grad_input, shape, layer)
-    if not isinstance(statistics, tuple):
-        statistics = statistics + stats.rows(measured | more)
+    total = None if isinstance(statistics, tuple) else statistics + stats.rows(measured | more)
     amaxes = _observed(later, {"grad_output": for_input}, seen, layer)
     grad_scales = {
         role: jax.tree.map(jnp.zeros_like, v.scale)
         for role, v in saved.items()
         if v.scale is not None
     }
-    return (
-        grad_input,
-        grad_weight,
-        grad_scales,
-        Observations(
-            amaxes,
-            None if isinstance(statistics, tuple) else statistics,
-            saturated,
-            None if seen.seed is None else np.zeros(seen.seed.shape, jax.dtypes.float0),  # type: ignore[arg-type]
-        ),
-    )
+    no_grad = None if seen.seed is None else np.zeros(seen.seed.shape, jax.dtypes.float0)
+    grad_seen = Observations(amaxes, total, saturated, no_grad)  # type: ignore[arg-type]
+    return grad_input, grad_weight, grad_scales, grad_seen
 
 
 derivatives.defvjp(_linear, forward, backward)
@@ -273,9 +264,8 @@ def _cast_for_both(operand: Operand, seen: Observations, layer: Layer) -> tuple[
             operands.quantize(operand, "grad_output", first, axis, layer) for axis in (-1, -2)
         )
         rows, columns = operands.gathered_pair(by_rows, by_columns, "grad_output", layer)
-        return operand._replace(own=by_rows, whole=rows), operand._replace(
-            own=by_columns, whole=columns
-        )
+        for_input = operand._replace(own=by_rows, whole=rows)
+        return for_input, operand._replace(own=by_columns, whole=columns)
     return operand, operand
 
 

@@ -18,7 +18,7 @@ from jax import Array, lax
 from fp8ref.jax.distributed.placement import Placement
 from fp8ref.jax.linear.carried import Layer
 from fp8ref.jax.quantize import philox
-from fp8ref.recipe import OPERANDS, CastSpec, Gemm, Role
+from fp8ref.recipe import OPERANDS, CastSpec, Role
 from fp8ref.shared.errors import require
 
 __all__ = ["linear_seeds", "pass_seed", "seeded"]
@@ -89,9 +89,8 @@ def random(
     if not cast.stochastic:
         return None
     assert seed is not None, "bound by linear.bound"
-    which = next(g for g in OPERANDS if role in OPERANDS[g] and layer.axis(g, role) == axis)
-    place: dict[Gemm, int] = {gemm: i for i, gemm in enumerate(OPERANDS)}
-    key = philox.derived(philox.halves(seed), place[which], 2)
+    gemms = [role in OPERANDS[g] and layer.axis(g, role) == axis for g in OPERANDS]
+    key = philox.derived(philox.halves(seed), gemms.index(True), 2)
     index = _flat_index(shape, role, axis, layer)
     return philox.Random(key, 8 if cast.rounding == "stochastic_8" else 48, index)
 

@@ -27,16 +27,17 @@ def run(
     Returns:   the result; measurements of the operands that no earlier GEMM has measured; under a
                mu the elements that the sum's cast saturated.
     """
-    spec, (role_a, role_b) = layer.recipe.gemms[which], OPERANDS[which]
+    spec = layer.recipe.gemms[which]
     if spec.a is None or spec.b is None or spec.accumulate is None:
         return _in_high_precision(which, roles, layer, mu)
     collective = layer.collective(which)
     # 1. Each device quantizes its piece, unless the pass has done so, as under tensorwise.
-    own_a = _quantized(which, role_a, roles, layer)
-    own_b = _quantized(which, role_b, roles, layer)
+    own = {role: _quantized(which, role, roles, layer) for role in OPERANDS[which]}
     # 2. What other devices hold is gathered in FP8.
-    a = _gathered(which, role_a, own_a, roles, layer)
-    b = _gathered(which, role_b, own_b, roles, layer)
+    a, b = (
+        roles[role].whole or operands.gathered_codes(q, role, layer.axis(which, role), layer)
+        for role, q in own.items()
+    )
     # 3. Multiply: output [M, K] x [N, K], grad_input [M, N] x [N, K], grad_weight [M, N] x [M, K].
     dtype = layer.dtypes[list(OPERANDS).index(which)]
     out = gemm.matmul(
@@ -60,9 +61,8 @@ def run(
     if mu is not None:
         out, saturated = _completed(out, collective, mu, layer)
     # 4. Report to whoever asked: the cross-check's observer, a run's statistics.
-    observer.report(which, roles, (own_a, own_b), (a, b), out, layer)
-    measured = _measured(which, {role_a: own_a, role_b: own_b}, roles, layer)
-    return out.astype(dtype), measured, saturated
+    observer.report(which, roles, tuple(own.values()), (a, b), out, layer)
+    return out.astype(dtype), _measured(which, own, roles, layer), saturated
 
 
 def _quantized(which: Gemm, role: Role, roles: Mapping[Role, Operand], layer: Layer) -> Quantized:
@@ -73,15 +73,6 @@ def _quantized(which: Gemm, role: Role, roles: Mapping[Role, Operand], layer: La
     cast = spec.operands[OPERANDS[which].index(role)]
     assert cast is not None
     return operands.quantize(operand, role, cast, layer.axis(which, role), layer)
-
-
-def _gathered(
-    which: Gemm, role: Role, own: Quantized, roles: Mapping[Role, Operand], layer: Layer
-) -> Quantized:
-    whole = roles[role].whole
-    if whole is None:
-        return operands.gathered_codes(own, role, layer.axis(which, role), layer)
-    return whole
 
 
 def _measured(

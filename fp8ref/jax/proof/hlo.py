@@ -136,11 +136,8 @@ def from_text(text: str) -> Iterator[Operation]:
     around, roots = kernels(text), {}
 
     def made_in_text(name: str) -> tuple[str, str, str]:
-        return (
-            types[name][0],
-            defs[name].kind,
-            next((operand for operand in defs[name].operands if operand in defs), ""),
-        )
+        source = next((operand for operand in defs[name].operands if operand in defs), "")
+        return types[name][0], defs[name].kind, source
 
     for op in instructions(text):
         roots[op.computation] = op  # the last one of each

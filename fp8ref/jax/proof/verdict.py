@@ -171,11 +171,9 @@ def missing(
     lines, dots, moved = [], gemms(program), collectives(program)
     for layer, recipe in planned.items():
         for which, spec in recipes.by_name(recipe).gemms.items():
-            if (
-                spec.a is None
-                or spec.b is None
-                or (plan is None and gemm.dequantizes(spec.a.granularity))
-            ):
+            if spec.a is None or spec.b is None:
+                continue
+            if plan is None and gemm.dequantizes(spec.a.granularity):
                 continue
             a, b = (hlo_name(cast.DTYPES[each.fmt.name]) for each in (spec.a, spec.b))
             expected = promised(a, b, spec.accumulate, plan)

@@ -85,13 +85,13 @@ def four_over_six(
             most = np.float32(E2M1FN.max * rule.largest)
             e = jnp.copysign(_quotient(jnp.abs(product), most), product) - blocks
         sums.append(_sum_of_blocks(jnp.abs(e) if rule.error == "mae" else division.product(e, e)))
-    to_four = jnp.moveaxis(sums[1] < sums[0], -1, axis).reshape(amax.shape)
-    six, four = (
-        [jnp.moveaxis(v, -1, axis).reshape(amax.shape) for v in (by.scale, by.scale_inv)]
-        for by in both
+    six, four = both
+    to_four = sums[1] < sums[0]
+    scale, scale_inv = (
+        jnp.moveaxis(jnp.where(to_four, b, a), -1, axis).reshape(amax.shape)
+        for a, b in ((six.scale, four.scale), (six.scale_inv, four.scale_inv))
     )
-    scale, scale_inv = (jnp.where(to_four, b, a) for a, b in zip(six, four, strict=True))
-    return TwoLevelScales(scale, scale_inv, both[0].tensor_scale_inv)
+    return TwoLevelScales(scale, scale_inv, six.tensor_scale_inv)
 
 
 def _encode_scale(tensor_amax: Array, rule: TwoLevel) -> Array:

@@ -197,20 +197,7 @@ def decode(
     Raises:   ValueError: an unknown layout, or a state of another.
     """
     layout = states.by_name(layout)
-    held = adamw_state.trees(state, layout)
-    adamw_state.check_decisions(state, layout)
-
-    def read(i: int):
-        def read_leaf(stored: MomentState, s: bool):
-            own = _sized_layout(layout, stored.codes.shape, s)
-            adamw_state.check_moment(stored, stored.codes.shape, own, i, stacked=s)
-            return parameter_stacks.each(lambda x: moments.read(x, (own.m, own.v)[i], own), s)(
-                stored
-            )
-
-        return _map_stored(read_leaf, held[i], layout, i, stacked)
-
-    return read(0), read(1)
+    return _read(state, layout, 0, stacked), _read(state, layout, 1, stacked)
 
 
 def weights(
@@ -228,16 +215,7 @@ def weights(
         raise ValueError(
             f"the masters of layout {layout.name!r} are the parameters themselves. Use these."
         )
-    masters = adamw_state.trees(state, layout)[2]
-    adamw_state.check_decisions(state, layout)
-
-    def leaf_weights(stored: MomentState, s: bool):
-        adamw_state.check_moment(stored, getattr(stored.codes, "shape", ()), layout, 2, stacked=s)
-        return parameter_stacks.each(lambda x: moments.read(x, layout.master, layout), s)(
-            stored
-        ).astype(dtype)
-
-    return _map_stored(leaf_weights, masters, layout, 2, stacked)
+    return jax.tree.map(lambda w: w.astype(dtype), _read(state, layout, 2, stacked))
 
 
 def copies(
@@ -278,6 +256,22 @@ def copies(
         2,
         stacked,
     )
+
+
+def _read(state: AdamWState, layout: Layout, which: int, stacked) -> Any:
+    """The tree of float32 numbers that the next step reads of m, v or the masters."""
+    trees = adamw_state.trees(state, layout)[which]
+    adamw_state.check_decisions(state, layout)
+
+    def read(stored: MomentState, is_stack: bool) -> Array:
+        shape = getattr(stored.codes, "shape", ())
+        own = _sized_layout(layout, shape, is_stack)
+        adamw_state.check_moment(stored, shape, own, which, stacked=is_stack)
+        return parameter_stacks.each(lambda x: moments.read(x, own.kept[which], own), is_stack)(
+            stored
+        )
+
+    return _map_stored(read, trees, layout, which, stacked)
 
 
 def _map_stored(f, trees: MomentState, layout: Layout, which: int, stacked) -> Any:
