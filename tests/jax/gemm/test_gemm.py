@@ -15,6 +15,7 @@ from fp8ref.recipe import RECIPES
 from fp8ref.sim.gemm import gemm as sim_gemm
 from fp8ref.sim.quantize import cast as sim_cast
 from fp8ref.sim.quantize import scaling as sim_scaling
+from fp8ref.spec.gemm import MX_BLOCKS
 from fp8ref.spec.granularity import GRANULARITIES
 
 
@@ -227,7 +228,7 @@ def test_operands_whose_scales_go_together_are_the_simulators(granularities, rng
         rng.standard_normal((n, 256)).astype(np.float32) * 2.0 ** np.arange(-8, 8).repeat(16)
         for n in (2, 32)
     )
-    policies = ["mx_rceil" if g == "mx_1x32" else "torchao" for g in granularities]
+    policies = ["mx_rceil" if g in MX_BLOCKS else "torchao" for g in granularities]
     options = [
         {"granularity": g, "policy": p} for g, p in zip(granularities, policies, strict=True)
     ]
