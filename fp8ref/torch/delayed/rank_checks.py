@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8ref.torch.delayed.role_states import RoleState
-from fp8ref.torch.tensors.local_part import local_part
+from fp8ref.torch.tensors.local_part import digest, local_part
 
 SAMPLE = 1024
 """The elements of a weight's gradient that ranks compare in the first update."""
@@ -118,9 +118,9 @@ def check_copies(model: nn.Module, named: Sequence[tuple[str, RoleState]]) -> bo
     assert isinstance(weight, Tensor)
     about = repr([path, *((name, state.fmt, state.config) for name, state in alone)])
     values = [weight.detach(), *([sampled[path]] if sampled else [])]
-    compared = bytes(about + "".join(map(_digest, values)), "utf-8")
+    compared = bytes(about + "".join(map(digest, values)), "utf-8")
     key = f"fp8ref/delayed/{hashlib.sha256(compared).hexdigest()}"
-    scales = _digest(torch.stack([state.scale for _, state in alone]))
+    scales = digest(torch.stack([state.scale for _, state in alone]))
     if _get_default_store().compare_set(key, "", scales).decode() != scales:
         raise _separate(alone[0][0])
     for path in sampled:
@@ -179,9 +179,3 @@ def _mesh_size(unit: FSDPModule) -> int:
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return max((group.mesh_info.mesh.size() for group in groups if group), default=1)
-
-
-def _digest(x: Tensor) -> str:
-    return hashlib.sha256(
-        local_part(x).contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data
-    ).hexdigest()

@@ -52,10 +52,8 @@ def _hook() -> Callable[[torch.optim.Optimizer, tuple, dict], None]:
     optimizers' arithmetic, so Python runs it. A step that dynamo traces whole stays whole:
     ``check`` then compares weight versions."""
     # Wrapped here, since that imports dynamo.
-    count, traced_alone = (
-        torch.compiler.disable(_count_step),
-        torch.compiler.assume_constant_result(_traced_alone),
-    )
+    count = torch.compiler.disable(_count_step)
+    traced_alone = torch.compiler.assume_constant_result(_traced_alone)
 
     def stepped(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         if not torch.compiler.is_compiling() or traced_alone():

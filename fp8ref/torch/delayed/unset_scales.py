@@ -71,14 +71,11 @@ def _check_model(model: str) -> None:
     unread = _busy(forward)
     if unread and not torch.compiler.is_exporting():
         return
-    if unset := next(
-        (
-            state
-            for state in forward
-            if not state.step.is_meta and (unread or not state.step.item())
-        ),
-        None,
-    ):
+
+    def is_unset(state: RoleState) -> bool:
+        return not state.step.is_meta and (unread or not state.step.item())
+
+    if unset := next(filter(is_unset, forward), None):
         name = re.split(r"\.?\b(?:grouped_)?states\.", unset.path)[0]
         warnings.warn(delayed.unset_scales(linear_input.named(name), _CALIBRATE), stacklevel=2)
     for state in forward:

@@ -227,9 +227,5 @@ def _all_gather(x: Tensor, group: str, ranks: int) -> Tensor:
 
 def _mean_of_ranks(grad: Tensor, group: str, ranks: int) -> Tensor:
     """This rank's rows of the mean gradient, float32: the backend's sum / ranks."""
-    return (
-        _c10d.wait_tensor(
-            _c10d.reduce_scatter_tensor(grad.float().contiguous(), "sum", ranks, group)
-        )
-        / ranks
-    )
+    own = _c10d.reduce_scatter_tensor(grad.float().contiguous(), "sum", ranks, group)
+    return _c10d.wait_tensor(own) / ranks

@@ -215,15 +215,7 @@ def gathers_fp8(module: nn.Module) -> bool:
     if not isinstance(module, Float8Linear) or module.bias is not None:
         return False
     config = module.config
-    roles = (
-        "input",
-        "weight",
-        "grad_output",
-        "input_for_grad_weight",
-        "weight_for_grad_input",
-        "grad_output_for_grad_weight",
-    )
-    casts = [getattr(config, f"cast_config_{role}") for role in roles]
+    casts = [cast for name, cast in vars(config).items() if name.startswith("cast_config_")]
     return (
         config.cast_config_input.target_dtype == torch.float8_e4m3fn
         and not config.round_scales_to_power_of_2
@@ -244,18 +236,11 @@ def _cut(
         cut.replace_parameters(linear)
         linear.share(cut, every)
         return
-    if style == "colwise":
-        parallelize_module(
-            linear, mesh, (Float8ColwiseParallel if gathers_fp8(linear) else ColwiseParallel)()
-        )
-    else:
-        parallelize_module(
-            linear,
-            mesh,
-            (Float8RowwiseParallel if gathers_fp8(linear) else RowwiseParallel)(
-                output_layouts=between
-            ),
-        )
+    styles: tuple = ColwiseParallel, RowwiseParallel
+    if gathers_fp8(linear):
+        styles = Float8ColwiseParallel, Float8RowwiseParallel
+    chosen = styles[0]() if style == "colwise" else styles[1](output_layouts=between)
+    parallelize_module(linear, mesh, chosen)
     linear.register_forward_hook(lambda _, args, out: writable(out))
     _stand_in_for_no_tokens(linear, mesh.size() if style == "rowwise" and between.is_shard() else 1)
 

@@ -17,11 +17,9 @@ from fp8ref.torch.linear.model_checks import is_compiled
 def mesh_size(mesh: DeviceMesh) -> int:
     """The number of ranks of a mesh of one dim; ValueError for any other mesh."""
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        got = (
-            f"dims {mesh.mesh_dim_names or tuple(mesh.shape)}"
-            if isinstance(mesh, DeviceMesh)
-            else f"a {type(mesh).__name__}"
-        )
+        got = f"a {type(mesh).__name__}"
+        if isinstance(mesh, DeviceMesh):
+            got = f"dims {mesh.mesh_dim_names or tuple(mesh.shape)}"
         raise ValueError(
             f"parallelize takes a DeviceMesh of one dim; got {got}. Use mesh['tensor']."
         )

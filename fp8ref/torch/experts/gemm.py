@@ -250,6 +250,4 @@ def _bfloat16_gemm(which: Gemm, a: Tensor, b: Tensor, groups: Groups) -> Tensor:
 
 def _zero_empty_groups(out: Tensor, groups: Groups) -> Tensor:
     """grad_weight [E, N, K], zeros for groups without rows (X-4)."""
-    return torch.where(
-        (groups.sizes > 0)[:, None, None], out, torch.zeros((), dtype=out.dtype, device=out.device)
-    )
+    return torch.where((groups.sizes > 0)[:, None, None], out, 0)

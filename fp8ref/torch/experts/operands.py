@@ -35,11 +35,7 @@ class Groups(NamedTuple):
 
     def only(self, x: Tensor) -> Tensor:
         """x [M, ...] with zeros in rows of no group, whatever they hold (X-5)."""
-        return torch.where(
-            (self.group < len(self.sizes))[:, None],
-            x,
-            torch.zeros((), dtype=x.dtype, device=x.device),
-        )
+        return torch.where((self.group < len(self.sizes))[:, None], x, 0)
 
 
 def groups_of(offs: Tensor, rows: int) -> Groups:

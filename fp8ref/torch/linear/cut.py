@@ -53,12 +53,9 @@ class Cut:
             if isinstance(x, DTensor):
                 return x.redistribute(placements=[placement]).to_local()
             return x
-        whole = (
-            x
-            if isinstance(x, DTensor)
-            else DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
-        )
-        return whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+        return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
     def leave(self, y: Tensor) -> Tensor:
         """This rank's output: of rowwise linears its tokens of the sum over ranks (P-16)."""
@@ -83,11 +80,9 @@ class Cut:
     def replace_parameters(self, linear: nn.Linear) -> None:
         """Make DTensors of a linear's parameters, from those of the first rank."""
         assert self.style is not None
-        placements: dict[str, Placement] = (
-            {"weight": Shard(0), "bias": Shard(0)}
-            if self.style == "colwise"
-            else {"weight": Shard(1), "bias": Replicate()}
-        )
+        placements: dict[str, Placement] = {"weight": Shard(1), "bias": Replicate()}
+        if self.style == "colwise":
+            placements = {"weight": Shard(0), "bias": Shard(0)}
         for key, p in list(linear.named_parameters(recurse=False)):
             cut = nn.Parameter(
                 distribute_tensor(p.detach(), self.mesh, [placements[key]]),

@@ -20,7 +20,8 @@ from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, LinearMMConfig
 
 from fp8ref.formats import FP8_FORMATS
-from fp8ref.recipe import OPERANDS, ROLES, CastSpec, Gemm, Recipe, Role
+from fp8ref.recipe import ROLES, CastSpec, Gemm, Recipe, Role
+from fp8ref.selection.rules import casts_of
 from fp8ref.spec import support
 from fp8ref.torch import delayed
 from fp8ref.torch.quantize import cast, float_values
@@ -158,17 +159,9 @@ def expresses(recipe: Recipe) -> bool:
     return next(_obstacles(recipe), None) is None
 
 
-def _casts(recipe: Recipe) -> dict[tuple[Gemm, Role], CastSpec | None]:
-    return {
-        (gemm, role): cast_spec
-        for gemm, spec in recipe.gemms.items()
-        for role, cast_spec in zip(OPERANDS[gemm], (spec.a, spec.b), strict=True)
-    }
-
-
 def _obstacles(recipe: Recipe) -> Iterator[str]:
     """What torchao cannot express."""
-    casts = _casts(recipe)
+    casts = casts_of(recipe)
     present = [c for c in casts.values() if c is not None]
     powers = {c.policy.power_of_two for c in present}
     if len(powers) > 1 or "mask" in powers:
@@ -211,7 +204,7 @@ def torchao_config(recipe: Recipe) -> Float8LinearConfig:
         raise ValueError(
             f"torchao cannot run recipe {recipe.name!r}: {reason}. Use 'tensorwise' or 'rowwise'."
         )
-    casts = _casts(recipe)
+    casts = casts_of(recipe)
     rounds = any(c is not None and c.policy.power_of_two is not None for c in casts.values())
 
     def cast_config(gemm: Gemm, role: Role) -> CastConfig:

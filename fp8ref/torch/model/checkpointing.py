@@ -11,7 +11,7 @@ nn.Linear are treated alike. By hand, with torch's own functions:
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Literal, get_args
 
 import torch
@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from fp8ref.shared import contexts
 from fp8ref.torch.experts import gemm as grouped_gemm
 from fp8ref.torch.gemm import blocks as block_gemm
 from fp8ref.torch.gemm import hardware
@@ -91,14 +92,9 @@ AMAXES = _found("amax max") | casts.AMAXES
 _within_attention = contextvars.ContextVar("within_attention", default=False)
 
 
-@contextlib.contextmanager
-def within_attention() -> Iterator[None]:
+def within_attention() -> contextlib.AbstractContextManager[None]:
     """Products here are attention's tiles: they run again, so that scores are never whole."""
-    token = _within_attention.set(True)
-    try:
-        yield
-    finally:
-        _within_attention.reset(token)
+    return contexts.setting(_within_attention, True)
 
 
 _ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default

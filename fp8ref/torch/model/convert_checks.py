@@ -100,14 +100,8 @@ def what_is_lost(linear: nn.Linear, kinds: tuple[type[nn.Linear], ...]) -> str:
         return f"has an attribute {clashes[0]}, which has another meaning in an FP8 linear"
     if hooks := [key for key in _HOOKS if getattr(linear, key, None)]:
         return f"has {hooks[0].strip('_').replace('_', ' ')}, which would be dropped"
-    held = {
-        key
-        for key, _ in (
-            *linear.named_parameters(recurse=False),
-            *linear.named_buffers(recurse=False),
-            *linear.named_children(),
-        )
-    }
+    kinds_held = linear._parameters, linear._buffers, linear._modules
+    held = {key for each in kinds_held for key, value in each.items() if value is not None}
     own = {"states", "input_guess", "weight_guess", "keys"} if isinstance(linear, Linear) else set()
     more = sorted(held - {"weight", "bias"} - own)
     if more:

@@ -1,6 +1,5 @@
 """What ``parallel.parallelize`` refuses (P-12): values, modules, meshes, copies that differ."""
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +15,7 @@ from fp8ref.shared.errors import require
 from fp8ref.torch.experts import parallel as expert_parallel
 from fp8ref.torch.linear.model_checks import check_model, check_no_optimizer
 from fp8ref.torch.model.parallelism import Parallelism, Ranks
-from fp8ref.torch.tensors.local_part import local_part
+from fp8ref.torch.tensors.local_part import digest, local_part
 
 
 def check(
@@ -238,7 +237,7 @@ def check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
         name: local_part(p) if isinstance(p, DTensor) else _chunk(p, parts, own)
         for name, p in model.named_parameters()
     }
-    mine = {name: _digest(shard) for name, shard in shards.items() if not shard.is_meta}
+    mine = {name: digest(shard) for name, shard in shards.items() if not shard.is_meta}
     digests: list = [None] * mesh.size(0)
     distributed.all_gather_object(digests, mine, group=mesh.get_group("data"))
     apart = [name for name in mine if any(theirs[name] != mine[name] for theirs in digests)]
@@ -252,12 +251,6 @@ def check_copies(model: nn.Module, mesh: DeviceMesh) -> None:
             f"copies of a model start from the same weights; {apart[0]} differs along data. Use "
             "one seed or checkpoint."
         )
-
-
-def _digest(x: Tensor) -> str:
-    return hashlib.sha256(
-        x.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data
-    ).hexdigest()
 
 
 def _chunk(p: Tensor, parts: int, which: int) -> Tensor:

@@ -63,19 +63,10 @@ def measure(x: Tensor, q: Quantized, whole: Whole | None = None) -> Tensor:
     # Finite tensors have a cheaper way. It is taken on a CPU only: on a GPU, to ask would be to
     # wait for the device.
     finite = x.device.type == "cpu" and not whole.non_finite and bool(ends.isfinite().all())
-    underflows, saturated, overflows, noise = (_measure_finite if finite else _measure_any)(
-        x, q, whole
-    )
-    counts = (
-        torch.full((), x.numel(), device=x.device),
-        whole.non_finite,
-        underflows,
-        saturated,
-        overflows,
-    )
-    return torch.stack(
-        [number.double() for number in (*counts, whole.signal, noise, whole.amax, *ends)]
-    )
+    *cast_counts, noise = (_measure_finite if finite else _measure_any)(x, q, whole)
+    count = torch.full((), x.numel(), device=x.device)
+    numbers = (count, whole.non_finite, *cast_counts, whole.signal, noise, whole.amax, *ends)
+    return torch.stack([number.double() for number in numbers])
 
 
 def _measure_any(x: Tensor, q: Quantized, whole: Whole) -> tuple[Tensor, ...]:
@@ -133,16 +124,8 @@ def measure_groups(x: Tensor, q: Quantized, ends: Sequence[int]) -> Tensor:
             measured.append(whole)
     if not measured:
         return torch.zeros(len(FIELDS), dtype=torch.float64, device=x.device)
-    parts = torch.stack(measured)
-    sums = len(FIELDS) - 3
-    return torch.cat(
-        [
-            parts[:, :sums].sum(0),
-            parts[:, sums : sums + 1].amax(0),
-            parts[:, -2:-1].amin(0),
-            parts[:, -1:].amax(0),
-        ]
-    )
+    sums, amax, least, greatest = torch.stack(measured).split([len(FIELDS) - 3, 1, 1, 1], dim=1)
+    return torch.cat([sums.sum(0), amax.amax(0), least.amin(0), greatest.amax(0)])
 
 
 class _Measured:
@@ -245,9 +228,7 @@ def _overflows(scaled: Tensor, fmt: Format) -> Tensor:
     """How many magnitudes round beyond max (C-4)."""
     # Those above the tie of max and the number that would follow. The tie itself rounds to even:
     # away from an odd max.
-    step = (
-        fmt.max
-        - cast.decode(torch.tensor(fmt.max_code - 1, dtype=torch.uint8, device="cpu"), fmt).item()
-    )
+    below = torch.tensor(fmt.max_code - 1, dtype=torch.uint8, device="cpu")
+    step = fmt.max - cast.decode(below, fmt).item()
     bound = fmt.max + step / 2
     return (scaled >= bound if fmt.max_code % 2 else scaled > bound).count_nonzero()

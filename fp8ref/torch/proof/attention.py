@@ -47,12 +47,9 @@ def missing_products(
         if codes and variant.backward == "bf16":
             seen = {record for record in seen if record.fp8}
         others = sorted(str(record) for record in seen - {planned}) if codes else []
-        promise = (
-            f"{planned.name}: planned {planned if codes else 'a product of dequantized operands'}"
-        )
-        lines += [
-            f"{promise}; {have}" for have in (others if seen else ["no product of it was seen"])
-        ]
+        what = planned if codes else "a product of dequantized operands"
+        others = others if seen else ["no product of it was seen"]
+        lines += [f"{planned.name}: planned {what}; {have}" for have in others]
     return lines
 
 

@@ -7,12 +7,14 @@
 A bare ``to_local`` of a gradient that is still a sum over ranks gives one rank's term of it.
 """
 
+import hashlib
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-__all__ = ["check_alike", "cut_groups", "local_like", "local_part"]
+__all__ = ["check_alike", "cut_groups", "digest", "local_like", "local_part"]
 
 
 def local_part(x: Tensor) -> Tensor:
@@ -32,6 +34,12 @@ def local_part(x: Tensor) -> Tensor:
     part = x.to_local()
     counts = x.is_leaf and part.requires_grad and not torch.compiler.is_compiling()
     return _Unchanged.apply(part, (x,)) if counts and type(part) is Tensor else part
+
+
+def digest(x: Tensor) -> str:
+    """The SHA-256 of the bytes of ``local_part``."""
+    part = local_part(x).contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(part.cpu().numpy().data).hexdigest()
 
 
 def local_like(x: Tensor, parameter: Tensor, *, redistribute: bool = False) -> Tensor:
