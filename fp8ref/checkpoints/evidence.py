@@ -215,8 +215,7 @@ def _add(evidence: Evidence, section: Section, scales: np.ndarray) -> None:
         evidence.find(kind, f"scales{whose} {text}", strengths=strengths)
     largest_scale = float(np.nanmax(scales, initial=0))
     evidence.largest_scale = max(evidence.largest_scale, largest_scale)
-    below = section.largest < float(weight.fmt.max)
-    usable &= ~(below & _at_a_floor(scales, weight))
+    usable &= ~((section.largest < float(weight.fmt.max)) & _at_a_floor(scales, weight))
     uneven = usable & (np.ascontiguousarray(scales).view(np.uint32) << 9 != 0)
     evidence.uneven += int(uneven.sum())
     if uneven.any() and not evidence.first_uneven:

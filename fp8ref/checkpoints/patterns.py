@@ -90,8 +90,7 @@ _large = functools.lru_cache(maxsize=2**5)(_compile)
 
 
 def _transformers(pattern: str, module: str) -> bool:
-    boundary = r"(?:(?<=\.)|(?=\.|$))"
-    return module.endswith(pattern) or matches(pattern, module, boundary)
+    return module.endswith(pattern) or matches(pattern, module, r"(?:(?<=\.)|(?=\.|$))")
 
 
 def _compressed_tensors(pattern: str, module: str) -> bool:

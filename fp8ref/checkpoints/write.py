@@ -107,15 +107,13 @@ def quantize(weight: np.ndarray, rule: WeightRule, amax: float | None = None) ->
     """
     if amax is None:
         return rule.quantize(weight)
-    blocks = granularities.lengths(rule.granularity, 2, -1)
-    height = blocks[0] or 1
+    height = granularities.lengths(rule.granularity, 2, -1)[0] or 1
     count = -(-len(weight) // height)
     # below the weight, blocks that have the amax
     last = np.zeros((count * height + height - len(weight), weight.shape[1]), np.float32)
     last[-1, 0] = amax
     q = rule.quantize(np.concatenate([weight, last]))
-    scales = (s[:count] if np.ndim(s) else s for s in (q.scale, q.scale_inv))
-    scale, scale_inv = scales
+    scale, scale_inv = (s[:count] if np.ndim(s) else s for s in (q.scale, q.scale_inv))
     return q._replace(codes=q.codes[: len(weight)], scale=scale, scale_inv=scale_inv)
 
 

@@ -116,8 +116,7 @@ def _crosscheck_replay(arguments: argparse.Namespace) -> int:
     check_json(arguments.json)
     from fp8ref.crosscheck.rerun import rerun
 
-    report = rerun(arguments.replay)
-    return conclude(report, arguments.json)
+    return conclude(rerun(arguments.replay), arguments.json)
 
 
 def _crosscheck_sharded(arguments: argparse.Namespace, config) -> int:

@@ -69,5 +69,4 @@ def _study(arguments: argparse.Namespace) -> int:
                     f"--out {out} cannot be written ({error.strerror or error}). Name another."
                 ) from error
     following = f"next: fp8ref study {arguments.file} --out study.html"
-    line = f"wrote {out}" if out else following
-    return conclude(judged, arguments.json, line)
+    return conclude(judged, arguments.json, f"wrote {out}" if out else following)

@@ -114,9 +114,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
     planned = sweep.plan(config, backends, recipes, seeds=seeds, out=out)
     sweep.train(planned, jobs=arguments.jobs)
     page = arguments.out / "report.html"
-    summary = sweep.report(planned, page, confidence=confidence, margin=margin)
     console.show(
-        *summary.split("\n"),
+        *sweep.report(planned, page, confidence=confidence, margin=margin).split("\n"),
         f"{len(planned)} runs in {time.monotonic() - begin:.0f} s",
         f"next: open {page}; fp8ref ablate {planned[-1].out}",
     )

@@ -209,11 +209,10 @@ def forward(
             squares.append(((sample - previous) ** 2).mean(-1, keepdims=True))
         previous = sample
         advance()
-    sigma = np.sqrt(np.mean(squares, axis=0))
     return (
         nearest,
         model.loss(nearest, targets),
-        SIGMAS * sigma,
+        SIGMAS * np.sqrt(np.mean(squares, axis=0)),
         T_LOSS * float(np.std(losses, ddof=1)) * np.sqrt(2),
     )
 

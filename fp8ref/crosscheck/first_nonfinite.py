@@ -67,12 +67,11 @@ def check_site(site: Site, check: Check, *, by: str, why: str = "") -> NonFinite
     index = first_index(site.value)
     if index is None:
         return None
-    value = float(site.value[index])
     nonfinite = NonFinite(
         layer=site.module,
         role=site.role,
         element=index,
-        value=value,
+        value=float(site.value[index]),
         why=why or cause(site, index),
         found_by=by,
     )
@@ -266,8 +265,7 @@ def _before(linear: str, linears: Container[str]) -> str:
     if name == "down_proj":
         block, _, index = layer.removesuffix(".mlp").rpartition(".")
         after = f"{block}.{int(index) + 1}"
-        follows = any(f"{after}.mlp{part}.down_proj" in linears for part in ("", llama.EXPERTS))
-        if not follows:
+        if not any(f"{after}.mlp{part}.down_proj" in linears for part in ("", llama.EXPERTS)):
             return "model.norm"
         return f"{after}.input_layernorm, or the residual next to it"
     return "the loss"

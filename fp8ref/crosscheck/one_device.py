@@ -81,8 +81,7 @@ def crosscheck(
         check_synthetic(report, config.numerics.recipe, quantizers)
         advance("synthetic tensors")
         probe = bounds.probe_weights(weights, seed=config.run.seed)
-        starts = {"probe": probe, "step0": weights}
-        for name, start in starts.items():
+        for name, start in {"probe": probe, "step0": weights}.items():
             trainers = {backend: loop.trainer(backend, config, start) for backend in backends}
             tokens = batches.step(0)[:FORWARD_BATCH]
             simulated = functools.partial(advance, "forward")

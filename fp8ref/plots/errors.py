@@ -87,7 +87,6 @@ def scale_difference(ax: Axes, amaxes, scales, expected, *, bins: int = 64) -> A
             counts = np.histogram(place[chosen], edges)[0]
             share = 100 * np.divide(counts, total, out=np.zeros(bins), where=total > 0)
             if chosen.any():
-                label = f"{name} {side}: {100 * chosen.mean():.1f} %"
                 ax.bar(
                     edges[:-1],
                     sign * share,
@@ -96,7 +95,7 @@ def scale_difference(ax: Axes, amaxes, scales, expected, *, bins: int = 64) -> A
                     align="edge",
                     color=color,
                     alpha=alpha,
-                    label=label,
+                    label=f"{name} {side}: {100 * chosen.mean():.1f} %",
                 )
             bottom += share
         most = max(most, float(bottom.max()))

@@ -19,8 +19,7 @@ def site() -> str | None:
         entries = importlib.metadata.metadata("fp8ref").get_all("Project-URL") or []
     except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
         return None
-    named = dict(entry.split(", ", 1) for entry in entries)
-    return named.get("Documentation")
+    return dict(entry.split(", ", 1) for entry in entries).get("Documentation")
 
 
 def address(clause: str) -> str:

@@ -240,10 +240,9 @@ def _check_members(file: io.BufferedReader, archive: zipfile.ZipFile) -> None:
     size = file.seek(0, io.SEEK_END)
     file.seek(max(0, size - _END_RECORD))
     end, names = file.read(), [info.filename for info in archive.infolist()]
-    count = int.from_bytes(end[10:12], "little")
     if (
         not end.startswith(b"PK\5\6")
-        or count not in (len(names), 0xFFFF)
+        or int.from_bytes(end[10:12], "little") not in (len(names), 0xFFFF)
         or len(set(names)) < len(names)
     ):
         raise ValueError("the directory of the archive is damaged")
@@ -260,8 +259,7 @@ def read_array_header(stream: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype
     Raises:   ValueError: no header of NumPy.
     """
     try:
-        version = np.lib.format.read_magic(stream)
-        return _READ_HEADER[version](stream)
+        return _READ_HEADER[np.lib.format.read_magic(stream)](stream)
     except Exception as error:  # NumPy raises many unrelated types for a damaged header
         raise ValueError(f"an array has no header of NumPy ({error})") from error
 
@@ -277,11 +275,10 @@ def _array(content: bytes) -> np.ndarray:
     stream = io.BytesIO(content)
     shape, fortran, dtype = read_array_header(stream)
     held = len(content) - stream.tell()
-    whole = all(type(n) is int and n >= 0 for n in shape)
     if (
         dtype.hasobject
         or not dtype.itemsize
-        or not whole
+        or not all(type(n) is int and n >= 0 for n in shape)
         or math.prod(shape) * dtype.itemsize != held
     ):
         raise ValueError(f"an array of {dtype} claims the shape {shape}; it has {held:,} bytes")

@@ -74,15 +74,14 @@ class DelayedScaling:
     @property
     def keeps_histories_as_fp8ref(self) -> bool:
         """Whether history_length, amax_compute, interval and margin alone differ (H-1 to H-6)."""
-        policy = dataclasses.replace(
-            POLICIES["te_delayed"], name=self.policy.name, margin=self.policy.margin
-        )
         return self == DelayedScaling(
             name=self.name,
             history_length=self.history_length,
             amax_compute=self.amax_compute,
             interval=self.interval,
-            policy=policy,
+            policy=dataclasses.replace(
+                POLICIES["te_delayed"], name=self.policy.name, margin=self.policy.margin
+            ),
         )
 
     @property

@@ -280,9 +280,8 @@ def _causes(
     if row is None or row.lost < cast_rows.SHARE:
         return {}
     (cast,) = (c for c in casts[row.recipe] if (c.gemm, c.role) == (row.gemm, row.role))
-    operand = recording.operands[f"{row.layer}/{row.role}"]
     why = cast_rows.cause(
-        operand,
+        recording.operands[f"{row.layer}/{row.role}"],
         "row" if row.role == "weight" else "token",
         row.lost,
         lambda other: _measure(other, cast.cast, cast.axis)["lost"],

@@ -91,13 +91,12 @@ def simulated(
     scale   a delayed one (A-12); None: of the tensor itself.
     Shapes:   codes uint8.
     """
-    keys = one.arrays["k/value" if one.phase == "forward" else "dk/value"]
     return head_scaling.quantize(
         np.asarray(one.arrays[f"{what}/value"], np.float32),
         variant.format_of(what),
         variant.granularity,
         variant.policy,
-        heads=keys.shape[1],
+        heads=one.arrays["k/value" if one.phase == "forward" else "dk/value"].shape[1],
         along_tokens=what == "v",
         scale=scale,
     )

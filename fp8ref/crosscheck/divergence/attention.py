@@ -139,8 +139,7 @@ def _cast_reason(
         one = v.passes[-1]
         right = attention.simulated(what, one, variant, None if state is None else state.stored)
         sim_array = np.asarray(right.scale if a.part == "scale" else right.codes)
-        backend_array = np.asarray(v.value)
-        off = int((sim_array != backend_array.reshape(sim_array.shape)).sum())
+        off = int((sim_array != np.asarray(v.value).reshape(sim_array.shape)).sum())
         wrong += [f"{name}'s ({off} of {sim_array.size})"] if off else []
     clauses, of = "A-2, C-1, C-2, S-5", "values and scale are"
     if a.part == "scale":

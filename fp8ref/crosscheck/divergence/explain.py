@@ -140,8 +140,7 @@ def _few(names: Sequence[str]) -> str:
 
 def attention_reason(a: Value, b: Value, module: str, context: Context) -> Reason:
     """Why attention's output differs: of equal, observed q, k and v it is within B-11."""
-    projections = [context.outputs.get(f"{module}.{p}_proj") for p in "qkv"]
-    q, k, v = projections
+    q, k, v = [context.outputs.get(f"{module}.{p}_proj") for p in "qkv"]
     if q is None or k is None or v is None:
         return Reason(
             ("M-3", "G-9"),

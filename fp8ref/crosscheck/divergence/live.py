@@ -73,13 +73,12 @@ def compare_backends(
     report = Report()
     with console.bar(f"first divergence {config.numerics.recipe}", steps) as advance:
         first = find_divergence(sides[0], sides[1], report, start=0, stop=steps, advance=advance)
-    done = steps if first is None else first.step + 1
     return DivergenceReport(
         names=names,
         settings={},
         versions={},
         start=0,
-        steps=done,
+        steps=steps if first is None else first.step + 1,
         first=first,
         report=report,
         notes=parts_of(config),

@@ -95,8 +95,7 @@ def _probed(path: Path) -> "Hardware":
         probe = files.read_object(path)
         plan = probe["plan"]
         accumulate = plans.accumulation(plan, evidence=f"a probe of {probe['subject']}")
-        epilogue = plans.epilogue(plan)
-        return hardware.probed(accumulate, epilogue)
+        return hardware.probed(accumulate, plans.epilogue(plan))
     except OSError as error:
         raise ConfigError(
             f"numerics.accumulate: {path} cannot be read ({error.strerror}). Name what fp8ref "

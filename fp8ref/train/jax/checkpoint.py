@@ -144,7 +144,6 @@ def weights(
             yield name, value
         elif (train_state.MASTERS, f"{name}.codes") in saved:
             codes = read(f"{name}.codes", shape)
-            scale_inv = read(f"{name}.scale_inv", ())
-            yield name, train_state.weight(codes, scale_inv)
+            yield name, train_state.weight(codes, read(f"{name}.scale_inv", ()))
         else:
             raise ConfigError(f"{name} is not in the checkpoint. Load a state of the same model.")

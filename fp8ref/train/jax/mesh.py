@@ -350,8 +350,7 @@ class Layout:
             return values
         placement = self.placement(linear)
         # whose weights are measured once they are gathered
-        expert_axes = self._apart if role == "weight" else self._batch
-        cutting = set(expert_axes)
+        cutting = set(self._apart if role == "weight" else self._batch)
         if placement is not None:
             cutting = {axis for axes in placement.at_rest(role) for axis in axes}
         sizes = [getattr(self.config, axis) for axis in self.axes]

@@ -267,8 +267,7 @@ class Step:
         total, _ = lax.scan(add, begin, (parts, numbers))
         share = np.float32(1 / len(parts))
         loss = total.loss.astype(jnp.float32) * share
-        grads = sums.scaled(total.grads, share)
-        return total._replace(loss=loss, grads=grads)
+        return total._replace(loss=loss, grads=sums.scaled(total.grads, share))
 
     def mean_loss(self, params, read: Read, tokens: jax.Array) -> jax.Array:
         """The loss of a batch, or of its parts."""

@@ -182,8 +182,7 @@ def read_all(paths: Sequence[Path]) -> list[Run]:
     named: dict[str, Path] = {}
     runs: list[Run] = []
     for path in paths:
-        inner = _runs_in(path)
-        for folder in inner:
+        for folder in _runs_in(path):
             first = named.setdefault(os.path.realpath(folder), folder)
             text = f"every run is named once; got {folder} and {first}. Leave one out."
             require(first is folder, text, ConfigError)

@@ -238,8 +238,7 @@ def _zeros_in_fp8(p: nn.Parameter) -> torch.Tensor:
 
     piece = local_part(p)
     # on the local piece, as torchao's own first step does: blocks never cross ranks
-    zeros = OptimStateFp8.zeros(piece.shape, FP8_BLOCK, piece.device)
-    return _whole_of(zeros, p)
+    return _whole_of(OptimStateFp8.zeros(piece.shape, FP8_BLOCK, piece.device), p)
 
 
 def _whole_of(piece: torch.Tensor, p: nn.Parameter) -> torch.Tensor:

@@ -109,9 +109,8 @@ def join(timeout_s: int) -> Processes:
             count,
             kept_by_first=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         )
-        backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
         distributed.init_process_group(
-            backend,
+            "cpu:gloo,cuda:nccl" if gpu else "gloo",
             store=distributed.PrefixStore("groups", store),
             rank=index,
             world_size=count,

@@ -25,9 +25,8 @@ class ArchitectureConfig:
     [B, T, V]."""
 
     def __post_init__(self) -> None:
-        has_source = self.source is not None
         require(
-            has_source == (self.kind != "llama"),
+            (self.source is not None) == (self.kind != "llama"),
             "architecture.source is of a model of yours, which architecture.kind names; got "
             f"kind {self.kind!r} and source {self.source!r}.",
         )

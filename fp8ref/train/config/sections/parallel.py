@@ -253,8 +253,7 @@ class ParallelConfig:
 
     def unattended(self, head_dim: int) -> list[str]:
         """The error messages for heads of this size under ``attention``; empty if they fit."""
-        fits = self.attention != "cudnn" or (head_dim % 8 == 0 and head_dim <= 256)
-        if fits:
+        if self.attention != "cudnn" or (head_dim % 8 == 0 and head_dim <= 256):
             return []
         return [
             "parallel.attention 'cudnn' takes heads of a multiple of 8 up to 256; got "

@@ -222,7 +222,6 @@ class LlamaModel(Model):
         loss = layout.mean(losses)  # losses.mean(), and then the mean over devices
         if not (trains and run.balance):
             return loss
-        balances = layout.total(list(run.balance.values()))
         return loss + sizes.router_aux_loss_coef * balancing_loss(
-            balances, sizes.num_experts_per_tok
+            layout.total(list(run.balance.values())), sizes.num_experts_per_tok
         )

@@ -92,8 +92,7 @@ def heads(
     paths: dict = {}
     with ExitStack() as hooks, torch.random.fork_rng(devices=[]), torch.enable_grad():
         for path in candidates:
-            linear = model.get_submodule(path)
-            hook = linear.register_forward_hook(
+            hook = model.get_submodule(path).register_forward_hook(
                 lambda module, inputs, out, path=path: paths.update({out.grad_fn: path})
             )
             hooks.callback(hook.remove)
