@@ -57,10 +57,12 @@ class Operands:
         """Keep one expert's GEMM."""
         self.experts[layer, which, e] = a, b, out
 
-    def observe(self, trainer: Trainer, tokens: np.ndarray) -> None:
-        """Fill this with the operands of one pass, of the coming step."""
-        self.step = trainer.count
-        trainer.observe(tokens, self.add, experts=self.add_expert)
+    @classmethod
+    def of(cls, trainer: Trainer, tokens: np.ndarray) -> "Operands":
+        """Those of one pass of a trainer, of its coming step."""
+        operands = cls(step=trainer.count)
+        trainer.observe(tokens, operands.add, experts=operands.add_expert)
+        return operands
 
     def amax(self, layer: str, role: Role) -> np.ndarray:
         """The largest magnitude of an input or grad_output, of all experts' rows; 0 of none."""
@@ -122,8 +124,8 @@ def train(
 
 def replicate(config: Config, data: int, fsdp: int, tokens: Sequence[np.ndarray]) -> Run:
     """Run the training of data x fsdp ranks in one process; its operands are of the first batch."""
-    trainer, whole = Replicated(config, data, fsdp), Operands()
-    whole.observe(trainer, tokens[0])
+    trainer = Replicated(config, data, fsdp)
+    whole = Operands.of(trainer, tokens[0])
     run = _run(trainer, tokens, watched=False)
     run.operands.append(whole)
     return run
@@ -135,10 +137,8 @@ class Replicated(Trainer):
     def __init__(self, config: Config, data: int, fsdp: int) -> None:
         super().__init__(config.replace(parallel={"data": 1, "fsdp": 1, "reduce_dtype": "float32"}))
         self._ranks, self._dtype = (data, fsdp), config.parallel.reduce_dtype
-        if self._dtype == "float8_e4m3fn":
-            self._in_fp8 = {f"{name}.weight" for name in llama.linear_shapes(config.model)}
-        else:
-            self._in_fp8 = set()
+        linears = llama.linear_shapes(config.model) if self._dtype == "float8_e4m3fn" else ()
+        self._in_fp8 = {f"{name}.weight" for name in linears}
 
     def step(self, tokens: np.ndarray) -> dict[str, float]:
         """Take one optimizer step, as Trainer does, from the batch's rows rank by rank."""
@@ -173,15 +173,13 @@ def _mean(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _run(trainer: Trainer, tokens: Sequence[np.ndarray], *, watched: bool) -> Run:
     metrics, states, amaxes, kept = [], [], [], []
-    operands = Operands()
     with _Gathers() as gathered:
-        operands.observe(trainer, tokens[0])
+        operands = Operands.of(trainer, tokens[0])
     for i, batch in enumerate(tokens[:-1]):
         if watched and any(delayed.states(trainer.model)):
             # The step calls no observer: a pass before it, at the same weights, shows its amaxes.
             if i:
-                operands = Operands()
-                operands.observe(trainer, batch)
+                operands = Operands.of(trainer, batch)
             amaxes.append(_amaxes(trainer, operands))
         if i == 0:
             kept.append(operands)
@@ -190,8 +188,7 @@ def _run(trainer: Trainer, tokens: Sequence[np.ndarray], *, watched: bool) -> Ru
             {_name(name): _vector(state) for name, state in delayed.states(trainer.model)}
         )
     if watched:
-        kept.append(Operands())
-        kept[-1].observe(trainer, tokens[-1])
+        kept.append(Operands.of(trainer, tokens[-1]))
     return Run(
         metrics=np.array(metrics),
         weights=trainer.weights(),
@@ -208,12 +205,12 @@ def _amaxes(trainer: Trainer, operands: Operands) -> dict[str, np.ndarray]:
     amaxes = {}
     for decision in trainer.decisions:
         for role in delayed_casts(decision.recipe) if decision.fp8 else ():
-            name, is_weight = decision.path, role == "weight"
-            if is_weight:
-                largest = scaling.amax(cast.round_to(weights[f"{name}.weight"], BFLOAT16))
-            else:
-                largest = operands.amax(name, role)
-            amaxes[f"{name}/{role}"] = largest
+            name = decision.path
+            amaxes[f"{name}/{role}"] = (
+                scaling.amax(cast.round_to(weights[f"{name}.weight"], BFLOAT16))
+                if role == "weight"
+                else operands.amax(name, role)
+            )
     return amaxes
 
 

@@ -16,14 +16,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from fp8ref.conformance.kit.compare import Report, compare_codes, compare_scales
-from fp8ref.conformance.libraries.functions import fp8ref_jax_cast, fp8ref_torch_cast, on_torch
+from fp8ref.conformance.libraries import functions
 from fp8ref.crosscheck import device_gemm
-from fp8ref.crosscheck.attention.attention import (
-    AttentionPass,
-    check_codes,
-    delayed_scales,
-    recorder,
-)
+from fp8ref.crosscheck.attention import attention
+from fp8ref.crosscheck.attention.attention import AttentionPass, recorder
 from fp8ref.crosscheck.backend_checks import BackendChecks
 from fp8ref.crosscheck.bounds import Part
 from fp8ref.formats import Format
@@ -154,10 +150,8 @@ def observe(
         seed = linear.seed_in_run(trainer.config.run.seed, trainer.count, layer, part)
         observations.append(Observation(trainer.backend, layer, which, a, b, out, seed))
 
-    if passes is None:
-        trainer.observe(tokens, record)
-    else:
-        trainer.observe(tokens, record, attention=recorder(trainer.backend, passes))
+    watched = None if passes is None else recorder(trainer.backend, passes)
+    trainer.observe(tokens, record, attention=watched)
     return observations
 
 
@@ -237,7 +231,7 @@ def check_operands(
     """
     passes: list[AttentionPass] = []
     observations = observe(trainer, tokens, None if variant is None else passes)
-    check_codes(report, passes, variant, delayed_scales(states))
+    attention.check_codes(report, passes, variant, attention.delayed_scales(states))
     planned = {
         (layer, which)
         for layer, recipe in recipes.items()
@@ -351,12 +345,12 @@ def states_after(
     states: States, recipes: Mapping[str, Recipe], amaxes: Mapping[str, Sequence]
 ) -> States:
     """The states after a step in which each role had these amaxes, float32 (), of uses or ranks."""
-    new_states = {}
-    for name, (fmt, config) in _delayed_casts(recipes).items():
-        new_states[name] = delayed.update(
+    return {
+        name: delayed.update(
             states[name], *map(delayed.observe, amaxes[name]), config=config, fmt=fmt
         )
-    return new_states
+        for name, (fmt, config) in _delayed_casts(recipes).items()
+    }
 
 
 def _delayed_casts(recipes: Mapping[str, Recipe]) -> dict[str, tuple[Format, DelayedScaling]]:
@@ -399,7 +393,7 @@ class _JaxQuantizer:
         return np.asarray(codes), np.asarray(scale)
 
     def encode(self, x: np.ndarray, fmt: Format) -> np.ndarray:
-        return fp8ref_jax_cast(fmt)(x)
+        return functions.fp8ref_jax_cast(fmt)(x)
 
 
 class _TorchQuantizer:
@@ -418,4 +412,4 @@ class _TorchQuantizer:
         return q.code_bits.numpy(), q.scale.numpy()
 
     def encode(self, x: np.ndarray, fmt: Format) -> np.ndarray:
-        return on_torch("cpu")(fp8ref_torch_cast(fmt))(x)
+        return functions.on_torch("cpu")(functions.fp8ref_torch_cast(fmt))(x)

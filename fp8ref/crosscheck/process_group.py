@@ -95,9 +95,8 @@ def _rank(
     args: tuple,
 ) -> None:
     parent_process.follow_parent()
-    os.environ["CUDA_VISIBLE_DEVICES"] = (
-        ""  # before torch looks for a GPU: gloo ranks compute on the CPU
-    )
+    # before torch looks for a GPU: gloo ranks compute on the CPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
     from torch import distributed
 

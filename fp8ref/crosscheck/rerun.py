@@ -15,16 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fp8ref.conformance.kit.compare import Report
+from fp8ref.crosscheck import first_nonfinite
 from fp8ref.crosscheck.attention import attention
 from fp8ref.crosscheck.attention.attention import AttentionPass
-from fp8ref.crosscheck.first_nonfinite import (
-    NonFinite,
-    Observed,
-    attention_sites,
-    check_site,
-    gemm_sites,
-    in_backend,
-)
+from fp8ref.crosscheck.first_nonfinite import NonFinite, Observed, in_backend
 from fp8ref.crosscheck.operands import (
     Observation,
     States,
@@ -139,15 +133,14 @@ def _used_states(trainer: loop.Trainer, config: Config) -> States:
         for role in roles
     }
     kept = trainer.fp8_states()
-    parts = {name: each for name, each in kept.items() if name in used}
-    return {name: delayed.DelayedState(*each) for name, each in parts.items()}
+    return {name: delayed.DelayedState(*kept[name]) for name in kept if name in used}
 
 
 def _first_in(report: Report, sites: Iterable[tuple[Site, str]], backend: str) -> NonFinite | None:
     """The first non-finite value of a backend's sites; all before it are counted."""
     for site, why in sites:
         check = report.check(f"{site.module}/{site.role}/finite/{backend}")
-        if nonfinite := check_site(site, check, by=backend, why=why):
+        if nonfinite := first_nonfinite.check_site(site, check, by=backend, why=why):
             return nonfinite
     return None
 
@@ -157,10 +150,10 @@ def _forward_sites(observed: Observed, finite: set[tuple[str, str]]) -> Iterator
     variant = observed.config.attention_variant
     for name in llama.linear_shapes(observed.config.model):
         if (name, "output") in finite:
-            yield from gemm_sites(observed, name, ["output"])
+            yield from first_nonfinite.gemm_sites(observed, name, ["output"])
         layer, _, last = name.rpartition(".")
         if last == "v_proj" and variant is not None and (layer, "rotated key") in finite:
-            yield from attention_sites(observed, layer, "forward")
+            yield from first_nonfinite.attention_sites(observed, layer, "forward")
 
 
 def simulated(
@@ -312,12 +305,8 @@ class RerunReport(Result):
         if not self.operands:
             say("no operand is in FP8")
         elif self.faithful:
-            verdict = ""
-            if self.first:
-                verdict = ": the numbers diverged, and the quantization is right"
-            say(
-                f"codes and scales of all {self.operands} FP8 operands are the simulator's{verdict}"
-            )
+            right = ": the numbers diverged, and the quantization is right" * bool(self.first)
+            say(f"codes and scales of all {self.operands} FP8 operands are the simulator's{right}")
         else:
             say(
                 f"codes or scales of {self.failed.backend} are not the simulator's, as above: a "

@@ -63,6 +63,10 @@ class AttentionPass:
         sinks = self.arrays.get("sinks/value")
         return None if sinks is None else np.asarray(sinks, np.float32)
 
+    def tensor(self, role: str) -> np.ndarray:
+        """q, k, v, do or a gradient before it is quantized, float32."""
+        return np.asarray(self.arrays[f"{role}/value"], np.float32)
+
     def parts(self) -> Iterator[tuple[str, str, np.ndarray]]:
         """(what, part, array) in the order in which they are made."""
         for what in SHOWN[self.phase]:
@@ -92,7 +96,7 @@ def simulated(
     Shapes:   codes uint8.
     """
     return head_scaling.quantize(
-        np.asarray(one.arrays[f"{what}/value"], np.float32),
+        one.tensor(what),
         variant.format_of(what),
         variant.granularity,
         variant.policy,
@@ -118,7 +122,7 @@ def check_codes(
         for what in QUANTIZED:
             if variant is None or f"{what}/codes" not in one.arrays:
                 continue
-            value = np.asarray(one.arrays[f"{what}/value"], np.float32)
+            value = one.tensor(what)
             if not np.isfinite(value).all():
                 continue
             name, backend = f"{one.layer}/{what}", one.backend
@@ -160,13 +164,11 @@ def states_after(
         for role, (fmt, delayed_config) in casts.items():
             name = f"{layer}/{role}"
             if role in QUANTIZED:
-                shown = [
-                    one.arrays[f"{role}/value"]
+                seen = [
+                    delayed.observe(scaling.amax(one.tensor(role)))
                     for one in passes
                     if one.layer == layer and f"{role}/value" in one.arrays
                 ]
-                values = (np.asarray(x, np.float32) for x in shown)
-                seen = [delayed.observe(scaling.amax(x)) for x in values]
             elif trained is None:
                 continue
             else:

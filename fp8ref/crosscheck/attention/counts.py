@@ -88,7 +88,7 @@ def check(
 def _forward(one: AttentionPass, variant: Variant, stored: Mapping[str, np.ndarray]) -> Result:
     scales = {role: x for role, x in stored.items() if role in ROLES}
     call = Call(variant=variant, mask=MASK, softcap=one.softcap, keep_s=True)
-    q, k, v = _tensors(one, "q", "k", "v")
+    q, k, v = map(one.tensor, "qkv")
     return simulator.forward(q, k, v, variant=call, scales=scales, sinks=one.sinks)
 
 
@@ -100,11 +100,11 @@ def _check_ds(
     variant: Variant,
     stored: Mapping[str, np.ndarray],
 ) -> int:
-    (do,) = _tensors(backward, "do")
+    do = backward.tensor("do")
     if "ds/counts" not in backward.arrays or not np.isfinite(do).all():
         return 0
     scales = {role: x for role, x in stored.items() if role in ("s", *GRADIENT_ROLES)}
-    q, k, v = _tensors(forward, "q", "k", "v")
+    q, k, v = map(forward.tensor, "qkv")
     call = Call(variant=variant, mask=MASK, softcap=forward.softcap, keep_ds=True)
     gradients = attention_gradients.backward(do, q, k, v, result, variant=call, scales=scales)
     exact = attention.exact("ds", forward, backward, variant)
@@ -184,7 +184,3 @@ def _compare(report: Report, one: AttentionPass, what: str, right: _Simulated) -
         near = np.abs(values * scale - threshold) <= bound * scale + 2 * U * threshold
         near |= (kind == "lost") & (np.abs(values - TINY) <= bound)
         add(kind, counts[kind], right.counts[kind], int((near & seen).sum()))
-
-
-def _tensors(one: AttentionPass, *roles: str) -> tuple[np.ndarray, ...]:
-    return tuple(np.asarray(one.arrays[f"{role}/value"], np.float32) for role in roles)

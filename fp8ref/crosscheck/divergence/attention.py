@@ -22,9 +22,6 @@ from fp8ref.train.config.sections import NumericsConfig
 WHAT = {symbol: what for what, symbol in SYMBOLS.items()}
 """{symbol: its name in ``attention.products.SHOWN``}."""
 
-Pair = tuple[AttentionPass, AttentionPass | None]
-"""The forward pass of a layer, and its backward pass if it was reached."""
-
 
 def explain(
     a: Value,
@@ -182,9 +179,7 @@ def _simulated(v: Value, what: str, variant: Variant, states: States) -> np.ndar
     }
     forward_scales = {role: scale for role, scale in scales.items() if role in ROLES}
     backward_scales = {role: scale for role, scale in scales.items() if role in GRADIENT_ROLES}
-    q, k, v_values = (
-        np.asarray(forward.arrays[f"{role}/value"], np.float32) for role in ("q", "k", "v")
-    )
+    q, k, v_values = map(forward.tensor, "qkv")
     call = Call(
         variant=variant, mask=MASK, softcap=forward.softcap, keep_p=True, keep_s=True, keep_ds=True
     )
@@ -204,9 +199,8 @@ def _simulated(v: Value, what: str, variant: Variant, states: States) -> np.ndar
         arrays |= {} if o is None else {"o/scale": o.scale, "o/codes": o.codes}
         return np.asarray(arrays[f"{what}/{v.part}"])
     assert backward is not None
-    do = np.asarray(backward.arrays["do/value"], np.float32)
     gradients = attention_gradients.backward(
-        do, q, k, v_values, result, variant=call, scales=backward_scales
+        backward.tensor("do"), q, k, v_values, result, variant=call, scales=backward_scales
     )
     matrices = gradients.matrices
     arrays = {
@@ -225,5 +219,6 @@ def _simulated(v: Value, what: str, variant: Variant, states: States) -> np.ndar
     return np.asarray(arrays[f"{what}/{v.part}"])
 
 
-def _pair(passes: tuple[AttentionPass, ...]) -> Pair:
+def _pair(passes: tuple[AttentionPass, ...]) -> tuple[AttentionPass, AttentionPass | None]:
+    """The forward pass of a layer, and its backward pass if it was reached."""
     return passes[0], passes[1] if len(passes) > 1 else None

@@ -39,11 +39,7 @@ __all__ = ["compare_runs"]
 KEYS = ("loss", "grad_norm")  # the recorded metrics of a step that are compared
 
 INERT = (
-    "run.eval_",
-    "run.allow_fallback",
-    "checkpoint.",
-    "log.",
-    "statistics.",
+    *("run.eval_", "run.allow_fallback", "checkpoint.", "log.", "statistics."),
     "parallel.timeout_s",
 )
 """Keys of a config, or their beginnings, that change no bit of training."""

@@ -156,9 +156,13 @@ def find_divergence(
                     side.trainer.load(place, start)
                     for again in range(start, step):
                         side.trainer.step(side.batches.step(again))
-                return _first_in_step(a, b, tokens[0], step, report) or located(
-                    step, *first, _unstable(first[0])
+                v, d = first
+                text = (
+                    f"{v.layer}'s {v.role} differed after the step, but not when both repeated "
+                    "the step from the same state: one of them is not deterministic"
                 )
+                unstable = located(step, v, d, Reason((), text))
+                return _first_in_step(a, b, tokens[0], step, report) or unstable
             advance(f"step {step}")
     return None
 
@@ -236,11 +240,3 @@ def first_of(
         if first_difference := difference(v, w, report.check(f"{v.name}/{suffix}")):
             return v, first_difference
     return None
-
-
-def _unstable(v: Value) -> Reason:
-    return Reason(
-        (),
-        f"{v.layer}'s {v.role} differed after the step, but not when both repeated the step "
-        "from the same state: one of them is not deterministic",
-    )

@@ -366,16 +366,15 @@ def _program(recipe: Recipe, placement: Placement, mesh: Mesh, through: str) -> 
     if through == "jit":
         return jax.jit(run)
     at_rest = {role: P(*placement.at_rest(role)) for role in ROLES}
-    cut_as: dict[Gemm, Role] = {
-        "output": "grad_output",
-        "grad_input": "input",
-        "grad_weight": "weight",
+    results: dict[Gemm, P] = {
+        "output": at_rest["grad_output"],
+        "grad_input": at_rest["input"],
+        "grad_weight": at_rest["weight"],
     }
     operand_specs = {
         which: tuple((at_rest[cast.role], _scale_cut(cast, placement)) for cast in pair)
         for which, pair in casts.items()
     }
-    results = {which: at_rest[role] for which, role in cut_as.items()}
     in_specs, out_specs = (*at_rest.values(), P()), (results, operand_specs)
     return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
 

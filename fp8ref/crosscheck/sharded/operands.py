@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fp8ref.conformance.kit.compare import Report, compare_bits, compare_values
+from fp8ref.crosscheck import operands
 from fp8ref.crosscheck.backend_checks import BackendChecks
 from fp8ref.crosscheck.fsdp_run import Operands, Run
-from fp8ref.crosscheck.operands import OperandCast, States, initial_states, operand_casts
 from fp8ref.crosscheck.sharded import experts as sharded_experts
 from fp8ref.formats import BFLOAT16
 from fp8ref.recipe import CUT_AXES, OPERANDS, Gemm, GemmSpec, Recipe, Role
@@ -34,7 +34,7 @@ def check_ranks(
     config: Config,
     recipes: Mapping[str, Recipe],
     runs: Sequence[Run],
-    states: Sequence[States],
+    states: Sequence[operands.States],
 ) -> None:
     """Compare codes and scales of every rank's operands, before and after training, and experts.
 
@@ -53,7 +53,7 @@ def check_pass(
     report: Report, backend: str, config: Config, recipes: Mapping[str, Recipe], observed: Operands
 ) -> None:
     """Compare the operands of one process's first pass."""
-    weights, states = _initial(config), initial_states(recipes)
+    weights, states = _initial(config), operands.initial_states(recipes)
     _check_operands(report, backend, config, recipes, [observed], weights, states)
 
 
@@ -68,7 +68,7 @@ def _check_operands(
     recipes: Mapping[str, Recipe],
     rank_operands: Sequence[Operands],
     masters: Mapping[str, np.ndarray],
-    states: States,
+    states: operands.States,
 ) -> None:
     """Compare what ranks have of one pass, under these masters and states."""
     checks = BackendChecks(report, backend)
@@ -92,14 +92,14 @@ def _check_gemm(
     spec: GemmSpec,
     rank_operands: Sequence[Operands],
     weight: np.ndarray,
-    states: States,
+    states: operands.States,
 ) -> None:
     for rank, mine in enumerate(rank_operands):
         if spec.fp8 != ((layer, which, OPERANDS[which][0]) in mine.fp8):
             checks.misplanned(layer, which, spec.fp8, f" on rank {rank}")
     step, seed = rank_operands[0].step, config.run.seed
     own = linear.seed_of(linear.seed_in_run(seed, step, layer), which)
-    for operand in operand_casts(which, spec):
+    for operand in operands.operand_casts(which, spec):
         operand = operand._replace(seed=own if operand.spec.stochastic else None)
         role, is_weight = operand.role, operand.role == "weight"
         if any((layer, which, role) not in mine.fp8 for mine in rank_operands):
@@ -135,10 +135,8 @@ def check_first_layer(
             check = report.check(f"{layer}/{role}/codes/{backend} one process")
             compare_values(check, mine, codes[rows], 1.0, names=names)
             per = len(codes) // len(scale) if scale.ndim else 1  # rows that share a scale
-            if own.shape == scale.shape:
-                row_scales = scale
-            else:
-                row_scales = scale[first // per : (first + len(mine)) // per]
+            part = slice(first // per, rows.stop // per)
+            row_scales = scale if own.shape == scale.shape else scale[part]
             check = report.check(f"{layer}/{role}/scale/{backend} one process")
             compare_bits(check, own, row_scales, names=names)
 
@@ -161,7 +159,7 @@ def _layout(keys: ParallelConfig, role: Role, layer: str, shape: tuple[int, ...]
 def _simulated(
     shards: Sequence[np.ndarray],
     layout: Layout,
-    operand: OperandCast,
+    operand: operands.OperandCast,
     amax_scope: str,
     state: delayed.DelayedState | None,
 ) -> list[Quantized]:
