@@ -106,8 +106,7 @@ class Evidence:
         least = 224.0 if fmt.name == "e4m3fnuz" else largest
         rules = [("amax / max", least, largest)]
         if self.weight.two_level:
-            rules = [("amax / max in two levels", 6.0, 6.0)]
-            rules.append(("four over six", 4.0, 6.0))
+            rules = [("amax / max in two levels", 6.0, 6.0), ("four over six", 4.0, 6.0)]
         elif self.powers_of_two:
             rules = [
                 ("MX floor", floor, largest),

@@ -217,8 +217,9 @@ class _Pair:
 
 def _place(rule: WeightRule, matrix: tuple[int, ...], rows: slice, codes, scales) -> str:
     """The first block that differs, of its codes if they do."""
-    sizes = granularities.block_sizes(codes.shape, granularities.lengths(rule.granularity, 2, -1))
+    lengths = granularities.lengths(rule.granularity, 2, -1)
+    sizes = granularities.block_sizes(codes.shape, lengths)
     differs, sizes = (codes, sizes) if codes.any() else (np.atleast_2d(scales), (1, 1))
     row, column = (int(i) // size for i, size in zip(np.argwhere(differs)[0], sizes, strict=True))
-    row += rows.start // (granularities.lengths(rule.granularity, 2, -1)[0] or rows.stop + 1)
+    row += rows.start // (lengths[0] or rows.stop + 1)
     return f"{weights.expert(matrix)}block ({row}, {column})"

@@ -99,10 +99,6 @@ def _compressed_tensors(pattern: str, module: str) -> bool:
     return matches(pattern.removeprefix("re:"), module)
 
 
-def _torchao(pattern: str, module: str) -> bool:
-    return _transformers(pattern, f"{module}.weight")
-
-
 def _modelopt(pattern: str, module: str) -> bool:
     names = (module, module.removeprefix("language_model."))
     return any(pattern in name or fnmatch.fnmatchcase(name, pattern) for name in names)
@@ -117,18 +113,14 @@ def _sglang(pattern: str, module: str) -> bool:
     return f".{pattern.rstrip('.')}." in f".{module}." or module == pattern
 
 
-def _substring(pattern: str, module: str) -> bool:
-    return pattern in module or pattern in fused_name(module)
-
-
 ENGINES: dict[str, Callable[[str, str], bool]] = {
     "transformers": _transformers,
     "compressed-tensors": _compressed_tensors,
-    "torchao": _torchao,
+    "torchao": lambda pattern, module: _transformers(pattern, f"{module}.weight"),
     "modelopt": _modelopt,
     "vllm": _vllm,
     "sglang": _sglang,
-    "substring": _substring,
+    "substring": lambda pattern, module: pattern in module or pattern in fused_name(module),
 }
 """{engine: whether its pattern excludes a module, by names}.
 

@@ -299,8 +299,7 @@ def _draw(path: Path, lines: dict, judged: "Verdicts", entropy: float | None) ->
     for (backend, recipe), verdict in judged.items():
         if verdict.compared:
             gap = verdict.compared.gap.last
-            ends = gap.mean, gap.low, gap.high
-            gaps[f"{backend} {recipe}"] = tuple(map(float, ends))
+            gaps[f"{backend} {recipe}"] = tuple(map(float, (gap.mean, gap.low, gap.high)))
     margin = max((one.margin for one in judged.values() if one.margin), default=0.0)
     plots.loss_gaps(axes[1], gaps, margin=margin)
     picture.savefig(path)

@@ -13,7 +13,11 @@ _GEMMS = ("output", "grad_input", "grad_weight", "attention", "states")
 
 def add(commands) -> None:
     """Add ``fp8ref estimate`` and ``fp8ref ablate``."""
-    _add_estimate(commands)
+    command = shared.config_command(commands, "estimate", _estimate)
+    command.option("--gpu", "NAME", "h100 or h200 (required)")
+    shared.add_backend(command, "whose kernels to assume, jax or torch")
+    command.option("--ceilings", "FILE", "JSON of measured GPU rates (default: published ones)")
+    shared.add_json(command, "write all times, in seconds, to FILE")
     command = shared.plain(commands, "ablate RUN", _ablate)
     option, rare = command.option, command.rare_option
     option("run_directory", "RUN", "a run directory, or one of Hugging Face's format")
@@ -40,14 +44,6 @@ def add(commands) -> None:
     rare("--sequence-length", "N", f"{for_weights}: as data.sequence_length (128)")
     rare("--batch-size", "N", f"{for_weights}: as data.batch_size (16)")
     shared.add_trust(command)
-
-
-def _add_estimate(commands) -> None:
-    command = shared.config_command(commands, "estimate", _estimate)
-    command.option("--gpu", "NAME", "h100 or h200 (required)")
-    shared.add_backend(command, "whose kernels to assume, jax or torch")
-    command.option("--ceilings", "FILE", "JSON of measured GPU rates (default: published ones)")
-    shared.add_json(command, "write all times, in seconds, to FILE")
 
 
 def _estimate(arguments: argparse.Namespace) -> int:

@@ -127,12 +127,8 @@ def _default(arguments: argparse.Namespace, config) -> Path:
     from fp8ref.train.config import hardware
 
     multiply = hardware.of(config, arguments.backend)
-    parts = [
-        arguments.config.stem,
-        arguments.backend,
-        "-to-".join(config.recipes),
-        *([multiply.name] if multiply else []),
-    ]
+    parts = [arguments.config.stem, arguments.backend, "-to-".join(config.recipes)]
+    parts += [multiply.name] if multiply else []
     return Path("runs") / "-".join(parts)
 
 

@@ -85,7 +85,7 @@ def _axes_entry(ax: Axes, figure: Figure) -> dict | None:
     width, height = (POINTS_PER_INCH * size for size in figure.get_size_inches())
     place = ax.get_position()
     box = [place.x0 * width, (1 - place.y1) * height, place.x1 * width, (1 - place.y0) * height]
-    about = {
+    about: dict[str, Any] = {
         "box": [round(v, 2) for v in box],
         "x": _numbers(ax.get_xlim()),
         "y": _numbers(ax.get_ylim()),
@@ -93,17 +93,11 @@ def _axes_entry(ax: Axes, figure: Figure) -> dict | None:
     if images:
         note = _NOTES[images[0]]
         values = np.ma.filled(images[0].get_array().astype(float), np.nan)  # type: ignore[union-attr]
-        return (
-            about
-            | note
-            | {"title": ax.get_title(loc="left"), "values": [_numbers(row) for row in values]}
-        )
-    log = ax.get_yscale() == "log"
-    return (
-        about
-        | {"log": log, "xlabel": ax.get_xlabel(), "series": [_series(line) for line in lines]}
-        | _NOTES.get(ax, {})
-    )
+        rows = [_numbers(row) for row in values]
+        return about | note | {"title": ax.get_title(loc="left"), "values": rows}
+    log, series = ax.get_yscale() == "log", [_series(line) for line in lines]
+    about |= {"log": log, "xlabel": ax.get_xlabel(), "series": series}
+    return about | _NOTES.get(ax, {})
 
 
 def _series(line: Line2D) -> dict:

@@ -130,19 +130,17 @@ def staleness(
     amaxes = np.asarray(amaxes)
     steps = first + np.arange(amaxes.size)
     ax.plot(steps, amaxes, color=style.BLACK, linewidth=1.2, label="amax")
-    counts = {
-        name: int(delayed.clipped(amaxes, scale, fmt).sum()) for name, scale in scales.items()
-    }
+    said = []
     for (name, scale), look in zip(scales.items(), style.looks(len(scales)), strict=True):
         missed = delayed.clipped(amaxes, scale, fmt)
         fits = fmt.max / np.asarray(scale, np.float64)
         color, dash = look["color"], look["linestyle"]
         label = f"fits, {name}: {missed.sum()} clipped"
+        said.append(f"{name} clips {missed.sum()}")
         ax.step(steps, fits, where="mid", linewidth=1.3, label=label, color=color, linestyle=dash)
         ax.plot(steps[missed], amaxes[missed], "x", color=color, markersize=6)
     ax.set_yscale("log", base=2)
-    said = ", ".join(f"{name} clips {count}" for name, count in counts.items())
-    title = f"of {amaxes.size} steps {said}"
+    title = f"of {amaxes.size} steps {', '.join(said)}"
     ax.set(xlabel="optimizer step", ylabel="magnitude", title=title)
     style.legend(ax)
     return style.plain(ax, grid="both")

@@ -30,15 +30,8 @@ __all__ = [
 ]
 
 # Okabe and Ito's colors, for color-blind readers, without yellow, which white swallows.
-BLACK, BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = (
-    "#000000",
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-)
+BLACK, BLUE, VERMILLION, GREEN = "#000000", "#0072B2", "#D55E00", "#009E73"
+PURPLE, ORANGE, SKY = "#CC79A7", "#E69F00", "#56B4E9"
 CYCLE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 """The colors of a figure's lines, in order."""
 

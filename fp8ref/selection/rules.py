@@ -15,17 +15,7 @@ from dataclasses import dataclass
 from fp8ref import recipe as recipes
 from fp8ref.formats import QUANTIZED_FORMATS
 from fp8ref.policy import FP4_POLICIES, POLICIES, UNSCALED
-from fp8ref.recipe import (
-    OPERANDS,
-    RECIPES,
-    ROLES,
-    CastSpec,
-    Gemm,
-    GemmSpec,
-    Recipe,
-    Role,
-    trained_recipes,
-)
+from fp8ref.recipe import OPERANDS, ROLES, CastSpec, Gemm, GemmSpec, Recipe, Role
 from fp8ref.selection.linears import Decision, check_shape, matches
 from fp8ref.shared import registry
 from fp8ref.shared.errors import require
@@ -78,7 +68,7 @@ class Rule:
         for key, values, choices in (
             ("gemms", self.gemms, GEMMS),
             ("roles", self.roles, ROLES),
-            ("recipe", [self.recipe], trained_recipes()),
+            ("recipe", [self.recipe], recipes.trained_recipes()),
             ("format", [self.format], QUANTIZED_FORMATS),
             ("granularity", [self.granularity], granularities.GRANULARITIES),
             ("policy", [self.policy], _POLICIES),
@@ -123,7 +113,7 @@ class Rule:
     def cast(self, now: CastSpec | None, gemm: Gemm, role: Role) -> CastSpec | None:
         """The cast that an operand has under this rule, in place of the one it has ``now``."""
         if self.recipe is not None:
-            return casts_of(RECIPES[self.recipe])[gemm, role]
+            return casts_of(recipes.RECIPES[self.recipe])[gemm, role]
         if now is None or self.epilogue is not None:
             return now
         policy = now.policy if self.policy is None else _POLICIES[self.policy]
@@ -262,7 +252,7 @@ def _under(rule: Rule, number: int, decision: Decision) -> Decision:
     ):
         return decision
     base = decision.recipe.name.split(" with ")[0]
-    like = [RECIPES[rule.recipe]] if rule.recipe else []
+    like = [recipes.RECIPES[rule.recipe]] if rule.recipe else []
     recipe = with_casts(decision.recipe, after, f"{base} with rules", like)
     changed = {
         gemm: dataclasses.replace(recipe.gemms[gemm], epilogue=epilogue)
@@ -275,5 +265,5 @@ def _under(rule: Rule, number: int, decision: Decision) -> Decision:
         f"{decision.reason}, and rule {number}" if "rule" in decision.reason else f"rule {number}"
     )
     return dataclasses.replace(
-        decision, recipe=recipe if recipe.fp8 else RECIPES["bf16"], reason=reason
+        decision, recipe=recipe if recipe.fp8 else recipes.RECIPES["bf16"], reason=reason
     )

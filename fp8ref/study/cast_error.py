@@ -4,24 +4,14 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from fp8ref import recipe as recipes_of
 from fp8ref.formats import FLOAT32
-from fp8ref.recipe import (
-    OPERANDS,
-    RECIPES,
-    REDUCED_AXES,
-    ROLES,
-    CastSpec,
-    OperandCast,
-    Recipe,
-    Role,
-    fp8_recipes,
-)
+from fp8ref.recipe import ROLES, CastSpec, OperandCast, Recipe, Role, fp8_recipes
 from fp8ref.shared import console
 from fp8ref.shared.errors import require
 from fp8ref.shared.result import Result, finite
@@ -163,20 +153,9 @@ class Judged(Result):
 
     def to_dict(self) -> dict:
         """Rows as lists under their columns; None where a number is not finite."""
-        columns = (
-            "recipe",
-            "layer",
-            "gemm",
-            "role",
-            "sqnr",
-            "median",
-            "low",
-            "lost",
-            "clipped",
-            "worst_rows",
-        )
+        columns = [column.name for column in fields(Row)]
         rows = [[finite(getattr(row, key)) for key in columns] for row in self.rows]
-        return {"columns": list(columns), "rows": rows, "absent": list(self.absent)}
+        return {"columns": columns, "rows": rows, "absent": list(self.absent)}
 
     def render(self, console: "Console") -> None:
         """The sentence, then each operand by recipe; of many the medians by role, the worst."""
@@ -256,8 +235,7 @@ def judge(
                         absent[f"{layer}/{role}"] = None
                     continue
                 own_axis = None if spec.granularity == "tensorwise" else axis
-                own_cast = spec.fmt.name, spec.granularity, spec.policy, own_axis
-                key = layer, role, *own_cast
+                key = layer, role, spec.fmt.name, spec.granularity, spec.policy, own_axis
                 if key not in once:
                     once[key] = _measure(operand, spec, axis)
                 rows.append(Row(recipe=name, layer=layer, gemm=gemm, role=role, **once[key]))
@@ -312,13 +290,13 @@ def _casts(
         return {
             name: [
                 OperandCast(gemm, role, spec, axis)
-                for gemm, roles in OPERANDS.items()
-                for role, axis in zip(roles, REDUCED_AXES[gemm], strict=True)
+                for gemm, roles in recipes_of.OPERANDS.items()
+                for role, axis in zip(roles, recipes_of.REDUCED_AXES[gemm], strict=True)
             ]
             for name, spec in recipes.items()
         }
     named = fp8_recipes() if recipes is None else recipes
-    defined = [RECIPES.get(one) if isinstance(one, str) else one for one in named]
+    defined = [recipes_of.RECIPES.get(one) if isinstance(one, str) else one for one in named]
     for one in defined:
         require(
             not isinstance(one, Recipe) or all(map(_is_judged, one.casts)),

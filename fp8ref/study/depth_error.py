@@ -1,7 +1,7 @@
 """Error through depth: a forward pass under each recipe next to the same pass in high precision."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -80,11 +80,8 @@ class Depth(Result):
     def to_dict(self) -> dict:
         """Outcomes and refusals; None where a number is not finite."""
         outcomes = {
-            name: {"inputs": {k: finite(v) for k, v in outcome.inputs.items()}}
-            | {
-                key: finite(getattr(outcome, key))
-                for key in ("in_fp8", "output", "divergence", "agreement")
-            }
+            name: {key: finite(value) for key, value in asdict(outcome).items()}
+            | {"inputs": {layer: finite(error) for layer, error in outcome.inputs.items()}}
             for name, outcome in self.outcomes.items()
         }
         return {"outcomes": outcomes, "refused": self.refused}
@@ -185,21 +182,18 @@ def _outcome(first: Seen, seen: Seen) -> Outcome:
     log_p, log_q = (
         _log_softmax(one.result.reshape(-1, one.result.shape[-1])) for one in (first, seen)
     )
+    same = log_p.argmax(axis=-1) == log_q.argmax(axis=-1)
     return Outcome(
         in_fp8=seen.in_fp8,
         inputs={
-            name: _distance(seen.inputs[name].kept, x.kept)
+            name: _distance(other.kept, x.kept)
             for name, x in first.inputs.items()
-            if _same_rows(x, seen.inputs.get(name))
+            if (other := seen.inputs.get(name))
+            and (x.rows, x.kept.shape) == (other.rows, other.kept.shape)
         },
         output=_distance(seen.result, first.result),
         divergence=_divergence(log_p, log_q),
-        agreement=float(
-            (
-                (log_p.argmax(axis=-1) == log_q.argmax(axis=-1))
-                & ~np.isnan(log_p + log_q).any(axis=-1)
-            ).mean()
-        ),
+        agreement=float((same & ~np.isnan(log_p + log_q).any(axis=-1)).mean()),
     )
 
 
@@ -212,11 +206,6 @@ def _distance(x: np.ndarray, to: np.ndarray) -> float:
     x, to = (np.where(masked, 0.0, v).astype(np.float64) for v in (x, to))
     difference, size = float(np.linalg.norm(x - to)), float(np.linalg.norm(to))
     return difference / size if size else (0.0 if difference == 0 else float("inf"))
-
-
-def _same_rows(x: Operand, other: Operand | None) -> bool:
-    sizes = x.rows, x.kept.shape
-    return other is not None and sizes == (other.rows, other.kept.shape)
 
 
 def _divergence(log_p: np.ndarray, log_q: np.ndarray) -> float:
