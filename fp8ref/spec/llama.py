@@ -146,17 +146,9 @@ class LlamaConfig:
                     f"{self.num_experts_per_tok}."
                 )
             return
-        unused = (
-            "num_experts_per_tok",
-            "norm_topk_prob",
-            "router_aux_loss_coef",
-            "shared_expert_intermediate_size",
-        )
-        if set_keys := [
-            key
-            for key in unused
-            if getattr(self, key) != type(self).__dataclass_fields__[key].default
-        ]:
+        unused = (*counts[1:], "norm_topk_prob", "router_aux_loss_coef")
+        fields = type(self).__dataclass_fields__
+        if set_keys := [key for key in unused if getattr(self, key) != fields[key].default]:
             raise ValueError(
                 f"model.{set_keys[0]} needs experts; got {getattr(self, set_keys[0])} with "
                 "model.num_experts 0. Set num_experts."
@@ -175,10 +167,8 @@ def linear_shapes(config: LlamaConfig) -> dict[str, tuple[int, int]]:
     experts is one of them, of which each expert has a weight of this shape (``experts_of``).
     Routers are none, nor is a tied lm_head, which is the embedding."""
     hidden, inner = config.hidden_size, config.intermediate_size
-    q, kv = (
-        heads * config.head_dim
-        for heads in (config.num_attention_heads, config.num_key_value_heads)
-    )
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    q, kv = heads * config.head_dim, kv_heads * config.head_dim
     shared = config.shared_expert_intermediate_size
     shapes: dict[str, tuple[int, int]] = {}
     for i in range(config.num_hidden_layers):
@@ -318,9 +308,8 @@ def initial_weights(config: LlamaConfig, *, seed: int) -> dict[str, np.ndarray]:
 
 def rotary_tables(config: LlamaConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
     """cos and sin, float32 [length, head_dim], repeated for the rotate-half form (M-4)."""
-    frequency = config.rope_theta ** (
-        -np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    )
+    powers = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    frequency = config.rope_theta**-powers
     angle = np.outer(np.arange(length, dtype=np.float64), np.concatenate([frequency, frequency]))
     return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
 

@@ -12,7 +12,7 @@ from fp8ref.shared import errors
 from fp8ref.spec import rotation
 from fp8ref.spec.attention import variants
 from fp8ref.spec.attention.variant import blocks
-from fp8ref.spec.attention.variants import ARITHMETIC, FULL, Arithmetic, Layout, Mask, Variant
+from fp8ref.spec.attention.variants import FULL, Arithmetic, Layout, Mask, Variant
 
 __all__ = ["Call"]
 
@@ -65,7 +65,7 @@ class Call:
                 f"mask is a Mask of fp8ref.spec.attention.variants; got {self.mask!r}. Use "
                 "Mask(causal=True), a window, or documents."
             )
-        for name, choices in (("arithmetic", ARITHMETIC), ("layout", get_args(Layout))):
+        for name, choices in (("arithmetic", variants.ARITHMETIC), ("layout", get_args(Layout))):
             errors.one_of(name, getattr(self, name), choices)
         self._check_numbers()
         self._check_kept()
@@ -78,9 +78,7 @@ class Call:
                     f"the {name} is a number; got {type(value).__name__}. Pass a float; multiply q "
                     "by a learned scale."
                 )
-        if self.scale is not None and not (
-            np.isfinite(_float32(self.scale)) and _float32(self.scale) > 0
-        ):
+        if self.scale is not None and not 0 < _float32(self.scale) < np.inf:
             raise ValueError(f"the softmax scale is positive and finite; got {self.scale!r}.")
         if self.seed and not self.variant.rotated:
             raise ValueError(

@@ -242,11 +242,8 @@ class Variant:
         lengths = [tiles.features for tiles in self.tiles]
         if not lengths or lengths != sorted(set(lengths)):
             raise ValueError(f"tiles ascend by their features; got {lengths}.")
-        if any(
-            n % 16 or n < 16
-            for tiles in self.tiles
-            for n in (tiles.full, tiles.causal, tiles.local)
-        ):
+        keys = [n for tiles in self.tiles for n in (tiles.full, tiles.causal, tiles.local)]
+        if any(n % 16 or n < 16 for n in keys):
             raise ValueError(f"a tile has a multiple of 16 keys; got {self.tiles}.")
         if self.plan == "exact" and self.promotion != 1:
             raise ValueError(
@@ -284,11 +281,8 @@ class Variant:
                 f"a backward pass has no row scales or rotation; got {self.granularity!r}."
             )
         mx = (self.out.bits == 8, self.plan, self.factors, self.scores, self.base)
-        if (
-            self.backward == "cast"
-            and self.granularity == "mx_1x32"
-            and mx != (False, "exact", ("scale",), "scaled", "e")
-        ):
+        cast_in_mx = self.backward == "cast" and self.granularity == "mx_1x32"
+        if cast_in_mx and mx != (False, "exact", ("scale",), "scaled", "e"):
             raise ValueError(
                 "the MX backward pass needs exact sums, base 'e', factor 'scale' alone, o in high "
                 f"precision; got {self.plan!r}, {self.base!r}, {self.factors}, {self.out} (A-16)."

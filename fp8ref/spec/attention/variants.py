@@ -140,9 +140,8 @@ def check_result(variant: Variant, tensors: Mapping[str, Any]) -> None:
     expected = {"q", "k", "v"} | ({"o"} if variant.out.bits == 8 else set())
     # None, or in their own dtype, in high precision
     codes = tensors["q"].codes if "q" in tensors else None
-    if set(tensors) != expected or (codes is not None and codes.dtype.itemsize == 1) != (
-        variant.fmt.bits == 8
-    ):
+    in_fp8 = codes is not None and codes.dtype.itemsize == 1
+    if set(tensors) != expected or in_fp8 != (variant.fmt.bits == 8):
         roles = ", ".join(sorted(tensors, key="qkvo".find)) or "no role"
         raise ValueError(
             f"result is of forward by variant {variant.name!r}; got another's, with tensors of "
