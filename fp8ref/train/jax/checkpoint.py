@@ -40,12 +40,14 @@ class Store:
         """
         try:
             tree = dict(self._writer.metadata(directory.absolute()).item_metadata.tree)
-        except (
-            Exception
-        ) as error:  # orbax raises all kinds of errors for metadata that it did not write
+        except Exception as error:  # orbax raises all kinds for metadata that it did not write
             raise ConfigError(
                 f"{directory} cannot be read ({' '.join(str(error).split())}). Put its files back."
             ) from error
+        # shapes alone: what was made for ``like`` is let go
+        like = jax.tree.map(
+            lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding), like
+        )
         target = dict(like)
         saved_mu, own_mu = tree.pop(train_state.MU, {}), target.pop(train_state.MU, {})
         saved, mine = (
@@ -57,12 +59,9 @@ class Store:
             whole = like[train_state.COUNT].sharding
             scalar = jax.ShapeDtypeStruct((), np.float32, sharding=whole)
             target[train_state.MU] = dict.fromkeys(saved_mu, scalar)
-        abstract = jax.tree.map(
-            lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding), target
-        )
         try:
             restored = self._writer.restore(
-                directory.absolute(), args=orbax.args.StandardRestore(abstract)
+                directory.absolute(), args=orbax.args.StandardRestore(target)
             )
         except (OSError, jax.errors.JaxRuntimeError):  # nothing is known of the files
             raise

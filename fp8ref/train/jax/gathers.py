@@ -40,15 +40,13 @@ def rounded_table(
 ) -> jax.Array:
     """Rows of all fsdp devices, rounded and gathered in dtype, as float32; varying over others."""
     info = jnp.finfo(dtype)
-    return _table(
-        lax.reduce_precision(table, info.nexp, info.nmant).astype(dtype), fsdp, others
-    ).astype(table.dtype)
+    narrow = lax.reduce_precision(table, info.nexp, info.nmant).astype(dtype)
+    return _table(narrow, fsdp, others).astype(table.dtype)
 
 
 def _table(table: jax.Array, fsdp: tuple[str, ...], others: tuple[str, ...]) -> jax.Array:
-    return lax.all_gather(
-        lax.pcast(table, others, to="varying") if others else table, fsdp, axis=0, tiled=True
-    )
+    table = lax.pcast(table, others, to="varying") if others else table
+    return lax.all_gather(table, fsdp, axis=0, tiled=True)
 
 
 def _table_backward(

@@ -45,9 +45,8 @@ class Layout:
         """
         self.config = config.parallel
         self.abstract = devices is not None
-        self.devices = (jax.devices() if devices is None else list(devices))[
-            : config.parallel.devices
-        ]
+        every = jax.devices() if devices is None else list(devices)
+        self.devices = every[: config.parallel.devices]
         self.axes = config.parallel.axes
         sizes = {axis: getattr(config.parallel, axis) for axis in self.axes}
 
@@ -130,9 +129,8 @@ class Layout:
     def description(self) -> str:
         """The devices, for the manifest: platform, kind, number, and number of processes."""
         first, processes = self.devices[0], jax.process_count()
-        many = f", {self.config.devices} devices" * (
-            self.config.devices > 1
-        ) + f" in {processes} processes" * (processes > 1)
+        many = f", {self.config.devices} devices" * (self.config.devices > 1)
+        many += f" in {processes} processes" * (processes > 1)
         return f"{first.platform}: {first.device_kind}{many}"
 
     @property
@@ -268,24 +266,23 @@ class Layout:
         if not self._context:
             return value
         length = value.shape[axis] // self.config.context
-        return lax.dynamic_slice_in_dim(
-            value, lax.axis_index(self._context) * length, length, axis=axis
-        )
+        begin = lax.axis_index(self._context) * length
+        return lax.dynamic_slice_in_dim(value, begin, length, axis=axis)
 
     def own_sequence(self, tokens: jax.Array) -> jax.Array:
         """Under sequence parallelism inside shard_map, a device's part of tokens [B, T] along T."""
         if not (self.mapped and self.config.sequence):
             return tokens
         length = tokens.shape[1] // self.config.tensor
-        return lax.dynamic_slice_in_dim(tokens, lax.axis_index("tensor") * length, length, axis=1)
+        begin = lax.axis_index("tensor") * length
+        return lax.dynamic_slice_in_dim(tokens, begin, length, axis=1)
 
     def cut_sequence(self, h: jax.Array) -> jax.Array:
         """Under sequence parallelism and plain jit, constrain h [B, T, hidden] to cuts along T."""
         if self.mesh is None or self.mapped or not self.config.sequence:
             return h
-        return lax.with_sharding_constraint(
-            h, NamedSharding(self.mesh, P(self._batch, self._tensor, None))
-        )
+        cut = NamedSharding(self.mesh, P(self._batch, self._tensor, None))
+        return lax.with_sharding_constraint(h, cut)
 
     def apart(self, value: jax.Array) -> jax.Array:
         """Mark a replicated value as varying over devices, for shard_map's type check."""
@@ -355,8 +352,8 @@ class Layout:
             cutting = {axis for axes in placement.at_rest(role) for axis in axes}
         sizes = [getattr(self.config, axis) for axis in self.axes]
         parts = values.reshape(*sizes, *values.shape[1:])
-        parts = parts[tuple(slice(None) if axis in cutting else slice(1) for axis in self.axes)]
-        return parts.reshape(-1, *values.shape[1:])
+        own = tuple(slice(None) if axis in cutting else slice(1) for axis in self.axes)
+        return parts[own].reshape(-1, *values.shape[1:])
 
     def mean(self, values: jax.Array) -> jax.Array:
         """The mean of all devices' means of values [B, T], which have one shape."""
@@ -373,9 +370,8 @@ class Layout:
         try:
             for name, shape in llama.linear_shapes(config.model).items():
                 placement = self.placement(name)
-                if placement is None:
-                    continue
-                sharding.check_shapes(name, tokens, shape, placement, sizes)
+                if placement is not None:
+                    sharding.check_shapes(name, tokens, shape, placement, sizes)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 

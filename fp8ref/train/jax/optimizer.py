@@ -201,8 +201,7 @@ class Optimizer:
 
     def _begun(self, params) -> tuple[Any, OptimizerState]:
         """(masters, state) before the first step of parameters, a tree or one."""
-        masters, state = self._apart(params, self._transformation.init(params))
-        return masters, state
+        return self._apart(params, self._transformation.init(params))
 
     def _specs(self) -> tuple[Any, OptimizerState]:
         """What is kept of a parameter is placed as it is; count and scales are replicated."""

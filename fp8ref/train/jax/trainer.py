@@ -186,11 +186,7 @@ class Trainer:
 
     def load(self, directory: Path, step: int) -> None:
         """Restore the state that ``save`` wrote after so many steps, on this mesh or another."""
-        like = jax.tree.map(
-            lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding),
-            self._step.tensors(self._state),
-        )
-        tensors = self._store.load(directory, like)
+        tensors = self._store.load(directory, self._step.tensors(self._state))
         self._state = self._step.restored(self._state, tensors)
         self.count = step
 

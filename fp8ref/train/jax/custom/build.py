@@ -45,10 +45,9 @@ def build(keys: ArchitectureConfig, vocab_size: int, *, seed: int) -> nnx.Module
                 f"{type(variable).__name__}, which a step has no place for. Make it without "
                 "dropout and batch norms."
             )
-        if isinstance(variable, nnx.Param) and jnp.issubdtype(
-            variable.get_value().dtype, jnp.floating
-        ):
-            variable.set_value(variable.get_value().astype(jnp.float32))
+        value = variable.get_value()
+        if isinstance(variable, nnx.Param) and jnp.issubdtype(value.dtype, jnp.floating):
+            variable.set_value(value.astype(jnp.float32))
     return model
 
 

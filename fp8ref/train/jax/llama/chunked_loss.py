@@ -44,9 +44,8 @@ def _losses(h: jax.Array, w: jax.Array, targets: jax.Array, words: int):
         logits = _logits(rows, weight)  # [M, K] x [words, K] -> [M, words]
         wide = logits.astype(jnp.float32)
         new = jnp.maximum(largest, wide.max(-1))
-        total = total * jnp.exp(largest - _finite(new)) + jnp.exp(wide - _finite(new)[:, None]).sum(
-            -1
-        )
+        base = _finite(new)
+        total = total * jnp.exp(largest - base) + jnp.exp(wide - base[:, None]).sum(-1)
         target += jnp.where(_hot(ids, first, weight), wide, 0).sum(-1)
         return (new, total, target), None
 
@@ -81,11 +80,9 @@ def _over_parts(add, begin, w: jax.Array, words: int):
     count = len(w) // words
     carry, outputs = begin, []
     if count:
-        parts = (
-            jnp.arange(count, dtype=jnp.int32) * words,
-            w[: count * words].reshape(count, words, -1),
-        )
-        carry, results = lax.scan(add, carry, parts)
+        first = jnp.arange(count, dtype=jnp.int32) * words
+        weights = w[: count * words].reshape(count, words, -1)
+        carry, results = lax.scan(add, carry, (first, weights))
         outputs = [] if results is None else [results.reshape(count * words, -1)]
     if len(w) > count * words:
         carry, result = add(carry, (jnp.int32(count * words), w[count * words :]))

@@ -21,11 +21,9 @@ def _cross_entropy(logits: jax.Array, targets: jax.Array):
     largest = jnp.max(wide, axis=-1, keepdims=True)
     shifted = wide - jnp.where(jnp.isfinite(largest), largest, 0)
     log_sum = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
-    target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0].astype(
-        jnp.float32
-    )
+    at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     normalizer = log_sum + jnp.where(jnp.isfinite(largest), largest, 0)[..., 0]
-    return normalizer - target_logits, (logits, targets, normalizer)
+    return normalizer - at_target.astype(jnp.float32), (logits, targets, normalizer)
 
 
 def _cross_entropy_gradient(kept, g: jax.Array):

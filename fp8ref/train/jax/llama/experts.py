@@ -60,15 +60,10 @@ def mixture(
         tokens * chosen, -1
     )
     rows = run_groups(copies.at[order].get(unique_indices=True).astype(x.dtype), sizes)
-    back = (
-        jnp.zeros_like(order)
-        .at[order]
-        .set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
-    )
-    choice_outputs = (
-        rows.at[back].get(unique_indices=True).reshape(tokens, chosen, -1).astype(jnp.float32)
-    )
-    return (weights[..., None] * choice_outputs).sum(1), sizes
+    places = jnp.arange(len(order), dtype=order.dtype)
+    back = jnp.zeros_like(order).at[order].set(places, unique_indices=True)
+    outputs = rows.at[back].get(unique_indices=True).reshape(tokens, chosen, -1)
+    return (weights[..., None] * outputs.astype(jnp.float32)).sum(1), sizes
 
 
 def balancing_loss(balances: Sequence[Balance], chosen: int) -> jax.Array:

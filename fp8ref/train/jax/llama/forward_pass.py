@@ -301,11 +301,8 @@ def _attended_in_chunks(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     batch, length, heads, dim = q.shape
     size = min(QUERIES, length)
     padded = -length % size
-    chunks = (
-        jnp.pad(q, ((0, 0), (0, padded), (0, 0), (0, 0)))
-        .reshape(batch, -1, size, heads, dim)
-        .swapaxes(0, 1)
-    )
+    whole = jnp.pad(q, ((0, 0), (0, padded), (0, 0), (0, 0)))
+    chunks = whole.reshape(batch, -1, size, heads, dim).swapaxes(0, 1)
     # In float32 the loop adds up the gradients of k and v unrounded.
     wide = k.astype(jnp.float32), v.astype(jnp.float32)
 

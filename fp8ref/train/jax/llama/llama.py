@@ -44,9 +44,9 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """x * rsqrt(mean(x^2) + eps) * weight over the last dim, rounded once from float32 (M-3)."""
 
-    def __init__(self, weight: np.ndarray, *, eps: float) -> None:
-        self.weight = nnx.Param(jnp.asarray(weight))
-        self.eps = eps
+    def __init__(self, name: str, config: LlamaConfig, weights: Weights) -> None:
+        self.weight = nnx.Param(jnp.asarray(weights[f"{name}.weight"]))
+        self.eps = config.rms_norm_eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return normed(x, *self.norm)
@@ -85,9 +85,7 @@ class Attention(nnx.Module):
         self.normalizes = config.qk_norm
         if config.qk_norm:
             for norm in ("q_norm", "k_norm"):
-                setattr(
-                    self, norm, RMSNorm(weights[f"{name}.{norm}.weight"], eps=config.rms_norm_eps)
-                )
+                setattr(self, norm, RMSNorm(f"{name}.{norm}", config, weights))
 
     @property
     def rotates_outputs(self) -> bool:
@@ -162,13 +160,8 @@ class Experts(nnx.Module):
         moved, codes = expert_dispatch.dispatched(
             run, rows, sizes, {of.name: of.recipe for of in (gate, up)}
         )
-        y, slot = self._product(
-            moved.rows,
-            moved.sizes,
-            run,
-            codes,
-            expert_dispatch.gradients_move_as_codes(run, down.recipe),
-        )
+        in_fp8 = expert_dispatch.gradients_move_as_codes(run, down.recipe)
+        y, slot = self._product(moved.rows, moved.sizes, run, codes, in_fp8)
         return expert_dispatch.combined(run, y, slot, moved, sizes, down.name, down.recipe)
 
     def _product(
@@ -220,23 +213,19 @@ class MixtureMLP(nnx.Module):
 
     def _grouped(self, rows: jax.Array, sizes: jax.Array, run: Pass) -> jax.Array:
         """rows [M, hidden] of all experts, in groups -> [M, hidden], on the experts' devices."""
-        axis = run.layout.expert_axis if run.layout else None
-        if axis is None:
-            return self.experts(rows, sizes, run)
-        return self.experts.apart(rows, sizes, run)
+        if run.layout and run.layout.expert_axis is not None:
+            return self.experts.apart(rows, sizes, run)
+        return self.experts(rows, sizes, run)
 
 
 class Layer(nnx.Module):
     """h + attention(norm(h)), then h + MLP(norm(h)): [B, T, hidden] -> [B, T, hidden]."""
 
     def __init__(self, name: str, config: LlamaConfig, weights: Weights, recipes: Recipes) -> None:
-        self.input_layernorm = RMSNorm(
-            weights[f"{name}.input_layernorm.weight"], eps=config.rms_norm_eps
-        )
+        self.input_layernorm = RMSNorm(f"{name}.input_layernorm", config, weights)
         self.self_attn = Attention(f"{name}.self_attn", config, weights, recipes)
-        self.post_attention_layernorm = RMSNorm(
-            weights[f"{name}.post_attention_layernorm.weight"], eps=config.rms_norm_eps
-        )
+        after = f"{name}.post_attention_layernorm"
+        self.post_attention_layernorm = RMSNorm(after, config, weights)
         mlp = f"{name}.mlp"
         self.mlp = (
             MixtureMLP(mlp, config, weights, recipes)
@@ -277,7 +266,7 @@ class Decoder(nnx.Module):
             names = [f"model.layers.{i}" for i in range(config.num_hidden_layers)]
         layers = [Layer(name, config, weights, recipes) for name in names]
         self.layers = layers[0] if self.stacked else nnx.List(layers)
-        self.norm = RMSNorm(weights["model.norm.weight"], eps=config.rms_norm_eps)
+        self.norm = RMSNorm("model.norm", config, weights)
 
 
 class Llama(nnx.Module):
@@ -310,11 +299,8 @@ class Llama(nnx.Module):
 
     def hidden(self, tokens: jax.Array, run: Pass) -> jax.Array:
         """The last linear's input, [B, T, hidden]."""
-        parts = run.layout.config.context if run.layout else 1
-        tables = (
-            jnp.asarray(table)
-            for table in llama.rotary_tables(self.config, tokens.shape[1] * parts)
-        )
+        positions = tokens.shape[1] * (run.layout.config.context if run.layout else 1)
+        tables = map(jnp.asarray, llama.rotary_tables(self.config, positions))
         cos, sin = (
             run.layout.own_context(table, axis=0) if run.layout else table for table in tables
         )

@@ -41,12 +41,8 @@ def check(states: Mapping[str, delayed.State], first: Mapping[str, str]) -> None
     """ConfigError unless the states of an input are equal, as those of every run are."""
     for name, other in first.items():
         if name in states and other in states:
-            pairs = zip(
-                *(jax.tree.leaves(states[linear]["input"]) for linear in (name, other)), strict=True
-            )
-            if not all(
-                np.array_equal(np.asarray(mine), np.asarray(theirs)) for mine, theirs in pairs
-            ):
+            both = [jax.tree.leaves(states[key]["input"]) for key in (name, other)]
+            if not all(map(np.array_equal, *both)):
                 raise ConfigError(
                     f"{name} and {other} read one tensor, so that their states of it are equal "
                     "under delayed scaling; those of this state differ. Take one that a run has "
