@@ -11,11 +11,8 @@ from fp8ref.shared.errors import ConfigError
 from fp8ref.train.config.sections import ArchitectureConfig
 
 _NAMES_CODE = (
-    "auto_map",
-    "attn_implementation",
-    "experts_implementation",
-    "custom_pipelines",
-    "trust_remote_code",
+    *("auto_map", "attn_implementation", "experts_implementation"),
+    *("custom_pipelines", "trust_remote_code"),
 )
 """Keys of config.json that name code, next to private ones, such as _attn_implementation."""
 

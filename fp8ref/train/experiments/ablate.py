@@ -27,15 +27,8 @@ from fp8ref.spec.attention import products as attention_products
 from fp8ref.train.config import architecture
 from fp8ref.train.config import config as configs
 from fp8ref.train.config.config import Config
-from fp8ref.train.experiments import ablation_start, variants
-from fp8ref.train.experiments.ablation_operands import (
-    EVERYTHING,
-    KINDS,
-    ROLES_OF,
-    Operand,
-    Studied,
-    chosen,
-)
+from fp8ref.train.experiments import ablation_operands, ablation_start, variants
+from fp8ref.train.experiments.ablation_operands import Operand, Studied, chosen
 from fp8ref.train.experiments.ablation_start import Start
 from fp8ref.train.report import gap as gaps
 
@@ -160,7 +153,7 @@ FORWARD_PASSES = Measurement()  # one forward pass of each of 8 validation batch
 
 def ablate(
     run: Path | Start,
-    studied: Studied = EVERYTHING,
+    studied: Studied = ablation_operands.EVERYTHING,
     measurement: Measurement = FORWARD_PASSES,
     *,
     out: Path | None = None,
@@ -346,8 +339,8 @@ def draw(ablation: Ablation, path: Path) -> None:
     groups = list(dict.fromkeys(sorted(row.operand.group for row in ablation.rows)))
     columns = [
         (g, r)
-        for g in KINDS
-        for r in ROLES_OF[g]
+        for g in ablation_operands.KINDS
+        for r in ablation_operands.ROLES_OF[g]
         if any((row.operand.gemm, row.operand.role) == (g, r) for row in ablation.rows)
     ]
     costs = np.full((len(groups), len(columns)), np.nan)

@@ -42,15 +42,9 @@ OURS = {
 """Keys of config.json whose name in a config of fp8ref is another."""
 
 REQUIRED = (
-    "model_type",
-    "hidden_size",
-    "num_experts",
-    "num_local_experts",
-    "moe_intermediate_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "vocab_size",
+    *("model_type", "hidden_size", "num_experts", "num_local_experts"),
+    *("moe_intermediate_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "vocab_size"),
 )
 """Keys of a config.json that describe its model: transformers' defaults are of another."""
 

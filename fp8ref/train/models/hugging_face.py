@@ -19,11 +19,8 @@ from fp8ref.spec.llama import EXPERTS, ROUTER, SHARED, LlamaConfig, Weight
 _OF_EXPERT = re.compile(r"^(?P<mlp>.*)\.experts\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight$")
 
 _SHARED_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
+    *("vocab_size", "hidden_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads"),
 )
 _SHARED_KEYS = (*_SHARED_SIZES, "rms_norm_eps", "rope_theta", "tie_word_embeddings")
 """Keys of config.json that every model has, under the names of ``LlamaConfig``."""

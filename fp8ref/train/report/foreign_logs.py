@@ -29,14 +29,8 @@ STEPS = ("step", "_step", "global_step", "iteration", "iter")
 """Names of a column of steps, without regard to case; the first that is there counts."""
 
 LOSSES = (
-    "loss",
-    "train/loss",
-    "train_loss",
-    "training_loss",
-    "lm loss",
-    "lm_loss",
-    "loss_metrics/global_avg_loss",
-    "train/lm_loss",
+    *("loss", "train/loss", "train_loss", "training_loss", "lm loss", "lm_loss"),
+    *("loss_metrics/global_avg_loss", "train/lm_loss"),
 )
 """Names of a column or tag of training losses, without regard to case; the first one counts."""
 
@@ -248,11 +242,8 @@ def _table(rows: Iterable[dict], path: Path, loss: str | None) -> Iterator[tuple
         step, value = _named(row, STEPS), _named(row, (loss,) if loss else LOSSES)
         if step is None or value is None or row[value] in (None, "") or row[step] in (None, ""):
             continue
-        yield _record(
-            row[step],
-            row[value],
-            f"{path} has {step} = {row[step]!r} with {value} = {row[value]!r}",
-        )
+        where = f"{path} has {step} = {row[step]!r} with {value} = {row[value]!r}"
+        yield _record(row[step], row[value], where)
         has_rows = True
     if seen and not has_rows:
         raise ConfigError(

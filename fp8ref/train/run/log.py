@@ -33,20 +33,8 @@ from fp8ref.train.config.config import Config
 from fp8ref.train.run import checkpoint, coverage, failed_step, file_checks
 
 PACKAGES = (
-    "numpy",
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "torch",
-    "torchao",
-    "triton",
-    "jax-triton",
-    "grain",
-    "safetensors",
-    "tokenizers",
-    "tiktoken",
+    *("numpy", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "torch", "torchao"),
+    *("triton", "jax-triton", "grain", "safetensors", "tokenizers", "tiktoken"),
     "transformers",
 )
 """The packages whose versions a manifest records, where they are installed."""
@@ -377,12 +365,8 @@ def _intact(line: dict, keys: tuple[str, ...]) -> bool:
         return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
     step = line.get("step")
-    return (
-        type(step) is int
-        and step >= 0
-        and line.keys() >= set(keys)
-        and all(fits(*item) for item in line.items())
-    )
+    whole = type(step) is int and step >= 0 and line.keys() >= set(keys)
+    return whole and all(fits(*item) for item in line.items())
 
 
 def _json(manifest: dict) -> str:

@@ -25,12 +25,8 @@ UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """Errors of file systems without locks, on which a run trains unlocked."""
 
 MAY_CHANGE = (
-    "config.run.out",
-    "config.data.source",
-    "config.parallel.",
-    "config.checkpoint.",
-    "config.statistics.",
-    "config.log.",
+    *("config.run.out", "config.data.source", "config.parallel."),
+    *("config.checkpoint.", "config.statistics.", "config.log."),
 )
 """Keys, or their beginnings, that may change when a run resumes.
 

@@ -30,20 +30,13 @@ class FailureStore:
     def __init__(
         self, store: distributed.TCPStore, rank: int, ranks: int, *, kept_by_first: bool
     ) -> None:
-        self._store, self._rank, self._ranks, self._kept_by_first = (
-            store.clone(),  # type: ignore[attr-defined]
-            rank,
-            ranks,
-            kept_by_first,
-        )
+        self._store = store.clone()  # type: ignore[attr-defined]
+        self._rank, self._ranks, self._kept_by_first = rank, ranks, kept_by_first
 
     def report(self, error: BaseException) -> None:
         """Report the error that ends this process."""
-        self._post(
-            cause="Ctrl-C"
-            if isinstance(error, KeyboardInterrupt)
-            else f"{type(error).__name__}: {error}"
-        )
+        text = f"{type(error).__name__}: {error}"
+        self._post(cause="Ctrl-C" if isinstance(error, KeyboardInterrupt) else text)
 
     def diagnose(self, *, waited: bool, timeout_s: int) -> str:
         """Which process is gone, and why: a sentence for the user.
@@ -98,11 +91,8 @@ class FailureStore:
             with contextlib.suppress(distributed.DistError):
                 for turn in itertools.count():
                     for rank in range(self._ranks):
-                        if (
-                            rank != self._rank
-                            and rank not in reports
-                            and self._store.check([_key(rank)])
-                        ):
+                        silent = rank != self._rank and rank not in reports
+                        if silent and self._store.check([_key(rank)]):
                             reports[rank] = json.loads(self._store.get(_key(rank)))
                     answered.set()
                     if any("cause" in report for report in reports.values()) or (

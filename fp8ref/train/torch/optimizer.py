@@ -140,9 +140,8 @@ def begin(optimizer: torch.optim.Optimizer, step: int | None = None) -> None:
     for p in _parameters(optimizer):
         state = optimizer.state[p]
         if not state:
-            state["step"] = torch.zeros(
-                (), dtype=torch.float32, device=p.device if fused else "cpu"
-            )
+            device = p.device if fused else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             state |= {
                 key: _zeros_in_fp8(p)
                 if _takes_fp8(optimizer, p)
@@ -266,9 +265,8 @@ class GradientNorm:
         Squares are summed in float64: another sharding changes the last bit at most.
         """
         held = [g for g in grads if local_part(g).numel()]
-        squares = torch.stack(
-            torch._foreach_norm([local_part(g) for g in held], 2, torch.float64)
-        ).square()
+        pieces = [local_part(g) for g in held]
+        squares = torch.stack(torch._foreach_norm(pieces, 2, torch.float64)).square()
         # ranks that hold the same piece, whose squares are counted once
         copies = self._on_device(squares.device, tuple(self._copies(g) for g in held))
         return gather_ranks((squares / copies).sum(), self._mesh).sum().sqrt().float()

@@ -80,13 +80,8 @@ def join(timeout_s: int) -> Processes:
             f"-m fp8ref train ...; not set: {', '.join(missing)}."
         )
     rank, ranks, port = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    if not (
-        rank.isdecimal()
-        and ranks.isdecimal()
-        and port.isdecimal()
-        and int(rank) < int(ranks)
-        and int(port) < 2**16
-    ):
+    numbers = all(text.isdecimal() for text in (rank, ranks, port))
+    if not numbers or int(rank) >= int(ranks) or int(port) >= 2**16:
         raise ConfigError(
             f"RANK must be below WORLD_SIZE, and MASTER_PORT must be a port; got {rank}, "
             f"{ranks} and {port}. torchrun sets all of them."
@@ -103,12 +98,8 @@ def join(timeout_s: int) -> Processes:
     _reach(timeout_s)
     try:
         store, index, count = next(distributed.rendezvous("env://", timeout=timeout))
-        failures = FailureStore(
-            store,
-            index,
-            count,
-            kept_by_first=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-        )
+        by_first = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        failures = FailureStore(store, index, count, kept_by_first=by_first)
         distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if gpu else "gloo",
             store=distributed.PrefixStore("groups", store),

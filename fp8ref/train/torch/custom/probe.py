@@ -12,17 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8ref.shared.errors import ConfigError
 
 _PRODUCTS = (
-    "Addmm",
-    "Mm",
-    "Bmm",
-    "Baddbmm",
-    "Mv",
-    "Dot",
-    "Linear",
-    "MkldnnLinear",
-    "Convolution",
-    "ScaledDotProduct",
-    "Embedding",
+    *("Addmm", "Mm", "Bmm", "Baddbmm", "Mv", "Dot", "Linear", "MkldnnLinear"),
+    *("Convolution", "ScaledDotProduct", "Embedding"),
 )
 """How autograd's nodes of products begin, and those of look-ups."""
 
@@ -176,14 +167,11 @@ class _OwnGenerators(TorchDispatchMode):
 
 
 def _generators(device: torch.device) -> list[torch.Tensor]:
-    return [
-        torch.get_rng_state(),
-        *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else []),
-    ]
+    on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *on_gpu]
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """The same values, NaN being one."""
-    return (
-        a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
-    )
+    alike = a.shape == b.shape and a.dtype == b.dtype
+    return alike and bool(((a == b) | ((a != a) & (b != b))).all())

@@ -54,8 +54,7 @@ class Projections(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         experts = config.num_experts
-        hidden = config.hidden_size
-        inner = config.intermediate_size
+        hidden, inner = config.hidden_size, config.intermediate_size
         self.gate_proj = GroupedLinear(experts, hidden, inner)
         self.up_proj = GroupedLinear(experts, hidden, inner)
         self.down_proj = GroupedLinear(experts, inner, hidden)
@@ -102,19 +101,16 @@ class MixtureMLP(nn.Module):
         experts, weights, probabilities = self.gate(tokens)
         # in a group by token, then by choice
         chosen, order = torch.sort(experts.reshape(-1), stable=True)
-        ends = torch.searchsorted(
-            chosen, torch.arange(self.count, device=x.device), right=True, out_int32=True
-        )
-        self.balance = Balance(
-            torch.diff(ends, prepend=ends.new_zeros(1)).float(), probabilities.sum(0)
-        )
+        numbers = torch.arange(self.count, device=x.device)
+        ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
+        counts = torch.diff(ends, prepend=ends.new_zeros(1)).float()
+        self.balance = Balance(counts, probabilities.sum(0))
         # Copies in float32, which sums a token's gradients. [T k, hidden]
         copies = tokens.float()[:, None].expand(-1, weights.shape[1], -1)
         copies = copies.reshape(-1, x.shape[-1])
         rows = self._grouped(copies.to(x.dtype)[order], ends)
-        back = torch.empty_like(order).index_copy(
-            0, order, torch.arange(len(order), device=x.device)
-        )
+        places = torch.arange(len(order), device=x.device)
+        back = torch.empty_like(order).index_copy(0, order, places)
         choice_outputs = rows[back].view(*weights.shape, -1).float()  # [T, k, hidden]
         y = (weights[..., None] * choice_outputs).sum(1)
         if self.shared_expert is not None:

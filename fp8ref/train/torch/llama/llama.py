@@ -121,13 +121,8 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        hidden, width, kv = (
-            config.hidden_size,
-            *(
-                n * config.head_dim
-                for n in (config.num_attention_heads, config.num_key_value_heads)
-            ),
-        )
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        width, kv = (n * config.head_dim for n in (heads, config.num_key_value_heads))
         self.q_proj = nn.Linear(hidden, width, bias=False)
         self.k_proj = nn.Linear(hidden, kv, bias=False)
         self.v_proj = nn.Linear(hidden, kv, bias=False)
@@ -135,11 +130,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config, config.head_dim) if config.qk_norm else None
         self.k_norm = RMSNorm(config, config.head_dim) if config.qk_norm else None
         self.softcap = config.attention_softcap
-        self.sinks = (
-            nn.Parameter(torch.empty(config.num_attention_heads))
-            if config.attention_sinks
-            else None
-        )
+        self.sinks = nn.Parameter(torch.empty(heads)) if config.attention_sinks else None
         self.states = nn.ModuleDict()
 
     def attend_by(self, call: RankCall, *, delays: bool, by_kernel: bool) -> None:
