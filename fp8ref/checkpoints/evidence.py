@@ -153,11 +153,8 @@ def _misfit(evidence: Evidence) -> None:
     codes = np.ascontiguousarray(weight.scale[...]).view(np.uint8)
     usual = (codes > 63) & (codes < 160)
     # the last columns may be filled with zeros
-    if (
-        weight.scale.dtype == "F32"
-        and (usual | (codes == 0)).all()
-        and usual.sum() > usual.size / 2
-    ):
+    packed = (usual | (codes == 0)).all() and usual.sum() > usual.size / 2
+    if weight.scale.dtype == "F32" and packed:
         text = f"{text}; their bytes are e8m0 codes of usual sizes"
         evidence.find("scale_packed", text, bytes=codes.ravel()[:4].tolist())
     else:
@@ -274,7 +271,8 @@ def _misread(evidence: Evidence) -> bool:
     array = np.unique(weight.scales[np.isfinite(weight.scales)])
     whole = (array == np.rint(array)).all() and array.max() < 255
     exponents = mean * 2.0 ** (min(float(np.median(array)), 255) - 127)
-    if weight.scale.dtype in FLOATS and whole and PLAUSIBLE[0] < exponents < PLAUSIBLE[1]:
+    plausible = PLAUSIBLE[0] < exponents < PLAUSIBLE[1]
+    if weight.scale.dtype in FLOATS and whole and plausible:
         text = (
             f"scales are whole numbers from {array.min():g} to {array.max():g}: weights would "
             f"be of size {size:.3g}, and of {exponents:.3g} if they are exponents"
@@ -300,7 +298,8 @@ def _tops(evidence: Evidence) -> None:
         return
     name, low, high = rule
     total, largest = evidence.within(0, math.inf), float(fmt.max)
-    if evidence.uneven and not evidence.weight.two_level and evidence.uneven <= total / 10:
+    some = 0 < evidence.uneven <= total / 10
+    if some and not evidence.weight.two_level:
         text = f"{evidence.uneven:,} of {total:,} scales are no powers of two; the others are"
         evidence.find("not_power_of_two", text, **evidence.first_uneven)
         return

@@ -65,8 +65,9 @@ def match(
     Order:    every policy, source dtype and order of rounding on the first rows; then all rows by
               the first rule without a difference, else by that with the fewest.
     """
-    fits = original is not None and original.shape == weight.shape
-    if original is None or not fits or original.dtype not in FLOATS or not weight.granularity:
+    if original is None or original.shape != weight.shape:
+        return None
+    if original.dtype not in FLOATS or not weight.granularity:
         return None
     pair = _Pair(dataclasses.replace(weight), original, amax)  # a copy, whose scales are let go
     begin = next(pair.weight.spans(PIECE))
@@ -127,9 +128,11 @@ def _fits(weight: StoredWeight, rule: WeightRule) -> bool:
 
 
 def _candidates(weight: StoredWeight, original: StoredTensor) -> Iterator[WeightRule]:
-    policies = FP4_POLICIES if weight.two_level else POLICIES | {_TORCHAO_BF16.name: _TORCHAO_BF16}
+    more = {_TORCHAO_BF16.name: _TORCHAO_BF16}
+    policies = FP4_POLICIES if weight.two_level else POLICIES | more
     # a narrow original is what it is in float32
-    sources = list(SOURCES.values()) if original.dtype in ("F32", "F64") else [SOURCES["float32"]]
+    wide = original.dtype in ("F32", "F64")
+    sources = list(SOURCES.values()) if wide else [SOURCES["float32"]]
     ragged = weight.shape[-1] % 16 != 0
     for policy, source in itertools.product(policies.values(), sources):
         blocks = () if policy.two_level is None else policy.two_level.granularities

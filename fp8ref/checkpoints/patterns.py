@@ -38,7 +38,8 @@ _REPEATS = re.compile(r"(\)?)(?:\+|\{(\d*),?(\d*)\})")
 def fused_name(module: str) -> str:
     """The module of an engine that holds a checkpoint's: ``qkv_proj`` for ``q_proj``."""
     parent, dot, last = module.rpartition(".")
-    return parent + dot + next((name for name, parts in FUSED.items() if last in parts), last)
+    whole = next((name for name, parts in FUSED.items() if last in parts), last)
+    return parent + dot + whole
 
 
 def matches(pattern: str, name: str, behind: str = "") -> bool:

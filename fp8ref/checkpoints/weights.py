@@ -201,7 +201,8 @@ class StoredWeight:
             first, last, _ = rows.indices(self.shape[-2])
             inv = inv[first // height : -(-last // height)]
         inv = inv.reshape(()) if self.granularity == "tensorwise" else inv
-        factor = None if self.tensor_factor is None else np.asarray(self.tensor_factor[matrix])
+        factor = self.tensor_factor
+        factor = None if factor is None else np.asarray(factor[matrix])
         return Quantized(
             codes, scaling.scale_inv_from_scale(inv), inv, self.fmt, self.granularity, -1, factor
         )

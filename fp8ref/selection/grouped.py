@@ -83,11 +83,9 @@ GROUPED_RECIPES = {
 
 def grouped_recipe(recipe: Recipe) -> GroupedRecipe:
     """The grouped recipe for a recipe of linears: torchao's for ``rowwise``."""
-    return (
-        GROUPED_RECIPES[recipe.name]
-        if RECIPES.get(recipe.name) == recipe and recipe.name in GROUPED_RECIPES
-        else by_name(recipe)
-    )
+    if RECIPES.get(recipe.name) == recipe and recipe.name in GROUPED_RECIPES:
+        return GROUPED_RECIPES[recipe.name]
+    return by_name(recipe)
 
 
 def by_name(recipe: str | Recipe | GroupedRecipe) -> GroupedRecipe:

@@ -27,11 +27,8 @@ def left_out(
             and linear.shape[0] in experts
             and set(NAMES) & set(linear.path.split("."))
         )
-        if (
-            not linear.fp8
-            or not router
-            or any(matches(pattern, linear.path) for pattern in fp8_fqns)
-        ):
+        named = any(matches(pattern, linear.path) for pattern in fp8_fqns)
+        if not linear.fp8 or not router or named:
             return linear
         return dataclasses.replace(linear, recipe=RECIPES["bf16"], reason=ROUTER)
 

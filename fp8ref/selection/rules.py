@@ -98,9 +98,8 @@ class Rule:
             raise ValueError(
                 f"an epilogue takes no roles; got {', '.join(self.roles)}. Leave them out."
             )
-        if not any(
-            set(roles) & set(self.roles) for gemm, roles in OPERANDS.items() if gemm in self.gemms
-        ):
+        operands = [roles for gemm, roles in OPERANDS.items() if gemm in self.gemms]
+        if not any(set(roles) & set(self.roles) for roles in operands):
             raise ValueError(
                 f"{', '.join(self.gemms)} of a rule has no operand {', '.join(self.roles)}. Use "
                 "another GEMM or role."
@@ -261,9 +260,8 @@ def _under(rule: Rule, number: int, decision: Decision) -> Decision:
     recipe = _recipe(recipe.name, recipe.gemms | changed)
     if recipe.fp8:
         check_shape(decision.path, decision.shape, recipe)
-    reason = (
-        f"{decision.reason}, and rule {number}" if "rule" in decision.reason else f"rule {number}"
-    )
+    first = f"{decision.reason}, and " if "rule" in decision.reason else ""
+    reason = f"{first}rule {number}"
     return dataclasses.replace(
         decision, recipe=recipe if recipe.fp8 else recipes.RECIPES["bf16"], reason=reason
     )

@@ -151,7 +151,8 @@ class Parser(argparse.ArgumentParser):
         unknown = next((word for word in words if word.startswith("-")), words[0])
         name = unknown.partition("=")[0]
         kind = "option" if name.startswith("-") else "argument"
-        near = registry.nearest(name, self._option_string_actions) if kind == "option" else ""
+        options = self._option_string_actions if kind == "option" else ()
+        near = registry.nearest(name, options)
         remedy = near.replace("'", "") or f" See {self.prog} --help."
         self.error(f"unknown {kind} {name!r}.{remedy}")
 

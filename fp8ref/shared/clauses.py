@@ -17,7 +17,7 @@ def site() -> str | None:
     """The address of the documentation site, or None if the package names none."""
     try:
         entries = importlib.metadata.metadata("fp8ref").get_all("Project-URL") or []
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
         return None
     return dict(entry.split(", ", 1) for entry in entries).get("Documentation")
 
@@ -30,11 +30,9 @@ def address(clause: str) -> str:
     """
     letter, anchor = clause[0].lower(), clause.lower()
     url = site()
-    return (
-        f"docs/spec/{letter}.md#{anchor}"
-        if url is None
-        else f"{url.rstrip('/')}/spec/{letter}.html#{anchor}"
-    )
+    if url is None:
+        return f"docs/spec/{letter}.md#{anchor}"
+    return f"{url.rstrip('/')}/spec/{letter}.html#{anchor}"
 
 
 def addresses(message: str) -> list[str]:

@@ -178,11 +178,9 @@ def waiting(title: str) -> Iterator[None]:
 
 def library_bar(title: str, total: int | None) -> AbstractContextManager[Callable[..., None]]:
     """``bar``, of a library's function, which runs without one where rich is not installed."""
-    return (
-        bar(title, total)
-        if importlib.util.find_spec("rich")
-        else nullcontext(lambda note="", by=1: None)
-    )
+    if importlib.util.find_spec("rich"):
+        return bar(title, total)
+    return nullcontext(lambda note="", by=1: None)
 
 
 def counted(title: str, items: Iterable[_T]) -> Iterator[_T]:

@@ -31,11 +31,9 @@ def remedy(error: ImportError) -> str | None:
     if not isinstance(error, ModuleNotFoundError) or not package or package == "fp8ref":
         return None
     extra = extra_of(package)
-    return (
-        None
-        if extra is None
-        else f"{package} is missing. Install it with: pip install 'fp8ref[{extra}]'"
-    )
+    if extra is None:
+        return None
+    return f"{package} is missing. Install it with: pip install 'fp8ref[{extra}]'"
 
 
 def extra_of(package: str) -> str | None:

@@ -284,11 +284,8 @@ def _array(content: bytes) -> np.ndarray:
         raise ValueError(f"an array of {dtype} claims the shape {shape}; it has {held:,} bytes")
     if not held:
         return np.zeros(shape, dtype)
-    return (
-        np.frombuffer(content, dtype, offset=stream.tell())
-        .reshape(shape, order="F" if fortran else "C")
-        .copy()
-    )
+    array = np.frombuffer(content, dtype, offset=stream.tell())
+    return array.reshape(shape, order="F" if fortran else "C").copy()
 
 
 def _checksum(arrays: Mapping[str, np.ndarray]) -> str:

@@ -103,9 +103,8 @@ def non_finite(operand: Operand) -> str:
     if parts:
         among = f" in the {len(x):,} of {operand.rows:,} rows that were kept"
         where = "" if whole else among
-        nothing = (
-            "" if (np.isfinite(x) & (x != 0)).any() else f" and no other number but 0{NOTHING}"
-        )
+        others = (np.isfinite(x) & (x != 0)).any()
+        nothing = "" if others else f" and no other number but 0{NOTHING}"
         return f"holds {' and '.join(parts)}{where}{nothing}"
     seen = np.isfinite(operand.columns).all() and np.isfinite(operand.amax).all()
     return "" if seen else "holds Inf or NaN in rows that were not kept"
@@ -157,7 +156,8 @@ def _worst_cast(
         return _low(_alike(rows, worst), worst, name)
     most, low = max(map(_share, once)), worst.low
     lost = f"more than {_percent(most)} of a tensor" if most else "an element"
-    exact = "95 % of the rows are" if any(row.worst_rows for row in rows) else "every row is"
+    by_row = any(row.worst_rows for row in rows)
+    exact = "95 % of the rows are" if by_row else "every row is"
     enough = f"95 % of the rows keep {low:.0f} dB or more"
     kept = f"{exact} exact" if low == np.inf else enough
     return f"No cast of these recipes zeroes or clips {lost}, and {kept}."

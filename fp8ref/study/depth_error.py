@@ -146,11 +146,8 @@ def compare(
     outcomes: dict[str, Outcome] = {}
     refused: dict[str, str] = {}
     recordings.listed(recipes, "recipes")
-    chosen = (
-        list(fp8_recipes().values())
-        if recipes is None
-        else [recipes_of.by_name(r) for r in recipes]
-    )
+    every = list(fp8_recipes().values())
+    chosen = every if recipes is None else [recipes_of.by_name(r) for r in recipes]
     for recipe in console.counted("run the model", chosen):
         try:
             seen = under(recipe)

@@ -104,9 +104,9 @@ def _figures(judged: Judged, depth: Depth | None) -> dict[str, markupsafe.Markup
     maps = {role: judged.by_layer(role, "low") for role in ROLES}
     numbers = np.concatenate([values[np.isfinite(values)] for values in maps.values()])
     # a few good ones hide no bad ones
-    low, high = (
-        (float(numbers.min()), float(np.quantile(numbers, 0.95))) if numbers.size else (0.0, 1.0)
-    )
+    low, high = 0.0, 1.0
+    if numbers.size:
+        low, high = float(numbers.min()), float(np.quantile(numbers, 0.95))
     zeroed = {role: 100 * judged.by_layer(role, "lost") for role in ROLES}
     most = max((float(np.nanmax(v)) for v in zeroed.values() if np.isfinite(v).any()), default=0.0)
     for role, values in maps.items():

@@ -298,14 +298,18 @@ def _attended(layer: str, arrays: dict[str, np.ndarray], mask: dict) -> Attended
 def _narrow(x: np.ndarray) -> np.ndarray:
     """The bits of bfloat16, where that holds all of it; else float32."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return np.asarray(x, np.float32) if np.any(bits & 0xFFFF) else (bits >> 16).astype(np.uint16)
+    if np.any(bits & 0xFFFF):
+        return np.asarray(x, np.float32)
+    return (bits >> 16).astype(np.uint16)
 
 
 def wide(x: np.ndarray, axes: int) -> np.ndarray:
     """What ``_narrow`` made. ValueError: another dtype or number of axes."""
     text = f"a tensor is {x.dtype} of {x.ndim} axes, not uint16 or float32 of {axes}"
     require(x.ndim == axes and x.dtype in (np.uint16, np.float32), text)
-    return (x.astype(np.uint32) << np.uint32(16)).view(np.float32) if x.dtype == np.uint16 else x
+    if x.dtype == np.float32:
+        return x
+    return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def inputs(recording: Recording) -> dict[str, Operand]:
