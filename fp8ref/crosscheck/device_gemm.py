@@ -57,9 +57,8 @@ def capability(backend: str) -> tuple[int, int] | None:
 def plan(backend: str, spec: GemmSpec) -> Accumulation | None:
     """The plan of the tensor cores that a backend multiplies FP8 operands on; None where there are
     none, or where operands in blocks are dequantized first (G-16)."""
-    if spec.accumulate is None or any(
-        cast is not None and granularity_of(cast.granularity).reduced for cast in (spec.a, spec.b)
-    ):
+    casts = [cast for cast in (spec.a, spec.b) if cast is not None]
+    if spec.accumulate is None or any(granularity_of(c.granularity).reduced for c in casts):
         return None
     plans = PLANS.get(capability(backend) or (0, 0))
     accumulation = accumulate.by_name(plans[spec.accumulate]) if plans else None

@@ -352,11 +352,8 @@ class _Training:
                 self.processes,
                 recipe=self.recipe,
             )
-        line = {
-            "step": step,
-            **metrics,
-            "tokens_per_second": config.data.batch_size * config.data.sequence_length / seconds,
-        } | columns
+        speed = config.data.batch_size * config.data.sequence_length / seconds
+        line = {"step": step, **metrics, "tokens_per_second": speed} | columns
         every = config.run.eval_every
         if (every and (step + 1) % every == 0) or step + 1 == config.run.steps:
             with watch("evaluation"):

@@ -72,9 +72,8 @@ def check(
             if scales and f"{layer}/{role}" in scales
         }
         for one in forwards:
-            if "p/counts" not in one.arrays or not all(
-                np.isfinite(one.arrays[f"{role}/value"]).all() for role in ("q", "k", "v")
-            ):
+            finite = (np.isfinite(one.tensor(role)).all() for role in "qkv")
+            if "p/counts" not in one.arrays or not all(finite):
                 continue
             result = _forward(one, variant, stored)
             _compare(report, one, "p", _probabilities(one, variant, result))

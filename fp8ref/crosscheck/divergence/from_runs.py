@@ -279,9 +279,8 @@ def _summary(pair: Sequence[Run], records: Recorded) -> str:
     if records.metric_differs:
         step, key = records.metric_differs
         values = [run.curve(key).get(step) for run in pair]
-        text = f"recorded: the first difference is {key} of step {step}, " + " and ".join(
-            "none" if v is None else repr(v) for v in values
-        )
+        shown = " and ".join("none" if v is None else repr(v) for v in values)
+        text = f"recorded: the first difference is {key} of step {step}, {shown}"
     else:
         text = f"recorded: {' and '.join(KEYS)} of {records.steps} steps are equal"
     if records.checkpoint_differs:

@@ -101,7 +101,8 @@ def _probed(path: Path) -> "Hardware":
             f"numerics.accumulate: {path} cannot be read ({error.strerror}). Name what fp8ref "
             "probe SUBJECT --json FILE wrote."
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # other JSON than a probe's
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        # other JSON than a probe's
         is_value = isinstance(error, ValueError)
         why = str(error).rstrip(".") if is_value else "it has no plan"
         raise ConfigError(

@@ -172,7 +172,7 @@ def _hub(data: DataConfig, split: str) -> Iterator[bytes]:
     name, _, config = data.source.removeprefix(sources.HUB).partition(":")
     try:
         rows = iter(datasets.load_dataset(name, config or None, split=split, streaming=True))
-    except Exception as error:  # what the hub, its client and the network raise has no common base
+    except Exception as error:  # the errors of hub, client and network have no common base
         raise _unstreamable(data, split, error) from error
     number = 0
     while True:

@@ -168,7 +168,8 @@ def _splits(config: Config, first: bool, *, trains: bool = False) -> tuple[Windo
             "data.source to 'tokens'."
         )
     by_name = source.kind in ("shards", "documents")
-    if trains and by_name and all(sources.is_validation(name) for name, _ in source.files):
+    alone = by_name and all(sources.is_validation(name) for name, _ in source.files)
+    if trains and alone:
         raise ConfigError(
             f"data.source {data.source!r}: every file is for validation by its name, such as "
             f"{source.files[0][0]!r} (D-5). Add files for training, or rename some."

@@ -40,7 +40,8 @@ class Store:
         """
         try:
             tree = dict(self._writer.metadata(directory.absolute()).item_metadata.tree)
-        except Exception as error:  # orbax raises all kinds for metadata that it did not write
+        except Exception as error:
+            # orbax raises all kinds of errors for metadata that it did not write
             raise ConfigError(
                 f"{directory} cannot be read ({' '.join(str(error).split())}). Put its files back."
             ) from error

@@ -51,11 +51,8 @@ class Optimizer:
         self._kernels = config.numerics.kernels
         self._moments = keys.moment_layout
         self._keeps_masters = keys.keeps_masters
-        self._transformation = (
-            self._at(0.0)
-            if self._moments
-            else optax.scale_by_adam(b1=keys.beta1, b2=keys.beta2, eps=keys.eps)
-        )
+        adam = optax.scale_by_adam(b1=keys.beta1, b2=keys.beta2, eps=keys.eps)
+        self._transformation = self._at(0.0) if self._moments else adam
         self.parameter_specs = jax.tree_util.tree_map_with_path(
             lambda path, p: layout.parameter(name_of(path), p.shape), params
         )

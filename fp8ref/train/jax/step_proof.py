@@ -37,7 +37,8 @@ def prove(
         missing += proof.missing_products(program, attended, variant, plan)
     executable = lowered.compile() if layout.on_gpu else None
     compiled = proof.read_compiled(executable) if executable else None
-    kernels = proof.kernel_calls(executable.as_text() or "") if executable and by_kernel else []
+    text = executable.as_text() if executable and by_kernel else None
+    kernels = proof.kernel_calls(text or "")
     missing += proof.missing_kernels(kernels, attended) if by_kernel else []
     missing += proof.lost(compiled, program) if compiled else []
     if missing and not config.run.allow_fallback:

@@ -181,9 +181,8 @@ def _read(
             return
         except MemoryError:
             raise
-        except (
-            Exception
-        ) as error:  # safetensors, dcp and tensorstore raise all kinds of errors for damaged files
+        except Exception as error:
+            # safetensors, dcp and tensorstore raise all kinds of errors for damaged files
             raise ConfigError(f"{state} cannot be exported: {error}") from error
         yield name, value
 

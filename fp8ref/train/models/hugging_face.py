@@ -65,9 +65,8 @@ _GRANITES = {
 
 def kind(model: LlamaConfig) -> str:
     """The model_type; ConfigError for a model that none of ``KINDS`` is."""
-    if options := [
-        name for name in ("attention_softcap", "attention_sinks") if getattr(model, name)
-    ]:
+    without = ("attention_softcap", "attention_sinks")
+    if options := [name for name in without if getattr(model, name)]:
         raise ConfigError(
             f"{', '.join(KINDS.values())} of transformers have no place for "
             f"model.{' and model.'.join(options)}. Use run.init_from and export without them; a "

@@ -157,9 +157,8 @@ def _printed(path: Path) -> Iterator[tuple[int, float]]:
             if len(line) > LONGEST:
                 continue
             plain = _COLOR.sub("", line)
-            if match := next(
-                (record for pattern in _CONSOLES if (record := pattern.search(plain))), None
-            ):
+            matches = (pattern.search(plain) for pattern in _CONSOLES)
+            if match := next(filter(None, matches), None):
                 if match.end() == len(plain):  # more digits may follow
                     _leave_out(path)
                     continue
@@ -240,7 +239,9 @@ def _table(rows: Iterable[dict], path: Path, loss: str | None) -> Iterator[tuple
     for row in rows:
         seen.update(dict.fromkeys(str(key) for key in row))
         step, value = _named(row, STEPS), _named(row, (loss,) if loss else LOSSES)
-        if step is None or value is None or row[value] in (None, "") or row[step] in (None, ""):
+        if step is None or value is None:
+            continue
+        if row[value] in (None, "") or row[step] in (None, ""):
             continue
         where = f"{path} has {step} = {row[step]!r} with {value} = {row[value]!r}"
         yield _record(row[step], row[value], where)
@@ -261,11 +262,8 @@ def _record(step: Any, loss: Any, where: str) -> tuple[int, float]:
     try:
         # a text as float() takes it, but for its digits of other scripts and underscores
         for field in (step, loss):
-            if (
-                isinstance(field, bool)
-                or not isinstance(field, str | int | float)
-                or not re.fullmatch(_NUMBERS, str(field))
-            ):
+            fits = isinstance(field, str | int | float) and not isinstance(field, bool)
+            if not fits or not re.fullmatch(_NUMBERS, str(field)):
                 raise ValueError
         number, value = float(step), float(loss)
     except (ValueError, OverflowError) as error:

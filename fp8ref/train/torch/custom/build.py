@@ -122,7 +122,8 @@ def _check(model: nn.Module, keys: ArchitectureConfig, vocab_size: int) -> None:
             "an nn.Linear for each expert."
         )
     for key, value in vars(own).items() if own else ():
-        if key.endswith(("dropout", "pdrop")) and isinstance(value, float) and value > 0:
+        drops = isinstance(value, float) and value > 0
+        if drops and key.endswith(("dropout", "pdrop")):
             raise ConfigError(
                 f"{name} has {key} = {value}, and a step has no random numbers. Set it to 0."
             )

@@ -107,12 +107,14 @@ def logits_of(out, tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
     Raises:   ConfigError: neither, or of another shape.
     """
     logits = out if isinstance(out, torch.Tensor) else getattr(out, "logits", None)
-    if not isinstance(logits, torch.Tensor) or logits.shape != (*tokens.shape, vocab_size):
-        got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(out).__name__
+    shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else None
+    if shape != (*tokens.shape, vocab_size):
+        got = type(out).__name__ if shape is None else shape
         raise ConfigError(
             f"a model returns logits [B, T, V] = {(*tuple(tokens.shape), vocab_size)} of tokens "
             f"[B, T], or an object with logits; got {got}."
         )
+    assert isinstance(logits, torch.Tensor)
     return logits
 
 
