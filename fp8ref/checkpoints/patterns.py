@@ -91,7 +91,8 @@ _large = functools.lru_cache(maxsize=2**5)(_compile)
 
 
 def _transformers(pattern: str, module: str) -> bool:
-    return module.endswith(pattern) or matches(pattern, module, r"(?:(?<=\.)|(?=\.|$))")
+    boundary = r"(?:(?<=\.)|(?=\.|$))"
+    return module.endswith(pattern) or matches(pattern, module, boundary)
 
 
 def _compressed_tensors(pattern: str, module: str) -> bool:
