@@ -150,8 +150,10 @@ def observe(
         seed = linear.seed_in_run(trainer.config.run.seed, trainer.count, layer, part)
         observations.append(Observation(trainer.backend, layer, which, a, b, out, seed))
 
-    watched = None if passes is None else recorder(trainer.backend, passes)
-    trainer.observe(tokens, record, attention=watched)
+    if passes is None:
+        trainer.observe(tokens, record)
+    else:
+        trainer.observe(tokens, record, attention=recorder(trainer.backend, passes))
     return observations
 
 
