@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -25,7 +27,7 @@ def test_gemms_are_put_in_the_order_of_the_pass(small):
     np.random.default_rng(0).shuffle(calls)
 
     class Shuffled:
-        backend = "jax"
+        backend, config, count = "jax", small, 0
 
         def observe(self, tokens, observer):
             for name, which in calls:
@@ -46,7 +48,8 @@ class OneLinear:
     one.
     """
 
-    backend = "torch"
+    backend, count = "torch", 0
+    config = SimpleNamespace(run=SimpleNamespace(seed=0))
 
     def __init__(self, rng, planted=lambda which, a, b, out: (a, b, out)):
         normal = {"input": (32, 64), "weight": (48, 64), "grad_output": (32, 48)}

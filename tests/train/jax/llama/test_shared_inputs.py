@@ -81,12 +81,13 @@ def test_the_first_readers_state_casts_for_all(shared):
     tokens = trainer._parts(np.random.default_rng(1).integers(0, 256, (8, 33)))
 
     def loss(linear):
-        states = dict(trainer._fp8_state)
+        states = dict(trainer._state.fp8)
         if linear:
             name = f"model.layers.0.mlp.{linear}"
             state = states[name]["input"]
             states[name] = {**states[name], "input": state._replace(stored=state.stored * 0.3)}
-        return float(trainer._loss(trainer._params, states, tokens))
+        read = trainer._read._replace(states=states)
+        return float(trainer._loss(trainer._params, read, tokens))
 
     assert loss("up_proj") == loss(None) != loss("gate_proj")
 
