@@ -8,10 +8,10 @@ LIMITS = {
     "functions over 8 parameters": 0,
     "calls with ** of a local": 0,
     "imports by string": 4,
-    "guards": 1000,
+    "guards": 980,
     "functions that cast outside quantize/": 0,
     "prefixes of three modules": 0,
-    "lines at 88 columns": 131_360,
+    "lines at 88 columns": 130_754,
 }
 NAMES = {"found": 1, "given": 1, "made": 2, "how": 1, "known": 1, "told": 0, "taken": 1, "of_": 2}
 """Definitions in 10,000 lines."""
