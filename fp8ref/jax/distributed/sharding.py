@@ -246,5 +246,11 @@ def varying(x: Array) -> frozenset[str]:
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
 
 
+def varying_as(out: jax.Array, *like: jax.Array) -> jax.Array:
+    """A result, as varying wherever one of like does: some operations give theirs no such type."""
+    axes = frozenset().union(*map(varying, like)) - varying(out)
+    return lax.pcast(out, tuple(axes), to="varying") if axes else out
+
+
 def _names(axes: set[str]) -> str:
     return ", ".join(sorted(axes)) or "none"

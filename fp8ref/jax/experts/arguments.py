@@ -7,12 +7,13 @@ from jax import Array
 
 from fp8ref.jax.attention.operands import inputs as attention_inputs
 from fp8ref.jax.distributed import explicit_sharding, sharding
-from fp8ref.jax.gemm import hardware
+from fp8ref.jax.gemm import blackwell, hardware
 from fp8ref.jax.linear import linear
 from fp8ref.recipe import Recipe
 from fp8ref.selection import grouped as recipes
 from fp8ref.selection.grouped import GroupedRecipe
 from fp8ref.selection.rules import casts_of
+from fp8ref.shared.errors import require
 
 
 def check_recipe(recipe: str | Recipe | GroupedRecipe, name: str) -> GroupedRecipe:
@@ -24,6 +25,8 @@ def check_recipe(recipe: str | Recipe | GroupedRecipe, name: str) -> GroupedReci
         raise ValueError(f"{name}: {error}") from error
     linear.check_recipe(recipe.recipe, name)
     hardware.refuse(name, "multiplies matrices, and no groups of rows; got grouped GEMMs")
+    text = f"{name}: products {blackwell.active()!r} multiply no groups of rows. Use 'emulated'."
+    require(blackwell.active() in ("auto", "emulated"), text)
     return recipe
 
 

@@ -4,8 +4,8 @@ Order: one XLA dot on float8 arrays with float32 output; the epilogue: scales, r
 over devices, where K is cut (P-8), or before the epilogue if accumulators are summed (P-7). On an
 NVIDIA GPU, unless accumulators are summed, the GEMM writes its output's dtype, and cuBLASLt applies
 the scales of tensorwise operands (G-22). Operands in blocks are dequantized first, because no FP8
-dot takes scales that vary along K (G-16). Simulated hardware replaces the dot and, unless
-accumulators are summed, the epilogue too (G-19, G-21).
+dot takes scales that vary along K (G-16), unless cuDNN multiplies them (G-26). Simulated hardware
+replaces the dot and, unless accumulators are summed, the epilogue too (G-19, G-21).
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from jax import Array, lax
 
 from fp8ref.formats import E2M1FN
 from fp8ref.jax.distributed.sharding import Reduction
-from fp8ref.jax.gemm import hardware
+from fp8ref.jax.gemm import blackwell, hardware
 from fp8ref.jax.quantize import scaling
 from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.recipe import GemmSpec
@@ -31,6 +31,7 @@ from fp8ref.spec import support
 from fp8ref.spec.gemm import MX_BLOCKS
 from fp8ref.spec.granularity import by_name
 from fp8ref.spec.hardware import Multiply
+from fp8ref.spec.products import Products
 
 __all__ = ["PRECISION", "Execution", "finish", "matmul", "matmul_hp"]
 
@@ -60,6 +61,7 @@ class Execution:
               on a GPU the operands of rows too are written as dequantized ones, by 1, where the
               GEMM rounds: the same bits. XLA then transposes b's codes where it writes them, and
               not the tensor that they are made of.
+    products  what multiplies operands in blocks (G-26).
     """
 
     collective: Reduction | None = None
@@ -68,6 +70,7 @@ class Execution:
     multiply: Multiply | None = None
     powers_of_two: bool = False
     dequantized: bool = False
+    products: Products = "auto"
 
 
 ONE_DEVICE = Execution()
@@ -183,8 +186,16 @@ class _Product:
 
     def accumulated(self, a: Quantized, b: Quantized, collective: Reduction | None) -> Array:
         """float32 [M, N] that devices sum: accumulators; scaled sums if scales vary along K."""
-        blocks = dequantizes(a.granularity)
-        if self.execution.multiply is None:
+        blocks, execution = dequantizes(a.granularity), self.execution
+        if execution.multiply is None:
+            if blocks and execution.products == "scaled_matmul":
+                summed = collective is not None or execution.in_steps
+                wide = summed or a.tensor_scale_inv is not None or b.tensor_scale_inv is not None
+                dtype = jnp.float32 if wide else self.out_dtype
+                a, axes = _arranged(a, collective), self.axes
+                if execution.turned:
+                    a, b, axes = b, a, axes[::-1]
+                return blackwell.multiply(a, b, axes, dtype)
             if blocks:
                 return self._dot(_values(a), _values(b), lax.Precision.HIGHEST, collective)
             return self._dot(a.codes, b.codes, PRECISION[self.accumulate], collective)

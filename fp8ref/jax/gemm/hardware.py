@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, FP8_FORMATS
 from fp8ref.jax.distributed import one_device, sharding
@@ -185,9 +185,7 @@ def _called(
         # a mesh that only the inputs or shardings of a jit bring
         codes = one_device.check(codes[0], _ON_A_MESH), one_device.check(codes[1], _ON_A_MESH)
     out = jax.pure_callback(on_host, result, codes, scales, vmap_method="sequential")
-    varying = frozenset().union(*(sharding.varying(v) for v in (*codes, *scales)))
-    # A callback's result carries no type of its own: mark it as varying wherever its operands vary.
-    return lax.pcast(out, tuple(varying), to="varying") if varying else out
+    return sharding.varying_as(out, *codes, *scales)
 
 
 def _narrowed(values: np.ndarray, dtype: np.dtype) -> np.ndarray:

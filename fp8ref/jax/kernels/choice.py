@@ -10,6 +10,7 @@ import importlib.util
 import jax
 from jax import Array
 
+from fp8ref.jax.gemm.blackwell import capability
 from fp8ref.jax.kernels import launch
 from fp8ref.jax.kernels.launch import TritonKernels
 from fp8ref.shared.errors import require
@@ -52,14 +53,8 @@ def kernels(ran: Kernels, device: jax.Device) -> TritonKernels | None:
     """What ``casting`` takes, of what casts on a device."""
     if not ran.triton:
         return None
-    capability = _capability(device)
-    return TritonKernels(capability=capability and capability[0] * 10 + capability[1])
-
-
-def _capability(device: jax.Device) -> tuple[int, int] | None:
-    """An NVIDIA GPU's compute capability."""
-    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
-    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+    version = capability(device)
+    return TritonKernels(capability=version and version[0] * 10 + version[1])
 
 
 def _obstacle(device: jax.Device, abstract: bool) -> str:
@@ -68,13 +63,13 @@ def _obstacle(device: jax.Device, abstract: bool) -> str:
         return "Triton is not installed"
     if device.platform == "cpu":
         return ""
-    capability = _capability(device)
-    if capability is None:
+    version = capability(device)
+    if version is None:
         return f"{device.platform} is no NVIDIA GPU"
     if importlib.util.find_spec("jax_triton") is None:
         return "jax-triton is not installed (pip install 'fp8ref[jax-kernels]')"
-    if capability < CAPABILITY:
-        return f"compute capability {capability[0]}.{capability[1]} has no FP8 casts"
+    if version < CAPABILITY:
+        return f"compute capability {version[0]}.{version[1]} has no FP8 casts"
     return "" if abstract else failure(device)
 
 

@@ -14,7 +14,7 @@ from fp8ref import recipe as recipes
 from fp8ref.jax import delayed
 from fp8ref.jax.distributed import explicit_sharding, sharding
 from fp8ref.jax.distributed.sharding import Placement
-from fp8ref.jax.gemm import hardware
+from fp8ref.jax.gemm import blackwell, hardware
 from fp8ref.jax.kernels import launch
 from fp8ref.jax.linear import observer
 from fp8ref.jax.linear.carried import Layer
@@ -22,6 +22,7 @@ from fp8ref.jax.quantize import cast
 from fp8ref.jax.quantize.scales import Scales
 from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.recipe import Recipe, Role
+from fp8ref.shared import errors
 
 
 def layer(recipe: str | Recipe, name: str, placement: Placement | None) -> Layer:
@@ -34,6 +35,7 @@ def layer(recipe: str | Recipe, name: str, placement: Placement | None) -> Layer
         placed=placement is not None,
         observer=observer.current(),
         multiply=hardware.active(),
+        products=blackwell.active(),
         kernels=launch.active(),
     )
 
@@ -70,6 +72,8 @@ def resolved(
         )
     if layer.multiply is not None:
         hardware.check(x, w, mode, name)
+    text = f"{name}: products 'scaled_matmul' on a mesh need shard_map (parallel.through)."
+    errors.require(layer.products != "scaled_matmul" or mode != "jit", text)
     if mode == "jit" and layout is None:
         ndim: dict[Role, int] = {"input": x.ndim, "weight": w.ndim, "grad_output": x.ndim}
         layout = sharding.layout(placement, ndim, turned=turned)

@@ -28,6 +28,7 @@ from fp8ref.jax.quantize.scales import Scales
 from fp8ref.jax.quantize.scaling import Quantized
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
 from fp8ref.spec.hardware import Multiply
+from fp8ref.spec.products import Products
 
 Scale = Array | Scales | Quantized
 """What is settled of a role before its tensor is read: the number that a state holds; the scales of
@@ -108,6 +109,7 @@ class Layer:
     observer  of ``observing``, or None.
     measures  statistics are collected.
     multiply  simulated hardware that runs its FP8 GEMMs.
+    products  what multiplies operands in blocks.
     kernels   Triton's kernels that make its casts; None: XLA does.
     """
 
@@ -124,6 +126,7 @@ class Layer:
     observer: Callable | None = None
     measures: bool = False
     multiply: Multiply | None = None
+    products: Products = "auto"
     kernels: TritonKernels | None = None
 
     def by_kernel(self, role: Role, cast: CastSpec) -> bool:

@@ -52,6 +52,7 @@ def run(
             # a weight [K, N] has a gradient [K, N]
             turned=layer.turned and which == "grad_weight",
             multiply=layer.multiply,
+            products=layer.products,
             powers_of_two=spec.powers_of_two,
             # of a weight [K, N], codes in another order serve this GEMM
             dequantized=layer.turned and which == "output",

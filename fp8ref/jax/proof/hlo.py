@@ -9,8 +9,9 @@ from typing import Any
 COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute")
 """The collectives that are parsed, in StableHLO's spelling."""
 
-MATMULS = ("__cublas$lt$matmul$f8", "__cublas$lt$matmul", "__cublas$gemm")
-"""The targets of custom calls by which cuBLAS multiplies matrices."""
+BLOCKS = "__cudnn$blockScaledDot"  # cuDNN's GEMM of operands in blocks (G-26)
+MATMULS = ("__cublas$lt$matmul$f8", "__cublas$lt$matmul", "__cublas$gemm", BLOCKS)
+"""The targets of custom calls by which cuBLAS multiplies matrices, and cuDNN those in blocks."""
 
 MOVES = ("reshape", "transpose", "bitcast", "copy")
 """Operations that change no value, between codes and the dot that multiplies them."""
@@ -114,6 +115,9 @@ def from_stablehlo(module) -> Iterator[Operation]:
                     for v, (_, shape) in zip(op.operands, operands, strict=True)
                 )
             yield Operation(kind, operands, _typed(op.results[0].type), _path(op), precision)
+        elif kind == "func.call" and "_scaled_matmul" in within(_path(op)):  # jax.nn's (G-26)
+            operands = tuple(_typed(v.type) for v in op.operands[:2])
+            yield Operation("dot_general", operands, _typed(op.results[0].type), _path(op), "")
         elif kind == "custom_call" and (match := _SIMULATED.search(str(op.location))):
             yield Operation(
                 "simulated",

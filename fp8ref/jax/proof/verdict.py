@@ -63,8 +63,8 @@ class Gemm:
 
     @property
     def fp8(self) -> bool:
-        """True if both operands are FP8."""
-        return self.a.startswith("f8") and self.b.startswith("f8")
+        """True if both operands are FP8, or FP4 (G-26)."""
+        return self.a.startswith(("f8", "f4")) and self.b.startswith(("f8", "f4"))
 
     @property
     def said(self) -> str:
@@ -272,11 +272,13 @@ def manifest(
     a compiled program its kernels and gathers.
     """
     here = [dot for dot in gemms(program) if dot.layer in planned]
+    by_hardware = {f"{dot.layer}/{dot.which}" for dot in here if dot.fp8 and dot.plan is None}
     dequantized = [
         f"{layer}/{which}"
         for layer, recipe in planned.items()
         for which, spec in recipes.by_name(recipe).gemms.items()
         if spec.a and plan is None and gemm.dequantizes(spec.a.granularity)
+        if f"{layer}/{which}" not in by_hardware
     ]
     proof = {
         "read_from": program.source,
@@ -285,7 +287,7 @@ def manifest(
         "gathers": gathers(program),
         "missing": missing,
     }
-    if emulated := recipes.emulated_gemms(planned):
+    if emulated := [g for g in recipes.emulated_gemms(planned) if g not in by_hardware]:
         proof["emulated"] = emulated
     if plan:
         proof["simulated"] = [dot.entry | {"plan": dot.plan} for dot in here if dot.plan]

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from fp8ref.jax.attention import observer as attention_observer
-from fp8ref.jax.gemm import hardware
+from fp8ref.jax.gemm import blackwell, hardware
 from fp8ref.jax.kernels import casts
 from fp8ref.jax.linear import linear
 from fp8ref.jax.quantize import stats
@@ -83,7 +83,8 @@ class Trainer:
                 raise ConfigError(
                     f"numerics.accumulate {config.numerics.accumulate!r}: {error}"
                 ) from error
-        check_products(config, "jax", None, platform)
+        own = self._layout.own_device
+        check_products(config, "jax", blackwell.capability(own), own.device_kind)
         ran = kernels_of(config, self._layout.kernels, casts.share)
         # now: a recipe that the model refuses would end the run in its middle
         first, *others = (Step(config, self._layout, multiply, name) for name in config.recipes)

@@ -2,8 +2,9 @@ import types
 
 import numpy as np
 import pytest
+from helpers.gemm import scaled_matmul
 
-from fp8ref.recipe import SHARED_RECIPES
+from fp8ref.recipe import OPERANDS, SHARED_RECIPES
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train.data import loader
 from fp8ref.train.jax import mesh
@@ -80,10 +81,57 @@ def test_kernels_that_cannot_cast_are_refused(keys, said, small):
         Trainer(config)
 
 
-def test_products_of_pytorch_are_refused(small):  # G-26
+@pytest.mark.parametrize("parallel", [{}, {"fsdp": 2, "through": "shard_map"}], ids=str)
+def test_products_by_scaled_matmul_train_and_are_proven(parallel, small, monkeypatch):  # B-7, G-26
+    """The losses are those of dequantized operands, up to the order of sums."""
     config = small.replace(
-        numerics={"recipe": "mxfp8", "products": "scaled_mm"},
+        numerics={"recipe": "mxfp8", "products": "scaled_matmul"},
+        model={
+            "hidden_size": 128,
+            "intermediate_size": 128,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 1,
+        },
+        data={"sequence_length": 32},
+        parallel=parallel,
+    )
+    emulated = Trainer(config.replace(numerics={"products": "emulated"}))
+    scaled_matmul.install(monkeypatch)
+    trainer, tokens = Trainer(config), loader.open_batches(config).step(0)
+    proof = trainer.prove(tokens)
+    names = [f"{d.path}/{which}" for d in trainer.decisions if d.fp8 for which in OPERANDS]
+    assert sorted(g["gemm"] for g in proof["gemms"] if g["fp8"]) == sorted(names)
+    assert not proof["on_dequantised_operands"]
+    losses = [[t.step(tokens)["loss"] for _ in range(2)] for t in (trainer, emulated)]
+    np.testing.assert_allclose(*losses, rtol=2e-3)  # of bfloat16 activations, each within 2^-9
+
+
+@pytest.mark.parametrize(
+    ("numerics", "message"),
+    [
+        ({"recipe": "mxfp8"}, r".*need an NVIDIA GPU .* 10\.0 or later; got cpu"),
+        ({"recipe": "mxfp4"}, "multiply both operands in mxfp8, nvfp4; got e2m1fn x"),
+        (
+            {"recipe": "mxfp8", "products": "scaled_mm"},
+            "is one of auto, emulated, scaled_matmul; got",
+        ),
+    ],
+)
+def test_products_that_are_not_there_are_refused(numerics, message, small):  # G-26
+    config = small.replace(
+        numerics={"products": "scaled_matmul"} | numerics,
         model={"hidden_size": 64, "intermediate_size": 64},
     )
-    with pytest.raises(ConfigError, match=r"^numerics\.products is one of auto, emulated; got"):
+    with pytest.raises(ConfigError, match=rf"^numerics\.products .*{message}"):
         Trainer(config)
+
+
+def test_products_by_hardware_refuse_plain_jit_on_a_mesh(small, monkeypatch):  # G-26
+    scaled_matmul.install(monkeypatch)
+    config = small.replace(
+        numerics={"recipe": "mxfp8", "products": "scaled_matmul"},
+        model={"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1},
+        parallel={"fsdp": 2, "through": "jit"},
+    )
+    with pytest.raises(ValueError, match=r"on a mesh need shard_map \(parallel\.through\)"):
+        Trainer(config).prove(loader.open_batches(config).step(0))

@@ -40,8 +40,8 @@ class NumericsConfig:
     says), exact, f32, hopper_fast, hopper_slow, ada, blackwell, or a .json file of ``fp8ref
     probe``. native, the default: the framework's own GEMMs."""
     products: Products = "auto"
-    """What multiplies operands in blocks: "emulated", float32 on dequantized ones; "scaled_mm", MX
-    and NVFP4 hardware, in PyTorch; or "auto", kernels of G-17."""
+    """What multiplies operands in blocks: "emulated", float32 on dequantized ones; MX and NVFP4
+    hardware by "scaled_mm" (PyTorch) or "scaled_matmul" (JAX); or "auto", kernels of G-17."""
     kernels: Choice = "auto"
     """How tensors are cast: "plain" by the framework's operations; "triton" by fp8ref's Triton
     kernels, on a CPU in Triton's interpreter, which is slow; "auto" by the kernels on a GPU that

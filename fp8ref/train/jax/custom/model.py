@@ -11,6 +11,7 @@ from flax import nnx
 from fp8ref.jax import delayed
 from fp8ref.jax import flax as fj
 from fp8ref.jax.flax import nnx as nnx_hooks
+from fp8ref.jax.gemm import blackwell
 from fp8ref.jax.kernels import casting, choice
 from fp8ref.jax.linear import rounding
 from fp8ref.selection.report import quiet
@@ -33,8 +34,8 @@ class CustomModel(Model):
     def __init__(self, config: Config, layout: Layout, multiply: Multiply | None) -> None:
         """config: in one recipe, ``config.under`` that of a phase."""
         self._config, self.stacks = config, LayerStacks(0, layout)
-        ran = layout.kernels(config.numerics.kernels)
-        self._kernels = choice.kernels(ran, layout.own_device)
+        ran, self._device = layout.kernels(config.numerics.kernels), layout.own_device
+        self._kernels = choice.kernels(ran, self._device)
         model = self._built()
         self.linears = {d.path: d.recipe for d in config.decisions() if d.fp8}
         self.keepers = self.linears
@@ -136,5 +137,6 @@ class CustomModel(Model):
         return cross_entropy(self._logits(model, tokens[:, :-1]), tokens[:, 1:]).mean()
 
     def _logits(self, model: nnx.Module, tokens: jax.Array) -> jax.Array:
-        with casting(self._kernels):
+        by = blackwell.multiplying(self._config.numerics.products, self._device)
+        with casting(self._kernels), by:
             return probe.logits_of(model(tokens), tokens, self._config.model.vocab_size)

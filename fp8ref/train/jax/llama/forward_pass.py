@@ -21,7 +21,7 @@ from fp8ref.jax.attention.attention import DeviceCall
 from fp8ref.jax.attention.operands import casts as attention_casts
 from fp8ref.jax.experts import grouped
 from fp8ref.jax.experts.operands import Codes, Slot
-from fp8ref.jax.gemm import hardware
+from fp8ref.jax.gemm import blackwell, hardware
 from fp8ref.jax.kernels import TritonKernels, casting
 from fp8ref.jax.linear import fused, linear
 from fp8ref.jax.linear.carried import Observations, Seen, observations
@@ -31,6 +31,7 @@ from fp8ref.recipe import Recipe
 from fp8ref.selection.attention_casts import Casts
 from fp8ref.spec.attention.variants import Arithmetic, Mask, Variant
 from fp8ref.spec.hardware import Multiply
+from fp8ref.spec.products import Products
 from fp8ref.train.jax.llama.experts import Balance
 from fp8ref.train.jax.mesh import Layout
 
@@ -71,6 +72,7 @@ class Pass:
                what the backward pass finds of a layer: everything ("none"), what is ``KEPT``
                ("selective"), or its input ("full").
     multiply   simulated hardware for FP8 GEMMs; None: XLA's own.
+    products   what multiplies operands in blocks (G-26).
     kernels    Triton's kernels, which cast for linears; None: XLA does.
     prepared   of weights by linear: FP8 copies, which are multiplied in place of a cast (O-16), or
                scales, in place of an amax (P-9).
@@ -89,6 +91,7 @@ class Pass:
     arithmetic: Arithmetic = "fast"
     checkpointing: Literal["none", "selective", "full"] = "none"
     multiply: Multiply | None = None
+    products: Products = "auto"
     kernels: TritonKernels | None = None
     prepared: Mapping[str, Quantized | Scales] = field(default_factory=dict)
     mu: Mapping[str, jax.Array] = field(default_factory=dict)
@@ -221,7 +224,8 @@ class Pass:
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
         """Within it linears are cast and multiplied by what the pass says."""
-        with hardware.simulating(self.multiply), casting(self.kernels):
+        by = blackwell.multiplying(self.products, self.layout and self.layout.own_device)
+        with hardware.simulating(self.multiply), by, casting(self.kernels):
             yield
 
     def _observations(self, name: str) -> Observations:

@@ -64,6 +64,7 @@ class LlamaModel(Model):
             arithmetic=config.numerics.attention_arithmetic,
             checkpointing=config.parallel.checkpointing,
             multiply=multiply,
+            products=config.numerics.products,
             kernels=kernel_choice.kernels(
                 layout.kernels(config.numerics.kernels), layout.own_device
             ),
