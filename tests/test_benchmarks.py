@@ -2,6 +2,7 @@
 bench`.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -19,8 +20,10 @@ import attention_losses
 import gpu_parity
 import gpu_probe
 import layout_losses
+import nvfp4_losses
 import rollout
 from fp8ref.conformance.gemm import recording
+from fp8ref.selection.rules import casts_of
 from fp8ref.spec.states.layouts import LAYOUTS, WITH_MASTERS
 from fp8ref.train import loop
 from fp8ref.train.config import config as configs
@@ -66,6 +69,70 @@ def test_the_page_shows_what_rules_cost():
     assert "{:.1e} ± {:.1e} nats".format(*worse) in page
     assert f"--seeds {len({r['seed'] for r in kept['rows']})} --steps {kept['steps']}" in page
     assert {r["backend"] for r in kept["rows"]} == {"jax", "torch"}
+
+
+def test_the_page_shows_what_4_bits_cost():
+    page = (PAGE.parent / "how-to" / "four-bits.md").read_text(encoding="utf-8")
+    kept = json.loads(nvfp4_losses.RESULTS.read_text())
+    assert nvfp4_losses.table(kept["runs"]) in page
+    assert f"{kept['steps']} steps of `{kept['config']}`" in page
+    assert {"jax": "JAX", "torch": "PyTorch"}[kept["backend"]] in page
+    assert all(len(row["losses"]) == kept["steps"] for row in kept["runs"] if row["val_loss"])
+
+
+def test_a_variant_of_nvfp4_differs_in_its_own_part(tmp_path):
+    """And in nothing else: seeds and the rest of the config are nvfp4's."""
+    trials = nvfp4_losses.planned(configs.load("tiny"), "torch", 2, tmp_path)
+    assert {(t.config.run.seed, t.config.data.seed) for t in trials.values()} == {(2, 2)}
+    casts = {
+        variant: {d.path: casts_of(d.recipe) for d in trial.config.decisions()}
+        for variant, trial in trials.items()
+    }
+    whole = casts["nvfp4"]
+    changes = {
+        variant: {
+            (key, field.name)
+            for path, cast in casts[variant].items()
+            for key, mine in cast.items()
+            if mine and whole[path][key]
+            for field in dataclasses.fields(mine)
+            if getattr(mine, field.name) != getattr(whole[path][key], field.name)
+        }
+        for variant in nvfp4_losses.PARTS
+    }
+    of_part = {variant: {field for _, field in found} for variant, found in changes.items()}
+    assert of_part == {
+        "no rotation": {"rotation"},
+        "gradients to nearest": {"rounding"},
+        "weights in rows of 16": {"granularity"},
+        "last block in bf16": set(),
+        "8 random bits": {"rounding"},
+        "four over six": {"policy"},
+    }
+    assert len(changes["no rotation"]) == len(changes["gradients to nearest"]) == 2
+    assert len(changes["four over six"]) == 6
+    left = {path for path, cast in casts["last block in bf16"].items() if any(cast.values())}
+    assert left == {path for path in whole if ".layers.0." in path}
+
+
+def test_a_variants_verdict_is_of_matched_seeds():
+    """A constant gap is within any interval, and a run that ended early is worse."""
+    noise = np.random.default_rng(0).standard_normal((3, 20))
+    rows = [
+        {"variant": name, "seed": i, "val_loss": 1.0, "losses": list(2 + noise[i] + gap)}
+        for i in range(3)
+        for name, gap in (("mxfp4", 0.5 + i / 100), ("bf16", 0.0))
+    ][::-1]
+    gap = nvfp4_losses.judged(rows, "mxfp4", "bf16").compared.gap.last
+    assert (float(gap.mean), gap.n) == (pytest.approx(0.51), 3)
+    assert "| `mxfp4` | 3 | 1.0000 | +0.5100 [+0.4852, +0.5348]: worse | - |" in nvfp4_losses.table(
+        rows
+    )
+    assert "worse for this pair" in nvfp4_losses.table(rows[-2:])
+    rows[0]["val_loss"] = rows[1]["val_loss"] = None
+    assert "| `mxfp4` | 3 | not finite | worse: a loss was not finite | - |" in nvfp4_losses.table(
+        rows
+    )
 
 
 def test_engines_of_one_rule_have_one_policy_and_rules_that_differ_have_not():
