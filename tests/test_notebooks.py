@@ -57,6 +57,7 @@ def test_there_are_notebooks():
         "08_findings",
         "09_outliers",
         "10_your_tensors",
+        "11_four_bits",
         "12_trainer_and_rollout",
     ]
 
