@@ -320,8 +320,8 @@ def set_scale(trainer, name: str, role: str, factor: float) -> None:
     if trainer.backend == "torch":
         trainer.model.get_submodule(f"{name}.states.{role}").scale.mul_(factor)
     else:
-        state = trainer._fp8_state[name][role]
-        trainer._fp8_state[name][role] = state._replace(stored=state.stored * factor)
+        state = trainer._state.fp8[name][role]
+        trainer._state.fp8[name][role] = state._replace(stored=state.stored * factor)
 
 
 @BACKENDS

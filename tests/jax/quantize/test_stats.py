@@ -134,7 +134,7 @@ def test_measuring_changes_no_bit_of_training(small, recipe):  # Q-10
             trainer.measured_step(batches.step(i))[0] if measures else trainer.step(batches.step(i))
             for i in range(3)
         ]
-        runs.append((metrics, trainer.weights(), jax.tree.map(np.asarray, trainer._fp8_state)))
+        runs.append((metrics, trainer.weights(), jax.tree.map(np.asarray, trainer._state.fp8)))
     assert runs[0][0] == runs[1][0]
     jax.tree.map(np.testing.assert_array_equal, runs[0][1:], runs[1][1:])
 

@@ -67,9 +67,9 @@ def test_a_mesh_trains_as_one_device_does(recipe, parallel):  # P-9, P-10
         mine, other = many.step(tokens), one.step(tokens)
         assert mine["loss"] == pytest.approx(other["loss"], rel=2.0**-9)
     assert (many._train._cache_size(), one._train._cache_size()) == (1, 1)  # nothing compiled twice
-    assert jax.tree.structure(many._fp8_state) == jax.tree.structure(one._fp8_state)
+    assert jax.tree.structure(many._state.fp8) == jax.tree.structure(one._state.fp8)
     for mine, other in zip(
-        jax.tree.leaves(many._fp8_state), jax.tree.leaves(one._fp8_state), strict=True
+        jax.tree.leaves(many._state.fp8), jax.tree.leaves(one._state.fp8), strict=True
     ):
         np.testing.assert_allclose(np.asarray(mine), np.asarray(other), rtol=2.0**-6)
     assert many.evaluate(TOKENS[0]) == pytest.approx(one.evaluate(TOKENS[0]), rel=2.0**-9)
@@ -94,14 +94,14 @@ def test_every_linear_gathers_its_own_codes_beside_attention_by_a_variant():  # 
 @pytest.mark.slow
 def test_states_of_delayed_scaling_are_no_parameters_and_change_once_a_step():
     one = trainer("delayed", {})
-    assert set(one._fp8_state) == {d.path for d in one.decisions if d.fp8}
-    before = jax.tree.map(np.asarray, one._fp8_state)
+    assert set(one._state.fp8) == {d.path for d in one.decisions if d.fp8}
+    before = jax.tree.map(np.asarray, one._state.fp8)
     one.evaluate(TOKENS[0]), one.gradients(TOKENS[0]), one.logits(TOKENS[0])
     assert jax.tree.all(
-        jax.tree.map(lambda a, b: bool((np.asarray(a) == b).all()), one._fp8_state, before)
+        jax.tree.map(lambda a, b: bool((np.asarray(a) == b).all()), one._state.fp8, before)
     )
     one.step(TOKENS[0])
-    for state in one._fp8_state.values():
+    for state in one._state.fp8.values():
         assert all(
             int(of_role.step) == 1 and float(of_role.amax_history[0]) > 0
             for of_role in state.values()

@@ -51,7 +51,7 @@ def test_gradients_of_parts_are_summed_and_observations_merged_as_by_hand(small)
     expected = microbatches.delayed_states(seen, config)
     found = {
         (layer, role): state
-        for layer, roles in trainer._fp8_state.items()
+        for layer, roles in trainer._state.fp8.items()
         for role, state in roles.items()
     }
     assert found.keys() == expected.keys()

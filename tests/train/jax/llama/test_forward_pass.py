@@ -28,7 +28,14 @@ def test_what_a_layer_has_is_found_by_its_name():
     """A layer's name ends at a dot: layer 1 is no part of layer 11."""
     names = ["model.layers.1.mlp.up_proj", "model.layers.11.mlp.up_proj"]
     run = Pass(mu=dict.fromkeys(names, jnp.ones(())), taps=dict.fromkeys(names, jnp.zeros(())))
-    assert [list(found) for found in run.of("model.layers.1")] == [[], [], names[:1], [], names[:1]]
+    assert [list(found) for found in run.of("model.layers.1")] == [
+        [],
+        [],
+        names[:1],
+        [],
+        names[:1],
+        [],
+    ]
 
 
 def test_experts_that_fsdp_cuts_are_gathered_again_in_the_backward_pass():
