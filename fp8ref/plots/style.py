@@ -35,8 +35,8 @@ PURPLE, ORANGE, SKY = "#CC79A7", "#E69F00", "#56B4E9"
 CYCLE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 """The colors of a figure's lines, in order."""
 
-MORE = ("#882255", "#999933", "#332288", "#AA4499", "#117733")
-"""Five of Tol's muted colors, for more lines than that."""
+MORE = ("#882255", "#999933", "#332288", "#AA4499", "#117733", "#44AA99", "#DDCC77")
+"""Seven of Tol's muted colors, for more lines than that."""
 
 DASHES: tuple = (
     "-",

@@ -184,7 +184,7 @@ def test_a_recipe_without_fp8_is_refused():
         study.judge(recorded(tensors(), 640), ["bf16"])
     with pytest.raises(ValueError, match="recipe"):
         study.judge(recorded(tensors(), 640), ["fp9"])
-    with pytest.raises(ValueError, match=r"'nvfp4' is for the simulator alone.*fp8ref\.compare"):
+    with pytest.raises(ValueError, match=r"one level of scales; got 'nvfp4'.*fp8ref\.compare"):
         study.judge(recorded(tensors(), 640), ["nvfp4"])
     with pytest.raises(ValueError, match="rounded to nearest; 'mine' is another"):
         study.judge(recorded(tensors(), 640), {"mine": RECIPES["nvfp4"].output.a})

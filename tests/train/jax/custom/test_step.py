@@ -11,6 +11,7 @@ from fp8ref.train.config.config import Config
 from fp8ref.train.config.sections import DataConfig
 from fp8ref.train.jax.custom import build as custom_build
 from fp8ref.train.jax.mesh import Layout
+from fp8ref.train.jax.model import Read
 from fp8ref.train.jax.step import EVERY_ROUNDING, State, Step
 
 TOKENS = np.random.default_rng(0).integers(0, 256, (4, 17), np.int32)
@@ -89,7 +90,7 @@ def test_microbatches_are_one_pass_in_the_program():  # T-7
             step, {name: np.zeros(shape) for name, shape in of().shapes.parameters.items()}
         )
     )
-    arguments = shapes.params, shapes.fp8
+    arguments = shapes.params, Read(shapes.fp8)
     programs = [
         str(jax.make_jaxpr(step.gradients)(*arguments, np.zeros((parts, 1, 17), np.int32), {}))
         for parts in (2, 4)
