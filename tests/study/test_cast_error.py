@@ -41,7 +41,11 @@ def recorded(whole, most):
 
 @pytest.mark.parametrize(
     "recipe",
-    [name for name, recipe in trained_recipes().items() if recipe.fp8 and not recipe.delayed],
+    [
+        name  # a study takes none that rounds by a seed
+        for name, recipe in trained_recipes().items()
+        if recipe.fp8 and not recipe.delayed and not recipe.stochastic
+    ],
 )
 def test_whole_tensors_have_the_statistics_of_their_casts(recipe):
     whole = tensors()
