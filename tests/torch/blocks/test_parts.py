@@ -13,6 +13,7 @@ from fp8ref.spec.llama import LlamaConfig
 from fp8ref.torch import delayed
 from fp8ref.torch.blocks import operations, parts, sources
 from fp8ref.torch.kernels import fused as kernels
+from fp8ref.torch.linear import rounding
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.train.torch.llama.llama import Layer
 
@@ -35,6 +36,8 @@ def layer(recipe, *, kernels="plain", group=None, **keys):
         if isinstance(linear, nn.Linear):
             parent, _, key = name.rpartition(".")
             converted = Linear.of(linear, recipe, group, kernels)
+            if converted.recipe.stochastic:
+                rounding.seed_(converted, 1)
             setattr(made.get_submodule(parent), key, converted)
     return made
 

@@ -12,6 +12,7 @@ from fp8ref.formats import BFLOAT16, E4M3FN, E5M2
 from fp8ref.recipe import RECIPES
 from fp8ref.sim.gemm import gemm as sim_gemm
 from fp8ref.sim.quantize import scaling as sim_scaling
+from fp8ref.spec.gemm import MX_BLOCKS
 from fp8ref.spec.granularity import GRANULARITIES
 from fp8ref.torch.gemm import gemm
 from fp8ref.torch.quantize import scaling
@@ -105,7 +106,7 @@ def test_operands_whose_scales_go_together_are_the_simulators(granularities, rng
         rng.standard_normal((n, 256)).astype(np.float32) * 2.0 ** np.arange(-8, 8).repeat(16)
         for n in (2, 32)
     )
-    policies = ["mx_rceil" if g == "mx_1x32" else "torchao" for g in granularities]
+    policies = ["mx_rceil" if g in MX_BLOCKS else "torchao" for g in granularities]
     options = [
         {"granularity": g, "policy": p} for g, p in zip(granularities, policies, strict=True)
     ]
