@@ -30,7 +30,8 @@ class GroupedRecipe:
     amax      whether scales are of one group, or of all.
 
     Raises:   ValueError: an unknown amax; ``all`` with scales of blocks, which no group boundary
-              cuts; ``group`` with delayed scaling, which keeps one state for all groups.
+              cuts; ``group`` with delayed scaling, which keeps one state for all groups; a recipe
+              that experts do not take (S-24).
     """
 
     recipe: Recipe
@@ -38,6 +39,11 @@ class GroupedRecipe:
 
     def __post_init__(self) -> None:
         errors.one_of("amax", self.amax, get_args(Amax))
+        errors.require(
+            _taken(self.recipe),
+            "experts neither rotate, nor round stochastically, nor scale by two levels; got recipe "
+            f"{self.recipe.name!r}. Use 'mxfp4' or 'mxfp8' for them (S-24).",
+        )
         if self.amax == "all" and self.recipe.in_blocks:
             raise ValueError(
                 f"blocks begin with their group; got amax 'all', recipe {self.recipe.name!r}. Use "
@@ -53,6 +59,11 @@ class GroupedRecipe:
     def name(self) -> str:
         """That of the recipe."""
         return self.recipe.name
+
+
+def _taken(recipe: Recipe) -> bool:
+    """Whether experts take all its casts."""
+    return all(cast.plain and cast.policy.two_level is None for cast in recipe.casts)
 
 
 def _by_kernel_scales(recipe: Recipe) -> Recipe:
@@ -72,13 +83,13 @@ def _by_kernel_scales(recipe: Recipe) -> Recipe:
 GROUPED_RECIPES = {
     name: GroupedRecipe(recipe=recipe, amax="all" if recipe.delayed else "group")
     for name, recipe in trained_recipes().items()
+    if _taken(recipe)
 } | {
     # torchao 0.18, prototype/moe_training/fp8_grouped_mm.py: use_fast_accum in all three GEMMs, and
     # both scales in each call of torch._scaled_grouped_mm.
     "rowwise": GroupedRecipe(recipe=_by_kernel_scales(RECIPES["rowwise"]))
 }
-"""The grouped recipes by name: those of R-1, of which ``rowwise`` is torchao's for experts (X-8).
-"""
+"""The grouped recipes by name: those of R-1 that experts take, with torchao's ``rowwise`` (X-8)."""
 
 
 def grouped_recipe(recipe: Recipe) -> GroupedRecipe:
@@ -92,7 +103,7 @@ def by_name(recipe: str | Recipe | GroupedRecipe) -> GroupedRecipe:
     """The grouped recipe of that name; a GroupedRecipe is itself, and a Recipe that of each group;
     ValueError for anything else."""
     if isinstance(recipe, Recipe) or (
-        isinstance(recipe, str) and recipe in RECIPES and RECIPES[recipe].simulated
+        isinstance(recipe, str) and recipe in RECIPES and recipe not in GROUPED_RECIPES
     ):
         recipe = check_trained(recipe)
         return GroupedRecipe(recipe=recipe, amax="all" if recipe.delayed else "group")
@@ -102,12 +113,7 @@ def by_name(recipe: str | Recipe | GroupedRecipe) -> GroupedRecipe:
 
 
 def check_blocks(recipe: GroupedRecipe, backend: support.Backend) -> None:
-    """ValueError for blocks of several rows of input or grad_output, and what experts do not do."""
-    errors.require(
-        all(cast.plain and cast.policy.two_level is None for cast in recipe.recipe.casts),
-        "experts neither rotate, nor round stochastically, nor scale by two levels; got recipe "
-        f"{recipe.name!r}. Use 'mxfp4' or 'mxfp8' for them (S-24).",
-    )
+    """ValueError for blocks of several rows of input or grad_output."""
     for (gemm, role), cast in casts_of(recipe.recipe).items():
         if cast is not None and role != "weight":
             kind, about = granularity.by_name(cast.granularity), recipe.name

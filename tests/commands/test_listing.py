@@ -116,7 +116,7 @@ COMP_WORDS=("$@"); COMP_CWORD=$(( $# - 1 )); "$function"; printf '%s\\n' "${COMP
             {"te_nvfp4_4over6_mse", "te_nvfp4_4over6_mse_fast"},
         ),
         (["vectors", "gen", "scale", "--policy", "torchao_nvfp4_"], {"torchao_nvfp4_one_level"}),
-        (["sweep", "tiny", "--recipes", "nv"], set()),
+        (["sweep", "tiny", "--recipes", "nv"], {"nvfp4"}),
         (["vectors", "ver"], {"verify"}),
         (["vectors", "gen", "ca"], {"cast"}),
         (["--completion", ""], {"bash", "zsh"}),

@@ -28,9 +28,9 @@ B, M, N, K = 2, 128, 256, 128
 DYNAMIC = [
     name
     for name, recipe in trained_recipes().items()
-    if not recipe.delayed and name != "blockwise_deepgemm"
+    if not (recipe.delayed or recipe.stochastic) and name != "blockwise_deepgemm"
 ]
-"""Of 'blockwise_deepgemm', whose scales are no powers of two, sums are not exact: it has the blocks
+"""Without those that round by a seed, which elements of a batch share. Of 'blockwise_deepgemm', whose scales are no powers of two, sums are not exact: it has the blocks
 of 'blockwise'.
 """
 

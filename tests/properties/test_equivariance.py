@@ -8,6 +8,7 @@ from properties.domains import F32, caught, for_all, of_magnitude, tensors
 from fp8ref.formats import E4M3FN, E5M2, FP8_FORMATS
 from fp8ref.policy import POLICIES
 from fp8ref.sim.quantize import cast, scaling
+from fp8ref.spec.gemm import STOCHASTIC
 
 FORMATS = list(FP8_FORMATS.values())
 fp8 = pytest.mark.parametrize("fmt", FORMATS, ids=str)
@@ -15,7 +16,7 @@ fp8 = pytest.mark.parametrize("fmt", FORMATS, ids=str)
 
 def rounded(x, fmt, rounding="nearest_even"):
     return cast.decode(
-        cast.encode(x, fmt, rounding=rounding, seed=5 if rounding == "stochastic" else None), fmt
+        cast.encode(x, fmt, rounding=rounding, seed=5 if rounding in STOCHASTIC else None), fmt
     )
 
 

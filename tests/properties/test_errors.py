@@ -9,6 +9,7 @@ from properties.domains import F32, caught, for_all, of_magnitude, tensors
 
 from fp8ref.formats import E4M3FN, E5M2, FP8_FORMATS
 from fp8ref.sim.quantize import cast, scaling
+from fp8ref.spec.gemm import STOCHASTIC
 
 FORMATS = list(FP8_FORMATS.values())
 fp8 = pytest.mark.parametrize("fmt", FORMATS, ids=str)
@@ -23,7 +24,7 @@ def error(x, fmt, rounding="nearest_even", saturate=True):
     """|round(x) - x| in float64: exact, as both are within the 53 bits of one another; else x alone
     is left, or rounded monotonically.
     """
-    seed = 5 if rounding == "stochastic" else None
+    seed = 5 if rounding in STOCHASTIC else None
     codes = cast.encode(x, fmt, rounding=rounding, saturate=saturate, seed=seed)
     return np.abs(cast.decode(codes, fmt).astype(np.float64) - x)
 
@@ -146,7 +147,7 @@ true_encode = cast.encode
 @pytest.mark.parametrize("wrong", ["to_odd", "toward_zero", "stochastic"])
 def test_another_rounding_in_place_of_nearest_is_caught(wrong, monkeypatch):
     def encode(x, fmt, **options):
-        return true_encode(x, fmt, rounding=wrong, seed=5 if wrong == "stochastic" else None)
+        return true_encode(x, fmt, rounding=wrong, seed=5 if wrong in STOCHASTIC else None)
 
     monkeypatch.setattr(cast, "encode", encode)
     assert caught(test_relative_error_of_a_normal_value, rounding="nearest_even")

@@ -198,7 +198,8 @@ class Optimizer:
 
     def _begun(self, params) -> tuple[Any, OptimizerState]:
         """(masters, state) before the first step of parameters, a tree or one."""
-        return self._apart(params, self._transformation.init(params))
+        masters, state = self._apart(params, self._transformation.init(params))
+        return masters, state
 
     def _specs(self) -> tuple[Any, OptimizerState]:
         """What is kept of a parameter is placed as it is; count and scales are replicated."""

@@ -25,6 +25,7 @@ DYNAMIC = [
     "blockwise_ue8m0",
     "mxfp8",
     "mxfp4",
+    "mxfp8_32x32",
 ]
 EVERY = [*DYNAMIC, TENSORS_OF_ALL, ROWS_OF_ALL]
 

@@ -47,7 +47,7 @@ def test_gradients_are_jax_s_through_the_rounded_weights():  # T-10
     )
     state = begun(step)
     found, mine, *_ = jax.jit(step.gradients, compiler_options=EVERY_ROUNDING)(
-        state.params, state.fp8, TOKENS, {}
+        state.params, Read(state.fp8), TOKENS, {}
     )
     # Losses are float32 means of 64 logsumexps of 256 terms, in another order: 2^-24 a sum or
     # function, at most 16 in a row.
@@ -65,8 +65,8 @@ def test_microbatches_sum_in_float32():  # T-7
     step = made(config)
     state = begun(step)
     run = jax.jit(step.gradients, compiler_options=EVERY_ROUNDING)
-    both = run(state.params, state.fp8, TOKENS.reshape(2, 2, 17), {}).grads
-    each = [run(state.params, state.fp8, part, {}).grads for part in TOKENS.reshape(2, 2, 17)]
+    both = run(state.params, Read(state.fp8), TOKENS.reshape(2, 2, 17), {}).grads
+    each = [run(state.params, Read(state.fp8), part, {}).grads for part in TOKENS.reshape(2, 2, 17)]
     for name, value in both.items():
         np.testing.assert_array_equal(value, (each[0][name] + each[1][name]) * np.float32(0.5))
 
