@@ -327,15 +327,9 @@ def weight_copy(recipe: str | Recipe) -> CastSpec:
     return spec
 
 
-def trained_recipes() -> dict[str, Recipe]:
-    """The recipes of backends and the trainer, by name: all but those under simulation (R-9)."""
-    return {name: recipe for name, recipe in RECIPES.items() if not recipe.simulated}
-
-
 def fp8_recipes() -> dict[str, Recipe]:
-    """The recipes of ``trained_recipes`` that cast to FP8, without those in FP4."""
-    trained = trained_recipes().items()
-    return {name: recipe for name, recipe in trained if recipe.fp8 and not recipe.emulated}
+    """The recipes that cast to FP8, without those in FP4."""
+    return {name: recipe for name, recipe in RECIPES.items() if recipe.fp8 and not recipe.emulated}
 
 
 def check_trained(recipe: str | Recipe, what: str = "recipe") -> Recipe:
@@ -349,9 +343,9 @@ def check_trained(recipe: str | Recipe, what: str = "recipe") -> Recipe:
         support.takes("recipes", backend, resolved) for backend in support.BACKENDS
     ):
         return resolved  # before the names are listed: a model asks for each of its linears
-    names = ", ".join(trained_recipes())
+    names = ", ".join(RECIPES)
     if resolved is None:
-        near = registry.nearest(str(recipe), trained_recipes())
+        near = registry.nearest(str(recipe), RECIPES)
         raise ValueError(f"{what} is one of {names}; got {recipe!r}.{near}")
     for backend in support.BACKENDS:
         support.require("recipes", backend, resolved, what=what, trained=names)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from fp8ref.recipe import RECIPES, trained_recipes
+from fp8ref.recipe import RECIPES
 from fp8ref.shared import console
 from measuring.results import LEFT
 
@@ -56,7 +56,7 @@ def asked(*, dry: bool) -> Iterator[tuple[str, list[str]]]:
             )
     if not dry:
         for backend in BACKENDS:
-            for recipe in trained_recipes():
+            for recipe in RECIPES:
                 if recipe not in ("bf16", *FIRST):
                     yield f"{backend}-{recipe}", ["--backend", backend, "--numerics.recipe", recipe]
 

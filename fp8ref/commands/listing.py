@@ -119,9 +119,7 @@ def _name_values(command: Parser) -> None:
 
     command.before([])
     names = {dotted: key.choices for dotted, key in options.config_keys().items()}
-    names |= dict.fromkeys(
-        ("recipe", "recipes", "numerics.recipe"), tuple(recipe.trained_recipes())
-    )
+    names |= dict.fromkeys(("recipe", "recipes", "numerics.recipe"), tuple(recipe.RECIPES))
     replays = command.prog.endswith(" replay")
     names |= {"policy": what_if.KNOWN if replays else tuple(front.policies)}
     for action in command._actions:

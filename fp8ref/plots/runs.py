@@ -8,14 +8,11 @@ from matplotlib.axes import Axes
 
 from fp8ref.formats import Format
 from fp8ref.plots import style
-from fp8ref.recipe import trained_recipes
+from fp8ref.recipe import RECIPES
 from fp8ref.sim import delayed
 
 _IN_TURN = itertools.cycle(color for color in (*style.CYCLE, *style.MORE) if color != style.BLACK)
-COLORS = {
-    name: next(_IN_TURN) if recipe.fp8 else style.BLACK
-    for name, recipe in trained_recipes().items()
-}
+COLORS = {name: next(_IN_TURN) if recipe.fp8 else style.BLACK for name, recipe in RECIPES.items()}
 """{recipe: color of its line}; a recipe without FP8 is black."""
 
 OTHER = "#888888"  # a recipe of another name, such as a planted fault

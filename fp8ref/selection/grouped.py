@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe, Role, check_trained, trained_recipes
+from fp8ref.recipe import RECIPES, CastSpec, GemmSpec, Recipe, Role, check_trained
 from fp8ref.selection.rules import casts_of
 from fp8ref.shared import errors, registry
 from fp8ref.spec import granularity, support
@@ -30,8 +30,7 @@ class GroupedRecipe:
     amax      whether scales are of one group, or of all.
 
     Raises:   ValueError: an unknown amax; ``all`` with scales of blocks, which no group boundary
-              cuts; ``group`` with delayed scaling, which keeps one state for all groups; a recipe
-              that experts do not take (S-24).
+              cuts; ``group`` with delayed scaling, which keeps one state for all groups.
     """
 
     recipe: Recipe
@@ -39,11 +38,6 @@ class GroupedRecipe:
 
     def __post_init__(self) -> None:
         errors.one_of("amax", self.amax, get_args(Amax))
-        errors.require(
-            _taken(self.recipe),
-            "experts neither rotate, nor round stochastically, nor scale by two levels; got recipe "
-            f"{self.recipe.name!r}. Use 'mxfp4' or 'mxfp8' for them (S-24).",
-        )
         if self.amax == "all" and self.recipe.in_blocks:
             raise ValueError(
                 f"blocks begin with their group; got amax 'all', recipe {self.recipe.name!r}. Use "
@@ -82,7 +76,7 @@ def _by_kernel_scales(recipe: Recipe) -> Recipe:
 
 GROUPED_RECIPES = {
     name: GroupedRecipe(recipe=recipe, amax="all" if recipe.delayed else "group")
-    for name, recipe in trained_recipes().items()
+    for name, recipe in RECIPES.items()
     if _taken(recipe)
 } | {
     # torchao 0.18, prototype/moe_training/fp8_grouped_mm.py: use_fast_accum in all three GEMMs, and
@@ -112,8 +106,20 @@ def by_name(recipe: str | Recipe | GroupedRecipe) -> GroupedRecipe:
     )
 
 
+def checked(recipe: str | Recipe | GroupedRecipe) -> GroupedRecipe:
+    """As ``by_name``; ValueError too for casts that experts do not take (S-24)."""
+    grouped = by_name(recipe)
+    errors.require(
+        _taken(grouped.recipe),
+        "experts neither rotate, nor round stochastically, nor scale by two levels; got recipe "
+        f"{grouped.name!r}. Use 'mxfp4' or 'mxfp8' for them (S-24).",
+    )
+    return grouped
+
+
 def check_blocks(recipe: GroupedRecipe, backend: support.Backend) -> None:
-    """ValueError for blocks of several rows of input or grad_output."""
+    """ValueError for blocks of several rows of input or grad_output; as ``checked``."""
+    checked(recipe)
     for (gemm, role), cast in casts_of(recipe.recipe).items():
         if cast is not None and role != "weight":
             kind, about = granularity.by_name(cast.granularity), recipe.name

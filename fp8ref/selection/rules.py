@@ -68,7 +68,7 @@ class Rule:
         for key, values, choices in (
             ("gemms", self.gemms, GEMMS),
             ("roles", self.roles, ROLES),
-            ("recipe", [self.recipe], recipes.trained_recipes()),
+            ("recipe", [self.recipe], recipes.RECIPES),
             ("format", [self.format], QUANTIZED_FORMATS),
             ("granularity", [self.granularity], granularities.GRANULARITIES),
             ("policy", [self.policy], _POLICIES),

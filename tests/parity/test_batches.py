@@ -16,7 +16,7 @@ from fp8ref.formats import E2M1FN, E4M3FN
 from fp8ref.jax.linear import contraction, linear
 from fp8ref.jax.quantize import scaling as jax_scaling
 from fp8ref.policy import FP4_POLICIES
-from fp8ref.recipe import RECIPES, trained_recipes
+from fp8ref.recipe import RECIPES
 from fp8ref.selection.grouped import GroupedRecipe
 from fp8ref.sim.experts import grouped as sim
 from fp8ref.sim.quantize import cast
@@ -27,7 +27,7 @@ from fp8ref.torch.quantize import scaling as torch_scaling
 B, M, N, K = 2, 128, 256, 128
 DYNAMIC = [
     name
-    for name, recipe in trained_recipes().items()
+    for name, recipe in RECIPES.items()
     if not (recipe.delayed or recipe.stochastic) and name != "blockwise_deepgemm"
 ]
 """Without those that round by a seed, which elements of a batch share. Of 'blockwise_deepgemm', whose scales are no powers of two, sums are not exact: it has the blocks

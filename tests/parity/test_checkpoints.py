@@ -3,17 +3,17 @@
 import numpy as np
 import pytest
 
-from fp8ref.recipe import RECIPES, trained_recipes
+from fp8ref.recipe import RECIPES
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train import loop
 from fp8ref.train.data import loader
 
 # minutes of XLA's compiler, and the same code but for the states of delayed scaling
-QUICK = {("jax", "delayed"), *(("torch", recipe) for recipe in trained_recipes())}
+QUICK = {("jax", "delayed"), *(("torch", recipe) for recipe in RECIPES)}
 CASES = [
     pytest.param(backend, recipe, marks=[] if (backend, recipe) in QUICK else pytest.mark.slow)
     for backend in loop.BACKENDS
-    for recipe in trained_recipes()
+    for recipe in RECIPES
 ]
 
 

@@ -4,7 +4,7 @@ import pytest
 from fp8ref import plots
 from fp8ref.formats import E4M3FN
 from fp8ref.plots.runs import COLORS
-from fp8ref.recipe import trained_recipes
+from fp8ref.recipe import RECIPES
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_recipes_differ_by_color_and_backends_by_style(ax):
     runs = {(backend, recipe): lines_of([1.0]) for backend in ("jax", "torch") for recipe in COLORS}
     plots.loss_curves(ax, runs, smooth=1)
     look = {(str(line.get_color()), line.get_linestyle()) for line in ax.lines}
-    assert len(look) == len(runs) == 2 * len(trained_recipes())
+    assert len(look) == len(runs) == 2 * len(RECIPES)
     same = {
         line.get_color()
         for line, (_, recipe) in zip(ax.lines, runs, strict=True)

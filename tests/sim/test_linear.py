@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32
-from fp8ref.recipe import OPERANDS, RECIPES, CastSpec, GemmSpec, Recipe, trained_recipes
+from fp8ref.recipe import OPERANDS, RECIPES, CastSpec, GemmSpec, Recipe
 from fp8ref.sim import delayed, linear
 from fp8ref.sim.gemm import gemm
 from fp8ref.sim.gemm.accumulate import ACCUMULATIONS, Accumulation
@@ -69,7 +69,7 @@ for name, policy in (("blockwise_deepgemm", "deepgemm"), ("blockwise_ue8m0", "de
         which: (*casts[:4], policy, casts[5]) for which, casts in CASTS["blockwise"].items()
     }
 DYNAMIC = [
-    name for name, r in trained_recipes().items() if not (r.delayed or r.emulated)
+    name for name, r in RECIPES.items() if not (r.delayed or r.emulated)
 ]  # test_linear_fp4.py has those in FP4
 
 

@@ -7,7 +7,7 @@ from transformers import LlamaConfig as HuggingFaceConfig
 from transformers import LlamaForCausalLM
 
 from fp8ref.formats import BFLOAT16, E4M3FN
-from fp8ref.recipe import SHARED_RECIPES, trained_recipes
+from fp8ref.recipe import RECIPES, SHARED_RECIPES
 from fp8ref.selection import linears as linear_selection
 from fp8ref.sim import delayed
 from fp8ref.sim import llama as model
@@ -73,12 +73,7 @@ def test_loss_is_torchs_cross_entropy(rng):  # M-5
 def casts():
     """Every way in which a recipe makes an operand of the forward pass FP8."""
     return sorted(
-        {
-            spec
-            for r in trained_recipes().values()
-            for spec in (r.output.a, r.output.b)
-            if spec is not None
-        },
+        {spec for r in RECIPES.values() for spec in (r.output.a, r.output.b) if spec is not None},
         key=str,
     )
 

@@ -23,7 +23,7 @@ from fp8ref.crosscheck import fsdp_run, process_group
 from fp8ref.crosscheck.fsdp_run import Run, Watcher
 from fp8ref.crosscheck.operands import States, initial_states, states_after
 from fp8ref.crosscheck.sharded.operands import check_first_layer, check_pass, check_ranks
-from fp8ref.recipe import RECIPES, Recipe, trained_recipes
+from fp8ref.recipe import RECIPES, Recipe
 from fp8ref.shared import console
 from fp8ref.shared.errors import ConfigError, require
 from fp8ref.spec import llama
@@ -309,7 +309,7 @@ def _variants(mesh: _Mesh, *, fp8: bool) -> Iterator[tuple[str, dict]]:
 
 def _check(config: Config, n: int, steps: int) -> None:
     keys = config.parallel
-    supported = [name for name, recipe in trained_recipes().items() if recipe.fp8]
+    supported = [name for name, recipe in RECIPES.items() if recipe.fp8]
     if config.numerics.recipe not in supported:
         raise ConfigError(
             f"--sharded takes recipes {', '.join(supported)}; got {config.numerics.recipe!r}. Set "

@@ -48,7 +48,7 @@ def forward(
               ``linear.forward``, except that a group may have no rows.
     Source:   spec X-1 to X-7.
     """
-    recipe = grouped.by_name(recipe)
+    recipe = grouped.checked(recipe)
     x, w, ends = _checked(x, w, offs, recipe, scales)
     tensors: dict[Role, np.ndarray] = {"input": x, "weight": w}
     return _rows("output", tensors, ends, recipe, accumulate, out_dtype, scales)
@@ -76,7 +76,7 @@ def backward(
     Raises:   ValueError: as forward, and g whose shape is not the output's.
     Source:   spec X-1 to X-7.
     """
-    recipe = grouped.by_name(recipe)
+    recipe = grouped.checked(recipe)
     x, w, ends = _checked(x, w, offs, recipe, scales)
     g = cast.array(g)
     cast.check_dtype(g)
@@ -107,7 +107,7 @@ def quantize_operands(
 
     tensors   input [M, K], weight [E, N, K] and grad_output [M, N]: those that the GEMM takes.
     """
-    recipe = grouped.by_name(recipe)
+    recipe = grouped.checked(recipe)
     ends = ends_of(offs, len(next(v for role, v in tensors.items() if role != "weight")))
     shared = _shared_scales(which, tensors, ends, recipe) | dict(scales or {})
     operand_pairs: list[tuple[Operand, Operand] | None] = []

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8ref.recipe import RECIPES, trained_recipes
+from fp8ref.recipe import RECIPES
 from fp8ref.shared import files
 from fp8ref.shared.errors import ConfigError
 from fp8ref.spec import llama
@@ -194,8 +194,8 @@ def _weights_message(error: Exception) -> str:
 
 def _studied(config: Config, recipe: str, *, keeps_rules: bool) -> Config:
     """A config in one recipe, without what changes no loss or has no place here."""
-    if recipe not in trained_recipes() or not RECIPES[recipe].fp8:
-        fp8 = ", ".join(name for name, one in trained_recipes().items() if one.fp8)
+    if recipe not in RECIPES or not RECIPES[recipe].fp8:
+        fp8 = ", ".join(name for name, one in RECIPES.items() if one.fp8)
         raise ConfigError(f"--recipe is one with FP8 that trains: {fp8}; got {recipe!r}.")
     rules = config.numerics.rules if keeps_rules else None
     if config.optimizer.kind == "adamw_fp8":  # torchao's own states, which no layout converts

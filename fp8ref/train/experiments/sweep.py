@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8ref.recipe import RECIPES, trained_recipes
+from fp8ref.recipe import RECIPES
 from fp8ref.shared import console
 from fp8ref.shared.errors import ConfigError, NonFiniteError, require
 from fp8ref.train.config import config as configs
@@ -61,10 +61,10 @@ def plan(
     Raises:   ConfigError: no recipe, an unknown or repeated one; no seed; a config's schedule.
     """
     config.require_one_recipe("a sweep")
-    unknown = [name for name in recipes if name not in trained_recipes()]
+    unknown = [name for name in recipes if name not in RECIPES]
     if unknown or not recipes or len(set(recipes)) < len(recipes):
         raise ConfigError(
-            f"--recipes takes names of {', '.join(trained_recipes())}, each once; got "
+            f"--recipes takes names of {', '.join(RECIPES)}, each once; got "
             f"{', '.join(recipes) or 'none'}."
         )
     require(seeds >= 1, f"--seeds is at least 1; got {seeds}.", ConfigError)

@@ -7,13 +7,13 @@ from helpers.training import measured
 from fp8ref.formats import E4M3FN, E5M2
 from fp8ref.jax.linear import linear
 from fp8ref.jax.quantize import scaling, stats
-from fp8ref.recipe import CastSpec, trained_recipes
+from fp8ref.recipe import RECIPES, CastSpec
 from fp8ref.selection import statistics as statistics
 from fp8ref.train.data import loader
 from fp8ref.train.jax.mesh import Layout
 from fp8ref.train.jax.trainer import Trainer
 
-FP8 = [name for name, recipe in trained_recipes().items() if recipe.fp8]
+FP8 = [name for name, recipe in RECIPES.items() if recipe.fp8]
 
 
 def recorded(x, q) -> dict:

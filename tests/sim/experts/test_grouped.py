@@ -349,6 +349,7 @@ def test_codes_of_rows_move_as_the_rows_do(recipe, rng):  # X-12
         ({"w": np.zeros((E, 24, K), np.float32)}, "multiples of 16"),
         ({"recipe": "delayed"}, "takes the scales of input"),
         ({"recipe": "nothing"}, "a grouped recipe is a GroupedRecipe, a Recipe or"),
+        ({"recipe": "nvfp4"}, "experts neither rotate.*got recipe 'nvfp4'. Use 'mxfp4'"),
     ],
 )
 def test_what_is_refused(change, message, rng):

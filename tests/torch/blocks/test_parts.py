@@ -8,7 +8,7 @@ from helpers.processes.ranks import run as run_ranks
 from torch import distributed, nn
 from torch.nn import functional
 
-from fp8ref.recipe import RECIPES, trained_recipes
+from fp8ref.recipe import RECIPES
 from fp8ref.spec.llama import LlamaConfig
 from fp8ref.torch import delayed
 from fp8ref.torch.blocks import operations, parts, sources
@@ -17,7 +17,7 @@ from fp8ref.torch.linear import rounding
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.train.torch.llama.llama import Layer
 
-FP8 = [name for name, recipe in trained_recipes().items() if recipe.fp8]
+FP8 = [name for name, recipe in RECIPES.items() if recipe.fp8]
 GROUP = "0"
 """torch's name of the group of all ranks."""
 SIZES = {"hidden_size": 256, "intermediate_size": 128, "num_attention_heads": 2}

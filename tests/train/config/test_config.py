@@ -8,7 +8,7 @@ import pytest
 import tomli_w
 
 from fp8ref import configs as shipped
-from fp8ref.recipe import trained_recipes
+from fp8ref.recipe import RECIPES
 from fp8ref.shared.errors import ConfigError
 from fp8ref.train.config import config as configs
 from fp8ref.train.config import options
@@ -194,7 +194,7 @@ def test_every_mistake_of_a_file_is_reported_at_once(tmp_path):
 
 @pytest.mark.parametrize("recipe", ["rowwize", "", "BF16"])
 def test_an_unknown_recipe_names_the_known_ones(tmp_path, recipe):
-    with pytest.raises(ConfigError, match=f"{', '.join(trained_recipes())}; got '{recipe}'"):
+    with pytest.raises(ConfigError, match=f"{', '.join(RECIPES)}; got '{recipe}'"):
         configs.load(write(tmp_path, f"[numerics]\nrecipe = '{recipe}'"))
 
 

@@ -7,7 +7,7 @@ from helpers.gemm import scaled_mm
 from helpers.processes.ranks import run
 
 import fp8ref.configs
-from fp8ref.recipe import OPERANDS, trained_recipes
+from fp8ref.recipe import OPERANDS, RECIPES
 from fp8ref.shared.errors import ConfigError
 from fp8ref.torch import delayed
 from fp8ref.torch.linear.linear import Linear
@@ -19,7 +19,7 @@ from fp8ref.train.torch.trainer import Trainer
 
 
 @pytest.mark.grid(3)
-@pytest.mark.parametrize("recipe", trained_recipes())
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_trains(recipe, small):
     """Dims of 128, of which every block is one."""
     config = small.replace(
