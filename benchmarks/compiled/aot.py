@@ -36,6 +36,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import aot_attention
+import aot_blackwell
 import aot_blocks
 import aot_moe
 import fp8ref.jax as fj
@@ -179,7 +180,7 @@ LARGE = [
     ("llama-70b", 80, 64, "tensorwise", "full", "whole"),
     ("llama-8b", 32, 8, "tensorwise", "full", "chunked"),
 ]
-PARTS = ("rows", "layers", "models", "states", "experts", "moe", "attention", "blocks")
+PARTS = ("rows", "layers", "models", "states", "experts", "moe", "attention", "blocks", "blackwell")
 NO_KERNEL = {
     "parameter",
     "constant",
@@ -655,7 +656,7 @@ def _bytes(typed: hlo.Typed) -> int:
 TOOLS = SimpleNamespace(
     h200s=_h200s, kernels=kernels, bytes=_bytes, collective=_collective, collectives=collectives
 )
-"""What ``aot_moe`` and ``aot_blocks`` take from here."""
+"""What ``aot_moe``, ``aot_blocks`` and ``aot_blackwell`` take from here."""
 
 
 def markdown(found: dict) -> str:
@@ -725,6 +726,7 @@ def markdown(found: dict) -> str:
         + aot_moe.markdown(found["moe"], _moved)
         + aot_attention.markdown(found["attention"])
         + aot_blocks.markdown(found["blocks"])
+        + aot_blackwell.markdown(found["blackwell"])
     )
 
 
@@ -832,6 +834,10 @@ def main() -> None:
             "moe": (functools.partial(aot_moe.of_step, tools=TOOLS), aot_moe.CASES),
             "attention": (aot_attention.of_attention, aot_attention.CASES),
             "blocks": (functools.partial(aot_blocks.of_step, tools=TOOLS), aot_blocks.CASES),
+            "blackwell": (
+                functools.partial(aot_blackwell.of_step, tools=TOOLS),
+                aot_blackwell.CASES,
+            ),
         }
         found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
         for part in arguments.parts:

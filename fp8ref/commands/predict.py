@@ -14,7 +14,7 @@ _GEMMS = ("output", "grad_input", "grad_weight", "attention", "states")
 def add(commands) -> None:
     """Add ``fp8ref estimate`` and ``fp8ref ablate``."""
     command = shared.config_command(commands, "estimate", _estimate)
-    command.option("--gpu", "NAME", "h100 or h200 (required)")
+    command.option("--gpu", "NAME", "h100, h200 or b200 (required)")
     shared.add_backend(command, "whose kernels to assume, jax or torch")
     command.option("--ceilings", "FILE", "JSON of measured GPU rates (default: published ones)")
     shared.add_json(command, "write all times, in seconds, to FILE")
@@ -59,7 +59,7 @@ def _estimate(arguments: argparse.Namespace) -> int:
     from fp8ref.train.config import architecture
 
     if arguments.gpu is None:
-        raise ConfigError("needs --gpu h100 or --gpu h200; got none.")
+        raise ConfigError("needs --gpu h100, h200 or b200; got none.")
     architecture.require_llama(config, "an estimate")
     if config.numerics.simulates:
         raise ConfigError(

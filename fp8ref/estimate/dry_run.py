@@ -11,6 +11,7 @@ from fp8ref.estimate import filtering, kernels, memory, roofline
 from fp8ref.estimate.collectives import collectives
 from fp8ref.estimate.gpu_rates import GPUS, PUBLISHED
 from fp8ref.shared import console as consoles
+from fp8ref.spec import products
 from fp8ref.train.config import architecture, device_shapes, hardware
 from fp8ref.train.config.config import Config
 from fp8ref.train.run import coverage, train_state
@@ -214,11 +215,11 @@ def _gemms(config: Config, backend: str) -> Table:
         # experts of a device
         own = (d.experts or 1) // (config.parallel.expert if d.experts else 1)
         for which, m, n, k in roofline.gemm_sizes(d, config, backend):
-            spec = d.recipe.gemms[which]
-            names = groups.setdefault((which, m, n, k, roofline.runs_in(spec, backend)), [])
+            spec, by = d.recipe.gemms[which], config.numerics.products
+            names = groups.setdefault((which, m, n, k, roofline.runs_in(spec, backend, by)), [])
             names += [roofline.short_name(d.path)] * own
             flops += 2 * m * n * k * own
-            in_fp8 += 2 * m * n * k * own * kernels.multiplies_fp8(spec, backend)
+            in_fp8 += 2 * m * n * k * own * kernels.multiplies_fp8(spec, backend, by)
     for (which, m, n, k, runs_in), names in groups.items():
         times = len(names) * config.data.microbatches
         table.add_row(
@@ -266,15 +267,17 @@ def _traffic(config: Config, backend: str) -> Table:
 
 
 def _break_even(config: Config, backend: str) -> Table:
-    names = [ceilings.gpu for ceilings in PUBLISHED.values()]
+    by = config.numerics.products
+    rates = [each for each in PUBLISHED.values() if products.runs(by, each.sheet.capability)]
+    names = [each.gpu for each in rates]
     table = consoles.table(
         "linear",
         *(f">{name}" for name in names),
         "",
         title="Where FP8 would pay: bf16's time by FP8's, predicted",
     )
-    columns = [roofline.linears(config, backend, ceilings) for ceilings in PUBLISHED.values()]
-    lost = [roofline.losing(config, backend, ceilings) for ceilings in PUBLISHED.values()]
+    columns = [roofline.linears(config, backend, ceilings) for ceilings in rates]
+    lost = [roofline.losing(config, backend, ceilings) for ceilings in rates]
     # the last of equal linears, as fp8ref estimate has it
     rows: dict[tuple, list[float | None]] = {}
     for row in zip(*columns, strict=True):
@@ -283,9 +286,7 @@ def _break_even(config: Config, backend: str) -> Table:
     for (kind, *_), ratios in rows.items():
         cells = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
         slower = [name for name, kinds in zip(names, lost, strict=True) if kind in kinds]
-        advice = (
-            f"SLOWER in FP8 on {' and '.join(slower)}: name it in filter_fqns" if slower else ""
-        )
+        advice = f"SLOWER in FP8 on {', '.join(slower)}: name it in filter_fqns" * bool(slower)
         table.add_row(roofline.short_name(kind[0]), *cells, advice)
     eager = ""
     if kernels.fusion(config, backend) == "eager" and not kernels.casts_by_triton(config, backend):

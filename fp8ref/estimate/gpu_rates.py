@@ -25,10 +25,11 @@ from fp8ref.shared.errors import ConfigError, one_of, require
 class Gpu:
     """A GPU's data sheet: peaks, which no program reaches.
 
-    bf16, fp8   dense FLOP a second of the tensor cores.
-    bandwidth   bytes a second of memory.
-    memory      bytes.
-    processors  streaming multiprocessors (SMs).
+    bf16, fp8, fp4  dense FLOP a second of the tensor cores; fp4 0: they have none.
+    bandwidth       bytes a second of memory.
+    memory          bytes.
+    processors      streaming multiprocessors (SMs).
+    capability      major compute capability.
     """
 
     name: str
@@ -37,7 +38,9 @@ class Gpu:
     bandwidth: float
     memory: float
     source: str
+    fp4: float = 0.0
     processors: int = 132
+    capability: int = 9
 
 
 _SHEETS = {name: Gpu(**sheet) for name, sheet in package_data.tables(__file__, "gpus").items()}

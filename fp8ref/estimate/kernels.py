@@ -13,8 +13,9 @@ xla       amax and cast are two kernels, a cast writes both orders. What makes a
           amax along: ``_taken_by_maker``; also where Triton's kernels cast, AdamW that of a weight.
 eager     PyTorch without torch.compile: each operation is a kernel, and each GEMM casts anew.
 
-Operands in blocks: torchao's Triton kernels read a tensor once; where no kernel multiplies them
-(spec G-16), they are dequantized.
+Operands in blocks: torchao's Triton kernels read a tensor once, for each GEMM; XLA takes the amaxes
+of blocks by another kernel. Two levels of scales need the tensor's amax before. Where nothing
+multiplies them (spec G-16), they are dequantized. Rotations and random numbers are part of a cast.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,8 @@ from typing import Literal
 
 from fp8ref.policy import POLICIES
 from fp8ref.recipe import ROLES, CastSpec, Gemm, GemmSpec, OperandCast, Recipe, Role
-from fp8ref.spec import granularity
+from fp8ref.spec import granularity, products
+from fp8ref.spec.products import Products
 from fp8ref.train.config.config import Config
 from fp8ref.train.config.device_shapes import sharded
 
@@ -82,6 +84,7 @@ class Place:
     fused       whether the passes of ``FUSED`` cast what they make.
     freed       whether codes of the weight are freed, and cast again in the backward pass.
     weighed     whether AdamW takes the amax of the weight that it writes (P-9).
+    products    what multiplies operands in blocks (G-26).
     """
 
     linear: str = ""
@@ -92,6 +95,7 @@ class Place:
     fused: bool = False
     freed: bool = False
     weighed: bool = False
+    products: Products = "auto"
 
 
 ALONE = Place()  # a linear by itself
@@ -142,15 +146,15 @@ def code_bytes(recipe: Recipe, config: Config, backend: str) -> int:
     return 1 if backend == "jax" or config.parallel.cuda_graphs else 2
 
 
-def multiplies_fp8(spec: GemmSpec, backend: str) -> bool:
-    """Whether an FP8 kernel exists (G-16, G-17).
-
-    It does for all but blockwise operands; of those, torchao multiplies 1x128 x 128x128.
-    """
+def multiplies_fp8(spec: GemmSpec, backend: str, by: Products = "auto") -> bool:
+    """Whether a kernel takes the codes (G-16, G-17): of all operands but those in blocks; of these
+    torchao's multiplies 1x128 x 128x128, and hardware what is named for it (G-26)."""
     if spec.a is None:
         return False
-    return granularity.by_name(spec.a.granularity).reduced is None or (
-        backend == "torch" and spec.a.granularity == "blockwise_1x128"
+    return (
+        granularity.by_name(spec.a.granularity).reduced is None
+        or by in products.OPERATORS.values()
+        or (backend == "torch" and by == "auto" and spec.a.granularity == "blockwise_1x128")
     )
 
 
@@ -182,7 +186,8 @@ def linear_kernels(
         if role in place.by_triton and gathered is None:
             kernels += _triton(role, casts[0].cast, n, fusion, place)
             continue
-        served = [one for one in casts if multiplies_fp8(recipe.gemms[one.gemm], backend)]
+        by = place.products
+        served = [one for one in casts if multiplies_fp8(recipe.gemms[one.gemm], backend, by)]
         kernels += _dequantized(n, fusion) * (len(casts) - len(served))
         if served and fusion == "xla":
             kernels += _xla(role, served, n, gathered, place)
@@ -257,7 +262,8 @@ def _torch(
             # gathered codes are row-major, and this GEMM needs them column-major
             kernels.append(Kernel("layout", 2 * gathered))
         if granularity.by_name(cast.granularity).reduced is not None:
-            kernels.append(Kernel("cast", 3 * n))
+            kernels += [Kernel("amax", 2 * n)] * (cast.policy.two_level is not None)
+            kernels.append(Kernel("cast", (2 + cast.fmt.bits / 8) * n))
         elif fusion == "eager":
             kernels += [*_eager_amax(n), *_eager_cast(n)]
             kernels += [Kernel("layout", 2 * n)] * (transposed and gathered is None)
@@ -292,8 +298,10 @@ def _xla(
     role: Role, served: list[OperandCast], n: float, gathered: float | None, place: Place
 ) -> list[Kernel]:
     """One scale of the whole tensor or one for each order, an amax for each but the one that the
-    tensor's maker takes, and a cast. Gathered codes of one scale are laid out in the other order;
-    those of rows each have been cast apart."""
+    tensor's maker takes, and a cast; of blocks an amax and a cast for each GEMM. Gathered codes of
+    one scale are laid out in the other order; those of rows each have been cast apart."""
+    if any(granularity.by_name(one.cast.granularity).reduced is not None for one in served):
+        return [kernel for one in served for kernel in _xla_blocks(one, n)]
     rows = sum(one.cast.granularity == "rowwise" for one in served)
     whole = next((one.cast for one in served if one.cast.granularity == "tensorwise"), None)
     scales = rows + (whole is not None)
@@ -307,6 +315,15 @@ def _xla(
         turned = sum(one.axis == 0 or role != "weight" for one in served)
         kernels += [Kernel("layout", 2 * gathered)] * turned
     return kernels
+
+
+def _xla_blocks(operand: OperandCast, n: float) -> list[Kernel]:
+    """The tensor's amax if scales have two levels, the blocks', and a cast; codes of blocks along
+    the rows are laid out again."""
+    cast, code = operand.cast, operand.cast.fmt.bits / 8
+    amaxes = 1 + (cast.policy.two_level is not None)
+    turned = [Kernel("layout", 2 * code * n)] * (operand.axis == 0)
+    return [*[Kernel("amax", 2 * n)] * amaxes, Kernel("cast", (2 + code) * n), *turned]
 
 
 def _taken_by_maker(role: Role, place: Place, rows: int, whole: CastSpec | None) -> bool:

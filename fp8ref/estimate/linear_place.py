@@ -48,4 +48,5 @@ def of(
         and all(recipes.get(parent + other) == recipe for other in group),
         freed=backend == "torch" and sharded(config, backend),
         weighed=scaled and amax_handed_on(decision, config),
+        products=config.numerics.products,
     )

@@ -15,6 +15,7 @@ from fp8ref.shared.errors import ConfigError
 from fp8ref.shared.result import Result
 from fp8ref.train.config import device_shapes
 from fp8ref.train.config.config import Config
+from fp8ref.train.run.trainer import check_products
 
 COLUMNS = {
     "gemm": ("gemm",),
@@ -174,7 +175,8 @@ class Forecast(Result):
 def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
     """The forecast for a config.
 
-    Raises:   ConfigError: the backend would refuse the config on any devices; a schedule.
+    Raises:   ConfigError: the backend would refuse the config on any devices, or its products on
+              this GPU; a schedule.
     """
     config.require_one_recipe("an estimate")
     if config.parallel.context > 1:
@@ -185,6 +187,7 @@ def of(config: Config, backend: str, ceilings: Ceilings) -> Forecast:
         )
     device_shapes.check(config, backend)
     device_shapes.check_on_gpu(config, backend)
+    check_products(config, backend, (ceilings.sheet.capability, 0), ceilings.gpu)
     ledgers = roofline.linears(config, backend, ceilings)
     lost = roofline.losing(config, backend, ceilings)
     rows: dict[tuple, Row] = {}

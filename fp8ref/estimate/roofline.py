@@ -22,6 +22,8 @@ from fp8ref.estimate.kernels import ALONE, Fusion, Kernel, Place, multiplies_fp8
 from fp8ref.estimate.ledger import Ledger, Step
 from fp8ref.recipe import RECIPES, Gemm, GemmSpec, Recipe
 from fp8ref.selection.linears import Decision
+from fp8ref.spec import granularity
+from fp8ref.spec.products import Products
 from fp8ref.train.config.config import Config
 from fp8ref.train.config.device_shapes import runs_output_again, tokens, used
 
@@ -162,16 +164,17 @@ def gemm_sizes(decision: Decision, config: Config, backend: str) -> list[Size]:
     return sizes_of(m, n, k)
 
 
-def runs_in(spec: GemmSpec, backend: str) -> str:
-    """Formats, granularities and accumulation of a GEMM, as on an H100 or H200."""
+def runs_in(spec: GemmSpec, backend: str, by: Products = "auto") -> str:
+    """Formats, granularities and accumulation of a GEMM; by: what multiplies operands in blocks."""
     if spec.a is None or spec.b is None:
         return "bf16"
     operands = " x ".join(
         f"{cast.fmt.name} {cast.granularity}" + " delayed" * (cast.delayed is not None)
         for cast in (spec.a, spec.b)
     )
-    if multiplies_fp8(spec, backend):
-        return f"{operands}, {spec.accumulate}"
+    if multiplies_fp8(spec, backend, by):
+        blocks = granularity.by_name(spec.a.granularity).reduced is not None
+        return f"{operands}, {by if blocks and by != 'auto' else spec.accumulate}"
     if spec.emulated:
         return f"{operands}, emulated: dequantized (R-9)"
     return f"{operands}, dequantized: no FP8 GEMM (G-16)"
@@ -191,12 +194,16 @@ def gemms_ledger(
     multiplied = 0.0
     for which, m, n, k in sizes:
         spec = recipe.gemms[which]
-        fp8 = multiplies_fp8(spec, backend)
+        fp8 = multiplies_fp8(spec, backend, place.products)
         unscaled = kernels.scaled_after(spec, fusion) or not spec.rowwise
         # a GEMM whose scales are applied afterwards runs at the plain FP8 rate
         in_fp8 = ceilings.fp8 if unscaled else ceilings.fp8_rowwise
-        rate = in_fp8 if fp8 else ceilings.bf16
-        traffic = (1 if fp8 else 2) * k * (m + n) + kernels.writes(spec, fusion) * m * n
+        bits = spec.a.fmt.bits if fp8 and spec.a is not None else 16
+        # of 4-bit products no ceiling is published: as far below their peak as FP8's
+        rate = {16: ceilings.bf16, 4: in_fp8 * ceilings.sheet.fp4 / ceilings.sheet.fp8}.get(
+            bits, in_fp8
+        )
+        traffic = bits / 8 * k * (m + n) + kernels.writes(spec, fusion) * m * n
         multiplied += gemm_seconds(m, n, k, rate, traffic, ceilings)
     beside = quantizing(recipe, sizes, fusion, place)
     return _ledger(bf16, multiplied, len(sizes), beside, ceilings)

@@ -48,11 +48,16 @@ def kind(a: Any, b: Any, by: str) -> Kind:
     )
 
 
+def runs(by: str, capability: int) -> bool:
+    """Whether an NVIDIA GPU of this major compute capability has these products; 0: no such GPU."""
+    return by not in OPERATORS.values() or capability >= 10
+
+
 def check(by: str, backend: str, capability: tuple[int, int] | None, device: str) -> None:
     """ValueError for products that a backend or a device lacks. capability: of an NVIDIA GPU."""
     one_of("products", by, ("auto", "emulated", OPERATORS[backend]))
     require(
-        by not in OPERATORS.values() or (capability or (0, 0)) >= (10, 0),
+        runs(by, capability[0] if capability else 0),
         f"products {by!r} need an NVIDIA GPU of compute capability 10.0 or later; got {device}. "
         "Use products 'emulated'.",
     )

@@ -77,7 +77,7 @@ def test_linears_that_would_be_slower_are_told():
     """Of 256 tokens and 64 features, casts take longer than any GEMM."""
     text = shown(sizes.config())
     assert row(text, "q_proj")
-    assert "SLOWER in FP8 on H100 SXM and H200 SXM: name it in filter_fqns" in text
+    assert "SLOWER in FP8 on H100 SXM, H200 SXM, B200: name it in filter_fqns" in text
     assert "SLOWER" not in shown(sizes.config("bf16"))
 
 

@@ -60,7 +60,7 @@ def test_measured_ones_are_read(tmp_path):
         ({"fp8": 2e15}, "fp8 is in FLOP a second"),
         ({"bandwidth": 4.0}, "bandwidth is in bytes a second"),
         ({"launch": 2.0}, "launch is in seconds"),
-        ({"gpu": "A100"}, "gpu is one of H100 SXM, H200 SXM; got 'A100'"),
+        ({"gpu": "A100"}, "gpu is one of H100 SXM, H200 SXM, B200; got 'A100'"),
         ({"gpu": "H100 SXM", "bandwidth": 3e12}, "holds rates of H100 SXM, but --gpu is h200"),
     ],
 )
@@ -83,5 +83,5 @@ def test_not_a_number_is_no_rate():
 
 
 def test_an_unknown_gpu_is_refused():
-    with pytest.raises(ConfigError, match="--gpu is one of h100, h200; got 'b200'"):
-        gpu_rates.of("b200")
+    with pytest.raises(ConfigError, match="--gpu is one of h100, h200, b200; got 'b300'"):
+        gpu_rates.of("b300")

@@ -149,8 +149,8 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "needs --gpu h100 or --gpu h200"),
-        (["--gpu", "b200"], "--gpu is one of h100, h200; got 'b200'"),
+        ([], "needs --gpu h100, h200 or b200"),
+        (["--gpu", "b300"], "--gpu is one of h100, h200, b200; got 'b300'"),
         (["--gpu", "h100", "--ceilings", "nowhere.json"], "nowhere.json: cannot be read"),
         (["--gpu", "h100", "--json", "no/such/directory/out.json"], "--json names a file"),
     ],

@@ -4,10 +4,11 @@ import math
 import pytest
 from helpers.models import sizes
 
-from fp8ref.estimate import report, roofline
+from fp8ref.estimate import kernels, report, roofline
 from fp8ref.estimate.gpu_rates import GPUS, PUBLISHED
 from fp8ref.recipe import RECIPES
 from fp8ref.selection.rules import Rule
+from fp8ref.shared.errors import ConfigError
 from fp8ref.train.config import config as configs
 
 H100 = PUBLISHED["h100"]
@@ -185,10 +186,33 @@ def test_operands_in_blocks_without_a_kernel_are_no_fp8_gemm(recipe, backend):  
     assert "dequantized: no FP8 GEMM" in roofline.runs_in(RECIPES[recipe].output, backend)
 
 
+@pytest.mark.parametrize(("recipe", "factor"), [("mxfp8", 2), ("mxfp8_32x32", 2), ("nvfp4", 4)])
+def test_hardware_multiplies_blocks_by_name(recipe, factor):  # G-26
+    """At the data sheet's ratio to bfloat16, of GEMMs that memory does not bound."""
+    m, b200 = 8192, PUBLISHED["b200"]
+    for how, by in (("inductor", "scaled_mm"), ("xla", "scaled_matmul")):
+        place = kernels.Place(products=by)
+        gemms = roofline.sizes_of(m, m, m)
+        one = roofline.gemms_ledger(RECIPES[recipe], gemms, how, b200, place)
+        assert one.bf16 / one.parts["gemm"] == pytest.approx(factor)
+        emulated = roofline.gemms_ledger(RECIPES[recipe], gemms, how, b200)
+        assert emulated.parts["gemm"] == pytest.approx(one.bf16)
+        assert one.parts["cast"] < emulated.parts["cast"]
+    assert roofline.runs_in(RECIPES[recipe].output, "torch", "scaled_mm").endswith("scaled_mm")
+
+
+def test_products_that_a_gpu_lacks_are_refused():  # G-26
+    config = sizes.config(**COMPILED).replace(numerics={"recipe": "mxfp8", "products": "scaled_mm"})
+    with pytest.raises(ConfigError, match=r"capability 10.0 or later; got H100 SXM"):
+        report.of(config, "torch", H100)
+    assert report.of(config, "torch", PUBLISHED["b200"]).ceilings.gpu == "B200"
+
+
 def test_data_sheets():
     assert {name: (g.fp8 / g.bf16, g.bandwidth, g.processors) for name, g in GPUS.items()} == {
         "H100 SXM": (2.0, 3.35e12, 132),
         "H200 SXM": (2.0, 4.8e12, 132),
+        "B200": (2.0, 8e12, 148),
     }
     assert all("data sheet" in g.source for g in GPUS.values())
 

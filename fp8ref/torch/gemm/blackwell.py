@@ -27,7 +27,7 @@ def multiply(
     scales = [[_swizzled(kind, *operand)] for operand in (a, b)]
     if kind.name == "nvfp4":
         kinds, orders = [types.BlockWise1x16, types.TensorWise], [*orders, swizzles.NO_SWIZZLE]
-        one = torch.ones((), device=a[0].device)
+        one = torch.ones((), dtype=torch.float32, device=a[0].device)
         scales = [[*scales[0], one], [*scales[1], one if factor is None else factor]]
     left, right = (_stored(kind, codes) for codes, _ in (a, b))
     written = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32

@@ -53,7 +53,7 @@ def seed_(model: nn.Module, seed: int | Mapping[str, int]) -> None:
         f"seeds are for {', '.join(linears) or 'no linear'}; got {', '.join(seed) or 'none'}.",
     )
     keys = [[_halves(_derived(seed[n], i, _GEMM)) for i in range(len(OPERANDS))] for n in linears]
-    table = torch.tensor(keys, dtype=torch.int64)
+    table = torch.tensor(keys, dtype=torch.int64, device="cpu")
     if any(linear.weight.is_cuda for linear in linears.values()):
         table = table.pin_memory()  # so that the host does not wait for the device
     for linear, words in zip(linears.values(), table, strict=True):

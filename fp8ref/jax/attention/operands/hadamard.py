@@ -35,7 +35,11 @@ def rotate(x: Array, signs: Array) -> Array:
     h = 1
     while h < n:
         pairs = value.reshape(*value.shape[:-1], n // (2 * h), 2, h)
-        first, second = pairs[..., 0, :], pairs[..., 1, :]
-        value = jnp.stack([first + second, first - second], axis=-2).reshape(value.shape)
+        if n <= 16:  # b + a and -b + a: XLA fuses them, and makes each sum anew for two others
+            value = jnp.flip(pairs, -2) + pairs * np.array([1, -1], np.float32)[:, None]
+        else:
+            first, second = pairs[..., 0, :], pairs[..., 1, :]
+            value = jnp.stack([first + second, first - second], axis=-2)
+        value = value.reshape(x.shape)
         h *= 2
     return value * np.float32(1 / math.sqrt(n))
