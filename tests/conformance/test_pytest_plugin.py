@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import ml_dtypes  # noqa: F401  # what a run in this process imports first, is gone after it
+import numba  # noqa: F401  # and cannot be imported twice
 import pytest
 
 from fp8ref.conformance import pytest_plugin

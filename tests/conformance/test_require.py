@@ -139,7 +139,7 @@ def test_arrays_of_frameworks_are_taken():
         ),
         (
             lambda x: require.require_cast(x, np.uint8([1, 1]), E4M3FN, rounding="stochastic"),
-            "rounding is one of",
+            "a rounding that gives each input one code is one of",
         ),
         (
             lambda x: require.require_quantized(x, np.uint8([1, 1]), E4M3FN),

@@ -31,8 +31,7 @@ class Rules:
     saturate: bool = True
 
     def __post_init__(self) -> None:
-        # those that give each input one code
-        one_of("rounding", self.rounding, ROUNDINGS)
+        one_of("a rounding that gives each input one code", self.rounding, ROUNDINGS)
         text = f"saturate is True or False; got {self.saturate!r}."
         require(isinstance(self.saturate, bool | np.bool_), text)
 
