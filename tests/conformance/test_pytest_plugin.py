@@ -8,8 +8,9 @@ import tomllib
 from pathlib import Path
 
 import ml_dtypes  # noqa: F401  # what a run in this process imports first, is gone after it
-import numba  # noqa: F401  # and cannot be imported twice
+import numba
 import pytest
+import torch  # noqa: F401
 
 from fp8ref.conformance import pytest_plugin
 from fp8ref.conformance.cast import identify
@@ -18,6 +19,7 @@ from fp8ref.conformance.gemm import require_gemm as __  # noqa: F401
 from fp8ref.conformance.quantizer import identify as ___  # noqa: F401
 
 pytest_plugins = ["pytester"]
+numba.njit(lambda: 0)()  # its first compilation imports more, which cannot be imported twice
 ROOT = Path(__file__).parents[2]
 
 MINE = """
@@ -134,6 +136,7 @@ def largest(shards):
     return np.abs(np.concatenate([shard.ravel() for shard in shards])).max()
 
 import pytest
+import torch  # noqa: F401
 """,
         "--junitxml=tests.xml",
     )
