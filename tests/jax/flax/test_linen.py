@@ -462,7 +462,7 @@ def test_a_layer_without_a_gradient_is_observed_or_refused(compiled):  # H-9
     run = jax.jit if compiled else lambda f: f
     with pytest.raises(
         ValueError,
-        match=r"^unused.Fp8DotGeneral_0, frozen.up.Fp8DotGeneral_0: .*mutable=\['fp8_seen'\]\), "
+        match=r"^frozen.up.Fp8DotGeneral_0, unused.Fp8DotGeneral_0: .*mutable=\['fp8_seen'\]\), "
         r"and return",
     ):
         run(fj.flax.value_and_grad(plainly(Stopped())))(variables, X)
