@@ -36,12 +36,12 @@ KINDS = {kind.name: kind for kind in _ALL}
 
 def kind(a: Any, b: Any, by: str) -> Kind:
     """The kind of two operands, ``CastSpec`` or ``Quantized``; ValueError where by has none."""
-    granularities = {a.granularity, b.granularity}
+    granularities = dict.fromkeys((a.granularity, b.granularity))
     kinds = [each for each in _ALL if by in each.operators]
     for each in kinds:
-        if {a.fmt, b.fmt} == {each.fmt} and granularities <= {each.line, each.square}:
+        if {a.fmt, b.fmt} == {each.fmt} and granularities.keys() <= {each.line, each.square}:
             return each
-    names, pair = ", ".join(each.name for each in kinds), " x ".join(sorted(granularities))
+    names, pair = ", ".join(each.name for each in kinds), " x ".join(granularities)
     raise ValueError(
         f"products {by!r} multiply both operands in {names}; got {a.fmt.name} x {b.fmt.name} in "
         f"{pair}. Use products 'emulated'."
