@@ -395,7 +395,8 @@ def _drawn(x: Tensor, scale: Tensor, fmt: Format, blocks: Blocks, axis: int, dra
     size, out = scaled[:1].numel(), []
     for rows in float_values.slices(scaled, 8 * float_values.SMALL):
         part, begin = scaled[rows], (rows.start or 0) * size
-        start = draw.start + begin if isinstance(draw.start, int) else draw.start[rows].reshape(-1)
+        start = draw.start  # a number may be a torch.SymInt
+        start = start[rows].reshape(-1) if isinstance(start, Tensor) else start + begin
         drawn = philox.codes(part.reshape(-1), fmt, draw.key, start, draw.bits).to(torch.uint8)
         out.append(cast.from_code_bits(drawn, fmt).view(part.shape))
     return (torch.cat(out) if len(out) > 1 else out[0]).movedim(-1, axis)

@@ -185,6 +185,18 @@ def test_a_compiled_pass_draws_anew_without_compiling_anew(rng):  # S-24
     assert not any(torch.equal(a, b) for a, b in zip(results[0], results[1], strict=True))
 
 
+def test_a_graph_of_any_number_of_rows_draws_as_eager(rng):  # S-24
+    torch.compiler.reset()
+    x, w, g = tensors(rng, 16, 32, 32)  # rows unlike columns, which are constants
+    model = nn.Sequential(layer_of(w, "nvfp4"))
+    rounding.seed_(model, SEED)
+    results = []
+    for f in (model, torch.compile(model, backend="aot_eager", dynamic=True)):
+        model.zero_grad()
+        results.append([t.clone() for t in run(f, *bfloat16(x, g))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_a_pass_that_checkpointing_repeats_draws_the_same(rng):  # T-8
     x, w, g = tensors(rng)
     linear = layer_of(w, TRIED["all stochastic"])
