@@ -79,7 +79,16 @@ class OperandCast(NamedTuple):
             return as_factor(q._replace(axis=0))._replace(axis=0)
         assert self.spec.delayed is not None
         scales = delayed.scales(state, self.spec.delayed, fmt)
-        return scaling.quantize_with(hp, scales, fmt, policy=policy, axis=self.axis)
+        q = scaling.quantize_with(
+            hp if self.axis == 1 else hp.T,
+            scales,
+            fmt,
+            policy=policy,
+            axis=1,
+            rounding=self.spec.rounding,
+            seed=self.seed if self.spec.stochastic else None,
+        )
+        return q if self.axis == 1 else as_factor(q._replace(axis=0))._replace(axis=0)
 
     def state(self, layer: str, states: States) -> delayed.DelayedState | None:
         """The state of this role in a layer; None if its scale is dynamic."""

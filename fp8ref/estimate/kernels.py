@@ -149,7 +149,7 @@ def code_bytes(recipe: Recipe, config: Config, backend: str) -> int:
 def multiplies_fp8(spec: GemmSpec, backend: str, by: Products = "auto") -> bool:
     """Whether a kernel takes the codes (G-16, G-17): of all operands but those in blocks; of these
     torchao's multiplies 1x128 x 128x128, and hardware what is named for it (G-26)."""
-    if spec.a is None:
+    if spec.a is None or spec.b is None:
         return False
     return (
         granularity.by_name(spec.a.granularity).reduced is None

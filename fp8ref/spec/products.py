@@ -53,9 +53,14 @@ def runs(by: str, capability: int) -> bool:
     return by not in OPERATORS.values() or capability >= 10
 
 
+def check_backend(by: str, backend: str) -> None:
+    """ValueError for products that a backend lacks."""
+    one_of("products", by, ("auto", "emulated", OPERATORS[backend]))
+
+
 def check(by: str, backend: str, capability: tuple[int, int] | None, device: str) -> None:
     """ValueError for products that a backend or a device lacks. capability: of an NVIDIA GPU."""
-    one_of("products", by, ("auto", "emulated", OPERATORS[backend]))
+    check_backend(by, backend)
     require(
         runs(by, capability[0] if capability else 0),
         f"products {by!r} need an NVIDIA GPU of compute capability 10.0 or later; got {device}. "

@@ -15,7 +15,7 @@ from fp8ref.shared.errors import ConfigError, LostProcessError, NonFiniteError, 
 from fp8ref.spec import gradient_reduction, llama
 from fp8ref.spec.kernels import Kernels
 from fp8ref.spec.states import health
-from fp8ref.train.config import architecture, hardware
+from fp8ref.train.config import architecture, device_shapes, hardware
 from fp8ref.train.config import config as configs
 from fp8ref.train.config.checks import check_backend
 from fp8ref.train.config.config import Config
@@ -56,6 +56,8 @@ def trainer(
     if backend not in BACKENDS:
         raise ConfigError(f"backend is one of {', '.join(BACKENDS)}; got {backend!r}.")
     check_backend(config, backend)
+    if config.architecture.kind == "llama" and (refused := device_shapes.unrotated(config)):
+        raise ConfigError(refused[0])
     multiply = hardware.of(config, backend)
     library = importlib.import_module(f"fp8ref.train.{backend}.trainer")
     return library.Trainer(config, weights, multiply=multiply)

@@ -1,3 +1,4 @@
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,7 @@ from fp8ref.crosscheck.operands import (
 from fp8ref.formats import BFLOAT16, E4M3FN
 from fp8ref.jax.linear import observer as jax_observer
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, CastSpec
+from fp8ref.sim import delayed
 from fp8ref.sim.gemm import gemm
 from fp8ref.sim.quantize import cast, scaling
 
@@ -193,3 +195,18 @@ def test_every_encoder_saturates(who):
         quantizers([who])[who].encode(np.array([1e9, -1e9, 1.0], np.float32), E4M3FN),
         [0x7E, 0xFE, 0x38],
     )
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_states_scales_are_rounded_by_the_seed(axis, rng):  # S-24, H-1
+    """The flat index counts along the reduced axis."""
+    spec = dataclasses.replace(RECIPES["delayed"].output.a, rounding="stochastic")
+    hp = cast.round_to(rng.standard_normal((32, 16)).astype(np.float32), BFLOAT16)
+    state = delayed.init(spec.delayed)
+    found = OperandCast("input", spec, axis, seed=5).simulated(hp, state)
+    scales = delayed.scales(state, spec.delayed, spec.fmt)
+    expected = scaling.quantize_with(
+        hp if axis else hp.T, scales, spec.fmt, rounding="stochastic", seed=5
+    )
+    np.testing.assert_array_equal(found.codes, expected.codes if axis else expected.codes.T)
+    assert found.axis == axis

@@ -196,9 +196,14 @@ class Reduction:
 
         ``total`` then scatters contiguous pieces. Reordering the operand moves fewer bytes than
         reordering its float32 products.
+
+        Raises:   ValueError: squares of rows (scales, one for several rows) that devices would cut.
         """
         if not self.scatter or self.outer == 1:
             return operand
+        pieces = self.outer * lax.axis_size(self.scatter)
+        text = f"each device keeps whole rows or squares of them; got {len(operand)} for {pieces}."
+        errors.require(len(operand) % pieces == 0, text)
         by_device = operand.reshape(
             self.outer, lax.axis_size(self.scatter), -1, operand.shape[-1]
         ).swapaxes(0, 1)

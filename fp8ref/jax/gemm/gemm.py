@@ -294,7 +294,7 @@ def _arranged(a: Quantized, collective: Reduction | None) -> Quantized:
     """The operand with rows in the order of a reduce-scatter."""
     if collective is None:
         return a
-    lines = a.granularity != "tensorwise" and a.scale_inv.shape[0] == a.codes.shape[0]
+    lines = a.granularity != "tensorwise" and len(a.scale_inv) > 1
     scale_inv = collective.arranged(a.scale_inv) if lines else a.scale_inv
     return dataclasses.replace(a, codes=collective.arranged(a.codes), scale_inv=scale_inv)
 

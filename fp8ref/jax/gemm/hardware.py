@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, FP8_FORMATS
+from fp8ref.formats import BFLOAT16, E2M1FN, FLOAT16, FLOAT32, FP8_FORMATS
 from fp8ref.jax.distributed import one_device, sharding
 from fp8ref.jax.quantize import cast
 from fp8ref.jax.quantize.scaling import Quantized
+from fp8ref.shared.errors import require
 from fp8ref.spec import support
 from fp8ref.spec.hardware import Factor, Multiply
 
@@ -122,7 +123,11 @@ def matmul(
     """
     axes = tuple(q.axis % 2 for q in (a, b) if isinstance(q.axis, int))
     shape = a.codes.shape[1 - axes[0]], b.codes.shape[1 - axes[1]]
-    # by the dtype: e2m1fn is held in e4m3fn, which tensor cores multiply
+    require(
+        E2M1FN not in (a.fmt, b.fmt),
+        f"simulated hardware multiplies FP8 codes; got {a.fmt} x {b.fmt}. Leave "
+        "hardware.simulating for this linear (R-9).",
+    )
     kinds = tuple((_CODES[jnp.dtype(q.codes.dtype)], q.granularity) for q in (a, b))
     out_dtype = jnp.dtype(out_dtype)
 

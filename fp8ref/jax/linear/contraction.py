@@ -13,7 +13,7 @@ from fp8ref.jax import delayed
 from fp8ref.jax.distributed import explicit_sharding
 from fp8ref.jax.distributed.explicit_sharding import Numbers
 from fp8ref.jax.distributed.sharding import Placement
-from fp8ref.jax.linear import arguments, linear
+from fp8ref.jax.linear import arguments, linear, rounding
 from fp8ref.jax.linear.carried import Seen
 from fp8ref.recipe import Recipe
 
@@ -69,14 +69,17 @@ def dot_general(
     # shard_map it is: devices gather and scatter the first dim.
     turned = explicit_sharding.turned(dims.numbers, w.ndim) and not in_shard_map
 
-    def body(x, w, state, seen, layout):
+    def body(x, w, constants, seen, layout):
+        state, seed = constants
         own = dataclasses.replace(layer, layout=layout, turned=turned)
         a, b = dims.matrices(x, w, turned)
         out_dtype = contraction.preferred_element_type
-        y, seen = linear.contract(a, b, own, state, seen, out_dtype=out_dtype)
+        with rounding.seeded(seed):
+            y, seen = linear.contract(a, b, own, state, seen, out_dtype=out_dtype)
         return dims.unflattened(y, x, w), seen
 
-    return explicit_sharding.run(body, x, w, state, seen, dims.numbers, placement, name)
+    constants = state, rounding.traced_seed()
+    return explicit_sharding.run(body, x, w, constants, seen, dims.numbers, placement, name)
 
 
 def einsum(

@@ -85,13 +85,15 @@ def apply(
     layer = arguments.layer(recipe, name, placement)
 
     def body(x, w, constants, seen, layout):
-        (state, prepared), rows = constants, x.reshape(1, -1) if x.ndim == 1 else x
+        (state, prepared, seed), rows = constants, x.reshape(1, -1) if x.ndim == 1 else x
         own = dataclasses.replace(layer, layout=layout)
-        y, seen = contract(rows, w, own, state, seen, prepared=prepared)
+        with rounding.seeded(seed):
+            y, seen = contract(rows, w, own, state, seen, prepared=prepared)
         return y.reshape(-1) if x.ndim == 1 else y, seen
 
     numbers = ((x.ndim - 1,), (1,)), ((), ())
-    return explicit_sharding.run(body, x, w, (state, prepared), seen, numbers, placement, name)
+    constants = state, prepared, rounding.traced_seed()
+    return explicit_sharding.run(body, x, w, constants, seen, numbers, placement, name)
 
 
 def contract(

@@ -48,11 +48,11 @@ def quantize(operand: Operand, role: Role, cast: CastSpec, axis: int, layer: Lay
         if layer.kernels and layer.by_kernel(role, cast):
             by = settled(scale) or dynamic_scales(scaling.amax(x), role, cast, layer)
             return kernel_casts.quantize(x, by, cast.fmt, axis, layer.kernels)
-        if isinstance(scale, scales.Scales):
-            return quantized(x, axis=axis, by=scale)
-        if scale is not None:
-            return scaling.quantize_by_state(x, scale, cast, axis=axis)
         random = rounding.random(operand.seed, x.shape, cast, role, axis, layer)
+        if isinstance(scale, scales.Scales):
+            return quantized(x, axis=axis, by=scale, random=random)
+        if scale is not None:
+            return scaling.quantize_by_state(x, scale, cast, axis=axis, random=random)
         if gemm.dequantizes(cast.granularity) or not cast.plain:
             x = flat(x, role, layer)
             random = random and random.like(x.shape)
@@ -91,7 +91,8 @@ def rotated(x: Array, cast: CastSpec, axis: int) -> Array:
     size, lines = cast.rotation.size, jnp.swapaxes(x, axis, -1)
     require(
         lines.shape[-1] % size == 0,
-        f"a rotation of {size} needs K divisible by it; got x.shape={x.shape}, axis={axis}. Pad K.",
+        f"a rotation of {size} needs the reduced axis divisible by it; got x.shape={x.shape}, "
+        f"axis={axis}. Pad it, or take a recipe without a rotation.",
     )
     blocks = lines.reshape(*lines.shape[:-1], -1, size)
     turned = hadamard.rotate(blocks, jnp.array(cast.rotation.signs, jnp.float32))

@@ -40,6 +40,12 @@ def seeded(seed: Seed | Mapping[str, Seed] | None):
     return contextlib.nullcontext() if seed is None else _seeds(_Frozen(seed))
 
 
+def traced_seed() -> Seed | Mapping[str, Seed] | None:
+    """What the context holds, if it is arrays, for a region on other axes; else None."""
+    seed = None if _seeds.value is None else _seeds.value.seed
+    return seed if all(isinstance(leaf, Array) for leaf in jax.tree.leaves(seed)) else None
+
+
 class _Frozen:
     """What a context holds: equal to itself alone, so that traced seeds may be in it."""
 
@@ -111,6 +117,11 @@ def _flat_index(shape: tuple[int, ...], role: Role, axis: int, layer: Layer) -> 
         own, length = _place(shape, dim - len(shape), outer)
         row, rows = row + own * jnp.uint32(rows), rows * length
     column, columns = _place(shape, -1, column_axes)
+    require(
+        rows * columns < 1 << 32,
+        f"in JAX, operands that round stochastically have fewer than 2^32 elements on all devices; "
+        f"{layer.name}: {role} has {rows} x {columns}. Use data.microbatches, or round to nearest.",
+    )
     if axis == -1:
         return row * jnp.uint32(columns) + column
     return column * jnp.uint32(rows) + row

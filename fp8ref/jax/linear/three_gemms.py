@@ -93,7 +93,9 @@ def _measured(
         cast = layer.recipe.gemms[which].operands[OPERANDS[which].index(role)]
         assert cast is not None
         axis = layer.axis(which, role)
-        measured[which, role] = stats.measure(operands.rotated(tensor, cast, axis), q)
+        if cast.rotation is not None:
+            tensor = operands.rotated(operands.flat(tensor, role, layer), cast, axis)
+        measured[which, role] = stats.measure(tensor, q)
     return measured
 
 

@@ -294,7 +294,13 @@ def quantize(
 
 
 def quantize_with(
-    x: Array, scale: Array, fmt: Format, *, granularity: str = "tensorwise", axis: int = -1
+    x: Array,
+    scale: Array,
+    fmt: Format,
+    *,
+    granularity: str = "tensorwise",
+    axis: int = -1,
+    random: philox.Random | None = None,
 ) -> Quantized:
     """Quantize by a given scale, such as a delayed state's; scale_inv = RN32(1 / scale), so not for
     e8m0 policies (S-14).
@@ -311,11 +317,13 @@ def quantize_with(
             f"{granularity} scales of x.shape={x.shape} have shape {shape}; got {scale.shape}."
         )
     by = scales.with_inverse(scale)
-    codes = quantize_blocks(x, by, fmt, blocks(granularity, x.shape, axis))
+    codes = quantize_blocks(x, by, fmt, blocks(granularity, x.shape, axis), random=random)
     return Quantized(codes=codes, **by._asdict(), fmt=fmt, granularity=granularity, axis=axis)
 
 
-def quantize_divided(x: Array, scale_inv: Array, fmt: Format, *, axis: int = -1) -> Quantized:
+def quantize_divided(
+    x: Array, scale_inv: Array, fmt: Format, *, axis: int = -1, random: philox.Random | None = None
+) -> Quantized:
     """quantize by policy ``flax`` (spec S-13), tensorwise: RN32(f32(x) / scale_inv), clip,
     round. scale_inv is of shape ().
 
@@ -326,16 +334,20 @@ def quantize_divided(x: Array, scale_inv: Array, fmt: Format, *, axis: int = -1)
     cast.check_array(x)
     cast.check_array(scale_inv, "a scale_inv is an array of float32")
     by = Scales(1 / scale_inv, scale_inv)
-    codes = quantize_blocks(x, by, fmt, (None,) * x.ndim, policy=policies.POLICIES["flax"])
+    flax = policies.POLICIES["flax"]
+    codes = quantize_blocks(x, by, fmt, (None,) * x.ndim, policy=flax, random=random)
     return Quantized(codes=codes, **by._asdict(), fmt=fmt, granularity="tensorwise", axis=axis)
 
 
-def quantize_by_state(x: Array, stored: Array, spec: CastSpec, *, axis: int) -> Quantized:
+def quantize_by_state(
+    x: Array, stored: Array, spec: CastSpec, *, axis: int, random: philox.Random | None = None
+) -> Quantized:
     """Quantize by the number that a delayed state holds (H-1): a scale (``quantize_with``), or a
     scale_inv (``quantize_divided``), as the policy of its cast says."""
     if spec.policy.stored == "scale_inv":
-        return quantize_divided(x, stored, spec.fmt, axis=axis)
-    return quantize_with(x, stored, spec.fmt, granularity=spec.granularity, axis=axis)
+        return quantize_divided(x, stored, spec.fmt, axis=axis, random=random)
+    kind = spec.granularity
+    return quantize_with(x, stored, spec.fmt, granularity=kind, axis=axis, random=random)
 
 
 def dequantize(q: Quantized) -> Array:

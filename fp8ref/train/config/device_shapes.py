@@ -9,7 +9,7 @@ from fp8ref import recipe as recipes
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, Recipe
 from fp8ref.selection.linears import Decision
 from fp8ref.shared.errors import ConfigError, require
-from fp8ref.spec import granularity, llama
+from fp8ref.spec import granularity, llama, products
 from fp8ref.train.config import checks
 from fp8ref.train.config.config import Config
 
@@ -158,6 +158,22 @@ def active(config: Config) -> int:
     )
 
 
+def unmultiplied(config: Config, backend: str) -> list[str]:
+    """The error messages for numerics.products that a backend or a linear lacks (G-26)."""
+    by = config.numerics.products
+    decisions = [d for r in config.recipes for d in config.under(r).decisions()]
+    blocks = [d.recipe for d in decisions if d.recipe.in_blocks]
+    try:
+        products.check_backend(by, backend)
+        text = "products are of operands in blocks; no linear has any. Leave it out."
+        require(by == "auto" or len(blocks) > 0, text)
+        for spec in [s for recipe in blocks for s in recipe.gemms.values() if s.fp8]:
+            _ = by in ("auto", "emulated") or products.kind(spec.a, spec.b, by)
+    except ValueError as error:
+        return [f"numerics.{error}"]
+    return []
+
+
 def check(config: Config, backend: str) -> None:
     """ConfigError, a line for each fault, if the backend would refuse this config on any mesh."""
     faults = [
@@ -167,6 +183,7 @@ def check(config: Config, backend: str) -> None:
         *config.optimizer.uncut(config.parallel, backend),
         *config.parallel.unreduced(backend),
         *checks.unswitched(config, backend),
+        *checks.undrawn(config, backend),
     ]
     for recipe_config in map(config.under, config.recipes):
         decisions: list[Decision] = []
@@ -180,7 +197,7 @@ def check(config: Config, backend: str) -> None:
         except ValueError as error:
             faults.append(str(error))
         faults += (_jax if backend == "jax" else _torch)(recipe_config, decisions)
-    faults = list(dict.fromkeys(faults))
+    faults = list(dict.fromkeys(faults)) or [*unmultiplied(config, backend), *unrotated(config)]
     text = "\n  ".join(["this config cannot be trained:", *faults] if len(faults) > 1 else faults)
     require(not faults, text, ConfigError)
 
@@ -290,6 +307,25 @@ def _jax(config: Config, decisions: list[Decision]) -> list[str]:
         elif d.fp8 and keys.devices > 1 and keys.through == "shard_map":
             faults += _blocks(d, config)
     return faults
+
+
+def unrotated(config: Config) -> list[str]:
+    """The error messages for rotations of a device's tokens whose size does not divide these
+    (S-23)."""
+    count = tokens(config)
+    rotated = [
+        (d.recipe.name, operand.cast.rotation.size)
+        for name in config.recipes
+        for d in config.under(name).decisions()
+        for operand in d.recipe.operand_casts
+        if operand.gemm == "grad_weight" and operand.cast.rotation is not None
+    ]
+    return [
+        f"recipe {name!r} rotates {size} tokens at a time in grad_weight; a device has {count} in "
+        "a pass. Change data.batch_size, data.microbatches or data.sequence_length."
+        for name, size in dict.fromkeys(rotated)
+        if count % size
+    ]
 
 
 def _blocks(decision: Decision, config: Config) -> list[str]:

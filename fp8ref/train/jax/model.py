@@ -44,10 +44,11 @@ class Inputs(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What a pass reads of a run beside weights: ``Inputs.states`` and ``Inputs.step``."""
+    """What a pass reads of a run beside weights: these fields of ``Inputs``."""
 
     states: States
     step: jax.Array | None = None
+    part: jax.Array | None = None
 
 
 class Gradients(NamedTuple):

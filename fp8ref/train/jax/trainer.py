@@ -241,6 +241,7 @@ class Trainer:
             apart = Trainer(plain, self.weights(), multiply=self._multiply)
             apart._state = apart._step.restored(apart._state, self._step.tensors(self._state))
             apart.switch(self.recipe)
+            apart.count = self.count
             apart.observe(tokens, observer, attention)
             return
         self._observer, self._watcher = observer, attention or (lambda *shown: None)
@@ -265,12 +266,11 @@ class Trainer:
             )
         layers, variant = self.config.attention_in_fp8, self.config.attention_variant
         attention = attention_products.planned(layers, variant)
-        microbatches = [
-            jax.tree.map(
-                self._layout.fetch, self._measure(self._params, self._read, self._tokens(part))
-            )
-            for part in (self.config.data.parts(tokens) if linears or attention else ())
-        ]
+        microbatches, read = [], self._read
+        for i, part in enumerate(self.config.data.parts(tokens) if linears or attention else ()):
+            own = read if read.step is None else read._replace(part=np.uint32(i))  # type: ignore[arg-type]
+            measured = self._measure(self._params, own, self._tokens(part))
+            microbatches.append(jax.tree.map(self._layout.fetch, measured))
         parts: list[np.ndarray] = []
         if linears:
             values = stats.parts(np.stack([part["linears"] for part in microbatches]))

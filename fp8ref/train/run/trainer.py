@@ -11,26 +11,20 @@ from fp8ref.selection.linears import Decision
 from fp8ref.shared.errors import ConfigError, require
 from fp8ref.spec import products
 from fp8ref.spec.kernels import Choice, Kernels
+from fp8ref.train.config import device_shapes
 from fp8ref.train.config.config import Config
 
 __all__ = ["Provable", "Trainer", "check_products", "kernels_of"]
-
-NO_BLOCKS = "products are of operands in blocks; no linear has any. Leave it out."
-"""The error for products without work."""
 
 
 def check_products(
     config: Config, backend: str, capability: tuple[int, int] | None, device: str
 ) -> None:
     """ConfigError for numerics.products that a backend, device or linear lacks."""
-    by = config.numerics.products
-    decisions = [d for r in config.recipes for d in config.under(r).decisions()]
-    blocks = [d.recipe for d in decisions if d.recipe.in_blocks]
+    refused = device_shapes.unmultiplied(config, backend)
+    require(not refused, "".join(refused), ConfigError)
     try:
-        require(by == "auto" or len(blocks) > 0, NO_BLOCKS)
-        for spec in [s for recipe in blocks for s in recipe.gemms.values() if s.fp8]:
-            _ = by in ("auto", "emulated") or products.kind(spec.a, spec.b, by)
-        products.check(by, backend, capability, device)
+        products.check(config.numerics.products, backend, capability, device)
     except ValueError as error:
         raise ConfigError(f"numerics.{error}") from error
 

@@ -21,7 +21,8 @@ from fp8ref.jax.distributed import sharding
 from fp8ref.jax.distributed.sharding import Placement
 from fp8ref.jax.linear import linear
 from fp8ref.jax.quantize import scales, scaling
-from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES
+from fp8ref.policy import POLICIES
+from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, CastSpec, GemmSpec, Recipe
 from fp8ref.sim.distributed import gradient_reduction, sharded_gemm
 from fp8ref.sim.quantize import cast
 from fp8ref.sim.quantize import scaling as sim_scaling
@@ -738,3 +739,29 @@ def test_uneven_shards_are_refused_by_name():  # P-1
     ):
         with pytest.raises(ValueError, match=f"fc: .*{message}"):
             sharding.check_shapes("fc", tokens, shape, placement, mesh)
+
+
+def test_squares_of_an_input_move_with_its_rows(rng):  # P-8, S-14
+    """Devices exchange rows of two sequences by their place, and each square's scale with them."""
+    square = CastSpec(fmt=E4M3FN, granularity="mx_32x32", policy=POLICIES["mx_rceil"])
+    line = dataclasses.replace(square, granularity="mx_1x32")
+    recipe = Recipe(name="squares", output=GemmSpec(a=square, b=line, accumulate="slow"))
+    rows = np.exp2(np.repeat(np.arange(4), 32)).reshape(2, 64, 1)  # another scale for each square
+    x = jnp.asarray(rows * rng.integers(-7, 8, (2, 64, 64)), jnp.bfloat16)
+    w = jnp.asarray(rng.integers(-7, 8, (32, 64)), jnp.bfloat16)
+    place = Placement(k=("tensor",), sequence=True)
+
+    def cut(x):
+        mapped = jax.shard_map(
+            lambda x, w: linear.apply(x, w, recipe=recipe, name="fc", placement=place)[0],
+            mesh=mesh_of((1, 1, 2)),
+            in_specs=(P(None, None, "tensor"), P(None, "tensor")),
+            out_specs=P(None, "tensor"),
+        )
+        return np.asarray(jax.jit(mapped)(x, w), np.float32)
+
+    expected = np.asarray(linear.apply(x, w, recipe=recipe)[0], np.float32)
+    # both halves' results are rounded to bfloat16 before their sum
+    np.testing.assert_allclose(cut(x), expected, rtol=2**-7, atol=2**-7 * abs(expected).max())
+    with pytest.raises(ValueError, match="keeps whole rows or squares of them; got 2 for 4"):
+        cut(x[:, :32])

@@ -298,3 +298,9 @@ def test_float32_outputs_keep_their_bits(rng):
         np.asarray(found),
         sim_linear.forward(x, w, "tensorwise", accumulate="hopper", out_dtype=FLOAT32),
     )
+
+
+def test_codes_of_4_bits_are_refused(rng):
+    x, w, _ = tensors(rng)
+    with jax_hardware.simulating(HOPPER), pytest.raises(ValueError, match="got e2m1fn x e2m1fn"):
+        linear.apply(x, w, recipe="mxfp4")

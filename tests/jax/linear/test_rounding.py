@@ -7,15 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import fp8ref.jax as fj
 from fp8ref.formats import E4M3FN
 from fp8ref.jax.distributed.placement import Placement
 from fp8ref.jax.linear import linear, rounding
 from fp8ref.jax.linear.carried import Layer, Observations
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES, CastSpec, GemmSpec, Recipe
 from fp8ref.sim import linear as sim
+from fp8ref.sim.quantize import scaling as sim_scaling
 from fp8ref.spec.rotation import Rotation
 
 NAME = "layers.0.up"
@@ -77,6 +79,52 @@ def test_codes_of_each_gemm_are_the_simulators(recipe, rng):  # S-22 to S-24
         # sums of at most 64 products in another order, then a bfloat16: two roundings of 2^-8
         np.testing.assert_allclose(
             np.asarray(seen[which][2], np.float32), out, rtol=2**-7, atol=2**-6
+        )
+
+
+def test_codes_by_a_states_scales_are_the_simulators(rng):  # S-24, H-1
+    x, w, _ = operands(rng)
+    spec = RECIPES["delayed"].output
+    a, b = (dataclasses.replace(cast, rounding="stochastic") for cast in (spec.a, spec.b))
+    recipe = Recipe(name="mine", output=dataclasses.replace(spec, a=a, b=b))
+    state, unseen, shown = fj.delayed.init(recipe), fj.delayed.unseen(recipe), []
+    tensors = {"input": x.reshape(-1, 64), "weight": w}
+    scales = {role: sim_scaling.Scales(*np.ones((2, 1), np.float32)[..., 0]) for role in tensors}
+    with linear.observing(lambda layer, which, a, b, out: shown.append((a, b))):
+        with rounding.seeded({NAME: SEED}):
+            linear.apply(x, w, recipe=recipe, name=NAME, state=state, seen=unseen)
+        jax.effects_barrier()
+    expected = sim.quantize_operands("output", tensors, recipe, scales, SEED)
+    for (hp, codes, _), q in zip(shown[0], expected, strict=True):
+        np.testing.assert_array_equal(codes, q.codes)
+        assert (codes != sim_scaling.quantize_with(hp, scales["input"], E4M3FN).codes).any()
+
+
+def test_explicit_axes_take_a_traced_seed(rng):  # S-24
+    x, w, g = operands(rng)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+
+    def run(x, w, g, step):
+        with rounding.seeded(of_run(step)):
+            return passes(x, w, g, "nvfp4")
+
+    expected = jax.jit(run)(x, w, g, np.uint32(7))
+    with jax.set_mesh(mesh):
+        places = P("data"), P(), P("data")
+        cut = [
+            jax.device_put(v, NamedSharding(mesh, p))
+            for v, p in zip((x, w, g), places, strict=True)
+        ]
+        found = jax.jit(run)(*cut, np.uint32(7))
+    for a, b in zip(found[:2], expected[:2], strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+def test_operands_of_2_32_elements_are_refused():  # S-24
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2**20, 4096), (64, 4096))]
+    with rounding.seeded(1), pytest.raises(ValueError, match=r"up: input has 1048576 x 4096"):
+        jax.eval_shape(
+            lambda x, w: linear.apply(x, w, recipe=OTHERS["rows"], name="up")[0], *shapes
         )
 
 
@@ -170,5 +218,5 @@ def test_a_rotation_needs_whole_blocks(rng):  # S-23
     recipe = Recipe(name="turned", output=GemmSpec(a=cast, b=cast, accumulate="fast"))
     x, w, _ = operands(rng)
     assert linear.apply(x, w, recipe=recipe)[0].shape == (2, 32, 48)
-    with pytest.raises(ValueError, match=r"a rotation of 32 needs K divisible by it"):
+    with pytest.raises(ValueError, match=r"a rotation of 32 needs the reduced axis divisible"):
         linear.apply(x[..., :48], w[:, :48], recipe=recipe)

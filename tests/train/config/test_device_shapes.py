@@ -313,3 +313,31 @@ def test_what_fits_is_let_through(backend, recipe, scope):
         device_shapes.check(
             sizes.config(recipe, parts=2, **sizes.MESH | {"amax_scope": scope}), backend
         )
+
+
+@pytest.mark.parametrize(
+    ("backend", "numerics", "parallel", "message"),
+    [
+        (
+            "jax",
+            {"recipe": "mxfp8", "products": "scaled_mm"},
+            {},
+            "one of auto, emulated, scaled_m",
+        ),
+        ("torch", {"recipe": "rowwise", "products": "scaled_mm"}, {}, "no linear has any"),
+        ("jax", {"recipe": "mxfp4", "products": "scaled_matmul"}, {}, "got e2m1fn x e2m1fn"),
+        ("torch", {"recipe": "nvfp4"}, {"data": 2, "amax_scope": "local"}, "places of tokens"),
+    ],
+)
+def test_what_training_refuses_is_refused_before(backend, numerics, parallel, message):  # G-26
+    config = sizes.CONFIG.replace(numerics=numerics, parallel=parallel)
+    with pytest.raises(ConfigError, match=message):
+        device_shapes.check(config, backend)
+
+
+def test_rotations_take_whole_blocks_of_a_devices_tokens():  # S-23
+    config = sizes.CONFIG.replace(
+        numerics={"recipe": "nvfp4"}, data={"sequence_length": 24, "batch_size": 1}
+    )
+    with pytest.raises(ConfigError, match="rotates 16 tokens at a time in grad_weight"):
+        device_shapes.check(config, "torch")
