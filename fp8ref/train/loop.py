@@ -11,7 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from fp8ref.shared import console
-from fp8ref.shared.errors import ConfigError, LostProcessError, NonFiniteError, StoppedError
+from fp8ref.shared.errors import (
+    ConfigError,
+    LostProcessError,
+    NonFiniteError,
+    StoppedError,
+    require,
+)
 from fp8ref.spec import gradient_reduction, llama
 from fp8ref.spec.kernels import Kernels
 from fp8ref.spec.states import health
@@ -56,8 +62,9 @@ def trainer(
     if backend not in BACKENDS:
         raise ConfigError(f"backend is one of {', '.join(BACKENDS)}; got {backend!r}.")
     check_backend(config, backend)
-    if config.architecture.kind == "llama" and (refused := device_shapes.unrotated(config)):
-        raise ConfigError(refused[0])
+    if config.architecture.kind == "llama":
+        refused = device_shapes.unrotated(config)
+        require(not refused, "".join(refused[:1]), ConfigError)
     multiply = hardware.of(config, backend)
     library = importlib.import_module(f"fp8ref.train.{backend}.trainer")
     return library.Trainer(config, weights, multiply=multiply)
