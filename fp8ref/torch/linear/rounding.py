@@ -22,6 +22,7 @@ from fp8ref.torch.quantize import philox
 __all__ = ["pass_seed", "seed_", "stochastic_linears"]
 
 _PASS, _LINEAR, _GEMM = 4, 3, 2  # the streams of S-24
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and checkpointing
 
 
 def pass_seed(seed: int, step: int, microbatch: int = 0) -> int:
@@ -30,12 +31,15 @@ def pass_seed(seed: int, step: int, microbatch: int = 0) -> int:
 
 
 def stochastic_linears(model: nn.Module) -> dict[str, Linear]:
-    """The linears of a model that round stochastically, by their names when it was converted."""
-    return {
-        m.fqn or name: m
+    """The linears of a model that round stochastically, by their names when it was converted; by
+    their names in the model, where its parts were converted each by itself and names are alike."""
+    linears = {
+        ".".join(part for part in name.split(".") if part not in _WRAPPERS): m
         for name, m in model.named_modules()
         if isinstance(m, Linear) and m.recipe.stochastic
     }
+    named = {m.fqn or name: m for name, m in linears.items()}
+    return named if len(named) == len(linears) else linears
 
 
 @torch.no_grad()

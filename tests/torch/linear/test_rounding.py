@@ -150,13 +150,27 @@ def test_seeds_of_linears_are_made_of_a_passs_and_their_names():  # S-24
     assert not any(key.endswith("keys") for key in model.state_dict())
 
 
+def test_parts_that_were_converted_each_by_itself_are_all_seeded():  # S-24
+    blocks = (nn.ModuleDict({"up": nn.Linear(32, 32)}) for _ in range(2))
+    model = nn.Sequential(*(convert.convert(block, "nvfp4") for block in blocks))
+    rounding.seed_(model, 1)
+    keys = [block["up"].keys for block in model]
+    assert not torch.equal(*keys)
+    model[1] = torch.compile(model[1], backend="eager")  # which inserts a module
+    assert list(rounding.stochastic_linears(model)) == ["0.up", "1.up"]
+    assert list(rounding.stochastic_linears(model[0])) == ["up"]
+
+
 def test_a_pass_without_seeds_is_refused_where_it_rounds(rng):  # S-24
     x, w, g = tensors(rng)
     linear = layer_of(w, "nvfp4")
     with torch.no_grad():
         linear(*bfloat16(x))  # to nearest
     with pytest.raises(ValueError, match=r"rounds grad_output stochastically in grad_input.*seed_"):
-        run(linear, *bfloat16(x, g))
+        run(linear.eval(), *bfloat16(x, g))
+    model = convert.convert(nn.ModuleDict({"up": nn.Linear(64, 96).bfloat16()}), "nvfp4")
+    with pytest.raises(ValueError, match=r"^up rounds stochastically in training.*got none.*seed_"):
+        model["up"](*bfloat16(x))
     for seed, match in (
         ({"other": 1}, "seeds are for 0; got other"),
         (2**64, r"a seed is an integer in \[0, 2\^64\)"),
