@@ -42,6 +42,7 @@ def stochastic_linears(model: nn.Module) -> dict[str, Linear]:
     return named if len(named) == len(linears) else linears
 
 
+@torch.inference_mode(False)  # seeds that inference mode made could not be set for training
 @torch.no_grad()
 def seed_(model: nn.Module, seed: int | Mapping[str, int]) -> None:
     """Seed the linears of a model that round stochastically, for its next pass.

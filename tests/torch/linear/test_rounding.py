@@ -161,6 +161,18 @@ def test_parts_that_were_converted_each_by_itself_are_all_seeded():  # S-24
     assert list(rounding.stochastic_linears(model[0])) == ["up"]
 
 
+def test_inference_seeds_no_less_than_training_does(rng):  # S-24
+    x, w, g = tensors(rng, 16, 32, 32)
+    linear = layer_of(w, TRIED["all stochastic"])
+    with torch.inference_mode():
+        rounding.seed_(linear, SEED)
+        y = linear(*bfloat16(x))
+    rounding.seed_(linear, 2)
+    assert not torch.equal(run(linear, *bfloat16(x, g))[0], y)
+    rounding.seed_(linear, SEED)
+    assert torch.equal(run(linear, *bfloat16(x, g))[0], y)
+
+
 def test_a_pass_without_seeds_is_refused_where_it_rounds(rng):  # S-24
     x, w, g = tensors(rng)
     linear = layer_of(w, "nvfp4")
