@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fp8ref.formats import E2M1FN
 from fp8ref.recipe import GemmSpec, Recipe
+from fp8ref.shared.errors import require
 from fp8ref.spec import epilogue as epilogues
 from fp8ref.spec import support
 from fp8ref.spec.granularity import by_name
@@ -54,7 +56,7 @@ def matmul(
     Specials: Inf and NaN as in IEEE 754; overflow to infinity.
     Raises:   ValueError: operands that are not 2-d; reduced lengths that differ; unknown names;
               granularities that do not go together (``epilogue.check_pair``); blocks under
-              unit_round_scale_round.
+              unit_round_scale_round; e2m1fn in simulated hardware.
     Source:   spec G-1, G-4, G-5, G-7, G-13, G-16, G-17; torchao 0.18's addmm_float8_unwrapped.
     """
     _check(a, b, accumulate)
@@ -93,6 +95,12 @@ def _check(a: Quantized, b: Quantized, accumulate: str) -> None:
         raise ValueError(
             f"a GEMM reduces one axis of two matrices, of one length; got {shapes[0]} along "
             f"{a.axis} and {shapes[1]} along {b.axis}."
+        )
+    if hardware.active():
+        require(  # by the format: its numbers are in e4m3fn, which tensor cores multiply
+            E2M1FN not in (a.fmt, b.fmt),
+            f"simulated hardware multiplies FP8 codes; got {a.fmt} x {b.fmt}. Leave "
+            "hardware.simulating for this linear (R-9).",
         )
 
 

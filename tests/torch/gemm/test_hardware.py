@@ -71,6 +71,16 @@ def test_outputs_and_gradients_are_the_simulators_bit_for_bit(rng, recipe, kind,
         np.testing.assert_array_equal(wide(mine), sim)
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4"])
+def test_tensor_cores_take_no_four_bits(rng, recipe):
+    model = model_of(recipe, "ours", 32, 32).eval()
+    with (
+        simulated.simulating(hardware.by_name("exact")),
+        pytest.raises(ValueError, match=r"multiplies FP8 codes; got e2m1fn x e2m1fn\. Leave"),
+    ):
+        passed(model, rng, 32, 32, 32)
+
+
 @pytest.mark.parametrize("recipe", OF_TORCHAO)
 def test_a_bias_is_added_to_the_rounded_output(rng, recipe):
     model = model_of(recipe, "torchao", bias=True)
