@@ -109,9 +109,7 @@ class Step:
         parts, losses = self.config.data.parts(tokens), []
         with self.computing():
             for i, part in enumerate(parts):
-                if self._stochastic:
-                    seed = rounding.pass_seed(self.config.run.seed, self.count, i)
-                    rounding.seed_(self.model, seed)
+                self.seed(i)
                 loss = self.training_loss(self.own(part))
                 # FSDP2 reduces each microbatch's gradient, and adds it to the float32 shard
                 loss.backward()
@@ -121,6 +119,12 @@ class Step:
             # the product with a float32 reciprocal, as in JAX, and not a quotient (T-7)
             torch._foreach_mul_(grads, float(np.float32(1 / len(parts))))
         return torch.stack(losses)
+
+    def seed(self, microbatch: int = 0) -> None:
+        """Seed the next pass: that of a microbatch of the coming step, or as the first (S-24)."""
+        if self._stochastic:
+            seed = rounding.pass_seed(self.config.run.seed, self.count, microbatch)
+            rounding.seed_(self.model, seed)
 
     def update(
         self, loss: torch.Tensor, lr: float, measured: health.Found | None = None

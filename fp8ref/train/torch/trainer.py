@@ -133,6 +133,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, tokens: np.ndarray) -> float:
         """The loss of a batch; no state changes."""
+        self._step.seed()
         with self._step.computing():
             parts = self.config.data.parts(tokens)
             losses = [self._step.loss(self._step.own(part)) for part in parts]
@@ -143,6 +144,7 @@ class Trainer:
         """float32 [B, T, vocab_size] of tokens [B, T]; parallel.context's ranks divide T."""
         context = self._step.context
         own = tokens[:, rank_parts.own_tokens(tokens.shape[1], context)]
+        self._step.seed()
         with self._step.computing():
             logits = self._step.logits(self._step.tokens(own)).float()
             return rank_parts.gather_context(logits, context).cpu().numpy()

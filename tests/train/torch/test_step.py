@@ -5,9 +5,12 @@ from helpers.states import adamw
 from helpers.training import microbatches, seeds
 
 from fp8ref.recipe import OPERANDS, RECIPES, REDUCED_AXES
+from fp8ref.selection.rules import Rule
 from fp8ref.sim import linear as sim
 from fp8ref.torch import delayed
 from fp8ref.torch.kernels import weights
+from fp8ref.torch.linear import rounding
+from fp8ref.torch.observe.gemms import observe_gemms
 from fp8ref.train.data import loader
 from fp8ref.train.torch import optimizer
 from fp8ref.train.torch.step import Step
@@ -154,6 +157,31 @@ def test_every_microbatch_of_every_step_draws_by_a_seed_of_its_own(parts, small,
             for q, right, axis in zip(operands, expected, REDUCED_AXES[which], strict=True):
                 codes = right.codes if axis else right.codes.T
                 np.testing.assert_array_equal(q[1], codes, err_msg=f"{name} {which}")
+
+
+def test_passes_outside_a_step_draw_as_the_first_of_the_coming_one(small):  # S-24
+    """In fresh trainers too, whichever microbatch was the last."""
+    rule = Rule(layers=("q_proj",), gemms=("output",), rounding="stochastic")
+    config = microbatches.config_of(small, "nvfp4", 2).replace(numerics={"rules": (rule,)})
+    trainer, tokens = Trainer(config), microbatches.tokens_of(config)
+    name = "model.layers.0.self_attn.q_proj"
+    recipe = rounding.stochastic_linears(trainer.model)[name].recipe
+    for step in range(2):
+        seen = []
+
+        def observe(linear, which, a, b, out, seen=seen):
+            seen.extend([(a[0].float().numpy(), a[1].numpy(), b[0])] if linear == name else [])
+
+        with observe_gemms(trainer.model, observe):
+            trainer.evaluate(tokens)
+            trainer.logits(tokens[:, :-1])
+        seed = seeds.of_linear(config.run.seed, step, 0, name)
+        for x, codes, w in seen:
+            hp = {"input": x, "weight": w.float().numpy()}
+            expected, _ = sim.quantize_operands("output", hp, recipe, seed=seed)
+            np.testing.assert_array_equal(codes, expected.codes)
+        assert len(seen) == 3
+        trainer.step(tokens)
 
 
 def test_a_resumed_run_draws_as_one_that_went_on(small, monkeypatch, tmp_path):  # S-24, K-5
