@@ -85,7 +85,7 @@ def convert(
                 weights of experts, by the names of their Parameters.
     amax_group  ranks that hold parts of one batch and share the amaxes of input and grad_output
                 (P-2, scope global). Only ``Linear`` and ``GroupedLinear`` share amaxes. None: every
-                rank uses its own, as torchao does.
+                rank uses its own, as torchao does. To round by seeds, all have equally many rows.
     experts     convert modules of experts too (X-11): of transformers and torchtitan, but those
                 of filter_fqns. A router stays in high precision unless fp8_fqns names it: a linear
                 below a name "router" or "gate" with an output for each expert.
