@@ -93,9 +93,9 @@ def convert(
     Keeps:    the Parameter objects, tied ones tied, so an optimizer built before stays valid; and
               attributes that were added to a linear (R-5).
     Returns:  the model, changed in place (of one nn.Linear, another). 'bf16' changes nothing.
-    Sets:     torch._inductor.config.emulate_precision_casts for the process, if torchao's linears
-              scale rows on another device than a CPU: compiled kernels then round where eager
-              ones do, as torchtitan has them do (pytorch#150859).
+    Sets:     torch._inductor.config.emulate_precision_casts for the process, if a recipe rotates,
+              or torchao's linears scale rows on another device than a CPU: compiled kernels then
+              round where eager ones do, as torchtitan has them do (pytorch#150859).
               torch._inductor.config.cpp.simdlen, under delayed scaling on a CPU with AVX-512, to
               256: inductor (torch 2.13) stores wrong codes there where two scales cast one
               transposed tensor. Off a CPU, which casts inductor fuses (``fusion.install``).
@@ -141,6 +141,9 @@ def _set_up_compilers(plan: ConversionPlan) -> None:
             # Linears that share an input cast it by a scale each. In one loop over a transposed
             # tile of bfloat16 inductor's code for 512 bits then stores wrong codes, NaN among them.
             torch._inductor.config.cpp.simdlen = 256
+    if any(cast.rotation for recipe in plan.recipes for cast in recipe.casts):
+        # Else a kernel casts rotated blocks that it has not rounded to bfloat16 (S-23).
+        torch._inductor.config.emulate_precision_casts = True
     if devices != {"cpu"}:
         if any(spec.rowwise for recipe in plan.by_torchao for spec in recipe.gemms.values()):
             # Else a kernel that inductor fuses with a norm scales rows by amaxes of values that it

@@ -268,6 +268,21 @@ def cut(name, w1, w2, grid):
     return model
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # its own
+def test_inductor_rounds_rotated_blocks(rng):  # S-23
+    """Of grad_weight, whose rotated operands it would keep in float32."""
+    x, _, w, g = (bfloat16(rng.standard_normal((64, 64)).astype(np.float32))[0] for _ in range(4))
+    found = []
+    for compiled in (False, True):
+        model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+        model.weight.data = w.clone()
+        model = convert.convert(model, "nvfp4")
+        rounding.seed_(model, SEED)
+        (torch.compile(model) if compiled else model)(x).backward(g)
+        found.append(model.weight.grad)
+    assert torch.equal(*found)
+
+
 def on_ranks(names, x, w1, w2, g):
     """{(recipe, sizes of data and tensor): (GEMM, codes of both operands) of this rank, in order}."""
     seen = {}

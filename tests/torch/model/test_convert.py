@@ -375,12 +375,15 @@ def test_weights_are_the_state_dict_of_the_model_that_was_converted(recipe):
 
 @pytest.mark.parametrize(
     ("recipe", "accelerator", "emulated"),
-    [("rowwise", "cuda", True), ("rowwise", None, False), ("tensorwise", "cuda", False)],
+    [
+        ("rowwise", "cuda", True),
+        ("rowwise", None, False),
+        ("tensorwise", "cuda", False),
+        ("nvfp4", None, True),
+    ],
 )
 # P-12
-def test_compiled_rowwise_casts_round_where_eager_ones_do(
-    recipe, accelerator, emulated, monkeypatch
-):
+def test_compiled_casts_round_where_eager_ones_do(recipe, accelerator, emulated, monkeypatch):
     """A model on the meta device will lie on the accelerator, if there is one."""
     monkeypatch.setattr(
         torch.accelerator,
