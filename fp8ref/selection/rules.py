@@ -186,6 +186,8 @@ def with_casts(
     gemms: dict[Gemm, GemmSpec] = {}
     for gemm, roles in OPERANDS.items():
         a, b = (casts[gemm, role] for role in roles)
+        if a is None or b is None:  # both are rotated, or neither (S-23)
+            a, b = (cast and dataclasses.replace(cast, rotation=None) for cast in (a, b))
         existing = next(
             (r.gemms[gemm] for r in (base, *like) if (r.gemms[gemm].a, r.gemms[gemm].b) == (a, b)),
             None,

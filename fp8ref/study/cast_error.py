@@ -13,10 +13,9 @@ from fp8ref import recipe as recipes_of
 from fp8ref.formats import FLOAT32
 from fp8ref.recipe import ROLES, CastSpec, OperandCast, Recipe, Role, fp8_recipes
 from fp8ref.shared import console
-from fp8ref.shared.errors import require
 from fp8ref.shared.result import Result, finite
+from fp8ref.sim.attention.operands import hadamard
 from fp8ref.sim.quantize import cast, scaling, stats
-from fp8ref.sim.quantize.scales import scales_from_amax
 from fp8ref.spec import granularity
 from fp8ref.study import cast_rows
 from fp8ref.study import recording as recordings
@@ -267,11 +266,6 @@ def _causes(
     return {(row.recipe, row.layer, row.role): why}
 
 
-def _is_judged(spec: CastSpec) -> bool:
-    """Whether a study judges a cast: to nearest, not rotated, by one level of scales."""
-    return spec.plain and spec.policy.two_level is None and not spec.simulated
-
-
 def _casts(
     recipes: Sequence[str | Recipe] | Mapping[str, CastSpec] | None,
 ) -> dict[str, list[OperandCast]]:
@@ -282,9 +276,9 @@ def _casts(
                 f"a cast is a CastSpec; got {type(recipes[other[0]]).__name__} for "
                 f"{other[0]!r}. Recipes are given in a list."
             )
-        if alone := [name for name, spec in recipes.items() if not _is_judged(spec)]:
+        if alone := [name for name, spec in recipes.items() if spec.simulated]:
             raise ValueError(
-                f"a study judges casts to FP8, or to e2m1fn in mx_1x32, rounded to nearest; "
+                "a study judges casts to FP8, or to e2m1fn in blocks of MX or NVFP4; "
                 f"{alone[0]!r} is another. Use fp8ref.sim.linear.quantize_operands."
             )
         return {
@@ -296,13 +290,6 @@ def _casts(
             for name, spec in recipes.items()
         }
     named = fp8_recipes() if recipes is None else recipes
-    defined = [recipes_of.RECIPES.get(one) if isinstance(one, str) else one for one in named]
-    for one in defined:
-        require(
-            not isinstance(one, Recipe) or all(map(_is_judged, one.casts)),
-            "a study takes recipes that round to nearest, by one level of scales; got "
-            f"{getattr(one, 'name', one)!r}. Use fp8ref.compare for a tensor.",
-        )
     chosen = [recipes_of.check_trained(recipe) for recipe in named]
     if plain := [recipe.name for recipe in chosen if not recipe.fp8]:
         raise ValueError(
@@ -312,11 +299,21 @@ def _casts(
 
 
 def _measure(operand: Operand, spec: CastSpec, axis: int) -> dict[str, Any]:
-    """The numbers of a Row: of the kept rows, by scales of the whole tensor."""
+    """The numbers of a Row: of the kept rows, by scales of the whole tensor; rotated, by scales of
+    the kept rows, of which errors are those before a rotation back. Stochastic: by seed 0."""
     x, kind = operand.kept, spec.granularity
-    short = -x.shape[axis] % (granularity.by_name(kind).reduced or 1)
+    size = math.lcm(
+        granularity.by_name(kind).reduced or 1, spec.rotation.size if spec.rotation else 1
+    )
     # zeros, in a last block that is shorter: no other scale (L-5)
-    x = np.pad(x, [(0, short * (d == axis)) for d in range(2)])
+    x = np.pad(x, [(0, -x.shape[axis] % size * (d == axis)) for d in range(2)])
+    tensor_amax = operand.amax
+    if spec.rotation is not None:
+        turned = hadamard.rotate_blocks(x if axis else x.T, spec.rotation)
+        x = np.ascontiguousarray(turned if axis else turned.T)
+        columns = np.abs(x).max(axis=0)
+        operand = replace(operand, kept=x, amax=columns.max(), columns=columns)
+        tensor_amax = operand.amax
     if kind == "tensorwise":
         amax = operand.amax.reshape(scaling.amax(x, kind, axis=axis).shape)
     elif kind == "rowwise" and axis == 0:
@@ -326,8 +323,18 @@ def _measure(operand: Operand, spec: CastSpec, axis: int) -> dict[str, Any]:
     # the policy sees tensors in this dtype, and rounding keeps their order (S-13)
     if spec.policy.compute != FLOAT32:
         amax = cast.round_to(amax, spec.policy.compute).astype(np.float32)
-    scales = scales_from_amax(amax, spec.fmt, spec.policy)
-    q = scaling.quantize_with(x, scales, spec.fmt, granularity=kind, policy=spec.policy, axis=axis)
+    by, whole = scaling.scales_of(x, amax, tensor_amax, spec.fmt, spec.policy, axis)
+    q = scaling.quantize_with(
+        x,
+        by,
+        spec.fmt,
+        granularity=kind,
+        policy=spec.policy,
+        axis=axis,
+        rounding=spec.rounding,
+        seed=0 if spec.stochastic else None,
+    )
+    q = q._replace(tensor_scale_inv=whole)
     statistics = stats.statistics(x, q)
     count = operand.kept.size
     rows, columns = operand.kept.shape

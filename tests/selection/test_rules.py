@@ -50,6 +50,14 @@ def test_a_rule_changes_the_operands_that_it_names_alone():
     assert found["lm_head"].recipe == RECIPES["bf16"]
 
 
+def test_an_operand_whose_partner_is_not_cast_is_not_rotated():  # S-23, E-8
+    rule = Rule(layers=("up_proj",), gemms=("grad_weight",), roles=("input",), recipe="bf16")
+    of = casts(decided(rule, recipe="nvfp4")["model.layers.1.mlp.up_proj"])
+    before = RECIPES["nvfp4"].grad_weight.a
+    assert of["grad_weight/input"] is None
+    assert of["grad_weight/grad_output"] == dataclasses.replace(before, rotation=None)
+
+
 def test_later_rules_change_what_earlier_ones_left():
     found = decided(
         Rule(layers=("model*",), gemms=("grad_weight",), recipe="bf16"),

@@ -127,21 +127,12 @@ def quantize(
     policy = policies.by_name(policy)
     fmt = target(fmt)
     x = _round_float32(tensor(x), policy.compute)
-    block_amaxes = amax(x, granularity, axis=axis, ragged=ragged)
-    tensor_scale_inv = None
-    if policy.two_level is None:
-        scales = scales_from_amax(block_amaxes, fmt, policy)
-    else:
-        rule = policy.two_level
+    block_amaxes, tensor_amax = amax(x, granularity, axis=axis, ragged=ragged), None
+    if rule := policy.two_level:
         if rule.error or rule.tensor_granularity == "rowwise":
             errors.one_of(f"granularity of {policy.name}", granularity, rule.granularities)
         tensor_amax = amax(x, rule.tensor_granularity, axis=axis)
-        levels = two_level.scales_from_amaxes(block_amaxes, tensor_amax, fmt, policy)
-        if rule.error:
-            levels = two_level.four_over_six(x, block_amaxes, tensor_amax, policy, axis)
-        scales = Scales(levels.scale, levels.scale_inv)
-        if rule.tensor != "none":
-            tensor_scale_inv = levels.tensor_scale_inv
+    scales, tensor_scale_inv = scales_of(x, block_amaxes, tensor_amax, fmt, policy, axis)
     blocks = granularities.lengths(granularity, x.ndim, axis)
     codes = quantize_blocks(
         x, scales, fmt, blocks, divides_in=policy.divides_in, rounding=rounding, seed=seed
@@ -149,6 +140,26 @@ def quantize(
     return Quantized(
         codes, scales.scale, scales.scale_inv, fmt, granularity, axis, tensor_scale_inv
     )
+
+
+def scales_of(
+    x: np.ndarray,
+    amaxes: np.ndarray,
+    tensor_amax: np.ndarray | None,
+    fmt: Format,
+    policy: ScalePolicy,
+    axis: int,
+) -> tuple[Scales, np.ndarray | None]:
+    """The scales of blocks, of their amaxes, and ``tensor_scale_inv``, of two levels (S-22) also of
+    the amax of the tensor that x is, or is a part of. Raises as ``quantize``."""
+    rule = policy.two_level
+    if rule is None or tensor_amax is None:
+        return scales_from_amax(amaxes, fmt, policy), None
+    levels = two_level.scales_from_amaxes(amaxes, tensor_amax, fmt, policy)
+    if rule.error:
+        levels = two_level.four_over_six(x, amaxes, tensor_amax, policy, axis)
+    whole = levels.tensor_scale_inv if rule.tensor != "none" else None
+    return Scales(levels.scale, levels.scale_inv), whole
 
 
 def quantize_with(
