@@ -180,6 +180,7 @@ aot: .venv-aot/ready
 
 aot-torch: .venv-aot-torch/ready
 	.venv-aot-torch/bin/python benchmarks/compiled/aot_torch.py
+	.venv-aot-torch/bin/python benchmarks/compiled/aot_torch.py --gpu b200
 
 notebooks: setup
 	$(BIN)/python notebooks/execute.py notebooks/*.ipynb

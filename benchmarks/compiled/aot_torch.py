@@ -21,6 +21,7 @@ import json
 import math
 import os
 import re
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -33,7 +34,8 @@ warnings.simplefilter("ignore")
 import fake_h200
 import sectors
 
-fake_h200.install()
+B200 = "b200" in sys.argv
+fake_h200.install(b200=B200)
 
 import torch
 import torch._functorch.config as functorch_config
@@ -55,8 +57,9 @@ from fp8ref.spec.kernels import Choice
 from fp8ref.spec.llama import FIRST_READER, LlamaConfig
 from fp8ref.spec.states.layouts import LAYOUTS, Scalars, by_name
 from fp8ref.torch.delayed import shared_inputs
-from fp8ref.torch.gemm import fusion
+from fp8ref.torch.gemm import blocks, fusion
 from fp8ref.torch.kernels import choice
+from fp8ref.torch.linear import rounding
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.model import convert
 from fp8ref.torch.states import moments
@@ -103,6 +106,13 @@ LINEARS = (
 )
 """(recipe, whose linear)."""
 
+BY_HARDWARE = (
+    ("rowwise", "fp8ref, Linear"),
+    *((recipe, "fp8ref, scaled_mm") for recipe in ("mxfp8", "mxfp8_32x32", "nvfp4")),
+    *((recipe, "fp8ref, emulated") for recipe in ("mxfp8", "nvfp4")),
+)
+"""The same on a B200, which multiplies blocks by ``scaled_mm`` (G-26)."""
+
 
 COLUMNS = [
     "tokens",
@@ -116,7 +126,7 @@ COLUMNS = [
     "scattered kernels",
     "kept, MiB",
     "CUDA graphs of",
-    "compiled for sm_90",
+    "compiled by Triton",
 ]
 EXPLANATION = """\
 # A Llama block that inductor compiles for an H200, without one
@@ -124,7 +134,7 @@ EXPLANATION = """\
 Written by `make aot-torch`; kernels compiled, of which none has run. One block of an 8-billion-parameter Llama in bfloat16,
 forward and backward, on 8,192 tokens: sequences x tokens of each. torchao is its `Float8Linear` as its own recipes make it. `fp8ref, kernels` is what `convert` makes on
 such a GPU: Triton kernels cast, and compute norms and SwiGLU in the pass that casts them; in other rows of fp8ref plain operations cast. Bytes are what all kernels
-but GEMMs and flash attention read and write, with the number of these kernels. GB by sectors are of the sectors of 32 bytes that their loads and
+but GEMMs and flash attention read and write, with the number of these kernels. GB by sectors (-: a kernel has indices of quotients) are of the sectors of 32 bytes that their loads and
 stores touch, each load and store by itself: a kernel that reads a buffer twice counts twice, though a cache may serve it. The kernels of `fp8ref.kernels`
 access 16 bytes at a time, and count what they read and write once. Scattered kernels have a load or a store of which a sector serves fewer than 8 bytes.
 fp8ref's rows fuse by `fp8ref.torch.gemm.fusion`, which keeps casts that transpose out of
@@ -132,6 +142,11 @@ reductions; torch's and torchao's as inductor does by itself. Kept is what the f
 pass reads, and the output. Recipes with rows compile under `emulate_precision_casts`, but for the row that says so. CUDA graphs are of the graphs that
 inductor's rules let become one (`mode="reduce-overhead"`), with the number of tensors that they write in place. The last column is of
 inductor's different kernels that Triton compiles to machine code, - where it was not asked."""
+HARDWARE = """\
+## On a B200
+
+The same block for a faked B200 (`aot_torch.py --gpu b200`), whose kernels Triton compiles for sm_100. Under `scaled_mm` PyTorch's operator multiplies codes and scales of
+blocks (`numerics.products`, G-26); emulated GEMMs are of dequantized operands. Bytes are also those of rotations, random numbers and of scales in the operator's layout."""
 STATES = """\
 ## Optimizer states
 
@@ -180,7 +195,7 @@ class Graph:
     kernels: list[Kernel]
     launches: int
     sources: dict[str, str]
-    sectors: int
+    sectors: int | None
     scattered: list[str]
     kept: int
     refused: str | None
@@ -245,15 +260,12 @@ def generate(
                 re.findall(r"^\s*(triton_\w+)\.run\(", source.value, re.MULTILINE),
                 triton_sources(source.value),
             )
-            touched = {name: sectors.accesses(sources[name]) for name in set(launched)}
+            touched = {name: accessed(sources[name]) for name in set(launched)}
             found = kernels(self)
-            moved = sum(access.sectors for name in launched for access in touched[name]) + sum(
-                -(-kernel.bytes // sectors.SECTOR) for kernel in found if kernel.kind == "ours"
-            )
-            scattered = [
-                name for name in launched if any(access.scattered for access in touched[name])
-            ]
-            moved *= sectors.SECTOR
+            counted = [access.sectors for name in launched for access in touched[name] or ()]
+            counted += [-(-one.bytes // sectors.SECTOR) for one in found if one.kind == "ours"]
+            scattered = [name for name in launched if any(a.scattered for a in touched[name] or ())]
+            moved = None if None in touched.values() else sum(counted) * sectors.SECTOR
             seen.append((found, len(launched), sources, moved, scattered, kept(self)))
             return argparse.Namespace(call=run, __file__=os.devnull)
 
@@ -288,6 +300,14 @@ def generate(
         if backward:
             out.backward(torch.empty_like(out))
     return found
+
+
+def accessed(source: str) -> list[sectors.Access] | None:
+    """What a kernel touches; None where an index is of quotients of its axes."""
+    try:
+        return sectors.accesses(source)
+    except ValueError:
+        return None
 
 
 def kernels(graph: GraphLowering) -> list[Kernel]:
@@ -407,14 +427,16 @@ def block(recipe: str, who: str, shape: Shape, config: LlamaConfig = MODEL) -> l
         finally:
             torch.set_default_dtype(torch.float32)
         model = converted(model, recipe, who)
+        for linear in rounding.stochastic_linears(model).values():
+            linear.keys = torch.empty(3, 2, dtype=torch.int64)
         h = torch.empty(
             sequences, length, config.hidden_size, dtype=torch.bfloat16, requires_grad=True
         )
         tables = [torch.empty(length, config.head_dim) for _ in "cs"]
         # as torchtitan sets it for rows (pytorch#150859), for all linears alike
-        with inductor_config.patch(
-            emulate_precision_casts="rowwise" in recipe and not who.endswith("own casts")
-        ):
+        emulates = recipe == "nvfp4" or ("rowwise" in recipe and not who.endswith("own casts"))
+        products = "scaled_mm" if who.endswith("scaled_mm") else "auto"
+        with inductor_config.patch(emulate_precision_casts=emulates), blocks.multiplying(products):
             return generate(
                 model,
                 h,
@@ -470,7 +492,7 @@ def machine_code(sources: dict[str, str]) -> int | None:
         for name, source in sources.items():
             tuner = getattr(PyCodeCache.load(source), name)
             made = tuner._precompile_config(tuner.configs[0]).kernel
-            assert made.metadata.target.arch == 90, made.metadata
+            assert made.metadata.target.arch == (100 if B200 else 90), made.metadata
             assert made.asm["cubin"], name
     return len(sources)
 
@@ -510,6 +532,9 @@ def markdown(found: dict) -> str:
     """The table of all rows."""
     lines = [EXPLANATION, "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     lines += [line(each) for each in found["rows"]]
+    if "b200" in found:
+        lines += ["", HARDWARE, "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+        lines += [line(each) for each in found["b200"]]
     lines += ["", STATES]
     for each in found["states"]:
         measured = (
@@ -531,7 +556,7 @@ def line(row: dict) -> str:
         ", ".join(f"{dtype} {n}" for dtype, n in row["gemms"].items()),
         *passes,
         f"{sum(row['bytes']) / 1e9:.2f} in {sum(row['kernels'])}",
-        f"{sum(row['sectors']) / 1e9:.2f}",
+        "-" if None in row["sectors"] else f"{sum(row['sectors']) / 1e9:.2f}",
         str(sum(map(len, row["scattered"]))),
         f"{row['kept'] / MEBIBYTE:.0f}",
         "; ".join(refused) or f"both; {sum(row['mutated'])} written in place",
@@ -581,11 +606,13 @@ def main() -> None:
         choices=[text(shape) for shape in SHAPES],
         help="of the rows, generate those of these sequences x tokens",
     )
+    parser.add_argument("--gpu", choices=("h200", "b200"), default="h200", help="default: h200")
     arguments = parser.parse_args()
+    linears, part = (BY_HARDWARE, "b200") if B200 else (LINEARS, "rows")
     keys = [
         (shape, recipe, who)
         for shape in SHAPES
-        for recipe, who in LINEARS
+        for recipe, who in linears
         if recipe in (arguments.recipes or [recipe])
         and text(shape) in (arguments.shape or [text(shape)])
     ]
@@ -599,14 +626,14 @@ def main() -> None:
         if "rows" in arguments.parts:
             rows = {
                 (tuple(each["shape"]), each["recipe"], each["who"]): each
-                for each in found.get("rows", [])
+                for each in found.get(part, [])
             }
-            ordered = [(shape, *linears) for shape in SHAPES for linears in LINEARS]
+            ordered = [(shape, *own) for shape in SHAPES for own in linears]
             for shape, recipe, who in keys:
                 rows[shape, recipe, who] = row(shape, recipe, who, block(recipe, who, shape))
-                found["rows"] = [rows[key] for key in ordered if key in rows]
+                found[part] = [rows[key] for key in ordered if key in rows]
                 keep(found)
-        if "states" in arguments.parts:
+        if "states" in arguments.parts and not B200:
             found["states"] = [state_row(layout) for layout in LAYOUTS]
         keep(found)
     print(markdown(found), end="")

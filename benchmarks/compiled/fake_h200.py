@@ -58,8 +58,9 @@ PROPERTIES = types.SimpleNamespace(
 )
 
 
-def install() -> None:
-    """Make the device known to torch, which this imports; once a process.
+def install(*, b200: bool = False) -> None:
+    """Make the device known to torch, which this imports; once a process. b200: one of compute
+    capability 10.0, with an H200's memory and registers.
 
     Raises:   RuntimeError: torch is imported already, or its build has CUDA.
     """
@@ -68,6 +69,8 @@ def install() -> None:
             "torch reads which devices there are once. Call fake_h200.install before torch is "
             "imported."
         )
+    if b200:
+        vars(PROPERTIES).update(name="NVIDIA B200", major=10, multi_processor_count=148)
     _register()
     import torch
     from torch._dynamo import device_interface

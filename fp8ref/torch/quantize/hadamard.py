@@ -44,6 +44,17 @@ def rotate(x: Tensor, feature_signs: Tensor) -> Tensor:
     return value * float(np.float32(1 / math.sqrt(n)))
 
 
+def _fixed_signs(rotation: Rotation, device: torch.device) -> Tensor:
+    """Those of a rotation, float32, made on the device: copying them there would make the host
+    wait."""
+    bits = [
+        sum((s < 0) << i for i, s in enumerate(rotation.signs[k : k + 32]))
+        for k in range(0, rotation.size, 32)
+    ]
+    places = torch.arange(min(rotation.size, 32), device=device)
+    return torch.cat([1.0 - 2.0 * ((word >> places) & 1).float() for word in bits])
+
+
 def rotate_blocks(x: Tensor, rotation: Rotation, axis: int) -> Tensor:
     """Each block of ``rotation.size`` along an axis rotated, rounded to bfloat16 (S-23).
 
@@ -56,7 +67,7 @@ def rotate_blocks(x: Tensor, rotation: Rotation, axis: int) -> Tensor:
         f"a rotation of {size} needs the reduced axis divisible by it; got "
         f"x.shape={tuple(x.shape)}, axis={axis}. Pad it, or take a recipe without a rotation.",
     )
-    feature_signs = torch.tensor(rotation.signs, dtype=torch.float32, device=x.device)
+    feature_signs = _fixed_signs(rotation, x.device)
     inner = 1 if axis == -1 else x.shape[1]  # elements of a feature lie side by side
     blocks = x.detach().reshape(x.numel() // (size * inner), size * inner)
     rotated = in_pieces(
