@@ -24,7 +24,6 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fp8ref import recipe as recipes
 from fp8ref.recipe import ROLES, Recipe, Role
-from fp8ref.shared import errors
 from fp8ref.spec.kernels import Choice
 from fp8ref.spec.kernels import check as check_kernels
 from fp8ref.torch import delayed
@@ -157,13 +156,8 @@ class Linear(nn.Linear):
     def tensors(self, x: Tensor) -> list[Tensor | None]:
         """What ``Pass.of`` takes in a pass of x: the weight in x's dtype, and its other tensors."""
         w = linear_input.weight(self, x)
-        unseeded = self._stochastic and self.keys is None
-        # here and not in the backward pass, which does not know the linear
-        errors.require(
-            not (unseeded and self.training and torch.is_grad_enabled()),
-            f"{linear_input.named(self.fqn)} rounds stochastically in training, by a seed (S-24); "
-            "got none. Call fp8ref.torch.linear.rounding.seed_(model, seed) before a pass.",
-        )
+        if self._stochastic and self.keys is None and self.training and torch.is_grad_enabled():
+            self._refuse()  # the backward pass does not know the linear
         observes = x.numel() > 0 and delayed.observes(self)
         states = [self.state(role) for role in ROLES]
         delayed_checks.check_pass(self, self.states, x, observes)
@@ -234,6 +228,14 @@ class Linear(nn.Linear):
         self.kept = None
         self._bind()
         delayed_checks.watch(self)
+
+    def _refuse(self) -> None:
+        # apart, since graphs that read a name are of one linear
+        text = "rounds stochastically in training, by a seed (S-24); got none. Call"
+        raise ValueError(
+            f"{linear_input.named(self.fqn)} {text} fp8ref.torch.linear.rounding.seed_(model, "
+            "seed) before a pass."
+        )
 
     def _bind(self) -> None:
         self._stochastic = self.recipe.stochastic

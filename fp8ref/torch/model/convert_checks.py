@@ -49,6 +49,7 @@ _OWN = {
     "multiple",
     "_functions",
     "_numbers",
+    "_stochastic",
     "config",
     "linear_mm_config",
     reports.REASONS,
