@@ -65,6 +65,10 @@ class Rule:
     def __post_init__(self) -> None:
         text = "a rule of numerics.rules needs layers; got none. Name some, such as 'layers.0'."
         require(bool(self.layers), text)
+        for key in ("layers", "gemms", "roles"):
+            names = getattr(self, key)
+            text = f"{key} of a rule is several names; got {names!r}. Use ({names!r},)."
+            require(not isinstance(names, str), text)
         for key, values, choices in (
             ("gemms", self.gemms, GEMMS),
             ("roles", self.roles, ROLES),

@@ -211,7 +211,10 @@ def test_a_closed_pipe_ends_it_in_silence():
             "a shape is M,N,K, each at least 1",
         ),
         (("verify", "cast"), "got none"),
-        (("verify", "cast", "--rounding", "stochastic"), "a rounding that gives each input one code is one of nearest_even"),
+        (
+            ("verify", "cast", "--rounding", "stochastic"),
+            "a rounding that gives each input one code is one of nearest_even",
+        ),
         (
             ("verify", "gemm", "--accumulate", "quick"),
             "accumulate is an Accumulation, 'exact', 'f32' or one of",

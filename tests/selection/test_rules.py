@@ -179,6 +179,8 @@ def test_a_rule_that_does_not_fit_the_model_is_refused(rule, message):
             r"an epilogue takes no roles; got weight",
         ),
         ({"recipe": "bf16", "layers": ()}, r"needs layers; got none"),
+        ({"recipe": "bf16", "layers": "12"}, r"layers of a rule is several names; got '12'"),
+        ({"recipe": "bf16", "gemms": "output"}, r"gemms of a rule is several names"),
     ],
 )
 def test_a_rule_is_checked_where_it_is_built(keys, message):

@@ -11,6 +11,7 @@ checkpointing runs again too. So compiled graphs take them as inputs, and no dev
 import zlib
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -26,8 +27,12 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and 
 
 
 def pass_seed(seed: int, step: int, microbatch: int = 0) -> int:
-    """The seed of a pass of a step, both from 0, of a run's seed."""
-    return _derived(seed, step, _PASS + microbatch)
+    """The seed of a pass of a step, both from 0 and below 2^32, of a run's seed; ValueError for
+    others."""
+    for name, number in (("step", step), ("microbatch", microbatch)):
+        whole = isinstance(number, int | np.integer) and 0 <= number < 1 << 32
+        errors.require(whole, f"a {name} is an integer in [0, 2^32); got {number!r}.")
+    return _derived(seed, int(step), _PASS + int(microbatch))
 
 
 def stochastic_linears(model: nn.Module) -> dict[str, Linear]:

@@ -7,6 +7,7 @@ import math
 
 from fp8ref import recipe as recipes
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, Recipe
+from fp8ref.selection import grouped
 from fp8ref.selection.linears import Decision
 from fp8ref.shared.errors import ConfigError, require
 from fp8ref.spec import granularity, llama, products
@@ -194,6 +195,8 @@ def check(config: Config, backend: str) -> None:
                 for d in recipe_config.decisions()
                 if d.path.startswith("model.layers.0.") or d.path == "lm_head"
             ]
+            for d in decisions:
+                _ = d.experts is None or grouped.checked(d.recipe)
         except ValueError as error:
             faults.append(str(error))
         faults += (_jax if backend == "jax" else _torch)(recipe_config, decisions)
@@ -322,7 +325,8 @@ def unrotated(config: Config) -> list[str]:
     ]
     return [
         f"recipe {name!r} rotates {size} tokens at a time in grad_weight; a device has {count} in "
-        "a pass. Change data.batch_size, data.microbatches or data.sequence_length."
+        "a pass. Change data.batch_size, data.microbatches or data.sequence_length, or add a rule: "
+        'layers ["*"], gemms ["grad_weight"], rotation "none".'
         for name, size in dict.fromkeys(rotated)
         if count % size
     ]

@@ -122,7 +122,8 @@ def run_start(run: Path, recipe: str | None) -> Start:
     config, last = run_dir.on_one_device(run, "an ablation takes a run")
     trained = config.recipes
     own = config.numerics.recipe
-    recipe = recipe or (own if RECIPES[own].fp8 else "tensorwise")
+    in_fp8 = [name for name in (own, *reversed(trained)) if RECIPES[name].fp8]
+    recipe = recipe or (in_fp8 or ["tensorwise"])[0]
     return Start(
         name=str(run),
         backend=manifest["backend"],

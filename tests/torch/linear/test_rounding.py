@@ -338,3 +338,10 @@ def test_ranks_have_the_codes_of_the_whole(rng):  # S-24, P-2, L-9
                     pieces = [part[place] for part in parts]
                     mine = pieces[0] if axis is None else np.concatenate(pieces, axis)
                     np.testing.assert_array_equal(mine, operand.numpy(), err_msg=f"{name} {which}")
+
+
+def test_a_pass_has_a_whole_step():  # S-24
+    assert rounding.pass_seed(3, np.int64(7)) == rounding.pass_seed(3, 7)
+    for step, microbatch in ((1.5, 0), (-1, 0), (1 << 32, 0), (0, -1)):
+        with pytest.raises(ValueError, match=r"is an integer in \[0, 2\^32\); got"):
+            rounding.pass_seed(3, step, microbatch)

@@ -5,6 +5,7 @@ from helpers.models import sizes
 from fp8ref.recipe import RECIPES
 from fp8ref.selection.rules import Rule
 from fp8ref.shared.errors import ConfigError
+from fp8ref.train.config import config as configs
 from fp8ref.train.config import device_shapes
 from fp8ref.train.jax.mesh import Layout
 
@@ -340,4 +341,10 @@ def test_rotations_take_whole_blocks_of_a_devices_tokens():  # S-23
         numerics={"recipe": "nvfp4"}, data={"sequence_length": 24, "batch_size": 1}
     )
     with pytest.raises(ConfigError, match="rotates 16 tokens at a time in grad_weight"):
+        device_shapes.check(config, "torch")
+
+
+def test_experts_are_refused_what_they_do_not_take():  # S-24
+    config = configs.load("tiny-moe").replace(numerics={"recipe": "nvfp4"})
+    with pytest.raises(ConfigError, match="experts neither rotate"):
         device_shapes.check(config, "torch")
