@@ -135,10 +135,13 @@ class Rule:
 def apply(rules: Sequence[Rule], decisions: Sequence[Decision]) -> list[Decision]:
     """The decisions after all rules, in their order; a later rule changes what an earlier one left.
 
-    Raises:   ValueError: a pattern that names no linear, with the nearest names; a rule that
-              changes nothing; operands that no GEMM takes together; dims that a cast does not take;
-              casts that the simulator alone has (R-9).
+    Raises:   ValueError: what is no Rule; a pattern that names no linear, with the nearest names; a
+              rule that changes nothing; operands that no GEMM takes together; dims that a cast does
+              not take; casts that the simulator alone has (R-9).
     """
+    other = [type(rule).__name__ for rule in rules if not isinstance(rule, Rule)]
+    text = "rules are fp8ref.selection.rules.Rule, as of numerics.rules; got "
+    require(not other, f"{text}{', '.join(other)}. Use Rule(layers=(...), ...).")
     current, names = list(decisions), [d.path for d in decisions]
     for number, rule in enumerate(rules, 1):
         for pattern in rule.layers:

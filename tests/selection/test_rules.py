@@ -58,6 +58,14 @@ def test_an_operand_whose_partner_is_not_cast_is_not_rotated():  # S-23, E-8
     assert of["grad_weight/grad_output"] == dataclasses.replace(before, rotation=None)
 
 
+def test_what_is_no_rule_is_refused():
+    for rules in ([{"layers": ["up_proj"], "recipe": "bf16"}], "nvfp4"):
+        with pytest.raises(
+            ValueError, match=r"rules are fp8ref.selection.rules.Rule.*got (dict|str)"
+        ):
+            linear_rules.apply(rules, [])
+
+
 def test_later_rules_change_what_earlier_ones_left():
     found = decided(
         Rule(layers=("model*",), gemms=("grad_weight",), recipe="bf16"),
