@@ -654,7 +654,12 @@ def _bytes(typed: hlo.Typed) -> int:
 
 
 TOOLS = SimpleNamespace(
-    h200s=_h200s, kernels=kernels, bytes=_bytes, collective=_collective, collectives=collectives
+    h200s=_h200s,
+    kernels=kernels,
+    outside_gemms=outside_gemms,
+    bytes=_bytes,
+    collective=_collective,
+    collectives=collectives,
 )
 """What ``aot_moe``, ``aot_blocks`` and ``aot_blackwell`` take from here."""
 

@@ -44,11 +44,7 @@ def of_step(recipe: str, products: str, target: str, tools: SimpleNamespace) -> 
     compiled = Trainer(config, devices=tools.h200s(1, target)).lowered(tokens).compile()
     text = compiled.as_text()
     dots = proof.gemms(proof.read_compiled(text))
-    moved = [
-        sum(map(tools.bytes, (*one.types, *read)))
-        for one, read in tools.kernels(text)
-        if BLOCKS not in one.line
-    ]
+    moved = tools.outside_gemms(text)
     return {
         "recipe": recipe,
         "products": products,
@@ -56,8 +52,8 @@ def of_step(recipe: str, products: str, target: str, tools: SimpleNamespace) -> 
         "in_blocks": text.count(f'custom_call_target="{BLOCKS}"'),
         "fp8": sum(dot.fp8 and dot.kernel != BLOCKS for dot in dots),
         "others": sum(not dot.fp8 and dot.kernel != BLOCKS for dot in dots),
-        "gb": round(sum(moved) / 1e9, 2),
-        "outside": len(moved),
+        "gb": moved["gb"],
+        "outside": moved["kernels"],
         "temporary_mib": round(compiled.memory_analysis().temp_size_in_bytes / 2**20),
     }
 
