@@ -14,6 +14,7 @@ rowwise     e4m3fn     256  rowwise     8.06      31.9        0.00%    0.00%    
 mxfp8       e4m3fn   4,096  mx_1x32     8.25      31.9        0.00%    0.00%           30.5
 tensorwise makes 54.5% of the elements zero, rowwise under 0.1%.
 
+``f8.sweep`` does the same for tensors of named distributions, formats, scales and sums of a GEMM.
 ``f8.formats``, ``f8.recipes`` and ``f8.policies`` list what there is. All of this needs NumPy;
 arrays of PyTorch and JAX are quantized where they are. The rooms, which are imported by name:
 
@@ -38,7 +39,7 @@ arrays of PyTorch and JAX are quantized where they are. The rooms, which are imp
     spec    every other choice, as frozen data: attention.variants, states.layouts.
     selection
             which linears of a model a recipe converts: linears.select; rules.Rule changes casts.
-    front   the names above: quantized.quantize, comparison.compare.
+    front   the names above: quantized.quantize, comparison.compare, sweeps.sweep.
     configs the configurations that commands take by name, such as tiny.
     shared  what every room uses: errors, the console, tables, lookups by name.
     cli     the ``fp8ref`` command, ``python -m fp8ref``.
@@ -51,14 +52,26 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fp8ref import formats as formats
+    from fp8ref.front import Distribution as Distribution
     from fp8ref.front import Quantized as Quantized
     from fp8ref.front import compare as compare
     from fp8ref.front import dequantize as dequantize
     from fp8ref.front import policies as policies
     from fp8ref.front import quantize as quantize
     from fp8ref.front import recipes as recipes
+    from fp8ref.front import sweep as sweep
 
-__all__ = ["Quantized", "compare", "dequantize", "formats", "policies", "quantize", "recipes"]
+__all__ = [
+    "Distribution",
+    "Quantized",
+    "compare",
+    "dequantize",
+    "formats",
+    "policies",
+    "quantize",
+    "recipes",
+    "sweep",
+]
 __version__ = "0.1.0"
 
 if not TYPE_CHECKING:  # so that type checkers see the names above, and refuse others

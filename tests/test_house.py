@@ -11,7 +11,7 @@ LIMITS = {
     "guards": 980,
     "functions that cast outside quantize/": 0,
     "prefixes of three modules": 0,
-    "lines at 88 columns": 130_754,
+    "lines at 88 columns": 132_254,
 }
 NAMES = {"found": 1, "given": 1, "made": 2, "how": 1, "known": 1, "told": 0, "taken": 1, "of_": 2}
 """Definitions in 10,000 lines."""

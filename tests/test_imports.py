@@ -43,12 +43,12 @@ def test_no_framework_is_imported_unasked(module):
 
 
 def test_the_front_lists_its_names_and_loads_numpy_when_one_is_used():
-    program = "import fp8ref as f8, sys; print(f8.__all__, dir(f8) == [*f8.__all__[:1], "
-    program += "'__version__', *f8.__all__[1:]])"
+    program = "import fp8ref as f8, sys; print(f8.__all__, dir(f8) == [*f8.__all__[:2], "
+    program += "'__version__', *f8.__all__[2:]])"
     program += "; repr(f8.formats); print('numpy' in sys.modules); f8.quantize"
     program += "; print('numpy' in sys.modules, f8.formats is sys.modules['fp8ref.formats'])"
     program += "; [getattr(f8, name) for name in f8.__all__]"
-    names = "Quantized compare dequantize formats policies quantize recipes"
+    names = "Distribution Quantized compare dequantize formats policies quantize recipes sweep"
     assert run(program).splitlines() == [f"{names.split()} True", "False", "True True"]
 
 

@@ -42,7 +42,7 @@ _TUTORIAL_BOOST = 20  # a search finds tutorials first, then guides and concepts
 _GUIDE_BOOST = 3
 _BEHIND = ("reference/api/", "spec/tests.md", "changelog.md", "aot", "compile-matrix.md")
 _IN_SEARCH = {
-    *("fp8ref", "fp8ref.front.quantized", "fp8ref.front.comparison"),
+    *("fp8ref", "fp8ref.front.quantized", "fp8ref.front.comparison", "fp8ref.front.sweeps"),
     *("fp8ref.formats", "fp8ref.policy", "fp8ref.recipe", "fp8ref.study", "fp8ref.plots"),
     *("fp8ref.sim.quantize.cast", "fp8ref.sim.quantize.scaling", "fp8ref.sim.linear"),
     *("fp8ref.jax.linear.linear", "fp8ref.jax.flax.convert", "fp8ref.jax.states.states"),

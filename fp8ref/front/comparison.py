@@ -2,7 +2,7 @@
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ __all__ = ["Comparison", "compare"]
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
 """What ``compare`` takes if no recipe is named."""
 
-_COLUMNS = {
+COLUMNS = {
     "recipe": ("recipe", "{}"),
     "format": ("format", "{}"),
     "scales": (">scales", "{:,}"),
@@ -38,8 +38,36 @@ _COLUMNS = {
 """{key of a row: its header in the table, right-aligned after >, and how it is written}."""
 
 
-@dataclass(frozen=True, eq=False)
-class Comparison:
+class Table:
+    """Rows of numbers and their finding, for a REPL, a notebook and pandas."""
+
+    rows: tuple[dict[str, Any], ...]
+    columns: dict[str, tuple[str, str]]
+    finding: Callable[[], str]
+
+    def to_pandas(self) -> Any:
+        """The rows as a pandas.DataFrame; ImportError without pandas."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("to_pandas needs pandas: pip install pandas") from error
+        return pandas.DataFrame(list(self.rows))
+
+    def _table(self) -> tuple[Sequence[str], list[list[str]]]:
+        headers, forms = zip(*self.columns.values(), strict=True)
+        values = [[row[key] for key in self.columns] for row in self.rows]
+        return headers, [list(map(str.format, forms, cells)) for cells in values]
+
+    def __repr__(self) -> str:
+        return f"{tables.aligned(*self._table())}\n{self.finding()}."
+
+    def _repr_html_(self) -> str:
+        finding = html.escape(self.finding())
+        return f"<div>{tables.as_html(*self._table())}{finding}.</div>"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Comparison(Table):
     """One tensor under several recipes. Printed, a table and its finding.
 
     rows        a dict for each recipe: recipe, format, granularity, policy; scales, their number;
@@ -52,6 +80,7 @@ class Comparison:
     rows: tuple[dict[str, Any], ...]
     accuracies: dict[str, Accuracy]
     non_finite: int = 0
+    columns = COLUMNS
 
     def finding(self) -> str:
         """A sentence: which recipe loses elements, or which keeps the worst row best."""
@@ -85,11 +114,7 @@ class Comparison:
 
     def to_pandas(self) -> Any:
         """The rows as a pandas.DataFrame, by recipe; ImportError without pandas."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError("to_pandas needs pandas: pip install pandas") from error
-        return pandas.DataFrame(list(self.rows)).set_index("recipe")
+        return super().to_pandas().set_index("recipe")
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
         """Draw the SQNR of each row, worst to best, under ``finding``; a line a recipe.
@@ -102,18 +127,6 @@ class Comparison:
         lines = {name: accuracy.rows for name, accuracy in self.accuracies.items()}
         ax = plots.figure()[1][0] if ax is None else ax
         return plots.row_lines(ax, lines, title=self.finding())
-
-    def _table(self) -> tuple[Sequence[str], list[list[str]]]:
-        headers, forms = zip(*_COLUMNS.values(), strict=True)
-        values = [[row[key] for key in _COLUMNS] for row in self.rows]
-        return headers, [list(map(str.format, forms, cells)) for cells in values]
-
-    def __repr__(self) -> str:
-        return f"{tables.aligned(*self._table())}\n{self.finding()}."
-
-    def _repr_html_(self) -> str:
-        finding = html.escape(self.finding())
-        return f"<div>{tables.as_html(*self._table())}{finding}.</div>"
 
 
 def compare(

@@ -45,6 +45,7 @@ class Accuracy(card.Card):
     median, worst, worst_row
                of the rows that are not zeros, inf if all are: the median, the lowest, and the index
                of that row without the reduced axis.
+    bias       the sum of all errors over that of all magnitudes.
     exponents  histograms of the magnitudes, scaled, before and after (Q-5); None in a comparison.
     """
 
@@ -55,6 +56,7 @@ class Accuracy(card.Card):
     worst: float
     worst_row: tuple[int, ...]
     rows: np.ndarray
+    bias: float
     exponents: stats.Exponents | None
     fmt: Format
 
@@ -264,6 +266,7 @@ def measure(
         worst=float(ordered[worst_row]),
         worst_row=tuple(map(int, worst_row)),
         rows=rows,
+        bias=float(statistics.relative_bias),
         exponents=exponents,
         fmt=q.fmt,
     )

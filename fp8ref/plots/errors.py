@@ -208,14 +208,16 @@ def number_table(
     *,
     text: str = "{:.1f}",
     cmap: str = "viridis",
+    ends: tuple[float | None, float | None] = (None, None),
 ) -> Axes:
     """A table of colored numbers: each in its cell, formatted by ``text``; a NaN is an empty cell.
 
+    ends      of the color scale; None: the smallest and the largest finite number.
     Shapes:   values [rows, columns].
     Raises:   ValueError: values of another shape.
     """
     values = style.named_cells(values, rows, columns)
-    image = ax.imshow(np.ma.masked_invalid(values), cmap=cmap, aspect="auto")
+    image = style.cells(ax, values, cmap, *ends)
     for (row, column), value in np.ndenumerate(values):
         if np.isfinite(value):
             red, green, blue, _ = image.cmap(image.norm(value))
@@ -236,13 +238,8 @@ def cost_map(ax: Axes, costs, rows: Sequence[str], columns: Sequence[str]) -> Ax
     Raises:   ValueError: costs of another shape.
     """
     costs = np.asarray(costs, np.float64)
-    number_table(ax, costs, rows, columns, text="{:+.4f}", cmap="RdBu_r")
     most = float(np.nanmax(np.abs(costs), initial=0.0)) or 1.0
-    (image,) = ax.images
-    image.set_clim(-most, most)
-    for text in ax.texts:
-        x, y = (int(at) for at in text.get_position())
-        text.set_color("white" if abs(costs[y, x]) > 0.6 * most else "black")
+    number_table(ax, costs, rows, columns, text="{:+.4f}", cmap="RdBu_r", ends=(-most, most))
     ax.set(title="cost of a cast, nats")
     return style.plain_map(ax)
 
