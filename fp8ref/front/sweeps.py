@@ -96,8 +96,11 @@ class Sweep(comparison.Table):
     left_out: tuple[str, ...]
 
     def finding(self, value: str = "") -> str:
-        """The best and the worst of a measure, by default of sum_error or sqnr."""
-        value = value or ("sum_error" if "sum_error" in self.columns else "sqnr")
+        """The best and the worst of a measure; by default of sum_error or sqnr, and after it
+        what was left out."""
+        if not value:
+            text = self.finding("sum_error" if "sum_error" in self.columns else "sqnr")
+            return "\nLeft out: ".join([text, *self.left_out]).removesuffix(".")
         header, form = self.columns[value]
         sign = 1 if "%" in form else -1
         rows = sorted(self.rows, key=lambda row: sign * abs(row[value]))
@@ -169,9 +172,6 @@ class Sweep(comparison.Table):
         axes = [a for a in self.columns if a not in (*MEASURES, *fixed)]
         looks = [(a.replace("_", " "), self.columns[a][1].format(row[a])) for a in axes]
         return ", ".join(f"{name} {text}" for name, text in looks)
-
-    def __repr__(self) -> str:
-        return "\nLeft out: ".join([super().__repr__(), *self.left_out])
 
 
 def sweep(

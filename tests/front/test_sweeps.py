@@ -1,5 +1,6 @@
 """Sweeps of distributions, casts and sums."""
 
+import html
 import sys
 
 import ml_dtypes
@@ -130,6 +131,7 @@ def test_what_does_not_exist_is_left_out_with_a_reason():
     (reason,) = table.left_out
     assert reason == "granularity of te_nvfp4 is one of nvfp4_1x16, nvfp4_16x16; got 'rowwise'."
     assert repr(table).endswith(f"\nLeft out: {reason}")
+    assert html.escape(f"Left out: {reason}") in table._repr_html_()
     table = f8.sweep("normal", ("e4m3fn", "e2m1fn"), k=64, accumulate=("hopper_fast", "exact"))
     assert [(r["format"], r["accumulate"]) for r in table.rows] == [
         ("e4m3fn", "hopper_fast"),
@@ -225,9 +227,9 @@ def test_the_table_has_a_column_for_what_varies_and_its_finding(table):
     least = min(table.rows, key=lambda row: row["sqnr"])
     assert worst.startswith(f"and worst {least['sqnr']:.1f} (tail {least['tail']}, scale 1024")
     assert table.finding("clipped").startswith("clipped: best 0.00% (")
-    html = table._repr_html_()
-    assert html.count("<tr>") == 9
-    assert "best" in html
+    shown = table._repr_html_()
+    assert shown.count("<tr>") == 9
+    assert "best" in shown
 
 
 def test_equal_numbers_are_said_once():
