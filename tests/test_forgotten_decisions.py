@@ -76,7 +76,7 @@ def limit_reads(backend: str) -> set[str]:
     (table,) = (
         node.value
         for node in module.body
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "LIMITS"
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "TAKES"
     )
     assert isinstance(table, ast.Dict)
     helpers = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}

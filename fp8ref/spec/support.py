@@ -1,19 +1,20 @@
 """What works where: which backend has a feature, and what to do where one does not.
 
 features.toml has the rows of the table in README.md. ``LIMITS`` are the choices that a backend
-takes in part: which it takes, why not the others, and what to use in their place. Whatever refuses
-a choice asks ``require``, so that errors, the docs and the backends say the same.
+takes in part: which it takes, why not the others, and what to use in their place, in the words of
+limits.toml. Whatever refuses a choice asks ``require``, so that errors, the docs and the backends
+say the same.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from string import Template
 from typing import Any, Literal
 
 from fp8ref import policy as policies
 from fp8ref.policy import FP4_POLICIES, POLICIES, ScalePolicy
 from fp8ref.shared import package_data
-from fp8ref.spec.attention.variants import VARIANTS
-from fp8ref.spec.delayed import DelayedScaling
+from fp8ref.spec.attention.variants import VARIANTS, Variant
 
 __all__ = ["LIMITS", "Limit", "refusal", "require", "table"]
 
@@ -22,6 +23,9 @@ Backend = Literal["jax", "torch"]
 
 BACKENDS: tuple[Backend, ...] = ("jax", "torch")
 """The values of ``Backend``."""
+
+Takes = Callable[[Any], bool]
+"""Whether a backend takes a choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +38,9 @@ class Limit:
     instead   what to do.
     """
 
-    takes: Callable[[Any], bool]
+    takes: Takes
     needs: str
-    received: str | None
+    received: str | None = None
     instead: str
 
 
@@ -92,8 +96,8 @@ def refusals() -> Iterator[tuple[str, Backend, str, str]]:
             yield feature, backend, limit.needs, limit.instead
 
 
-def _both(limit: Limit) -> dict[Backend, Limit]:
-    return {"jax": limit, "torch": limit}
+def _both(takes: Takes) -> dict[Backend, Takes]:
+    return {"jax": takes, "torch": takes}
 
 
 def _listed(names) -> str:
@@ -111,8 +115,6 @@ SMALLEST_EPS = 1e-27
 to zero, could leave a trace in the codes: 2^-126 * 57344 / 1e-27 < 2^-18, and with it no format
 shows one (S-3)."""
 
-_POLICIES = _listed(name for name, p in POLICIES.items() if p.in_backends)
-_E8M0_POLICIES = _listed(name for name, p in POLICIES.items() if p.in_backends and p.e8m0)
 _TORCHAO_EPS = POLICIES["torchao"].eps
 
 
@@ -121,162 +123,68 @@ def _two_level(policy: ScalePolicy) -> bool:
     return policy.two_level is not None and policy.two_level.tensorwise
 
 
-_TWO_LEVEL_POLICIES = _listed(name for name, p in FP4_POLICIES.items() if _two_level(p))
+def _has_gradients(variant: Variant) -> bool:
+    return variant.backward is not None
 
 
-def _epilogues(backend: Backend) -> Limit:
-    return Limit(
-        takes=lambda name: name in EPILOGUES[backend],
-        needs=f"epilogue is one of {_listed(EPILOGUES[backend])}",
-        received="{choice!r}",
-        instead="Use one of these, or fp8ref.sim for {choice!r}.",
-    )
-
-
-def _gradients(further: str) -> Limit:
-    names = _listed(name for name, v in VARIANTS.items() if v.backward is not None)
-    return Limit(
-        takes=lambda variant: variant.backward is not None,
-        needs="variant {choice.name!r} has no backward pass (A-1)",
-        received=None,
-        instead=f"Use one of {names}, {further}.",
-    )
-
-
-def _cut_tokens(further: str) -> Limit:
-    return Limit(
-        takes=lambda variant: not variant.real and variant.granularity in ("tensor", None),
-        needs="context parallelism takes one scale for a tensor, or none; variant "
-        "{choice.name!r} has scales of {scales}",
-        received=None,
-        instead=f"Use 'cudnn' or 'bf16', or cut sequences and heads {further}.",
-    )
-
-
-def _delayed_scaling(takes: Callable[[DelayedScaling], bool], instead: str) -> Limit:
-    return Limit(
-        takes=takes,
-        needs="fp8ref.{backend} keeps histories as 'delayed' does, with any history_length, "
-        "amax_compute, interval or margin",
-        received="{choice.name!r}",
-        instead=f"Use fp8ref.sim.delayed for it{instead}.",
-    )
-
-
-LIMITS: dict[str, dict[Any, Limit]] = {
-    "recipes": _both(
-        Limit(
-            takes=lambda recipe: not recipe.simulated,
-            needs="{what} {choice.name!r} is for the simulator alone, under simulation (R-9): "
-            "backends take e2m1fn in blocks of MX or NVFP4, without a scale of each row",
-            received=None,
-            instead="Use fp8ref.sim.linear to study it, or one that trains: {trained}.",
-        )
-    ),
+TAKES: dict[str, dict[Backend, Takes]] = {
+    "recipes": _both(lambda recipe: not recipe.simulated),
     "scale policies": _both(
-        Limit(
-            takes=lambda policy: policy.unscaled or policy.in_backends or _two_level(policy),
-            needs=f"fp8ref.{{backend}} scales by {_POLICIES}",
-            received="policy {choice.name!r}",
-            instead="Use one of these, or fp8ref.sim for {choice.name!r}.",
-        )
+        lambda policy: policy.unscaled or policy.in_backends or _two_level(policy)
     ),
-    "scale policies of MX": _both(
-        Limit(
-            takes=lambda policy: policy.e8m0 is not None,
-            needs=f"blocks of MX have e8m0 scales, of policy {_E8M0_POLICIES}",
-            received="policy {choice.name!r}",
-            instead="Use one of these.",
-        )
-    ),
-    "scale policies of e2m1fn": _both(
-        Limit(
-            takes=lambda policy: policy.e8m0 is not None or _two_level(policy),
-            needs=f"fp8ref.{{backend}} scales e2m1fn by {_E8M0_POLICIES}, {_TWO_LEVEL_POLICIES}",
-            received="policy {choice.name!r}",
-            instead="Use one of these, or fp8ref.sim for {choice.name!r}.",
-        )
-    ),
+    "scale policies of MX": _both(lambda policy: policy.e8m0 is not None),
+    "scale policies of e2m1fn": _both(lambda policy: policy.e8m0 is not None or _two_level(policy)),
     "floors of scale policies": {
-        "jax": Limit(
-            takes=lambda policy: (
-                policy.unscaled
-                or policy.e8m0 is not None
-                or policy.two_level is not None
-                or policy.eps >= SMALLEST_EPS
-            ),
-            needs=f"fp8ref.jax needs eps >= {SMALLEST_EPS}, as XLA flushes subnormals (S-3)",
-            received="policy {choice.name!r} with eps={choice.eps}",
-            instead="Use a larger eps, or fp8ref.sim.",
+        "jax": lambda policy: (
+            policy.unscaled
+            or policy.e8m0 is not None
+            or policy.two_level is not None
+            or policy.eps >= SMALLEST_EPS
         ),
-        "torch": Limit(
-            takes=lambda policy: not policy.floored_quotient or policy.eps == _TORCHAO_EPS,
-            needs=f"torchao's eps is {_TORCHAO_EPS}",
-            received="policy {choice.name!r} with eps={choice.eps}",
-            instead="Use policy 'torchao'.",
-        ),
+        "torch": lambda policy: not policy.floored_quotient or policy.eps == _TORCHAO_EPS,
     },
     "delayed scaling": {
         # flax's where Flax itself sums and zeroes (H-10)
-        "jax": _delayed_scaling(
-            lambda config: config.keeps_histories_as_flax or config.keeps_histories_as_fp8ref,
-            ", or flax's with reuse 'max' and unused 'keep' (H-10)",
-        ),
-        "torch": _delayed_scaling(lambda config: config.keeps_histories_as_fp8ref, ""),
+        "jax": lambda by: by.keeps_histories_as_flax or by.keeps_histories_as_fp8ref,
+        "torch": lambda by: by.keeps_histories_as_fp8ref,
     },
-    "epilogues": {"jax": _epilogues("jax"), "torch": _epilogues("torch")},
-    "blocks of experts' rows": _both(
-        Limit(
-            takes=lambda granularity: granularity.other in (None, 1),
-            needs="no block of a grouped {role} has several rows",
-            received="{choice.name!r} in {gemm} of recipe {recipe!r}",
-            instead="Use 'blockwise_1x128'.",
-        )
+    "epilogues": {
+        "jax": lambda name: name in EPILOGUES["jax"],
+        "torch": lambda name: name in EPILOGUES["torch"],
+    },
+    "blocks of experts' rows": _both(lambda granularity: granularity.other in (None, 1)),
+    "gradients of attention": _both(_has_gradients),
+    "attention over cut tokens": _both(
+        lambda variant: not variant.real and variant.granularity in ("tensor", None)
     ),
-    "gradients of attention": {
-        "jax": _gradients("or fp8ref.spec.attention.variants.differentiated(variant, 'bf16')"),
-        "torch": _gradients(
-            "fp8ref.spec.attention.variants.differentiated(variant, 'bf16'), or call under "
-            "torch.no_grad()"
-        ),
-    },
-    "attention over cut tokens": {
-        "jax": _cut_tokens("alone"),
-        "torch": _cut_tokens("instead (amax_group)"),
-    },
-    "promotion of attention's sums": _both(
-        Limit(
-            takes=lambda variant: variant.promotion in (None, 1),
-            needs="variant {choice.name!r}: here each tile's product with v is a GEMM, whose sum "
-            "is added in float32, so promotion is 1, or None, which is run as 1",
-            received="{choice.promotion}",
-            instead="Use promotion=1, or fp8ref.sim for {choice.promotion}.",
-        )
-    ),
-    "devices of simulated hardware": _both(
-        Limit(
-            takes=lambda device: device == "cpu",
-            needs="simulated hardware multiplies on the host's CPU; {backend} runs on {choice}",
-            received=None,
-            instead="Use accumulate 'native' there.",
-        )
-    ),
-    "optimizers of the trainer": {
-        "jax": Limit(
-            takes=lambda kind: kind in ("adamw", "adamw_states"),
-            needs="optimizer.kind of --backend jax is 'adamw' or 'adamw_states'",
-            received="{choice!r}",
-            instead="Use one of them, or --backend torch.",
-        )
-    },
-    "tensor parallelism under a schedule": {
-        "torch": Limit(
-            takes=lambda ranks: ranks == 1,
-            needs="in PyTorch numerics.schedule takes parallel.tensor 1, whose hooks are of one "
-            "recipe",
-            received="{choice}",
-            instead="Set it to 1.",
-        )
-    },
+    "promotion of attention's sums": _both(lambda variant: variant.promotion in (None, 1)),
+    "devices of simulated hardware": _both(lambda device: device == "cpu"),
+    "optimizers of the trainer": {"jax": lambda kind: kind in ("adamw", "adamw_states")},
+    "tensor parallelism under a schedule": {"torch": lambda ranks: ranks == 1},
+}
+"""{feature: {backend: whether it takes a choice}}; a backend that is missing takes every choice."""
+
+_TEXTS = package_data.tables(__file__, "limits")
+_NAMES = {
+    "policies": _listed(name for name, p in POLICIES.items() if p.in_backends),
+    "e8m0_policies": _listed(n for n, p in POLICIES.items() if p.in_backends and p.e8m0),
+    "two_level_policies": _listed(name for name, p in FP4_POLICIES.items() if _two_level(p)),
+    "differentiated": _listed(name for name, v in VARIANTS.items() if _has_gradients(v)),
+    "smallest_eps": SMALLEST_EPS,
+    "torchao_eps": _TORCHAO_EPS,
+}
+
+
+def _limit(feature: str, backend: Backend, takes: Takes) -> Limit:
+    """The limit in words: those of the feature and backend, else of the feature."""
+    texts = _TEXTS.get(f"{feature}, {backend}") or _TEXTS[feature]
+    names = _NAMES | {"epilogues": _listed(EPILOGUES[backend])}
+    whole = {key: Template(text).substitute(names) for key, text in texts.items()}
+    return Limit(takes=takes, **whole)
+
+
+LIMITS = {
+    feature: {backend: _limit(feature, backend, takes) for backend, takes in by_backend.items()}
+    for feature, by_backend in TAKES.items()
 }
 """{feature: {backend: what it takes}}; a backend that is missing takes every choice."""
