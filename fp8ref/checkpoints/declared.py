@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fp8ref.checkpoints import patterns
-from fp8ref.shared import files
+from fp8ref.shared import files, package_data
+from fp8ref.spec.granularity import GRANULARITIES
 
 __all__ = ["Declared", "Scheme", "read"]
 
@@ -120,14 +121,7 @@ def _texts(section: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
     return tuple(text for text in next(lists, []) if isinstance(text, str))
 
 
-SIZES = {
-    "128x128": "blockwise_128x128",
-    "1x128": "blockwise_1x128",
-    "1x32": "mx_1x32",
-    "32x32": "mx_32x32",
-    "1x16": "nvfp4_1x16",
-    "16x16": "nvfp4_16x16",
-}
+SIZES = {name.rpartition("_")[2]: name for name, g in GRANULARITIES.items() if g.reduced}
 """{size of a block: its granularity}; others keep their size for a name."""
 
 
@@ -174,15 +168,8 @@ def _group(group: Mapping[str, Any]) -> Scheme:
     )
 
 
-_NVFP4 = Scheme(fmt="e2m1fn", granularity="nvfp4_1x16", scale_fmt="e4m3fn")
-
 ALGORITHMS = {
-    "FP8": Scheme(fmt="e4m3fn", granularity="tensorwise"),
-    "FP8_PER_CHANNEL_PER_TOKEN": Scheme(fmt="e4m3fn", granularity="rowwise"),
-    "FP8_PB_WO": Scheme(fmt="e4m3fn", granularity="blockwise_128x128"),
-    "NVFP4": _NVFP4,
-    "W4A16_NVFP4": _NVFP4,
-    "MXFP8": Scheme(fmt="e4m3fn", granularity="mx_1x32", scale_fmt="e8m0fnu"),
+    name: Scheme(**fields) for name, fields in package_data.tables(__file__, "algorithms").items()
 }
 """{ModelOpt's ``quant_algo``: how weights are quantized}."""
 

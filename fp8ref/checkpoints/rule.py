@@ -16,26 +16,13 @@ import numpy as np
 from fp8ref import formats
 from fp8ref.formats import BFLOAT16, E2M1FN, E4M3FN, FLOAT16, FLOAT32, Format
 from fp8ref.policy import FP4_POLICIES, POLICIES, ScalePolicy
-from fp8ref.shared import errors, registry
+from fp8ref.shared import errors, package_data, registry
 from fp8ref.sim.quantize import cast, scaling
 from fp8ref.sim.quantize.scaling import Quantized
 
 __all__ = ["GRANULARITIES", "WeightRule", "by_name"]
 
-GRANULARITIES = {
-    "tensor": "tensorwise",
-    "tensorwise": "tensorwise",
-    "row": "rowwise",
-    "rowwise": "rowwise",
-    "token": "rowwise",
-    "channel": "rowwise",
-    "block": "blockwise_128x128",
-    "group": "blockwise_1x128",
-    "mx": "mx_1x32",
-    "mx2d": "mx_32x32",
-    "nv": "nvfp4_1x16",
-    "nv2d": "nvfp4_16x16",
-}
+GRANULARITIES: dict[str, str] = package_data.tables(__file__, "granularities")
 """{ending of a rule's name: its granularity}."""
 
 SOURCES = {f.name: f for f in (FLOAT32, BFLOAT16, FLOAT16)}

@@ -16,6 +16,7 @@ import numpy as np
 
 from fp8ref.checkpoints.tensors import FLOATS, StoredTensor
 from fp8ref.formats import E2M1FN, E4M3FN, E8M0FNU, Format
+from fp8ref.shared import package_data
 from fp8ref.shared.errors import require
 from fp8ref.sim.quantize import cast, packing, scale_layouts, scaling
 from fp8ref.sim.quantize.scaling import Quantized
@@ -41,21 +42,10 @@ class WeightForm(NamedTuple):
     weight: str = ".weight"
 
 
-_FORMS = (
-    WeightForm("deepseek", ".weight", ".weight_scale_inv"),
-    WeightForm("modelopt_nvfp4", ".weight", ".weight_scale", ".weight_scale_2"),
-    WeightForm(
-        "compressed_tensors_nvfp4", ".weight_packed", ".weight_scale", ".weight_global_scale", True
-    ),
-    WeightForm("compressed_tensors", ".weight", ".weight_scale"),
-    WeightForm("compressed_tensors_packed", ".weight_packed", ".weight_scale"),
-    WeightForm("torchao_nvfp4", "._weight_qdata", "._weight_scale", "._weight_per_tensor_scale"),
-    WeightForm("torchao", "._weight_qdata", "._weight_scale"),
-    WeightForm("transformers_experts", "", "_scale_inv", weight=""),
-    WeightForm("gpt_oss", "_blocks", "_scales", weight=""),
-)
-
-FORMS = {form.name: form for form in _FORMS}
+FORMS = {
+    name: WeightForm(name, **names)
+    for name, names in package_data.tables(__file__, "forms").items()
+}
 """Forms by name; of two that fit a weight the first is meant.
 
 deepseek     DeepSeek-V3 and transformers' fine-grained FP8: ``weight_scale_inv``.

@@ -11,28 +11,12 @@ from fp8ref.checkpoints import rule as rules
 from fp8ref.checkpoints.rule import WeightRule
 from fp8ref.checkpoints.weights import FORMS, WeightForm
 from fp8ref.formats import E4M3FN, E8M0FNU
+from fp8ref.shared import package_data
 from fp8ref.sim.quantize import cast, packing
 from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.spec import granularity as granularities
 
 __all__ = ["FORMATS", "WeightFormat", "quantize", "tensors_of"]
-
-_FLOAT = {"type": "float", "symmetric": True}
-_CODES = {**_FLOAT, "num_bits": 8}
-_MX = {**_CODES, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
-_NV = {**_FLOAT, "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
-
-
-def _compressed(layout: str, weights: dict, inputs: dict | None = None) -> dict[str, Any]:
-    """The config of compressed-tensors; without ``inputs`` activations stay in high precision."""
-    dynamic = {**inputs, "dynamic": True} if inputs else None
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": dynamic}
-    return {
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-        "format": layout,
-        "config_groups": {"group_0": group},
-    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,35 +46,24 @@ class WeightFormat:
         return not any(n % min(size, n) for n, size in zip(shape, sizes, strict=True))
 
 
+def _compressed(
+    rule: str, form: str, layout: str, weights: dict, inputs: dict | None = None
+) -> WeightFormat:
+    """As compressed-tensors stores it; without ``inputs`` activations stay in high precision."""
+    dynamic = {**inputs, "dynamic": True} if inputs else None
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": dynamic}
+    config = {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": layout,
+        "config_groups": {"group_0": group},
+    }
+    return WeightFormat(rule=rule, form=form, config=config)
+
+
 FORMATS = {
-    "deepseek": WeightFormat(
-        rule="deepseek_v3_block",
-        form="deepseek",
-        config={
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [128, 128],
-        },
-        ignored="modules_to_not_convert",
-    ),
-    "compressed-tensors": WeightFormat(
-        rule="compressed_tensors_row",
-        form="compressed_tensors",
-        config=_compressed(
-            "float-quantized", {**_CODES, "strategy": "channel"}, {**_CODES, "strategy": "token"}
-        ),
-    ),
-    "mxfp8": WeightFormat(
-        rule="mx_rceil_mx",
-        form="compressed_tensors",
-        config=_compressed("mxfp8-quantized", _MX, _MX),
-    ),
-    "nvfp4": WeightFormat(
-        rule="te_nvfp4_nv",
-        form="compressed_tensors_nvfp4",
-        config=_compressed("nvfp4-pack-quantized", {**_NV, "scale_dtype": "torch.float8_e4m3fn"}),
-    ),
+    name: WeightFormat(**table) if "config" in table else _compressed(**table)
+    for name, table in package_data.tables(__file__, "formats").items()
 }
 """Formats of a checkpoint by name.
 

@@ -4,32 +4,20 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import itertools
 import sys
 from collections.abc import Collection, Sequence
 
 from fp8ref.commands import probe, shared, supervision
 from fp8ref.commands.shared import check_json, conclude
-from fp8ref.shared import console
+from fp8ref.shared import console, package_data
 from fp8ref.shared.errors import require
 
-KINDS = {
-    "cast": "a cast",
-    "quantizer": "a quantizer",
-    "decoder": "a decoder",
-    "gemm": "a GEMM",
-    "optimizer": "an optimizer",
-    "attention": "attention",
-}
+_TABLES = package_data.tables(__file__, "conform")
+KINDS = {kind: table["words"] for kind, table in _TABLES.items()}
 """{what a subject may be: the same in words}."""
 
-OPTIONS = {
-    "cast": "format expect framework device exhaustive",
-    "quantizer": "format expect framework device granularity axis",
-    "decoder": "format framework device granularity layout",
-    "gemm": "format granularity",
-    "optimizer": "expect numbers steps",
-    "attention": "format expect framework device layout alignment",
-}
+OPTIONS = {kind: table["options"] for kind, table in _TABLES.items()}
 """{kind: the options that are for it}."""
 
 
@@ -85,9 +73,9 @@ def _conform(arguments: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr), console.waiting("conform"):
         subject = library_gemms.load(arguments.subject)
         kind = arguments.kind or _kind(arguments, subject)
-        for option in shared.used(arguments, *" ".join(OPTIONS.values()).split()):
+        for option in shared.used(arguments, *itertools.chain(*OPTIONS.values())):
             name = option.removeprefix("--")
-            kinds = [kind for kind in KINDS if name in OPTIONS[kind].split()]
+            kinds = [kind for kind in KINDS if name in OPTIONS[kind]]
             require(
                 kind in kinds,
                 f"{option} is for {' or '.join(KINDS[name] for name in kinds)}; "

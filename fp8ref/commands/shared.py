@@ -15,7 +15,8 @@ from fp8ref.shared.result import STDOUT, Result
 
 __all__ = ["DEFECT", "ERROR", "INTERRUPTED", "LOST", "NON_FINITE", "PIPE", "STOPPED", "check_whole"]
 
-ERROR, FAILED, DEFECT, NON_FINITE, LOST, STOPPED, INTERRUPTED, PIPE = 2, 1, 1, 3, 4, 5, 130, 141
+ERROR, FAILED, DEFECT, NON_FINITE = 2, 1, 1, 3
+LOST, STOPPED, INTERRUPTED, PIPE = 4, 5, 130, 141
 RUN_FILES = (
     *("manifest.json", "metrics.jsonl", "statistics.jsonl", "config.toml"),
     *("shards.json", "batch.npy"),

@@ -19,26 +19,11 @@ from typing import Any
 import pytest
 
 from fp8ref import __version__
-from fp8ref.shared import extras
+from fp8ref.shared import extras, package_data
 
 __all__ = ["ROOMS", "Kit", "fp8ref_kit"]
 
-ROOMS = {
-    "require_attention": "attention",
-    "require_cast": "cast.identify",
-    "require_decoder": "decoder.identify",
-    "require_delayed": "delayed",
-    "require_dequantized": "require",
-    "require_gemm": "gemm",
-    "require_grouped": "gemm",
-    "require_invariants": "invariants.invariant",
-    "require_offsets": "gemm",
-    "require_optimizer": "optimizer",
-    "require_quantized": "require",
-    "require_quantizer": "quantizer.identify",
-    "require_scales": "require",
-    "require_sharded": "sharded",
-}
+ROOMS: dict[str, str] = package_data.tables(__file__, "rooms")
 """{function of the kit: its module in fp8ref.conformance}."""
 
 OPTIONS = {

@@ -7,7 +7,7 @@ EPILOGUES holds those of recipes, by name. ``sim.gemm.finish`` implements every 
 from dataclasses import dataclass
 from typing import Literal
 
-from fp8ref.shared import errors, registry
+from fp8ref.shared import errors, package_data, registry
 from fp8ref.spec import support
 from fp8ref.spec.granularity import block_of
 
@@ -61,14 +61,8 @@ class Epilogue:
 
 
 EPILOGUES = {
-    e.name: e
-    for e in (
-        Epilogue(name="scale_then_round"),
-        Epilogue(name="product_then_round", scale="product"),
-        Epilogue(name="unit_round_scale_round", scale="product", round_first=True),
-        Epilogue(name="round_then_bias", bias="after_round"),
-        Epilogue(name="bias_then_round", bias="before_round"),
-    )
+    name: Epilogue(name=name, **fields)
+    for name, fields in package_data.tables(__file__, "epilogues").items()
 }
 """The epilogues that recipes choose among, by name (G-4, G-5, G-14, G-15)."""
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from fp8ref.shared import registry
+from fp8ref.shared import package_data, registry
 
 Blocks = tuple[int | None, ...]
 """The length of a block along each axis of a tensor; None: the whole axis. Whatever shares a scale
@@ -22,22 +22,13 @@ class Granularity:
     """
 
     name: str
-    other: int | None
-    reduced: int | None
+    other: int | None = None
+    reduced: int | None = None
 
 
 GRANULARITIES = {
-    g.name: g
-    for g in (
-        Granularity(name="tensorwise", other=None, reduced=None),
-        Granularity(name="rowwise", other=1, reduced=None),
-        Granularity(name="blockwise_1x128", other=1, reduced=128),
-        Granularity(name="blockwise_128x128", other=128, reduced=128),
-        Granularity(name="mx_1x32", other=1, reduced=32),
-        Granularity(name="mx_32x32", other=32, reduced=32),
-        Granularity(name="nvfp4_1x16", other=1, reduced=16),
-        Granularity(name="nvfp4_16x16", other=16, reduced=16),
-    )
+    name: Granularity(name=name, **lengths)
+    for name, lengths in package_data.tables(__file__, "granularities").items()
 }
 """fp8ref's granularities by name (S-6)."""
 

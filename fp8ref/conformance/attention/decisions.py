@@ -23,36 +23,20 @@ from fp8ref.conformance.attention.subjects import Attention
 from fp8ref.conformance.attention.tiles import Tiling
 from fp8ref.conformance.kit.finding import Described, Finding
 from fp8ref.formats import E4M3FN, Format
+from fp8ref.shared import package_data
 from fp8ref.sim.attention.operands import operands as attention_operands
 from fp8ref.sim.gemm import accumulate
 from fp8ref.spec.attention.variants import FULL, Variant
 
+_NAMES = package_data.tables(__file__, "decisions")
 STRUCTURE = (
-    "keys",
-    "causal mask",
-    "window",
-    "documents",
-    "heads",
-    "softcap argument",
-    "sinks argument",
-    "mask and softcap",
+    *_NAMES["structure"],
     batch_bits.REPEATED,
     *(name for names in subjects.DESCALES for name in names),
 )
 """The decisions that have one right answer, whichever the variant is."""
 
-UNSEEN = (
-    "policy",
-    "scores",
-    "factors",
-    "bias",
-    "sum_order",
-    "out_scales",
-    "finish",
-    "lse",
-    "backward",
-    "gradient_fmt",
-)
+UNSEEN: tuple[str, ...] = _NAMES["unseen"]
 """The fields of a variant that no finding shows. Where they change an output, comparing outputs
 with the variant's (``identify``) shows them; those of gradients change none."""
 

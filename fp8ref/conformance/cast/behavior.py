@@ -18,16 +18,7 @@ from fp8ref.formats import BFLOAT16, FLOAT16, FLOAT32, P3109_FORMATS, Format
 from fp8ref.shared import package_data, registry
 from fp8ref.sim.quantize import cast
 
-ROUNDINGS = (
-    "nearest_even",
-    "nearest_away",
-    "nearest_zero",
-    "toward_zero",
-    "away_from_zero",
-    "to_odd",
-    "up",
-    "down",
-)
+ROUNDINGS: tuple[str, ...] = package_data.tables(__file__, "decisions")["roundings"]
 """The roundings that a cast may have: those of C-2 but ``stochastic``, and four more."""
 
 SpecialResult = Literal["max", "inf", "nan"]

@@ -14,25 +14,11 @@ from fp8ref.formats import E8M0FNU
 from fp8ref.shared import package_data
 from fp8ref.sim.quantize import cast
 
-DECISIONS: dict[str, tuple[str, ...]] = {
-    "rounding": (
-        *("nearest", "nearest_even", "nearest_zero", "up", "down", "nearest_log2"),
-        *("toward_one", "away_from_one"),
-    ),
-    "subnormals": ("kept", "by_field", "flushed"),
-    "overflow": ("max", "nan"),
-    "infinite": ("max", "nan"),
-    "zero": ("nan", "least"),
-    "negative": ("nan", "magnitude", "least"),
-}
+_TABLES = package_data.tables(__file__, "decisions")
+DECISIONS: dict[str, tuple[str, ...]] = _TABLES["e8m0"]
 """{decision: the values that it may have, that of the specification's default first}."""
 
-NUMBERS = {
-    "bias": "the bias of stored exponents is {}, not 127",
-    "bits": "it reads the fraction bits 0x{:06X} alone",
-    "tie": "its tie is {:g} of a power of two, not 1.5",
-    "log2_in": "log2 is rounded to {} first",
-}
+NUMBERS: dict[str, str] = _TABLES["e8m0_numbers"]
 """{a number of a behavior that no right cast changes: what it says in words}."""
 
 

@@ -23,7 +23,8 @@ from fp8ref.train.config.config import Config
 QUANTIZED = ("q", "k", "v", "do")
 """Whole tensors that are quantized: scales and codes are defined bit for bit (A-2, A-15)."""
 
-SYMBOLS = {"s": "S", "p": "P", "o": "O", "do": "dO", "dv": "dV", "ds": "dS", "dk": "dK", "dq": "dQ"}
+_NAMES = ("s", "p", "o", "do", "dv", "ds", "dk", "dq")
+SYMBOLS = {name: name[:-1] + name[-1].upper() for name in _NAMES}
 """What attention makes, as its papers write it: scores S, probabilities P, output O, and gradients.
 """
 

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 from torchao.float8 import float8_linear
 
 from fp8ref.recipe import ROLES
+from fp8ref.shared import package_data
 from fp8ref.torch.linear.linear import Linear
 from fp8ref.torch.linear.torchao_linear import Float8Linear
 from fp8ref.torch.model import report as reports
@@ -22,38 +23,10 @@ FP8_LINEARS = (Float8Linear, float8_linear.Float8Linear, Linear)
 METHODS_OF = "_fp8ref_methods_of"
 """The attribute of a class made by ``convert`` that holds the subclass of nn.Linear."""
 
-# Hooks of a module. Its replacement would not have them.
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+_ATTRIBUTES = package_data.tables(__file__, "attributes")
 # Attributes of nn.Linear, and those that an FP8 linear adds. Others are of the user or a framework.
 _COMMON = frozenset(vars(nn.Linear(1, 1, device="meta")))
-_OWN = {
-    "recipe",
-    "fqn",
-    "fp8_gather",
-    "group",
-    "cut",
-    "groups",
-    "states",
-    "spec",
-    "kernels",
-    "kept",
-    "multiple",
-    "_functions",
-    "_numbers",
-    "_stochastic",
-    "config",
-    "linear_mm_config",
-    reports.REASONS,
-} | {f"scaling_type_{role}" for role in ROLES}
+_OWN = {*_ATTRIBUTES["own"], reports.REASONS} | {f"scaling_type_{role}" for role in ROLES}
 
 
 def added_attributes(linear: nn.Linear) -> dict[str, Any]:
@@ -99,7 +72,7 @@ def what_is_lost(linear: nn.Linear, kinds: tuple[type[nn.Linear], ...]) -> str:
         key for key in added if key in _OWN or any(hasattr(other, key) for other in FP8_LINEARS)
     ]:
         return f"has an attribute {clashes[0]}, which has another meaning in an FP8 linear"
-    if hooks := [key for key in _HOOKS if getattr(linear, key, None)]:
+    if hooks := [key for key in _ATTRIBUTES["hooks"] if getattr(linear, key, None)]:
         return f"has {hooks[0].strip('_').replace('_', ' ')}, which would be dropped"
     kinds_held = linear._parameters, linear._buffers, linear._modules
     held = {key for each in kinds_held for key, value in each.items() if value is not None}

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 import fp8ref
 from fp8ref.plots import readout
-from fp8ref.shared import console
+from fp8ref.shared import console, package_data
 
 __all__ = [
     "LINE",
@@ -29,20 +29,7 @@ __all__ = [
     "template",
 ]
 
-COLORS = {
-    "ink": ("#1c1d21", "#e8e8ec"),
-    "muted": ("#5d6068", "#a3a6b0"),
-    "line": ("#d9dae0", "#3a3c44"),
-    "seed": ("#787b86", "#8e919c"),
-    "band": ("#9a9da7", "#71747f"),
-    "paper": ("#fefefe", "#17181c"),
-    "run0": ("#0067a8", "#56b4e9"),
-    "run1": ("#bf4d00", "#ff9a4d"),
-    "run2": ("#00795a", "#2fc79b"),
-    "run3": ("#9c3d75", "#e39bc4"),
-    "run4": ("#8a6500", "#f0c544"),
-    "run5": ("#6b3fa0", "#b79df0"),
-}
+COLORS: dict[str, tuple[str, str]] = package_data.tables(__file__, "colors")
 """{variable: (color on light pages and PNGs, on dark pages)}; runs' are like Okabe and Ito's."""
 
 INK, MUTED, LINE, SEED, BAND = (

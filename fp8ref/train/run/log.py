@@ -24,7 +24,7 @@ import tomli_w
 import fp8ref
 from fp8ref.selection import rules as linear_rules
 from fp8ref.selection.linears import Decision
-from fp8ref.shared import console, extras, files
+from fp8ref.shared import console, extras, files, package_data
 from fp8ref.shared.errors import ConfigError, LostRunError
 from fp8ref.spec.kernels import Kernels
 from fp8ref.train.config import architecture, hardware
@@ -32,11 +32,7 @@ from fp8ref.train.config import config as configs
 from fp8ref.train.config.config import Config
 from fp8ref.train.run import checkpoint, coverage, failed_step, file_checks
 
-PACKAGES = (
-    *("numpy", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "torch", "torchao"),
-    *("triton", "jax-triton", "grain", "safetensors", "tokenizers", "tiktoken"),
-    "transformers",
-)
+PACKAGES: tuple[str, ...] = package_data.tables(__file__, "packages")["recorded"]
 """The packages whose versions a manifest records, where they are installed."""
 
 METRICS, STATISTICS = "metrics.jsonl", "statistics.jsonl"
