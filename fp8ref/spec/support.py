@@ -183,7 +183,7 @@ def _limit(feature: str, backend: Backend, takes: Takes) -> Limit:
     return Limit(takes=takes, **whole)
 
 
-LIMITS = {
+LIMITS: dict[str, dict[Any, Limit]] = {
     feature: {backend: _limit(feature, backend, takes) for backend, takes in by_backend.items()}
     for feature, by_backend in TAKES.items()
 }
