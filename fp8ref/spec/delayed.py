@@ -12,6 +12,7 @@ from typing import Literal
 
 from fp8ref.policy import POLICIES, ScalePolicy
 from fp8ref.shared import errors, package_data, registry
+from fp8ref.shared.errors import require
 
 __all__ = ["DELAYED"]
 
@@ -55,10 +56,8 @@ class DelayedScaling:
     def __post_init__(self) -> None:
         for key in ("history_length", "interval"):
             errors.integer(key, getattr(self, key), 1)
-        if not isinstance(self.policy, ScalePolicy):
-            raise ValueError(
-                f"policy is a ScalePolicy, such as POLICIES['te_delayed']; got {self.policy!r}."
-            )
+        text = f"policy is a ScalePolicy, such as POLICIES['te_delayed']; got {self.policy!r}."
+        require(isinstance(self.policy, ScalePolicy), text)
         for key, allowed in _CHOICES.items():
             errors.one_of(key, getattr(self, key), allowed)
         if self.policy.e8m0 is not None:

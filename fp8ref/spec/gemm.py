@@ -6,6 +6,7 @@ from typing import Literal, get_args
 from fp8ref.formats import FP4_FORMATS, FP8_FORMATS, NARROW_FORMATS, QUANTIZED_FORMATS, Format
 from fp8ref.policy import POLICIES, ScalePolicy
 from fp8ref.shared import errors
+from fp8ref.shared.errors import require
 from fp8ref.spec import epilogue, granularity
 from fp8ref.spec.delayed import DelayedScaling
 from fp8ref.spec.rotation import Rotation
@@ -120,14 +121,10 @@ class GemmSpec:
                 f"accumulate of {kind} GEMM is one of {allowed}; got {self.accumulate!r}."
             )
         rotations = [None if cast is None else cast.rotation for cast in (self.a, self.b)]
-        if rotations[0] != rotations[1]:
-            raise ValueError(
-                f"both operands of a GEMM have one rotation, or none; got {rotations} (S-23)."
-            )
-        if epilogue.by_name(self.epilogue).bias is not None:
-            raise ValueError(
-                f"linears have no bias; epilogue {self.epilogue!r} has. Use 'scale_then_round'."
-            )
+        text = f"both operands of a GEMM have one rotation, or none; got {rotations} (S-23)."
+        require(rotations[0] == rotations[1], text)
+        text = f"linears have no bias; epilogue {self.epilogue!r} has. Use 'scale_then_round'."
+        require(epilogue.by_name(self.epilogue).bias is None, text)
         if not self.fp8 and self.epilogue != "scale_then_round":
             raise ValueError(
                 f"high precision has no scales, so no epilogue {self.epilogue!r}. Leave it out."

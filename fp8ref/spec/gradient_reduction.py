@@ -15,6 +15,7 @@ from fp8ref import policy as policies
 from fp8ref.formats import FP8_FORMATS, Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.shared import errors
+from fp8ref.shared.errors import require
 
 PreScale = Literal["one", "inverse_root", "inverse"]
 """The factor of a shared scale, for W ranks: 1, 1 / sqrt(W) as in MS-AMP, or 1 / W (P-21)."""
@@ -72,8 +73,8 @@ def check_policy(policy: str | ScalePolicy) -> ScalePolicy:
 
 def check_format(fmt: Format) -> None:
     """ValueError for a format that is not FP8."""
-    if fmt.name not in FP8_FORMATS:
-        raise ValueError(f"gradients are quantized to FP8: {', '.join(FP8_FORMATS)}; got {fmt}.")
+    text = f"gradients are quantized to FP8: {', '.join(FP8_FORMATS)}; got {fmt}."
+    require(fmt.name in FP8_FORMATS, text)
 
 
 def check_result(result: str) -> None:

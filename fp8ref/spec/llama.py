@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from fp8ref.shared.errors import require_least
+from fp8ref.shared.errors import require, require_least
 
 __all__ = ["parameter_shapes"]
 
@@ -103,8 +103,8 @@ class LlamaConfig:
         sizes = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", *heads
         require_least("model", 1, self, *sizes)
         for key in ("rms_norm_eps", "rope_theta", "initializer_range"):
-            if not 0 < getattr(self, key) < math.inf:
-                raise ValueError(f"model.{key} is positive and finite; got {getattr(self, key)}.")
+            text = f"model.{key} is positive and finite; got {getattr(self, key)}."
+            require(0 < getattr(self, key) < math.inf, text)
         if self.head_size is not None and (self.head_size < 2 or self.head_size % 2):
             raise ValueError(
                 f"model.head_size is even, and at least 2 (rotary pairs); got {self.head_size}."
@@ -135,10 +135,8 @@ class LlamaConfig:
     def _check_experts(self) -> None:
         counts = "num_experts", "num_experts_per_tok", "shared_expert_intermediate_size"
         require_least("model", 0, self, *counts)
-        if not 0 <= self.router_aux_loss_coef < math.inf:
-            raise ValueError(
-                f"model.router_aux_loss_coef is finite and >= 0; got {self.router_aux_loss_coef}."
-            )
+        text = f"model.router_aux_loss_coef is finite and >= 0; got {self.router_aux_loss_coef}."
+        require(0 <= self.router_aux_loss_coef < math.inf, text)
         if self.num_experts:
             if not 1 <= self.num_experts_per_tok <= self.num_experts:
                 raise ValueError(

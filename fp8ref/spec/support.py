@@ -179,8 +179,9 @@ def _limit(feature: str, backend: Backend, takes: Takes) -> Limit:
     """The limit in words: those of the feature and backend, else of the feature."""
     texts = _TEXTS.get(f"{feature}, {backend}") or _TEXTS[feature]
     names = _NAMES | {"epilogues": _listed(EPILOGUES[backend])}
-    whole = {key: Template(text).substitute(names) for key, text in texts.items()}
-    return Limit(takes=takes, **whole)
+    return Limit(
+        takes=takes, **{key: Template(text).substitute(names) for key, text in texts.items()}
+    )
 
 
 LIMITS: dict[str, dict[Any, Limit]] = {

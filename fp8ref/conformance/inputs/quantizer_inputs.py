@@ -15,21 +15,11 @@ from fp8ref import policy as policies
 from fp8ref.conformance.inputs import dtypes
 from fp8ref.conformance.inputs.kinds import AMAX_RANGES, NONZERO_RANGES
 from fp8ref.formats import BFLOAT16, Format
+from fp8ref.shared import package_data
 from fp8ref.sim.quantize import cast
 from fp8ref.spec.granularity import blocks, scale_shape
 
-PATTERNS = (
-    "ordinary",
-    "outliers",
-    "wide",
-    "subnormal",
-    "zeros",
-    "zero lines",
-    "power of two",
-    "huge",
-    "infinity",
-    "NaN",
-)
+PATTERNS: tuple[str, ...] = package_data.tables(__file__, "kinds")["patterns"]
 """The patterns of ``filled``."""
 
 # Elements behind a group's largest, relative to it: both signs, ties, small ones, zeros.

@@ -13,6 +13,7 @@ import numpy as np
 
 from fp8ref.formats import E4M3FN, Format
 from fp8ref.policy import ScalePolicy
+from fp8ref.shared.errors import require
 from fp8ref.sim.quantize import cast, scaling
 from fp8ref.sim.quantize.scales import Scales, scale_inv_from_scale, scales_from_amax
 from fp8ref.sim.quantize.scaling import Quantized
@@ -98,10 +99,8 @@ def share(
     """
     gradient_reduction.check_format(fmt)
     shapes = {np.shape(g) for g in grads}
-    if len(shapes) != 1:
-        raise ValueError(
-            f"the gradients of all ranks have one shape; got {sorted(shapes) or 'no ranks'}."
-        )
+    text = f"the gradients of all ranks have one shape; got {sorted(shapes) or 'no ranks'}."
+    require(len(shapes) == 1, text)
     amaxes = [scaling.amax(g) for g in grads]
     # np.max keeps a NaN, and so a NaN of any rank: P-3's flag.
     scales = shared_scales(np.max(amaxes), fmt, policy, prescale=prescale, ranks=len(grads), mu=mu)
@@ -240,14 +239,10 @@ def accumulate(
     gradient_reduction.check_format(fmt)
     value = scaling.tensor(g).astype(np.float32)
     if total is not None:
-        if total.codes.shape != value.shape:
-            raise ValueError(
-                f"microbatches have gradients of one shape, {total.codes.shape}; got {value.shape}."
-            )
-        if total.fmt != fmt:
-            raise ValueError(
-                f"the format of a sum cannot change: it is {total.fmt}; got {fmt}. Use one fmt."
-            )
+        text = f"microbatches have gradients of one shape, {total.codes.shape}; got {value.shape}."
+        require(total.codes.shape == value.shape, text)
+        text = f"the format of a sum cannot change: it is {total.fmt}; got {fmt}. Use one fmt."
+        require(total.fmt == fmt, text)
         with np.errstate(over="ignore", invalid="ignore"):
             value = scaling.dequantize(total) + value
     shared = share([value], fmt, policy=policy)

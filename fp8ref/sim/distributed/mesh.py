@@ -11,6 +11,8 @@ from typing import Literal
 
 import numpy as np
 
+from fp8ref.shared.errors import require
+
 __all__ = ["Layout", "Mesh", "split"]
 
 Device = tuple[int, ...]
@@ -76,27 +78,23 @@ class Layout:
         if self.rule not in ("ceil", "balanced"):
             raise ValueError(f"rule is 'ceil' or 'balanced'; got {self.rule!r}.")
         for axis, names in self.splits.items():
-            if not 0 <= axis < len(self.shape):
-                raise ValueError(
-                    f"splits map axes of a tensor of shape {self.shape}, from 0; got axis {axis}."
-                )
+            text = f"splits map axes of a tensor of shape {self.shape}, from 0; got axis {axis}."
+            require(0 <= axis < len(self.shape), text)
             if isinstance(names, str):
                 raise ValueError(
                     f"splits map an axis to a tuple of mesh axes; got {names!r}. Use ({names!r},)."
                 )
         used = [name for names in self.splits.values() for name in names]
         for name in used:
-            if name not in self.mesh.axes:
-                raise ValueError(
-                    f"splits name axes of the mesh, {', '.join(self.mesh.names)}; got {name!r}."
-                )
+            text = f"splits name axes of the mesh, {', '.join(self.mesh.names)}; got {name!r}."
+            require(name in self.mesh.axes, text)
             if used.count(name) > 1:
                 raise ValueError(
                     f"a mesh axis splits one axis; got {name!r} more than once in {self.splits}."
                 )
         for axis, sizes in self.sizes.items():
-            if axis not in self.splits:
-                raise ValueError(f"sizes are for split axes, {dict(self.splits)}; got axis {axis}.")
+            text = f"sizes are for split axes, {dict(self.splits)}; got axis {axis}."
+            require(axis in self.splits, text)
             if len(sizes) != self.parts(axis) or sum(sizes) != self.shape[axis] or min(sizes) < 0:
                 raise ValueError(
                     f"axis {axis} has {self.parts(axis)} sizes >= 0 of sum {self.shape[axis]}; got "
@@ -147,9 +145,9 @@ def split(x, layout: Layout) -> dict[Device, np.ndarray]:
 
 def check_shapes(shapes: Mapping[Device, tuple[int, ...]], layout: Layout) -> None:
     """ValueError unless every device has a shard of the layout's shape."""
-    if set(shapes) != set(layout.mesh.devices):
-        raise ValueError(f"each device has one shard: {layout.mesh.devices}; got {sorted(shapes)}.")
+    text = f"each device has one shard: {layout.mesh.devices}; got {sorted(shapes)}."
+    require(set(shapes) == set(layout.mesh.devices), text)
     for device, shape in shapes.items():
         expected = tuple(part.stop - part.start for part in layout.index(device))
-        if shape != expected:
-            raise ValueError(f"the shard of device {device} has shape {expected}; got {shape}.")
+        text = f"the shard of device {device} has shape {expected}; got {shape}."
+        require(shape == expected, text)

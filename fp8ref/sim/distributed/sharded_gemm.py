@@ -13,6 +13,7 @@ import numpy as np
 
 from fp8ref.formats import FLOAT32, Format
 from fp8ref.shared import errors
+from fp8ref.shared.errors import require
 from fp8ref.sim.gemm import gemm
 from fp8ref.sim.gemm.accumulate import Accumulation
 from fp8ref.sim.quantize import cast
@@ -103,10 +104,8 @@ def _check(
             if q.codes.size:
                 check_scales(q, name)
     for r, (qa, qb) in enumerate(zip(a, b, strict=True)):
-        if qa.codes.shape[-1] != qb.codes.shape[-1]:
-            raise ValueError(
-                f"a and b of rank {r} need the same K; got {qa.codes.shape}, {qb.codes.shape}."
-            )
+        text = f"a and b of rank {r} need the same K; got {qa.codes.shape}, {qb.codes.shape}."
+        require(qa.codes.shape[-1] == qb.codes.shape[-1], text)
     if len({len(qa.codes) for qa in a}) > 1 or len({len(qb.codes) for qb in b}) > 1:
         raise ValueError(
             f"all ranks have the same M and N; got {[q.codes.shape for q in a]}, "

@@ -19,6 +19,7 @@ from fp8ref.formats import BFLOAT16, Format
 from fp8ref.recipe import OPERANDS, REDUCED_AXES, CastSpec, Gemm, Recipe, Role
 from fp8ref.selection import grouped
 from fp8ref.selection.grouped import GroupedRecipe
+from fp8ref.shared.errors import require
 from fp8ref.sim import delayed, linear
 from fp8ref.sim.delayed import Observation
 from fp8ref.sim.gemm import gemm
@@ -80,10 +81,8 @@ def backward(
     x, w, ends = _checked(x, w, offs, recipe, scales)
     g = cast.array(g)
     cast.check_dtype(g)
-    if g.shape != (len(x), w.shape[1]):
-        raise ValueError(
-            f"grad_output has the output's shape {(len(x), w.shape[1])}; got {g.shape}."
-        )
+    text = f"grad_output has the output's shape {(len(x), w.shape[1])}; got {g.shape}."
+    require(g.shape == (len(x), w.shape[1]), text)
     tensors: dict[Role, np.ndarray] = {"input": x, "weight": w, "grad_output": g}
     grad_input = _rows("grad_input", tensors, ends, recipe, accumulate, out_dtype, scales)
     grad_weight = np.zeros(w.shape, np.float32)
@@ -232,8 +231,6 @@ def _checked(
         x, w[0] if len(w) else np.zeros(w.shape[1:], w.dtype), recipe.recipe, scales
     )
     ends = ends_of(offs, len(x))
-    if len(ends) != len(w):
-        raise ValueError(
-            f"offs have one end for each of E groups; got {len(ends)} for w {w.shape}."
-        )
+    text = f"offs have one end for each of E groups; got {len(ends)} for w {w.shape}."
+    require(len(ends) == len(w), text)
     return x, w, ends

@@ -18,6 +18,7 @@ import numpy as np
 
 from fp8ref.formats import Format
 from fp8ref.shared import errors, registry
+from fp8ref.shared.errors import require
 from fp8ref.sim import threads
 from fp8ref.sim.gemm.tensor_core import K_STEP, UNITS, TensorCore, chain, chain_plain, is_int
 from fp8ref.sim.kernels import gemm as kernels
@@ -63,10 +64,8 @@ class Accumulation:
     def __post_init__(self) -> None:
         if not isinstance(self.unit, TensorCore):
             raise ValueError(f"unit is a TensorCore, such as UNITS['hopper']; got {self.unit!r}.")
-        if self.unit.block_scales:
-            raise ValueError(
-                f"plans take no block scales; got unit {self.unit.name!r}. Use block_scaled.matmul."
-            )
+        text = f"plans take no block scales; got unit {self.unit.name!r}. Use block_scaled.matmul."
+        require(not self.unit.block_scales, text)
         if self.promotion is not None and (
             not is_int(self.promotion) or self.promotion < K_STEP or self.promotion % K_STEP
         ):

@@ -8,6 +8,7 @@ to out_dtype. In G-13 each block is summed by itself, scaled, and added in float
 import numpy as np
 
 from fp8ref.formats import BFLOAT16, E8M0FNU, FLOAT16, FLOAT32, Format
+from fp8ref.shared.errors import require
 from fp8ref.sim.gemm import accumulate, tensor_core
 from fp8ref.sim.gemm.tensor_core import TensorCore
 from fp8ref.sim.quantize import cast, scaling
@@ -36,10 +37,8 @@ def matmul(
               = 32 instruction.
     """
     unit = tensor_core.by_name(unit)
-    if not unit.block_scales:
-        raise ValueError(
-            f"unit {unit.name!r} has no block scales. Use 'blackwell_mx' or gemm.matmul."
-        )
+    text = f"unit {unit.name!r} has no block scales. Use 'blackwell_mx' or gemm.matmul."
+    require(unit.block_scales, text)
     if out_dtype not in (FLOAT32, BFLOAT16, FLOAT16):
         raise ValueError(f"out_dtype is float32, bfloat16 or float16; got {out_dtype}.")
     _check_operands(a, b, unit)
@@ -75,10 +74,8 @@ def _check_operands(a: Quantized, b: Quantized, unit: TensorCore) -> None:
                 f"{unit.name!r} needs e8m0fnu scales; {name} has others. Use an e8m0 policy (S-14)."
             )
     tensor_core.check_pair(a.fmt, b.fmt)
-    if a.codes.shape[1] != b.codes.shape[1]:
-        raise ValueError(
-            f"a [M, K] and b [N, K] need one K; got {a.codes.shape} and {b.codes.shape}."
-        )
+    text = f"a [M, K] and b [N, K] need one K; got {a.codes.shape} and {b.codes.shape}."
+    require(a.codes.shape[1] == b.codes.shape[1], text)
 
 
 def _row_scales(q: Quantized, block: int) -> np.ndarray:

@@ -14,6 +14,7 @@ import numpy as np
 
 from fp8ref.formats import BFLOAT16, E8M0FNU, FLOAT16, FLOAT32, QUANTIZED_FORMATS, Format
 from fp8ref.shared import errors
+from fp8ref.shared.errors import require
 from fp8ref.sim import threads
 from fp8ref.sim.gemm import accumulate as sums
 from fp8ref.sim.gemm import tensor_core
@@ -78,10 +79,8 @@ def _check_instruction(a: np.ndarray, b: np.ndarray, c: np.ndarray, unit: Tensor
         raise ValueError(
             f"mma takes [M, {K_STEP}], [N, {K_STEP}], [M, N]; got {a.shape}, {b.shape}, {c.shape}."
         )
-    if c.dtype != np.float32:
-        raise ValueError(
-            f"the accumulator c is float32; got {c.dtype}. Convert it with .astype(np.float32)."
-        )
+    text = f"the accumulator c is float32; got {c.dtype}. Convert it with .astype(np.float32)."
+    require(c.dtype == np.float32, text)
     if unit.accumulator == FLOAT16 and not np.array_equal(
         cast.round_to(c, FLOAT16), c, equal_nan=True
     ):

@@ -14,6 +14,7 @@ import numpy as np
 from fp8ref import formats
 from fp8ref.formats import E4M3FNUZ, E5M2FNUZ, Format
 from fp8ref.shared import registry
+from fp8ref.shared.errors import require
 from fp8ref.sim import threads
 from fp8ref.sim.gemm import accumulate
 from fp8ref.sim.gemm.tensor_core import exponents
@@ -78,10 +79,8 @@ def mfma(
     unit = by_name(unit)
     for fmt in (fmt_a, fmt_b):
         formats.check(fmt)
-        if fmt not in (E4M3FNUZ, E5M2FNUZ):
-            raise ValueError(
-                f"CDNA3 matrix cores multiply e4m3fnuz and e5m2fnuz; got {fmt_a} and {fmt_b}."
-            )
+        text = f"CDNA3 matrix cores multiply e4m3fnuz and e5m2fnuz; got {fmt_a} and {fmt_b}."
+        require(fmt in (E4M3FNUZ, E5M2FNUZ), text)
     a, b, c = cast.decode(a_codes, fmt_a), cast.decode(b_codes, fmt_b), np.asarray(c)
     if (
         a.ndim != 2
@@ -94,10 +93,8 @@ def mfma(
             f"mfma takes a [M, K], b [N, K] and c [M, N], K a multiple of {unit.group}; got "
             f"{a.shape}, {b.shape} and {c.shape}."
         )
-    if c.dtype != np.float32:
-        raise ValueError(
-            f"the accumulator c is float32; got {c.dtype}. Convert it with .astype(np.float32)."
-        )
+    text = f"the accumulator c is float32; got {c.dtype}. Convert it with .astype(np.float32)."
+    require(c.dtype == np.float32, text)
     left, right, accumulator = (accumulate.finite_part(v).astype(np.float64) for v in (a, b, c))
     acc = chain(left, right, accumulator, fmt_a, fmt_b, unit)
     return accumulate.with_specials(acc.astype(np.float32), a, b, c)

@@ -32,6 +32,7 @@ from fp8ref import policy as policies
 from fp8ref.formats import FLOAT32, Format
 from fp8ref.policy import ScalePolicy
 from fp8ref.shared import errors
+from fp8ref.shared.errors import require
 from fp8ref.sim import threads
 from fp8ref.sim.kernels import scaling as kernels
 from fp8ref.sim.kernels.cast import encodes
@@ -338,10 +339,8 @@ def check_scales(q: Quantized, name: str = "operand") -> None:
         )
     formats.check(q.fmt)
     dtype = getattr(q.scale_inv, "dtype", type(q.scale_inv).__name__)
-    if dtype != np.float32:
-        raise ValueError(
-            f"scales are float32 arrays; got {dtype} in {name}. Use .astype(np.float32)."
-        )
+    text = f"scales are float32 arrays; got {dtype} in {name}. Use .astype(np.float32)."
+    require(dtype == np.float32, text)
     shape = granularities.scale_shape(q.granularity, q.codes.shape, q.axis, ragged=True)
     if q.scale_inv.shape != shape:
         raise ValueError(

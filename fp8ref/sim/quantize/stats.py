@@ -13,6 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from fp8ref.formats import NARROW_FORMATS, Format
+from fp8ref.shared.errors import require
 from fp8ref.sim.quantize import cast, scaling
 from fp8ref.sim.quantize.scaling import Quantized
 from fp8ref.spec import granularity as granularities
@@ -364,15 +365,11 @@ def _check(x, q: Quantized) -> None:
     x = np.asarray(x)
     for scale in (q.scale_inv, q.scale):
         scaling.check_scales(q._replace(scale_inv=scale) if isinstance(q, Quantized) else q, "q")
-    if q.fmt.name not in NARROW_FORMATS:
-        raise ValueError(f"statistics take codes of {', '.join(NARROW_FORMATS)}; got {q.fmt}.")
-    if x.dtype == np.float64:
-        raise ValueError(
-            "statistics take x as it was quantized, never float64. Use x.astype(np.float32)."
-        )
-    if x.shape != q.codes.shape:
-        raise ValueError(
-            f"x and q have one shape; got x.shape={x.shape} and codes of shape {q.codes.shape}."
-        )
+    text = f"statistics take codes of {', '.join(NARROW_FORMATS)}; got {q.fmt}."
+    require(q.fmt.name in NARROW_FORMATS, text)
+    text = "statistics take x as it was quantized, never float64. Use x.astype(np.float32)."
+    require(x.dtype != np.float64, text)
+    text = f"x and q have one shape; got x.shape={x.shape} and codes of shape {q.codes.shape}."
+    require(x.shape == q.codes.shape, text)
     cast.exact(x.ravel()[:0])  # refuses dtypes that are not floating point
     granularities.scale_shape(q.granularity, x.shape, q.axis, ragged=True)  # refuses empty tensors

@@ -6,6 +6,7 @@ print(found.v_lost, found.update_error)
 
 import numpy as np
 
+from fp8ref.shared.errors import require
 from fp8ref.sim.quantize import cast
 from fp8ref.sim.states import moments
 from fp8ref.sim.states import states as sim
@@ -45,10 +46,8 @@ def numbers(
     """The measurement float64 [health.FIELDS] behind ``measure``'s figures. Raises as it does."""
     size = after.m.codes.size
     named_layout, layout = layout, states.by_name(layout).of(size)
-    if after.step != before.step + 1:
-        raise ValueError(
-            f"health compares one step; got states after {before.step} and {after.step} steps."
-        )
+    text = f"health compares one step; got states after {before.step} and {after.step} steps."
+    require(after.step == before.step + 1, text)
     at = states.scalars(after.step, learning_rate=0.0, b1=b1, b2=b2, eps=eps, weight_decay=0.0)
     both = (layout.m, layout.v)
     (old_m, old_v), stored = (

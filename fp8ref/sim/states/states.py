@@ -29,6 +29,7 @@ import numpy as np
 from fp8ref import recipe as recipes
 from fp8ref.formats import BFLOAT16, Format
 from fp8ref.recipe import Recipe
+from fp8ref.shared.errors import require
 from fp8ref.sim import philox
 from fp8ref.sim.quantize import cast, scaling
 from fp8ref.sim.quantize.scaling import Quantized
@@ -120,10 +121,8 @@ def master(p, layout: str | Layout) -> MomentState:
     p = cast.array(p)
     layout = _layout_of(layout, p.shape)
     _check_keeps_master(layout)
-    if p.dtype != np.float32:
-        raise ValueError(
-            f"weights are float32; got {p.dtype}. Convert them with .astype(np.float32)."
-        )
+    text = f"weights are float32; got {p.dtype}. Convert them with .astype(np.float32)."
+    require(p.dtype == np.float32, text)
     of = dataclasses.replace(layout.master, amax="exact", rounding="nearest_even")
     with np.errstate(all="ignore"):
         flat = np.ascontiguousarray(p).reshape(-1)
@@ -189,10 +188,8 @@ def step(
     layout = _check_state(state, optimizer.layout, p.shape)
     _check_integer("tensor", tensor, 31)
     edges = [0, *cuts, p.size]
-    if sorted(set(edges)) != edges:
-        raise ValueError(
-            f"cuts ascend strictly between 0 and {p.size}, the tensor's size; got {list(cuts)}."
-        )
+    text = f"cuts ascend strictly between 0 and {p.size}, the tensor's size; got {list(cuts)}."
+    require(sorted(set(edges)) == edges, text)
     number, flat_p, flat_g = state.step + 1, p.reshape(-1), g.reshape(-1)
     at, pieces, after = optimizer.scalars(number), [], []
     with np.errstate(all="ignore"):
@@ -274,10 +271,8 @@ def _check_integer(name: str, value: int, bits: int) -> None:
 
 def _layout_of(layout: str | Layout, shape: tuple[int, ...]) -> Layout:
     size = int(np.prod(shape, dtype=np.int64))
-    if size == 0:
-        raise ValueError(
-            f"states need tensors with at least one element; got shape {shape}. Leave it out."
-        )
+    text = f"states need tensors with at least one element; got shape {shape}. Leave it out."
+    require(size != 0, text)
     return states.by_name(layout).of(size)
 
 
@@ -310,7 +305,5 @@ def _check_stored(
 
 
 def _check_keeps_master(layout: Layout) -> None:
-    if not layout.keeps_master:
-        raise ValueError(
-            f"the masters of layout {layout.name!r} are the float32 weights. Use the weights."
-        )
+    text = f"the masters of layout {layout.name!r} are the float32 weights. Use the weights."
+    require(layout.keeps_master, text)

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from fp8ref.formats import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32, Format
 from fp8ref.shared import errors
+from fp8ref.shared.errors import require
 
 Scaling = Literal["multiply", "reciprocal", "divide", "power_of_two"]
 """How an amax makes the scale of a moment, and how the scale is applied (O-7).
@@ -68,10 +69,8 @@ class Moment:
         self._one_of("rounding", ("nearest_even", "stochastic"))
         for key in ("root", "keep", "expansion"):
             self._one_of(key, (True, False))
-        if not 2.0**-100 <= self.floor < 1:
-            raise ValueError(
-                f"floor is in [2^-100, 1), so that scales are normal float32; got {self.floor!r}."
-            )
+        text = f"floor is in [2^-100, 1), so that scales are normal float32; got {self.floor!r}."
+        require(2.0**-100 <= self.floor < 1, text)
         if self.fmt.bits == 8 and self.scaling is None:
             raise ValueError(
                 f"a moment in {self.fmt} needs a scale; got scaling=None. Use scaling='multiply'."
@@ -160,10 +159,8 @@ class Layout:
                 )
         errors.one_of("average", self.average, get_args(Average))
         errors.integer("smallest", self.smallest, 0)
-        if self.m.root:
-            raise ValueError(
-                f"m has signs, so layout {self.name!r} cannot store its root. Use root=True of v."
-            )
+        text = f"m has signs, so layout {self.name!r} cannot store its root. Use root=True of v."
+        require(not self.m.root, text)
         if self.average == "lerp" and "predicted" in (self.m.amax, self.v.amax):
             raise ValueError(
                 f"a bound is predicted for average 'products'; layout {self.name!r} has 'lerp'. "
