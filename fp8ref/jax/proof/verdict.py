@@ -7,7 +7,6 @@ after SPMD partitioning, so the program is compiled and the HLO after that pass 
 """
 
 import collections
-import contextlib
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
 from fp8ref import recipe as recipes
+from fp8ref.jax.distributed import persistent_cache
 from fp8ref.jax.distributed.sharding import Placement
 from fp8ref.jax.gemm import gemm
 from fp8ref.jax.proof import hlo
@@ -97,7 +96,8 @@ def read(lowered: jax.stages.Lowered) -> Program:
     operations = tuple(hlo.from_stablehlo(_module(lowered)))
     if not _left_to_partition(lowered):
         return Program(operations, "stablehlo")
-    with tempfile.TemporaryDirectory() as directory, _compiled_anew():
+    # past the cache, so that XLA dumps
+    with tempfile.TemporaryDirectory() as directory, persistent_cache.bypassed():
         lowered.compile(
             compiler_options={"xla_dump_to": directory, "xla_dump_hlo_pass_re": ".*spmd.*"}
         )
@@ -107,19 +107,6 @@ def read(lowered: jax.stages.Lowered) -> Program:
                 "fp8ref.jax.proof needs HLO after SPMD partitioning; XLA wrote none. Use shard_map."
             )
         return Program(tuple(hlo.from_text(texts[-1].read_text())), "hlo after spmd partitioning")
-
-
-@contextlib.contextmanager
-def _compiled_anew() -> Iterator[None]:
-    """Compile past JAX's persistent cache, so that XLA dumps; reset its setting, read once."""
-    before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
 
 
 def read_compiled(compiled: jax.stages.Compiled | str) -> Program:

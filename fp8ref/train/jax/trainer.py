@@ -4,12 +4,13 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from fp8ref.jax.attention import observer as attention_observer
+from fp8ref.jax.distributed.persistent_cache import MeshProgram
 from fp8ref.jax.gemm import blackwell, hardware
 from fp8ref.jax.kernels import casts
 from fp8ref.jax.linear import linear
@@ -36,7 +37,7 @@ class _Programs(NamedTuple):
     """The step of a recipe, and its functions as JAX compiles them, when they first run."""
 
     step: Step
-    train: jax.stages.Wrapped
+    train: Any  # as ``jax.jit`` returns, or a ``MeshProgram``
     loss: Callable
     measure: Callable
     gradients: Callable
@@ -94,7 +95,6 @@ class Trainer:
         self._placed: tuple | None = None
         if self._layout.mesh is not None:
             self._placed = jax.tree.map(self._layout.sharding, specs), None, None
-        self._compiled = functools.partial(jax.jit, compiler_options=compiler_options(platform))
         self._programs = {
             name: self._compile(step)
             for name, step in zip(config.recipes, (first, *others), strict=True)
@@ -120,6 +120,12 @@ class Trainer:
         self._step, self._train, self._loss, self._measure, self._gradients, *others = programs
         self._observed, self._watched, self._health, self._logits, self._amaxes = others
         self.decisions = self._step.decisions
+
+    def _compiled(self, function: Callable, **placed: Any) -> Any:
+        platform = self._layout.devices[0].platform
+        program = jax.jit(function, compiler_options=compiler_options(platform), **placed)
+        alone = self._layout.mesh is None or platform != "cpu"
+        return program if alone else MeshProgram(program)
 
     def _compile(self, step: Step) -> _Programs:
         compiled = self._compiled

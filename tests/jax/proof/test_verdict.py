@@ -6,8 +6,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers.training import persistent_caches
 from jax import lax
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -139,24 +139,11 @@ def test_a_weight_in_flaxs_layout_has_its_operands_in_the_same_order(recipe):
 
 
 def test_a_program_that_jax_has_cached_on_disk_is_read_all_the_same(tmp_path):
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {key: getattr(jax.config, key) for key in settings}
-    for key, value in settings.items():
-        jax.config.update(key, value)
-    compilation_cache.reset_cache()
-    try:
+    with persistent_caches.in_directory(tmp_path):
         first, second = (proof.read(lowered("tensorwise", "jit")) for _ in range(2))
         kept = lowered("tensorwise", "jit").compile()
         assert any(tmp_path.iterdir()), "the cache keeps no program, so nothing is shown"
         third = proof.read(lowered("tensorwise", "jit"))
-    finally:
-        for key, value in before.items():
-            jax.config.update(key, value)
-        compilation_cache.reset_cache()
     assert kept is not None
     assert first == second == third
 

@@ -5,7 +5,7 @@ refused.
 import jax
 import numpy as np
 import pytest
-from helpers.training import microbatches
+from helpers.training import microbatches, persistent_caches
 
 from fp8ref.jax import proof
 from fp8ref.jax.gemm import gemm
@@ -74,6 +74,19 @@ def test_a_mesh_trains_as_one_device_does(recipe, parallel):  # P-9, P-10
         np.testing.assert_allclose(np.asarray(mine), np.asarray(other), rtol=2.0**-6)
     assert many.evaluate(TOKENS[0]) == pytest.approx(one.evaluate(TOKENS[0]), rel=2.0**-9)
     assert many.logits(TOKENS[0][:, :-1]).shape == (8, 32, 256)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "cached"),
+    [({"fsdp": 2, "scan": True}, False), ({"fsdp": 2}, True), ({"scan": True}, True)],
+    ids=str,
+)
+def test_a_loop_that_gathers_is_compiled_in_every_process(parallel, cached, tmp_path):
+    """XLA's CPU runtime would run a cached copy out of order."""
+    evaluated = trainer("bf16", parallel)
+    with persistent_caches.in_directory(tmp_path):
+        evaluated.evaluate(TOKENS[0])
+        assert ("mean_loss" in persistent_caches.functions(tmp_path)) == cached
 
 
 def test_every_linear_gathers_its_own_codes_beside_attention_by_a_variant():  # B-7, B-15
