@@ -1,4 +1,4 @@
-# make setup | demo | demo-full | test | slow | faults | gpu | wheels | extras | newest | ci-example | exhaustive | bench | bench-jax | bench-torch | bench-optimizer | bench-losses | bench-attention-losses | bench-attention-first-steps | bench-attention-speed | bench-attention-rate | bench-trainer | bench-simulated | findings | compile-matrix | aot | aot-torch | notebooks | libraries | docs | docs-serve | clauses | house | lint | release-check.
+# make setup | demo | demo-full | test | slow | faults | gpu | wheels | extras | newest | ci-example | exhaustive | bench | bench-jax | bench-torch | bench-optimizer | bench-losses | bench-attention-losses | bench-attention-first-steps | bench-attention-speed | bench-attention-rate | bench-trainer | bench-simulated | bench-larger | findings | compile-matrix | aot | aot-torch | notebooks | libraries | docs | docs-serve | clauses | house | lint | release-check.
 # Everything is installed into .venv, but for aot's, aot-torch's and newest's, into .venv-aot, .venv-aot-torch and .venv-newest; PYTHON names the interpreter they are made with.
 # What is imported is compiled then, and kept: most modules of these packages never are. Where the environment forbids to keep it,
 # every process would compile anew what it imports: PyTorch for 8 seconds, JAX for 3.
@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALL := -m pip install --disable-pip-version-check --no-compile
 TESTS ?= tests fp8ref
 
-.PHONY: setup demo demo-full test slow faults gpu $(addprefix gpu-,kernels profile bench-torch bench-jax probe tests parity) wheels extras newest ci-example exhaustive bench bench-jax bench-torch bench-optimizer bench-losses bench-attention-losses bench-attention-first-steps bench-attention-speed bench-attention-rate bench-trainer bench-simulated findings compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses support house lint release-check
+.PHONY: setup demo demo-full test slow faults gpu $(addprefix gpu-,kernels profile bench-torch bench-jax probe tests parity) wheels extras newest ci-example exhaustive bench bench-jax bench-torch bench-optimizer bench-losses bench-attention-losses bench-attention-first-steps bench-attention-speed bench-attention-rate bench-trainer bench-simulated bench-larger findings compile-matrix aot aot-torch notebooks libraries docs docs-serve clauses support house lint release-check
 
 setup: .venv/ready
 
@@ -158,7 +158,11 @@ bench-simulated: setup
 	$(BIN)/python benchmarks/speed/simulated_hardware.py --json benchmarks/results/simulated_hardware.json
 
 findings: setup
-	$(BIN)/python benchmarks/published/findings.py
+	$(BIN)/fp8ref finding all --jobs 2 --out build/findings --json fp8ref/findings/recorded.json
+	$(BIN)/python docs/scripts/findings.py
+
+bench-larger: setup
+	$(BIN)/python benchmarks/losses/larger_losses.py
 
 compile-matrix: setup
 	$(BIN)/python benchmarks/compiled/compile_matrix.py

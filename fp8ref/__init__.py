@@ -28,6 +28,8 @@ arrays of PyTorch and JAX are quantized where they are. The rooms, which are imp
             what an FP8 checkpoint holds, and by which rule: audit.audit, rule.by_name.
     crosscheck
             do the backends agree with the specification? one_device.crosscheck, sharded.jax_mesh.
+    findings
+            which claims about FP8 training hold? registry.CLAIMS, measuring.measure.
     estimate
             what a run would take on a GPU: report.of, dry_run.show.
     sim     the specification in NumPy, under the names of jax and torch: quantize.scaling,

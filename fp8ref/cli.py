@@ -159,7 +159,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="fp8ref")
     parser.add_argument("--version", action="version", version=f"fp8ref {fp8ref.__version__}")
-    parser.add_argument(
+    completion = parser.add_argument(
         "--completion",
         action=listing.Completion,
         choices=listing.SHELLS,
@@ -169,7 +169,7 @@ def _parser() -> Parser:
     parser.set_defaults(timeout=None)  # of a command that runs in a child
     parser.set_defaults(leave=None)  # how a process of several ends, given the exit code
     commands = parser.add_subparsers(required=True, metavar="COMMAND", prog="fp8ref")
-    parser.rare = [commands]
+    parser.rare = [commands, completion]
     lines = ["Train in FP8 with JAX or PyTorch, and check every bit against a simulator."]
     for group, modules in GROUPS.items():
         first = len(commands.choices)

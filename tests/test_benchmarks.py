@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,9 @@ import attention_first_steps
 import attention_losses
 import gpu_parity
 import gpu_probe
+import larger_losses
 import layout_losses
+import matched
 import nvfp4_losses
 import rollout
 from fp8ref.conformance.gemm import recording
@@ -73,8 +76,8 @@ def test_the_page_shows_what_rules_cost():
 
 def test_the_page_shows_what_4_bits_cost():
     page = (PAGE.parent / "how-to" / "four-bits.md").read_text(encoding="utf-8")
-    kept = json.loads(nvfp4_losses.RESULTS.read_text())
-    assert nvfp4_losses.table(kept["runs"]) in page
+    kept = json.loads(nvfp4_losses.STUDY.results.read_text())
+    assert nvfp4_losses.STUDY.table(kept["runs"]) in page
     assert f"{kept['steps']} steps of `{kept['config']}`" in page
     assert {"jax": "JAX", "torch": "PyTorch"}[kept["backend"]] in page
     assert all(len(row["losses"]) == kept["steps"] for row in kept["runs"] if row["val_loss"])
@@ -82,7 +85,7 @@ def test_the_page_shows_what_4_bits_cost():
 
 def test_a_variant_of_nvfp4_differs_in_its_own_part(tmp_path):
     """And in nothing else: seeds and the rest of the config are nvfp4's."""
-    trials = nvfp4_losses.planned(configs.load("tiny"), "torch", 2, tmp_path)
+    trials = nvfp4_losses.STUDY.planned(configs.load("tiny"), "torch", 2, tmp_path)
     assert {(t.config.run.seed, t.config.data.seed) for t in trials.values()} == {(2, 2)}
     casts = {
         variant: {d.path: casts_of(d.recipe) for d in trial.config.decisions()}
@@ -98,7 +101,7 @@ def test_a_variant_of_nvfp4_differs_in_its_own_part(tmp_path):
             for field in dataclasses.fields(mine)
             if getattr(mine, field.name) != getattr(whole[path][key], field.name)
         }
-        for variant in nvfp4_losses.PARTS
+        for variant in nvfp4_losses.STUDY.parts
     }
     of_part = {variant: {field for _, field in found} for variant, found in changes.items()}
     assert of_part == {
@@ -115,6 +118,39 @@ def test_a_variant_of_nvfp4_differs_in_its_own_part(tmp_path):
     assert left == {path for path in whole if ".layers.0." in path}
 
 
+def test_the_larger_runs_are_recorded_as_they_are_planned(tmp_path):
+    """A variant is what its name says; losses are kept as means of ten steps."""
+    config = configs.load("tiny")
+    for section, keys in larger_losses.STUDY.sections.items():
+        config = config.replace(**{section: keys})
+    trials = larger_losses.STUDY.planned(config, "torch", 1, tmp_path)
+    assert 2.5e6 < sum(map(math.prod, trials["bf16"].config.shapes.parameters.values())) < 4e6
+    assert {t.config.run.seed for t in trials.values()} == {1}
+    assert trials["attention in FP8"].config.numerics.attention == "cudnn"
+    assert trials["states in FP8"].config.optimizer.layout == "sqrt_e4m3"
+    assert all(
+        any(d.fp8 for d in trial.config.decisions()) == (name != "bf16")
+        for name, trial in trials.items()
+    )
+
+
+def test_losses_are_means_of_as_many_steps(monkeypatch):
+    study = dataclasses.replace(larger_losses.STUDY, every=2)
+    run = types.SimpleNamespace(
+        losses={0: 4.0, 1: 2.0, 2: 1.0, 3: 2.0, 4: 9.0},
+        diverged=False,
+        curve=lambda name: {4: 1.25},
+    )
+    monkeypatch.setattr(matched.runs, "read", lambda out: run)
+    trial = types.SimpleNamespace(out=None)
+    assert study.record(trial, "bf16", 3) == {
+        "variant": "bf16",
+        "seed": 3,
+        "val_loss": 1.25,
+        "losses": [3.0, 1.5],
+    }
+
+
 def test_a_variants_verdict_is_of_matched_seeds():
     """A constant gap is within any interval, and a run that ended early is worse."""
     noise = np.random.default_rng(0).standard_normal((3, 20))
@@ -123,15 +159,17 @@ def test_a_variants_verdict_is_of_matched_seeds():
         for i in range(3)
         for name, gap in (("mxfp4", 0.5 + i / 100), ("bf16", 0.0))
     ][::-1]
-    gap = nvfp4_losses.judged(rows, "mxfp4", "bf16").compared.gap.last
+    gap = matched.judged(rows, "mxfp4", "bf16").compared.gap.last
     assert (float(gap.mean), gap.n) == (pytest.approx(0.51), 3)
-    assert "| `mxfp4` | 3 | 1.0000 | +0.5100 [+0.4852, +0.5348]: worse | - |" in nvfp4_losses.table(
-        rows
+    assert (
+        "| `mxfp4` | 3 | 1.0000 | +0.5100 [+0.4852, +0.5348]: worse | - |"
+        in nvfp4_losses.STUDY.table(rows)
     )
-    assert "worse for this pair" in nvfp4_losses.table(rows[-2:])
+    assert "worse for this pair" in nvfp4_losses.STUDY.table(rows[-2:])
     rows[0]["val_loss"] = rows[1]["val_loss"] = None
-    assert "| `mxfp4` | 3 | not finite | worse: a loss was not finite | - |" in nvfp4_losses.table(
-        rows
+    assert (
+        "| `mxfp4` | 3 | not finite | worse: a loss was not finite | - |"
+        in nvfp4_losses.STUDY.table(rows)
     )
 
 

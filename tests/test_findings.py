@@ -1,16 +1,22 @@
-"""Published claims: how a verdict is reached, and that page and notebook show what was recorded."""
+"""Claims about FP8 training: how a verdict is reached, what is kept, and what the page shows."""
 
+import dataclasses
+import importlib.util
 import json
-from dataclasses import asdict
+import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-import finding_casts
-import finding_runs
-import findings
-from claim import Claim
+from fp8ref import cli
+from fp8ref.findings import CLAIMS, casts, measuring, picture, recorded, registry, sums, training
+from fp8ref.findings.claim import FEWEST, Sample, Trial, interval
+from fp8ref.shared.errors import ConfigError, NonFiniteError
+from fp8ref.train import loop
 
-RECORDED = json.loads(findings.RESULTS.read_text())
+DOCS = Path(__file__).parents[1] / "docs"
+CLAIM = CLAIMS["promotion"]
 
 
 @pytest.mark.parametrize(
@@ -24,56 +30,212 @@ RECORDED = json.loads(findings.RESULTS.read_text())
     ],
 )
 def test_a_verdict_is_of_the_whole_interval(low, high, verdict):
-    assert findings.judge(low, high, above=1.0, margin=0.1) == verdict
+    claim = dataclasses.replace(CLAIM, above=1.0, margin=0.1)
+    assert claim.verdict(low, high) == verdict
 
 
 def test_an_interval_is_students():
     # t of 3 degrees of freedom at 95 % is 3.1824, and the standard error sqrt(5 / 3) / 2
-    mean, low, high = findings.interval([1.0, 2.0, 3.0, 4.0])
+    mean, low, high = interval([1.0, 2.0, 3.0, 4.0])
     assert mean == 2.5
     assert high - mean == pytest.approx(3.1824 * (5 / 3) ** 0.5 / 2, rel=1e-4)
     assert mean - low == pytest.approx(high - mean)
 
 
-def test_every_claim_is_recorded_with_its_source():
-    claims = {claim.name: claim for claim in (*finding_casts.CLAIMS, *finding_runs.CLAIMS)}
-    assert [one["name"] for one in RECORDED["findings"]] == list(claims)
-    for one in RECORDED["findings"]:
-        claim = claims[one["name"]]
-        assert one["source"]
-        assert {
-            key: one[key] for key in ("claim", "source", "figure", "how", "above", "margin")
-        } == {
-            key: getattr(claim, key)
-            for key in ("claim", "source", "figure", "how", "above", "margin")
-        }
-        assert len(one["samples"]) == claim.seeds
-        assert one["verdict"] == findings.judge(
-            one["low"], one["high"], above=one["above"], margin=one["margin"]
-        )
-        assert (one["mean"], one["low"], one["high"]) == pytest.approx(
-            findings.interval(one["samples"])
-        )
-    assert RECORDED["seconds"] < 1200
+def test_a_pilots_spread_says_how_many_seeds():
+    """Mean 3, spread 1, threshold 2: t(n - 1) / sqrt(n) is below 1 from n = 7 on (2.447 / 2.646)."""
+    claim = dataclasses.replace(CLAIM, above=1.5, margin=0.5, most=9)
+    assert claim.seeds_needed([2.0, 3.0, 4.0]) == claim.seeds([2.0, 3.0, 4.0]) == 7
+    assert dataclasses.replace(claim, most=6).seeds([2.0, 3.0, 4.0]) == 6
+    assert claim.seeds([2.99, 3.0, 3.01]) == FEWEST
+    assert claim.seeds_needed([1.0, 2.0, 3.0]) is None
+    assert claim.seeds([1.0, 2.0, 3.0]) == 9
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """A measure of ``promotion`` that keeps the seeds of its trials; the figure is 10, and a tenth
+    of the seed's last digit.
+    """
+
+    def promotion(trial):
+        if trial.seed == promotion.stops:
+            raise KeyboardInterrupt
+        promotion.seen.append(trial.seed)
+        return Sample(10 + trial.seed % 10 / 10, {"a": [1.0] * 8})
+
+    promotion.seen, promotion.stops = [], None
+    monkeypatch.setattr(measuring, "measure_of", lambda claim: promotion)
+    return promotion
+
+
+def test_a_stopped_measurement_goes_on(tmp_path, counted):
+    counted.stops = 2
+    with pytest.raises(KeyboardInterrupt):
+        measuring.measure(CLAIM, tmp_path)
+    assert counted.seen == [1000, 1001, 1002, 0, 1]
+    counted.stops = None
+    notes = []
+    finding = measuring.measure(CLAIM, tmp_path, notes.append)
+    assert counted.seen == [1000, 1001, 1002, 0, 1, 2, 3, 4]
+    assert len(notes) == 8
+    assert [sample.figure for sample in finding.samples] == [10, 10.1, 10.2, 10.3, 10.4]
+    assert [sample.figure for sample in finding.pilot] == [10, 10.1, 10.2]
+    assert finding.verdict == "reproduced"
+    back = measuring.from_dict(CLAIM, json.loads(json.dumps(finding.to_dict())))
+    assert dataclasses.replace(back, seconds=finding.seconds) == finding
+
+
+def test_trials_of_other_code_do_not_count(tmp_path, counted, capsys):
+    measuring.measure(CLAIM, tmp_path)
+    path = tmp_path / "promotion.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"method": "another"}))
+    measuring.measure(CLAIM, tmp_path)
+    assert len(counted.seen) == 16
+    assert "measured by other code" in capsys.readouterr().err
+
+
+def test_a_damaged_file_is_an_error(tmp_path, counted):
+    measuring.measure(CLAIM, tmp_path)
+    path = tmp_path / "promotion.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"trials": []}))
+    with pytest.raises(ConfigError, match=r"promotion.json holds trials .* Delete it"):
+        measuring.measure(CLAIM, tmp_path)
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_a_claim_says_what_it_measures_and_what_not(name):
+    claim = CLAIMS[name]
+    assert registry.measure_of(claim).__name__ == ("loss_of_arms" if claim.arms else name)
+    for text in (claim.claim, claim.source, claim.figure, claim.method, claim.limits, claim.topic):
+        assert text.strip()
+    for quote in claim.quotes.values():
+        quote.format(mean=1, low=1, high=1, seeds=1)
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_what_was_recorded_is_of_this_claim(name):
+    finding = recorded()[name]
+    claim = finding.claim
+    figures = [sample.figure for sample in finding.samples]
+    assert len(figures) == claim.seeds([sample.figure for sample in finding.pilot])
+    assert finding.interval == pytest.approx(interval(figures))
+    assert finding.verdict in claim.quotes, "a sentence to quote for its verdict"
+    for sample in (*finding.pilot, *finding.samples):
+        assert {len(line) for line in sample.lines.values()} == {len(claim.places)}
+    assert finding.seconds < 1800
+    assert (DOCS / "findings" / f"{name}.png").stat().st_size > 2_000
+
+
+def test_all_take_at_most_ninety_minutes_on_two_cores():
+    assert sum(finding.seconds for finding in recorded().values()) / 2 < 5400
 
 
 def test_the_page_is_the_one_that_was_recorded():
-    assert findings.PAGE.read_text() == findings.page(RECORDED["findings"], RECORDED)
+    path = DOCS / "scripts" / "findings.py"
+    spec = importlib.util.spec_from_file_location("findings_page", path)
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    assert (DOCS / "findings.md").read_text() == page.page(recorded())
 
 
-@pytest.mark.parametrize("claim", finding_casts.CLAIMS, ids=lambda claim: claim.name)
-def test_a_figure_is_measured_again(claim):
+@pytest.mark.parametrize(
+    "name", [n for n in CLAIMS if any(hasattr(module, n) for module in (casts, sums))]
+)
+def test_a_figure_is_measured_again(name, tmp_path):
     """The simulator's bits are the same everywhere.
 
     NumPy's float64 sums differ in order: 2^-30 of a figure is far above that.
     """
-    recorded = next(one for one in RECORDED["findings"] if one["name"] == claim.name)
-    assert claim.measure(0) == pytest.approx(recorded["samples"][0], rel=2**-30, abs=2**-30)
+    figure = registry.measure_of(CLAIMS[name])(Trial(seed=0, folder=tmp_path)).figure
+    assert figure == pytest.approx(recorded()[name].samples[0].figure, rel=2**-30, abs=2**-30)
+
+
+def test_a_finding_is_drawn_with_and_without_names():
+    for name in ("promotion", "four_over_six"):
+        left, right = picture.draw(recorded()[name]).axes
+        assert left.get_legend() is not None
+        assert recorded()[name].verdict in right.get_title()
+
+
+def test_a_run_is_trained_once_and_one_that_diverged_knows_nothing(tmp_path, monkeypatch):
+    trial, runs = Trial(seed=0, folder=tmp_path), []
+
+    def train(config, backend, out):
+        runs.append(config.numerics.recipe)
+        (out / "x").parent.mkdir()
+        raise NonFiniteError("loss nan")
+
+    monkeypatch.setattr(loop, "train", train)
+    monkeypatch.setattr(
+        training.runs, "read", lambda out: type("Run", (), {"diverged": True, "losses": {0: 1.0}})
+    )
+    for _ in range(2):
+        assert training.loss(trial, training.tiny(trial, "rowwise")) == math.log(256)
+    assert runs == ["rowwise"]
+
+
+def test_a_cast_of_gradients_is_changed_only_where_it_differs(tmp_path):
+    trial = Trial(seed=0, folder=tmp_path)
+    for recipe, own in (("tensorwise", "e5m2"), ("rowwise", "e4m3fn"), ("mxfp8", "e4m3fn")):
+        for fmt in ("e4m3fn", "e5m2"):
+            config = training.gradients_in(trial, recipe, fmt)
+            assert (config.numerics.rules is None) == (fmt == own)
+            casts = next(d for d in config.decisions() if d.fp8).recipe.operand_casts
+            assert {c.cast.fmt.name for c in casts if c.role == "grad_output"} == {fmt}
+
+
+def test_the_command_lists_measures_and_refuses(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["finding"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in CLAIMS)
+    assert cli.main(["finding", "mx_clipping", "--json", "one.json"]) == 0
+    out = capsys.readouterr().out
+    assert "verdict   reproduced" in out
+    assert "recorded  " in out
+    kept = json.loads((tmp_path / "one.json").read_text())
+    assert kept["samples"][0]["figure"] == recorded()["mx_clipping"].samples[0].figure
+    assert (tmp_path / "findings" / "mx_clipping.png").exists()
+    for words, text in (
+        (["mx_cliping"], "Did you mean 'mx_clipping'"),
+        (["mx_clipping", "--jobs", "0"], "--jobs is at least 1; got 0"),
+        (["mx_clipping", "--out", "one.json"], "--out names a directory"),
+    ):
+        assert cli.main(["finding", *words]) == 2
+        assert text in capsys.readouterr().err
+
+
+ARMS = [claim for claim in CLAIMS.values() if claim.arms]
+
+
+@pytest.mark.parametrize("claim", ARMS, ids=lambda claim: claim.name)
+def test_arms_are_runs_that_differ(claim, tmp_path):
+    """In what they say: each from the others, and by its rules from its recipe."""
+    trial = Trial(seed=3, folder=tmp_path, arms=claim.arms)
+    runs = {name: training.run_of(trial, arm) for name, arm in claim.arms.items()}
+    assert len({str(config) for config in runs.values()}) == len(runs)
+    for name, config in runs.items():
+        assert (config.run.seed, config.data.seed) == (3, 3)
+        rules = claim.arms[name].get("rules", ())
+        assert len(config.numerics.rules or ()) == len(rules)
+        plain = config.replace(numerics={"rules": None})
+        assert (config.decisions() != plain.decisions()) == bool(rules)
+
+
+def test_the_figure_of_arms_is_the_last_less_the_one_before(tmp_path, monkeypatch):
+    arms = CLAIMS["equal_time"].arms
+    losses = iter([3.0, 3.25, 3.0625, 3.5])  # bf16, and the arms
+    monkeypatch.setattr(training, "loss", lambda trial, config: next(losses))
+    sample = training.loss_of_arms(Trial(seed=0, folder=tmp_path, arms=arms))
+    assert sample == Sample(0.4375, {"gap to bf16": [0.25, 0.0625, 0.5]})
 
 
 @pytest.mark.slow
-def test_a_claim_about_training_is_measured():
-    claim = next(one for one in finding_runs.CLAIMS if one.name == "swiglu_alignment")
-    found = asdict(findings.measured(Claim(**{**vars(claim), "seeds": 2})))
-    assert len(set(found["samples"])) == 2
-    assert 0 < found["mean"] < 1
+def test_claims_are_measured_in_processes(tmp_path):
+    names = ["post_norm_kurtosis", "mx_norm_weights"]
+    measured = measuring.measure_all(names, tmp_path, jobs=2)
+    assert list(measured) == names
+    for name, finding in measured.items():
+        assert np.isfinite(finding.interval).all()
+        assert finding.verdict == recorded()[name].verdict

@@ -1,17 +1,18 @@
-"""fp8ref study: what FP8 does to the tensors of a file."""
+"""fp8ref study and finding: what FP8 does to the tensors of a file, and which claims hold."""
 
 import argparse
+from pathlib import Path
 from typing import get_args
 
 from fp8ref.commands import shared
 from fp8ref.commands.shared import check_json, conclude
 from fp8ref.recipe import Role
-from fp8ref.shared import console
+from fp8ref.shared import console, registry
 from fp8ref.shared.errors import require
 
 
 def add(commands) -> None:
-    """Add ``fp8ref study``."""
+    """Add ``fp8ref study`` and ``fp8ref finding``."""
     command = shared.plain(commands, "study FILE", _study)
     command.option(
         "file", "FILE", ".npz, .safetensors, a recording of fp8ref.study.record, or tiny"
@@ -27,6 +28,11 @@ def add(commands) -> None:
     )
     command.option("--out", "PATH", "write a page: a .html file, or a directory")
     shared.add_json(command, "write every tensor under every recipe to FILE")
+    finding = shared.plain(commands, "finding [NAME]", _finding)
+    finding.option("name", "NAME", "a claim; all: every one (default: list them)", nargs="?")
+    finding.option("--out", "DIR", "keeps trials and pictures", Path("findings"))
+    finding.option("--jobs", "N", "claims measured at the same time", 1)
+    shared.add_json(finding, "write figures, verdicts and samples to FILE")
 
 
 def _study(arguments: argparse.Namespace) -> int:
@@ -70,3 +76,41 @@ def _study(arguments: argparse.Namespace) -> int:
                 ) from error
     following = f"next: fp8ref study {arguments.file} --out study.html"
     return conclude(judged, arguments.json, f"wrote {out}" if out else following)
+
+
+def _finding(arguments: argparse.Namespace) -> int:
+    """Measure a claim about FP8 training.
+
+    Papers and threads claim things. Each is measured here with an interval, in minutes: a pilot of
+    three seeds says how many follow. What was measured is kept, and the same command goes on.
+
+    $ fp8ref finding
+    $ fp8ref finding mx_clipping
+    $ fp8ref finding gradients_in_e5m2_in_training --out findings
+    """
+    check_json(arguments.json)
+    from fp8ref import findings
+
+    if arguments.name is None:
+        return _list(arguments.json)
+    every = arguments.name == "all"
+    names = list(findings.CLAIMS) if every else [arguments.name]
+    registry.lookup("NAME is all or", findings.CLAIMS, names[0])
+    require(arguments.jobs >= 1, f"--jobs is at least 1; got {arguments.jobs}.")
+    out: Path = arguments.out
+    require(not out.exists() or out.is_dir(), f"--out names a directory; {out} is a file.")
+    measured = findings.measure_all(names, out, arguments.jobs)
+    from fp8ref.findings import picture
+
+    for name, finding in measured.items():
+        picture.draw(finding).savefig(out / f"{name}.png")
+    result = findings.Findings(measured) if every else measured[names[0]]
+    return conclude(result, arguments.json, f"wrote {out}")
+
+
+def _list(json: Path | None) -> int:
+    """The claims, with what was recorded of them."""
+    from fp8ref import findings
+
+    following = "next: fp8ref finding NAME"
+    return conclude(findings.Findings(findings.recorded()), json, following)
