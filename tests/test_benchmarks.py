@@ -118,7 +118,7 @@ def test_a_variant_of_nvfp4_differs_in_its_own_part(tmp_path):
     assert left == {path for path in whole if ".layers.0." in path}
 
 
-def test_the_larger_runs_are_recorded_as_they_are_planned(tmp_path):
+def test_variants_of_the_larger_runs_are_as_they_are_named(tmp_path):
     """A variant is what its name says; losses are kept as means of ten steps."""
     config = configs.load("tiny")
     for section, keys in larger_losses.STUDY.sections.items():

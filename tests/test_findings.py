@@ -11,7 +11,7 @@ import pytest
 
 from fp8ref import cli
 from fp8ref.findings import CLAIMS, casts, measuring, picture, recorded, registry, sums, training
-from fp8ref.findings.claim import FEWEST, Sample, Trial, interval
+from fp8ref.findings.claim import FEWEST, Sample, Trial, interval, replaced
 from fp8ref.shared.errors import ConfigError, NonFiniteError
 from fp8ref.train import loop
 
@@ -86,21 +86,53 @@ def test_a_stopped_measurement_goes_on(tmp_path, counted):
     assert dataclasses.replace(back, seconds=finding.seconds) == finding
 
 
-def test_trials_of_other_code_do_not_count(tmp_path, counted, capsys):
+def test_trials_of_other_code_do_not_count(tmp_path, counted, monkeypatch):
+    """Nor do they go: they are kept apart."""
     measuring.measure(CLAIM, tmp_path)
-    path = tmp_path / "promotion.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"method": "another"}))
+    monkeypatch.setattr(measuring, "_code", lambda function: "another")
     measuring.measure(CLAIM, tmp_path)
     assert len(counted.seen) == 16
-    assert "measured by other code" in capsys.readouterr().err
+    assert len(list(tmp_path.glob("*/promotion.json"))) == 2
+
+
+def test_code_is_all_that_may_change_a_figure():
+    def function(trial):
+        return Sample(1.0)
+
+    package = measuring._code(None)
+    assert package == measuring._code(None) != measuring._code(function)
 
 
 def test_a_damaged_file_is_an_error(tmp_path, counted):
     measuring.measure(CLAIM, tmp_path)
-    path = tmp_path / "promotion.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"trials": []}))
+    (path,) = tmp_path.glob("*/promotion.json")
+    path.write_text(json.dumps({"trials": []}))
     with pytest.raises(ConfigError, match=r"promotion.json holds trials .* Delete it"):
         measuring.measure(CLAIM, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("sample", "text"),
+    [
+        (Sample(math.nan), r"the figure of promotion is finite; seed 1000: nan"),
+        (Sample(1.0, {"a": [1.0] * 3}), r"each line of promotion has a number for every x, 8; got"),
+    ],
+)
+def test_a_sample_that_cannot_be_judged_or_drawn_is_refused(tmp_path, sample, text):
+    with pytest.raises(ValueError, match=text):
+        measuring.measure(CLAIM, tmp_path, function=lambda trial: sample)
+    assert not list(tmp_path.glob("*/*.json"))
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path):
+    path = tmp_path / "a" / "b.json"
+    with replaced(path) as part:
+        part.write_text("1")
+        assert not path.exists()
+    assert path.read_text() == "1"
+    with pytest.raises(FileNotFoundError), replaced(path):
+        (path.parent / "missing").read_text()
+    assert path.read_text() == "1"
 
 
 @pytest.mark.parametrize("name", CLAIMS)
@@ -109,7 +141,7 @@ def test_a_claim_says_what_it_measures_and_what_not(name):
     assert registry.measure_of(claim).__name__ == ("loss_of_arms" if claim.arms else name)
     for text in (claim.claim, claim.source, claim.figure, claim.method, claim.limits, claim.topic):
         assert text.strip()
-    for quote in claim.quotes.values():
+    for quote in (*claim.quotes.values(), *claim.answers.values()):
         quote.format(mean=1, low=1, high=1, seeds=1)
 
 
@@ -119,7 +151,10 @@ def test_what_was_recorded_is_of_this_claim(name):
     claim = finding.claim
     figures = [sample.figure for sample in finding.samples]
     assert len(figures) == claim.seeds([sample.figure for sample in finding.pilot])
-    assert finding.interval == pytest.approx(interval(figures))
+    kept = json.loads(measuring.RECORDED.read_text())[name]
+    assert (kept["mean"], kept["low"], kept["high"]) == pytest.approx(interval(figures))
+    assert kept["verdict"] == claim.verdict(kept["low"], kept["high"])
+    assert {"machine", "python", "fp8ref"} < finding.about.keys()
     assert finding.verdict in claim.quotes, "a sentence to quote for its verdict"
     for sample in (*finding.pilot, *finding.samples):
         assert {len(line) for line in sample.lines.values()} == {len(claim.places)}

@@ -7,6 +7,7 @@ The JSON file has the losses of all of them, from which --show prints the table 
 
 import argparse
 import json
+import os
 import platform
 import statistics
 from collections.abc import Mapping
@@ -105,9 +106,11 @@ class Study:
         with its interval over seeds: a PNG.
         """
         curves = {(row["variant"], row["seed"]): row["losses"] for row in rows}
+        diverged = {(r["variant"], r["seed"]) for r in rows if r["val_loss"] is None}
         gaps, steps = {}, {}
         for variant in self.variants:
             seeds = [s for v, s in curves if v == variant and ("bf16", s) in curves]
+            seeds = [s for s in seeds if (variant, s) not in diverged]
             if variant == "bf16" or len(seeds) < 2:
                 continue
             size = min(len(curves[name, s]) for s in seeds for name in (variant, "bf16"))
@@ -207,6 +210,10 @@ def write(
         "backend": given.backend,
         "steps": config.run.steps,
     }
-    rows = [study.record(trial, *key) for key, trial in trials.items() if trial.ended]
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    path.write_text(f'{json.dumps(about)[:-1]}, "runs": [\n{lines}\n]}}\n')
+    kept = json.loads(path.read_text())["runs"] if path.exists() else []
+    rows = {(row["variant"], row["seed"]): row for row in kept}
+    rows |= {key: study.record(trial, *key) for key, trial in trials.items() if trial.ended}
+    lines = ",\n".join(json.dumps(row) for row in rows.values())
+    part = path.with_suffix(".part")
+    part.write_text(f'{json.dumps(about)[:-1]}, "runs": [\n{lines}\n]}}\n')
+    os.replace(part, path)

@@ -26,6 +26,9 @@ how many seeds it takes to decide; other seeds then measure it. *Reproduced*: th
 tell*: part of it is. **A model of 0.1 million parameters that does not reproduce a claim about a
 large one does not refute it**: each text says what it does not show, and what would decide.
 
+Losses are training losses of the last tenth of a run, under its own casts. Runs that several claims
+share are trained, and timed, once.
+
 Measured on {machine} with fp8ref {commit}, torch {torch} and
 torchao {torchao}: {minutes:.0f} minutes of computing in all, in two processes.
 
@@ -88,10 +91,11 @@ def section(name: str, finding: Finding) -> list[str]:
 def answer(name: str, finding: Finding) -> list[str]:
     """What one could post into the thread that asks."""
     claim = finding.claim
-    if not claim.answer:
+    said = claim.answers.get(finding.verdict)
+    if said is None:
         return []
     *_, owner, repository, _, number = claim.thread.split("/")
-    text = textwrap.wrap(finding.written(claim.answer), 110)
+    text = textwrap.wrap(finding.written(said), 110)
     again = f"    In a clone of fp8ref, `fp8ref finding {name}`. Not shown: {claim.limits}"
     title = f'??? note "An answer to {repository}#{number}"'
     link = f"    To [{owner}/{repository}#{number}]({claim.thread}):"
@@ -107,7 +111,7 @@ def page(findings: dict[str, Finding]) -> str:
         verdicts=", ".join(f"{counts[key]} {key}" for key in sorted(counts, key=counts.get)[::-1]),
         minutes=sum(finding.seconds for finding in findings.values()) / 60,
         machine=about["machine"],
-        commit=about.get("commit", about["fp8ref"]),
+        commit=" and ".join(sorted({str(f.about.get("commit")) for f in findings.values()})),
         torch=about["torch"],
         torchao=about["torchao"],
     )

@@ -70,7 +70,7 @@ def delayed_clipping(trial: Trial) -> Sample:
     clipped = []
     for factor in (1, 2, 4, 8):
         scale = delayed.scales(state, config, E4M3FN).scale
-        clipped.append(100 * float((np.abs(factor * x) * scale > E4M3FN.max).mean()))
+        clipped.append(100 * float(stats.overflows(factor * x * scale, E4M3FN).mean()))
     now = scaling.quantize(4 * x, E4M3FN, granularity="tensorwise", policy=config.policy)
     current = 100 * float(stats.statistics(4 * x, now).overflows) / x.size
     return Sample(clipped[2] - current, {"delayed": clipped, "current": [current] * 4})
@@ -103,7 +103,7 @@ def delayed_margin(trial: Trial) -> Sample:
         state = delayed.init(config)
         state = delayed.update(state, delayed.observe(amax), config=config, fmt=E4M3FN)
         scales = delayed.scales(state, config, E4M3FN)
-        clipped.append(100 * float((np.abs(2 * x) * scales.scale > E4M3FN.max).mean()))
+        clipped.append(100 * float(stats.overflows(2 * x * scales.scale, E4M3FN).mean()))
         q = scaling.quantize_with(x, scales, E4M3FN, policy=policy)
         noise.append(sqnr(scaling.dequantize(q), x))
     lines = {"% clipped where it doubles": clipped, "dB of SQNR where it does not": noise}
@@ -246,17 +246,22 @@ def swiglu_smoothing(trial: Trial) -> Sample:
 
 
 def double_quantization(trial: Trial) -> Sample:
-    """dB of SQNR that the columns' cast loses if it is of the rows' codes in place of the bfloat16
-    tensor, under float32 scales of 1 x 128.
+    """dB of SQNR that a column loses on average if the columns' cast is of the rows' codes in place
+    of the bfloat16 tensor, under float32 scales of 1 x 128.
     """
     x = cast.round_to(trial.normal(512, 1024), BFLOAT16)
     x *= np.exp2(np.round(3 * trial.normal(1, 1024, stream=1)))  # channels of many sizes
     lines: dict[str, list[float]] = {"from bfloat16": [], "from the rows' codes": [], "2-D": []}
-    for policy in ("torchao", "torchao_pow2"):
-        rows = through(x, "blockwise_1x128", policy)
-        for label, tensor in (("from bfloat16", x), ("from the rows' codes", rows)):
-            lines[label].append(sqnr(through(tensor, "blockwise_1x128", policy, axis=0), x))
-        lines["2-D"].append(sqnr(through(x, "blockwise_128x128", policy), x))
+    for summary in (np.mean, np.min):
+        for policy in ("torchao", "torchao_pow2"):
+            rows = through(x, "blockwise_1x128", policy)
+            backs = (
+                through(x, "blockwise_1x128", policy, axis=0),
+                through(rows, "blockwise_1x128", policy, axis=0),
+                through(x, "blockwise_128x128", policy),
+            )
+            for line, back in zip(lines.values(), backs, strict=True):
+                line.append(float(summary(stats.sqnr_by_row(x.T, back.T))))
     return _difference(lines, "from bfloat16", "from the rows' codes")
 
 

@@ -1,6 +1,8 @@
 """A claim about FP8 training: what is measured, and the verdict of an interval."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -66,7 +68,9 @@ class Claim:
     limits          what the measurement does not show.
     decides         the size that would decide, where this one does not.
     quotes          {verdict: a sentence to quote, with {mean}, {low}, {high} of the figure}.
-    thread, answer  an open question elsewhere, by its address, and what to answer: as quotes.
+    thread, answers
+                    an open question elsewhere, by its address; by verdict what to answer, as
+                    quotes.
     x, axes         of the picture: values or names, and labels of x and y; log: scales of them.
     arms            of a claim about losses: {name: the run, as ``training.run_of`` reads it}. The
                     figure is the loss of the last, minus that of the one before.
@@ -87,7 +91,7 @@ class Claim:
     decides: str = ""
     quotes: Mapping[str, str] = field(default_factory=dict)
     thread: str = ""
-    answer: str = ""
+    answers: Mapping[str, str] = field(default_factory=dict)
     x: Sequence[float | str] = ()
     axes: tuple[str, str] = ("", "")
     log: str = ""
@@ -114,6 +118,17 @@ class Claim:
     def seeds(self, pilot: Sequence[float]) -> int:
         """How many seeds are measured after a pilot's figures."""
         return min(self.most, max(FEWEST, self.seeds_needed(pilot) or self.most))
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A file of this process that becomes ``path`` at the end: other processes, and what is left
+    after a stop, have all of it or none.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{os.getpid()}-{path.name}")
+    yield part
+    os.replace(part, path)
 
 
 def interval(figures: Sequence[float]) -> tuple[float, float, float]:

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -18,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8ref.findings.claim import PILOT, Claim, Sample, Trial, Verdict, interval
-from fp8ref.findings.registry import CLAIMS, measure_of, sources
+from fp8ref.findings.claim import PILOT, Claim, Sample, Trial, Verdict, interval, replaced
+from fp8ref.findings.registry import CLAIMS, measure_of
 from fp8ref.shared import console as consoles
 from fp8ref.shared import extras, files
 from fp8ref.shared.errors import ConfigError, require
@@ -176,27 +177,30 @@ def measure(
 ) -> Finding:
     """Measure a claim, or what is left of it.
 
-    folder    keeps NAME.json with every trial, and losses of training runs.
+    folder    keeps every trial, and losses of training runs, apart for each state of the code.
     advance   is told of every trial that ended.
     function  measures a claim of your own; None: the one of a claim of ``CLAIMS``.
     Raises:   what a trial raises; those before it are kept. ConfigError: a file that is damaged.
     """
-    path, trial_of = folder / f"{claim.name}.json", function or measure_of(claim)
-    module = inspect.getmodule(trial_of)
-    source = None if function or module is None else sources().get(module)
-    source = source or inspect.getsource(trial_of)
-    method = hashlib.sha256(f"{source}{claim.arms}".encode()).hexdigest()
-    trials = _kept(path, method)
+    trial_of, code = function or measure_of(claim), _code(function)
+    place = folder / code
+    path, about = place / f"{claim.name}.json", _about() | {"code": code}
+    trials: dict[str, Any] = files.read_object(path).get("trials", {}) if path.exists() else {}
+    damaged = f"{path} holds trials of a finding; it is damaged. Delete it."
+    require(isinstance(trials, dict), damaged, ConfigError)
     for seed in _seeds(claim, trials):
         if str(seed) not in trials:
             begin = time.perf_counter()
-            sample = trial_of(Trial(seed=seed, folder=folder, arms=claim.arms))
-            seconds = time.perf_counter() - begin
-            folder.mkdir(parents=True, exist_ok=True)
-            trials[str(seed)] = dataclasses.asdict(sample) | {"seconds": seconds}
-            part = path.with_suffix(".part")
-            part.write_text(json.dumps({"method": method, "trials": trials}))
-            os.replace(part, path)  # a stop in between leaves the trials before it
+            sample = trial_of(Trial(seed=seed, folder=place, arms=claim.arms))
+            sizes = {len(line) for line in sample.lines.values()} - {len(claim.places)}
+            text = f"each line of {claim.name} has a number for every x, {len(claim.places)}"
+            require(not sizes, f"{text}; got {sizes}. Name as many x in the claim.")
+            finite = math.isfinite(sample.figure)
+            require(finite, f"the figure of {claim.name} is finite; seed {seed}: {sample.figure}.")
+            measured = {"seconds": time.perf_counter() - begin, "about": about}
+            trials[str(seed)] = dataclasses.asdict(sample) | measured
+            with replaced(path) as part:
+                part.write_text(json.dumps({"trials": trials}))
         if advance is not None:
             advance(f"seed {seed}: {claim.form.format(trials[str(seed)]['figure'])}")
     samples = {int(seed): Sample(one["figure"], one["lines"]) for seed, one in trials.items()}
@@ -205,7 +209,7 @@ def measure(
         pilot=[samples[seed] for seed in sorted(samples) if seed >= FIRST_OF_PILOT],
         samples=[samples[seed] for seed in sorted(samples) if seed < FIRST_OF_PILOT],
         seconds=sum(one["seconds"] for one in trials.values()),
-        about=_about(),
+        about=next(reversed(trials.values()))["about"],
     )
 
 
@@ -216,18 +220,15 @@ def _seeds(claim: Claim, trials: Mapping[str, Mapping[str, Any]]) -> Iterator[in
     yield from range(claim.seeds([trials[str(seed)]["figure"] for seed in pilot]))
 
 
-def _kept(path: Path, method: str) -> dict[str, dict[str, Any]]:
-    """The trials of a file that were measured in the same way; none where there is no file."""
-    if not path.exists():
-        return {}
-    kept = files.read_object(path)
-    if kept.get("method") != method:
-        consoles.say(f"{path}: measured by other code; measured anew")
-        return {}
-    trials: Any = kept.get("trials")
-    damaged = f"{path} holds trials of a finding; it is damaged. Delete it."
-    require(isinstance(trials, dict), damaged, ConfigError)
-    return dict(trials)
+def _code(function: Callable[[Trial], Sample] | None) -> str:
+    """A name of the code that measures: of all of the package, and of a function outside it. Trials
+    of other code are kept apart, so that what it measured does not count.
+    """
+    package = Path(__file__).parents[1]
+    texts = [path.read_bytes() for path in sorted(package.rglob("*.py"))]
+    texts.append(Path(__file__).with_name("claims.toml").read_bytes())
+    own = inspect.getsource(function).encode() if function else b""
+    return hashlib.sha256(b"".join([*texts, own])).hexdigest()[:12]
 
 
 def _about() -> dict[str, str]:

@@ -77,7 +77,8 @@ def _figure(ax: Axes, finding: Finding) -> None:
     if claim.margin:
         edges = claim.above - claim.margin, claim.above + claim.margin
         ax.axvspan(*edges, color=style.FAINT, zorder=0)
-    ax.set(title=f"{finding.verdict}: the claim is right of the dashed line", ylim=(-0.5, 1))
+    need = "gray band" if claim.margin else "dashed line"
+    ax.set(title=f"{finding.verdict}: the claim is right of the {need}", ylim=(-0.5, 1))
     ax.set_xlabel(textwrap.fill(f"{claim.figure} (points: seeds; bar: 95 %)", 62), fontsize=9)
     ax.set_yticks([])
     ax.xaxis.set_major_locator(MaxNLocator(5))

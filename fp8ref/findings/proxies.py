@@ -1,5 +1,7 @@
 """Claims about architectures and norms, measured by small PyTorch models of their own."""
 
+import copy
+
 import numpy as np
 import torch
 from torch import nn
@@ -7,12 +9,19 @@ from torch.nn import functional
 
 from fp8ref.findings import training
 from fp8ref.findings.claim import Sample, Trial
+from fp8ref.policy import POLICIES
 from fp8ref.sim.quantize import scaling
 from fp8ref.torch import convert
 from fp8ref.train.data import loader
 
 WIDTH, DEPTH, ROWS, STEPS = 128, 3, 256, 150
 """Of the student of 2506.20752: its width, blocks, inputs of a step, and steps."""
+
+SHIFTS = (0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
+"""Added to the trained norm weights, which are near 1."""
+
+LABELS = {None: "linears alone", "mx_rceil": "+ norms, rounded up", "mx_floor": "+ norms, floor"}
+"""{policy of the norms' casts: its line}."""
 
 RECORDED = (0, 30, 60, 90, 119)
 """Steps at which kurtosis is measured."""
@@ -48,7 +57,7 @@ class Residual(nn.Module):
 
 def mx_norm_weights(trial: Trial) -> Sample:
     """The squared error of the gradient, in percent of the gradient's square, with norm weights
-    cast by the floor of OCP's rule, minus with linears cast alone.
+    cast by the floor of OCP's rule, minus with linears cast alone: the mean over SHIFTS.
     """
     torch.manual_seed(trial.seed)
     student = nn.Sequential(*(Residual(WIDTH) for _ in range(DEPTH)))
@@ -58,22 +67,27 @@ def mx_norm_weights(trial: Trial) -> Sample:
         _gradient(student, teacher, trial.seed * STEPS + step)
         optimizer.step()
     norms = [module for module in student.modules() if isinstance(module, Norm)]
-    for norm in norms:  # as far along as trained models are: near the top of a binade
-        norm.weight.data.add_(0.8)
-    exact = _gradient(student, teacher, 0)
-    convert(student, "mxfp8")
-    errors = []
-    for policy in (None, "mx_rceil", "mx_floor"):
-        for norm in norms:
-            norm.policy = policy
-        off = _gradient(student, teacher, 0) - exact
-        errors.append(100 * float((off @ off) / (exact @ exact)))
-    return Sample(errors[2] - errors[0], {"error of the gradient, %": errors})
+    trained = [norm.weight.data.clone() for norm in norms]
+    lines: dict[str, list[float]] = {}
+    for shift in SHIFTS:  # to where trained weights may be: near the top of a binade
+        for policy in ("float32", None, "mx_rceil", "mx_floor"):
+            for norm, weight in zip(norms, trained, strict=True):
+                norm.weight.data = weight + shift
+                norm.policy = policy if policy in POLICIES else None
+            model = student if policy == "float32" else convert(copy.deepcopy(student), "mxfp8")
+            gradient = _gradient(model, teacher, -1 - trial.seed)
+            if policy == "float32":
+                exact = gradient
+                continue
+            off, label = gradient - exact, LABELS[policy]
+            lines.setdefault(label, []).append(100 * float((off @ off) / (exact @ exact)))
+    alone, _, floor = lines.values()
+    return Sample(float(np.mean(floor) - np.mean(alone)), lines)
 
 
 def _gradient(student: nn.Module, teacher: nn.Module, seed: int) -> torch.Tensor:
     """The gradients of all parameters, one after the other, of a step's inputs."""
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed % 2**63))
     student.zero_grad()
     with torch.no_grad():
         target = x
@@ -119,12 +133,12 @@ class Block(nn.Module):
 
 
 def post_norm_kurtosis(trial: Trial) -> Sample:
-    """The kurtosis of what down projections take, of a model with norms before its branches and
-    SwiGLU, less that of one with norms after them and GELU, after as many steps.
+    """How much the kurtosis of what down projections take grows in a model with norms before its
+    branches and SwiGLU, less how much in one with norms after them and GELU.
     """
     lines = {"norms before, SwiGLU": _kurtosis(trial, False), "after, GELU": _kurtosis(trial, True)}
     before, after = lines.values()
-    return Sample(before[-1] - after[-1], lines)
+    return Sample(before[-1] - before[0] - (after[-1] - after[0]), lines)
 
 
 def _kurtosis(trial: Trial, post: bool) -> list[float]:

@@ -15,7 +15,7 @@ import numpy as np
 from fp8ref import recipe as recipes
 from fp8ref.estimate import gpu_rates, report
 from fp8ref.findings.casts import error
-from fp8ref.findings.claim import Sample, Trial
+from fp8ref.findings.claim import Sample, Trial, replaced
 from fp8ref.selection.rules import Rule
 from fp8ref.shared import files
 from fp8ref.shared.errors import NonFiniteError
@@ -73,20 +73,20 @@ def loss_of_arms(trial: Trial) -> Sample:
 
 
 def loss(trial: Trial, config: Config) -> float:
-    """The training loss of the last tenth of a run, in nats; of one whose loss was not finite that
-    of a model that knows nothing.
+    """The training loss of the last tenth of a run, in nats, under its own casts; of one whose loss
+    was not finite that of a model that knows nothing.
     """
     key = json.dumps(configs.to_dict(config), sort_keys=True).encode()
     kept = trial.folder / "losses" / f"{hashlib.sha256(key).hexdigest()[:24]}.json"
     if not kept.exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder, "run")
             with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(NonFiniteError):
                 loop.train(config, "torch", out)
             run = runs.read(out)
             losses = [] if run.diverged else list(run.losses.values())
-        kept.write_text(json.dumps(losses))
+        with replaced(kept) as part:
+            part.write_text(json.dumps(losses))
     losses = json.loads(kept.read_text())
     width = gaps.window(config.run.steps)
     return float(np.mean(losses[-width:])) if losses else math.log(config.model.vocab_size)
@@ -117,11 +117,11 @@ def weights(trial: Trial, config: Config) -> dict[str, np.ndarray]:
     key = json.dumps(configs.to_dict(config), sort_keys=True).encode()
     kept = trial.folder / "weights" / f"{hashlib.sha256(key).hexdigest()[:24]}.npz"
     if not kept.exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
         trainer, batches = loop.trainer("torch", config), loader.open_batches(config)
         for step in range(config.run.steps):
             trainer.step(batches.step(step))
-        files.write_arrays(kept, trainer.weights())
+        with replaced(kept) as part:
+            files.write_arrays(part, trainer.weights())
     return files.read_arrays(kept)
 
 
@@ -142,11 +142,12 @@ def gradient_error(
 
 
 def swiglu_alignment(trial: Trial) -> Sample:
-    """How much the largest cosine of a pair of rows of gate and up grows in a run."""
+    """The share of the way to 1 that the largest absolute cosine of rows of gate and up goes."""
     config = tiny(trial, "bf16")
     before = _largest_cosine(loop.trainer("torch", config).weights())
     after = _largest_cosine(weights(trial, config))
-    return Sample(after - before, {"largest cosine": [before, after]})
+    share = (after - before) / (1 - before)
+    return Sample(share, {"largest cosine": [before, after]})
 
 
 def _largest_cosine(tensors: Mapping[str, np.ndarray]) -> float:

@@ -102,8 +102,8 @@ class Sweep(comparison.Table):
             text = self.finding("sum_error" if "sum_error" in self.columns else "sqnr")
             return "\nLeft out: ".join([text, *self.left_out]).removesuffix(".")
         header, form = self.columns[value]
-        sign = 1 if "%" in form else -1
-        rows = sorted(self.rows, key=lambda row: sign * abs(row[value]))
+        share = "%" in form  # of elements or of an error, which may be of either sign
+        rows = sorted(self.rows, key=lambda row: abs(row[value]) if share else -row[value])
         best, worst = (form.format(row[value]) for row in (rows[0], rows[-1]))
         if best == worst:
             return f"{header[1:]}: {best}"
@@ -123,7 +123,8 @@ class Sweep(comparison.Table):
         titles = [*map(self.columns[x][1].format, across)]
         numbers = [[[m.get((i, j)) for j in across] for i in down] for m in maps.values()]
         cells = np.array(numbers, np.float64)  # None, which was left out, becomes NaN
-        ends = np.min(cells[np.isfinite(cells)]), np.max(cells[np.isfinite(cells)])
+        shown = cells[np.isfinite(cells)]
+        ends = (np.min(shown), np.max(shown)) if shown.size else (None, None)
         count, cmap = min(len(maps), 3), "viridis_r" if "%" in form else "viridis"
         wide = max(6 / count, 1.6 + len(titles) * max(map(len, titles)) / 11)
         lines, high = -(-len(maps) // count), 1.5 + 0.4 * len(names)
@@ -246,7 +247,8 @@ def _cells(distributions: Axis, swept: dict[str, Axis]) -> dict[tuple, tuple]:
             row["rounding"] = mode
             if k is not None:
                 row |= {"k": k, "accumulate": getattr(plan, "name", plan)}
-            cells.setdefault(tuple(row.items()), cell)
+            twice = f"two policies or plans have one name; got {row}. Name each its own."
+            require(cells.setdefault(tuple(row.items()), cell)[1:] == cell[1:], twice)
     return cells
 
 

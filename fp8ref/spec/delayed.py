@@ -12,7 +12,6 @@ from typing import Literal
 
 from fp8ref.policy import POLICIES, ScalePolicy
 from fp8ref.shared import errors, package_data, registry
-from fp8ref.shared.errors import require
 
 __all__ = ["DELAYED"]
 
@@ -56,8 +55,10 @@ class DelayedScaling:
     def __post_init__(self) -> None:
         for key in ("history_length", "interval"):
             errors.integer(key, getattr(self, key), 1)
-        text = f"policy is a ScalePolicy, such as POLICIES['te_delayed']; got {self.policy!r}."
-        require(isinstance(self.policy, ScalePolicy), text)
+        if not isinstance(self.policy, ScalePolicy):  # only here a repr: dynamo cannot trace it
+            raise ValueError(
+                f"policy is a ScalePolicy, such as POLICIES['te_delayed']; got {self.policy!r}."
+            )
         for key, allowed in _CHOICES.items():
             errors.one_of(key, getattr(self, key), allowed)
         if self.policy.e8m0 is not None:

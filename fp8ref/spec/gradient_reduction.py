@@ -73,7 +73,7 @@ def check_policy(policy: str | ScalePolicy) -> ScalePolicy:
 
 def check_format(fmt: Format) -> None:
     """ValueError for a format that is not FP8."""
-    text = f"gradients are quantized to FP8: {', '.join(FP8_FORMATS)}; got {fmt}."
+    text = f"gradients are quantized to FP8: {', '.join(FP8_FORMATS)}; got {fmt.name}."
     require(fmt.name in FP8_FORMATS, text)
 
 

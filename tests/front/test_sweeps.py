@@ -1,6 +1,8 @@
 """Sweeps of distributions, casts and sums."""
 
+import dataclasses
 import html
+import math
 import sys
 
 import ml_dtypes
@@ -12,6 +14,7 @@ from matplotlib.figure import Figure
 import fp8ref as f8
 from fp8ref import plots
 from fp8ref.front import sweeps
+from fp8ref.policy import POLICIES
 
 FLOAT8 = {"e4m3fn": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 
@@ -299,3 +302,26 @@ def test_a_figure_refuses_what_was_not_swept(table):
         table.plot("scale", "sum_error")
     with pytest.raises(ValueError, match=r"tail has no numbers\. Use heatmap"):
         table.plot("tail")
+
+
+def test_the_best_of_negative_decibels_is_the_largest():
+    """Without a scale, small numbers rounded at random are noise far above themselves."""
+    small = f8.Distribution("lognormal", scale=2.0**-16)
+    roundings = ("nearest_even", "stochastic")
+    sweep = f8.sweep(small, policies="unscaled", roundings=roundings)
+    nearest, random = (row["sqnr"] for row in sweep.rows)
+    assert random < -5 < nearest
+    assert f"best {nearest:.1f}" in sweep.finding()
+
+
+def test_two_policies_of_one_name_are_refused():
+    own = [dataclasses.replace(POLICIES["te_delayed"], name="own", margin=n) for n in (0, 3)]
+    with pytest.raises(ValueError, match="two policies or plans have one name"):
+        f8.sweep(policies=own)
+
+
+def test_a_map_without_finite_numbers_is_drawn():
+    whole = f8.sweep(f8.Distribution(scale=[1.0, 2.0]), ("e4m3fn", "e5m2"))
+    rows = tuple(row | {"sqnr": math.inf} for row in whole.rows)
+    drawn = dataclasses.replace(whole, rows=rows).heatmap("scale", "format")
+    assert [tick.get_text() for tick in drawn.get_yticklabels()] == ["e4m3fn", "e5m2"]

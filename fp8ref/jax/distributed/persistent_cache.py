@@ -32,7 +32,8 @@ def bypassed() -> Iterator[None]:
 
 class MeshProgram:
     """A jitted function of several CPU devices, which every process compiles itself if one of its
-    loops or branches may communicate. Other functions are cached as ever.
+    loops or branches may communicate. Other functions are cached as ever, and so is what ``lower``
+    gives and a caller compiles, unless under ``bypassed``.
     """
 
     def __init__(self, jitted: Any) -> None:
