@@ -225,8 +225,8 @@ def _code(function: Callable[[Trial], Sample] | None) -> str:
     of other code are kept apart, so that what it measured does not count.
     """
     package = Path(__file__).parents[1]
-    texts = [path.read_bytes() for path in sorted(package.rglob("*.py"))]
-    texts.append(Path(__file__).with_name("claims.toml").read_bytes())
+    paths = sorted((*package.rglob("*.py"), *package.rglob("*.toml")))  # tables are code too
+    texts = [path.read_bytes() for path in paths]
     own = inspect.getsource(function).encode() if function else b""
     return hashlib.sha256(b"".join([*texts, own])).hexdigest()[:12]
 
