@@ -59,24 +59,17 @@ def _show_custom(config: Config, backend: str, console: Console) -> None:
     )
     _print(table, console)
     for recipe in config.recipes:
-        _print(_linears(config.under(recipe), backend), console)
-        console.print(
-            Text(coverage.of(config.under(recipe), config.under(recipe).decisions())["summary"]),
-            "",
-            sep="\n",
-        )
+        own = config.under(recipe)
+        _print(_linears(own, backend), console)
+        summary = coverage.of(own, own.decisions())["summary"]
+        console.print(Text(summary), "", sep="\n")
 
 
 def _print(table: Table, console: Console) -> None:
     # printed apart: rich folds titles and captions to the width of the table
     title, caption, table.title, table.caption = table.title, table.caption, None, None
-    console.print(
-        Text(str(title), style="bold"),
-        table,
-        *([Text(str(caption))] if caption else []),
-        "",
-        sep="\n",
-    )
+    below = [Text(str(caption))] if caption else []
+    console.print(Text(str(title), style="bold"), table, *below, "", sep="\n")
 
 
 def _sizes(config: Config, backend: str) -> Table:
@@ -173,42 +166,27 @@ def _span(at: Sequence[memory.Moment]) -> str:
 
 
 def _linears(config: Config, backend: str) -> Table:
-    table = consoles.table(
-        "linear",
-        ">weight [N, K]",
-        ">count",
-        "FP8",
-        "why",
-        title=f"Linears under recipe {config.numerics.recipe!r}",
-    )
+    columns = (">weight [N, K]", ">count", "FP8", "why")
+    title = f"Linears under recipe {config.numerics.recipe!r}"
+    table = consoles.table("linear", *columns, title=title)
     groups: dict[tuple, int] = {}
     for d in config.decisions():
         shape = d.shape if d.experts is None else (d.experts, *d.shape)
-        key = (
-            roofline.short_name(d.path),
-            shape,
-            d.fp8,
-            d.reason.replace(d.path, roofline.short_name(d.path)),
-        )
+        name = roofline.short_name(d.path)
+        key = name, shape, d.fp8, d.reason.replace(d.path, name)
         groups[key] = groups.get(key, 0) + 1
     for (name, shape, fp8, why), count in groups.items():
         table.add_row(name, f"{list(shape)}", str(count), "yes" if fp8 else "no", why)
     if config.model.tie_word_embeddings and config.architecture.kind == "llama":
-        table.add_row(
-            "lm_head",
-            f"{[config.model.vocab_size, config.model.hidden_size]}",
-            "1",
-            "no",
-            "tied to the embedding (R-2)",
-        )
+        size = f"{[config.model.vocab_size, config.model.hidden_size]}"
+        table.add_row("lm_head", size, "1", "no", "tied to the embedding (R-2)")
     return table
 
 
 def _gemms(config: Config, backend: str) -> Table:
     """Distinct GEMM shapes [M, K] x [N, K], and how often a device runs each in a step."""
-    table = consoles.table(
-        "GEMM", ">M", ">N", ">K", ">times", "of", "runs in", title="GEMMs of a device in a step"
-    )
+    columns = ("GEMM", ">M", ">N", ">K", ">times", "of", "runs in")
+    table = consoles.table(*columns, title="GEMMs of a device in a step")
     groups: dict[tuple, list[str]] = {}
     flops, in_fp8 = 0, 0
     for d in roofline.with_tied(config):
@@ -220,17 +198,9 @@ def _gemms(config: Config, backend: str) -> Table:
             names += [roofline.short_name(d.path)] * own
             flops += 2 * m * n * k * own
             in_fp8 += 2 * m * n * k * own * kernels.multiplies_fp8(spec, backend, by)
-    for (which, m, n, k, runs_in), names in groups.items():
-        times = len(names) * config.data.microbatches
-        table.add_row(
-            which,
-            f"{m:,}",
-            f"{n:,}",
-            f"{k:,}",
-            f"{times:,}",
-            ", ".join(dict.fromkeys(names)),
-            runs_in,
-        )
+    for (which, *sizes, runs_in), names in groups.items():
+        counts = [f"{n:,}" for n in (*sizes, len(names) * config.data.microbatches)]
+        table.add_row(which, *counts, ", ".join(dict.fromkeys(names)), runs_in)
     checkpointed = config.parallel.checkpointing != "none"
     again = "; what checkpointing runs again is not counted" * checkpointed
     share = (
@@ -249,13 +219,8 @@ def _gemms(config: Config, backend: str) -> Table:
 
 
 def _traffic(config: Config, backend: str) -> Table:
-    table = consoles.table(
-        "for",
-        ">as configured",
-        ">all bf16",
-        ">all float32",
-        title="What a device receives in a step, GiB",
-    )
+    columns = ("for", ">as configured", ">all bf16", ">all float32")
+    table = consoles.table(*columns, title="What a device receives in a step, GiB")
     flows = collectives.flows(config, backend)
     for purpose, flow in flows.items():
         if not flow.elements and _gib(flow.bytes) == "0.00":
@@ -270,12 +235,8 @@ def _break_even(config: Config, backend: str) -> Table:
     by = config.numerics.products
     rates = [each for each in PUBLISHED.values() if products.runs(by, each.sheet.capability)]
     names = [each.gpu for each in rates]
-    table = consoles.table(
-        "linear",
-        *(f">{name}" for name in names),
-        "",
-        title="Where FP8 would pay: bf16's time by FP8's, predicted",
-    )
+    title = "Where FP8 would pay: bf16's time by FP8's, predicted"
+    table = consoles.table("linear", *(f">{name}" for name in names), "", title=title)
     columns = [roofline.linears(config, backend, ceilings) for ceilings in rates]
     lost = [roofline.losing(config, backend, ceilings) for ceilings in rates]
     # the last of equal linears, as fp8ref estimate has it

@@ -15,11 +15,9 @@ Kind = tuple[str, Recipe]
 
 def kind(decision: Decision) -> Kind:
     """What the linears of a row of the table have in common."""
-    return (
-        decision.path.split(".", 3)[-1]
-        if decision.path.startswith("model.layers.")
-        else decision.path
-    ), decision.recipe
+    path = decision.path
+    short = path.split(".", 3)[-1] if path.startswith("model.layers.") else path
+    return short, decision.recipe
 
 
 def slower(ledgers: Sequence[tuple[Decision, Ledger]], *, cast_once: bool) -> list[set[Kind]]:
@@ -70,17 +68,11 @@ def patterns(lost: set[Kind], ledgers: Sequence[tuple[Decision, Ledger]]) -> lis
     short_names = []
     for path in paths:
         parts = path.split(".")
-        names = [".".join(parts[i:]) for i in reversed(range(len(parts)))]
-        short_names.append(
-            next(
-                (
-                    name
-                    for name in names
-                    if all(other in paths for other, _ in in_fp8 if matches(name, other))
-                ),
-                path,
-            )
-        )
+        for i in reversed(range(len(parts))):
+            name = ".".join(parts[i:])
+            if all(other in paths for other, _ in in_fp8 if matches(name, other)):
+                break
+        short_names.append(name)
     return list(dict.fromkeys(short_names))
 
 

@@ -58,16 +58,8 @@ class Forecast(Result):
 
     def render(self, console: Console) -> None:
         """Print the tables of linears and of a step, with advice."""
-        table = consoles.table(
-            "linear",
-            ">N x K",
-            ">count",
-            ">bf16",
-            *(f">{name}" for name in COLUMNS),
-            ">floor",
-            ">bf16/fp8",
-            "filter",
-        )
+        columns = ("linear", ">N x K", ">count", ">bf16", *(f">{name}" for name in COLUMNS))
+        table = consoles.table(*columns, ">floor", ">bf16/fp8", "filter")
         for row in self.rows:
             ledger = row.ledger
             cells = [
@@ -79,14 +71,8 @@ class Forecast(Result):
             )
             experts = f"{row.experts} x " * bool(row.experts)
             shape = f"{experts}{row.shape[0]} x {row.shape[1]}"
-            table.add_row(
-                row.linear,
-                shape,
-                str(row.count),
-                _us(ledger.bf16),
-                *cells,
-                "FILTER" if row.loses else "",
-            )
+            advice, bf16 = "FILTER" if row.loses else "", _us(ledger.bf16)
+            table.add_row(row.linear, shape, str(row.count), bf16, *cells, advice)
         title = (
             f"Linears under recipe {self.recipe!r} with {self.backend}, cast by "
             f"{'Triton kernels' if self.by_triton else 'plain operations'}, microseconds per "

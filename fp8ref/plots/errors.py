@@ -22,11 +22,9 @@ def cast_difference(ax: Axes, x, codes, fmt: Format | str, *, label: str = "thei
     right = cast.encode(x, fmt)
     differ = cast.canonical_nans(codes, fmt) != right
     expected, decoded = (_finite(cast.decode(c, fmt)) for c in (right, codes))
-    about = "rounded to nearest even"
+    about, dash = "rounded to nearest even", style.DASHES[1]
     ax.plot(x, expected, color=style.BLUE, linewidth=4, alpha=0.35, label=about)
-    ax.plot(
-        x, decoded, color=style.VERMILLION, linewidth=1.2, linestyle=style.DASHES[1], label=label
-    )
+    ax.plot(x, decoded, color=style.VERMILLION, lw=1.2, linestyle=dash, label=label)
     label = f"{np.count_nonzero(differ):,} of {x.size:,} differ"
     dots = x[differ], decoded[differ]
     ax.plot(*dots, "o", color=style.VERMILLION, markersize=3.5, label=label)
@@ -35,9 +33,7 @@ def cast_difference(ax: Axes, x, codes, fmt: Format | str, *, label: str = "thei
     return style.plain(ax, grid="both")
 
 
-def share_by_exponent(
-    ax: Axes, x, differ, *, label: str | None = None, color: str = style.VERMILLION
-) -> Axes:
+def share_by_exponent(ax: Axes, x, differ, *, label: str | None = None) -> Axes:
     """Draw how many percent of x's elements differ, a bar for each power of two of magnitude.
 
     Shapes:   x and differ, bool, of the same shape.
@@ -54,7 +50,7 @@ def share_by_exponent(
     share = 100 * np.divide(wrong, total, out=np.zeros(total.size), where=total > 0)
     # exponent e is from 2^e to 2^(e + 1)
     centers = np.arange(lowest, highest + 1) + 0.5
-    ax.bar(centers, share, width=0.85, color=color, label=label)
+    ax.bar(centers, share, width=0.85, color=style.VERMILLION, label=label)
     style.label_powers(ax.xaxis, lowest, highest + 1)
     ax.yaxis.set_major_formatter("{x:g} %")
     ax.set(xlabel="magnitude", ylabel="% of inputs that differ")
@@ -110,18 +106,12 @@ def scale_difference(ax: Axes, amaxes, scales, expected, *, bins: int = 64) -> A
 
 
 def error_lines(
-    ax: Axes,
-    x,
-    errors: Mapping[str, np.ndarray],
-    *,
-    ylabel: str,
-    linear: float = 0.01,
-    xlabel: str = "K",
+    ax: Axes, x, errors: Mapping[str, np.ndarray], *, ylabel: str, xlabel: str = "K"
 ) -> Axes:
     """Errors in percent over K, or another x, one line for each name; later lines are narrower, so
     that lines that coincide all show.
 
-    The axis is logarithmic; if not all errors are positive, linear within ``linear`` percent.
+    The axis is logarithmic; if not all errors are positive, linear within 0.01 percent.
 
     Shapes:   x [n], ascending, such as powers of two; every one of errors [n], as fractions.
     """
@@ -135,8 +125,8 @@ def error_lines(
         ax.set_yscale("log")
         style.log_ticks(ax.yaxis, low, high, text="{x:g} %")
     else:
-        ax.set_yscale("symlog", linthresh=linear)
-        ax.set_ylim(min(2 * low, -linear / 2), max(2 * high, linear / 2))
+        ax.set_yscale("symlog", linthresh=0.01)
+        ax.set_ylim(min(2 * low, -0.005), max(2 * high, 0.005))
         ax.axhline(0, color=style.MUTED, linewidth=0.8, zorder=0)
         ax.yaxis.set_major_formatter("{x:g} %")
     ax.yaxis.set_minor_locator(NullLocator())

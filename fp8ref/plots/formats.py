@@ -24,9 +24,8 @@ def ranges(ax: Axes, formats: Sequence[Format]) -> Axes:
             ax.barh(row, right - left, left=left, height=0.5, color=color, label=named)
         style.note(ax, f"{fmt.max:.4g}", (largest, row), (4, 0), "left")
     _rows(ax, formats)
-    lowest, highest = np.log2(
-        [min(fmt.smallest_subnormal for fmt in formats), max(fmt.max for fmt in formats)]
-    )
+    lowest = np.log2(min(fmt.smallest_subnormal for fmt in formats))
+    highest = np.log2(max(fmt.max for fmt in formats))
     ax.set_xlim(lowest - 0.03 * (highest - lowest), highest + 0.12 * (highest - lowest))
     style.label_powers(ax.xaxis, int(np.floor(lowest)), int(np.ceil(highest)))
     ax.set(xlabel="magnitude", title="from the smallest positive number to the largest")
@@ -53,8 +52,7 @@ def number_line(ax: Axes, formats: Sequence[Format]) -> Axes:
         style.note(ax, style.power(smallest), (smallest, row), (-5, 0), "right")
         style.note(ax, f"{fmt.max:g}", (largest, row), (5, 0), "left")
     _rows(ax, formats)
-    lowest = int(np.log2(min(fmt.smallest_subnormal for fmt in formats)))
-    highest = int(np.ceil(np.log2(max(fmt.max for fmt in formats))))
+    lowest, highest = _limits(formats, 0)
     ax.set_xlim(lowest - 3, highest + 4)
     style.label_powers(ax.xaxis, lowest, highest, ticks=12)
     ax.set(xlabel="magnitude", title="every positive number")
@@ -139,9 +137,7 @@ def worst_error(ax: Axes, formats: Sequence[Format], *, beyond: int = 3, points:
     for fmt, look in zip(formats, style.looks(len(formats)), strict=True):
         color, dash = look["color"], look["linestyle"]
         worst = 100 * _error(x, fmt).max(axis=1)
-        ax.stairs(
-            worst, edges, baseline=None, linewidth=1.8, label=fmt.name, color=color, linestyle=dash
-        )
+        ax.stairs(worst, edges, baseline=None, lw=1.8, label=fmt.name, color=color, ls=dash)
     ax.set_yscale("log")
     ax.set_yticks([5, 10, 20, 50, 100], ["5 %", "10 %", "20 %", "50 %", "100 %"])
     ax.minorticks_off()

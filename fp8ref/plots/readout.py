@@ -83,8 +83,8 @@ def _axes_entry(ax: Axes, figure: Figure) -> dict | None:
     if not lines and not images:
         return None
     width, height = (POINTS_PER_INCH * size for size in figure.get_size_inches())
-    place = ax.get_position()
-    box = [place.x0 * width, (1 - place.y1) * height, place.x1 * width, (1 - place.y0) * height]
+    x0, y0, x1, y1 = ax.get_position().extents
+    box = [x0 * width, (1 - y1) * height, x1 * width, (1 - y0) * height]
     about: dict[str, Any] = {
         "box": [round(v, 2) for v in box],
         "x": _numbers(ax.get_xlim()),

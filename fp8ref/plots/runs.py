@@ -59,9 +59,8 @@ def step_lines(
 
     Shapes:   every one of curves [steps]. first: the number of the first step.
     """
-    for i, ((name, curve), look) in enumerate(
-        zip(curves.items(), style.layers(len(curves)), strict=True)
-    ):
+    lines = zip(curves.items(), style.layers(len(curves)), strict=True)
+    for i, ((name, curve), look) in enumerate(lines):
         every = max(len(curve) // 6, len(curves))  # a marker of one line after the other
         steps = np.arange(first, first + len(curve))
         style.line(ax, steps, curve, look, name, markevery=(i, every))
@@ -84,9 +83,8 @@ def loss_gaps(
     steps     by name, the optimizer steps of arrays in ``gaps``: a line in a band, no point.
     """
     if margin:
-        ax.axhspan(
-            -margin, margin, color="#BBBBBB", alpha=0.4, linewidth=0, label=f"margin {margin:.2g}"
-        )
+        label = f"margin {margin:.2g}"
+        ax.axhspan(-margin, margin, color="#BBBBBB", alpha=0.4, linewidth=0, label=label)
     for i, (name, (mean, low, high)) in enumerate(gaps.items()):
         color = COLORS.get(name.split()[-1], OTHER)
         if steps is not None:
@@ -134,7 +132,7 @@ def staleness(
         color, dash = look["color"], look["linestyle"]
         label = f"fits, {name}: {missed.sum()} clipped"
         said.append(f"{name} clips {missed.sum()}")
-        ax.step(steps, fits, where="mid", linewidth=1.3, label=label, color=color, linestyle=dash)
+        ax.step(steps, fits, where="mid", lw=1.3, label=label, color=color, ls=dash)
         ax.plot(steps[missed], amaxes[missed], "x", color=color, markersize=6)
     ax.set_yscale("log", base=2)
     title = f"of {amaxes.size} steps {', '.join(said)}"

@@ -80,14 +80,9 @@ def depth_lines(
         readout.points(ax, layers)
         every = -(-len(layers) // 14)
         places = range(1, 1 + len(layers), every)
-        ax.set_xticks(
-            places,
-            layers[::every],
-            rotation=40,
-            ha="right",
-            rotation_mode="anchor",
-            parse_math=False,
-        )
+        ax.set_xticks(places, layers[::every], parse_math=False)
+        for label in ax.get_xticklabels():
+            label.set(rotation=40, ha="right", rotation_mode="anchor")
         ax.tick_params(axis="x", labelsize=8)
     if ax.figure is not None:
         legends.below(ax.figure.figure, entries)

@@ -38,15 +38,8 @@ CYCLE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 MORE = ("#882255", "#999933", "#332288", "#AA4499", "#117733", "#44AA99", "#DDCC77")
 """Seven of Tol's muted colors, for more lines than that."""
 
-DASHES: tuple = (
-    "-",
-    (0, (5, 2)),
-    (0, (1, 1.2)),
-    (0, (4, 1.5, 1, 1.5)),
-    (0, (8, 2)),
-    (0, (2, 2)),
-    (0, (6, 1, 1, 1, 1, 1)),
-)
+_GAPS = ((5, 2), (1, 1.2), (4, 1.5, 1, 1.5), (8, 2), (2, 2), (6, 1, 1, 1, 1, 1))
+DASHES: tuple = ("-", *((0, gaps) for gaps in _GAPS))
 """The dashes of a figure's lines, in order, for eyes and printers without colors."""
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -107,14 +100,8 @@ def cells(
     ax: Axes, values, cmap, low=None, high=None, *, norm: Normalize | None = None, extent=None
 ) -> AxesImage:
     """The image of a map: a cell for each element; NaNs and masked ones stay white."""
-    return ax.imshow(
-        np.ma.masked_invalid(values),
-        cmap=cmap,
-        norm=norm or Normalize(low, high),
-        interpolation="nearest",
-        aspect="auto",
-        extent=extent,
-    )
+    shown, norm = np.ma.masked_invalid(values), norm or Normalize(low, high)
+    return ax.imshow(shown, cmap, norm, interpolation="nearest", aspect="auto", extent=extent)
 
 
 def looks(count: int) -> Sequence[dict]:
@@ -146,16 +133,8 @@ def line(ax: Axes, x, y, look: dict, label: str, markevery: int | tuple | None =
 
 def note(ax: Axes, text: str, at: tuple[float, float], shift: tuple[int, int], ha: str) -> None:
     """A small gray note beside a place; shift: in points."""
-    ax.annotate(
-        text,
-        at,
-        xytext=shift,
-        textcoords="offset points",
-        ha=ha,
-        va="center",
-        fontsize=8,
-        color=MUTED,
-    )
+    beside = ax.annotate(text, at, xytext=shift, textcoords="offset points")
+    beside.set(ha=ha, va="center", fontsize=8, color=MUTED)
 
 
 def power(exponent: float) -> str:

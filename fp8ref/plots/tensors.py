@@ -101,20 +101,15 @@ def fates(x, q: Quantized) -> np.ndarray:
     with np.errstate(invalid="ignore", over="ignore"):  # NaN, and products beyond float32
         scaled = x * spread(q.scale, x.shape, q.blocks)
     clipped = np.isfinite(decoded) & ~np.isfinite(cast.round_to(scaled, q.fmt))
-    cases = [x == 0, ~np.isfinite(decoded), decoded == 0, clipped, decoded < q.fmt.smallest_normal]
+    subnormal = decoded < q.fmt.smallest_normal
+    cases = [x == 0, ~np.isfinite(decoded), decoded == 0, clipped, subnormal]
     names = ["was zero", "not finite", "became zero", "clipped", "subnormal"]
     numbers = {name: i for i, name in enumerate(FATES)}
     return np.select(cases, [numbers[name] for name in names], numbers["normal"])
 
 
 def exponent_histogram(
-    ax: Axes,
-    x,
-    q: Quantized,
-    *,
-    lowest: int | None = None,
-    highest: int | None = None,
-    color: str = style.BLUE,
+    ax: Axes, x, q: Quantized, *, lowest: int | None = None, highest: int | None = None
 ) -> Axes:
     """How many elements, in percent, have each exponent after scaling, and, as an outline, after
     the cast; shaded: where codes are subnormal, zero, or beyond max. The title says how many of the
@@ -133,9 +128,10 @@ def exponent_histogram(
     places = np.arange(lowest - 1, highest + 2)
     # exponent e is from 2^e to 2^(e + 1)
     before, after = (100 * n / max(np.asarray(x).size, 1) for n in (counts.scaled, counts.codes))
-    ax.bar(places + 0.5, before, width=0.85, color=color, zorder=2, label="before the cast")
-    edges = [*places, places[-1] + 1]
-    ax.step(edges, [*after, after[-1]], where="post", label="after", color=style.BLACK, lw=1.1)
+    label = "before the cast"
+    ax.bar(places + 0.5, before, width=0.85, color=style.BLUE, zorder=2, label=label)
+    edges, outline = [*places, places[-1] + 1], [*after, after[-1]]
+    ax.step(edges, outline, where="post", label="after", color=style.BLACK, lw=1.1)
     left, right = lowest - 1.2, highest + 2.2
     for begin, end, shade, alpha, label in (
         (bottom, fmt.emin, style.ORANGE, 0.25, "subnormal"),
@@ -179,9 +175,8 @@ def code_difference(ax: Axes, a: Quantized, b: Quantized, *, most: int = 4) -> A
     ax.set_title(f"{said} codes equal")
     further = np.where(nans, np.nan, magnitudes[1] - magnitudes[0])
     image = style.cells(ax, further, "RdBu_r", -most - 0.5, most + 0.5)
-    ax.figure.colorbar(
-        image, ax=ax, label="codes further from zero", fraction=0.046, ticks=range(-most, most + 1)
-    )
+    bar = ax.figure.colorbar(image, ax=ax, fraction=0.046, ticks=range(-most, most + 1))
+    bar.set_label("codes further from zero")
     return style.plain_map(ax)
 
 

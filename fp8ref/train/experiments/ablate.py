@@ -91,17 +91,9 @@ class Ablation(Result):
 
     def render(self, console: "Console") -> None:
         """Print the table, and how to read it."""
-        table = consoles.table(
-            ">rank",
-            "layers",
-            "GEMM",
-            "role",
-            ">cost, nats",
-            f">{self.confidence:.0%} interval",
-            ">SQNR, dB",
-            ">underflow",
-            ">saturated",
-        )
+        columns = (">rank", "layers", "GEMM", "role", ">cost, nats")
+        interval = f">{self.confidence:.0%} interval"
+        table = consoles.table(*columns, interval, ">SQNR, dB", ">underflow", ">saturated")
         for rank, row in enumerate(self.rows, 1):
             of, cost, interval = row.operand, "not finite", "-"
             if row.cost is not None:

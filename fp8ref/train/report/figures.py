@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from fp8ref.plots import legends, readout
+from fp8ref.plots import legends, readout, style
 from fp8ref.recipe import ROLES
 from fp8ref.spec.attention.products import COUNTED, MEASURED
 from fp8ref.train.report import gap as gap_intervals
@@ -150,14 +150,7 @@ def heat_map(
         figure = Figure(figsize=(4.8, height), layout="constrained")
         axes = np.atleast_1d(figure.subplots(len(tables), 1, sharex=True))
         for ax, (role, (layers, values)) in zip(axes, tables.items(), strict=True):
-            image = ax.imshow(
-                np.ma.masked_invalid(values),
-                aspect="auto",
-                interpolation="nearest",
-                cmap="cividis",
-                vmin=low,
-                vmax=high,
-            )
+            image = style.cells(ax, values, "cividis", low, high)
             labels = [short(layer) for layer in layers]
             columns = [f"step {step}" for step in steps]
             readout.cells(image, layers, columns, what=title, labels=labels, places=steps)

@@ -345,18 +345,16 @@ def _put(path: Path, content: bytes) -> None:
 def fp8_coverage(planned: dict) -> list[LinearCoverage]:
     """What ran in FP8 under one of ``Run.recipes``: each linear's plan and proven GEMMs."""
     proof = planned.get("proof")
-    return [
-        LinearCoverage(
-            path=linear["path"],
-            shape=" x ".join(map(str, linear["shape"])),
-            plan=linear["recipe"] if linear["fp8"] else f"high precision: {linear['reason']}",
-            gemms=tuple(
-                _gemm(f"{linear['path']}/{which}", proof) if linear["fp8"] else "high precision"
-                for which in OPERANDS
-            ),
-        )
-        for linear in planned["linears"]
-    ]
+    rows = []
+    for linear in planned["linears"]:
+        path, plan = linear["path"], f"high precision: {linear['reason']}"
+        gemms = ["high precision"] * len(OPERANDS)
+        if linear["fp8"]:
+            plan = linear["recipe"]
+            gemms = [_gemm(f"{path}/{which}", proof) for which in OPERANDS]
+        shape = " x ".join(map(str, linear["shape"]))
+        rows.append(LinearCoverage(path=path, shape=shape, plan=plan, gemms=tuple(gemms)))
+    return rows
 
 
 def _gemm(name: str, proof: dict | None) -> str:

@@ -122,23 +122,18 @@ class Statistics:
 
 
 @file_checks.record
-class Seed:
-    """The seed of a section."""
-
-    seed: int
-
-
-@file_checks.record
-class RunKeys(Seed):
+class RunKeys:
     """Keys of section run: seed and number of steps."""
 
+    seed: int
     steps: Count
 
 
 @file_checks.record
-class DataKeys(Seed):
+class DataKeys:
     """Keys of section data: seed, and the size of a batch."""
 
+    seed: int
     batch_size: Count
     sequence_length: Count
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from fp8ref.shared.errors import ConfigError, require
 from fp8ref.spec import kernels
 from fp8ref.train.config import config as configs
 from fp8ref.train.report import run_files
+from fp8ref.train.report.foreign_logs import Log
 from fp8ref.train.run import run_dir
 
 __all__ = ["Run", "common_steps", "read", "read_all"]
@@ -214,16 +215,7 @@ def _runs_in(path: Path) -> list[Path]:
     return inner or [path]
 
 
-class Curve(Protocol):
-    """What has training losses by step."""
-
-    @property
-    def losses(self) -> dict[int, float]:
-        """{step: loss in nats}."""
-        ...
-
-
-def common_steps(runs: Sequence[Curve]) -> np.ndarray:
+def common_steps(runs: Sequence[Run | Log]) -> np.ndarray:
     """The steps that all runs have, ascending."""
     return np.array(sorted(set.intersection(*(set(run.losses) for run in runs))), np.int64)
 

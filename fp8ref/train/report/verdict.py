@@ -105,7 +105,7 @@ class Verdict:
     reason: why nothing is, or how a run ended. compared, margin: None without a gap.
     """
 
-    kind: Kind
+    kind: Kind = "cannot tell"
     reason: str = ""
     compared: Compared | None = None
     margin: float | None = None
@@ -205,14 +205,14 @@ def verdict(
     reference = baseline(arm, group)
     if reference is None:
         weights, order = arm.runs[0].seeds
-        return _unknown(
-            "there is no bf16 run with its text, model, optimizer, batch and number of steps. "
-            f"Train one with --recipe bf16 --run.seed {weights} --data.seed {order}"
+        return Verdict(
+            reason="there is no bf16 run with its text, model, optimizer, batch and number of "
+            f"steps. Train one with --recipe bf16 --run.seed {weights} --data.seed {order}"
         )
     others = [run for run in reference.runs if not run.diverged]
     if not others:
         first = reference.runs[0]
-        return _unknown(f"{first.name}, which it is judged by, ended by {first.diverged}")
+        return Verdict(reason=f"{first.name}, which it is judged by, ended by {first.diverged}")
     answer = between(arm.runs, others, confidence=confidence, margin=margin)
     backends = [side[0].manifest["backend"] for side in (arm.runs, others)]
     if backends[0] == backends[1] or arm.bf16:
@@ -222,10 +222,6 @@ def verdict(
         "than FP8"
     )
     return dataclasses.replace(answer, reason=answer.reason + foreign)
-
-
-def _unknown(reason: str) -> Verdict:
-    return Verdict(kind="cannot tell", reason=reason)
 
 
 def between(
@@ -247,18 +243,19 @@ def between(
     if len(pairs) == 1 and len(mine) + len(others) > 2:
         pairs = []
     if not pairs and len(mine) + len(others) < 3:
-        return _unknown(
-            f"{mine[0].name} has seeds {mine[0].seeds} and {others[0].name} {others[0].seeds}: "
-            "two runs of different seeds show no effect of anything else. Train both with the "
-            "same seeds"
+        return Verdict(
+            reason=f"{mine[0].name} has seeds {mine[0].seeds} and {others[0].name} "
+            f"{others[0].seeds}: two runs of different seeds show no effect of anything else. "
+            "Train both with the same seeds"
         )
     sides = [list(side) for side in zip(*pairs, strict=True)] if pairs else [mine, others]
     compared = compare(*sides, matched=bool(pairs), confidence=confidence)
     if compared is None:
         every = [*sides[0], *sides[1]]
-        return _unknown(
-            f"{', '.join(run.name for run in every)} have {len(runs.common_steps(every))} steps "
-            f"in common, and {gaps.BATCHES} are needed"
+        names = ", ".join(run.name for run in every)
+        return Verdict(
+            reason=f"{names} have {len(runs.common_steps(every))} steps in common, and "
+            f"{gaps.BATCHES} are needed"
         )
     margin = gaps.MARGIN * max(abs(compared.level), TINY) if margin is None else margin
     kind = gaps.decide(compared.gap.last, margin)
