@@ -5,13 +5,30 @@ import importlib.util
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from fp8ref import cli
-from fp8ref.findings import CLAIMS, casts, measuring, picture, recorded, registry, sums, training
-from fp8ref.findings.claim import FEWEST, Sample, Trial, interval, replaced
+from fp8ref.findings import (
+    CLAIMS,
+    Claim,
+    Sample,
+    Trial,
+    casts,
+    measure,
+    measuring,
+    picture,
+    proxies,
+    recorded,
+    registry,
+    sums,
+    training,
+)
+from fp8ref.findings.claim import FEWEST, interval, replaced
+from fp8ref.selection.rules import Rule
 from fp8ref.shared.errors import ConfigError, NonFiniteError
 from fp8ref.train import loop
 
@@ -106,9 +123,30 @@ def test_code_is_all_that_may_change_a_figure():
 def test_a_damaged_file_is_an_error(tmp_path, counted):
     measuring.measure(CLAIM, tmp_path)
     (path,) = tmp_path.glob("*/promotion.json")
-    path.write_text(json.dumps({"trials": []}))
-    with pytest.raises(ConfigError, match=r"promotion.json holds trials .* Delete it"):
-        measuring.measure(CLAIM, tmp_path)
+    whole = path.read_bytes()
+    for text in (
+        b'{"trials": []}',
+        b"[]",
+        b'{"trials": {"0": {"figure": 1}}}',
+        whole[:90],
+        b"\xff",
+    ):
+        path.write_bytes(text)
+        with pytest.raises(ConfigError, match=r"promotion.json holds .* Delete it"):
+            measuring.measure(CLAIM, tmp_path)
+    path.write_bytes(whole)
+    assert measuring.measure(CLAIM, tmp_path).verdict == "reproduced"
+    assert len(counted.seen) == 8
+
+
+def test_damaged_losses_are_an_error(tmp_path):
+    trial = Trial(seed=0, folder=tmp_path)
+    config = training.tiny(trial, "bf16")
+    path = tmp_path / "losses" / f"{training._name(config)}.json"
+    path.parent.mkdir()
+    path.write_text("[2.5, 2.")
+    with pytest.raises(ConfigError, match=rf"{path.name} holds what a finding measured; .* Delete"):
+        training.loss(trial, config)
 
 
 @pytest.mark.parametrize(
@@ -116,12 +154,54 @@ def test_a_damaged_file_is_an_error(tmp_path, counted):
     [
         (Sample(math.nan), r"the figure of promotion is finite; seed 1000: nan"),
         (Sample(1.0, {"a": [1.0] * 3}), r"each line of promotion has a number for every x, 8; got"),
+        (1.5, r"promotion is measured as Sample\(figure\); got 1.5. Return one."),
+        (None, r"promotion is measured as Sample\(figure\); got None"),
+        (Sample(None), r"measured as Sample\(figure\); got Sample\(figure=None"),
     ],
 )
 def test_a_sample_that_cannot_be_judged_or_drawn_is_refused(tmp_path, sample, text):
     with pytest.raises(ValueError, match=text):
         measuring.measure(CLAIM, tmp_path, function=lambda trial: sample)
     assert not list(tmp_path.glob("*/*.json"))
+
+
+OWN = Claim(
+    name="own", claim="a", source="b", figure="c", method="d", limits="e", topic="f", x=[1, 2]
+)
+
+
+def test_a_claim_of_ones_own_is_measured_by_its_function(tmp_path):
+    """NumPy's numbers are numbers, and a folder is a path or its name."""
+
+    def own(trial):
+        return Sample(np.float32(trial.seed % 5), {"a": np.array([1, 2], np.float32)})
+
+    finding = measure(OWN, str(tmp_path), function=own)
+    assert [sample.figure for sample in finding.pilot] == [0, 1, 2]
+    assert measure(OWN, tmp_path, function=own) == finding, "and read again"
+    with pytest.raises(ValueError, match=r"needs the function .* got none for own. Pass function="):
+        measure(OWN, tmp_path)
+    with pytest.raises(ConfigError, match=r"a def of a file or of a notebook; got <function"):
+        measure(OWN, tmp_path, function=eval("lambda trial: 1"))
+    with pytest.raises(ValueError, match=r"name is an identifier, .* got '../own'"):
+        dataclasses.replace(OWN, name="../own")
+
+
+@pytest.mark.parametrize(
+    ("pilot", "count", "text"),
+    [
+        ([2.99, 3.0, 3.01], 5, "4 seeds decide; 5, the least, were measured."),
+        ([2.0, 3.0, 4.0], 7, "7 seeds decide; 7 were measured."),
+        ([1.5, 3.0, 4.5], 9, "12 seeds decide; 9, all that half an hour allows, were measured."),
+    ],
+)
+def test_the_text_says_why_so_many_seeds(pilot, count, text):
+    claim = dataclasses.replace(CLAIM, above=2.0, margin=0.0, most=9)
+    samples = [Sample(3.0)] * count
+    finding = measuring.Finding(
+        claim=claim, pilot=[*map(Sample, pilot)], samples=samples, seconds=1.0, about={}
+    )
+    assert finding.power() == f"By the spread of 3 pilot seeds, {text}"
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path):
@@ -233,7 +313,10 @@ def test_the_command_lists_measures_and_refuses(tmp_path, capsys, monkeypatch):
     assert kept["samples"][0]["figure"] == recorded()["mx_clipping"].samples[0].figure
     assert (tmp_path / "findings" / "mx_clipping.png").exists()
     for words, text in (
-        (["mx_cliping"], "Did you mean 'mx_clipping'"),
+        (["mx_cliping"], "a claim; got 'mx_cliping'. Did you mean 'mx_clipping'"),
+        (["zzz"], "a claim; got 'zzz'. `fp8ref finding` lists them."),
+        (["--jobs", "0"], "--jobs is at least 1; got 0"),
+        (["mx_clipping", "--out", "one.json/sub"], "--out names a directory, there or to be made"),
         (["mx_clipping", "--jobs", "0"], "--jobs is at least 1; got 0"),
         (["mx_clipping", "--out", "one.json"], "--out names a directory"),
     ):
@@ -266,6 +349,42 @@ def test_the_figure_of_arms_is_the_last_less_the_one_before(tmp_path, monkeypatc
     assert sample == Sample(0.4375, {"gap to bf16": [0.25, 0.0625, 0.5]})
 
 
+def test_products_of_unit_scaled_layers_have_unit_variance():
+    """A sum of 64 products of standard normal numbers, divided by 8: 1, and over 4,096 rows and 64
+    columns within a few sqrt(2 / 64 / 64) = 2 %.
+    """
+    torch.manual_seed(0)
+    layer = proxies.UnitScaled(64, 64)
+    assert float(layer(torch.randn(4096, 64)).detach().std()) == pytest.approx(1, abs=0.06)
+
+
+def test_small_models_are_watched_and_cast(tmp_path, monkeypatch):
+    """q, k and v go into attention, one tensor into a down projection; casts change a loss, and a
+    scale of 1 is another cast than a current scale.
+    """
+    monkeypatch.setattr(training, "STEPS", 3)
+    trial = Trial(seed=0, folder=tmp_path)
+    for place, count in (("attention", 3), ("down", 1)):
+        for post in (False, True):
+            measured = proxies._watched(trial, place, lambda *x: len(x) * x[0].ndim, post=post)
+            assert measured == [count * (4 if place == "attention" else 3)]
+    losses = [
+        proxies._last_loss(trial, proxies.UnitScaled, rules)
+        for rules in (None, (), (Rule(layers=("0", "1"), policy="unscaled"),))
+    ]
+    assert len(set(losses)) == 3
+    # three steps of a loss near log(256) = 5.5; casts of 2^-4 at most move it by far less
+    assert max(losses) - min(losses) < 0.05
+
+
+def test_the_fall_of_sqnr_is_the_first_third_less_the_last(tmp_path, monkeypatch):
+    rows = [{"statistics": number} for number in (9.0, 8.0, 5.0, 5.0, 3.0, 2.0)]
+    monkeypatch.setattr(training, "_trained", lambda config: SimpleNamespace(statistics=rows))
+    monkeypatch.setattr(training, "lowest_sqnr", lambda number: (number, "a layer"))
+    sample = training.sqnr_as_criterion(Trial(seed=0, folder=tmp_path))
+    assert sample == Sample(6.0, {"lowest SQNR": [9.0, 8.0, 5.0, 5.0, 3.0, 2.0]})
+
+
 @pytest.mark.slow
 def test_claims_are_measured_in_processes(tmp_path):
     names = ["post_norm_kurtosis", "mx_norm_weights"]
@@ -274,3 +393,31 @@ def test_claims_are_measured_in_processes(tmp_path):
     for name, finding in measured.items():
         assert np.isfinite(finding.interval).all()
         assert finding.verdict == recorded()[name].verdict
+
+
+def test_figures_within_texts_are_those_that_were_measured():
+    """Of other lines than the claim's figure, which the text is filled with."""
+    claims = CLAIMS
+
+    def mean(name, line, at):
+        return np.mean([sample.lines[line][at] for sample in recorded()[name].samples])
+
+    (answer,) = claims["gradients_in_e5m2_in_training"].answers.values()
+    errors = [mean("gradients_in_e5m2", fmt, 2) for fmt in ("e4m3fn", "e5m2")]
+    assert "from {:.1f} % to {:.1f} %".format(*errors) in answer
+    ratio = f"{training.speed():.2f} times"
+    assert ratio in claims["equal_time"].method
+    assert ratio in claims["batch_invariance"].answers["reproduced"]
+    first, again = (
+        mean("requantized_to_ue8m0", line, 0) for line in ("float32 scales", "UE8M0, from bfloat16")
+    )
+    text = f"UE8M0 scales makes it {100 * (again / first - 1):.1f} % larger"
+    assert text in claims["requantized_to_ue8m0"].quotes["reproduced"]
+    kl = [mean("rollout_by_ue8m0", "divergence", at) for at in (3, 4)]
+    assert kl[0] / kl[1] == pytest.approx(1 / 3, abs=0.05)
+    assert "a third of what bf16 costs" in claims["rollout_by_ue8m0"].answers["reproduced"]
+    worst = [
+        mean("double_quantization", line, 2) for line in ("from bfloat16", "from the rows' codes")
+    ]
+    assert worst[0] - worst[1] > 10
+    assert "lose 10 dB and more" in claims["double_quantization"].quotes["reproduced"]

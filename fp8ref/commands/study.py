@@ -91,14 +91,23 @@ def _finding(arguments: argparse.Namespace) -> int:
     check_json(arguments.json)
     from fp8ref import findings
 
+    require(arguments.jobs >= 1, f"--jobs is at least 1; got {arguments.jobs}.")
     if arguments.name is None:
-        return _list(arguments.json)
+        following = "next: fp8ref finding NAME"
+        return conclude(findings.Findings(findings.recorded()), arguments.json, following)
     every = arguments.name == "all"
     names = list(findings.CLAIMS) if every else [arguments.name]
-    registry.lookup("NAME is all or", findings.CLAIMS, names[0])
-    require(arguments.jobs >= 1, f"--jobs is at least 1; got {arguments.jobs}.")
+    text = f"NAME is all or a claim; got {arguments.name!r}."
+    near = registry.nearest(names[0], findings.CLAIMS) or " `fp8ref finding` lists them."
+    require(names[0] in findings.CLAIMS, text + near)
     out: Path = arguments.out
-    require(not out.exists() or out.is_dir(), f"--out names a directory; {out} is a file.")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--out names a directory, there or to be made; got {out} ({error.strerror}). Name "
+            "another."
+        ) from error
     measured = findings.measure_all(names, out, arguments.jobs)
     from fp8ref.findings import picture
 
@@ -106,11 +115,3 @@ def _finding(arguments: argparse.Namespace) -> int:
         picture.draw(finding).savefig(out / f"{name}.png")
     result = findings.Findings(measured) if every else measured[names[0]]
     return conclude(result, arguments.json, f"wrote {out}")
-
-
-def _list(json: Path | None) -> int:
-    """The claims, with what was recorded of them."""
-    from fp8ref import findings
-
-    following = "next: fp8ref finding NAME"
-    return conclude(findings.Findings(findings.recorded()), json, following)

@@ -1,6 +1,6 @@
 """Claims about FP8 training that papers and threads make, each measured with an interval.
 
-    finding = measure(CLAIMS["mx_clipping"], Path("findings"))
+    finding = measure(CLAIMS["mx_clipping"], "findings")
     finding.print()
     picture.draw(finding).savefig("mx_clipping.png")
 
@@ -13,7 +13,18 @@ casts, sums, training, proxies
              of PyTorch
 """
 
+from fp8ref.findings.claim import Claim, Sample, Trial
 from fp8ref.findings.measuring import Finding, Findings, measure, measure_all, recorded
 from fp8ref.findings.registry import CLAIMS
 
-__all__ = ["CLAIMS", "Finding", "Findings", "measure", "measure_all", "recorded"]
+__all__ = [
+    "CLAIMS",
+    "Claim",
+    "Finding",
+    "Findings",
+    "Sample",
+    "Trial",
+    "measure",
+    "measure_all",
+    "recorded",
+]

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fp8ref.shared import files
+from fp8ref.shared.errors import ConfigError, require
 from fp8ref.train.report import gap as gaps
 
 Verdict = Literal["reproduced", "not reproduced", "cannot tell"]
@@ -102,6 +104,10 @@ class Claim:
         """What the picture's x are: ``x``, or the names of the arms."""
         return self.x or tuple(self.arms)
 
+    def __post_init__(self) -> None:
+        text = f"a claim's name is an identifier, which names its files; got {self.name!r}."
+        require(self.name.isidentifier(), text)
+
     def verdict(self, low: float, high: float) -> Verdict:
         """Of an interval: wholly above the threshold and margin, wholly not, or neither."""
         if low > self.above + self.margin:
@@ -129,6 +135,16 @@ def replaced(path: Path) -> Iterator[Path]:
     part = path.with_name(f"{os.getpid()}-{path.name}")
     yield part
     os.replace(part, path)
+
+
+def kept(path: Path) -> Any:
+    """What a file of trials holds, in JSON. ConfigError: it is damaged."""
+    try:
+        return files.parse_json(files.read_bytes(path))
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} holds what a finding measured; it is damaged ({error}). Delete it."
+        ) from error
 
 
 def interval(figures: Sequence[float]) -> tuple[float, float, float]:

@@ -10,6 +10,7 @@ import inspect
 import json
 import math
 import multiprocessing
+import numbers
 import os
 import platform
 import subprocess
@@ -19,10 +20,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8ref.findings.claim import PILOT, Claim, Sample, Trial, Verdict, interval, replaced
+from fp8ref.findings.claim import (
+    FEWEST,
+    PILOT,
+    Claim,
+    Sample,
+    Trial,
+    Verdict,
+    interval,
+    kept,
+    replaced,
+)
 from fp8ref.findings.registry import CLAIMS, measure_of
 from fp8ref.shared import console as consoles
-from fp8ref.shared import extras, files
+from fp8ref.shared import extras
 from fp8ref.shared.errors import ConfigError, require
 from fp8ref.shared.result import Result
 from fp8ref.train.experiments import sweep
@@ -80,9 +91,11 @@ class Finding(Result):
     def power(self) -> str:
         """How many seeds the pilot asked for, and what would decide where these did not."""
         figures = [sample.figure for sample in self.pilot]
-        needed, most = self.claim.seeds_needed(figures), f"{len(self.samples)} were measured"
+        needed, count = self.claim.seeds_needed(figures), len(self.samples)
         seeds = "over 1,000 seeds" if needed is None else f"{needed} seeds"
-        text = f"By the spread of {len(figures)} pilot seeds, {seeds} decide; {most}."
+        text = f"By the spread of {len(figures)} pilot seeds, {seeds} decide; {count}"
+        bounds = {FEWEST: ", the least,", self.claim.most: ", all that half an hour allows,"}
+        text += f"{bounds.get(count, '') * (count != needed)} were measured."
         left = self.claim.seeds_needed([sample.figure for sample in self.samples])
         if self.verdict == "cannot tell":
             more = "over 1,000" if left is None else f"about {left}"
@@ -107,17 +120,17 @@ class Finding(Result):
 
     def render(self, console: "Console") -> None:
         """The claim, the figure and the verdict."""
-        claim, numbers = self.claim, map(self.claim.form.format, self.interval)
-        mean, low, high = numbers
+        claim = self.claim
+        mean, low, high = map(claim.form.format, self.interval)
         need = claim.form.format(claim.above + claim.margin)
-        kept = recorded().get(claim.name)
+        before = recorded().get(claim.name)
         lines = {
             "claim": claim.claim,
             "source": claim.source,
             "paper": claim.paper,
             "measured": f"{claim.figure}: {mean} [{low}, {high}]; the claim needs above {need}",
             "verdict": self.verdict,
-            "recorded": kept and f"{claim.form.format(kept.interval[0])}, {kept.verdict}",
+            "recorded": before and f"{claim.form.format(before.interval[0])}, {before.verdict}",
             "quote": self.quote(),
             "seeds": self.power(),
             "not shown": claim.limits,
@@ -151,26 +164,25 @@ class Findings(Result):
         console.print(table)
 
 
-def from_dict(claim: Claim, kept: Mapping[str, Any]) -> Finding:
+def from_dict(claim: Claim, written: Mapping[str, Any]) -> Finding:
     """What ``Finding.to_dict`` wrote."""
     pilot, samples = (
-        [Sample(figure=one["figure"], lines=one["lines"]) for one in kept[key]]
+        [Sample(figure=one["figure"], lines=one["lines"]) for one in written[key]]
         for key in ("pilot", "samples")
     )
-    return Finding(
-        claim=claim, pilot=pilot, samples=samples, seconds=kept["seconds"], about=kept["about"]
-    )
+    seconds, about = written["seconds"], written["about"]
+    return Finding(claim=claim, pilot=pilot, samples=samples, seconds=seconds, about=about)
 
 
 def recorded() -> dict[str, Finding]:
     """{claim: what ``make findings`` measured of it}."""
-    kept = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.exists() else {}
-    return {name: from_dict(claim, kept[name]) for name, claim in CLAIMS.items() if name in kept}
+    all_of = kept(RECORDED) if RECORDED.exists() else {}
+    return {name: from_dict(CLAIMS[name], all_of[name]) for name in CLAIMS if name in all_of}
 
 
 def measure(
     claim: Claim,
-    folder: Path,
+    folder: str | Path,
     advance: Callable[..., None] | None = None,
     *,
     function: Callable[[Trial], Sample] | None = None,
@@ -179,26 +191,21 @@ def measure(
 
     folder    keeps every trial, and losses of training runs, apart for each state of the code.
     advance   is told of every trial that ended.
-    function  measures a claim of your own; None: the one of a claim of ``CLAIMS``.
+    function  measures a claim of your own: of a file or a notebook, which has its source. None:
+              the one of a claim of ``CLAIMS``, or of a claim with arms.
     Raises:   what a trial raises; those before it are kept. ConfigError: a file that is damaged.
+              ValueError: a function without source, or of what is no finite figure with lines.
     """
     trial_of, code = function or measure_of(claim), _code(function)
-    place = folder / code
+    place = Path(folder, code)
     path, about = place / f"{claim.name}.json", _about() | {"code": code}
-    trials: dict[str, Any] = files.read_object(path).get("trials", {}) if path.exists() else {}
-    damaged = f"{path} holds trials of a finding; it is damaged. Delete it."
-    require(isinstance(trials, dict), damaged, ConfigError)
+    trials = _trials(path)
     for seed in _seeds(claim, trials):
         if str(seed) not in trials:
             begin = time.perf_counter()
             sample = trial_of(Trial(seed=seed, folder=place, arms=claim.arms))
-            sizes = {len(line) for line in sample.lines.values()} - {len(claim.places)}
-            text = f"each line of {claim.name} has a number for every x, {len(claim.places)}"
-            require(not sizes, f"{text}; got {sizes}. Name as many x in the claim.")
-            finite = math.isfinite(sample.figure)
-            require(finite, f"the figure of {claim.name} is finite; seed {seed}: {sample.figure}.")
             measured = {"seconds": time.perf_counter() - begin, "about": about}
-            trials[str(seed)] = dataclasses.asdict(sample) | measured
+            trials[str(seed)] = _checked(claim, seed, sample) | measured
             with replaced(path) as part:
                 part.write_text(json.dumps({"trials": trials}))
         if advance is not None:
@@ -211,6 +218,31 @@ def measure(
         seconds=sum(one["seconds"] for one in trials.values()),
         about=next(reversed(trials.values()))["about"],
     )
+
+
+def _trials(path: Path) -> dict[str, Any]:
+    """{seed: what was kept of its trial}, of a file that may not be there yet."""
+    whole = kept(path) if path.exists() else {"trials": {}}
+    trials = whole.get("trials") if isinstance(whole, dict) else None
+    rows = trials.values() if isinstance(trials, dict) else [trials]
+    keys = {"figure", "lines", "seconds", "about"}
+    fits = all(isinstance(row, dict) and keys <= row.keys() for row in rows)
+    damaged = f"{path} holds trials of a finding; it is damaged. Delete it."
+    require(fits, damaged, ConfigError)
+    return dict(trials or {})
+
+
+def _checked(claim: Claim, seed: int, sample: Any) -> dict[str, Any]:
+    """A sample as it is kept; ValueError where it cannot be judged or drawn."""
+    real = isinstance(sample, Sample) and isinstance(sample.figure, numbers.Real)
+    require(real, f"{claim.name} is measured as Sample(figure); got {sample!r}. Return one.")
+    sizes = {len(line) for line in sample.lines.values()} - {len(claim.places)}
+    text = f"each line of {claim.name} has a number for every x, {len(claim.places)}"
+    require(not sizes, f"{text}; got {sizes}. Name as many x in the claim.")
+    finite = math.isfinite(sample.figure)
+    require(finite, f"the figure of {claim.name} is finite; seed {seed}: {sample.figure}.")
+    lines = {label: [*map(float, line)] for label, line in sample.lines.items()}
+    return {"figure": float(sample.figure), "lines": lines}
 
 
 def _seeds(claim: Claim, trials: Mapping[str, Mapping[str, Any]]) -> Iterator[int]:
@@ -227,7 +259,13 @@ def _code(function: Callable[[Trial], Sample] | None) -> str:
     package = Path(__file__).parents[1]
     paths = sorted((*package.rglob("*.py"), *package.rglob("*.toml")))  # tables are code too
     texts = [path.read_bytes() for path in paths]
-    own = inspect.getsource(function).encode() if function else b""
+    try:
+        own = inspect.getsource(function).encode() if function else b""
+    except (OSError, TypeError) as error:
+        raise ConfigError(
+            "the source of a function names what it measured, so it is a def of a file or of a "
+            f"notebook; got {function!r}. Write it there."
+        ) from error
     return hashlib.sha256(b"".join([*texts, own])).hexdigest()[:12]
 
 

@@ -55,6 +55,7 @@ def _lines(ax: Axes, finding: Finding) -> None:
     if names:
         ax.set_yticks(places, [str(name) for name in claim.places])
         ax.set(xlabel=y, ylabel=x, ylim=(len(places) - 0.5, -0.5))
+        ax.xaxis.set_major_locator(MaxNLocator(5))
     else:
         ax.set(xlabel=x, ylabel=y)
     for axis in claim.log:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from fp8ref.findings.claim import Claim, Sample, Trial
 from fp8ref.shared import package_data
+from fp8ref.shared.errors import require
 
 CLAIMS = {
     name: Claim(name=name, **table)
@@ -20,4 +21,7 @@ def measure_of(claim: Claim) -> Callable[[Trial], Sample]:
     if claim.arms:
         return training.loss_of_arms
     modules = casts, sums, training, proxies
-    return next(getattr(room, claim.name) for room in modules if hasattr(room, claim.name))
+    rooms = [room for room in modules if hasattr(room, claim.name)]
+    text = f"a claim of your own needs the function that measures it; got none for {claim.name}."
+    require(claim.name in CLAIMS and len(rooms) == 1, f"{text} Pass function=.")
+    return getattr(rooms[0], claim.name)

@@ -15,13 +15,14 @@ import numpy as np
 from fp8ref import recipe as recipes
 from fp8ref.estimate import gpu_rates, report
 from fp8ref.findings.casts import error
-from fp8ref.findings.claim import Sample, Trial, replaced
+from fp8ref.findings.claim import Sample, Trial, kept, replaced
 from fp8ref.selection.rules import Rule
 from fp8ref.shared import files
 from fp8ref.shared.errors import NonFiniteError
 from fp8ref.train import loop
 from fp8ref.train.config import config as configs
 from fp8ref.train.config.config import Config
+from fp8ref.train.config.schedule import lowest_sqnr
 from fp8ref.train.data import loader
 from fp8ref.train.report import gap as gaps
 from fp8ref.train.report import runs
@@ -76,20 +77,40 @@ def loss(trial: Trial, config: Config) -> float:
     """The training loss of the last tenth of a run, in nats, under its own casts; of one whose loss
     was not finite that of a model that knows nothing.
     """
-    key = json.dumps(configs.to_dict(config), sort_keys=True).encode()
-    kept = trial.folder / "losses" / f"{hashlib.sha256(key).hexdigest()[:24]}.json"
-    if not kept.exists():
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder, "run")
-            with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(NonFiniteError):
-                loop.train(config, "torch", out)
-            run = runs.read(out)
-            losses = [] if run.diverged else list(run.losses.values())
-        with replaced(kept) as part:
-            part.write_text(json.dumps(losses))
-    losses = json.loads(kept.read_text())
+    path = trial.folder / "losses" / f"{_name(config)}.json"
+    if not path.exists():
+        run = _trained(config)
+        with replaced(path) as part:
+            part.write_text(json.dumps([] if run.diverged else list(run.losses.values())))
+    losses = kept(path)
     width = gaps.window(config.run.steps)
     return float(np.mean(losses[-width:])) if losses else math.log(config.model.vocab_size)
+
+
+def _trained(config: Config) -> runs.Run:
+    """A run, trained and read."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "run")
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(NonFiniteError):
+            loop.train(config, "torch", out)
+        return runs.read(out)
+
+
+def _name(config: Config) -> str:
+    """The name of the file that keeps what was measured of a run."""
+    key = json.dumps(configs.to_dict(config), sort_keys=True).encode()
+    return hashlib.sha256(key).hexdigest()[:24]
+
+
+def sqnr_as_criterion(trial: Trial) -> Sample:
+    """dB by which the lowest SQNR of NVFP4's operands falls from the first third of a run to the
+    last.
+    """
+    run = _trained(tiny(trial, "nvfp4").replace(statistics={"every": 10}))
+    lowest = [found[0] for row in run.statistics if (found := lowest_sqnr(row["statistics"]))]
+    third = len(lowest) // 3
+    fall = np.mean(lowest[:third]) - np.mean(lowest[-third:])
+    return Sample(float(fall), {"lowest SQNR": lowest})
 
 
 def gradients_in(trial: Trial, recipe: str, fmt: str) -> Config:
@@ -114,15 +135,14 @@ def speed() -> float:
 
 def weights(trial: Trial, config: Config) -> dict[str, np.ndarray]:
     """The weights after a run."""
-    key = json.dumps(configs.to_dict(config), sort_keys=True).encode()
-    kept = trial.folder / "weights" / f"{hashlib.sha256(key).hexdigest()[:24]}.npz"
-    if not kept.exists():
+    path = trial.folder / "weights" / f"{_name(config)}.npz"
+    if not path.exists():
         trainer, batches = loop.trainer("torch", config), loader.open_batches(config)
         for step in range(config.run.steps):
             trainer.step(batches.step(step))
-        with replaced(kept) as part:
+        with replaced(path) as part:
             files.write_arrays(part, trainer.weights())
-    return files.read_arrays(kept)
+    return files.read_arrays(path)
 
 
 def batch(config: Config, step: int = STEPS) -> np.ndarray:

@@ -160,6 +160,7 @@ class Sweep(comparison.Table):
         """{values of the other axes: {those of fixed ones: the measure}}."""
         one_of("value", value, [key for key in self.columns if key in MEASURES])
         axes = [key for key in self.columns if key not in MEASURES]
+        require(bool(axes), "a figure needs an axis of several values; got none. Sweep one.")
         for axis in fixed:
             one_of("an axis", axis, axes)
         groups: dict[str, dict[tuple, float]] = {}
@@ -193,7 +194,7 @@ def sweep(
                    the default. Policy "unscaled": scale 1.
     roundings      nearest_even, stochastic and stochastic_8.
     k, accumulate  multiply by a weight [64, k], standard normal and cast alike, too: by
-                   exact, f32 or plans of tensor cores. None: do not multiply.
+                   exact, f32 or plans of tensor cores. None: do not multiply. k <= 2^20.
     seed           of stochastic rounding; seed + 1 of that of the weight.
 
     Shapes:   tensors [1024, 1024], or [64, k]; rows and blocks run along the last axis.
@@ -237,7 +238,7 @@ def _cells(distributions: Axis, swept: dict[str, Axis]) -> dict[tuple, tuple]:
         for *point, kind, fmt, rule, mode, k, plan in itertools.product(*axes):
             rule = UNSCALED if rule == "unscaled" else rule
             spec = replace(quantized.cast_spec(kind, fmt, rule), rounding=mode)
-            integer("k", 1 if k is None else k, 1)
+            integer("k", 1 if k is None else k, 1, 1 << 20)
             cell = Distribution(*point), spec, k, plan and plans.by_name(plan)
             row = asdict(cell[0]) | {"format": spec.fmt.name}
             parameters = {tail: row.pop(name) for tail, name in _PARAMETERS.items()}

@@ -155,7 +155,8 @@ def test_what_does_not_exist_is_left_out_with_a_reason():
         ({"granularities": ("rowwise", "row")}, "got 'row'"),
         ({"policies": "mx_flor"}, "Did you mean 'mx_floor'"),
         ({"roundings": "up"}, "rounding is one of nearest_even, stochastic, .*got 'up'"),
-        ({"k": 0}, "k is an integer of at least 1; got 0"),
+        ({"k": 0}, r"k is an integer in \[1, 1048576\]; got 0"),
+        ({"k": 1 << 40}, r"k is an integer in \[1, 1048576\]; got 1099511627776"),
         ({"k": 64, "accumulate": "hoper_fast"}, "Did you mean 'hopper_fast'"),
         ({"accumulate": "f32"}, "accumulate is of a sum over k; got no k"),
         ({"seed": -1}, "got -1"),
@@ -298,6 +299,8 @@ def test_a_plot_has_a_line_for_each_of_the_other_axes(table):
 def test_a_figure_refuses_what_was_not_swept(table):
     with pytest.raises(ValueError, match="an axis is one of tail, scale, format; got 'policy'"):
         table.heatmap("policy", "tail")
+    with pytest.raises(ValueError, match="a figure needs an axis of several values; got none"):
+        f8.sweep().heatmap("tail", "format")
     with pytest.raises(ValueError, match=r"value is one of sqnr, .*; got 'sum_error'"):
         table.plot("scale", "sum_error")
     with pytest.raises(ValueError, match=r"tail has no numbers\. Use heatmap"):
