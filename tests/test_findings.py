@@ -106,7 +106,7 @@ def test_a_stopped_measurement_goes_on(tmp_path, counted):
 def test_trials_of_other_code_do_not_count(tmp_path, counted, monkeypatch):
     """Nor do they go: they are kept apart."""
     measuring.measure(CLAIM, tmp_path)
-    monkeypatch.setattr(measuring, "_code", lambda function: "another")
+    monkeypatch.setattr(measuring, "_code", lambda claim, function: "another")
     measuring.measure(CLAIM, tmp_path)
     assert len(counted.seen) == 16
     assert len(list(tmp_path.glob("*/promotion.json"))) == 2
@@ -116,8 +116,12 @@ def test_code_is_all_that_may_change_a_figure():
     def function(trial):
         return Sample(1.0)
 
-    package = measuring._code(None)
-    assert package == measuring._code(None) != measuring._code(function)
+    package = measuring._code(CLAIM, None)
+    assert package == measuring._code(CLAIMS["mx_clipping"], None)
+    assert package != measuring._code(CLAIM, function)
+    arms = CLAIMS["equal_time"]
+    for fields in ({"arms": dict(list(arms.arms.items())[:2])}, {"x": [1]}):
+        assert measuring._code(dataclasses.replace(arms, **fields), None) != package
 
 
 def test_a_damaged_file_is_an_error(tmp_path, counted):
@@ -144,9 +148,10 @@ def test_damaged_losses_are_an_error(tmp_path):
     config = training.tiny(trial, "bf16")
     path = tmp_path / "losses" / f"{training._name(config)}.json"
     path.parent.mkdir()
-    path.write_text("[2.5, 2.")
-    with pytest.raises(ConfigError, match=rf"{path.name} holds what a finding measured; .* Delete"):
-        training.loss(trial, config)
+    for text in ("[2.5, 2.", "{}"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=rf"{path.name} holds .* it is damaged.* Delete it"):
+            training.loss(trial, config)
 
 
 @pytest.mark.parametrize(
@@ -154,9 +159,10 @@ def test_damaged_losses_are_an_error(tmp_path):
     [
         (Sample(math.nan), r"the figure of promotion is finite; seed 1000: nan"),
         (Sample(1.0, {"a": [1.0] * 3}), r"each line of promotion has a number for every x, 8; got"),
-        (1.5, r"promotion is measured as Sample\(figure\); got 1.5. Return one."),
-        (None, r"promotion is measured as Sample\(figure\); got None"),
-        (Sample(None), r"measured as Sample\(figure\); got Sample\(figure=None"),
+        (1.5, r"promotion is measured as Sample\(figure, lines\), .*; got 1.5. Return one."),
+        (None, r"promotion is measured as Sample\(figure, lines\), .*; got None"),
+        (Sample(None), r"of a number and a dict; got Sample\(figure=None"),
+        (Sample(1.0, [1.0] * 8), r"of a number and a dict; got Sample\(figure=1.0, lines=\["),
     ],
 )
 def test_a_sample_that_cannot_be_judged_or_drawn_is_refused(tmp_path, sample, text):
@@ -192,7 +198,7 @@ def test_a_claim_of_ones_own_is_measured_by_its_function(tmp_path):
     [
         ([2.99, 3.0, 3.01], 5, "4 seeds decide; 5, the least, were measured."),
         ([2.0, 3.0, 4.0], 7, "7 seeds decide; 7 were measured."),
-        ([1.5, 3.0, 4.5], 9, "12 seeds decide; 9, all that half an hour allows, were measured."),
+        ([1.5, 3.0, 4.5], 9, "12 seeds decide; 9, the most that the page allows, were measured."),
     ],
 )
 def test_the_text_says_why_so_many_seeds(pilot, count, text):
@@ -235,7 +241,7 @@ def test_what_was_recorded_is_of_this_claim(name):
     assert (kept["mean"], kept["low"], kept["high"]) == pytest.approx(interval(figures))
     assert kept["verdict"] == claim.verdict(kept["low"], kept["high"])
     assert {"machine", "python", "fp8ref"} < finding.about.keys()
-    assert finding.verdict in claim.quotes, "a sentence to quote for its verdict"
+    assert claim.form.format(finding.interval[0]) in finding.quote()
     for sample in (*finding.pilot, *finding.samples):
         assert {len(line) for line in sample.lines.values()} == {len(claim.places)}
     assert finding.seconds < 1800
@@ -373,11 +379,50 @@ def test_small_models_are_watched_and_cast(tmp_path, monkeypatch):
         for rules in (None, (), (Rule(layers=("0", "1"), policy="unscaled"),))
     ]
     assert len(set(losses)) == 3
-    # three steps of a loss near log(256) = 5.5; casts of 2^-4 at most move it by far less
+    # three steps of a loss near log(256) = 5.5, which casts do not change by a hundredth
     assert max(losses) - min(losses) < 0.05
 
 
+def test_small_models_are_compared_as_the_claims_say(tmp_path, monkeypatch):
+    trial = Trial(seed=0, folder=tmp_path)
+    losses = iter([2.0, 2.5, 2.25, 3.0, 3.5, 3.125])  # plain, current scales, none: of each model
+    monkeypatch.setattr(proxies, "_last_loss", lambda *arguments: next(losses))
+    lines = {"current scales": [0.5, 0.5], "no scales": [0.25, 0.125]}
+    assert proxies.unit_scaling(trial) == Sample(0.25, lines)
+
+    def watched(trial, place, measure, *, post):
+        return [1.0, 4.0] if post else [2.0, 9.0]
+
+    monkeypatch.setattr(proxies, "_watched", watched)
+    lines = {"norms before, SwiGLU": [2.0, 9.0], "after, GELU": [1.0, 4.0]}
+    assert proxies.post_norm_attention(trial) == Sample(5.0, lines)
+    assert proxies.post_norm_kurtosis(trial) == Sample(4.0, lines)
+
+
+@pytest.mark.parametrize("last", [math.nan, math.inf])
+def test_a_small_model_that_diverged_knows_nothing(tmp_path, monkeypatch, last):
+    monkeypatch.setattr(proxies, "_steps", lambda trial, blocks: iter([1.0] * 119 + [last]))
+    trial = Trial(seed=0, folder=tmp_path)
+    assert proxies._last_loss(trial, proxies.UnitScaled, None) == math.log(256)
+
+
+def test_steps_of_unit_scaled_weights_are_longer_by_the_root_of_k(tmp_path, monkeypatch):
+    """Products are divided by it; so an update moves them as it moves a plain layer's."""
+    monkeypatch.setattr(training, "STEPS", 1)
+    trial = Trial(seed=0, folder=tmp_path)
+    moved = {}
+    for linear in (proxies.UnitScaled, proxies._linear):
+        torch.manual_seed(0)
+        layer = linear(64, 64)
+        before = next(layer.parameters()).detach().clone()
+        list(proxies._steps(trial, torch.nn.Sequential(layer)))
+        moved[linear] = (next(layer.parameters()) - before).detach().abs().median().item()
+    # Adam's first step is the rate, but for its epsilon and a decay of a hundredth of rate x weight
+    assert moved[proxies.UnitScaled] / moved[proxies._linear] == pytest.approx(8, rel=0.02)
+
+
 def test_the_fall_of_sqnr_is_the_first_third_less_the_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "STEPS", 60)
     rows = [{"statistics": number} for number in (9.0, 8.0, 5.0, 5.0, 3.0, 2.0)]
     monkeypatch.setattr(training, "_trained", lambda config: SimpleNamespace(statistics=rows))
     monkeypatch.setattr(training, "lowest_sqnr", lambda number: (number, "a layer"))
@@ -395,8 +440,7 @@ def test_claims_are_measured_in_processes(tmp_path):
         assert finding.verdict == recorded()[name].verdict
 
 
-def test_figures_within_texts_are_those_that_were_measured():
-    """Of other lines than the claim's figure, which the text is filled with."""
+def test_numbers_of_other_lines_within_texts_are_those_that_were_measured():
     claims = CLAIMS
 
     def mean(name, line, at):
@@ -421,3 +465,10 @@ def test_figures_within_texts_are_those_that_were_measured():
     ]
     assert worst[0] - worst[1] > 10
     assert "lose 10 dB and more" in claims["double_quantization"].quotes["reproduced"]
+    one = -mean("attention_rounding_bias", "P = 1 at both", 0)
+    assert f"by {one:.2f} of its RMS" in claims["attention_rounding_bias"].limits
+    promoted = mean("largest_error_of_accumulation", "promoted every 128", 5)
+    assert (
+        f"{promoted:.1f} % with promotion"
+        in (claims["largest_error_of_accumulation"].quotes["reproduced"])
+    )

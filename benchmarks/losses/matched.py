@@ -210,7 +210,12 @@ def write(
         "backend": given.backend,
         "steps": config.run.steps,
     }
-    kept = json.loads(path.read_text())["runs"] if path.exists() else []
+    if study.sections:
+        about["sections"] = study.sections
+    whole = json.loads(path.read_text()) if path.exists() else about | {"runs": []}
+    kept = whole.pop("runs")
+    if {**whole, "machine": ""} != {**about, "machine": ""}:
+        raise SystemExit(f"{path} holds runs of other settings: {whole}. Name another --json.")
     rows = {(row["variant"], row["seed"]): row for row in kept}
     rows |= {key: study.record(trial, *key) for key, trial in trials.items() if trial.ended}
     lines = ",\n".join(json.dumps(row) for row in rows.values())

@@ -5,13 +5,15 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from fp8ref.shared import files
 from fp8ref.shared.errors import ConfigError, require
 from fp8ref.train.report import gap as gaps
+
+_T = TypeVar("_T", dict, list)
 
 Verdict = Literal["reproduced", "not reproduced", "cannot tell"]
 """What an interval says of a claim."""
@@ -66,10 +68,11 @@ class Claim:
     method          tensors, model, steps: what a trial does.
     above, margin   the claim says that the figure is above ``above``. An interval that is at most
                     ``margin`` above it is no effect.
-    most            seeds that half an hour on two cores allows.
+    most            seeds that the time of ``make findings`` allows.
     limits          what the measurement does not show.
     decides         the size that would decide, where this one does not.
-    quotes          {verdict: a sentence to quote, with {mean}, {low}, {high} of the figure}.
+    quotes          {verdict: a sentence to quote, with {mean}, {low}, {high} of the figure}; for
+                    others the claim, the verdict and the figure are one.
     thread, answers
                     an open question elsewhere, by its address; by verdict what to answer, as
                     quotes.
@@ -137,14 +140,15 @@ def replaced(path: Path) -> Iterator[Path]:
     os.replace(part, path)
 
 
-def kept(path: Path) -> Any:
-    """What a file of trials holds, in JSON. ConfigError: it is damaged."""
+def kept(path: Path, kind: type[_T], remedy: str = "Delete it.") -> _T:
+    """What a file of trials holds, in JSON. ConfigError: it is damaged, or of another kind."""
+    text = f"{path} holds what a finding measured; it is damaged"
     try:
-        return files.parse_json(files.read_bytes(path))
+        value = files.parse_json(files.read_bytes(path))
     except ValueError as error:
-        raise ConfigError(
-            f"{path} holds what a finding measured; it is damaged ({error}). Delete it."
-        ) from error
+        raise ConfigError(f"{text} ({error}). {remedy}") from error
+    require(isinstance(value, kind), f"{text}. {remedy}", ConfigError)
+    return value
 
 
 def interval(figures: Sequence[float]) -> tuple[float, float, float]:

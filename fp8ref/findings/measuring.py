@@ -85,7 +85,9 @@ class Finding(Result):
 
     def quote(self) -> str:
         """The sentence of the claim for its verdict, with the figures."""
-        plain = f"{self.claim.figure}: {{mean}} [{{low}}, {{high}}], {self.verdict}."
+        numbers = "{mean} [{low}, {high}], {seeds} seeds"
+        claim, verdict = self.claim.claim, self.verdict.capitalize()
+        plain = f"{claim} {verdict}: {self.claim.figure}: {numbers}."
         return self.written(self.claim.quotes.get(self.verdict, plain))
 
     def power(self) -> str:
@@ -94,7 +96,7 @@ class Finding(Result):
         needed, count = self.claim.seeds_needed(figures), len(self.samples)
         seeds = "over 1,000 seeds" if needed is None else f"{needed} seeds"
         text = f"By the spread of {len(figures)} pilot seeds, {seeds} decide; {count}"
-        bounds = {FEWEST: ", the least,", self.claim.most: ", all that half an hour allows,"}
+        bounds = {FEWEST: ", the least,", self.claim.most: ", the most that the page allows,"}
         text += f"{bounds.get(count, '') * (count != needed)} were measured."
         left = self.claim.seeds_needed([sample.figure for sample in self.samples])
         if self.verdict == "cannot tell":
@@ -176,7 +178,7 @@ def from_dict(claim: Claim, written: Mapping[str, Any]) -> Finding:
 
 def recorded() -> dict[str, Finding]:
     """{claim: what ``make findings`` measured of it}."""
-    all_of = kept(RECORDED) if RECORDED.exists() else {}
+    all_of = kept(RECORDED, dict, "Install fp8ref again.") if RECORDED.exists() else {}
     return {name: from_dict(CLAIMS[name], all_of[name]) for name in CLAIMS if name in all_of}
 
 
@@ -196,7 +198,7 @@ def measure(
     Raises:   what a trial raises; those before it are kept. ConfigError: a file that is damaged.
               ValueError: a function without source, or of what is no finite figure with lines.
     """
-    trial_of, code = function or measure_of(claim), _code(function)
+    trial_of, code = function or measure_of(claim), _code(claim, function)
     place = Path(folder, code)
     path, about = place / f"{claim.name}.json", _about() | {"code": code}
     trials = _trials(path)
@@ -222,8 +224,7 @@ def measure(
 
 def _trials(path: Path) -> dict[str, Any]:
     """{seed: what was kept of its trial}, of a file that may not be there yet."""
-    whole = kept(path) if path.exists() else {"trials": {}}
-    trials = whole.get("trials") if isinstance(whole, dict) else None
+    trials = kept(path, dict).get("trials") if path.exists() else {}
     rows = trials.values() if isinstance(trials, dict) else [trials]
     keys = {"figure", "lines", "seconds", "about"}
     fits = all(isinstance(row, dict) and keys <= row.keys() for row in rows)
@@ -235,7 +236,8 @@ def _trials(path: Path) -> dict[str, Any]:
 def _checked(claim: Claim, seed: int, sample: Any) -> dict[str, Any]:
     """A sample as it is kept; ValueError where it cannot be judged or drawn."""
     real = isinstance(sample, Sample) and isinstance(sample.figure, numbers.Real)
-    require(real, f"{claim.name} is measured as Sample(figure); got {sample!r}. Return one.")
+    text = f"{claim.name} is measured as Sample(figure, lines), of a number and a dict; got"
+    require(real and isinstance(sample.lines, dict), f"{text} {sample!r}. Return one.")
     sizes = {len(line) for line in sample.lines.values()} - {len(claim.places)}
     text = f"each line of {claim.name} has a number for every x, {len(claim.places)}"
     require(not sizes, f"{text}; got {sizes}. Name as many x in the claim.")
@@ -252,9 +254,10 @@ def _seeds(claim: Claim, trials: Mapping[str, Mapping[str, Any]]) -> Iterator[in
     yield from range(claim.seeds([trials[str(seed)]["figure"] for seed in pilot]))
 
 
-def _code(function: Callable[[Trial], Sample] | None) -> str:
-    """A name of the code that measures: of all of the package, and of a function outside it. Trials
-    of other code are kept apart, so that what it measured does not count.
+def _code(claim: Claim, function: Callable[[Trial], Sample] | None) -> str:
+    """A name of the code that measures: of all of the package; and of a function outside it, or of
+    a claim's arms and x. Trials of other code are kept apart, so that what it measured does not
+    count.
     """
     package = Path(__file__).parents[1]
     paths = sorted((*package.rglob("*.py"), *package.rglob("*.toml")))  # tables are code too
@@ -266,6 +269,8 @@ def _code(function: Callable[[Trial], Sample] | None) -> str:
             "the source of a function names what it measured, so it is a def of a file or of a "
             f"notebook; got {function!r}. Write it there."
         ) from error
+    if CLAIMS.get(claim.name) != claim:
+        own += repr((claim.arms, claim.x)).encode()
     return hashlib.sha256(b"".join([*texts, own])).hexdigest()[:12]
 
 

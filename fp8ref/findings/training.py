@@ -18,7 +18,7 @@ from fp8ref.findings.casts import error
 from fp8ref.findings.claim import Sample, Trial, kept, replaced
 from fp8ref.selection.rules import Rule
 from fp8ref.shared import files
-from fp8ref.shared.errors import NonFiniteError
+from fp8ref.shared.errors import NonFiniteError, require
 from fp8ref.train import loop
 from fp8ref.train.config import config as configs
 from fp8ref.train.config.config import Config
@@ -41,7 +41,7 @@ RATES = (0.5e-3, 2e-3, 8e-3)
 
 
 def tiny(trial: Trial, recipe: str, *rules: Rule) -> Config:
-    """Runs of 0.12 million parameters in two blocks, on the standard library's text."""
+    """Runs of 0.13 million parameters in two blocks, on the standard library's text."""
     return configs.load("tiny").replace(
         model={"hidden_size": 64, "intermediate_size": 192},
         data={"sequence_length": 64, "batch_size": 8, "seed": trial.seed},
@@ -74,15 +74,15 @@ def loss_of_arms(trial: Trial) -> Sample:
 
 
 def loss(trial: Trial, config: Config) -> float:
-    """The training loss of the last tenth of a run, in nats, under its own casts; of one whose loss
-    was not finite that of a model that knows nothing.
+    """The training loss of the last steps of a run, a twelfth, in nats under its own casts; of one
+    whose loss was not finite that of a model that knows nothing.
     """
     path = trial.folder / "losses" / f"{_name(config)}.json"
     if not path.exists():
         run = _trained(config)
         with replaced(path) as part:
             part.write_text(json.dumps([] if run.diverged else list(run.losses.values())))
-    losses = kept(path)
+    losses = kept(path, list)
     width = gaps.window(config.run.steps)
     return float(np.mean(losses[-width:])) if losses else math.log(config.model.vocab_size)
 
@@ -108,6 +108,7 @@ def sqnr_as_criterion(trial: Trial) -> Sample:
     """
     run = _trained(tiny(trial, "nvfp4").replace(statistics={"every": 10}))
     lowest = [found[0] for row in run.statistics if (found := lowest_sqnr(row["statistics"]))]
+    require(len(lowest) == STEPS // 10, f"a record of seed {trial.seed} has no finite SQNR.")
     third = len(lowest) // 3
     fall = np.mean(lowest[:third]) - np.mean(lowest[-third:])
     return Sample(float(fall), {"lowest SQNR": lowest})
