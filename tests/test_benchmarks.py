@@ -134,6 +134,22 @@ def test_variants_of_the_larger_runs_are_as_they_are_named(tmp_path):
     )
 
 
+def test_runs_of_other_settings_are_not_mixed(tmp_path):
+    """What was kept of another batch is left as it is, before anything trains."""
+    path = tmp_path / "losses.json"
+    given = types.SimpleNamespace(config="tiny", backend="jax")
+    config = configs.load("tiny")
+    matched.write(larger_losses.STUDY, {}, path, config, given)
+    whole = json.loads(path.read_text())
+    path.write_text(json.dumps(whole | {"machine": "another"}))
+    matched.write(larger_losses.STUDY, {}, path, config, given)  # a machine may change
+    other = dataclasses.replace(larger_losses.STUDY, sections={"data": {"batch_size": 8}})
+    before = path.read_bytes()
+    with pytest.raises(SystemExit, match=r"holds runs of other settings: .* Name another --json"):
+        matched.write(other, {}, path, config, given)
+    assert path.read_bytes() == before
+
+
 def test_losses_are_means_of_as_many_steps(monkeypatch):
     study = dataclasses.replace(larger_losses.STUDY, every=2)
     run = types.SimpleNamespace(

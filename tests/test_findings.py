@@ -29,7 +29,7 @@ from fp8ref.findings import (
 )
 from fp8ref.findings.claim import FEWEST, interval, replaced
 from fp8ref.selection.rules import Rule
-from fp8ref.shared.errors import ConfigError, NonFiniteError
+from fp8ref.shared.errors import ConfigError, NonFiniteError, StoppedError
 from fp8ref.train import loop
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -141,6 +141,20 @@ def test_a_damaged_file_is_an_error(tmp_path, counted):
     path.write_bytes(whole)
     assert measuring.measure(CLAIM, tmp_path).verdict == "reproduced"
     assert len(counted.seen) == 8
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, StoppedError])
+def test_a_run_that_is_stopped_says_what_goes_on(tmp_path, monkeypatch, kind):
+    """Not --resume, which the command that trains has and this one has not."""
+
+    def train(config, backend, out):
+        raise kind("interrupted after 4 steps, which are saved; --resume continues.")
+
+    monkeypatch.setattr(loop, "train", train)
+    trial = Trial(seed=0, folder=tmp_path)
+    with pytest.raises(kind, match=r"^stopped; .* are kept, and the same command goes on\.$"):
+        training.loss(trial, training.tiny(trial, "bf16"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_damaged_losses_are_an_error(tmp_path):
@@ -457,6 +471,17 @@ def test_numbers_of_other_lines_within_texts_are_those_that_were_measured():
     )
     text = f"UE8M0 scales makes it {100 * (again / first - 1):.1f} % larger"
     assert text in claims["requantized_to_ue8m0"].quotes["reproduced"]
+    between = mean("requantized_to_ue8m0", "UE8M0 against float32 scales", 0) / 100
+    assert (
+        f"relative error is {between:.4f}" in (claims["requantized_to_ue8m0"].quotes["reproduced"])
+    )
+    never = mean("eight_random_bits", "stochastic_8", 2)
+    assert f"a bias of {never:.3f} % downward" in claims["eight_random_bits"].quotes["reproduced"]
+    kept = [
+        mean("rowwise_outliers", "rowwise", at) - mean("rowwise_outliers", "tensorwise", at)
+        for at in range(3)
+    ]
+    assert max(kept) < 0.1
     kl = [mean("rollout_by_ue8m0", "divergence", at) for at in (3, 4)]
     assert kl[0] / kl[1] == pytest.approx(1 / 3, abs=0.05)
     assert "a third of what bf16 costs" in claims["rollout_by_ue8m0"].answers["reproduced"]

@@ -180,11 +180,11 @@ def main(study: Study, description: str, *, backend: str, seeds: int = 3) -> Non
         for seed in range(given.seeds)
         for variant, trial in study.planned(config, given.backend, seed, given.runs).items()
     }
+    write(study, trials, given.json, config, given)
     for (variant, _), trial in trials.items():
         if variant in given.variants:
             sweep.train([trial])
             write(study, trials, given.json, config, given)
-    write(study, trials, given.json, config, given)
     show(study, given)
 
 

@@ -98,6 +98,7 @@ def section(name: str, finding: Finding) -> list[str]:
     claim = finding.claim
     need = claim.form.format(claim.above + claim.margin)
     mean, low, high = map(claim.form.format, finding.interval)
+    seconds = f"{finding.seconds:.0f} second{'' if round(finding.seconds) == 1 else 's'}"
     return [
         f"### {claim.claim} {{ #{anchor(name)} }}",
         "",
@@ -109,7 +110,7 @@ def section(name: str, finding: Finding) -> list[str]:
         f"claim needs more than {need}.",
         f"- **Source:** {claim.source}.",
         *([f"- **There:** {claim.paper}."] if claim.paper else []),
-        f"- **Here:** {claim.method} {len(finding.samples)} seeds, {finding.seconds:.0f} seconds.",
+        f"- **Here:** {claim.method} {len(finding.samples)} seeds, {seconds}.",
         f"- **Seeds:** {finding.power()}",
         f"- **Not shown:** {claim.limits}",
         f"- **Again:** `fp8ref finding {name}`",

@@ -236,7 +236,7 @@ def post_norm_attention(trial: Trial) -> Sample:
 
 
 def unit_scaling(trial: Trial) -> Sample:
-    """The loss of a unit-scaled model with current scales, minus that without any scale."""
+    """The loss of a unit-scaled model with current scales, minus that by scales of 1."""
     lines: dict[str, list[float]] = {"current scales": [], "no scales": []}
     for linear in (UnitScaled, _linear):
         plain = _last_loss(trial, linear, None)

@@ -18,7 +18,7 @@ from fp8ref.findings.casts import error
 from fp8ref.findings.claim import Sample, Trial, kept, replaced
 from fp8ref.selection.rules import Rule
 from fp8ref.shared import files
-from fp8ref.shared.errors import NonFiniteError, require
+from fp8ref.shared.errors import NonFiniteError, StoppedError, require
 from fp8ref.train import loop
 from fp8ref.train.config import config as configs
 from fp8ref.train.config.config import Config
@@ -88,11 +88,15 @@ def loss(trial: Trial, config: Config) -> float:
 
 
 def _trained(config: Config) -> runs.Run:
-    """A run, trained and read."""
+    """A run, trained and read. One that is stopped is lost: its folder is for this process."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "run")
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(NonFiniteError):
-            loop.train(config, "torch", out)
+        try:
+            with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(NonFiniteError):
+                loop.train(config, "torch", out)
+        except (KeyboardInterrupt, StoppedError) as error:
+            text = "stopped; trials that have ended are kept, and the same command goes on."
+            raise type(error)(text) from error
         return runs.read(out)
 
 
